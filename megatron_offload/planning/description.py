@@ -25,20 +25,17 @@ _GRADIENT_BUFFERS = 2
 
 def num_parameters(model: ModelDescription, rank: int) -> int:
     """Return the weights of one GPU of a pipeline rank."""
-    hidden, gates = model.hidden, 2 if model.gated_mlp else 1
+    hidden, of_width = model.hidden, (3 if model.gated_mlp else 2) * model.hidden
     attention = hidden * (2 * hidden + 2 * model.kv_width)
-    expert_ffn = model.expert_ffn or model.ffn
-    experts = model.experts * (gates + 1) * expert_ffn * hidden // model.expert_parallel
-    shared = (gates + 1) * model.shared_expert_ffn * hidden
+    expert = of_width * (model.expert_ffn or model.ffn)
+    experts = model.experts * expert // model.expert_parallel + hidden * model.experts
     num_shared, num_whole = 0, 0
     for stage in range(rank, len(model.layers_of_stages), model.pipeline_parallel):
         for index in model.layers_of(stage):
-            if model.has_experts(index):
-                num_shared += attention + shared
-                num_whole += experts + hidden * model.experts
-            else:
-                num_shared += attention + (gates + 1) * model.ffn * hidden
-            num_whole += 2 * hidden
+            has_experts = model.has_experts(index)
+            ffn = model.shared_expert_ffn if has_experts else model.ffn
+            num_shared += attention + of_width * ffn
+            num_whole += 2 * hidden + (experts if has_experts else 0)
     is_last = rank == model.pipeline_parallel - 1
     num_shared += ((rank == 0) + is_last) * model.vocabulary * hidden
     return num_shared // model.tensor_parallel + num_whole + is_last * hidden

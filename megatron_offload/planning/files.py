@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -102,7 +101,7 @@ def _profile_problems(profile: StepProfile) -> Iterator[str]:
         "backward_at_bytes": at_bytes,
     }
     for name, clock in clocks.items():
-        if any(one > next_one for one, next_one in pairwise(clock)):
+        if list(clock) != sorted(clock):
             yield f"{name!r} are not in the order of their clock"
     if len(profile.times) not in (0, len(profile.groups)):
         yield f"'times' holds {len(profile.times)} for {len(profile.groups)} groups"

@@ -17,7 +17,7 @@ import math
 from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from megatron_offload.core.machine import Machine
 from megatron_offload.core.trace import PIPELINE_WAIT, ByteCount, Counter, Span, StepTrace
@@ -123,23 +123,13 @@ def settings_of(plan: OffloadPlan, default: RankSettings = UNLIMITED) -> list[Ra
     return found
 
 
-class Rates(NamedTuple):
-    """Bytes per microsecond of each copy, by what its GPU copies."""
-
-    d2h: float
-    """To the host, the other direction idle."""
-    h2d: float
-    both_d2h: float
-    """To the host, with the other direction busy."""
-    both_h2d: float
-
-
 def fair_rates(
     machine: Machine, gpus_per_rank: int, num_d2h: int, num_h2d: int, num_both: int
-) -> Rates:
+) -> tuple[float, ...]:
     """Return the rates where so many ranks of a node copy each way, or both; 0 for what none does.
 
-    All rates are raised together, and those that a limit binds stop there.
+    They are bytes per microsecond of a copy to the host, of one to the device, and of each with the
+    other direction busy. All are raised together, and those that a limit binds stop there.
     """
     d2h, h2d, both = (gpus_per_rank * number for number in (num_d2h, num_h2d, num_both))
     numbers = (d2h, h2d, both, both)
@@ -165,7 +155,7 @@ def fair_rates(
         for kind in rising.intersection(kinds):
             rates[kind] = level
         rising -= set(kinds)
-    return Rates(*(rate * 1e3 for rate in rates))
+    return tuple(rate * 1e3 for rate in rates)
 
 
 class _Queue:
@@ -294,7 +284,6 @@ class _Step:
     # Copies
 
     def _begin_copy(self, queue: _Queue) -> None:
-        """Begin the next copy of an idle queue, if there is one."""
         queue.copy = queue.waiting.popleft() if queue.waiting else None
         if queue.copy is not None:
             queue.rest_bytes, queue.rate = queue.rank.program.copy_bytes[queue.copy], 0.0
@@ -323,11 +312,11 @@ class _Step:
         ways = ((True, False), (False, True), (True, True))
         rates = self._rates(*map(busy.count, ways))
         for rank in node:
-            d2h, h2d = rank.d2h, rank.h2d
-            if d2h.copy is not None:
-                self._set_rate(d2h, rates.d2h if h2d.copy is None else rates.both_d2h, node)
-            if h2d.copy is not None:
-                self._set_rate(h2d, rates.h2d if d2h.copy is None else rates.both_h2d, node)
+            queues = rank.d2h, rank.h2d
+            first = 2 if all(queue.copy is not None for queue in queues) else 0
+            for queue, rate in zip(queues, rates[first:], strict=False):
+                if queue.copy is not None:
+                    self._set_rate(queue, rate, node)
 
     def _set_rate(self, queue: _Queue, rate: float, node: list[_Streams]) -> None:
         if rate == queue.rate:
