@@ -39,12 +39,9 @@ class DeviceBudget:
         self._plan: tuple[int | None, int | None] = None, None
         self._default = 0, 0
         self._choose_limits()
-        self.inflight_bytes = 0
-        self.held_bytes = 0
+        self.inflight_bytes = self.held_bytes = 0
+        self._saved_bytes = self._peak_saved_bytes = self._largest_bytes = 0
         self.is_warming_up = False
-        self._saved_bytes = 0
-        self._peak_saved_bytes = 0
-        self._largest_bytes = 0
 
     # Who sets the limits
 
