@@ -229,17 +229,14 @@ def schedule_of(profiles: Sequence[StepProfile]) -> Schedule:
     run = profiles[0].run
     seen = [_passes_seen(profile) for profile in profiles]
     if run.vp_size > 1:
-        num_first = [is_forward for _, is_forward in seen[-1]].index(False) if all(seen) else 0
+        num_first = [kind for _, kind in seen[-1]].index(PassKind.BACKWARD) if all(seen) else 0
         size = (num_first - 1) // (run.vp_size - 1)  # so the last rank warms up
         size = max(run.pp_size, min(size, run.num_microbatches))
-        schedule = make_schedule(
-            "interleaved", run.pp_size, run.num_microbatches, run.vp_size, size
-        )
+        shape = run.pp_size, run.num_microbatches, run.vp_size
+        schedule = make_schedule("interleaved", *shape, size)
         for rank, (found, passes) in enumerate(zip(seen, schedule.ranks, strict=True)):
             chunks = schedule.chunks_of(rank)
-            wanted = [
-                (chunks[one.stage, one.microbatch], one.kind is PassKind.FORWARD) for one in passes
-            ]
+            wanted = [(chunks[one.stage, one.microbatch], one.kind) for one in passes]
             if found and found != wanted:
                 raise ConfigError(
                     f"pipeline rank {rank} runs its virtual stages in another order than "
@@ -248,24 +245,24 @@ def schedule_of(profiles: Sequence[StepProfile]) -> Schedule:
         return schedule
     if not all(seen):
         return make_schedule("1f1b", run.pp_size, run.num_microbatches)
-    kinds = {True: PassKind.FORWARD, False: PassKind.BACKWARD}
     ranks = (
-        tuple(Pass(stage, kinds[is_forward], chunk) for chunk, is_forward in passes)
+        tuple(Pass(stage, kind, chunk) for chunk, kind in passes)
         for stage, passes in enumerate(seen)
     )
     num_chunks = len({chunk for chunk, _ in seen[0]})
     return Schedule("as profiled", run.pp_size, num_chunks, tuple(ranks))
 
 
-def _passes_seen(profile: StepProfile) -> list[tuple[int, bool]]:
-    """Return the passes of a timed profile in their order: the chunk, and whether it is forward."""
-    begins_us: dict[tuple[int, bool], float] = {}
+def _passes_seen(profile: StepProfile) -> list[tuple[int, PassKind]]:
+    """Return the chunk and the kind of each pass of a timed profile, in their order."""
+    begins_us: dict[tuple[int, PassKind], float] = {}
     seen = set(profile.backward_order)
     for group, times in zip(profile.groups, profile.times, strict=False):
         chunk = group.key.chunk
-        begins_us.setdefault((chunk, True), times.started_us)
+        begins_us.setdefault((chunk, PassKind.FORWARD), times.started_us)
+        backward = chunk, PassKind.BACKWARD
         backward_us = times.backward_us if group.key in seen else math.inf
-        begins_us[chunk, False] = min(begins_us.get((chunk, False), math.inf), backward_us)
+        begins_us[backward] = min(begins_us.get(backward, math.inf), backward_us)
     return sorted(begins_us, key=begins_us.__getitem__)
 
 

@@ -394,7 +394,6 @@ class _Replay:
         self, passed: _PassWork, group: WorkGroup, us: float, temp_bytes: int, block_bytes: int = 0
     ) -> None:
         """Write a group's part of a pass."""
-        program = self.program
         temp_bytes += passed.stage.buffer_bytes
         if temp_bytes > self._peak_temp_bytes:
             self._peak_temp_bytes = temp_bytes
@@ -405,7 +404,7 @@ class _Replay:
             self._add(OpKind.COMPUTE, us, self._label(group), is_backward=is_backward)
         if self._records:
             taken_bytes = self._device_bytes + temp_bytes + block_bytes + self._pending_bytes
-            program.pieces.append(Piece(group.key, passed.one.kind, us, taken_bytes))
+            self.program.pieces.append(Piece(group.key, passed.one.kind, us, taken_bytes))
 
     def _add(
         self, kind: OpKind, argument: float, label: str = "", *, is_backward: bool = False
