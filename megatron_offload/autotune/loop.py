@@ -302,12 +302,7 @@ a second, which no wait shows."""
 
 
 def cost_of(job: Job, shown: Mapping[int, Sequence[MeasuredStep]]) -> MeasuredCost:
-    """Return what a step has cost.
-
-    Args:
-        job: the step.
-        shown: by pipeline rank, what each of its processes has measured.
-    """
+    """Return what a step has cost, by what each process of each pipeline rank has measured."""
     settings = []
     for rank, passes in enumerate(job.schedule.ranks):
         steps, chunks = shown.get(rank), job.schedule.chunks_of(rank)

@@ -36,11 +36,7 @@ _AIM_SHARE = 0.9
 
 
 class PlanSearch(ABC):
-    """Asks for few plans, one after the other, until one stays.
-
-    Args:
-        chooser: makes them.
-        policy: what is wanted.
+    """Asks a chooser for few plans, one after the other, until one stays.
 
     Attributes:
         plan: what is to be followed; at first what the first steps have done.
@@ -65,12 +61,9 @@ class PlanSearch(ABC):
         *,
         is_host_bound: bool = False,
     ) -> None:
-        """Take what a step that follows the plan has shown.
+        """Take what a step that follows the plan has shown, and what each rank reserves.
 
-        Args:
-            cost: of its time.
-            reserved_bytes: what each rank reserves.
-            is_host_bound: whether the device has waited for the host.
+        ``is_host_bound`` says that the device has waited for the host.
         """
         pairs = zip(self.plan.ranks, reserved_bytes, strict=True)
         ranks = tuple(replace(rank, measured_peak_bytes=most) for rank, most in pairs)

@@ -202,8 +202,7 @@ class StepProfile:
             for group in self.groups
             if group.num_bytes and group.committed_at_bytes < begins_at and group.key not in staying
         }
-        needed = zip(self.backward_order, self.backward_at_bytes, strict=False)
-        for key, at_bytes in needed:
+        for key, at_bytes in zip(self.backward_order, self.backward_at_bytes, strict=False):
             if key in away and at_bytes + away[key].num_bytes <= begins_at + device_bytes:
                 del away[key]
         by_name: dict[str, int] = {}

@@ -174,12 +174,7 @@ class _PassWork(NamedTuple):
 
 
 class RankWork:
-    """One rank's part of a job with units made again, to be replayed with any settings.
-
-    Args:
-        job: the step.
-        rank: pipeline rank.
-        recompute: the units that are made again, as `RankSettings` has them.
+    """One rank's part of a job with units made again, as `RankSettings` has them.
 
     Attributes:
         job: the step, with those units made again.
