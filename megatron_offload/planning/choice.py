@@ -192,11 +192,9 @@ class Chooser:
         self._program = cache(lambda rank, one: work(rank, one.recompute).replay(one))
         self._steps: dict[tuple[bool, _Settings], Simulation] = {}
         self.without = self._simulate((NO_OFFLOAD,) * num_ranks)
+        ends = _Way(level=0), _Way(level=len(kinds))
         self._least_bytes = [
-            min(
-                self._peak(rank, self._everything(rank, _Way(level=level)))
-                for level in {0, len(kinds)}
-            )
+            min(self._peak(rank, self._everything(rank, way)) for way in ends)
             for rank in range(num_ranks)
         ]
         self.lowest_bytes = max(self._least_bytes)
@@ -511,9 +509,9 @@ class Chooser:
         plans = []
         for index, (settings, what) in enumerate(zip(chosen, wanted, strict=True)):
             recompute, vp_stages = settings.recompute or (), self._work(index, ()).vp_stages
-            units = dict(enumerate(recompute))
+            remade = dict(enumerate(recompute))
             groups = (
-                group.making_again(units.get(vp_stages[group.key.chunk], ()))
+                group.making_again(remade.get(vp_stages[group.key.chunk], ()))
                 for group in self._profiles[index].groups
             )
             profile = replace(self._profiles[index], groups=tuple(groups))
@@ -524,16 +522,9 @@ class Chooser:
                 for group in profile.groups
                 if group.num_bytes and group.key not in moved
             }
-            plans.append(
-                rank_plan(
-                    profile,
-                    kept,
-                    f"moves for {what}",
-                    max_inflight_bytes=settings.max_inflight_bytes if moved else None,
-                    prefetch_bytes=settings.prefetch_bytes if moved else None,
-                    units=tuple(_unit_choices(profile, vp_stages)),
-                )
-            )
+            limits = {name: getattr(settings, name) if moved else None for name in LIMITS}
+            units = tuple(_unit_choices(profile, vp_stages))
+            plans.append(rank_plan(profile, kept, f"moves for {what}", units=units, **limits))
         return self._predicted(plan_of(kind, self._profiles, plans))
 
     def _predicted(self, plan: OffloadPlan) -> OffloadPlan:

@@ -44,13 +44,8 @@ def num_parameters(model: ModelDescription, rank: int) -> int:
 def job_from_model(model: ModelDescription, machine: Machine | None = None) -> Job:
     """Return the step of a model, from its description alone; without a machine by the defaults."""
     name = model.schedule or ("interleaved" if model.virtual_stages > 1 else "1f1b")
-    schedule = make_schedule(
-        name,
-        model.pipeline_parallel,
-        model.num_microbatches,
-        model.virtual_stages,
-        model.microbatch_group_size_per_vp_stage,
-    )
+    sizes = model.pipeline_parallel, model.num_microbatches, model.virtual_stages
+    schedule = make_schedule(name, *sizes, model.microbatch_group_size_per_vp_stage)
     costs = LayerCosts(model)
     hidden_bytes = costs.hidden_bytes
     stages = []
@@ -66,24 +61,15 @@ def job_from_model(model: ModelDescription, machine: Machine | None = None) -> J
             groups += costs.loss()
         buffer_bytes = _GRADIENT_BUFFERS * hidden_bytes if schedule.num_stages > 1 else 0
         num_launches = num_layers * model.num_launches / 2
-        stages.append(
-            StageWork(
-                tuple(groups),
-                hidden_bytes,
-                buffer_bytes,
-                num_launches,
-                host_us=2 * num_launches * model.host_us_per_launch,
-                host_us_per_group=model.host_us_per_group,
-            )
-        )
+        host_us = 2 * num_launches * model.host_us_per_launch, model.host_us_per_group
+        stages.append(StageWork(tuple(groups), hidden_bytes, buffer_bytes, num_launches, *host_us))
     weights = [num_parameters(model, rank) for rank in range(schedule.num_ranks)]
+    host_bytes = (int(n * model.optimizer_host_bytes_per_parameter) for n in weights)
     return Job(
         schedule=schedule,
         stages=tuple(stages),
         static_bytes=tuple(int(n * model.static_bytes_per_parameter) for n in weights),
-        optimizer_host_bytes=tuple(
-            int(n * model.optimizer_host_bytes_per_parameter) for n in weights
-        ),
+        optimizer_host_bytes=tuple(host_bytes),
         machine=machine or Machine(),
         gpus_per_rank=model.tensor_parallel * model.context_parallel,
     )
