@@ -312,11 +312,11 @@ class _Step:
         ways = ((True, False), (False, True), (True, True))
         rates = self._rates(*map(busy.count, ways))
         for rank in node:
-            queues = rank.d2h, rank.h2d
-            first = 2 if all(queue.copy is not None for queue in queues) else 0
-            for queue, rate in zip(queues, rates[first:], strict=False):
-                if queue.copy is not None:
-                    self._set_rate(queue, rate, node)
+            d2h, h2d = rank.d2h, rank.h2d
+            if d2h.copy is not None:
+                self._set_rate(d2h, rates[0 if h2d.copy is None else 2], node)
+            if h2d.copy is not None:
+                self._set_rate(h2d, rates[1 if d2h.copy is None else 3], node)
 
     def _set_rate(self, queue: _Queue, rate: float, node: list[_Streams]) -> None:
         if rate == queue.rate:
