@@ -76,7 +76,8 @@ def provide_model(pre_process, post_process, vp_stage=None, config=None, pg_coll
 
 def sum_of_losses(losses):
     total = losses.float().sum()
-    number = torch.tensor(losses.numel(), dtype=torch.int, device=losses.device)
+    # Not copied from the host, which a CUDA graph of the whole step couldn't hold.
+    number = torch.full_like(total, losses.numel(), dtype=torch.int)
     return total, number, {"lm loss": torch.stack([total.detach(), number.float()])}
 
 
