@@ -158,13 +158,14 @@ class OffloadConfig(StrictModel):
     copy_streams: bool = True
     """Copy on streams of their own. Without, on the compute stream, where nothing overlaps."""
 
-    policy: Converted[PolicyConfig | None, PolicyConfig | Mapping[str, Any] | None] = Field(
+    policy: Converted[PolicyConfig | None, PolicyConfig | Mapping[str, Any] | str | None] = Field(
         default=default(None), discriminator="kind"
     )
     """What decides about marked groups, in place of ``fraction`` and the delta above:
     ``kind: plan_file`` follows a plan, ``ratio`` moves a share of the bytes, ``memory_target`` and
     ``auto`` plan by the run's own steps (`autotune.loop.tune`; docs/planning.md).
-    ``kind: modules`` leaves all to those keys. None: likewise where they are set, else ``auto``."""
+    ``kind: modules`` leaves all to those keys. A kind alone (``policy: modules``) will do where it
+    needs no more. None: likewise where those keys are set, else ``auto``."""
 
     backend: Literal["auto", "cuda", "simulated"] = "auto"
     """Where tensors live: ``auto`` takes CUDA where there is a device, else the simulation."""
@@ -183,6 +184,11 @@ class OffloadConfig(StrictModel):
     @classmethod
     def _auto_units(cls, names: Any) -> Any:
         return AUTO_UNITS if names == "auto" else names
+
+    @field_validator("policy", mode="before")
+    @classmethod
+    def _section_of(cls, policy: Any) -> Any:
+        return {"kind": policy} if isinstance(policy, str) else policy
 
     @field_validator("modules", "recompute")
     @classmethod

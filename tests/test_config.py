@@ -220,3 +220,11 @@ def test_an_environment_variable_is_read_or_has_a_default(monkeypatch):
     assert "A is not set" in error_of(lambda: environment_int("A", environ={}))
     monkeypatch.setenv("LOCAL_RANK", "7")
     assert environment_int("LOCAL_RANK") == 7
+
+
+def test_a_kind_of_policy_alone_is_its_section():
+    assert OffloadConfig(policy="auto") == OffloadConfig(policy={"kind": "auto"})
+    with pytest.raises(ValueError, match=r"policy\.ratio\.ratio"):
+        OffloadConfig(policy="ratio")
+    with pytest.raises(ValueError, match="'autp' found using 'kind'"):
+        OffloadConfig(policy="autp")

@@ -20,7 +20,7 @@ def test_a_comparison_finds_the_same_bits(num_gpus, tmp_path):
         f"parallel.pipeline={num_gpus}",
         f"parallel.virtual={num_gpus}",
         "data.microbatches=4",
-        "offload.policy=modules",
+        "offload.policy.kind=modules",
     )
     _, *chosen = words(tmp_path, *settings)
     status, err = run(["compare", *chosen])
