@@ -1,4 +1,4 @@
-"""Runs of Megatron-LM's own `pretrain` on a CPU: flags, environment, and what they print."""
+"""Runs of Megatron-LM's own `pretrain`: flags and environment on a CPU, and what they print."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,8 +86,16 @@ class Printed:
         return dict(re.findall(r"(\w+) ([\d.]+ \w+)", line.partition(", makes ")[0]))
 
 
-def pretrain(*words: str | Path, ranks: int = 1, launched: str | None = None) -> Printed:
-    """Run the example as its first lines say; with flags of the launcher through that."""
+def pretrain(
+    *words: str | Path,
+    ranks: int = 1,
+    launched: str | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Printed:
+    """Run the example as its first lines say; with flags of the launcher through that.
+
+    The environment is that of a CPU, unless there is another.
+    """
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
     launcher = ["megatron_offload.run", *(launched or "").split()]
     command = [*(torchrun if ranks > 1 else ()), *(launcher if launched is not None else ())]
@@ -94,7 +103,7 @@ def pretrain(*words: str | Path, ranks: int = 1, launched: str | None = None) ->
         command.pop()
     done = subprocess.run(
         [sys.executable, *(["-m"] if command else ()), *command, EXAMPLE, *map(str, words)],
-        env=environment(),
+        env=environment() if env is None else env,
         capture_output=True,
         text=True,
         timeout=280,
