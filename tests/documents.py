@@ -94,8 +94,8 @@ _PARSED = "its own parser takes its flags, in tests/test_documents.py"
 NOT_RUN_PREFIXES = {
     "accelerate launch ": "starts one process where there is no GPU; the next line starts two",
     "torchrun --nproc-per-node 8 -m megatron_offload.run pretrain_gpt.py --cuda-graph-impl ": (
-        "captures a CUDA graph, as tests/gpu/test_pretrain_on_gpus.py does; Megatron's parser takes "
-        "its flags, in tests/run/test_launcher.py"
+        "captures a CUDA graph, as tests/gpu/test_pretrain_on_gpus.py does; its flags are read in "
+        "tests/run/test_launcher.py"
     ),
     "VERL_USE_EXTERNAL_MODULES=": (
         f"needs Ray and GPUs; verl's own configuration takes its overrides, and {_SETTINGS}"
