@@ -389,8 +389,8 @@ class HostPool:
         room_bytes -= room_bytes % ALIGNMENT_BYTES
         if size_bytes > room_bytes:
             return False
-        pinned_bytes = self.stats.slab_bytes_total - self.bytes_of_graphs
-        self._full_share = (self.stats.in_use_bytes + size_bytes) / (pinned_bytes + size_bytes)
+        pinned_bytes = self.stats.slab_bytes_total - self.bytes_of_graphs + size_bytes
+        self._full_share = min(1.0, (self.stats.in_use_bytes + size_bytes) / pinned_bytes)
         largest_bytes = max(size_bytes, min(self.slab_bytes, room_bytes))
         return self._pin(largest_bytes) or self._pin(size_bytes)
 
