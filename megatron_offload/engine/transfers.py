@@ -530,8 +530,7 @@ class Transfers:
         """Return the counters of the step so far."""
         stats, pool = self.stats, self.host_pool
         stats.peak_host_bytes = pool.stats.peak_in_use_bytes
-        stats.peak_away_bytes = pool.alone.peak_bytes
-        stats.peak_away_bytes_by_name = pool.alone.peak_by_name
+        stats.peak_away_bytes, stats.peak_away_bytes_by_name = pool.alone.peak()
         return stats
 
     def abandon(self, groups: Iterable[OffloadGroup]) -> None:

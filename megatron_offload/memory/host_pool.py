@@ -8,7 +8,7 @@ on how far the device has come, except `shrink`. The pool serves one thread.
 from __future__ import annotations
 
 import logging
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -30,28 +30,43 @@ _logger = logging.getLogger(__name__)
 class Ledger:
     """Bytes by name: now, and when there were most of them."""
 
-    __slots__ = ("by_name", "peak_by_name", "peak_bytes", "total_bytes")
+    __slots__ = ("_is_at_peak", "_peak_by_name", "by_name", "peak_bytes", "total_bytes")
 
     def __init__(self) -> None:
+        self._is_at_peak = False
         self.clear()
         self.restart_peak()
 
     def clear(self) -> None:
         """Count from zero; the peak stays."""
-        self.by_name: dict[str, int] = {}
+        self._keep_peak()
+        self.by_name: Counter[str] = Counter()
         self.total_bytes = 0
 
     def restart_peak(self) -> None:
         """Let the peak begin with what there is now."""
         self.peak_bytes = self.total_bytes
-        self.peak_by_name = self.by_name.copy()
+        self._is_at_peak = True
+
+    def peak(self) -> tuple[int, dict[str, int]]:
+        """Return the most bytes since the peak was restarted, and those by name."""
+        self._keep_peak()
+        return self.peak_bytes, self._peak_by_name
+
+    def _keep_peak(self) -> None:
+        if self._is_at_peak:
+            self._is_at_peak = False
+            self._peak_by_name = dict(self.by_name)
 
     def add(self, name: str, num_bytes: int) -> None:
         """Count bytes, or count them no more where ``num_bytes`` is negative."""
-        self.by_name[name] = self.by_name.get(name, 0) + num_bytes
+        if num_bytes < 0 and self._is_at_peak:
+            self._keep_peak()
+        self.by_name[name] += num_bytes
         self.total_bytes += num_bytes
         if self.total_bytes > self.peak_bytes:
-            self.restart_peak()
+            self.peak_bytes = self.total_bytes
+            self._is_at_peak = True
 
 
 @dataclass(slots=True)
