@@ -34,7 +34,7 @@ microbatches; ``--timeout`` has to leave time for them.
 Each mode runs in processes of its own, which import what they need while the mode before them runs.
 One that fails or takes too long is a row with its reason. Peaks and what the host holds are the
 most of the measured steps; in warm-up nothing is learned yet. R is the drop of the peak against
-``none`` over the most bytes held on the host. Each mode begins by measuring what the link to the
+``none`` over the most bytes off the device. Each mode begins by measuring what the link to the
 host gives all ranks together.
 
 ``--examine`` adds a step outside the measured ones to this package's own modes: it is traced, to

@@ -96,7 +96,7 @@ def is_bitwise(run, other, rank):
 
 
 def returned(peak_without, peak_with, held_bytes):
-    """Return R, the drop of a peak over the bytes held on the host; None where one is unknown."""
+    """Return R, the drop of a peak over the bytes off the device; None where one is unknown."""
     if peak_without is None or peak_with is None or not held_bytes:
         return None
     return (peak_without - peak_with) / held_bytes
@@ -126,8 +126,8 @@ def table(report):
         report["command"],
         "",
         "Sizes in GiB, peaks after warm-up; 'ever' is reserved and 'pinned' page-locked from the "
-        "first step on. R is the drop of the peak against none over the most bytes held on the "
-        "host.",
+        "first step on. R is the drop of the peak against none over the most bytes off the "
+        "device.",
         "",
         *_aligned([HEAD, *(_cells_of(row) for row in ran)]),
     ]

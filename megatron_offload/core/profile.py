@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, NamedTuple
@@ -205,10 +206,13 @@ class StepProfile:
         for key, at_bytes in zip(self.backward_order, self.backward_at_bytes, strict=False):
             if key in away and at_bytes + away[key].num_bytes <= begins_at + device_bytes:
                 del away[key]
-        by_name: dict[str, int] = {}
+        by_name: Counter[str] = Counter()
         for group in away.values():
-            by_name[group.name] = by_name.get(group.name, 0) + group.num_bytes
-        return by_name
+            by_name[group.name] += group.num_bytes
+        for group in self.groups:
+            if group.committed_at_bytes < begins_at:
+                by_name[group.name] += sum(x.num_bytes for x in group.remade if x.is_remade)
+        return {name: num_bytes for name, num_bytes in by_name.items() if num_bytes}
 
     def has_groups_of(self, other: StepProfile) -> bool:
         """Whether both steps had the same groups in the same places, of whatever sizes."""

@@ -245,10 +245,11 @@ class OffloadGroup(Group):
         shared_bytes: of both, what a group before it has as well and left there; set at commit.
         moving: between the look at its bytes and the decision, the blocks that can move.
         remade: what of it is made again, or could be; set at commit.
+        dropped_bytes: what of it is off the device to be made again, until backward comes to it.
         leaf_hook: the hook at the group's start where that is a leaf of the graph.
     """
 
-    elsewhere_bytes = shared_bytes = small_bytes = 0
+    elsewhere_bytes = shared_bytes = small_bytes = dropped_bytes = 0
     moving: Sequence[BlockRef] = ()
     remade: tuple[RemadeUnit, ...] = ()
     leaf_hook: RemovableHandle | None = None

@@ -717,7 +717,7 @@ class PipelineOffloadManager:
 
     @property
     def offload_summary_bytes(self) -> dict[str, int]:
-        """Bytes off the device at the peak, per group name.
+        """Bytes off the device at the peak, per group name: on the host, or to be made again.
 
         After the first step of a program, which had nothing to learn from, what the next will have.
         """

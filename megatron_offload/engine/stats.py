@@ -61,7 +61,8 @@ class StepStats:
     peak_host_bytes: int = 0
     """Most bytes of host memory in use at one time."""
     peak_away_bytes: int = 0
-    """Most bytes whose device memory was released, at one time: less what is being copied."""
+    """Most bytes whose device memory was released, at one time: less what is being copied. Of a
+    group that is made again, till its backward begins."""
     peak_away_bytes_by_name: dict[str, int] = field(default_factory=dict)
     """The same moment, by group name."""
     is_captured: bool = False

@@ -39,6 +39,7 @@ class Step(StepDecisions[OffloadGroup]):
         for group in self.groups():
             if group.leaf_hook is not None and not group.blocks():
                 group.unhook()
+            self._transfers.count_remade(group)
         self._transfers.begin_step()
         self.begin_step(self._learner.profile)
 
@@ -121,6 +122,7 @@ class Step(StepDecisions[OffloadGroup]):
 
     def enter_backward(self, group: OffloadGroup) -> None:
         """Backward has reached a group's end: bring it back if no one did, and look ahead."""
+        self._transfers.count_remade(group)
         super().enter_backward(group)
         self._transfers.owners.learn(group)
 

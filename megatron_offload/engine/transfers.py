@@ -126,9 +126,17 @@ class Transfers:
                 observer.block_leaves(block, _region_of(block))
             self.sources.drop(block, group.label)
             self.stats.by_name[group.name].remade_bytes += num_bytes
+            group.dropped_bytes += num_bytes
+            self.host_pool.alone.add(group.name, num_bytes)
         if is_dropped:
             group.needs += needs
         return is_dropped
+
+    def count_remade(self, group: OffloadGroup) -> None:
+        """Count what was dropped of a group as off the device no more."""
+        if group.dropped_bytes:
+            self.host_pool.alone.add(group.name, -group.dropped_bytes)
+            group.dropped_bytes = 0
 
     def stay(self, group: OffloadGroup, reason: str) -> None:
         """Leave a group whose forward is over on the device, and those that it leads."""
@@ -542,7 +550,7 @@ class Transfers:
         self.window.abandon()
         self.sources.abandon()
         for group in groups:
-            group.moving = ()
+            group.moving, group.dropped_bytes = (), 0
             # A failed backward may leave its graph alive for long: its data goes now.
             for block in group.blocks():
                 block.cancelled = True

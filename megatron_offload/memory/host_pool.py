@@ -186,7 +186,7 @@ class HostPool:
     ) -> None:
         self.cap_bytes = default_cap_bytes(share) if cap_bytes is None else cap_bytes
         self.slab_bytes = _aligned(slab_bytes)
-        self.alone = Ledger()  # the bytes of it that are nowhere else
+        self.alone = Ledger()  # the bytes of it that are nowhere else, and those to be made again
         self.stats = HostPoolStats()
         self.last_pin_error = ""  # text: an exception keeps its frames, and what they hold
         self.is_closed = False

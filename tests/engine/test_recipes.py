@@ -111,6 +111,24 @@ def test_what_is_made_again_has_the_same_bits(timing, settings):
     assert stats.refused_recipe_bytes == {}
 
 
+def test_the_summary_counts_what_is_made_again_until_its_backward():
+    manager = make_manager()
+    for _ in range(3):
+        for _ in range(2):  # one after the other: both are never away at once
+            manager.begin_chunk()
+            norm_then_linear(manager, rows() * 1.0).sum().backward()
+        manager.reset()
+        assert manager.last_step.remade_bytes == 2 * 2 * TENSOR_BYTES
+        assert manager.offload_summary_bytes["mlp"] >= 2 * TENSOR_BYTES
+        stats = manager.last_step
+        assert stats.peak_away_bytes < stats.offloaded_bytes + stats.remade_bytes
+        assert manager.host_pool.alone.total_bytes == 0
+    with manager.step():
+        manager.begin_chunk()
+        norm_then_linear(manager, rows() * 1.0)  # a backward that never comes
+    assert manager.host_pool.alone.total_bytes == 0
+
+
 def test_its_memory_is_free_from_the_commit_on():
     manager = make_manager()
     manager.begin_chunk()
