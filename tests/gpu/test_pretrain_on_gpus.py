@@ -7,7 +7,7 @@ import re
 from importlib.util import find_spec
 
 import pytest
-from pretrain_runs import ROOT, pretrain
+from pretrain_runs import ROOT, free_port, pretrain
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,6 +39,8 @@ def both(flags, ranks):
     env = {
         **os.environ,
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
         "NCCL_ALGO": "Ring",
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
