@@ -15,12 +15,9 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any, TypeVar
 
-import torch
 from torch._C._dynamo import eval_frame
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-_NEEDED = ("set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy")
 
 
 def graph_break(function: F) -> F:
@@ -28,9 +25,6 @@ def graph_break(function: F) -> F:
 
     Called from code that is being compiled it ends the graph; the next begins after it.
     """
-    if not all(hasattr(eval_frame, name) for name in _NEEDED):  # before torch 2.7
-        disabled: F = torch.compiler.disable(function)
-        return disabled
     assert isinstance(function, FunctionType)
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
