@@ -96,11 +96,11 @@ class Marked(Mode):
     """Megatron's own call sites mark the groups."""
 
     def __init__(self, spec):
-        from megatron_offload.config import split_modules
+        from megatron_offload.config import MEGATRON_MODULES
 
         super().__init__(spec)
-        self.core, extra, patterns = split_modules(spec["modules"])
-        self.hooked = [*extra, *patterns]
+        self.core = [name for name in spec["modules"] if name in MEGATRON_MODULES]
+        self.hooked = [name for name in spec["modules"] if name not in MEGATRON_MODULES]
 
     def transformer_options(self):
         if not self.core:

@@ -193,7 +193,7 @@ class OffloadConfig(StrictModel):
     @field_validator("modules", "recompute")
     @classmethod
     def _known_names(cls, names: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
-        (split_modules if info.field_name == "modules" else recompute_patterns)(names)
+        (module_patterns if info.field_name == "modules" else recompute_patterns)(names)
         return names
 
     def model_post_init(self, _: Any, /) -> None:
@@ -232,12 +232,10 @@ class OffloadConfig(StrictModel):
         return 0 if only_elements else int(self.min_tensor_bytes), self.min_tensor_elements
 
 
-def split_modules(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """Sort module names: Megatron's own call sites, names that module hooks serve, patterns."""
+def module_patterns(names: Collection[str]) -> tuple[str, ...]:
+    """Return which of these say what moves by modules' names; the others are in `MODULES`."""
     other = "a group of another name, or a module of the model's own,"
-    patterns = _patterns(names, MODULES, "unknown offload module", other)
-    core = tuple(name for name in names if name in MEGATRON_MODULES)
-    return core, tuple(name for name in names if name in EXTRA_MODULES), patterns
+    return _patterns(names, MODULES, "unknown offload module", other)
 
 
 def recompute_patterns(names: Collection[str]) -> tuple[str, ...]:

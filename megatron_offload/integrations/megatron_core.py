@@ -19,7 +19,7 @@ from torch import nn
 
 import megatron_offload.fine_grained_activation_offload as facade
 from megatron_offload.autotune.loop import MeasuredLoop, tune
-from megatron_offload.config import EXTRA_MODULES, LAYER_INPUT, OffloadConfig, split_modules
+from megatron_offload.config import EXTRA_MODULES, LAYER_INPUT, OffloadConfig, module_patterns
 from megatron_offload.engine.exchanges import Call, Exchanges
 from megatron_offload.engine.learning import tell_pipeline_rank
 from megatron_offload.engine.manager import PipelineOffloadManager
@@ -178,7 +178,7 @@ def _taking_our_names(theirs: Callable[[Any], None], self: Any) -> None:
     try:
         return theirs(self)
     except AssertionError:
-        split_modules(known)  # says which of them nobody knows
+        module_patterns(known)  # says which of them nobody knows
         raise
     finally:
         self.offload_modules = list(names)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from megatron_offload.config import LAYER_INPUT, OffloadConfig, split_modules
+from megatron_offload.config import LAYER_INPUT, OffloadConfig
 from megatron_offload.core.policy_config import PlanFileConfig
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import StrictModel
@@ -158,10 +158,10 @@ class TrainConfig(StrictModel):
                 f"run.profile_step {run.profile_step} is the step that run.trace_step traces; "
                 "choose another for either"
             )
-        core = split_modules(self.offload.modules)[0]
-        if self.offload.enabled and LAYER_INPUT in core and self.model.recompute != "full":
+        modules = self.offload.modules if self.offload.enabled else ()
+        if LAYER_INPUT in modules and self.model.recompute != "full":
             raise ConfigError("offload.modules layer_input needs model.recompute: full")
-        if self.offload.enabled and "attn_proj" in core and "core_attn" not in core:
+        if "attn_proj" in modules and "core_attn" not in modules:
             raise ConfigError(
                 "offload.modules names attn_proj without core_attn: the projection saves the core "
                 "attention's output, which only its group can free; add core_attn"

@@ -10,20 +10,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from pydantic import ByteSize
 
 from megatron_offload.autotune.loop import MeasuredLoop, tune
-from megatron_offload.config import OffloadConfig, split_modules
+from megatron_offload.config import OffloadConfig
 from megatron_offload.core.policy_config import SolvedConfig
 from megatron_offload.core.profile import RunShape
 from megatron_offload.core.trace import write_traces
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.frontends.modules import offload_modules
 from megatron_offload.integrations import megatron_core
 from megatron_offload.machine.examine import found_versions
+from megatron_offload.machine.job_ranks import gather
 from megatron_offload.observe.live_bytes import LiveActivationMeter
 from megatron_offload.observe.recorder import RecordedStep, profile_step
 from megatron_offload.observe.trace_step import trace_step
@@ -49,15 +49,19 @@ def run_training(
     Every step is said, and whether it is that of a run ``before``; of a run that has none, but will
     be one, how many there are.
     """
-    with open_model_parallel(config, device) as parallel:
-        out = console(stderr=True, quiet=not parallel.is_owner)
+    is_timed = max(config.run.trace_step, config.run.profile_step) > 0
+    with (
+        open_model_parallel(config, device) as parallel,
+        open_offload(config.offload, is_timed=is_timed) as session,
+    ):
+        out = console(stderr=True, quiet=parallel.rank != 0)
 
         def say(line: str) -> None:
             out.print(f"{title}: {line}")
 
         if before is None:
             say(f"{config.run.steps} steps, to compare with")
-        report = _Trainer(config, device, parallel, say, before).run()
+        report = _Trainer(config, device, parallel, session, say, before).run()
     torch.cuda.empty_cache()  # nothing where CUDA was not used
     return report
 
@@ -69,6 +73,7 @@ class _Trainer:
     _config: TrainConfig
     _device: torch.device
     _parallel: Parallel
+    _session: OffloadSession
     _say: Callable[[str], None]
     _before: Sequence[RunReport] | None
 
@@ -90,39 +95,32 @@ class _Trainer:
 
     def run(self) -> RunReport:
         """Take every step; report what happened on all ranks."""
-        config, run, parallel = self._config, self._config.run, self._parallel
+        run, parallel, session, say = self._config.run, self._parallel, self._session, self._say
+        is_owner, on_gpu = parallel.rank == 0, self._device.type == "cuda"
         report = RunReport()
-        if parallel.is_owner:
-            on_gpu = self._device.type == "cuda"
+        if is_owner:
             gpu = torch.cuda.get_device_name(self._device) if on_gpu else None
-            prepare_folder(config, gpu, parallel.world_size)
-        is_timed = max(run.trace_step, run.profile_step) > 0
-        with (
-            open_offload(
-                config.offload, self._chunks, self._meter, parallel.pp_rank, is_timed=is_timed
-            ) as session,
-            open_log(run.output) if parallel.is_owner else _NOTHING as log,
-        ):
-            self._take_steps(report, session, log)
-        return report
-
-    def _take_steps(self, report: RunReport, session: OffloadSession, log: TextIO | None) -> None:
-        run, say = self._config.run, self._say
-        for step in range(1, run.steps + 1):
-            was_planning = session.is_planning
-            record = self._train_step(step, session)
-            report.steps.append(record)
-            if log is not None:
-                log.write(record.to_json() + "\n")
-            if self._before is not None:
-                say(self._line(record))
-            if was_planning and not session.is_planning:
-                note = session.keep_plan(run.output if self._parallel.is_owner else None)
-                if note:  # what a plan costs is told where time means anything
-                    say(note if self._device.type == "cuda" else note.partition(";")[0])
+            prepare_folder(self._config, gpu, parallel.world_size)
+        with contextlib.ExitStack() as stack:
+            log = stack.enter_context(open_log(run.output)) if is_owner else None
+            if session.manager and self._meter:
+                stack.enter_context(session.manager.observed_by(self._meter))
+            for step in range(1, run.steps + 1):
+                was_planning = session.is_planning
+                record = self._train_step(step)
+                report.steps.append(record)
+                if log is not None:
+                    log.write(record.to_json() + "\n")
+                if self._before is not None:
+                    say(self._line(record))
+                if was_planning and not session.is_planning:
+                    note = session.keep_plan(run.output if is_owner else None)
+                    if note:  # what a plan costs is told where time means anything
+                        say(note if on_gpu else note.partition(";")[0])
         if session.is_planning:
             say("the run was over before its plan was settled; raise run.steps")
-        report.parameters = tuple(self._parallel.gather(digest(self._parameters())))
+        report.parameters = tuple(gather(digest(self._parameters()), parallel.host_group))
+        return report
 
     def _line(self, record: StepRecord) -> str:
         """Return what is said of a step; of its time only on a device that is not simulated."""
@@ -142,8 +140,9 @@ class _Trainer:
             )
         return line
 
-    def _train_step(self, step: int, session: OffloadSession) -> StepRecord:
+    def _train_step(self, step: int) -> StepRecord:
         config, run, parallel = self._config, self._config.run, self._parallel
+        session = self._session
         rank, on_gpu = parallel.rank, self._device.type == "cuda"
         self._synchronize()
         if on_gpu:
@@ -160,7 +159,7 @@ class _Trainer:
             with self._profiling(step, manager) as recorded:
                 with self._meter or _NOTHING:
                     loss = self._pass_over_microbatches(step)
-                counters = session.end_step()
+                counters = session.counters()
         self._synchronize()
         step_time_s = time.perf_counter() - start
         gradients = None
@@ -192,7 +191,7 @@ class _Trainer:
             is_planned_by=is_planning,
             **counters,
         )
-        ranks = parallel.gather(mine)
+        ranks = gather(mine, parallel.host_group)
         if trace is not None:  # only now: rank 0 has cleared the folder for sure
             write_traces(run.output / f"trace_{rank}.json", [trace])
         if recorded is not None:
@@ -260,8 +259,6 @@ class OffloadSession:
 
     manager: PipelineOffloadManager | None = None
     loop: MeasuredLoop | None = None
-    resets_itself: bool = False
-    """Whether megatron-core's schedules end the step."""
 
     @property
     def is_planning(self) -> bool:
@@ -276,12 +273,10 @@ class OffloadSession:
             save_plan(self.loop.plan, output / PLAN_NAME)
         return self.loop.said
 
-    def end_step(self) -> dict[str, Any]:
-        """End a training step; return its counters under the names of `RankStep`."""
+    def counters(self) -> dict[str, Any]:
+        """Return the counters of the step that has ended, under the names of `RankStep`."""
         if self.manager is None:
             return {}
-        if not self.resets_itself:
-            self.manager.reset()
         stats = self.manager.last_step
         return {
             **{x.name: getattr(stats, x.name) for x in fields(RankStep) if hasattr(stats, x.name)},
@@ -291,15 +286,8 @@ class OffloadSession:
 
 
 @contextlib.contextmanager
-def open_offload(
-    offload: OffloadConfig,
-    chunks: Sequence[Any],
-    meter: LiveActivationMeter | None,
-    pp_rank: int,
-    *,
-    is_timed: bool = False,
-) -> Iterator[OffloadSession]:
-    """Offload inside this context as ``offload`` says; does nothing where it is disabled.
+def open_offload(offload: OffloadConfig, *, is_timed: bool = False) -> Iterator[OffloadSession]:
+    """Offload models that are built inside as ``offload`` says; nothing where it is disabled.
 
     Where a timeline or a profile will be taken (``is_timed``), or a policy plans by time, a
     simulated device lets compute take the time that it really does.
@@ -307,26 +295,16 @@ def open_offload(
     if not offload.enabled:
         yield OffloadSession()
         return
-    core, extra, patterns = split_modules(offload.modules)
     manager = PipelineOffloadManager.get_instance()
     # Megatron's call sites bring a limit in elements of their own, against which only values that a
-    # user has set count; this settles it for module groups too.
-    limit_bytes = ByteSize(offload.smallest_tensor[0])
-    offload = offload.model_copy(update={"min_tensor_bytes": limit_bytes})
+    # user has set count.
+    changes: dict[str, Any] = {"min_tensor_bytes": ByteSize(offload.smallest_tensor[0])}
     if is_timed or isinstance(offload.policy, SolvedConfig):
-        simulated = offload.simulated.model_copy(update={"host_time": True})
-        offload = offload.model_copy(update={"simulated": simulated})
-    manager.configure(offload)
+        changes["simulated"] = offload.simulated.model_copy(update={"host_time": True})
+    manager.configure(offload.model_copy(update=changes))
     megatron_core.install()
-    with contextlib.ExitStack() as stack:
-        if meter is not None:
-            stack.enter_context(manager.observed_by(meter))
-        if extra or patterns:
-            names = [*extra, *patterns]
-            stack.enter_context(offload_modules(chunks, names, pp_rank=pp_rank))
-        try:
-            # Megatron's schedules end the step themselves where its own option is set.
-            yield OffloadSession(manager, tune(manager), resets_itself=bool(core))
-        finally:
-            manager.abort()
-            megatron_core.uninstall()
+    try:
+        yield OffloadSession(manager, tune(manager))
+    finally:
+        manager.abort()
+        megatron_core.uninstall()

@@ -24,7 +24,6 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_offload.config import split_modules
 from megatron_offload.train.config import TrainConfig
 
 _WEIGHT_DECAY = 0.01
@@ -61,7 +60,6 @@ def _transformer_config(config: TrainConfig, device: torch.device) -> Transforme
     """Translate into megatron-core's configuration, whose defaults compile no fused kernels."""
     model, parallel, on_gpu = config.model, config.parallel, device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    offloaded = split_modules(config.offload.modules)[0] if config.offload.enabled else ()
     is_full = model.recompute == "full"
     gated = model.activation == "swiglu"
     options: dict[str, Any] = {
@@ -91,13 +89,13 @@ def _transformer_config(config: TrainConfig, device: torch.device) -> Transforme
         "recompute_method": "uniform" if is_full else None,
         "recompute_num_layers": 1 if is_full else None,
         "recompute_modules": list(model.recompute_modules),
-        # These make megatron-core's own call sites mark their groups.
-        "fine_grained_activation_offloading": bool(offloaded),
+        # These make megatron-core's own call sites mark their groups, and its schedules end steps.
+        "fine_grained_activation_offloading": config.offload.enabled,
         "offload_modules": ["core_attn"],  # stands for ours, which it doesn't know
         "min_offloaded_tensor_size": config.offload.min_tensor_elements,
     }
     result = TransformerConfig(**options)
-    result.offload_modules = list(offloaded)
+    result.offload_modules = list(config.offload.modules)
     return result
 
 

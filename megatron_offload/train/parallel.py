@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed
@@ -20,10 +20,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 
 from megatron_offload.config import environment_int
 from megatron_offload.errors import ConfigError, OffloadError
-from megatron_offload.machine.job_ranks import gather
 from megatron_offload.train.config import TrainConfig
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +34,6 @@ class Parallel:
     dp_size: int
     host_group: Any
     """A gloo group over all ranks, for plain numbers."""
-
-    @property
-    def is_owner(self) -> bool:
-        """Whether this rank writes what is written once."""
-        return self.rank == 0
-
-    def gather(self, mine: _T) -> list[_T]:
-        """Return every rank's object, in the order of ranks; collective."""
-        return gather(mine, self.host_group)
 
 
 def check_device(config: TrainConfig, local_ranks: int, *, can_hide: bool) -> str:

@@ -120,8 +120,8 @@ def run(name, device, *, enabled):
     _, _, virtual, _, steps, _ = CASES[name]
     results, moved, late = [], 0, 0
     with open_model_parallel(config, device) as parallel:
-        chunks = build_chunks(config, device)
-        with open_offload(config.offload, chunks, None, parallel.pp_rank) as session:
+        with open_offload(config.offload) as session:
+            chunks = build_chunks(config, device)
             for number, step in enumerate(steps):
                 count, length = step or (2, 16)
                 iterators = [
@@ -142,7 +142,7 @@ def run(name, device, *, enabled):
                         forward_only=step is None,
                     )
                 if step is not None:
-                    counters = session.end_step()
+                    counters = session.counters()
                     moved += counters.get("reloaded_bytes", 0)
                     late = counters.get("num_late_reloads", 0)
                 gradients = [p.main_grad.clone() for c in chunks for p in c.parameters()]
