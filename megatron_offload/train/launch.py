@@ -106,8 +106,6 @@ def _start_ranks(runs: Runs, kind: str, ranks: int) -> list[RunReport] | ConfigE
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
-        monitor_interval=0.1,
-        start_method="spawn",
     )
     try:
         first: list[RunReport] | ConfigError = elastic_launch(config, _rank_main)(runs, kind)[0]

@@ -52,7 +52,7 @@ def run_training(
     is_timed = max(config.run.trace_step, config.run.profile_step) > 0
     with (
         open_model_parallel(config, device) as parallel,
-        open_offload(config.offload, is_timed=is_timed) as session,
+        open_offload(config.offload, is_timed=is_timed) as manager,
     ):
         out = console(stderr=True, quiet=parallel.rank != 0)
 
@@ -61,7 +61,7 @@ def run_training(
 
         if before is None:
             say(f"{config.run.steps} steps, to compare with")
-        report = _Trainer(config, device, parallel, session, say, before).run()
+        report = _Trainer(config, device, parallel, manager, say, before).run()
     torch.cuda.empty_cache()  # nothing where CUDA was not used
     return report
 
@@ -73,7 +73,7 @@ class _Trainer:
     _config: TrainConfig
     _device: torch.device
     _parallel: Parallel
-    _session: OffloadSession
+    _manager: PipelineOffloadManager | None
     _say: Callable[[str], None]
     _before: Sequence[RunReport] | None
 
@@ -95,7 +95,7 @@ class _Trainer:
 
     def run(self) -> RunReport:
         """Take every step; report what happened on all ranks."""
-        run, parallel, session, say = self._config.run, self._parallel, self._session, self._say
+        run, parallel, manager, say = self._config.run, self._parallel, self._manager, self._say
         is_owner, on_gpu = parallel.rank == 0, self._device.type == "cuda"
         report = RunReport()
         if is_owner:
@@ -103,21 +103,21 @@ class _Trainer:
             prepare_folder(self._config, gpu, parallel.world_size)
         with contextlib.ExitStack() as stack:
             log = stack.enter_context(open_log(run.output)) if is_owner else None
-            if session.manager and self._meter:
-                stack.enter_context(session.manager.observed_by(self._meter))
+            if manager and self._meter:
+                stack.enter_context(manager.observed_by(self._meter))
             for step in range(1, run.steps + 1):
-                was_planning = session.is_planning
+                was_planning = self._is_planning()
                 record = self._train_step(step)
                 report.steps.append(record)
                 if log is not None:
                     log.write(record.to_json() + "\n")
                 if self._before is not None:
                     say(self._line(record))
-                if was_planning and not session.is_planning:
-                    note = session.keep_plan(run.output if is_owner else None)
+                if manager and was_planning and not self._is_planning():
+                    note = keep_plan(tune(manager), run.output if is_owner else None)
                     if note:  # what a plan costs is told where time means anything
                         say(note if on_gpu else note.partition(";")[0])
-        if session.is_planning:
+        if self._is_planning():
             say("the run was over before its plan was settled; raise run.steps")
         report.parameters = tuple(gather(digest(self._parameters()), parallel.host_group))
         return report
@@ -142,7 +142,7 @@ class _Trainer:
 
     def _train_step(self, step: int) -> StepRecord:
         config, run, parallel = self._config, self._config.run, self._parallel
-        session = self._session
+        manager, is_planning = self._manager, self._is_planning()
         rank, on_gpu = parallel.rank, self._device.type == "cuda"
         self._synchronize()
         if on_gpu:
@@ -153,13 +153,11 @@ class _Trainer:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
-        is_planning, manager = session.is_planning, session.manager
         is_traced = step == config.traced_step
         with trace_step(manager, rank) if manager and is_traced else _NOTHING as trace:
-            with self._profiling(step, manager) as recorded:
+            with self._profiling(step) as recorded:
                 with self._meter or _NOTHING:
                     loss = self._pass_over_microbatches(step)
-                counters = session.counters()
         self._synchronize()
         step_time_s = time.perf_counter() - start
         gradients = None
@@ -189,7 +187,7 @@ class _Trainer:
             gradients=gradients,
             is_profiled=recorded is not None,
             is_planned_by=is_planning,
-            **counters,
+            **counters_of(manager),
         )
         ranks = gather(mine, parallel.host_group)
         if trace is not None:  # only now: rank 0 has cleared the folder for sure
@@ -200,10 +198,12 @@ class _Trainer:
         tokens = sequences * config.model.sequence_length
         return StepRecord.merge(step, lr, tokens, ranks)
 
-    def _profiling(
-        self, step: int, manager: PipelineOffloadManager | None
-    ) -> contextlib.AbstractContextManager[RecordedStep | None]:
-        config = self._config
+    def _is_planning(self) -> bool:
+        """Whether steps are looked at to find what moves."""
+        return self._manager is not None and not tune(self._manager).is_settled
+
+    def _profiling(self, step: int) -> contextlib.AbstractContextManager[RecordedStep | None]:
+        config, manager = self._config, self._manager
         if manager is None or step != config.run.profile_step:
             return _NOTHING
         run = RunShape(
@@ -253,47 +253,36 @@ def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tens
     return loss, {"loss": loss.detach().clone()}
 
 
-@dataclass
-class OffloadSession:
-    """One run's offloading, or none: then every counter is 0."""
+def keep_plan(loop: MeasuredLoop, output: Path | None) -> str:
+    """Write the plan that stays into a folder, unless that is None; return what to say."""
+    if loop.plan is not None and output is not None:
+        save_plan(loop.plan, output / PLAN_NAME)
+    return loop.said
 
-    manager: PipelineOffloadManager | None = None
-    loop: MeasuredLoop | None = None
 
-    @property
-    def is_planning(self) -> bool:
-        """Whether steps are looked at to find what moves."""
-        return self.loop is not None and not self.loop.is_settled
-
-    def keep_plan(self, output: Path | None) -> str:
-        """Write the plan that stays into a folder, unless that is None; return what to say."""
-        if self.loop is None:
-            return ""
-        if self.loop.plan is not None and output is not None:
-            save_plan(self.loop.plan, output / PLAN_NAME)
-        return self.loop.said
-
-    def counters(self) -> dict[str, Any]:
-        """Return the counters of the step that has ended, under the names of `RankStep`."""
-        if self.manager is None:
-            return {}
-        stats = self.manager.last_step
-        return {
-            **{x.name: getattr(stats, x.name) for x in fields(RankStep) if hasattr(stats, x.name)},
-            "pinned_host_bytes": self.manager.host_pool.stats.slab_bytes_total,
-            "groups": tuple(stats.by_name.values()),
-        }
+def counters_of(manager: PipelineOffloadManager | None) -> dict[str, Any]:
+    """Return the counters of the last step under the names of `RankStep`; without offload none."""
+    if manager is None:
+        return {}
+    stats = manager.last_step
+    return {
+        **{x.name: getattr(stats, x.name) for x in fields(RankStep) if hasattr(stats, x.name)},
+        "pinned_host_bytes": manager.host_pool.stats.slab_bytes_total,
+        "groups": tuple(stats.by_name.values()),
+    }
 
 
 @contextlib.contextmanager
-def open_offload(offload: OffloadConfig, *, is_timed: bool = False) -> Iterator[OffloadSession]:
-    """Offload models that are built inside as ``offload`` says; nothing where it is disabled.
+def open_offload(
+    offload: OffloadConfig, *, is_timed: bool = False
+) -> Iterator[PipelineOffloadManager | None]:
+    """Offload models that are built inside as ``offload`` says; yields the manager, if it is on.
 
     Where a timeline or a profile will be taken (``is_timed``), or a policy plans by time, a
     simulated device lets compute take the time that it really does.
     """
     if not offload.enabled:
-        yield OffloadSession()
+        yield None
         return
     manager = PipelineOffloadManager.get_instance()
     # Megatron's call sites bring a limit in elements of their own, against which only values that a
@@ -304,7 +293,7 @@ def open_offload(offload: OffloadConfig, *, is_timed: bool = False) -> Iterator[
     manager.configure(offload.model_copy(update=changes))
     megatron_core.install()
     try:
-        yield OffloadSession(manager, tune(manager))
+        yield manager
     finally:
         manager.abort()
         megatron_core.uninstall()

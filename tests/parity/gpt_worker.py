@@ -19,7 +19,7 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.files.strict_model import validate
 from megatron_offload.machine.job_ranks import gather
 from megatron_offload.train.config import TrainConfig
-from megatron_offload.train.loop import open_offload
+from megatron_offload.train.loop import counters_of, open_offload
 from megatron_offload.train.model import build_chunks
 from megatron_offload.train.parallel import open_model_parallel, open_process_group
 
@@ -120,7 +120,7 @@ def run(name, device, *, enabled):
     _, _, virtual, _, steps, _ = CASES[name]
     results, moved, late = [], 0, 0
     with open_model_parallel(config, device) as parallel:
-        with open_offload(config.offload) as session:
+        with open_offload(config.offload) as manager:
             chunks = build_chunks(config, device)
             for number, step in enumerate(steps):
                 count, length = step or (2, 16)
@@ -142,7 +142,7 @@ def run(name, device, *, enabled):
                         forward_only=step is None,
                     )
                 if step is not None:
-                    counters = session.counters()
+                    counters = counters_of(manager)
                     moved += counters.get("reloaded_bytes", 0)
                     late = counters.get("num_late_reloads", 0)
                 gradients = [p.main_grad.clone() for c in chunks for p in c.parameters()]
