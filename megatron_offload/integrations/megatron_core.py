@@ -10,7 +10,7 @@ import importlib
 import logging
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -30,6 +30,7 @@ from megatron_offload.frontends.recompute import named_modules, recompute_module
 from megatron_offload.integrations.megatron_recompute import stand_ins, wrap_methods
 
 _MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
+_PREPARE = "preprocess_for_fine_grained_offloading"
 
 _logger = logging.getLogger(__name__)
 
@@ -74,12 +75,7 @@ def install(config: OffloadConfig | None = None, tuner: MeasuredLoop | None = No
         for name, member in vars(our_class).items():  # layers hold the class itself
             if isinstance(member, (staticmethod, types.FunctionType)):
                 exchanged.replace(their_class, name, member)
-        random = import_from_megatron("megatron.core.tensor_parallel.random")
-        exchanged.wrap(random.CheckpointWithoutOutput, "checkpoint", _keeping_outputs)
-        exchanged.wrap(random.CheckpointWithoutOutputFunction, "forward", _saving_arguments)
-        wrap_methods(exchanged, _marking)
-        transformer_config = import_from_megatron("megatron.core.transformer.transformer_config")
-        exchanged.wrap(transformer_config.TransformerConfig, "__post_init__", _taking_our_names)
+        wrap_methods(exchanged, _METHODS)
         exchanged.on_undo(_marked.clear)
         tell_pipeline_rank(pipeline)  # the calls of megatron-core 0.16 don't say it
         exchanged.on_undo(functools.partial(tell_pipeline_rank, None))
@@ -106,11 +102,17 @@ def _begin(
 
 def exchange_everywhere(pairs: Iterable[tuple[Any, Any]]) -> None:
     """Exchange the first of each pair for the second, wherever a loaded module refers to it."""
-    ours = {id(theirs): ours for theirs, ours in pairs}
-    for module in _loaded_modules():
-        for name, value in list(vars(module).items()):
-            if id(value) in ours:
-                exchanged.replace(module, name, ours[id(value)])
+    for module, name, ours in _found({id(theirs): ours for theirs, ours in pairs}):
+        exchanged.replace(module, name, ours)
+
+
+def _found(others: Mapping[int, Any]) -> Iterator[tuple[types.ModuleType, str, Any]]:
+    """Yield where loaded modules refer to an object by whose `id` there is another, and that."""
+    for module in list(sys.modules.values()):
+        if isinstance(module, types.ModuleType) and module is not facade:
+            for name, value in list(vars(module).items()):
+                if id(value) in others:
+                    yield module, name, others[id(value)]
 
 
 uninstall = exchanged.undo
@@ -122,11 +124,9 @@ is_installed = exchanged.__bool__
 
 def _put_back_copies(back: dict[int, Any]) -> None:
     """Put Megatron's own where ours was copied to since."""
-    for module in _loaded_modules():
+    for module, name, theirs in _found(back):
         if f"{module.__name__}.".startswith("megatron."):
-            for name, value in list(vars(module).items()):
-                if id(value) in back:
-                    setattr(module, name, back[id(value)])
+            setattr(module, name, theirs)
 
 
 def _keeping_outputs(theirs: Call, self: Any, run_function: Call, *args: Any) -> Any:
@@ -207,6 +207,16 @@ def _marking(theirs: Callable[[Any], None], self: Any) -> None:
         _marked[self] = manager.config, marked
 
 
+_METHODS = (
+    ("models.gpt.gpt_model", "GPTModel", _PREPARE, _marking),
+    ("models.hybrid.hybrid_model", "HybridModel", _PREPARE, _marking),
+    ("tensor_parallel.random", "CheckpointWithoutOutput", "checkpoint", _keeping_outputs),
+    ("tensor_parallel.random", "CheckpointWithoutOutputFunction", "forward", _saving_arguments),
+    ("transformer.transformer_config", "TransformerConfig", "__post_init__", _taking_our_names),
+)
+"""Methods of megatron-core's, each with what is called in its place."""
+
+
 def pipeline(what: str = "rank") -> int:
     """Return Megatron's pipeline ``rank`` or ``world_size``; 0 or 1 where a job has none."""
     from megatron.core import parallel_state
@@ -225,8 +235,3 @@ def import_from_megatron(name: str) -> types.ModuleType:
             f"megatron-core 0.16 or later is needed: {error}; pip install "
             "'megatron-offload[megatron]'"
         ) from error
-
-
-def _loaded_modules() -> list[types.ModuleType]:
-    loaded = list(sys.modules.values())
-    return [one for one in loaded if isinstance(one, types.ModuleType) and one is not facade]

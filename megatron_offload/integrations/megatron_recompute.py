@@ -8,7 +8,7 @@ its first forward on; what TransformerEngine fuses, by `megatron_offload.engine.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,6 @@ _FUSED = {
 
 _LATENT = "transformer.multi_latent_attention"
 _NEXT_TOKENS = "transformer.multi_token_prediction"
-_PREPARE = "preprocess_for_fine_grained_offloading"
 _SEGMENTS = "_checkpointed_forward"
 
 _PARTS = functions_of_torch(dict.fromkeys(("gelu", "silu", "mul", "add", "to"), "mlp_act"))
@@ -66,14 +65,13 @@ def stand_ins() -> Iterator[tuple[Any, Any]]:
             yield theirs, around(theirs, call)
 
 
-def wrap_methods(exchanged: Exchanges, preparing: Call) -> None:
+def wrap_methods(exchanged: Exchanges, others: Iterable[tuple[str, str, str, Call]]) -> None:
     """Put calls that tell, or let others tell, around methods of megatron-core's classes.
 
-    ``preparing`` is for what a model calls before each forward.
+    ``others`` are more of them: module, class, method and what is called in its place.
     """
     for module, class_name, name, call in (
-        ("models.gpt.gpt_model", "GPTModel", _PREPARE, preparing),
-        ("models.hybrid.hybrid_model", "HybridModel", _PREPARE, preparing),
+        *others,
         ("transformer.mlp", "MLP", "forward", _letting_functions_tell),
         ("transformer.moe.experts", "TEGroupedMLP", "forward", _letting_functions_tell),
         (_LATENT, "MLASelfAttention", "get_query_key_value_tensors", _projecting),

@@ -22,7 +22,7 @@ from megatron_offload.errors import ConfigError, OffloadError, require
 from megatron_offload.report.console import console
 from megatron_offload.train.config import TrainConfig, check_ranks
 from megatron_offload.train.records import COMPARISON_NAME, RunReport
-from megatron_offload.train.run_folder import check_comparison, check_output, locked
+from megatron_offload.train.run_folder import check_output, locked
 
 Runs = Sequence[tuple[str, TrainConfig]]
 """Runs to take one after the other in the same processes, each with its title."""
@@ -71,19 +71,17 @@ def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunRepor
     kind = check_device(first, local_ranks, can_hide=not is_rank)
     folders = [config.run.output for _, config in runs] + ([comparison] if comparison else [])
     with locked(folders if rank == 0 else ()):
-        if comparison is None:
-            check_output(first.run.output)
-        else:
-            check_comparison(comparison)
-        if kind == "cpu" and first.run.device == "auto" and rank == 0:
-            console(stderr=True).print(
+        check_output(comparison or first.run.output, is_for_comparison=comparison is not None)
+        out = console(stderr=True, quiet=rank != 0)
+        if kind == "cpu" and first.run.device == "auto":
+            out.print(
                 "megatron-offload: there is no CUDA device: training on the CPU, where the device "
                 "is simulated and a model made for GPUs takes very long; run.device: cpu says that "
                 "this is meant"
             )
         if comparison is not None and rank == 0 and (comparison / COMPARISON_NAME).exists():
             (comparison / COMPARISON_NAME).unlink()
-            console(stderr=True).print(f"compare: replaces the comparison in {comparison}")
+            out.print(f"compare: replaces the comparison in {comparison}")
         reports = _rank_main(runs, kind) if is_rank else _start_ranks(runs, kind, ranks)
         if isinstance(reports, ConfigError):
             raise reports

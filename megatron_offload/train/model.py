@@ -62,39 +62,38 @@ def _transformer_config(config: TrainConfig, device: torch.device) -> Transforme
     dtype = torch.bfloat16 if on_gpu else torch.float32
     is_full = model.recompute == "full"
     gated = model.activation == "swiglu"
-    options: dict[str, Any] = {
-        "num_layers": model.layers,
-        "hidden_size": model.hidden,
-        "num_attention_heads": model.heads,
-        "num_query_groups": model.query_groups,
-        "ffn_hidden_size": model.ffn or 4 * model.hidden,
-        "hidden_dropout": model.dropout,
-        "attention_dropout": model.dropout,
-        "normalization": model.normalization,
-        "gated_linear_unit": gated,
-        "activation_func": F.silu if gated else F.gelu,
-        "add_bias_linear": model.bias,
-        "pipeline_model_parallel_size": parallel.pipeline,
-        "virtual_pipeline_model_parallel_size": parallel.virtual if parallel.virtual > 1 else None,
-        "pipeline_dtype": dtype,
-        "params_dtype": dtype,
-        "bf16": dtype is torch.bfloat16,
-        "use_cpu_initialization": not on_gpu,
+    result = TransformerConfig(
+        num_layers=model.layers,
+        hidden_size=model.hidden,
+        num_attention_heads=model.heads,
+        num_query_groups=model.query_groups,
+        ffn_hidden_size=model.ffn or 4 * model.hidden,
+        hidden_dropout=model.dropout,
+        attention_dropout=model.dropout,
+        normalization=model.normalization,
+        gated_linear_unit=gated,
+        activation_func=F.silu if gated else F.gelu,
+        add_bias_linear=model.bias,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual if parallel.virtual > 1 else None,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        use_cpu_initialization=not on_gpu,
         # Two ranks that are each other's previous and next must not batch their requests.
-        "batch_p2p_comm": on_gpu and parallel.virtual == 1,
-        "overlap_p2p_comm": parallel.virtual > 1,
-        "deallocate_pipeline_outputs": True,
-        "deterministic_mode": on_gpu,
-        "recompute_granularity": None if model.recompute == "none" else model.recompute,
-        "recompute_method": "uniform" if is_full else None,
-        "recompute_num_layers": 1 if is_full else None,
-        "recompute_modules": list(model.recompute_modules),
+        batch_p2p_comm=on_gpu and parallel.virtual == 1,
+        overlap_p2p_comm=parallel.virtual > 1,
+        deallocate_pipeline_outputs=True,
+        deterministic_mode=on_gpu,
+        recompute_granularity=None if model.recompute == "none" else model.recompute,
+        recompute_method="uniform" if is_full else None,
+        recompute_num_layers=1 if is_full else None,
+        recompute_modules=list(model.recompute_modules),
         # These make megatron-core's own call sites mark their groups, and its schedules end steps.
-        "fine_grained_activation_offloading": config.offload.enabled,
-        "offload_modules": ["core_attn"],  # stands for ours, which it doesn't know
-        "min_offloaded_tensor_size": config.offload.min_tensor_elements,
-    }
-    result = TransformerConfig(**options)
+        fine_grained_activation_offloading=config.offload.enabled,
+        offload_modules=["core_attn"],  # stands for ours, which it doesn't know
+        min_offloaded_tensor_size=config.offload.min_tensor_elements,
+    )
     result.offload_modules = list(config.offload.modules)
     return result
 

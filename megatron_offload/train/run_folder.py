@@ -61,29 +61,16 @@ def locked(folders: Iterable[Path]) -> Iterator[None]:
         yield
 
 
-def check_output(folder: Path) -> None:
-    """Check that a run may write into its folder, where no other has left anything."""
+def check_output(folder: Path, *, is_for_comparison: bool = False) -> None:
+    """Check that no other run has left anything in a folder; a comparison replaces another."""
     other = f"choose another run.output, or remove {folder} to start over"
     logs = [folder / name / LOG_NAME for name in FOLDERS]
-    if any(os.path.lexists(path) for path in (folder / COMPARISON_NAME, *logs)):
+    is_compared = any(os.path.lexists(path) for path in (folder / COMPARISON_NAME, *logs))
+    if is_compared and not is_for_comparison:
         raise ConfigError(f"run.output {folder} holds a comparison; {other}")
-    if _has_steps(folder):
+    log = folder / LOG_NAME  # a run that failed before its first step is none
+    if log.stat().st_size > 0 if log.is_file() else os.path.lexists(log):
         raise ConfigError(f"run.output {folder} holds an earlier run; {other}")
-
-
-def check_comparison(folder: Path) -> None:
-    """Check that a comparison may write into a folder, where it replaces an earlier comparison."""
-    if _has_steps(folder):
-        raise ConfigError(
-            f"run.output {folder} holds a run ({LOG_NAME}) and not a comparison; choose another "
-            f"run.output, or remove {folder}"
-        )
-
-
-def _has_steps(folder: Path) -> bool:
-    """Return whether a step was taken; a run that failed before its first is none."""
-    log = folder / LOG_NAME
-    return log.stat().st_size > 0 if log.is_file() else os.path.lexists(log)
 
 
 def prepare_folder(config: TrainConfig, gpu: str | None, ranks: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_offload.errors import ConfigError
 from megatron_offload.train.records import RankStep, StepRecord, open_log
-from megatron_offload.train.run_folder import check_comparison, check_output, locked
+from megatron_offload.train.run_folder import check_output, locked
 
 STEP = RankStep(0, 0, 0, 1.0, 1.0, 0.5)
 
@@ -72,13 +72,13 @@ def test_a_run_does_not_write_into_a_comparison(tmp_path, name):
     (tmp_path / name).write_text("x")
     with pytest.raises(ConfigError, match=r"holds a comparison; choose another run\.output"):
         check_output(tmp_path)
-    check_comparison(tmp_path)
+    check_output(tmp_path, is_for_comparison=True)
 
 
 def test_a_comparison_replaces_no_run(tmp_path):
-    check_comparison(tmp_path)
+    check_output(tmp_path, is_for_comparison=True)
     leave_run(tmp_path / "without_offload", 2)
-    check_comparison(tmp_path)
+    check_output(tmp_path, is_for_comparison=True)
     leave_run(tmp_path, 1)
-    with pytest.raises(ConfigError, match=r"holds a run \(steps\.jsonl\) and not a comparison"):
-        check_comparison(tmp_path)
+    with pytest.raises(ConfigError, match="holds an earlier run"):
+        check_output(tmp_path, is_for_comparison=True)
