@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from pydantic import ByteSize
 
 from megatron_offload.autotune.loop import MeasuredLoop, tune
@@ -23,7 +25,7 @@ from megatron_offload.core.trace import write_traces
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.integrations import megatron_core
 from megatron_offload.machine.examine import found_versions
-from megatron_offload.machine.job_ranks import gather
+from megatron_offload.machine.job_ranks import gather, rank_in
 from megatron_offload.observe.live_bytes import LiveActivationMeter
 from megatron_offload.observe.recorder import RecordedStep, profile_step
 from megatron_offload.observe.trace_step import trace_step
@@ -31,7 +33,12 @@ from megatron_offload.planning.files import save_plan, save_profile
 from megatron_offload.report.console import console
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.data import TextSource, digest
-from megatron_offload.train.parallel import Parallel, open_model_parallel
+from megatron_offload.train.model import (
+    build_chunks,
+    build_optimizer,
+    build_scheduler,
+    open_model_parallel,
+)
 from megatron_offload.train.records import RankStep, RunReport, StepRecord, open_log
 from megatron_offload.train.run_folder import PLAN_NAME, prepare_folder
 
@@ -51,17 +58,17 @@ def run_training(
     """
     is_timed = max(config.run.trace_step, config.run.profile_step) > 0
     with (
-        open_model_parallel(config, device) as parallel,
+        open_model_parallel(config, device) as group,
         open_offload(config.offload, is_timed=is_timed) as manager,
     ):
-        out = console(stderr=True, quiet=parallel.rank != 0)
+        out = console(stderr=True, quiet=rank_in() != 0)
 
         def say(line: str) -> None:
             out.print(f"{title}: {line}")
 
         if before is None:
             say(f"{config.run.steps} steps, to compare with")
-        report = _Trainer(config, device, parallel, manager, say, before).run()
+        report = _Trainer(config, device, group, manager, say, before).run()
     torch.cuda.empty_cache()  # nothing where CUDA was not used
     return report
 
@@ -72,16 +79,12 @@ class _Trainer:
 
     _config: TrainConfig
     _device: torch.device
-    _parallel: Parallel
+    _group: torch.distributed.ProcessGroup
     _manager: PipelineOffloadManager | None
     _say: Callable[[str], None]
     _before: Sequence[RunReport] | None
 
     def __post_init__(self) -> None:
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
-        from megatron_offload.train.model import build_chunks, build_optimizer, build_scheduler
-
         config = self._config
         self._synchronize = torch.get_device_module(self._device).synchronize
         self._chunks = build_chunks(config, self._device)
@@ -95,12 +98,12 @@ class _Trainer:
 
     def run(self) -> RunReport:
         """Take every step; report what happened on all ranks."""
-        run, parallel, manager, say = self._config.run, self._parallel, self._manager, self._say
-        is_owner, on_gpu = parallel.rank == 0, self._device.type == "cuda"
+        run, manager, say = self._config.run, self._manager, self._say
+        is_owner, on_gpu = rank_in() == 0, self._device.type == "cuda"
         report = RunReport()
         if is_owner:
             gpu = torch.cuda.get_device_name(self._device) if on_gpu else None
-            prepare_folder(self._config, gpu, parallel.world_size)
+            prepare_folder(self._config, gpu, torch.distributed.get_world_size())
         with contextlib.ExitStack() as stack:
             log = stack.enter_context(open_log(run.output)) if is_owner else None
             if manager and self._meter:
@@ -119,7 +122,7 @@ class _Trainer:
                         say(note if on_gpu else note.partition(";")[0])
         if self._is_planning():
             say("the run was over before its plan was settled; raise run.steps")
-        report.parameters = tuple(gather(digest(self._parameters()), parallel.host_group))
+        report.parameters = tuple(gather(digest(self._parameters()), self._group))
         return report
 
     def _line(self, record: StepRecord) -> str:
@@ -141,9 +144,9 @@ class _Trainer:
         return line
 
     def _train_step(self, step: int) -> StepRecord:
-        config, run, parallel = self._config, self._config.run, self._parallel
+        config, run = self._config, self._config.run
         manager, is_planning = self._manager, self._is_planning()
-        rank, on_gpu = parallel.rank, self._device.type == "cuda"
+        rank, on_gpu = rank_in(), self._device.type == "cuda"
         self._synchronize()
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -176,8 +179,8 @@ class _Trainer:
             reserved = torch.cuda.max_memory_reserved(self._device)
         mine = RankStep(
             rank=rank,
-            pp_rank=parallel.pp_rank,
-            dp_rank=parallel.dp_rank,
+            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+            dp_rank=parallel_state.get_data_parallel_rank(),
             loss=loss,
             grad_norm=float(grad_norm),
             step_time_s=step_time_s,
@@ -189,13 +192,14 @@ class _Trainer:
             is_planned_by=is_planning,
             **counters_of(manager),
         )
-        ranks = gather(mine, parallel.host_group)
+        ranks = gather(mine, self._group)
         if trace is not None:  # only now: rank 0 has cleared the folder for sure
             write_traces(run.output / f"trace_{rank}.json", [trace])
         if recorded is not None:
             save_profile(recorded.profile, run.output / f"profile_{rank}.json")
-        sequences = config.data.microbatches * config.data.micro_batch_size * parallel.dp_size
+        sequences = config.data.microbatches * config.data.micro_batch_size
         tokens = sequences * config.model.sequence_length
+        tokens *= parallel_state.get_data_parallel_world_size()
         return StepRecord.merge(step, lr, tokens, ranks)
 
     def _is_planning(self) -> bool:
@@ -208,10 +212,10 @@ class _Trainer:
             return _NOTHING
         run = RunShape(
             num_microbatches=config.data.microbatches,
-            pp_rank=self._parallel.pp_rank,
+            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
             pp_size=config.parallel.pipeline,
             vp_size=config.parallel.virtual,
-            rank=self._parallel.rank,
+            rank=rank_in(),
             modules=config.offload.modules,
             versions=tuple(found_versions().items()),
         )
@@ -220,7 +224,8 @@ class _Trainer:
     def _pass_over_microbatches(self, step: int) -> float | None:
         """Run megatron-core's schedule; return the mean loss on the last stage, else None."""
         data, virtual = self._config.data, self._config.parallel.virtual
-        which = (step, data.microbatches, self._parallel.dp_rank, self._device)
+        dp_rank = parallel_state.get_data_parallel_rank()
+        which = (step, data.microbatches, dp_rank, self._device)
         iterators = [self._source.microbatches(*which) for _ in range(virtual)]
         losses = self._forward_backward(
             forward_step_func=_forward_step,

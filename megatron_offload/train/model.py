@@ -1,20 +1,27 @@
 """Builds megatron-core's own GPT, a chunk for each virtual stage, its optimizer and scheduler.
 
-Invariant: with offload off, nothing here differs from a plain megatron-core program.
+Invariants: with offload off, nothing here differs from a plain megatron-core program; two runs in
+one process, one after the other, start from the same state.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed
 import torch.nn.functional as F
+import torch.utils.deterministic
 from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.extensions import transformer_engine
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -22,11 +29,54 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_offload.integrations.megatron_cpu import (
+    cpu_bridges,
+    recompute_without_transformer_engine,
+)
 from megatron_offload.train.config import TrainConfig
+from megatron_offload.train.parallel import closing
 
 _WEIGHT_DECAY = 0.01
+
+
+@contextlib.contextmanager
+def open_model_parallel(
+    config: TrainConfig, device: torch.device
+) -> Iterator[torch.distributed.ProcessGroup]:
+    """Split the ranks into pipelines and seed every generator; on a CPU also opens the bridges.
+
+    Yields a gloo group over all ranks, for plain numbers.
+    """
+    virtual = config.parallel.virtual
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(recompute_without_transformer_engine())
+        if device.type == "cpu":
+            stack.enter_context(cpu_bridges())
+        else:
+            # Only kernels that give the same bits every time, where there is such a kernel.
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            # Overwriting every fresh tensor costs time and proves nothing here.
+            deterministic: Any = torch.utils.deterministic
+            deterministic.fill_uninitialized_memory = False
+        parallel_state.initialize_model_parallel(
+            pipeline_model_parallel_size=config.parallel.pipeline,
+            virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+            create_gloo_process_groups=False,
+            distributed_timeout_minutes=config.run.timeout_s / 60,
+        )
+        timeout = timedelta(seconds=config.run.timeout_s)
+        host_group = torch.distributed.new_group(timeout=timeout, backend="gloo")
+        stack.enter_context(closing(parallel_state.destroy_model_parallel))
+        stack.enter_context(closing(lambda: torch.distributed.destroy_process_group(host_group)))
+        # Stages hold different layers and data-parallel ranks drop different units.
+        seed = config.run.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+        seed += 10_000 * parallel_state.get_data_parallel_rank()
+        torch.manual_seed(seed)
+        model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+        yield host_group
 
 
 def build_chunks(config: TrainConfig, device: torch.device) -> list[DistributedDataParallel]:
@@ -99,8 +149,6 @@ def _transformer_config(config: TrainConfig, device: torch.device) -> Transforme
 
 
 def _layer_spec(config: TrainConfig, device: torch.device) -> Any:
-    from megatron.core.extensions import transformer_engine
-
     if device.type == "cuda" and getattr(transformer_engine, "HAVE_TE", False):
         return get_gpt_layer_with_transformer_engine_spec()
     return get_gpt_layer_local_spec(normalization=config.model.normalization)

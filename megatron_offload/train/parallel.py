@@ -1,39 +1,19 @@
-"""Process groups, devices and seeds: all that is global to a training process.
-
-Invariant: two runs in one process, one after the other, start from the same state.
-"""
+"""Devices and process groups: what a training process needs before it knows of megatron-core."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed
-import torch.utils.deterministic
 from torch.distributed import DistNetworkError, DistStoreError
 
 from megatron_offload.config import environment_int
 from megatron_offload.errors import ConfigError, OffloadError
 from megatron_offload.train.config import TrainConfig
-
-
-@dataclass(frozen=True, slots=True)
-class Parallel:
-    """This rank's place."""
-
-    rank: int
-    world_size: int
-    pp_rank: int
-    dp_rank: int
-    dp_size: int
-    host_group: Any
-    """A gloo group over all ranks, for plain numbers."""
 
 
 def check_device(config: TrainConfig, local_ranks: int, *, can_hide: bool) -> str:
@@ -85,12 +65,12 @@ def open_process_group(kind: str, timeout_s: float = 600.0) -> Iterator[torch.de
             f"machine"
         ) from error
     torch.set_num_threads(1)  # ranks share the cores, and sums on a CPU hang on the number
-    with _closing(torch.distributed.destroy_process_group):
+    with closing(torch.distributed.destroy_process_group):
         yield device
 
 
 @contextlib.contextmanager
-def _closing(close: Callable[[], None]) -> Iterator[None]:
+def closing(close: Callable[[], None]) -> Iterator[None]:
     """Close connections at the end, unless this rank alone fails.
 
     The others would fail of it, and might be reported, before its own error is written down.
@@ -101,60 +81,3 @@ def _closing(close: Callable[[], None]) -> Iterator[None]:
         close()
         raise
     close()
-
-
-@contextlib.contextmanager
-def open_model_parallel(config: TrainConfig, device: torch.device) -> Iterator[Parallel]:
-    """Split the ranks into pipelines and seed every generator; on a CPU also opens the bridges."""
-    # megatron-core takes seconds to import; only processes that train should pay for it.
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    from megatron_offload.integrations.megatron_cpu import (
-        cpu_bridges,
-        recompute_without_transformer_engine,
-    )
-
-    # The bridges reach the modules that are loaded, so all that training uses comes first.
-    for name in ("models.gpt", "optimizer", "pipeline_parallel.schedules"):
-        importlib.import_module(f"megatron.core.{name}")
-    virtual = config.parallel.virtual
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(recompute_without_transformer_engine())
-        if device.type == "cpu":
-            stack.enter_context(cpu_bridges())
-        else:
-            # Only kernels that give the same bits every time, where there is such a kernel.
-            torch.use_deterministic_algorithms(True, warn_only=True)
-            # Overwriting every fresh tensor costs time and proves nothing here.
-            deterministic: Any = torch.utils.deterministic
-            deterministic.fill_uninitialized_memory = False
-        parallel_state.initialize_model_parallel(
-            pipeline_model_parallel_size=config.parallel.pipeline,
-            virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
-            create_gloo_process_groups=False,
-            distributed_timeout_minutes=config.run.timeout_s / 60,
-        )
-        host_group = torch.distributed.new_group(
-            timeout=timedelta(seconds=config.run.timeout_s), backend="gloo"
-        )
-
-        def close() -> None:
-            torch.distributed.destroy_process_group(host_group)
-            parallel_state.destroy_model_parallel()
-
-        with _closing(close):
-            pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-            dp_rank = parallel_state.get_data_parallel_rank()
-            # Stages hold different layers and data-parallel ranks drop different units.
-            seed = config.run.seed + 100 * pp_rank + 10_000 * dp_rank
-            torch.manual_seed(seed)
-            model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-            yield Parallel(
-                rank=torch.distributed.get_rank(),
-                world_size=torch.distributed.get_world_size(),
-                pp_rank=pp_rank,
-                dp_rank=dp_rank,
-                dp_size=parallel_state.get_data_parallel_world_size(),
-                host_group=host_group,
-            )

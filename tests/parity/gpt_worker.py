@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_offload.engine.manager import PipelineOffloadManager
@@ -20,8 +21,8 @@ from megatron_offload.files.strict_model import validate
 from megatron_offload.machine.job_ranks import gather
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.loop import counters_of, open_offload
-from megatron_offload.train.model import build_chunks
-from megatron_offload.train.parallel import open_model_parallel, open_process_group
+from megatron_offload.train.model import build_chunks, open_model_parallel
+from megatron_offload.train.parallel import open_process_group
 
 ATTENTION = ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"]
 MLP = ["mlp_fc1", "mlp_act", "mlp_fc2"]
@@ -119,13 +120,14 @@ def run(name, device, *, enabled):
     config = make_config(name, enabled=enabled)
     _, _, virtual, _, steps, _ = CASES[name]
     results, moved, late = [], 0, 0
-    with open_model_parallel(config, device) as parallel:
+    with open_model_parallel(config, device):
+        dp_rank = parallel_state.get_data_parallel_rank()
         with open_offload(config.offload) as manager:
             chunks = build_chunks(config, device)
             for number, step in enumerate(steps):
                 count, length = step or (2, 16)
                 iterators = [
-                    batches(length, torch.Generator().manual_seed(number * 10 + parallel.dp_rank))
+                    batches(length, torch.Generator().manual_seed(number * 10 + dp_rank))
                     for _ in range(virtual)
                 ]
                 for chunk in chunks:

@@ -10,6 +10,7 @@ import signal
 import sys
 
 from megatron_offload.cli import main as cli
+from megatron_offload.machine.job_ranks import rank_in
 from megatron_offload.train.loop import _Trainer
 
 FAILURE = json.loads(os.environ["FAILURE"])
@@ -18,7 +19,7 @@ _train_step = _Trainer._train_step
 
 
 def train_step(self, step, *arguments):
-    if (self._parallel.rank, step) == (FAILURE["rank"], FAILURE["step"]):
+    if (rank_in(), step) == (FAILURE["rank"], FAILURE["step"]):
         if FAILURE["is_killed"]:
             os.kill(os.getpid(), signal.SIGKILL)
         raise RuntimeError("broken on purpose")
