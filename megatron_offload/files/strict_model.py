@@ -7,7 +7,6 @@ valid name.
 from __future__ import annotations
 
 import functools
-import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
@@ -131,8 +130,9 @@ def write_model(path: Path, model: BaseModel) -> None:
 def _explain(model: Any, issue: Any) -> str:
     where = shorten(".".join(str(part) for part in issue["loc"]))
     if issue["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        section = _section_at(model, issue["loc"][:-1])
-        keys = _fields_of(section) if section is not None else ()
+        path = [part for part in issue["loc"][:-1] if isinstance(part, str)]
+        sections = set(_sections_at(model, path))
+        keys = _fields_of(*sections) if len(sections) == 1 else ()
         return f"unknown key {where!r}{did_you_mean(str(issue['loc'][-1]), keys)}"
     if issue["type"] == "missing":
         return f"{where!r} is required"
@@ -146,35 +146,26 @@ def _explain(model: Any, issue: Any) -> str:
     return f"{key}{message[0].lower()}{message[1:]}{got}"
 
 
-def _section_at(model: Any, path: Sequence[int | str]) -> Any:
-    """Return the section that a path leads to; None where that can't be told."""
-    sections = [model]
-    for part in path:
-        fields = [_fields_of(section).get(str(part)) for section in sections]
-        inner = [each for field in fields if field for each in _sections_in(field)]
-        if inner:
-            sections = inner
-        elif isinstance(part, str):  # which of a union's sections it was, by its kind
-            sections = [each for each in sections if _is_kind(each, part)]
-    return sections[0] if len(sections) == 1 else None
+def _sections_at(annotation: Any, path: Sequence[str]) -> Iterator[Any]:
+    """Yield the sections that keys lead to from a type; a kind may stand for one of a union's."""
+    fields = _fields_of(annotation)
+    if not fields:
+        for inner in typing.get_args(annotation):
+            yield from _sections_at(inner, path)
+    elif not path:
+        yield annotation
+    else:
+        found = [*_sections_at(fields.get(path[0]), path[1:])]
+        if not found and any(path[0] in typing.get_args(each) for each in fields.values()):
+            found = [*_sections_at(annotation, path[1:])]
+        yield from found
 
 
 def _fields_of(section: Any) -> dict[str, Any]:
+    if not isinstance(section, type):
+        return {}
     if issubclass(section, BaseModel):
         fields = section.model_fields.items()
         return {field.alias or name: field.annotation for name, field in fields}
-    return typing.get_type_hints(section)
-
-
-def _sections_in(annotation: Any) -> Iterator[Any]:
-    if isinstance(annotation, type):
-        is_record = is_dataclass(annotation) or hasattr(annotation, "_fields")
-        if is_record or issubclass(annotation, BaseModel):
-            yield annotation
-    elif typing.get_origin(annotation) in (typing.Union, types.UnionType, Annotated, tuple):
-        for inner in typing.get_args(annotation):
-            yield from _sections_in(inner)
-
-
-def _is_kind(section: Any, kind: str) -> bool:
-    return any(kind in typing.get_args(each) for each in _fields_of(section).values())
+    is_record = is_dataclass(section) or hasattr(section, "_fields")
+    return typing.get_type_hints(section) if is_record else {}

@@ -11,7 +11,7 @@ import pytest
 from jobs import run_without
 
 from megatron_offload.cli.main import COMMANDS, main
-from megatron_offload.files.strict_model import _sections_in
+from megatron_offload.files.strict_model import _sections_at
 
 WRITES = {
     "run": ["--offload-report", "SCRIPT", "torchrun"],
@@ -59,7 +59,7 @@ def test_help_says_what_is_read_and_written_how_it_ends_and_an_example(name, cap
 def keys_of(model, prefix=""):
     """Yield every key that a section and those in it have, with its text."""
     for name, field in model.model_fields.items():
-        inner = list(_sections_in(field.annotation))
+        inner = list(_sections_at(field.annotation, ()))
         for section in inner:
             yield from keys_of(section, f"{prefix}{name}.")
         if not inner:
