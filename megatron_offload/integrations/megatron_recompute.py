@@ -101,18 +101,9 @@ def _telling(unit: str, theirs: Call, *args: Any, **kwargs: Any) -> Any:
     return output
 
 
-def _permuting(
-    theirs: Call,
-    tokens: torch.Tensor,
-    routing_map: torch.Tensor,
-    probs: Any = None,
-    num_out_tokens: Any = None,
-    fused: bool = False,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    result = theirs(tokens, routing_map, probs, num_out_tokens, fused, *args, **kwargs)
-    if not fused:
+def _permuting(theirs: Call, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    result = theirs(tokens, *args, **kwargs)
+    if not (kwargs.get("fused") or any(args[3:4])):
         again, rows = torch.index_select, result[2]
         tell(_manager(), result[0], again, (tokens, 0, rows), {}, "moe_permute")
     return result

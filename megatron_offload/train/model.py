@@ -84,12 +84,16 @@ def build_chunks(config: TrainConfig, device: torch.device) -> list[DistributedD
     transformer = _transformer_config(config, device)
     virtual = config.parallel.virtual
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    if device.type == "cuda" and getattr(transformer_engine, "HAVE_TE", False):
+        layer_spec = get_gpt_layer_with_transformer_engine_spec()
+    else:
+        layer_spec = get_gpt_layer_local_spec(normalization=config.model.normalization)
     chunks = []
     for stage in range(virtual):
         vp_stage = stage if virtual > 1 else None
         model = GPTModel(
             config=transformer,
-            transformer_layer_spec=_layer_spec(config, device),
+            transformer_layer_spec=layer_spec,
             vocab_size=-(-config.model.vocabulary // 128) * 128,
             max_sequence_length=config.model.sequence_length,
             pre_process=parallel_state.is_pipeline_first_stage(False, vp_stage),
@@ -146,12 +150,6 @@ def _transformer_config(config: TrainConfig, device: torch.device) -> Transforme
     )
     result.offload_modules = list(config.offload.modules)
     return result
-
-
-def _layer_spec(config: TrainConfig, device: torch.device) -> Any:
-    if device.type == "cuda" and getattr(transformer_engine, "HAVE_TE", False):
-        return get_gpt_layer_with_transformer_engine_spec()
-    return get_gpt_layer_local_spec(normalization=config.model.normalization)
 
 
 def build_optimizer(config: TrainConfig, chunks: list[DistributedDataParallel]) -> Any:
