@@ -131,11 +131,13 @@ def _rank_main(runs: Runs, kind: str) -> list[RunReport] | ConfigError:
             raise SystemExit(128 + signal.SIGINT)
     # megatron-core says on every import which optional libraries it does without.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
-    from megatron_offload.train.loop import run_training
     from megatron_offload.train.parallel import open_process_group
 
     reports: list[RunReport] = []
     with open_process_group(kind, runs[0][1].run.timeout_s) as device:
+        # Only now: TransformerEngine, which it imports, looks at the environment and the device.
+        from megatron_offload.train.loop import run_training
+
         try:
             for title, config in runs:
                 before = reports if len(reports) == len(runs) - 1 else None

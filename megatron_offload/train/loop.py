@@ -27,7 +27,7 @@ from megatron_offload.integrations import megatron_core
 from megatron_offload.machine.examine import found_versions
 from megatron_offload.machine.job_ranks import gather, rank_in
 from megatron_offload.observe.live_bytes import LiveActivationMeter
-from megatron_offload.observe.recorder import RecordedStep, profile_step
+from megatron_offload.observe.recorder import profile_step
 from megatron_offload.observe.trace_step import trace_step
 from megatron_offload.planning.files import save_plan, save_profile
 from megatron_offload.report.console import console
@@ -41,8 +41,6 @@ from megatron_offload.train.model import (
 )
 from megatron_offload.train.records import RankStep, RunReport, StepRecord, open_log
 from megatron_offload.train.run_folder import PLAN_NAME, prepare_folder
-
-_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def run_training(
@@ -156,16 +154,19 @@ class _Trainer:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
-        is_traced = step == config.traced_step
-        with trace_step(manager, rank) if manager and is_traced else _NOTHING as trace:
-            with self._profiling(step) as recorded:
-                with self._meter or _NOTHING:
-                    loss = self._pass_over_microbatches(step)
+        trace = recorded = None
+        with contextlib.ExitStack() as looking:
+            if manager and step == config.traced_step:
+                trace = looking.enter_context(trace_step(manager, rank))
+            if manager and step == run.profile_step:
+                recorded = looking.enter_context(profile_step(manager, run=self._shape()))
+            if self._meter is not None:
+                looking.enter_context(self._meter)
+            loss = self._pass_over_microbatches(step)
         self._synchronize()
         step_time_s = time.perf_counter() - start
-        gradients = None
-        if step == run.steps:
-            gradients = digest(parameter.main_grad for parameter in self._parameters())
+        gradients = (parameter.main_grad for parameter in self._parameters())
+        digested = digest(gradients) if step == run.steps else None
         start = time.perf_counter()
         _, grad_norm, _ = self._optimizer.step()
         lr = float(self._optimizer.param_groups[0]["lr"])
@@ -187,7 +188,7 @@ class _Trainer:
             peak_live_activation_bytes=None if self._meter is None else self._meter.peak_bytes,
             peak_allocated_bytes=allocated,
             peak_reserved_bytes=reserved,
-            gradients=gradients,
+            gradients=digested,
             is_profiled=recorded is not None,
             is_planned_by=is_planning,
             **counters_of(manager),
@@ -206,11 +207,9 @@ class _Trainer:
         """Whether steps are looked at to find what moves."""
         return self._manager is not None and not tune(self._manager).is_settled
 
-    def _profiling(self, step: int) -> contextlib.AbstractContextManager[RecordedStep | None]:
-        config, manager = self._config, self._manager
-        if manager is None or step != config.run.profile_step:
-            return _NOTHING
-        run = RunShape(
+    def _shape(self) -> RunShape:
+        config = self._config
+        return RunShape(
             num_microbatches=config.data.microbatches,
             pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
             pp_size=config.parallel.pipeline,
@@ -219,7 +218,6 @@ class _Trainer:
             modules=config.offload.modules,
             versions=tuple(found_versions().items()),
         )
-        return profile_step(manager, run=run)
 
     def _pass_over_microbatches(self, step: int) -> float | None:
         """Run megatron-core's schedule; return the mean loss on the last stage, else None."""
