@@ -18,7 +18,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from pydantic import ByteSize
 
 from megatron_offload.autotune.loop import MeasuredLoop, tune
-from megatron_offload.config import OffloadConfig
 from megatron_offload.core.policy_config import SolvedConfig
 from megatron_offload.core.profile import RunShape
 from megatron_offload.core.trace import write_traces
@@ -44,21 +43,14 @@ from megatron_offload.train.run_folder import PLAN_NAME, prepare_folder
 
 
 def run_training(
-    config: TrainConfig,
-    device: torch.device,
-    title: str,
-    before: Sequence[RunReport] | None = (),
+    config: TrainConfig, device: torch.device, title: str, before: Sequence[RunReport] | None
 ) -> RunReport:
     """Train as ``config``, checked by `check_ranks`, says; collective.
 
     Every step is said, and whether it is that of a run ``before``; of a run that has none, but will
     be one, how many there are.
     """
-    is_timed = max(config.run.trace_step, config.run.profile_step) > 0
-    with (
-        open_model_parallel(config, device) as group,
-        open_offload(config.offload, is_timed=is_timed) as manager,
-    ):
+    with open_model_parallel(config, device) as group, open_offload(config) as manager:
         out = console(stderr=True, quiet=rank_in() != 0)
 
         def say(line: str) -> None:
@@ -276,14 +268,13 @@ def counters_of(manager: PipelineOffloadManager | None) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def open_offload(
-    offload: OffloadConfig, *, is_timed: bool = False
-) -> Iterator[PipelineOffloadManager | None]:
-    """Offload models that are built inside as ``offload`` says; yields the manager, if it is on.
+def open_offload(config: TrainConfig) -> Iterator[PipelineOffloadManager | None]:
+    """Offload models that are built inside as ``config`` says; yields the manager, if it is on.
 
-    Where a timeline or a profile will be taken (``is_timed``), or a policy plans by time, a
-    simulated device lets compute take the time that it really does.
+    Where a timeline or a profile will be taken, or a policy plans by time, a simulated device lets
+    compute take the time that it really does.
     """
+    offload, run = config.offload, config.run
     if not offload.enabled:
         yield None
         return
@@ -291,7 +282,7 @@ def open_offload(
     # Megatron's call sites bring a limit in elements of their own, against which only values that a
     # user has set count.
     changes: dict[str, Any] = {"min_tensor_bytes": ByteSize(offload.smallest_tensor[0])}
-    if is_timed or isinstance(offload.policy, SolvedConfig):
+    if run.trace_step or run.profile_step or isinstance(offload.policy, SolvedConfig):
         changes["simulated"] = offload.simulated.model_copy(update={"host_time": True})
     manager.configure(offload.model_copy(update=changes))
     megatron_core.install()

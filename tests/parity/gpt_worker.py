@@ -122,7 +122,7 @@ def run(name, device, *, enabled):
     results, moved, late = [], 0, 0
     with open_model_parallel(config, device):
         dp_rank = parallel_state.get_data_parallel_rank()
-        with open_offload(config.offload) as manager:
+        with open_offload(config) as manager:
             chunks = build_chunks(config, device)
             for number, step in enumerate(steps):
                 count, length = step or (2, 16)
