@@ -133,23 +133,20 @@ def install() -> None:
         )
 
     def noted_context(theirs: Call, *args: Any, **kwargs: Any) -> Any:
-        context = theirs(*args, **kwargs)
-        if (settings := _in_thread.runs[-1]) is not None:
-            settings.contexts.append(context)
+        context, run = theirs(*args, **kwargs), owner_of_hooks()
+        if isinstance(run, _FusedRun):
+            run.contexts.append(context)
         return context
 
     def decided_prepare(theirs: Call, *tensors: Any) -> Any:
-        settings = _in_thread.runs[-1]
-        return theirs(*tensors) if settings is None else settings.prepare(theirs, tensors)
+        run = owner_of_hooks()
+        return run.prepare(theirs, tensors) if isinstance(run, _FusedRun) else theirs(*tensors)
 
     def settled_run(theirs: Call, self: Any, *args: Any, **kwargs: Any) -> Any:
-        settings = _settings_of(self._basic_ops)
-        _in_thread.runs.append(settings)
-        try:
-            with settings or nullcontext():
-                return theirs(self, *args, **kwargs)
-        finally:
-            _in_thread.runs.pop()
+        # A run without settings inside another: nothing of it is that one's.
+        plain = NoOpManager() if isinstance(owner_of_hooks(), _FusedRun) else nullcontext()
+        with _settings_of(self._basic_ops) or plain:
+            return theirs(self, *args, **kwargs)
 
     _exchanged.wrap(fuser, "OperationContext", noted_context)
     _exchanged.wrap(fuser, "prepare_for_saving", decided_prepare)
@@ -230,17 +227,8 @@ def _moves_all() -> bool:
 # The hooks are plain functions, so that a module with a setting can be copied and pickled.
 
 
-class _InThread(threading.local):
-    """What this thread is in."""
-
-    def __init__(self) -> None:
-        self.entered: list[tuple[nn.Module, ExitStack]] = []
-        """Which settings are in force: the module, and what leaves it."""
-        self.runs: list[_FusedRun | None] = [None]
-        """Fused runs, the innermost last; None for one without settings."""
-
-
-_in_thread = _InThread()
+_entered = threading.local()
+"""Its ``stack``: which settings are in force in this thread, each a module and what leaves it."""
 
 
 class _FusedRun:
@@ -318,11 +306,11 @@ def _enter(module: nn.Module, args: Any) -> None:
         groups = operation_groups()
         groups.begin()
         left.callback(groups.end)
-    _in_thread.entered.append((module, left))
+    vars(_entered).setdefault("stack", []).append((module, left))
 
 
 @graph_break
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
-    stack = _in_thread.entered
+    stack = vars(_entered).get("stack")
     if stack and stack[-1][0] is module:  # else another hook raised before ours ran
         stack.pop()[1].close()
