@@ -65,7 +65,7 @@ where a plan says so."""
 AUTO_UNITS = ("norm", "mlp_act", "pointwise", "cast", "layout")
 """What plain PyTorch's operations can tell of."""
 
-_STAYING = ("fraction", "delta_bytes_across_pp_ranks")
+_STAYING = {"fraction", "delta_bytes_across_pp_ranks"}
 """Keys by which groups stay on the device."""
 
 RecomputeField = Converted[tuple[str, ...], list[str] | tuple[str, ...] | Literal["auto"]]
@@ -199,16 +199,11 @@ class OffloadConfig(StrictModel):
     def model_post_init(self, _: Any, /) -> None:
         """Refuse two keys that both say what stays."""
         if self.policy is not None and not isinstance(self.policy, ModulesConfig):
-            for key in sorted(self._set_keys.intersection(_STAYING)):
+            for key in sorted(self.model_fields_set & _STAYING):
                 raise ConfigError(
                     f"policy {self.policy.kind!r} says what stays, and so does {key!r}; give one "
                     "of them"
                 )
-
-    @property
-    def _set_keys(self) -> set[str]:
-        """The keys that were given a value."""
-        return {key for key in self.model_fields_set if getattr(self, key) is not None}
 
     @property
     def tuned_policy(self) -> AutoConfig | MemoryTargetConfig | None:
@@ -217,7 +212,7 @@ class OffloadConfig(StrictModel):
             return None
         if isinstance(self.policy, (AutoConfig, MemoryTargetConfig)):
             return self.policy
-        is_open = self.policy is None and not self._set_keys.intersection(_STAYING)
+        is_open = self.policy is None and not self.model_fields_set & _STAYING
         is_open &= self.copy_streams and self.pin_memory  # else copies are no waits
         return AutoConfig(kind="auto") if is_open else None
 

@@ -48,7 +48,6 @@ def cpu_bridges() -> Iterator[None]:
         for name, module in list(sys.modules.items()):
             if name.startswith("megatron.core") and vars(module).get("torch") is torch:
                 exchanged.replace(module, "torch", view)
-        exchanged.replace(random_module, "_get_cuda_rng_state", _STATES["get_rng_state"])
         exchanged.replace(random_module, "_set_cuda_rng_state", _STATES["set_rng_state"])
         exchanged.replace(optimizer_module, "clip_grad_by_total_norm_fp32", _clip_grads)
         exchanged.replace(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor)
