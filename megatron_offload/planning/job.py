@@ -7,7 +7,7 @@ second, of one direction unless said.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -102,7 +102,7 @@ class StageWork:
     its groups save."""
     num_launches: float | None = None
     """Kernels that a pass launches, the mean of forward and backward: how many passes the host may
-    be ahead, while the memory of messages isn't free (`PendingMessages`). None, where it isn't
+    be ahead, while the memory of messages isn't free (`pending_bytes`). None, where it isn't
     known or already in what was measured, counts none of that."""
     host_us: float = 0.0
     """What the host takes to launch a forward and a backward."""
@@ -200,43 +200,28 @@ QUEUED_LAUNCHES = 1024
 number; about a thousand are seen (https://stackoverflow.com/questions/53970187)."""
 
 
-class PendingMessages:
-    """What one rank has freed of messages in a step and can't use yet, as ``num_bytes``.
+def pending_bytes(job: Job, rank: int, passes: Iterable[Pass]) -> Iterator[int]:
+    """Yield, before each pass that a rank launches, what is freed of messages and can't be used.
 
     PyTorch marks messages between stages with `record_stream`, so the allocator lends their memory
-    again only some launches later; docs/simulation.md says how many.
+    again only some launches later; docs/simulation.md says how many. A stage that doesn't tell its
+    launches counts none.
     """
-
-    def __init__(self, job: Job, rank: int) -> None:
-        self.num_bytes = 0
-        self._stages = job.stages
-        self._own_stages = frozenset(job.schedule.stages_of(rank))
-        self._num_launched = 0.0
-        # Bytes, and at how many launches they are back.
-        self._freed: deque[tuple[float, int]] = deque()
-
-    def add_pass(self, one: Pass) -> None:
-        """Count a pass that the host has launched, where its stage tells its launches."""
-        num_launches = self._stages[one.stage].num_launches
+    stages, own_stages = job.stages, frozenset(job.schedule.stages_of(rank))
+    num_launched = 0.0
+    freed: deque[tuple[float, int]] = deque()  # at how many launches they are back, and bytes
+    for one in passes:
+        yield sum(num_bytes for _, num_bytes in freed)
+        num_launches = stages[one.stage].num_launches
         if num_launches is None:
-            return
-        self._num_launched += num_launches
-        num_bytes = self._freed_by(one)
-        if num_bytes:
-            self._freed.append((self._num_launched + QUEUED_LAUNCHES, num_bytes))
-            self.num_bytes += num_bytes
-        while self._freed and self._freed[0][0] <= self._num_launched:
-            self.num_bytes -= self._freed.popleft()[1]
-
-    def _freed_by(self, one: Pass) -> int:
-        """Return the bytes of messages that go with a pass: a gradient is as large as its output.
-
-        A forward is the last to need what it sends. A backward is so of its input, of the gradient
-        that has come and of that which it sends.
-        """
-        stage, num_bytes = one.stage, 0
+            continue
+        num_launched += num_launches
+        # A forward is the last to need what it sends. A backward is so of its input, of the
+        # gradient that has come and of that which it sends; each is as large as its output.
         num_inputs = 0 if one.kind is PassKind.FORWARD else 2
-        for other, number in ((stage + 1, 1), (stage - 1, num_inputs)):
-            if 0 <= other < len(self._stages) and other not in self._own_stages:
-                num_bytes += number * self._stages[min(stage, other)].output_bytes
-        return num_bytes
+        for other, number in ((one.stage + 1, 1), (one.stage - 1, num_inputs)):
+            if 0 <= other < len(stages) and other not in own_stages:
+                num_bytes = number * stages[min(one.stage, other)].output_bytes
+                freed.append((num_launched + QUEUED_LAUNCHES, num_bytes))
+        while freed and freed[0][0] <= num_launched:
+            freed.popleft()

@@ -27,9 +27,10 @@ from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import Group, GroupState
 from megatron_offload.core.profile import GroupKey, GroupProfile, RemadeUnit, StepProfile
 from megatron_offload.core.step import StepDecisions, forecast_of
+from megatron_offload.core.trace import ByteCount
 from megatron_offload.core.window import InFlightWindow
 from megatron_offload.errors import OffloadError
-from megatron_offload.planning.job import GroupWork, Job, PendingMessages, RankSettings, StageWork
+from megatron_offload.planning.job import GroupWork, Job, RankSettings, StageWork, pending_bytes
 from megatron_offload.planning.schedule import Pass, PassKind
 
 _SEGMENT_BYTES = 2 * 1024**2
@@ -80,18 +81,6 @@ class OpKind(IntEnum):
     """This message leaves: the one with this number."""
     RECEIVE = 5
     """Waits for this message."""
-
-
-class MemoryCounts(NamedTuple):
-    """Bytes from an op on."""
-
-    position: int
-    """Of the op; the counts hold from its beginning."""
-    saved_bytes: int
-    """On the device, beyond what is there all the time."""
-    inflight_bytes: int
-    held_bytes: int
-    host_bytes: int
 
 
 class Piece(NamedTuple):
@@ -146,8 +135,8 @@ class RankProgram(StepCounts):
     # The rest only where it was asked for.
     labels: list[tuple[str, bool]] = field(default_factory=list)
     """The group of each op, and whether it is in backward."""
-    copy_labels: list[str] = field(default_factory=list)
-    memory: list[MemoryCounts] = field(default_factory=list)
+    memory: list[tuple[int, dict[ByteCount, int]]] = field(default_factory=list)
+    """Bytes that hold from the beginning of an op on, and its position."""
 
 
 class _Place(NamedTuple):
@@ -192,15 +181,14 @@ class RankWork:
         self._own_stages = job.schedule.stages_of(rank)
         places: dict[tuple[int, int], tuple[_Place, ...]] = {}
         self.passes: list[_PassWork] = []
-        pending = PendingMessages(job, rank)
-        for one in job.schedule.ranks[rank]:
+        passes = job.schedule.ranks[rank]
+        for one, num_pending in zip(passes, pending_bytes(job, rank, passes), strict=True):
             stage = job.stages[one.stage]
             if one.kind is PassKind.FORWARD:
                 places[one.stage, one.microbatch] = self._places(one.stage)
             here = places[one.stage, one.microbatch]
             messages = self._message(one, sends=False), self._message(one, sends=True)
-            self.passes.append(_PassWork(one, stage, here, pending.num_bytes, *messages))
-            pending.add_pass(one)
+            self.passes.append(_PassWork(one, stage, here, num_pending, *messages))
         self.profile = self._learn()
         self.forecast = forecast_of(self.profile)
 
@@ -364,8 +352,12 @@ class _Replay:
             if is_seen:
                 self._decisions.enter_backward(group)
                 self._await_reload(group)
-            if work.remade:
-                self._make_again(group, chunk)
+            for unit in work.remade:
+                self.program.remade_bytes += unit.num_bytes
+                self.program.remade_us += unit.us
+            for needed in chunk if group.needs else ():
+                if needed.key in group.needs:
+                    self._await_reload(needed)
             sizes = work.backward_temp_bytes, work.backward_block_bytes
             self._compute(passed, group, work.backward_us, *sizes)
             # Its memory goes with its graph, unless a copy still reads it.
@@ -374,16 +366,6 @@ class _Replay:
             self._count(-work.kept_bytes - (0 if is_read else work.num_bytes))
             if is_seen:
                 self._decisions.leave_backward(group)
-
-    def _make_again(self, group: WorkGroup, chunk: Sequence[WorkGroup]) -> None:
-        """Count what a backward makes again, and wait for what other groups hold of its inputs."""
-        for unit in group.work.remade:
-            self.program.remade_bytes += unit.num_bytes
-            self.program.remade_us += unit.us
-        if group.needs:
-            for needed in chunk:
-                if needed.key in group.needs:
-                    self._await_reload(needed)
 
     def _compute(
         self, passed: _PassWork, group: WorkGroup, us: float, temp_bytes: int, block_bytes: int = 0
@@ -396,17 +378,23 @@ class _Replay:
         us *= self._slowness[passed.one.stage]
         if us > 0:
             is_backward = passed.one.kind is not PassKind.FORWARD
-            self._add(OpKind.COMPUTE, us, self._label(group), is_backward=is_backward)
+            self._add(OpKind.COMPUTE, us, group, is_backward=is_backward)
         if self._records:
             taken_bytes = self._device_bytes + temp_bytes + block_bytes + self._pending_bytes
             self.program.pieces.append(Piece(group.key, passed.one.kind, us, taken_bytes))
 
     def _add(
-        self, kind: OpKind, argument: float, label: str = "", *, is_backward: bool = False
+        self,
+        kind: OpKind,
+        argument: float,
+        group: WorkGroup | None = None,
+        *,
+        is_backward: bool = False,
     ) -> None:
         self.program.kinds.append(kind)
         self.program.arguments.append(argument)
-        if self._records:
+        if self._records:  # the group's name as the engine has it
+            label = group.label if group and group.work.is_marked else ""
             self.program.labels.append((label, is_backward))
 
     # Actions
@@ -427,7 +415,7 @@ class _Replay:
     def _release(self, group: WorkGroup) -> None:
         """Write the wait for a copy to the host, whose source is free then."""
         group.is_in_window = False
-        self._add(OpKind.AWAIT, group.offload, self._label(group))
+        self._add(OpKind.AWAIT, group.offload, group)
         if group.state is GroupState.OFFLOADING:
             self._budget.inflight_bytes -= group.batch_bytes
             group.advance(GroupState.ON_HOST)
@@ -457,21 +445,15 @@ class _Replay:
         """Write the wait for what comes back, where its first tensor is unpacked."""
         group = group.lead or group
         if group.state is GroupState.RELOADING:
-            self._add(OpKind.AWAIT, group.reload, self._label(group))
+            self._add(OpKind.AWAIT, group.reload, group)
             group.advance(GroupState.RELOADED)
 
     # Counts
 
-    def _label(self, group: WorkGroup) -> str:
-        """Name a group as the engine does, where someone reads it."""
-        return group.label if self._records and group.work.is_marked else ""
-
     def _issue(self, kind: OpKind, group: WorkGroup) -> int:
-        copies, label = self.program.copy_bytes, self._label(group)
+        copies = self.program.copy_bytes
         copies.append(group.batch_bytes)
-        if self._records:
-            self.program.copy_labels.append(label)
-        self._add(kind, len(copies) - 1, label)
+        self._add(kind, len(copies) - 1, group)
         return len(copies) - 1
 
     def _count(self, device_bytes: int = 0, host_bytes: int = 0) -> None:
@@ -481,10 +463,13 @@ class _Replay:
         if self._host_bytes > self.program.peak_host_bytes:
             self.program.peak_host_bytes = self._host_bytes
         if self._records:
-            budget, position = self._budget, len(self.program.kinds)
-            saved_bytes = self._device_bytes - self._static_bytes
-            counts = (saved_bytes, budget.inflight_bytes, budget.held_bytes, self._host_bytes)
-            self.program.memory.append(MemoryCounts(position, *counts))
+            counts = {
+                ByteCount.HELD: self._device_bytes - self._static_bytes,
+                ByteCount.INFLIGHT: self._budget.inflight_bytes,
+                ByteCount.PREFETCHED: self._budget.held_bytes,
+                ByteCount.HOST: self._host_bytes,
+            }
+            self.program.memory.append((len(self.program.kinds), counts))
 
     def _note_peaks(self, temp_bytes: int) -> None:
         """Look at what is taken; where it only falls, nobody needs to."""

@@ -14,13 +14,13 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_offload.core.machine import Machine
-from megatron_offload.core.trace import PIPELINE_WAIT, ByteCount, Counter, Span, StepTrace
+from megatron_offload.core.trace import PIPELINE_WAIT, Counter, Span, StepTrace
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.job import LIMITS, NO_OFFLOAD, UNLIMITED, Job, RankSettings
 from megatron_offload.planning.plan import OffloadPlan
@@ -91,14 +91,15 @@ def simulate_programs(
 ) -> Simulation:
     """Predict a step of which each rank's program is known, and recorded if that is asked for."""
     ranks = [_Streams(index, program, records=record) for index, program in enumerate(programs)]
-    environment = _Step(job, ranks).environment
+    step = _Step(job, ranks)
+    environment = step.environment
     for number in itertools.count():
         if math.isinf(environment.peek()):
             break
         if number % _EVENTS_BETWEEN_LOOKS == 0:
             check_time()
         environment.step()
-    stuck = [rank for rank, one in enumerate(ranks) if not one.is_done]
+    stuck = [rank for rank, process in enumerate(step.processes) if process.is_alive]
     if stuck:
         raise ConfigError(
             f"schedule {job.schedule.name!r}: pipeline ranks {', '.join(map(str, stuck))} wait for "
@@ -164,11 +165,13 @@ class _Queue:
     def __init__(self, rank: _Streams, *, is_d2h: bool) -> None:
         self.rank = rank
         self.is_d2h = is_d2h
-        self.waiting: deque[int] = deque()
-        self.copy: int | None = None
+        self.waiting: deque[tuple[int, int]] = deque()
+        """Copies, each with the position of its op."""
+        self.copy: tuple[int, int] | None = None
         """The one that is under way."""
         self.rest_bytes = self.rate = self.start_us = self.since_us = 0.0
-        self.num_rates = 0
+        self.end: simpy.Event | None = None
+        """When it will be over, as things are."""
 
 
 class _Streams:
@@ -176,33 +179,19 @@ class _Streams:
 
     def __init__(self, index: int, program: RankProgram, *, records: bool) -> None:
         counts = {one.name: getattr(program, one.name) for one in fields(StepCounts)}
+        self.index = index
         self.program = program
         self.result = RankResult(**counts, trace=StepTrace(index) if records else None)
-        self.is_done = False
         self.d2h, self.h2d = _Queue(self, is_d2h=True), _Queue(self, is_d2h=False)
         self.is_over = bytearray(len(program.copy_bytes))
-        self.awaited: tuple[int, simpy.Event] | None = None
-        self._memory = deque(program.memory if records else ())
 
-    def stalled(self, cause: str, position: int, since_us: float, until_us: float) -> None:
-        """Count what was lost at an op of the program."""
-        if until_us <= since_us:
-            return
-        lost_us = until_us - since_us
-        self.result.stall_us[cause] += lost_us
+    def add_span(
+        self, stream: str, kind: str, position: int, since_us: float, us: float, **more: Any
+    ) -> None:
+        """Note what a stream does about an op of the program, where a trace is kept."""
         if self.result.trace is not None:
             label = self.program.labels[position][0]
-            span = Span("compute", "stall", label, since_us, lost_us, wait=cause)
-            self.result.trace.spans.append(span)
-
-    def came_to(self, position: int, now_us: float) -> None:
-        """Note what memory is taken from an op on, if that is kept."""
-        names = (ByteCount.HELD, ByteCount.INFLIGHT, ByteCount.PREFETCHED, ByteCount.HOST)
-        trace = self.result.trace
-        while trace and self._memory and self._memory[0].position <= position:
-            _, *counts = self._memory.popleft()
-            for name, num_bytes in zip(names, counts, strict=True):
-                trace.counters.append(Counter(name, now_us, num_bytes))
+            self.result.trace.spans.append(Span(stream, kind, label, since_us, us, **more))
 
 
 class _Step:
@@ -221,27 +210,32 @@ class _Step:
         self._transfer_us = [
             us for stage in range(len(output_us)) for us in (output_us[stage - 1], output_us[stage])
         ]
-        self._arrivals: dict[int, simpy.Event] = {}
-        for first in range(0, len(ranks), job.ranks_per_node):
-            node = ranks[first : first + job.ranks_per_node]
-            for rank in node:
-                self.environment.process(self._compute_stream(rank, node))
+        # What is waited for: a message by its number, a copy by its rank and its number. The value
+        # is the cause of the stall.
+        self._ends: dict[int | tuple[int, int], simpy.Event] = defaultdict(self.environment.event)
+        self.processes = [
+            self.environment.process(self._compute_stream(rank, node))
+            for first in range(0, len(ranks), job.ranks_per_node)
+            for node in [ranks[first : first + job.ranks_per_node]]
+            for rank in node
+        ]
 
     def _compute_stream(
         self, rank: _Streams, node: list[_Streams]
     ) -> Generator[simpy.Event, None, None]:
         environment, program = self.environment, rank.program
         num_ops, joined_us, trace = len(program.kinds), 0.0, rank.result.trace
+        begun_us: list[float] = []
         for position, kind in enumerate(program.kinds):
             now_us, argument = environment.now, program.arguments[position]
             if trace:
-                rank.came_to(position, now_us)
+                begun_us.append(now_us)
             if kind == OpKind.COMPUTE:
                 rank.result.compute_us += argument
                 if trace:
                     label, is_backward = program.labels[position]
                     what = "other" if not label else "backward" if is_backward else "forward"
-                    trace.spans.append(Span("compute", what, label, now_us, argument))
+                    rank.add_span("compute", what, position, now_us, argument)
                 elif position + 1 < num_ops and program.kinds[position + 1] == OpKind.COMPUTE:
                     joined_us += argument  # nobody looks in between
                     continue
@@ -249,62 +243,58 @@ class _Step:
                 joined_us = 0.0
                 continue
             number = int(argument)
-            if kind == OpKind.AWAIT:
-                if not rank.is_over[number]:
-                    rank.awaited = (number, environment.event())
-                    is_d2h = yield rank.awaited[1]
-                    rank.awaited = None
-                    rank.stalled(RELEASE if is_d2h else RELOAD, position, now_us, environment.now)
-            elif kind == OpKind.RECEIVE:
-                arrival = self._arrival_of(number)
-                if not arrival.processed:
-                    yield arrival
-                    rank.stalled(PIPELINE, position, now_us, environment.now)
-                del self._arrivals[number]
+            if kind == OpKind.RECEIVE or kind == OpKind.AWAIT:
+                if kind == OpKind.AWAIT and rank.is_over[number]:
+                    continue
+                key = number if kind == OpKind.RECEIVE else (rank.index, number)
+                end = self._ends[key]
+                if not end.triggered:
+                    cause = yield end
+                    lost_us = environment.now - now_us
+                    if lost_us > 0:
+                        rank.result.stall_us[cause] += lost_us
+                        rank.add_span("compute", "stall", position, now_us, lost_us, wait=cause)
+                del self._ends[key]
             elif kind == OpKind.SEND:
-                self._send(number)
+                transfer_us = self._transfer_us[number % len(self._transfer_us)]
+                flight = environment.timeout(transfer_us, PIPELINE)
+                assert flight.callbacks is not None
+                flight.callbacks.append(self._ends[number].trigger)
             else:
                 queue = rank.d2h if kind == OpKind.OFFLOAD else rank.h2d
-                queue.waiting.append(number)
+                queue.waiting.append((number, position))
                 if queue.copy is None:
                     self._begin_copy(queue)
                     self._share_anew(node)
-        rank.came_to(num_ops, environment.now)
         rank.result.end_us = environment.now
-        rank.is_done = True
-
-    def _arrival_of(self, message: int) -> simpy.Event:
-        return self._arrivals.setdefault(message, self.environment.event())
-
-    def _send(self, message: int) -> None:
-        flight = self.environment.timeout(self._transfer_us[message % len(self._transfer_us)])
-        assert flight.callbacks is not None
-        flight.callbacks.append(self._arrival_of(message).trigger)
+        if trace:
+            begun_us.append(environment.now)
+            for position, counts in program.memory:
+                for name, num_bytes in counts.items():
+                    trace.counters.append(Counter(name, begun_us[position], num_bytes))
 
     # Copies
 
     def _begin_copy(self, queue: _Queue) -> None:
         queue.copy = queue.waiting.popleft() if queue.waiting else None
         if queue.copy is not None:
-            queue.rest_bytes, queue.rate = queue.rank.program.copy_bytes[queue.copy], 0.0
+            queue.rest_bytes, queue.rate = queue.rank.program.copy_bytes[queue.copy[0]], 0.0
             queue.start_us = queue.since_us = self.environment.now
 
-    def _end_copy(self, queue: _Queue, num_rates: int, node: list[_Streams], _: object) -> None:
+    def _end_copy(self, queue: _Queue, node: list[_Streams], end: simpy.Event) -> None:
         """End a queue's copy, unless its rate has changed since this end was set."""
-        if num_rates != queue.num_rates:
+        if end is not queue.end:
             return
-        rank, copy, now_us = queue.rank, queue.copy, self.environment.now
-        assert copy is not None
-        rank.is_over[copy] = True
-        if rank.result.trace is not None:
-            stream, program = "d2h" if queue.is_d2h else "h2d", rank.program
-            what = program.copy_labels[copy], queue.start_us, now_us - queue.start_us
-            span = Span(stream, stream, *what, program.copy_bytes[copy])
-            rank.result.trace.spans.append(span)
+        assert queue.copy is not None
+        rank, (number, position), start_us = queue.rank, queue.copy, queue.start_us
+        stream = "d2h" if queue.is_d2h else "h2d"
+        rank.is_over[number] = True
+        size = {"num_bytes": rank.program.copy_bytes[number]}
+        rank.add_span(stream, stream, position, start_us, self.environment.now - start_us, **size)
         self._begin_copy(queue)
         self._share_anew(node)
-        if rank.awaited is not None and rank.awaited[0] == copy:
-            rank.awaited[1].succeed(queue.is_d2h)
+        if (rank.index, number) in self._ends:
+            self._ends[rank.index, number].succeed(RELEASE if queue.is_d2h else RELOAD)
 
     def _share_anew(self, node: list[_Streams]) -> None:
         """Share a node's bandwidth among the copies that run now."""
@@ -324,7 +314,6 @@ class _Step:
         now_us = self.environment.now
         queue.rest_bytes -= queue.rate * (now_us - queue.since_us)
         queue.rate, queue.since_us = rate, now_us
-        queue.num_rates += 1
-        end = self.environment.timeout(max(0.0, queue.rest_bytes) / rate)
-        assert end.callbacks is not None
-        end.callbacks.append(functools.partial(self._end_copy, queue, queue.num_rates, node))
+        queue.end = self.environment.timeout(max(0.0, queue.rest_bytes) / rate)
+        assert queue.end.callbacks is not None
+        queue.end.callbacks.append(functools.partial(self._end_copy, queue, node))

@@ -11,8 +11,8 @@ from megatron_offload.planning.job import (
     QUEUED_LAUNCHES,
     GroupWork,
     Job,
-    PendingMessages,
     StageWork,
+    pending_bytes,
 )
 from megatron_offload.planning.replay import replay
 from megatron_offload.planning.schedule import Pass, PassKind, make_schedule
@@ -30,11 +30,8 @@ def pipeline(num_launches, *, name="1f1b", num_ranks=4, num_virtual=1, num_bytes
 
 
 def counts(job, rank, *passes):
-    pending, seen = PendingMessages(job, rank), []
-    for one in passes:
-        pending.add_pass(one)
-        seen.append(pending.num_bytes)
-    return seen
+    """Return what is pending behind each pass."""
+    return [*pending_bytes(job, rank, [*passes, passes[-1]])][1:]
 
 
 def passes_of(stage, kinds):

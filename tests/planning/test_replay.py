@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.profile import GroupKey
+from megatron_offload.core.trace import ByteCount
 from megatron_offload.planning.job import (
     NO_OFFLOAD,
     GroupWork,
@@ -101,11 +102,11 @@ def test_under_limits_that_follow_the_step_a_small_share_is_gone_before_backward
 def test_labels_and_memory_are_kept_only_where_they_are_asked_for():
     job = one_rank(work(10), work(10))
     plain, recorded = (replay(job, 0, RankSettings(), records=flag) for flag in (False, True))
-    assert plain.labels == plain.memory == plain.copy_labels == []
+    assert plain.labels == plain.memory == []
     assert len(recorded.labels) == len(recorded.kinds)
     assert recorded.labels[0] == ("g[chunk 0, group 0]", False)
-    last = recorded.memory[-1]
-    assert (last.saved_bytes, last.host_bytes, last.inflight_bytes) == (0, 0, 0)
+    _, last = recorded.memory[-1]
+    assert (last[ByteCount.HELD], last[ByteCount.HOST], last[ByteCount.INFLIGHT]) == (0, 0, 0)
     assert plain.kinds == recorded.kinds
 
 
