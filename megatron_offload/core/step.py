@@ -235,22 +235,12 @@ class StepDecisions(Generic[G]):
         if is_known:
             self.budget.is_warming_up = False
         has_moved = is_known and self._reach(group)
-        if group.needs and is_known:
-            for needed in map(self._groups.get, group.needs):
-                if needed is not None:
-                    self._bring_late(needed.lead or needed, is_known)
-        self._bring_late(group.lead or group, is_known)
+        for needed in map(self._groups.get, group.needs if is_known else ()):
+            if needed is not None:
+                self.bring_back(needed, is_late=True)
+        self.bring_back(group, is_late=True)
         if has_moved:
             self.look_ahead()
-
-    def _bring_late(self, group: G, is_known: bool) -> None:
-        """Let a group be on the device whose bytes backward asks for now."""
-        if group.state is ON_HOST:
-            self._actions.reload(group, is_late=True)
-            if is_known:
-                group.hold()
-        elif group.state is OFFLOADING:
-            self._actions.cancel(group, is_late=True)
 
     def leave_backward(self, group: G) -> None:
         """Backward has left a group."""
@@ -268,16 +258,16 @@ class StepDecisions(Generic[G]):
                 self.window.pass_boundary(passing_bytes)
         self.look_ahead()
 
-    def bring_back(self, group: G) -> None:
-        """Let a group be on the device ahead of its backward, wherever it is in the order."""
+    def bring_back(self, group: G, *, is_late: bool = False) -> None:
+        """Let a group be on the device, wherever it is in the order; late at its own backward."""
         group = group.lead or group
+        is_held = False
         if group.state is OFFLOADING:
-            self._actions.cancel(group, is_late=False)
-        elif group.state is not ON_HOST:
-            return
-        elif not self._actions.reload(group, is_late=False):
-            return  # its backward brings it
-        if self.knows(group):
+            self._actions.cancel(group, is_late=is_late)
+            is_held = not is_late
+        elif group.state is ON_HOST:
+            is_held = self._actions.reload(group, is_late=is_late)  # else its backward brings it
+        if is_held and self.knows(group):
             group.hold()
 
     # The order of backwards

@@ -57,8 +57,6 @@ class GroupWork:
     """What of ``num_bytes`` can be made again."""
     remade: tuple[UnitWork, ...] = ()
     """What is made again, and so no part of ``num_bytes`` any more."""
-    needs: tuple[int, ...] = ()
-    """The other groups that this is made from, as `UnitWork.parents`."""
 
     def __post_init__(self) -> None:
         unit_bytes = sum(unit.num_bytes for unit in self.units)
@@ -76,7 +74,6 @@ class GroupWork:
         if not (chosen and self.is_marked):
             return self
         num_bytes = sum(unit.num_bytes for unit in chosen)
-        remade = self.remade + chosen
         return replace(
             self,
             num_bytes=self.num_bytes - num_bytes,
@@ -84,8 +81,7 @@ class GroupWork:
             forward_temp_bytes=self.forward_temp_bytes + num_bytes,
             backward_temp_bytes=self.backward_temp_bytes + num_bytes,
             units=tuple(unit for unit in self.units if unit not in chosen),
-            remade=remade,
-            needs=tuple(sorted({one for unit in remade for one in unit.parents if one})),
+            remade=self.remade + chosen,
         )
 
 

@@ -91,12 +91,12 @@ class Piece(NamedTuple):
     kind: PassKind
     us: float
     taken_bytes: int
-    """The most that is taken of the device meanwhile, as `StepCounts.peak_taken_bytes`."""
+    """The most that is taken of the device meanwhile, as `RankProgram.peak_taken_bytes`."""
 
 
 @dataclass(slots=True, kw_only=True)
-class StepCounts:
-    """What one rank's step moves, and what memory it needs."""
+class RankProgram:
+    """What one rank's streams have to do, what that moves, and what memory it needs."""
 
     peak_device_bytes: int = 0
     """The most that is allocated at one time."""
@@ -120,23 +120,16 @@ class StepCounts:
     """Groups whose copy to the host was issued, in that order."""
     pieces: list[Piece] = field(default_factory=list)
     """Of all groups and passes, in order; only where it was asked for."""
-
-
-@dataclass(slots=True, kw_only=True)
-class RankProgram(StepCounts):
-    """What one rank's streams have to do, and what that takes."""
-
     kinds: bytearray = field(default_factory=bytearray)
     """What the compute stream comes by, an `OpKind` each. Two flat sequences, because a large job
     has millions of them."""
     arguments: list[float] = field(default_factory=list)
     copy_bytes: list[int] = field(default_factory=list)
     """By the index of the copy, in the order of issue."""
-    # The rest only where it was asked for.
     labels: list[tuple[str, bool]] = field(default_factory=list)
-    """The group of each op, and whether it is in backward."""
+    """The group of each op, and whether it is in backward; only where it was asked for."""
     memory: list[tuple[int, dict[ByteCount, int]]] = field(default_factory=list)
-    """Bytes that hold from the beginning of an op on, and its position."""
+    """Bytes that hold from the beginning of an op on, and its position; likewise."""
 
 
 class _Place(NamedTuple):
@@ -215,7 +208,8 @@ class RankWork:
         """Return the groups of the next chunk."""
         chunk, order, places = len(self.vp_stages), 0, []
         for work in self.job.stages[stage].groups:
-            needs = tuple(GroupKey(chunk, order - distance) for distance in work.needs)
+            parents = sorted({one for unit in work.remade for one in unit.parents if one})
+            needs = tuple(GroupKey(chunk, order - distance) for distance in parents)
             places.append(_Place(GroupKey(chunk, order if work.is_marked else -1), work, needs))
             order += work.is_marked
         if order:

@@ -24,7 +24,7 @@ from megatron_offload.core.trace import PIPELINE_WAIT, Counter, Span, StepTrace
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.job import LIMITS, NO_OFFLOAD, UNLIMITED, Job, RankSettings
 from megatron_offload.planning.plan import OffloadPlan
-from megatron_offload.planning.replay import OpKind, RankProgram, StepCounts, check_time, replay
+from megatron_offload.planning.replay import OpKind, RankProgram, check_time, replay
 
 if TYPE_CHECKING:
     import simpy
@@ -41,7 +41,7 @@ _EVENTS_BETWEEN_LOOKS = 100
 
 
 @dataclass(slots=True, kw_only=True)
-class RankResult(StepCounts):
+class RankResult(RankProgram):
     """What a step was on one rank."""
 
     end_us: float = 0.0
@@ -178,10 +178,10 @@ class _Streams:
     """One rank's streams, and what becomes of them."""
 
     def __init__(self, index: int, program: RankProgram, *, records: bool) -> None:
-        counts = {one.name: getattr(program, one.name) for one in fields(StepCounts)}
+        known = {one.name: getattr(program, one.name) for one in fields(RankProgram)}
         self.index = index
         self.program = program
-        self.result = RankResult(**counts, trace=StepTrace(index) if records else None)
+        self.result = RankResult(**known, trace=StepTrace(index) if records else None)
         self.d2h, self.h2d = _Queue(self, is_d2h=True), _Queue(self, is_d2h=False)
         self.is_over = bytearray(len(program.copy_bytes))
 
@@ -222,7 +222,7 @@ class _Step:
 
     def _compute_stream(
         self, rank: _Streams, node: list[_Streams]
-    ) -> Generator[simpy.Event, None, None]:
+    ) -> Generator[simpy.Event, Any, None]:
         environment, program = self.environment, rank.program
         num_ops, joined_us, trace = len(program.kinds), 0.0, rank.result.trace
         begun_us: list[float] = []
