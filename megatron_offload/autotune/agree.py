@@ -63,15 +63,13 @@ class Ranks:
             return answer([said])
         number, place = self._num_asked, self._place
         self._num_asked += 1
-        found = ""
-        try:
+        others, found = None, ""
+        with contextlib.suppress(TimeoutError, dist.DistError):  # the store's own host may be gone
             if place:
                 self._store.set(f"{number}/{place}", said)
                 (found,) = self._hear([f"{number}/answer"])
             else:
                 others = self._hear([f"{number}/{other}" for other in range(1, self._size)])
-        except (TimeoutError, dist.DistError):  # or the store's own host has gone
-            others = None
         if not place:
             found = "" if others is None else answer([said, *others])
             with contextlib.suppress(dist.DistError):

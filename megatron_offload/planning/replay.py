@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import Group, GroupState
@@ -30,7 +30,7 @@ from megatron_offload.core.step import StepDecisions, forecast_of
 from megatron_offload.core.trace import ByteCount
 from megatron_offload.core.window import InFlightWindow
 from megatron_offload.errors import OffloadError
-from megatron_offload.planning.job import GroupWork, Job, RankSettings, StageWork, pending_bytes
+from megatron_offload.planning.job import GroupWork, Job, RankSettings, pending_bytes
 from megatron_offload.planning.schedule import Pass, PassKind
 
 _SEGMENT_BYTES = 2 * 1024**2
@@ -132,27 +132,8 @@ class RankProgram:
     """Bytes that hold from the beginning of an op on, and its position; likewise."""
 
 
-class _Place(NamedTuple):
-    """A group of one chunk."""
-
-    key: GroupKey
-    work: GroupWork
-    needs: tuple[GroupKey, ...]
-    """The other groups that hold what it makes its own from."""
-
-
-class _PassWork(NamedTuple):
-    """A pass, and what goes with it whatever moves."""
-
-    one: Pass
-    stage: StageWork
-    places: tuple[_Place, ...]
-    """In the order of the forward."""
-    pending_bytes: int
-    """What was freed with messages before it and can't be used yet."""
-    received: int | None
-    """The message that is waited for in front of it."""
-    sent: int | None
+_Places: TypeAlias = tuple[tuple[GroupProfile, GroupWork], ...]
+"""The groups of one chunk in the order of its forward; those that the engine doesn't see, too."""
 
 
 class RankWork:
@@ -161,6 +142,8 @@ class RankWork:
     Attributes:
         job: the step, with those units made again.
         vp_stages: the virtual stage of each chunk: of forwards that have a group.
+        passes: with each its groups, in the order of the forward, and what was freed with messages
+            before it and can't be used yet.
         profile: what the engine would learn from a step: groups, and the order of needs. It
             depends on the schedule and on sizes alone, not on what moves.
     """
@@ -172,16 +155,13 @@ class RankWork:
         self.rank = rank
         self.vp_stages: list[int] = []
         self._own_stages = job.schedule.stages_of(rank)
-        places: dict[tuple[int, int], tuple[_Place, ...]] = {}
-        self.passes: list[_PassWork] = []
+        places: dict[tuple[int, int], _Places] = {}
+        self.passes: list[tuple[Pass, _Places, int]] = []
         passes = job.schedule.ranks[rank]
         for one, num_pending in zip(passes, pending_bytes(job, rank, passes), strict=True):
-            stage = job.stages[one.stage]
             if one.kind is PassKind.FORWARD:
                 places[one.stage, one.microbatch] = self._places(one.stage)
-            here = places[one.stage, one.microbatch]
-            messages = self._message(one, sends=False), self._message(one, sends=True)
-            self.passes.append(_PassWork(one, stage, here, num_pending, *messages))
+            self.passes.append((one, places[one.stage, one.microbatch], num_pending))
         self.profile = self._learn()
         self.forecast = forecast_of(self.profile)
 
@@ -197,48 +177,46 @@ class RankWork:
     def tell(self, budget: DeviceBudget, kept: Collection[GroupKey] = ()) -> None:
         """Let a budget know the step, as if it had come by with these groups kept."""
         budget.begin_step()
-        for (key, work, _), is_forward in self._boundaries():
+        for group, is_forward in self._boundaries():
             if is_forward:
-                moving_bytes = 0 if key in kept else work.num_bytes
-                budget.add_saved(work.num_bytes, moving_bytes, is_learned=True)
+                moving_bytes = 0 if group.key in kept else group.num_bytes
+                budget.add_saved(group.num_bytes, moving_bytes, is_learned=True)
             else:
-                budget.drop_saved(work.num_bytes)
+                budget.drop_saved(group.num_bytes)
 
-    def _places(self, stage: int) -> tuple[_Place, ...]:
+    def _places(self, stage: int) -> _Places:
         """Return the groups of the next chunk."""
         chunk, order, places = len(self.vp_stages), 0, []
         for work in self.job.stages[stage].groups:
-            parents = sorted({one for unit in work.remade for one in unit.parents if one})
-            needs = tuple(GroupKey(chunk, order - distance) for distance in parents)
-            places.append(_Place(GroupKey(chunk, order if work.is_marked else -1), work, needs))
+            key = GroupKey(chunk, order if work.is_marked else -1)
+            units = tuple(_units_of(key, work))
+            places.append((GroupProfile(key, work.name, work.num_bytes, remade=units), work))
             order += work.is_marked
         if order:
             self.vp_stages.append(self._own_stages.index(stage))
         return tuple(places)
 
-    def _boundaries(self) -> Iterator[tuple[_Place, bool]]:
+    def _boundaries(self) -> Iterator[tuple[GroupProfile, bool]]:
         """Yield the groups that the engine sees, by pass, and whether the pass is a forward."""
-        for passed in self.passes:
-            is_forward = passed.one.kind is PassKind.FORWARD
-            for place in passed.places if is_forward else reversed(passed.places):
-                if place.work.is_marked:
-                    yield place, is_forward
+        for one, places, _ in self.passes:
+            is_forward = one.kind is PassKind.FORWARD
+            for group, work in places if is_forward else reversed(places):
+                if work.is_marked:
+                    yield group, is_forward
 
     def _learn(self) -> StepProfile:
         groups: list[GroupProfile] = []
         needed_at_bytes: dict[GroupKey, int] = {}
         passed_bytes = 0
-        for (key, work, _), is_forward in self._boundaries():
+        for group, is_forward in self._boundaries():
             if is_forward:
-                sizes = work.num_bytes, passed_bytes
-                units = tuple(_units_of(key, work))
-                groups.append(GroupProfile(key, work.name, *sizes, remade=units))
+                groups.append(group._replace(committed_at_bytes=passed_bytes))
             else:
-                needed_at_bytes[key] = passed_bytes
-            passed_bytes += work.num_bytes
+                needed_at_bytes[group.key] = passed_bytes
+            passed_bytes += group.num_bytes
         return StepProfile(tuple(groups), tuple(needed_at_bytes), tuple(needed_at_bytes.values()))
 
-    def _message(self, one: Pass, *, sends: bool) -> int | None:
+    def message(self, one: Pass, *, sends: bool) -> int | None:
         """Return the number of what a pass sends to another rank, or receives, if it does."""
         num_stages, is_forward = self.job.schedule.num_stages, one.kind is PassKind.FORWARD
         other = one.stage + (1 if sends == is_forward else -1)
@@ -267,11 +245,12 @@ class WorkGroup(Group):
     is_in_window = False
     offload = reload = -1
 
-    def __init__(self, place: _Place, budget: DeviceBudget) -> None:
-        key, work, self.needs = place
-        super().__init__(key, work.name, budget)
-        self.num_bytes = work.num_bytes
+    def __init__(self, profile: GroupProfile, work: GroupWork, budget: DeviceBudget) -> None:
+        super().__init__(profile.key, profile.name, budget)
+        self.num_bytes = profile.num_bytes
         self.work = work
+        if work.remade:
+            self.needs = tuple(sorted(set(profile.needs), reverse=True))
 
 
 class _Replay:
@@ -283,10 +262,7 @@ class _Replay:
         self._rank = rank
         self._settings = settings
         self._records = records
-        self._slowness = {
-            stage: rank.job.stages[stage].slowness(has_engine=settings.offloads)
-            for stage in rank.job.schedule.stages_of(rank.rank)
-        }
+        self._slowness = [stage.slowness(has_engine=settings.offloads) for stage in rank.job.stages]
         self._chunks: dict[tuple[int, int], list[WorkGroup]] = {}
         self._pending_bytes = self._host_bytes = self._peak_temp_bytes = 0
         self._static_bytes = self._device_bytes = static_bytes
@@ -299,19 +275,19 @@ class _Replay:
             self._decisions.begin_step(rank.profile, rank.forecast)
 
     def run(self) -> RankProgram:
-        for index, passed in enumerate(self._rank.passes):
+        for index, (one, places, pending) in enumerate(self._rank.passes):
             check_time()
-            self._pending_bytes = passed.pending_bytes
-            if passed.received is not None:
-                self._add(OpKind.RECEIVE, passed.received)
-            if passed.one.kind is PassKind.FORWARD:
-                self._forward(passed)
+            self._pending_bytes = pending
+            if (message := self._rank.message(one, sends=False)) is not None:
+                self._add(OpKind.RECEIVE, message)
+            if one.kind is PassKind.FORWARD:
+                self._forward(one, places)
             else:
-                self._backward(passed)
+                self._backward(one)
             if self._settings.lost_us:
                 self._add(OpKind.COMPUTE, self._settings.lost_us[index])
-            if passed.sent is not None:
-                self._add(OpKind.SEND, passed.sent)
+            if (message := self._rank.message(one, sends=True)) is not None:
+                self._add(OpKind.SEND, message)
         self._window.drain()
         budget, program = self._budget, self.program
         left = (budget.inflight_bytes, budget.held_bytes, self._host_bytes)
@@ -325,21 +301,21 @@ class _Replay:
         del self._window, self._decisions  # which hold this: no circle of so many groups
         return program
 
-    def _forward(self, passed: _PassWork) -> None:
-        one, budget, settings = passed.one, self._budget, self._settings
+    def _forward(self, one: Pass, places: _Places) -> None:
+        settings = self._settings
         chunk = self._chunks[one.stage, one.microbatch] = []
-        for place in passed.places:
-            group, work = WorkGroup(place, budget), place.work
+        for profile, work in places:
+            group = WorkGroup(profile, work, self._budget)
             chunk.append(group)
             self._count(work.num_bytes + work.kept_bytes)  # what it leaves there
-            self._compute(passed, group, work.forward_us, work.forward_temp_bytes)
+            self._compute(one, group, work.forward_us, work.forward_temp_bytes)
             if work.is_marked and settings.offloads:
                 self._decisions.start(group)
                 is_kept = group.key in settings.kept
                 self._decisions.commit(group, "the plan keeps it" if is_kept else "")
 
-    def _backward(self, passed: _PassWork) -> None:
-        chunk = self._chunks.pop((passed.one.stage, passed.one.microbatch))
+    def _backward(self, one: Pass) -> None:
+        chunk = self._chunks.pop((one.stage, one.microbatch))
         for group in reversed(chunk):
             work = group.work
             is_seen = work.is_marked and self._settings.offloads
@@ -353,7 +329,7 @@ class _Replay:
                 if needed.key in group.needs:
                     self._await_reload(needed)
             sizes = work.backward_temp_bytes, work.backward_block_bytes
-            self._compute(passed, group, work.backward_us, *sizes)
+            self._compute(one, group, work.backward_us, *sizes)
             # Its memory goes with its graph, unless a copy still reads it.
             group.is_spent = True
             is_read = (group.lead or group).is_in_window
@@ -362,20 +338,20 @@ class _Replay:
                 self._decisions.leave_backward(group)
 
     def _compute(
-        self, passed: _PassWork, group: WorkGroup, us: float, temp_bytes: int, block_bytes: int = 0
+        self, one: Pass, group: WorkGroup, us: float, temp_bytes: int, block_bytes: int = 0
     ) -> None:
         """Write a group's part of a pass."""
-        temp_bytes += passed.stage.buffer_bytes
+        temp_bytes += self._rank.job.stages[one.stage].buffer_bytes
         if temp_bytes > self._peak_temp_bytes:
             self._peak_temp_bytes = temp_bytes
         self._note_peaks(temp_bytes + block_bytes)
-        us *= self._slowness[passed.one.stage]
+        us *= self._slowness[one.stage]
         if us > 0:
-            is_backward = passed.one.kind is not PassKind.FORWARD
+            is_backward = one.kind is not PassKind.FORWARD
             self._add(OpKind.COMPUTE, us, group, is_backward=is_backward)
         if self._records:
             taken_bytes = self._device_bytes + temp_bytes + block_bytes + self._pending_bytes
-            self.program.pieces.append(Piece(group.key, passed.one.kind, us, taken_bytes))
+            self.program.pieces.append(Piece(group.key, one.kind, us, taken_bytes))
 
     def _add(
         self,
