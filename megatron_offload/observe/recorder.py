@@ -83,7 +83,12 @@ class _Recorder(BoundaryTimer):
 
     def restart(self) -> None:
         super().restart()
-        self._saved = _SavedBytes()
+        self._saved: dict[GroupKey, dict[_Identity, int]] = {}
+        """What each group saves of each block. A block that several share counts in the one that is
+        committed first, which would move it: the same whether anything moves or not."""
+        self._counted: dict[_Identity, int] = {}
+        self._kept: set[_Identity] = set()
+        """What something else holds, so that moving it would not free it."""
         self._most_memory = DeviceMemory(0, 0)
         self._most_with_away_bytes = 0
         self._marks: dict[OffloadGroup, dict[Boundary, int]] = {}
@@ -120,13 +125,16 @@ class _Recorder(BoundaryTimer):
         super().group_commits(group, is_delayed=is_delayed)
         if not is_delayed and self._learned is None:
             with self._backend.uncounted():
-                self._saved.commit(group)
+                self._count_saved(group)
 
     def backward_entered(self, group: OffloadGroup) -> None:
         # A graph of an earlier step may have groups of the same keys.
         if self._learned is None and "start" in self._marks.get(group, ()):
             with self._backend.uncounted():
-                self._saved.enter_backward(group)
+                for block in group.blocks():
+                    is_held = is_held_elsewhere(block) if block.recipe is None else None
+                    if is_held is not None:
+                        (self._kept.add if is_held else self._kept.discard)(block.identity)
 
     def copy_issued(self, direction: Direction, pairs: Sequence[Pair], group: OffloadGroup) -> None:
         if self._learned is None:
@@ -174,7 +182,7 @@ class _Recorder(BoundaryTimer):
         # Of what is reserved, what the allocator can't use is taken to be as much.
         return replace(
             learned,
-            groups=tuple(self._saved.fill(group, remade_us) for group in learned.groups),
+            groups=tuple(self._filled(group, remade_us) for group in learned.groups),
             backward_order=tuple(backwards),
             backward_at_bytes=tuple(backwards.values()),
             times=tuple(_times_of(marks[group.key], at_us) for group in learned.groups),
@@ -194,27 +202,7 @@ class _Recorder(BoundaryTimer):
         us = sum(self._backend.sync_elapsed_us(copy.start, copy.end) for copy in copies)
         return sum(copy.num_bytes for copy in copies) / us / 1e3 if us > 0 else 0.0
 
-
-def _times_of(mark: Mapping[Boundary, int], at_us: Sequence[float]) -> GroupTimes:
-    """Return when a group was passed; one that backward never came to counts as left at once."""
-    committed = mark["commit"]
-    backward, done = mark.get("backward", committed), mark.get("done", committed)
-    return GroupTimes(at_us[mark["start"]], at_us[committed], at_us[backward], at_us[done])
-
-
-class _SavedBytes:
-    """What each group of one step saves, and which part of it moving would not free.
-
-    A block that several groups share counts in the group that is committed first, which is the one
-    that would move it; so the numbers are the same whether anything moves or not.
-    """
-
-    def __init__(self) -> None:
-        self._saved: dict[GroupKey, dict[_Identity, int]] = {}
-        self._counted: dict[_Identity, int] = {}
-        self._kept: set[_Identity] = set()
-
-    def commit(self, group: OffloadGroup) -> None:
+    def _count_saved(self, group: OffloadGroup) -> None:
         """Count what a group has that no group before it counts; before anything of it moves."""
         saved = self._saved[group.key] = {}
         for block in group.blocks():
@@ -227,14 +215,7 @@ class _SavedBytes:
                 saved[identity] = num_bytes
                 self._counted[identity] = block.num_bytes
 
-    def enter_backward(self, group: OffloadGroup) -> None:
-        """See what something else has kept until now, when the engine has dealt with the group."""
-        for block in group.blocks():
-            is_held = is_held_elsewhere(block) if block.recipe is None else None
-            if is_held is not None:
-                (self._kept.add if is_held else self._kept.discard)(block.identity)
-
-    def fill(
+    def _filled(
         self, group: GroupProfile, remade_us: Mapping[tuple[GroupKey, str], float]
     ) -> GroupProfile:
         """Return the group with its bytes that can move or are kept, and its units with times."""
@@ -248,3 +229,10 @@ class _SavedBytes:
             shared_bytes=0,
             remade=tuple(one._replace(us=remade_us.get((key, one.unit), 0.0)) for one in units),
         )
+
+
+def _times_of(mark: Mapping[Boundary, int], at_us: Sequence[float]) -> GroupTimes:
+    """Return when a group was passed; one that backward never came to counts as left at once."""
+    committed = mark["commit"]
+    backward, done = mark.get("backward", committed), mark.get("done", committed)
+    return GroupTimes(at_us[mark["start"]], at_us[committed], at_us[backward], at_us[done])
