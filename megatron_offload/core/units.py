@@ -7,12 +7,8 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 def byte_unit(size_bytes: float) -> tuple[int, str]:
     """Return the unit that keeps a size short: its bytes and its name."""
-    scale = 1
-    for name in _UNITS[:-1]:
-        if abs(size_bytes) < 1024 * scale:
-            return scale, name
-        scale *= 1024
-    return scale, _UNITS[-1]
+    power = sum(abs(size_bytes) >= 1024**each for each in range(1, len(_UNITS)))
+    return 1024**power, _UNITS[power]
 
 
 def format_bytes(size_bytes: float | None, digits: int = 1) -> str:
