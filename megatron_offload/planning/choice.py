@@ -10,7 +10,7 @@ Where a job is small, single groups, limits and kinds of the best are changed at
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import cycle, pairwise, product
@@ -18,7 +18,6 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from megatron_offload.core.machine import Machine
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, PolicyConfig
 from megatron_offload.core.profile import GroupKey, RemadeUnit, StepProfile, is_cheap, merge_units
 from megatron_offload.core.units import format_bytes
@@ -82,10 +81,6 @@ _HOPELESS = 1.1
 
 _Settings: TypeAlias = tuple[RankSettings, ...]
 """Of each rank."""
-_Kind: TypeAlias = tuple[str, int]
-"""A unit of a virtual stage, the same on all ranks."""
-_Recompute: TypeAlias = tuple[frozenset[str], ...]
-"""Kinds that are made again, by virtual stage."""
 
 
 class _Change(NamedTuple):
@@ -95,8 +90,8 @@ class _Change(NamedTuple):
     shares: _Shares = _SAME
     keys: frozenset[GroupKey] = frozenset()
     """Groups that move where they stay, and stay where they move."""
-    kinds: frozenset[_Kind] = frozenset()
-    """Bytes that are made again where they are not, and the other way round."""
+    kinds: frozenset[tuple[str, int]] = frozenset()
+    """What is made again where it is not, and the other way round; see `_kinds_of`."""
 
 
 class _Way(NamedTuple):
@@ -167,9 +162,12 @@ class Chooser:
             )
         self._job = job
         self._limits = limits
-        given = {name: getattr(limits, name) for name in LIMITS}
-        self._user_limits = {name: size for name, size in given.items() if size is not None}
-        self._slow_job = replace(job, machine=_with_slow_link(job.machine, link_share))
+        given = ((name, getattr(limits, name)) for name in LIMITS)
+        self._user_limits = {name: size for name, size in given if size is not None}
+        # Messages between ranks keep what they have.
+        rates = ((name, rate) for name, rate in job.machine if "gbps" in name and "p2p" not in name)
+        slow = {name: rate and rate * link_share for name, rate in rates}
+        self._slow_job = replace(job, machine=job.machine.model_copy(update=slow))
         self._has_slow_link = link_share < 1
         kinds = _kinds_of(job)
         if limits.recompute is not None:
@@ -184,7 +182,9 @@ class Chooser:
         self._most_changes = _MOST_BOUNDARIES // max(1, boundaries)
         self._most_candidates = max(12, self._most_changes)
         # None of these holds this: no circle of so many programs.
-        self._bare_step = bare_step = cache(partial(_bare_step, job))
+        self._bare_step = bare_step = cache(
+            lambda made: simulate(job, replace(NO_OFFLOAD, recompute=made), record=True)
+        )
         self._work = work = cache(partial(RankWork, job))
         self._rank = cache(
             lambda rank, made: Footprint(work(rank, made).profile, bare_step(made).ranks[rank])
@@ -299,6 +299,7 @@ class Chooser:
         def look(many: Iterable[_Ways]) -> bool:
             """Simulate candidates; return whether it is enough."""
             for ways in many:
+                # No step with so much made again is quicker than the one that moves nothing.
                 bare = (self._bare_step(self._levels[way.level]).step_us for way in ways)
                 is_hopeless = limit_us is not None and max(bare) > limit_us
                 if len(found) >= self._most_candidates or (is_hopeless and found):
@@ -445,11 +446,9 @@ class Chooser:
 
     def _choose(self, rank: int, target: int, one: _Way) -> RankSettings:
         """Return what a rank does to keep a target, with the largest room that this leaves it."""
-        for level in range(one.level + 1):
-            if self._peak(rank, self._nothing(one.level)) > target:
-                break
-            if self._peak(rank, self._nothing(level)) <= target:
-                return self._nothing(level)
+        if self._peak(rank, self._nothing(one.level)) <= target:
+            still = map(self._nothing, range(one.level + 1))
+            return next(settings for settings in still if self._peak(rank, settings) <= target)
         rooms = [one._replace(room=room) for room in range(one.room, -1, -1)]
         for way in (*rooms, _Way(0, one.level, one.order), _Way(0, len(self._levels) - 1), _Way()):
             everything = self._everything(rank, way)
@@ -523,7 +522,14 @@ class Chooser:
                 if group.num_bytes and group.key not in moved
             }
             limits = {name: getattr(settings, name) if moved else None for name in LIMITS}
-            units = tuple(_unit_choices(profile, vp_stages))
+            by_vp_stage = defaultdict[int, list[RemadeUnit]](list)
+            for group in profile.groups:
+                by_vp_stage[vp_stages[group.key.chunk]] += group.remade
+            units = tuple(
+                UnitChoice(stage, name, num_bytes, us, is_remade)
+                for stage, found in sorted(by_vp_stage.items())
+                for name, num_bytes, us, _, is_remade in sorted(merge_units(found))
+            )
             plans.append(rank_plan(profile, kept, f"moves for {what}", units=units, **limits))
         return self._predicted(plan_of(kind, self._profiles, plans))
 
@@ -536,11 +542,6 @@ class Chooser:
             for rank, peak_bytes in zip(plan.ranks, peaks, strict=True)
         )
         return replace(plan, ranks=tuple(ranks))
-
-
-def _bare_step(job: Job, recompute: _Recompute) -> Simulation:
-    """Return the step that moves nothing: no other with so much made again is quicker."""
-    return simulate(job, replace(NO_OFFLOAD, recompute=recompute), record=True)
 
 
 def _kinds_of(job: Job) -> list[tuple[str, int]]:
@@ -558,19 +559,3 @@ def _kinds_of(job: Job) -> list[tuple[str, int]]:
                 us[unit.unit] += unit.us
     costs = {unit: us[unit] / max(1, size) for unit, size in num_bytes.items()}
     return sorted(found, key=lambda kind: (costs[kind[0]], *kind))
-
-
-def _unit_choices(profile: StepProfile, stages: Sequence[int]) -> Iterator[UnitChoice]:
-    """Yield what becomes of each unit of each virtual stage, in a step."""
-    units: dict[int, list[RemadeUnit]] = defaultdict(list)
-    for group in profile.groups:
-        units[stages[group.key.chunk]] += group.remade
-    for stage, found in sorted(units.items()):
-        for name, num_bytes, us, _, is_remade in sorted(merge_units(found)):
-            yield UnitChoice(stage, name, num_bytes, us, is_remade)
-
-
-def _with_slow_link(machine: Machine, share: float) -> Machine:
-    """Return a machine whose copies have less; messages between ranks keep what they have."""
-    rates = {name: rate for name, rate in machine if "gbps" in name and name != "p2p_gbps"}
-    return machine.model_copy(update={name: rate and rate * share for name, rate in rates.items()})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -64,7 +63,10 @@ class Footprint:
         self.keys = frozenset(group.key for group in self.groups)
         in_order = sorted(self.groups, key=lambda group: group.first_row)
         largest = sorted(in_order, key=lambda group: (-group.num_bytes, -group.life_us))
-        self._orders = _spread(in_order), largest
+        # So that the first of them, however many, lie evenly over the step.
+        num_bits = len(in_order).bit_length()
+        places = sorted(range(len(in_order)), key=lambda place: f"{place:0{num_bits}b}"[::-1])
+        self._orders = [in_order[place] for place in places], largest
 
     @property
     def largest_bytes(self) -> int:
@@ -102,12 +104,3 @@ class Footprint:
             else:
                 moved.append(group.key)
         return moved
-
-
-def _spread(groups: Sequence[LiveGroup]) -> list[LiveGroup]:
-    """Return groups so that the first of them, however many, lie evenly over the step."""
-    num_bits = len(groups).bit_length()
-    return [
-        groups[place]
-        for place in sorted(range(len(groups)), key=lambda place: f"{place:0{num_bits}b}"[::-1])
-    ]

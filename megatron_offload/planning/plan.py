@@ -6,7 +6,7 @@ ever costs time or memory; exactness does not depend on it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -149,12 +149,11 @@ class OffloadPlan:
     def is_like(self, other: OffloadPlan) -> bool:
         """Whether ranks do the same by both."""
 
-        def deeds(plan: OffloadPlan) -> Iterator[object]:
-            for rank in plan.ranks:
-                moves = {choice.key: choice.moves for choice in rank.choices}
-                yield moves, rank.recompute, rank.max_inflight_bytes, rank.prefetch_bytes
+        def deeds(rank: RankPlan) -> tuple[object, ...]:
+            moves = {choice.key: choice.moves for choice in rank.choices}
+            return moves, rank.recompute, rank.max_inflight_bytes, rank.prefetch_bytes
 
-        return list(deeds(self)) == list(deeds(other))
+        return list(map(deeds, self.ranks)) == list(map(deeds, other.ranks))
 
     def check(self, profile: StepProfile) -> None:
         """Raise `ConfigError`, with the first difference, unless made for a profile's run."""

@@ -174,10 +174,12 @@ def job_of(profiles: Sequence[StepProfile], schedule: Schedule, machine: Machine
     peaks = list(map(measured_peak_bytes, profiles))
     static = [0] * len(profiles)
     job = job_from_profiles(profiles, schedule, machine, static)
-    as_seen = [
-        replace(NO_OFFLOAD, recompute=_remade_in(profile, job, rank))
-        for rank, profile in enumerate(profiles)
-    ]
+    as_seen = []
+    for rank, profile in enumerate(profiles):
+        vp_stages = RankWork(job, rank).vp_stages
+        units = ((one, group.key.chunk) for group in profile.groups for one in group.remade)
+        remade = by_stage((one.unit, vp_stages[chunk]) for one, chunk in units if one.is_remade)
+        as_seen.append(replace(NO_OFFLOAD, recompute=remade))
     explained = [rank.peak_device_bytes for rank in simulate(job, as_seen).ranks]
     static = [max(0, peak - own) for peak, own in zip(peaks, explained, strict=True)]
     return replace(job, static_bytes=tuple(static), unused_bytes=0)
@@ -203,17 +205,6 @@ def slowest_link(profiles: Iterable[StepProfile]) -> Machine | None:
         node_gbps=d2h_gbps + h2d_gbps,
         node_d2h_gbps=None,
         gpus_per_node=1,
-    )
-
-
-def _remade_in(profile: StepProfile, job: Job, rank: int) -> tuple[frozenset[str], ...]:
-    """Return the units that a profiled step made again, by virtual stage."""
-    vp_stages = RankWork(job, rank).vp_stages
-    return by_stage(
-        (unit.unit, vp_stages[group.key.chunk])
-        for group in profile.groups
-        for unit in group.remade
-        if unit.is_remade
     )
 
 
