@@ -156,40 +156,35 @@ def write_traces(path: str | Path, traces: Sequence[StepTrace]) -> None:
     replace_text(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
 
 
+_RANK, _SPAN, _COUNTER = TypeAdapter(StrictInt), TypeAdapter(Span), TypeAdapter(Counter)
+
+
 def read_traces(path: str | Path) -> list[StepTrace]:
     """Read what `write_traces` wrote, in the order of ranks; `ConfigError` for any other file."""
     traces: dict[int, StepTrace] = {}
     data = read_json(path, limit_bytes=_MAX_TRACE_BYTES)
     try:
         for event in data["traceEvents"]:
-            rank = _RANK.validate_python(event["pid"])
-            _read_event(event, traces.setdefault(rank, StepTrace(rank)))
+            rank, args = _RANK.validate_python(event["pid"]), event["args"]
+            trace = traces.setdefault(rank, StepTrace(rank))
+            if event["ph"] == "X":  # other events but these two only name things
+                fields = {
+                    "stream": dict(enumerate(STREAMS))[event["tid"]],
+                    "kind": event["cat"],
+                    "label": args.get("group", ""),
+                    "start_us": event["ts"],
+                    "duration_us": event["dur"],
+                    "num_bytes": args.get("bytes", 0),
+                    "wait": args.get("wait", ""),
+                }
+                trace.spans.append(_SPAN.validate_python(fields))
+            elif event["ph"] == "C":
+                fields = {"name": event["name"], "time_us": event["ts"], "value": args["bytes"]}
+                trace.counters.append(_COUNTER.validate_python(fields))
     except (AttributeError, KeyError, TypeError, ValidationError) as error:
         why = shorten(repr(error), 300)
         raise ConfigError(f"{path} is not a trace of this package: {why}") from error
     return [traces[rank] for rank in sorted(traces)]
-
-
-_RANK, _SPAN, _COUNTER = TypeAdapter(StrictInt), TypeAdapter(Span), TypeAdapter(Counter)
-
-
-def _read_event(event: dict[str, Any], trace: StepTrace) -> None:
-    """Add what one event says; those that only name things say nothing."""
-    args = event["args"]
-    if event["ph"] == "X":
-        fields = {
-            "stream": dict(enumerate(STREAMS))[event["tid"]],
-            "kind": event["cat"],
-            "label": args.get("group", ""),
-            "start_us": event["ts"],
-            "duration_us": event["dur"],
-            "num_bytes": args.get("bytes", 0),
-            "wait": args.get("wait", ""),
-        }
-        trace.spans.append(_SPAN.validate_python(fields))
-    elif event["ph"] == "C":
-        fields = {"name": event["name"], "time_us": event["ts"], "value": args["bytes"]}
-        trace.counters.append(_COUNTER.validate_python(fields))
 
 
 def _events(trace: StepTrace) -> Iterable[dict[str, Any]]:
