@@ -327,9 +327,11 @@ class Chooser:
                 if look((way,) * num_ranks for way in best(level).ways[0].variants(level)[index]):
                     return True
             start = best(level)
+            ranks = self._simulate(start.settings).ranks
+            lost = [rank.stall_us[RELEASE] + rank.stall_us[RELOAD] for rank in ranks]
             return look(
                 (*start.ways[:rank], way, *start.ways[rank + 1 :])
-                for rank in self._losers(start.settings)
+                for rank in sorted(range(num_ranks), key=lambda rank: -lost[rank])[:2]
                 for variants in start.ways[rank].variants(level)
                 for way in variants
             )
@@ -341,12 +343,6 @@ class Chooser:
         climbs = [top] if starts else sorted({0, cheap, top}) * 2
         _ = look(starts or first) or any(climb(level) for level in climbs)
         return sorted(found.values(), key=lambda one: one.us)
-
-    def _losers(self, settings: _Settings) -> list[int]:
-        """Return the two ranks that lose most to their copies."""
-        ranks = self._simulate(settings).ranks
-        lost = [rank.stall_us[RELEASE] + rank.stall_us[RELOAD] for rank in ranks]
-        return sorted(range(len(lost)), key=lambda rank: -lost[rank])[:2]
 
     # Single changes
 

@@ -31,17 +31,12 @@ _Timed = list[tuple[GroupProfile, GroupTimes]]
 """The groups of one chunk, in order."""
 
 
-def job_from_profiles(
-    profiles: Sequence[StepProfile],
-    schedule: Schedule,
-    machine: Machine,
-    static_bytes: Sequence[int],
-) -> Job:
+def job_from_profiles(profiles: Sequence[StepProfile], schedule: Schedule, machine: Machine) -> Job:
     """Return the step that measured profiles show, one of each pipeline rank.
 
     Profile steps without stalls (no offload, or little of it): what a group waited for a copy
-    can't be told from what it computed. Temporaries are in no profile; count them into
-    ``static_bytes``, what lies on each rank all the time, where the peak matters.
+    can't be told from what it computed. What lies on each rank all the time and temporaries are in
+    no profile; where the peak matters, `job_of` counts them into ``static_bytes``.
 
     Raises:
         ConfigError: a profile has no times, or other chunks than the schedule.
@@ -54,7 +49,7 @@ def job_from_profiles(
     for rank, profile in enumerate(profiles):
         stages |= _stages_of(rank, profile, schedule)
     ordered = tuple(stages[stage] for stage in range(schedule.num_stages))
-    return Job(schedule, ordered, tuple(static_bytes), machine)
+    return Job(schedule, ordered, (0,) * schedule.num_ranks, machine)
 
 
 def _stages_of(rank: int, profile: StepProfile, schedule: Schedule) -> dict[int, StageWork]:
@@ -172,8 +167,7 @@ def job_of(profiles: Sequence[StepProfile], schedule: Schedule, machine: Machine
     What groups don't save (weights, temporaries, what the allocator can't use) is always there.
     """
     peaks = list(map(measured_peak_bytes, profiles))
-    static = [0] * len(profiles)
-    job = job_from_profiles(profiles, schedule, machine, static)
+    job = job_from_profiles(profiles, schedule, machine)
     as_seen = []
     for rank, profile in enumerate(profiles):
         vp_stages = RankWork(job, rank).vp_stages

@@ -459,7 +459,8 @@ def test_a_simulation_from_recorded_profiles_is_the_step_that_was_recorded(sched
     machine = Machine(p2p_latency_us=7.0, p2p_gbps=1.0)
     job = Job(schedule, stages, (0,) * schedule.num_ranks, machine)
     profiles = [record_rank(job, rank) for rank in range(schedule.num_ranks)]
-    again = job_from_profiles(profiles, schedule, machine, job.static_bytes)
+    again = job_from_profiles(profiles, schedule, machine)
+    again = replace(again, static_bytes=job.static_bytes)
     simulated = simulate(again)
     measured_us = max(profile.step_us for profile in profiles)
     assert measured_us == pytest.approx(simulate(job).step_us)

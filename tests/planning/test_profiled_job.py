@@ -75,7 +75,7 @@ def marked_all(job):
 def test_a_profiled_step_takes_the_time_that_it_took(schedule):
     stages = tuple(stage(number) for number in range(schedule.num_stages))
     job = Job(schedule, stages, (0,) * schedule.num_ranks, MACHINE)
-    again = job_from_profiles(with_gaps(job), schedule, MACHINE, job.static_bytes)
+    again = job_from_profiles(with_gaps(job), schedule, MACHINE)
     before, after = simulate(job), simulate(again)
     # Work behind a rank's last group is before its next pass, so messages leave that much sooner.
     assert after.step_us == pytest.approx(before.step_us, rel=0.02)
@@ -87,7 +87,7 @@ def test_a_profiled_step_takes_the_time_that_it_took(schedule):
 def test_waiting_for_the_pipeline_is_no_work():
     schedule = make_schedule("1f1b", 4, 8)
     job = Job(schedule, tuple(stage(0) for _ in range(4)), (0,) * 4, MACHINE)
-    again = job_from_profiles(with_gaps(job), schedule, MACHINE, job.static_bytes)
+    again = job_from_profiles(with_gaps(job), schedule, MACHINE)
     first = simulate(job).ranks[0]
     assert first.stall_us["pipeline"] > 0.2 * first.compute_us
     assert simulate(again).ranks[0].compute_us == pytest.approx(first.compute_us, rel=0.02)
@@ -98,11 +98,11 @@ def test_what_no_profile_can_tell_is_refused():
     timed = with_gaps(job)
     untimed = [replace(profile, times=()) for profile in timed]
     with pytest.raises(ConfigError, match="no times"):
-        job_from_profiles(untimed, job.schedule, MACHINE, (0, 0))
+        job_from_profiles(untimed, job.schedule, MACHINE)
     with pytest.raises(ConfigError, match="2 ranks, profiles are of 1"):
-        job_from_profiles(timed[:1], job.schedule, MACHINE, (0, 0))
+        job_from_profiles(timed[:1], job.schedule, MACHINE)
     with pytest.raises(ConfigError, match="the profile has 4 chunks, the schedule 6"):
-        job_from_profiles(timed, make_schedule("1f1b", 2, 6), MACHINE, (0, 0))
+        job_from_profiles(timed, make_schedule("1f1b", 2, 6), MACHINE)
 
 
 @pytest.mark.parametrize("seed", range(20))

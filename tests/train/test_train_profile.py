@@ -68,7 +68,7 @@ def test_the_profiles_of_two_ranks_can_be_planned_and_simulated_with(tmp_path):
     for profile in profiles:
         assert 0 < profile.peak_allocated_bytes <= profile.peak_reserved_bytes
         assert len(profile.groups) == 6 * 2 * 2
-    job = job_from_profiles(profiles, make_schedule("1f1b", 2, 6), Machine(), (0, 0))
+    job = job_from_profiles(profiles, make_schedule("1f1b", 2, 6), Machine())
     simulation = simulate(job)
     # Whatever else the machine does delays single microbatches, of which the median is taken. How
     # close it comes on a machine of one's own is held on the virtual clock.
