@@ -130,9 +130,7 @@ class CostSearch(PlanSearch):
     at: the first steps behind a change take longer than those that follow.
     """
 
-    def __init__(
-        self, chooser: Chooser, policy: AutoConfig, capacity_bytes: int | None = None
-    ) -> None:
+    def __init__(self, chooser: Chooser, policy: AutoConfig, capacity_bytes: int | None) -> None:
         super().__init__(chooser, policy)
         self._limit = policy.most_slowdown_percent
         self._capacity_bytes = capacity_bytes

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 
 import torch
 
-from megatron_offload.backends.base import DeviceMemory
 from megatron_offload.engine.group import Block
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Observer
@@ -47,11 +46,6 @@ class LiveActivationMeter(Observer, torch.autograd.graph.saved_tensors_hooks):
     def live_bytes(self) -> int:
         self._measure(self._seen)
         return self._live_bytes
-
-    def memory(self) -> DeviceMemory:
-        """Return what a device that holds nothing else would tell."""
-        live_bytes = self.live_bytes
-        return DeviceMemory(live_bytes, live_bytes)
 
     def reset_peak(self) -> None:
         """Start a new peak at what is alive now."""

@@ -5,14 +5,13 @@ And which groups the program is in, and their boundaries in its own order.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from megatron_offload.backends.base import Backend, Pair, Wait
+from megatron_offload.backends.base import Pair, Wait
 from megatron_offload.core.profile import StepProfile
 from megatron_offload.engine.group import Block, OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
@@ -37,16 +36,20 @@ class Turn(NamedTuple):
     """The wait's name, or the unit of what is made again."""
 
 
-class ComputeTimer(Observer, ABC):
+class ComputeTimer(Observer):
     """An event of the compute stream at both ends of each wait for a copy and each making again."""
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    at: Place = "other", None
+    """Which group the program has entered last."""
+
+    def __init__(self, manager: PipelineOffloadManager) -> None:
+        self._manager, self._backend = manager, manager.backend
+        self._meter = meter_of(manager)
         self.restart()
 
-    @abstractmethod
     def where(self) -> Place:
         """Return where the program is."""
+        return self.at
 
     def restart(self) -> None:
         """Begin without turns."""
@@ -194,15 +197,12 @@ class StepTimer(ComputeTimer):
     needs_groups = False
 
     def __init__(self, manager: PipelineOffloadManager) -> None:
-        super().__init__(manager.backend)
-        self._manager = manager
+        super().__init__(manager)
         self._began: Any = None
         self._ended: Any = None
-        self._at: Place = "other", None
         self._num_chunks = self._num_turns = self._copied_bytes = 0
         self._boundary: Any = None
         self._num_boundaries = self._num_idle = 0
-        self._meter = meter_of(manager)
         self._earlier_peak_bytes = 0
         if self._meter is not None:
             self._earlier_peak_bytes = self._meter.peak_bytes
@@ -212,12 +212,8 @@ class StepTimer(ComputeTimer):
     def has_ended(self) -> bool:
         return self._ended is not None
 
-    def where(self) -> Place:
-        """Return which group the program has entered last."""
-        return self._at
-
     def group_starts(self, group: OffloadGroup) -> None:
-        self._at = "forward", group
+        self.at = "forward", group
         if group.key == (0, 0) and not self.has_ended:
             self.restart()  # what was passed so far, such as an evaluation, is no part of it
             self._began = self.now()
@@ -225,7 +221,7 @@ class StepTimer(ComputeTimer):
         self._look(group)
 
     def backward_enters(self, group: OffloadGroup) -> None:
-        self._at = "backward", group
+        self.at = "backward", group
         self._look(group)
 
     def _look(self, group: OffloadGroup, *, is_delayed: bool = False) -> None:

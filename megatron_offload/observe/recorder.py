@@ -21,7 +21,6 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Direction
 from megatron_offload.engine.owners import is_held_elsewhere
 from megatron_offload.errors import StateError
-from megatron_offload.observe.live_bytes import meter_of
 from megatron_offload.observe.measure import Boundary, BoundaryTimer, Turn
 
 _Identity: TypeAlias = tuple[GroupKey, int]
@@ -74,10 +73,8 @@ class _Recorder(BoundaryTimer):
     """A step as it runs: a look at each boundary, and which of them count."""
 
     def __init__(self, manager: PipelineOffloadManager, run: RunShape | None) -> None:
-        super().__init__(manager.backend)
-        self._manager = manager
+        super().__init__(manager)
         self._run = run
-        self._meter = meter_of(manager)
         self._num_turns = 0
         self._learned: StepProfile | None = None
 
@@ -98,7 +95,9 @@ class _Recorder(BoundaryTimer):
         with self._backend.uncounted():
             self.turn()
             # Where the device doesn't tell its memory, what the manager's meter counts.
-            found = self._backend.memory() or (self._meter and self._meter.memory())
+            found = self._backend.memory()
+            if self._meter and not found:
+                found = DeviceMemory(*[self._meter.live_bytes] * 2)
             if found:
                 self._most_memory = DeviceMemory(*map(max, self._most_memory, found))
                 away_bytes = self._manager.host_pool.alone.total_bytes

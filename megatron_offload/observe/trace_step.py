@@ -37,9 +37,7 @@ class _Tracer(BoundaryTimer):
     """What the streams did between the points that the program has passed."""
 
     def __init__(self, manager: PipelineOffloadManager) -> None:
-        super().__init__(manager.backend)
-        self._host_pool = manager.host_pool
-        self._budget = manager.budget
+        super().__init__(manager)
         self._live_bytes: dict[GroupKey, int] = {}
         self._inflight: Tally[OffloadGroup] = Tally()
         self._samples: list[tuple[str, Any, float]] = []
@@ -96,12 +94,12 @@ class _Tracer(BoundaryTimer):
 
     def _sample(self, time: Any = None) -> None:
         """Note the counters that have changed, at ``time`` or where the compute stream is now."""
-        on_host, in_flight = self._host_pool.stats.in_use_bytes, self._inflight.total()
+        on_host, in_flight = self._manager.host_pool.stats.in_use_bytes, self._inflight.total()
         live_bytes = sum(self._live_bytes.values())
         values: dict[str, float] = {
             ByteCount.INFLIGHT: in_flight,
             ByteCount.HOST: on_host,
-            ByteCount.PREFETCHED: self._budget.held_bytes,
+            ByteCount.PREFETCHED: self._manager.budget.held_bytes,
             ByteCount.LIVE: live_bytes,
             # What lies on the host and in flight is held twice; what came back before its release
             # is in flight alone.
