@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from megatron_offload.core.machine import Machine
+from megatron_offload.core.trace import PIPELINE_WAIT
 from megatron_offload.planning.description import (
     fit_achieved_share,
     job_from_model,
@@ -27,7 +28,7 @@ from megatron_offload.planning.description import (
 )
 from megatron_offload.planning.job import GroupWork, Job, RankSettings, StageWork
 from megatron_offload.planning.schedule import make_schedule
-from megatron_offload.planning.simulate import PIPELINE, RELEASE, RELOAD, simulate
+from megatron_offload.planning.simulate import RELEASE, RELOAD, simulate
 
 GIB, MIB = 2**30, 2**20
 NUM_RANKS, NUM_MICROBATCHES = 1024, 32
@@ -61,7 +62,7 @@ def row(name: str, simulation) -> dict:
         "moved_gib": [round(rank.offloaded_bytes / GIB, 1) for rank in ranks],
         "stall_ms": {
             cause: round(max(rank.stall_us[cause] for rank in ranks) / 1e3, 1)
-            for cause in (PIPELINE, RELEASE, RELOAD)
+            for cause in (PIPELINE_WAIT, RELEASE, RELOAD)
         },
         "late": sum(rank.num_late for rank in ranks),
     }

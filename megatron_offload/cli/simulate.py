@@ -26,9 +26,9 @@ from rich.table import Table
 
 from megatron_offload.cli.options import writing
 from megatron_offload.cli.source import Source, SourceOptions, load_source
-from megatron_offload.core.trace import write_traces
+from megatron_offload.core.trace import PIPELINE_WAIT, write_traces
 from megatron_offload.core.units import format_bytes
-from megatron_offload.planning.simulate import PIPELINE, RELEASE, RELOAD, Simulation, simulate
+from megatron_offload.planning.simulate import RELEASE, RELOAD, Simulation, simulate
 from megatron_offload.report.console import console, plain_table
 
 
@@ -69,7 +69,7 @@ def run(given: Given) -> int:
 def _tables(source: Source, without: Simulation, offloaded: Simulation) -> Iterator[Table]:
     times, memory = [], []
     for index, (plain, rank) in enumerate(zip(without.ranks, offloaded.ranks, strict=True)):
-        stalls = (rank.stall_us[cause] for cause in (PIPELINE, RELEASE, RELOAD))
+        stalls = (rank.stall_us[cause] for cause in (PIPELINE_WAIT, RELEASE, RELOAD))
         spent_us = (plain.end_us, rank.end_us, rank.compute_us, rank.remade_us, *stalls)
         times.append([index, *(f"{us / 1e3:.1f}" for us in spent_us)])
         peaks = (plain.peak_reserved_bytes, rank.peak_reserved_bytes, rank.peak_host_bytes)

@@ -176,8 +176,6 @@ class Job:
 
     def making_again(self, rank: int, recompute: Sequence[Collection[str]] | None) -> Job:
         """Return the same step, with units of a rank made again as `RankSettings` says."""
-        if recompute is not None and not any(recompute):
-            return self
         stages, chosen = list(self.stages), dict(enumerate(recompute or ()))
         for place, stage in enumerate(self.schedule.stages_of(rank)):
             names = None if recompute is None else chosen.get(place, ())

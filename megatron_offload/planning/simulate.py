@@ -12,7 +12,6 @@ Same input, same result to the last bit; the work is linear in passes times grou
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections import defaultdict, deque
 from collections.abc import Generator, Sequence
@@ -29,15 +28,10 @@ from megatron_offload.planning.replay import OpKind, RankProgram, check_time, re
 if TYPE_CHECKING:
     import simpy
 
-PIPELINE = PIPELINE_WAIT
-"""The stall of a rank that waits for another stage."""
 RELEASE = "W2"
 """The stall at a release, whose copy to the host is not over."""
 RELOAD = "W4"
 """The stall at a backward, whose reload is not over."""
-
-_EVENTS_BETWEEN_LOOKS = 100
-"""At the clock."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,10 +42,10 @@ class RankResult(RankProgram):
     """When its last pass and its last release were over."""
     compute_us: float = 0.0
     stall_us: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys((PIPELINE, RELEASE, RELOAD), 0.0)
+        default_factory=lambda: dict.fromkeys((PIPELINE_WAIT, RELEASE, RELOAD), 0.0)
     )
-    """What the compute stream lost, by cause: `PIPELINE`, `RELEASE`, `RELOAD`. Waiting for the end
-    of the step's last rank isn't in it."""
+    """What the compute stream lost, by cause: `PIPELINE_WAIT` for another stage, `RELEASE`,
+    `RELOAD`. Waiting for the end of the step's last rank isn't in it."""
     trace: StepTrace | None = None
 
 
@@ -92,13 +86,8 @@ def simulate_programs(
     """Predict a step of which each rank's program is known, and recorded if that is asked for."""
     ranks = [_Streams(index, program, records=record) for index, program in enumerate(programs)]
     step = _Step(job, ranks)
-    environment = step.environment
-    for number in itertools.count():
-        if math.isinf(environment.peek()):
-            break
-        if number % _EVENTS_BETWEEN_LOOKS == 0:
-            check_time()
-        environment.step()
+    check_time()
+    step.environment.run()
     stuck = [rank for rank, process in enumerate(step.processes) if process.is_alive]
     if stuck:
         raise ConfigError(
@@ -256,8 +245,9 @@ class _Step:
                         rank.add_span("compute", "stall", position, now_us, lost_us, wait=cause)
                 del self._ends[key]
             elif kind == OpKind.SEND:
+                check_time()
                 transfer_us = self._transfer_us[number % len(self._transfer_us)]
-                flight = environment.timeout(transfer_us, PIPELINE)
+                flight = environment.timeout(transfer_us, PIPELINE_WAIT)
                 assert flight.callbacks is not None
                 flight.callbacks.append(self._ends[number].trigger)
             else:

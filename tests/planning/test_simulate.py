@@ -9,11 +9,11 @@ import pytest
 
 from megatron_offload.core.machine import Machine
 from megatron_offload.core.profile import GroupKey
-from megatron_offload.core.trace import ByteCount, read_traces, write_traces
+from megatron_offload.core.trace import PIPELINE_WAIT, ByteCount, read_traces, write_traces
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.job import GroupWork, Job, RankSettings, StageWork
 from megatron_offload.planning.schedule import make_schedule
-from megatron_offload.planning.simulate import PIPELINE, RELEASE, RELOAD, simulate
+from megatron_offload.planning.simulate import RELEASE, RELOAD, simulate
 
 KB = 1000
 FAST = Machine(
@@ -52,7 +52,7 @@ def test_a_fast_link_costs_only_the_reload_that_has_no_room_before():
     assert simulation.step_us == pytest.approx(600 + 10)
     assert rank.moved == [GroupKey(0, 0)]
     assert rank.offloaded_bytes == rank.reloaded_bytes == 100 * KB
-    assert rank.stall_us == pytest.approx({RELEASE: 0, RELOAD: 10, PIPELINE: 0})
+    assert rank.stall_us == pytest.approx({RELEASE: 0, RELOAD: 10, PIPELINE_WAIT: 0})
 
 
 def test_what_has_room_and_time_costs_nothing():
@@ -69,7 +69,7 @@ def test_a_slow_link_costs_exactly_what_does_not_hide():
     # on. The last group's backward is 300 to 500; at its end the first is reloaded, until 700.
     simulation = simulate(two_groups(gbps=0.5), TIGHT)
     stall_us = simulation.ranks[0].stall_us
-    assert stall_us == pytest.approx({RELEASE: 100, RELOAD: 200, PIPELINE: 0})
+    assert stall_us == pytest.approx({RELEASE: 100, RELOAD: 200, PIPELINE_WAIT: 0})
     assert simulation.step_us == pytest.approx(600 + 300)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_offload.core.trace import PIPELINE_WAIT
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.job import (
     GroupWork,
@@ -17,7 +18,6 @@ from megatron_offload.planning.job import (
 from megatron_offload.planning.replay import OpKind, RankProgram
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule, make_schedule
 from megatron_offload.planning.simulate import (
-    PIPELINE,
     RELEASE,
     RELOAD,
     fair_rates,
@@ -56,7 +56,7 @@ def test_copies_of_one_queue_follow_one_another():
         copy_bytes=(100 * KB, 30 * KB),
     )
     assert rank.end_us == pytest.approx(130)
-    assert rank.stall_us == pytest.approx({RELEASE: 80, RELOAD: 0, PIPELINE: 0})
+    assert rank.stall_us == pytest.approx({RELEASE: 80, RELOAD: 0, PIPELINE_WAIT: 0})
 
 
 def test_a_copy_begins_where_it_was_issued_and_no_sooner():
@@ -87,7 +87,7 @@ def test_messages_take_their_latency_and_their_bytes_and_gradients_go_back_as_la
     job = Job(make_schedule("1f1b", 2, 1), stages, (0, 0), MACHINE)
     simulation = simulate(job)
     assert simulation.step_us == pytest.approx(600 + 2 * 25)
-    assert simulation.ranks[0].stall_us[PIPELINE] == pytest.approx(300 + 2 * 25)
+    assert simulation.ranks[0].stall_us[PIPELINE_WAIT] == pytest.approx(300 + 2 * 25)
 
 
 def works(job, rank, settings=None):
