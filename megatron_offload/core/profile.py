@@ -64,16 +64,11 @@ def merge_units(parts: Sequence[RemadeUnit]) -> tuple[RemadeUnit, ...]:
     merged: dict[tuple[str, bool], RemadeUnit] = {}
     for part in parts:
         kind = part.unit, part.is_remade
-        one = merged.get(kind)
-        merged[kind] = (
-            part
-            if one is None
-            else one._replace(
-                num_bytes=one.num_bytes + part.num_bytes,
-                us=one.us + part.us,
-                needs=tuple(sorted({*one.needs, *part.needs})),
-            )
-        )
+        if one := merged.get(kind):
+            num_bytes, us = one.num_bytes + part.num_bytes, one.us + part.us
+            needs = tuple(sorted({*one.needs, *part.needs}))
+            part = one._replace(num_bytes=num_bytes, us=us, needs=needs)
+        merged[kind] = part
     return tuple(merged.values())
 
 
