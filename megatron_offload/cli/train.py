@@ -56,7 +56,13 @@ def read_config(given: RunOptions) -> TrainConfig:
 def run(given: RunOptions) -> int:
     """Train, and print what moved; return 0."""
     config = read_config(given)
-    _check_heard(given, config)
+    keys = [item.partition("=")[0].strip() for item in given.set]
+    is_asked = any(key.startswith("offload.") for key in keys)
+    if is_asked and not config.offload.enabled and "offload.enabled" not in keys:
+        raise ConfigError(  # else it would go unheard
+            f"{given.config} says offload.enabled: false, and the command line says how to "
+            f"offload; add --fine-grained-activation-offloading, or leave the rest out"
+        )
     from megatron_offload.report.tables import rank_table
     from megatron_offload.train.launch import launch
 
@@ -69,14 +75,3 @@ def run(given: RunOptions) -> int:
             out.print(rank_table(ranks, "Ranks: bytes of the last step, peaks over usual steps"))
         out.print(f"steps: {config.run.output / 'steps.jsonl'}")
     return 0
-
-
-def _check_heard(given: RunOptions, config: TrainConfig) -> None:
-    """Check that no word about offload goes unheard."""
-    keys = [item.partition("=")[0].strip() for item in given.set]
-    is_asked = any(key.startswith("offload.") for key in keys)
-    if is_asked and not config.offload.enabled and "offload.enabled" not in keys:
-        raise ConfigError(
-            f"{given.config} says offload.enabled: false, and the command line says how to "
-            f"offload; add --fine-grained-activation-offloading, or leave the rest out"
-        )

@@ -113,10 +113,7 @@ def plan_rows(plan: OffloadPlan) -> list[PlanRow]:
 
 def plan_table(plan: OffloadPlan) -> Table:
     """Return one line for all groups that the plan treats alike."""
-    rows = (
-        [row.name, row.choice, row.reason, row.num_groups, format_bytes(row.num_bytes)]
-        for row in plan_rows(plan)
-    )
+    rows = ([*row[:-1], format_bytes(row.num_bytes)] for row in plan_rows(plan))
     columns = ["group", "choice", "reason", "groups", "bytes"]
     return plain_table("Groups of all pipeline ranks, and why", columns, 3, rows)
 
