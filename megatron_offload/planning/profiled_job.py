@@ -66,7 +66,10 @@ def _stages_of(rank: int, profile: StepProfile, schedule: Schedule) -> dict[int,
         works = [_between("before the stage", before_us[stage, True], 0.0)]
         for index in range(len(alike[0])):
             if index:
-                works.append(_gap(alike, index))
+                pairs = [(chunk[index - 1][1], chunk[index][1]) for chunk in alike]
+                forward_us = statistics.median(b.started_us - a.committed_us for a, b in pairs)
+                backward_us = statistics.median(a.backward_us - b.done_us for a, b in pairs)
+                works.append(_between("between groups", forward_us, backward_us))
             works.append(_work(alike, index))
         works.append(_between("behind the stage", 0.0, before_us[stage, False]))
         timed = [work for work in works if work.is_marked or work.forward_us or work.backward_us]
@@ -112,15 +115,7 @@ def _least_before(
 
 
 def _between(name: str, forward_us: float, backward_us: float) -> GroupWork:
-    return GroupWork(name, 0, forward_us, backward_us, is_marked=False)
-
-
-def _gap(chunks: Sequence[_Timed], index: int) -> GroupWork:
-    """Return what is computed between a group and the one before it."""
-    pairs = [(chunk[index - 1][1], chunk[index][1]) for chunk in chunks]
-    forward_us = statistics.median(b.started_us - a.committed_us for a, b in pairs)
-    backward_us = statistics.median(a.backward_us - b.done_us for a, b in pairs)
-    return _between("between groups", max(0.0, forward_us), max(0.0, backward_us))
+    return GroupWork(name, 0, max(0.0, forward_us), max(0.0, backward_us), is_marked=False)
 
 
 def _work(chunks: Sequence[_Timed], index: int) -> GroupWork:
