@@ -13,14 +13,7 @@ from collections.abc import Iterable
 import torch
 
 from megatron_offload.engine.group import Block
-from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Observer
-
-
-def meter_of(manager: PipelineOffloadManager) -> LiveActivationMeter | None:
-    """Return the meter that observes a manager, if one does."""
-    meters = (one for one in manager.observers if isinstance(one, LiveActivationMeter))
-    return next(meters, None)
 
 
 class LiveActivationMeter(Observer, torch.autograd.graph.saved_tensors_hooks):

@@ -16,7 +16,7 @@ from megatron_offload.core.profile import StepProfile
 from megatron_offload.engine.group import Block, OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Direction, Observer
-from megatron_offload.observe.live_bytes import meter_of
+from megatron_offload.observe.live_bytes import LiveActivationMeter
 
 Boundary: TypeAlias = Literal["start", "commit", "backward", "done"]
 """A forward enters and leaves a group, a backward does."""
@@ -44,7 +44,8 @@ class ComputeTimer(Observer):
 
     def __init__(self, manager: PipelineOffloadManager) -> None:
         self._manager, self._backend = manager, manager.backend
-        self._meter = meter_of(manager)
+        meters = (one for one in manager.observers if isinstance(one, LiveActivationMeter))
+        self._meter = next(meters, None)
         self.restart()
 
     def where(self) -> Place:
