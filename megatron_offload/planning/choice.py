@@ -194,7 +194,7 @@ class Chooser:
         self.without = self._simulate((NO_OFFLOAD,) * num_ranks)
         ends = _Way(level=0), _Way(level=len(kinds))
         self._least_bytes = [
-            min(self._peak(rank, self._everything(rank, way)) for way in ends)
+            min(self._peak(rank, self._settings(rank, way)) for way in ends)
             for rank in range(num_ranks)
         ]
         self.lowest_bytes = max(self._least_bytes)
@@ -367,7 +367,7 @@ class Chooser:
         starts = sorted(found, key=lambda one: one.us)[:_NUM_CHANGED]
         for room in range(0, _NUM_ROOMS, 3):
             ways = tuple(way._replace(room=room) for way in starts[0].ways)
-            settings = tuple(map(self._everything, range(len(ways)), ways))
+            settings = tuple(map(self._settings, range(len(ways)), ways))
             if self._keeps(targets, settings):
                 starts.append(_Found(self._simulate(settings).step_us, ways, settings))
         num_left = self._most_changes
@@ -447,7 +447,7 @@ class Chooser:
             return next(settings for settings in still if self._peak(rank, settings) <= target)
         rooms = [one._replace(room=room) for room in range(one.room, -1, -1)]
         for way in (*rooms, _Way(0, one.level, one.order), _Way(0, len(self._levels) - 1), _Way()):
-            everything = self._everything(rank, way)
+            everything = self._settings(rank, way)
             if self._peak(rank, everything) <= target:
                 break
         live = self._rank(rank, self._levels[way.level])
@@ -470,14 +470,13 @@ class Chooser:
         """Return the settings of a rank that moves nothing."""
         return replace(NO_OFFLOAD, recompute=self._levels[level])
 
-    def _everything(self, rank: int, way: _Way) -> RankSettings:
-        """Return the settings of a rank that moves all it can."""
-        return self._settings(rank, way, self._rank(rank, self._levels[way.level]).keys)
-
-    def _settings(self, rank: int, one: _Way, moved: Collection[GroupKey]) -> RankSettings:
-        """Return the settings of a rank that moves these groups."""
+    def _settings(
+        self, rank: int, one: _Way, moved: Collection[GroupKey] | None = None
+    ) -> RankSettings:
+        """Return the settings of a rank that moves these groups, or all it can."""
         recompute = self._levels[one.level]
         live = self._rank(rank, recompute)
+        moved = live.keys if moved is None else moved
         if not moved:
             return self._nothing(one.level)
         least = max(1, live.largest_bytes // 2)  # one group may always be under way
