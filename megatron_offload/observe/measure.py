@@ -55,16 +55,13 @@ class ComputeTimer(Observer):
     def restart(self) -> None:
         """Begin without turns."""
         self.turns: list[Turn] = []
-        self._remaking: list[tuple[OffloadGroup, str]] = []
+        self._remaking: list[tuple[Place, Literal["remake"], str]] = []
         self._empty = self.now(), self.now()
 
     def turn(self) -> None:
         """Note what the compute stream does from now on."""
-        if self._remaking:
-            group, unit = self._remaking[-1]
-            self.turns.append(Turn(self.now(), ("backward", group), "remake", unit))
-        else:
-            self.turns.append(Turn(self.now(), self.where()))
+        what = self._remaking[-1] if self._remaking else (self.where(),)
+        self.turns.append(Turn(self.now(), *what))
 
     def wait_starts(self) -> None:
         self.turns.append(Turn(self.now(), self.where(), "wait"))
@@ -74,7 +71,8 @@ class ComputeTimer(Observer):
         self.turn()
 
     def remake_starts(self, block: Block) -> None:
-        self._remaking.append((block.group, block.recipe.unit if block.recipe else ""))
+        unit = block.recipe.unit if block.recipe else ""
+        self._remaking.append((("backward", block.group), "remake", unit))
         self.turn()
 
     def remade(self, block: Block, made: torch.Tensor) -> None:
