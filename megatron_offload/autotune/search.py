@@ -133,7 +133,7 @@ class CostSearch(PlanSearch):
     def __init__(self, chooser: Chooser, policy: AutoConfig, capacity_bytes: int | None) -> None:
         super().__init__(chooser, policy)
         self._limit = policy.most_slowdown_percent
-        self._capacity_bytes = capacity_bytes
+        self._capacity_bytes = math.inf if capacity_bytes is None else capacity_bytes
         self._bare: OffloadPlan | None = None
         """Under which nothing moves; with its cost once that is known."""
 
@@ -150,10 +150,11 @@ class CostSearch(PlanSearch):
             self._bare = self._tried.pop()
         self._tried = [self._beside_bare(plan) for plan in self._tried]
         self.plan = self._tried[-1]
-        spare_bytes = self._chooser.highest_bytes // _SPARE_SHARE
+        highest_bytes = self._chooser.highest_bytes
+        needed_bytes = highest_bytes + highest_bytes // _SPARE_SHARE
         may_look = self._is_host_bound and self._bare is None and self._num_left > 0
-        if may_look and self._fits_without(spare_bytes):
-            self.plan = self._bare = self._under(self._chooser.highest_bytes)
+        if may_look and needed_bytes <= self._capacity_bytes < math.inf:
+            self.plan = self._bare = self._under(highest_bytes)
             self._num_left -= 1
         else:
             super()._go_on()
@@ -187,9 +188,9 @@ class CostSearch(PlanSearch):
 
     def _fitting(self, plan: OffloadPlan) -> OffloadPlan:
         """Return the plan, or one that the device can hold."""
-        if self._capacity_bytes is None or _peak_bytes(plan) <= self._capacity_bytes:
+        if _peak_bytes(plan) <= self._capacity_bytes:
             return plan
-        return self._under(self._capacity_bytes)
+        return self._under(int(self._capacity_bytes))
 
     def _under(self, target_bytes: int) -> OffloadPlan:
         targets = (max(self._chooser.lowest_bytes, target_bytes),) * len(self._tried[0].ranks)
@@ -212,14 +213,8 @@ class CostSearch(PlanSearch):
         return (0.0 if self._is_quick(plan) else _cost(plan)), most_bytes
 
     def _instead(self) -> OffloadPlan:
-        if self._capacity_bytes is not None and not self._fits_without():
-            return self.plan
-        return self._under(self._chooser.highest_bytes)
-
-    def _fits_without(self, spare_bytes: int = 0) -> bool:
-        """Whether the device is known to hold a step without offload, with so much to spare."""
-        most_bytes = self._capacity_bytes
-        return most_bytes is not None and self._chooser.highest_bytes + spare_bytes <= most_bytes
+        highest_bytes = self._chooser.highest_bytes
+        return self._under(highest_bytes) if highest_bytes <= self._capacity_bytes else self.plan
 
     def _promise(self) -> str:
         would = "this costs" if self.is_kept else "the quickest that was tried costs"
