@@ -275,7 +275,14 @@ class Chooser:
     def _quickest(self, targets: Sequence[int]) -> _Settings:
         """Return the best candidate that keeps targets which can be kept."""
         found = self._search(targets)
-        found += self._changed(targets, found)
+        if found[0].us > self.without.step_us * (1 + _SAME_SHARE):
+            # Those that make nothing again are changed for themselves first: with more to choose
+            # from the outcome is never worse.
+            plain = [one for one in found if not any(way.level for way in one.ways)]
+            changed = self._climbed(targets, plain, may_remake=False) if plain else []
+            if self._kinds:
+                changed += self._climbed(targets, [*changed, *found], may_remake=True)
+            found += changed
         most_us = min(one.us for one in found) * (1 + _SAME_SHARE)
         alike = [one.settings for one in found if one.us <= most_us]
 
@@ -346,24 +353,13 @@ class Chooser:
 
     # Single changes
 
-    def _changed(self, targets: Sequence[int], found: Sequence[_Found]) -> list[_Found]:
-        """Return what single changes make of the best candidates, and of those that move all.
-
-        Those that make nothing again are changed for themselves first: with more to choose from the
-        outcome is never worse.
-        """
-        if found[0].us <= self.without.step_us * (1 + _SAME_SHARE):
-            return []
-        plain = [one for one in found if not any(way.level for way in one.ways)]
-        changed = self._climbed(targets, plain, may_remake=False) if plain else []
-        if self._kinds:
-            changed += self._climbed(targets, [*changed, *found], may_remake=True)
-        return changed
-
     def _climbed(
         self, targets: Sequence[int], found: Sequence[_Found], *, may_remake: bool
     ) -> list[_Found]:
-        """Go to steps that no single change makes quicker, or so far as there is time."""
+        """Go from the best, and those that move all, to steps that no single change makes quicker.
+
+        Where time ends before, it goes so far.
+        """
         starts = sorted(found, key=lambda one: one.us)[:_NUM_CHANGED]
         for room in range(0, _NUM_ROOMS, 3):
             ways = tuple(way._replace(room=room) for way in starts[0].ways)

@@ -262,7 +262,10 @@ class _Replay:
         self._rank = rank
         self._settings = settings
         self._records = records
-        self._slowness = [stage.slowness(has_engine=settings.offloads) for stage in rank.job.stages]
+        self._slowness = {
+            stage: rank.job.stages[stage].slowness(has_engine=settings.offloads)
+            for stage in rank.job.schedule.stages_of(rank.rank)
+        }
         self._chunks: dict[tuple[int, int], list[WorkGroup]] = {}
         self._pending_bytes = self._host_bytes = self._peak_temp_bytes = 0
         self._static_bytes = self._device_bytes = static_bytes
