@@ -100,11 +100,11 @@ class GroupProfile(NamedTuple):
         remade_bytes = sum(unit.num_bytes for unit in self.remade if unit.is_remade)
         return self.num_bytes + remade_bytes + self.elsewhere_bytes - self.shared_bytes
 
-    def making_again(self, names: Collection[str] | None) -> GroupProfile:
-        """Return the group as it would be with these units made again; None: all cheap ones."""
+    def making_again(self, names: Collection[str]) -> GroupProfile:
+        """Return the group as it would be with these units made again."""
         units, num_bytes = [], self.num_bytes
         for unit in self.remade:
-            is_remade = is_cheap(unit.unit) if names is None else unit.unit in names
+            is_remade = unit.unit in names
             num_bytes += (unit.is_remade - is_remade) * unit.num_bytes
             units.append(unit._replace(is_remade=is_remade))
         return self._replace(num_bytes=num_bytes, remade=tuple(units))
