@@ -124,7 +124,6 @@ def render_report(report: Report) -> str:
     environment.filters.update(bytes=format_bytes, percent=_format_percent, us=format_us)
     environment.filters["zipped"] = _zipped
     environment.filters["seconds"] = lambda time_s: format_us(time_s and 1e6 * time_s)
-    headline = report.memory[0] if report.memory else None
     traces = report.traces[: plots.MOST_TIMELINES]
     end_us = plots.last_us(traces)
     script = _script()
@@ -133,7 +132,6 @@ def render_report(report: Report) -> str:
     measured = peaks.get(report.tradeoff.memory) if report.tradeoff else None
     page = environment.get_template("report.html").render(
         report=report,
-        headline=headline,
         plan_rows=plan_rows(report.plan) if report.plan else [],
         timelines=[(trace, plots.timeline_chart(trace, end_us, len(traces))) for trace in traces],
         overview=plots.overview_chart(traces, end_us) if len(traces) > 1 else None,
