@@ -127,7 +127,7 @@ class RankProgram:
     copy_bytes: list[int] = field(default_factory=list)
     """By the index of the copy, in the order of issue."""
     labels: list[tuple[str, bool]] = field(default_factory=list)
-    """The group of each op, and whether it is in backward; only where it was asked for."""
+    """The group of each op, and whether its pass is a backward; only where it was asked for."""
     memory: list[tuple[int, dict[ByteCount, int]]] = field(default_factory=list)
     """Bytes that hold from the beginning of an op on, and its position; likewise."""
 
@@ -280,13 +280,13 @@ class _Replay:
     def run(self) -> RankProgram:
         for index, (one, places, pending) in enumerate(self._rank.passes):
             check_time()
-            self._pending_bytes = pending
+            self._pending_bytes, self._is_backward = pending, one.kind is PassKind.BACKWARD
             if (message := self._rank.message(one, sends=False)) is not None:
                 self._add(OpKind.RECEIVE, message)
-            if one.kind is PassKind.FORWARD:
-                self._forward(one, places)
-            else:
+            if self._is_backward:
                 self._backward(one)
+            else:
+                self._forward(one, places)
             if self._settings.lost_us:
                 self._add(OpKind.COMPUTE, self._settings.lost_us[index])
             if (message := self._rank.message(one, sends=True)) is not None:
@@ -350,25 +350,17 @@ class _Replay:
         self._note_peaks(temp_bytes + block_bytes)
         us *= self._slowness[one.stage]
         if us > 0:
-            is_backward = one.kind is not PassKind.FORWARD
-            self._add(OpKind.COMPUTE, us, group, is_backward=is_backward)
+            self._add(OpKind.COMPUTE, us, group)
         if self._records:
             taken_bytes = self._device_bytes + temp_bytes + block_bytes + self._pending_bytes
             self.program.pieces.append(Piece(group.key, one.kind, us, taken_bytes))
 
-    def _add(
-        self,
-        kind: OpKind,
-        argument: float,
-        group: WorkGroup | None = None,
-        *,
-        is_backward: bool = False,
-    ) -> None:
+    def _add(self, kind: OpKind, argument: float, group: WorkGroup | None = None) -> None:
         self.program.kinds.append(kind)
         self.program.arguments.append(argument)
         if self._records:  # the group's name as the engine has it
             label = group.label if group and group.work.is_marked else ""
-            self.program.labels.append((label, is_backward))
+            self.program.labels.append((label, self._is_backward))
 
     # Actions
 
