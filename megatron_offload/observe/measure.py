@@ -202,7 +202,6 @@ class StepTimer(ComputeTimer):
         self._num_chunks = self._num_turns = self._copied_bytes = 0
         self._boundary: Any = None
         self._num_boundaries = self._num_idle = 0
-        self._earlier_peak_bytes = 0
         if self._meter is not None:
             self._earlier_peak_bytes = self._meter.peak_bytes
             self._meter.reset_peak()
