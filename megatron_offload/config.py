@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -317,24 +316,3 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
             shown = shorten(repr(text))
             raise ConfigError(f"{key}: the value {shown} is not plain YAML: {error}") from error
     return result
-
-
-def environment_int(
-    name: str,
-    default: int | None = None,
-    *,
-    least: int = 0,
-    environ: Mapping[str, str] | None = None,
-) -> int:
-    """Return the integer that an environment variable holds; without a default it is required."""
-    text = (os.environ if environ is None else environ).get(name)
-    if text is None:
-        if default is None:
-            raise ConfigError(f"{name} is not set; start the ranks with torchrun")
-        return default
-    is_number = text.isascii() and text.isdigit() and len(text) <= 9
-    if not is_number or int(text) < least:
-        raise ConfigError(
-            f"{name} must be an integer of {least} or more, got {shorten(repr(text))}"
-        )
-    return int(text)

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from megatron_offload.config import OffloadConfig, apply_overrides, environment_int, load_yaml
+from megatron_offload.config import OffloadConfig, apply_overrides, load_yaml
 from megatron_offload.errors import ConfigError
 from megatron_offload.files import strict_yaml
 from megatron_offload.files.strict_model import validate
@@ -202,24 +202,6 @@ def test_so_many_errors_are_counted_not_listed():
 
 def test_a_very_long_key_is_not_repeated_in_full():
     assert "xxx..." in error_of(validate, OffloadConfig, {"x" * 100_000: 1}, "run.yaml")
-
-
-@pytest.mark.parametrize(
-    "text", ["", " 1", "1 ", "-1", "+1", "1.0", "0x1", "1_0", "²", "\u0661", "two", "9" * 5000, "0"]
-)
-def test_an_environment_variable_that_is_no_count_is_refused(text):
-    message = error_of(
-        lambda: environment_int("LOCAL_WORLD_SIZE", 1, least=1, environ={"LOCAL_WORLD_SIZE": text})
-    )
-    assert message.startswith("LOCAL_WORLD_SIZE must be an integer of 1 or more, got ")
-
-
-def test_an_environment_variable_is_read_or_has_a_default(monkeypatch):
-    assert environment_int("A", environ={"A": "12"}) == 12
-    assert environment_int("A", 3, environ={}) == 3
-    assert "A is not set" in error_of(lambda: environment_int("A", environ={}))
-    monkeypatch.setenv("LOCAL_RANK", "7")
-    assert environment_int("LOCAL_RANK") == 7
 
 
 def test_a_kind_of_policy_alone_is_its_section():

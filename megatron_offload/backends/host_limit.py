@@ -17,8 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from megatron_offload.config import environment_int
-from megatron_offload.errors import ConfigError
+from megatron_offload.errors import ConfigError, shorten
 from megatron_offload.files.text import read_text
 
 
@@ -60,7 +59,11 @@ def default_cap_bytes(
     Raises:
         ConfigError: ``LOCAL_WORLD_SIZE`` is not a positive integer.
     """
-    num_ranks = environment_int("LOCAL_WORLD_SIZE", 1, least=1, environ=environ)
+    given = (os.environ if environ is None else environ).get("LOCAL_WORLD_SIZE", "1")
+    num_ranks = to_int(given)
+    if not num_ranks:
+        given = shorten(repr(given))
+        raise ConfigError(f"LOCAL_WORLD_SIZE must be an integer of 1 or more, got {given}")
     available_kib = read_field(root / "proc/meminfo", "MemAvailable:")
     if available_kib is not None:
         free_bytes = available_kib * 1024

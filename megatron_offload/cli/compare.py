@@ -53,8 +53,6 @@ def run(given: RunOptions) -> int:
     plain, offloaded = (_variant(config, name) for name in FOLDERS)
     runs = [("without offload", plain), ("with offload", offloaded)]
     with launch(runs, comparison=folder) as reports:
-        if reports is None:
-            return 0
         result = compare_reports(*reports)
         out = console()
         title = "With offload: bytes of the last step, peaks over usual steps"

@@ -6,7 +6,7 @@ prints   a line for each step, and in the end what moved on each rank and in eac
 writes   run.output: steps.jsonl (a JSON line for each step), config.yaml, run.json, timelines with
          run.trace_step; a folder that holds another run is refused
 
-starts its own processes, one for each rank; under torchrun it is one of them
+starts its own processes, one for each rank, on this machine
 
 exit status: 0 trained, 1 a rank failed, 2 bad input (nothing was started), 143 or 130 stopped by
 SIGTERM or SIGINT
@@ -67,8 +67,6 @@ def run(given: RunOptions) -> int:
     from megatron_offload.train.launch import launch
 
     with launch([("train", config)]) as reports:
-        if reports is None:
-            return 0
         ranks = reports[0].peaks()
         out = console()
         if ranks:

@@ -81,8 +81,7 @@ class ParallelConfig(StrictModel):
     """How ranks share the model; data parallelism takes the ranks that are left."""
 
     ranks: int | None = Field(default=None, ge=1)
-    """Processes to start on this machine. None: one for each pipeline rank. Under torchrun its
-    world size counts instead."""
+    """Processes to start on this machine. None: one for each pipeline rank."""
     pipeline: int = Field(default=1, ge=1)
     """Pipeline ranks (PP)."""
     virtual: int = Field(default=1, ge=1)
@@ -174,7 +173,7 @@ class TrainConfig(StrictModel):
 
 
 def check_ranks(config: TrainConfig, world_size: int) -> None:
-    """Check what depends on the number of ranks over all machines, and the files that it reads."""
+    """Check what depends on the number of ranks, and the files that it reads."""
     pipeline, virtual = config.parallel.pipeline, config.parallel.virtual
     layers, microbatches = config.model.layers, config.data.microbatches
     chunks = pipeline * virtual

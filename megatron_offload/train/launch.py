@@ -1,4 +1,4 @@
-"""Starts the ranks of a run, or joins those that torchrun started, and hands back their reports.
+"""Starts the ranks of a run on this machine, and hands back their reports.
 
 A signal ends a rank at once. Torch's launcher forwards what it gets to its ranks; where it is
 killed itself, the system sends its ranks SIGINT.
@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_offload.config import environment_int
 from megatron_offload.errors import ConfigError, OffloadError, require
 from megatron_offload.report.console import console
 from megatron_offload.train.config import TrainConfig, check_ranks
@@ -41,11 +40,11 @@ class StoppedError(OffloadError, RuntimeError):
 
 
 @contextlib.contextmanager
-def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunReport] | None]:
+def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunReport]]:
     """Take every run in turn on all ranks; their folders are locked inside this context.
 
     The runs agree in ``parallel`` and in the device; ``comparison`` is the folder of the comparison
-    that they are for, if they are. Yields a report of each, None on torchrun's ranks other than 0.
+    that they are for, if they are. Yields a report of each.
 
     Raises:
         ConfigError: a run that can't be started; nothing was.
@@ -55,40 +54,33 @@ def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunRepor
     require("megatron.core")
     from megatron_offload.train.parallel import check_device
 
-    first = runs[0][1]
-    is_rank = "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE"} <= os.environ.keys()
-    rank, ranks = 0, first.parallel.ranks or first.parallel.pipeline
-    local_ranks = ranks
-    if is_rank:
-        rank, ranks = environment_int("RANK"), environment_int("WORLD_SIZE", least=1)
-        local_ranks = environment_int("LOCAL_WORLD_SIZE", 1, least=1)
-    if rank >= ranks:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ConfigError(
-            f"RANK is {rank}, but WORLD_SIZE {ranks}; start the ranks with torchrun, or unset both"
+            "this starts its own ranks: call it without torchrun; over several machines train a "
+            "program of your own, under 'megatron-offload run'"
         )
+    first = runs[0][1]
+    ranks = first.parallel.ranks or first.parallel.pipeline
     for _, config in runs:
         check_ranks(config, ranks)
-    kind = check_device(first, local_ranks, can_hide=not is_rank)
+    kind = check_device(first, ranks)
     folders = [config.run.output for _, config in runs] + ([comparison] if comparison else [])
-    with locked(folders if rank == 0 else ()):
+    with locked(folders):
         check_output(comparison or first.run.output, is_for_comparison=comparison is not None)
-        out = console(stderr=True, quiet=rank != 0)
+        out = console(stderr=True)
         if kind == "cpu" and first.run.device == "auto":
             out.print(
                 "megatron-offload: there is no CUDA device: training on the CPU, where the device "
                 "is simulated and a model made for GPUs takes very long; run.device: cpu says that "
                 "this is meant"
             )
-        if comparison is not None and rank == 0 and (comparison / COMPARISON_NAME).exists():
+        if comparison is not None and (comparison / COMPARISON_NAME).exists():
             (comparison / COMPARISON_NAME).unlink()
             out.print(f"compare: replaces the comparison in {comparison}")
-        reports = _rank_main(runs, kind) if is_rank else _start_ranks(runs, kind, ranks)
-        if isinstance(reports, ConfigError):
-            raise reports
-        yield reports if rank == 0 else None
+        yield _start_ranks(runs, kind, ranks)
 
 
-def _start_ranks(runs: Runs, kind: str, ranks: int) -> list[RunReport] | ConfigError:
+def _start_ranks(runs: Runs, kind: str, ranks: int) -> list[RunReport]:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -107,7 +99,6 @@ def _start_ranks(runs: Runs, kind: str, ranks: int) -> list[RunReport] | ConfigE
     )
     try:
         first: list[RunReport] | ConfigError = elastic_launch(config, _rank_main)(runs, kind)[0]
-        return first
     except ChildFailedError as error:
         # The launcher may see that ranks have ended before it gets a signal that all were sent.
         codes = {-failure.exitcode for failure in error.failures.values()}
@@ -116,6 +107,9 @@ def _start_ranks(runs: Runs, kind: str, ranks: int) -> list[RunReport] | ConfigE
         raise RankFailedError(f"a rank failed:\n{error}") from error
     except SignalException as error:
         raise StoppedError(error.sigval) from error
+    if isinstance(first, ConfigError):
+        raise first
+    return first
 
 
 def _rank_main(runs: Runs, kind: str) -> list[RunReport] | ConfigError:

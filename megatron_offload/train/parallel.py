@@ -9,30 +9,20 @@ from datetime import timedelta
 
 import torch
 import torch.distributed
-from torch.distributed import DistNetworkError, DistStoreError
 
-from megatron_offload.config import environment_int
 from megatron_offload.errors import ConfigError, OffloadError
 from megatron_offload.train.config import TrainConfig
 
 
-def check_device(config: TrainConfig, local_ranks: int, *, can_hide: bool) -> str:
-    """Return ``"cuda"`` or ``"cpu"`` for a run of ``local_ranks`` processes on this machine.
-
-    Where they are yet to be started (``can_hide``), CUDA devices can be kept from them.
-    """
+def check_device(config: TrainConfig, ranks: int) -> str:
+    """Return ``"cuda"`` or ``"cpu"`` for a run of so many processes on this machine."""
     wanted = config.run.device
     found = torch.cuda.device_count()
     if wanted == "auto":
         wanted = "cuda" if found else "cpu"
-    if wanted == "cpu" and found and not can_hide:
+    if wanted == "cuda" and found < ranks:
         raise ConfigError(
-            f"run.device cpu, but this machine shows {found} CUDA devices; hide them with "
-            f"CUDA_VISIBLE_DEVICES= or set run.device: auto"
-        )
-    if wanted == "cuda" and found < local_ranks:
-        raise ConfigError(
-            f"{local_ranks} ranks on this machine need as many CUDA devices, and it has {found}; "
+            f"{ranks} ranks on this machine need as many CUDA devices, and it has {found}; "
             f"lower parallel.ranks or set run.device: cpu"
         )
     return wanted
@@ -44,26 +34,18 @@ def open_process_group(kind: str, timeout_s: float = 600.0) -> Iterator[torch.de
 
     Yields this rank's device.
     """
-    local_rank = environment_int("LOCAL_RANK")
+    local_rank = int(os.environ["LOCAL_RANK"])
     # cuBLAS and TransformerEngine read these once; without them equal runs may differ in bits.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     device = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(device)
-    try:
-        torch.distributed.init_process_group(
-            "nccl" if kind == "cuda" else "gloo",
-            timeout=timedelta(seconds=timeout_s),
-            device_id=device if kind == "cuda" else None,
-        )
-    except (ValueError, DistNetworkError, DistStoreError) as error:
-        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise ConfigError(
-            f"the ranks can't meet at {place}: {str(error).partition(chr(10))[0]}; start the ranks "
-            f"with torchrun, or set MASTER_ADDR and MASTER_PORT to a free port of the first rank's "
-            f"machine"
-        ) from error
+    torch.distributed.init_process_group(
+        "nccl" if kind == "cuda" else "gloo",
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if kind == "cuda" else None,
+    )
     torch.set_num_threads(1)  # ranks share the cores, and sums on a CPU hang on the number
     with closing(torch.distributed.destroy_process_group):
         yield device
