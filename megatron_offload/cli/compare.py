@@ -47,7 +47,7 @@ Given = RunOptions
 
 
 def run(given: RunOptions) -> int:
-    """Compare two runs; return 0 where their bits are the same, or on ranks but 0, else 1."""
+    """Compare two runs; return 0 where their bits are the same, else 1."""
     config = read_config(given)
     folder = config.run.output
     plain, offloaded = (_variant(config, name) for name in FOLDERS)
