@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from megatron_offload.train import launch
+
 TINY = {
     "model": {
         "layers": 4,
@@ -33,18 +35,15 @@ def words(output, *settings):
     return [*found, f"run.output={output}", *settings]
 
 
-def environment_of_one_rank():
-    """Return what torchrun tells the only rank of a run."""
+def be_the_rank(patch):
+    """Let a run of one rank take place in this process, as its launcher would start it."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    return {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(port),
-    }
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
+    for key, value in {**rank, "MASTER_PORT": str(port)}.items():
+        patch.setenv(key, value)
+    patch.setattr(launch, "_start_ranks", lambda runs, kind, _: launch._rank_main(runs, kind))
 
 
 def environment(**more):

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from training_runs import TINY, environment, environment_of_one_rank, words
+from training_runs import TINY, be_the_rank, environment, words
 
 from megatron_offload.cli import main as cli
 
@@ -36,8 +36,7 @@ def train(monkeypatch, request):
 
     def train(output, *settings):
         with monkeypatch.context() as patch:
-            for key, value in environment_of_one_rank().items():
-                patch.setenv(key, value)
+            be_the_rank(patch)
             assert cli.main(words(output, *request.module.ONE_RANK, *settings)) == 0
 
     return train

@@ -165,7 +165,7 @@ def test_what_is_pointed_at_says_what_it_is(browser, page, width):
     for canvas in charts(browser)[:1]:
         middle = canvas.size["width"] // 2
         actions = webdriver.ActionChains(browser).scroll_to_element(canvas)
-        for x in range(60, canvas.size["width"] - 60, 12):  # somewhere in the first lane is a span
+        for x in range(60, canvas.size["width"] - 60, 4):  # somewhere in the first lane is a span
             top = 10 - canvas.size["height"] // 2
             actions.move_to_element_with_offset(canvas, x - middle, top).perform()
             tips = browser.find_elements("css selector", ".vg-tooltip.visible")

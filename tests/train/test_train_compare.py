@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from training_runs import environment_of_one_rank, run, words
+from training_runs import be_the_rank, run, words
 
 from megatron_offload.backends.simulated import SimulatedBackend
 from megatron_offload.cli import main as cli
@@ -16,8 +16,7 @@ ONE_RANK = ("parallel.pipeline=1", "parallel.virtual=1", "run.steps=3")
 @pytest.fixture
 def compare(monkeypatch, tmp_path):
     """Compare a tiny run of one rank in this process; gives the status and what the file says."""
-    for key, value in environment_of_one_rank().items():
-        monkeypatch.setenv(key, value)
+    be_the_rank(monkeypatch)
 
     def compare(*settings):
         status = cli.main(["compare", *words(tmp_path, *ONE_RANK, *settings)[1:]])
