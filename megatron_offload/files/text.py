@@ -90,13 +90,8 @@ def replace_text(path: str | Path, text: str) -> None:
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Have the operating system keep the names in a folder, over a loss of power too."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        os.fsync(folder)  # its names, over a loss of power too
     finally:
-        os.close(descriptor)
+        os.close(folder)
