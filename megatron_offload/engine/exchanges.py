@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial, wraps
-from typing import Any, Self
+from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
@@ -32,16 +33,17 @@ def imported(names: Sequence[str], last: str) -> list[Any]:
     return found if len(found) == len(names) and hasattr(found[-1], last) else []
 
 
-class Exchanges:
+class Exchanges(ExitStack):
     """What was exchanged and not yet undone; as a context manager it undoes all at its end."""
 
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], object]] = []
-        self.on_undo = self._undo.append
-        """Call something when all that comes after it is put back."""
+    on_undo = ExitStack.callback
+    """Call something when all that comes after it is put back."""
+
+    undo = ExitStack.close
+    """Put everything back, the last first; a second call does nothing."""
 
     def __bool__(self) -> bool:
-        return bool(self._undo)
+        return bool(self._exit_callbacks)  # type: ignore[attr-defined]
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of a module, class or object."""
@@ -60,14 +62,3 @@ class Exchanges:
         """Take hooks of modules off with the rest."""
         for handle in handles:
             self.on_undo(handle.remove)
-
-    def undo(self) -> None:
-        """Put everything back, the last first; a second call does nothing."""
-        while self._undo:
-            self._undo.pop()()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.undo()
