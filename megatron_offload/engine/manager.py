@@ -24,7 +24,6 @@ from megatron_offload.core.policy_config import SolvedConfig
 from megatron_offload.core.profile import GroupKey, RunShape, StepProfile, is_cheap
 from megatron_offload.engine.checking import Checker
 from megatron_offload.engine.chunk import ChunkOffloadHandler
-from megatron_offload.engine.fused_outputs import tell_of_fused_outputs
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import OffloadGroup, Rules
 from megatron_offload.engine.guard import Guard, guarded
@@ -37,11 +36,11 @@ from megatron_offload.engine.hooks import (
 from megatron_offload.engine.learning import Learner, read_policy
 from megatron_offload.engine.marks import Marks
 from megatron_offload.engine.observer import Observer
-from megatron_offload.engine.quantised_weights import keep_quantised_weights
 from megatron_offload.engine.random_states import RandomStates
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.step import Step
 from megatron_offload.engine.transfers import Transfers
+from megatron_offload.engine.transformer_engine import look_inside
 from megatron_offload.errors import StateError
 from megatron_offload.memory.host_pool import HostPool
 from megatron_offload.memory.tensor_pool import TensorPool
@@ -210,8 +209,7 @@ class PipelineOffloadManager:
             self._chunk.forget_recipes()
         config = self.config
         if config.enabled:
-            keep_quantised_weights()
-            tell_of_fused_outputs()
+            look_inside()
             self.learner.follow(pp_rank, fraction, delta_bytes_across_pp_ranks)
         smallest = config.smallest_tensor
         is_set = {"min_tensor_bytes", "min_tensor_elements"} & config.model_fields_set

@@ -2,7 +2,7 @@
 
 Functions stand in the place of megatron-core's own under the same names; they call those, and tell
 the process's manager how the output was made. Norms are told of by hooks of a model's modules, from
-its first forward on; what TransformerEngine fuses, by `megatron_offload.engine.fused_outputs`.
+its first forward on; what TransformerEngine fuses, by `megatron_offload.engine.transformer_engine`.
 """
 
 from __future__ import annotations

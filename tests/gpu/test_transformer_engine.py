@@ -17,11 +17,11 @@ from programs import assert_nothing_left
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_offload.config import OffloadConfig
-from megatron_offload.engine import quantised_weights
+from megatron_offload.engine import transformer_engine
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.quantised_weights import plain_parts
+from megatron_offload.engine.transformer_engine import plain_parts
 from megatron_offload.frontends.whole_model import OffloadActivations
 from megatron_offload.integrations import transformer_engine as policy
 
@@ -187,7 +187,7 @@ class Watch:
 
     def __init__(self, monkeypatch):
         self.moved, self.weights = [], []
-        pack, mark = ChunkOffloadHandler.pack, quantised_weights.mark_not_offload
+        pack, mark = ChunkOffloadHandler.pack, transformer_engine.mark_not_offload
 
         def noted_pack(chunk, group, tensor):
             record = pack(chunk, group, tensor)
@@ -200,7 +200,7 @@ class Watch:
             self.add_weights(tensors)
 
         monkeypatch.setattr(ChunkOffloadHandler, "pack", noted_pack)
-        monkeypatch.setattr(quantised_weights, "mark_not_offload", noted_mark)
+        monkeypatch.setattr(transformer_engine, "mark_not_offload", noted_mark)
 
     def add_weights(self, tensors):
         parts = plain_parts(tensors)
@@ -309,7 +309,7 @@ def test_no_flag_of_theirs_is_touched():
         train(model, None, forward, num_steps=1)
     assert seen == [False, False]
     found = te.module.linear.quantize_weight
-    quantised_weights.uninstall()
+    transformer_engine.uninstall()
     assert te.module.linear.quantize_weight is not found
 
 

@@ -18,7 +18,7 @@ from programs import (
     make_manager,
 )
 
-from megatron_offload.engine import fused_outputs
+from megatron_offload.engine import transformer_engine
 from megatron_offload.errors import CorruptionError
 from megatron_offload.frontends.whole_model import OffloadActivations
 
@@ -71,16 +71,16 @@ class _LayerNormMLP(torch.autograd.Function):
 @pytest.fixture
 def module(monkeypatch):
     """The module of TransformerEngine's that has this function, with the names that it calls."""
-    fused_outputs.uninstall()
+    transformer_engine.uninstall()
     found = None
-    for name in fused_outputs._MODULES:
+    for name in transformer_engine._MODULES:
         found = types.ModuleType(name)
         found.apply_normalization = normalize
         monkeypatch.setitem(sys.modules, name, found)
     found.LayerNormMLP = object
     found._act_func = lambda activation, recipe: (gelu, "backward", None)
     yield found
-    fused_outputs.uninstall()
+    transformer_engine.uninstall()
     assert found.apply_normalization is normalize
     assert found._act_func("gelu", None) == (gelu, "backward", None)
 
@@ -175,5 +175,5 @@ def test_a_wrong_recipe_is_caught_by_checking(module):
     module.apply_normalization = drifting
     with pytest.raises(CorruptionError, match="made again"), manager.step():
         gradients(module, manager=manager)
-    fused_outputs.uninstall()
+    transformer_engine.uninstall()
     module.apply_normalization = normalize

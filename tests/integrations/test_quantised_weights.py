@@ -10,7 +10,7 @@ import pytest
 import torch
 from programs import TWO_TIMINGS, assert_nothing_left, make_manager
 
-from megatron_offload.engine import quantised_weights as weights
+from megatron_offload.engine import transformer_engine
 from megatron_offload.frontends.whole_model import OffloadActivations
 
 ROWS, WIDTH = 16, 32
@@ -49,9 +49,9 @@ class _Linear(torch.autograd.Function):
 @pytest.fixture
 def modules(monkeypatch):
     """Modules with the names and habits of TransformerEngine's."""
-    weights.uninstall()
+    transformer_engine.uninstall()
     found = {}
-    for name in weights._MODULES:
+    for name in transformer_engine._MODULES:
         module = types.ModuleType(name)
         module.quantize_weight = lambda *, tensor: (Storage(tensor.detach() * 1.0), None)
         monkeypatch.setitem(sys.modules, name, module)
@@ -67,9 +67,10 @@ def modules(monkeypatch):
             return Storage(tensor.detach() * 1.0)
 
     found["grouped_linear"].GroupedLinear = found["grouped_linear"]._GroupedLinear = GroupedLinear
+    found["layernorm_mlp"].LayerNormMLP = object
     found["base"].TransformerEngineBaseModule = TransformerEngineBaseModule
     yield types.SimpleNamespace(**found)
-    weights.uninstall()
+    transformer_engine.uninstall()
 
 
 def gradients(module, around=None):
@@ -98,7 +99,7 @@ def test_only_the_activation_moves(modules, timing, kind):
 
 
 def test_grouped_weights_and_those_of_earlier_versions_are_marked_too(modules):
-    weights.keep_quantised_weights()
+    transformer_engine.look_inside()
     grouped = modules.grouped_linear._GroupedLinear
     results, _ = grouped._prepare_weights_for_grouped_tensor_gemm([torch.ones(2), torch.ones(2)])
     earlier = modules.base.TransformerEngineBaseModule().get_weight_workspace(tensor=torch.ones(2))
@@ -119,18 +120,18 @@ def test_names_are_put_back(modules):
 
     found = present()
     for _ in range(2):
-        weights.keep_quantised_weights()
+        transformer_engine.look_inside()
         installed = present()
         assert all(one is not other for one, other in zip(installed, found, strict=True))
-        weights.keep_quantised_weights()
+        transformer_engine.look_inside()
         assert all(one is other for one, other in zip(present(), installed, strict=True))
-        weights.uninstall()
-        weights.uninstall()
+        transformer_engine.uninstall()
+        transformer_engine.uninstall()
         assert all(one is other for one, other in zip(present(), found, strict=True))
 
 
 def test_a_library_that_is_being_imported_is_left_alone(modules, monkeypatch):
     found = modules.linear.quantize_weight
-    monkeypatch.delitem(sys.modules, weights._MODULES[-1])
-    weights.keep_quantised_weights()
+    monkeypatch.delitem(sys.modules, transformer_engine._MODULES[-1])
+    transformer_engine.look_inside()
     assert modules.linear.quantize_weight is found
