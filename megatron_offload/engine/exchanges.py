@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial, wraps
 from typing import Any
@@ -22,15 +21,6 @@ def around(theirs: Call, call: Call) -> Call:
         return call(theirs, *args, **kwargs)
 
     return stand_in
-
-
-def imported(names: Sequence[str], last: str) -> list[Any]:
-    """Return modules once all are imported, the last one with its ``last``.
-
-    Before that, and while they are being imported, there are none.
-    """
-    found = [sys.modules[name] for name in names if name in sys.modules]
-    return found if len(found) == len(names) and hasattr(found[-1], last) else []
 
 
 class Exchanges(ExitStack):

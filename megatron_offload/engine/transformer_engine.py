@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from megatron_offload.engine.chunk import ChunkOffloadHandler
-from megatron_offload.engine.exchanges import Exchanges, around, imported
+from megatron_offload.engine.exchanges import Exchanges, around
 from megatron_offload.engine.hooks import is_in_backward, owner_of_hooks
 from megatron_offload.engine.marks import mark_everywhere
 
@@ -62,9 +63,9 @@ def look_inside() -> None:
     A second call changes nothing, and one before TransformerEngine's import costs a look. Only what
     isn't quantised is told of: a quantiser's scales may change with every call.
     """
-    modules = [] if _exchanged else imported(_MODULES, last="LayerNormMLP")
-    if not modules:
+    if _exchanged or not hasattr(sys.modules.get(_MODULES[-1]), "LayerNormMLP"):
         return
+    modules = [sys.modules.get(name) for name in _MODULES]
     base, _, grouped, *fused = modules
     for owner, name, call in (
         *((module, "quantize_weight", _quantize) for module in modules[1:]),
