@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import cache
 
 from megatron_offload.config import OffloadConfig
 from megatron_offload.core.policy_config import PlanFileConfig, RatioConfig
@@ -83,9 +84,11 @@ class Learner:
         self.kept: dict[GroupKey, str] = {}
         self.is_steady = self.moves_nothing = False
         self._config = config
-        self._listed = config.modules if "modules" in config.model_fields_set else ()
+        self._listed = listed = config.modules if "modules" in config.model_fields_set else ()
         self._has_seen_names = False
-        self._unlisted: dict[str, bool] = {}
+        self._is_unlisted = cache(
+            lambda name: bool(listed) and not any(fnmatchcase(name, one) for one in listed)
+        )
         self._backend = transfers.backend
         self._host_pool = transfers.host_pool
         self._budget = transfers.budget
@@ -240,13 +243,6 @@ class Learner:
             return "its name is not among OffloadConfig.modules"
         default = "beyond the fraction 0 of its chunk" if self._keeps_everything() else ""
         return self.kept.get(group.key, default)
-
-    def _is_unlisted(self, name: str) -> bool:
-        known = self._unlisted.get(name)
-        if known is None:
-            is_listed = not self._listed or any(fnmatchcase(name, one) for one in self._listed)
-            known = self._unlisted[name] = not is_listed
-        return known
 
     def without_unlisted(self, profile: StepProfile) -> StepProfile:
         """Count what groups that stay anyway save as out of reach; warn of names without group."""
