@@ -12,14 +12,13 @@ Inside `PipelineOffloadManager.step` a group that has no chunk begins one.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from megatron_offload.engine.graph_break import graph_break
-from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_parameter
 
@@ -40,8 +39,20 @@ def start_group(manager: PipelineOffloadManager, tensors: Tensors, name: str) ->
         return tensors
     group = manager.start_group(chunk, name)
     tensor = _first_with_grad(tensors)
-    if tensor is not None:
-        _call_at_gradient(tensor, group, partial(manager.leave_backward, group))
+    if tensor is None:
+        return tensors
+    hook = partial(manager.leave_backward, group)
+    node = tensor.grad_fn
+    if node is None:  # a leaf, which may outlive its graph, and the hook must not
+        group.leaf_hook = tensor.register_hook(hook)
+    elif tensor._backward_hooks is None and type(tensor) is torch.Tensor:
+        # As `register_hook` does, but for the handle that nobody wants: half of its time.
+        hooks: OrderedDict[Any, Any] = OrderedDict()
+        tensor._backward_hooks = hooks
+        node._register_hook_dict(tensor)
+        hooks[group] = hook
+    else:
+        tensor.register_hook(hook)
     return tensors
 
 
@@ -80,23 +91,6 @@ def commit_group(
         # the next begins with, backward leaves the one before it enters the other.
         tensor.grad_fn.register_prehook(partial(manager.enter_backward, group))
     return tensors
-
-
-def _call_at_gradient(
-    tensor: torch.Tensor, group: OffloadGroup, hook: Callable[[torch.Tensor], None]
-) -> None:
-    """Register a hook for when a tensor's gradient is complete."""
-    node = tensor.grad_fn
-    if node is None:  # a leaf, which may outlive its graph, and the hook must not
-        group.leaf_hook = tensor.register_hook(hook)
-    elif tensor._backward_hooks is None and type(tensor) is torch.Tensor:
-        # As `register_hook` does, but for the handle that nobody wants: half of its time.
-        hooks: OrderedDict[Any, Any] = OrderedDict()
-        tensor._backward_hooks = hooks
-        node._register_hook_dict(tensor)
-        hooks[group] = hook
-    else:
-        tensor.register_hook(hook)
 
 
 def _first_with_grad(tensors: torch.Tensor | Sequence[Any] | None) -> torch.Tensor | None:

@@ -50,13 +50,6 @@ class Guard:
         self.has_failed = False
         self.put_off: deque[Callable[[], None]] = deque()
 
-    def catch_up(self) -> None:
-        """Do what was put off; with the lock held."""
-        put_off = self.put_off
-        while put_off:
-            put_off[0]()
-            put_off.popleft()
-
     def claim(self, is_busy: Callable[[], bool]) -> None:
         """Give the engine to the calling thread; `StateError` if another is in a forward."""
         me = threading.get_ident()
@@ -109,8 +102,10 @@ def guarded(method: F) -> F:
             guard.refuse_nesting(method.__name__)
         with guard.lock:
             try:
-                if guard.put_off:
-                    guard.catch_up()
+                put_off = guard.put_off
+                while put_off:
+                    put_off[0]()
+                    put_off.popleft()
                 return method(self, *args)
             except OffloadError:
                 raise

@@ -388,22 +388,18 @@ class PipelineOffloadManager:
         self._last_step = self.decisions.finish(names_leaks=self.config.checking)
         if self.backend.is_capturing():
             self._last_step.is_captured = True
-            if self.decisions.committed:  # else an evaluation
-                self._leave_to_graph()
+            if self.decisions.committed:  # else an evaluation; the graph gets what its copies use
+                if self._is_looked_at:
+                    raise StateError(CAPTURED_TOO_EARLY)
+                self.transfers.wait_reloads(self.decisions.committed)  # of what nobody has read too
+                self.host_pool.leave_to_graph()
+                self.tensor_pool.clear()
         elif self.decisions.backward_order:
             self._learn()
         elif self.is_passing:
             for observer in self.observers:
                 observer.step_passed_by()
         self._begin_step()
-
-    def _leave_to_graph(self) -> None:
-        """Join all copies to the graph that is captured, and let it have what they use."""
-        if self._is_looked_at:
-            raise StateError(CAPTURED_TOO_EARLY)
-        self.transfers.wait_reloads(self.decisions.committed)  # of what nobody has read, too
-        self.host_pool.leave_to_graph()
-        self.tensor_pool.clear()
 
     def _learn(self) -> None:
         chunks, pp_rank = self._entered, self.learner.pp_rank or 0

@@ -25,7 +25,10 @@ class RandomStates:
 
     def __init__(self, devices: Iterable[str] = ()) -> None:
         self._states = {kind: _module(kind).get_rng_state() for kind in {"cpu", *devices}}
-        self._tracked = {name: _bits(state) for name, state in _tracked().items()}
+        self._tracked = {  # one that CUDA graphs may use is a generator
+            name: state.get_state() if isinstance(state, torch.Generator) else state
+            for name, state in _tracked().items()
+        }
 
     def are_current(self) -> bool:
         """Whether nothing was drawn since."""
@@ -73,11 +76,6 @@ def _set(states: Mapping[str, torch.Tensor], tracked: dict[str, Any]) -> None:
         _module(kind).set_rng_state(state)
     if tracked:
         _tracker().set_states(tracked)
-
-
-def _bits(state: torch.Tensor | torch.Generator) -> torch.Tensor:
-    """Return a tracked state as it is now: one that CUDA graphs may use is a generator."""
-    return state.get_state() if isinstance(state, torch.Generator) else state
 
 
 def _like(state: torch.Tensor | torch.Generator, bits: torch.Tensor) -> Any:

@@ -218,11 +218,8 @@ class FunctionRecipe:
         for record in self._reads:
             record.check_version()
             tensor = record.alias
-            if (
-                tensor.nbytes
-                and type(tensor) is torch.Tensor
-                and not tensor.untyped_storage().nbytes()
-            ):
+            is_plain = type(tensor) is torch.Tensor
+            if is_plain and tensor.nbytes and not tensor.untyped_storage().nbytes():
                 raise StateError(
                     f"a tensor {record._description()} has no memory now, as where a parameter is "
                     f"sharded until its own module's backward; leave {self.unit!r} out of what is "
@@ -233,7 +230,7 @@ class FunctionRecipe:
         states = self._random_states
         draws_again = _SAME if states is None else states.in_force()
         with torch.no_grad() if has_grad else _SAME, self._autocast_then(), draws_again:
-            made = self._function(*parts)
+            made: torch.Tensor = self._function(*parts)
         is_tensor = type(made) is torch.Tensor and made.storage_offset() == 0
         if not is_tensor or (made.shape, made.stride(), made.dtype) != self._form:
             found = (
@@ -244,8 +241,7 @@ class FunctionRecipe:
                 f"and was {list(self._form[0])}, {self._form[1]}, {self._form[2]} (shape, strides, "
                 "dtype) in forward: the function must make the same tensor each time it is called"
             )
-        result: torch.Tensor = made
-        return result
+        return made
 
     def _autocast_then(self) -> AbstractContextManager[Any]:
         if self._autocast == _autocast_state(self._device_type):

@@ -16,7 +16,7 @@ from megatron_offload.core.group import DONE
 from megatron_offload.core.profile import GroupProfile, StepProfile, merge_units
 from megatron_offload.core.step import StepDecisions
 from megatron_offload.engine.checking import leaks_of
-from megatron_offload.engine.group import Block, OffloadGroup
+from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.learning import Learner
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.transfers import Transfers
@@ -108,7 +108,10 @@ class Step(StepDecisions[OffloadGroup]):
         elif not stays_because:
             stays_because = self._learner.keeps_because(group)
         named = () if stays_because else tuple(map(ref, forced_released_tensors))
-        forced = _blocks_of(group, forced_released_tensors) if named else []
+        forced = []
+        if named:
+            keys = {tensor.untyped_storage()._cdata for tensor in forced_released_tensors}
+            forced = [b for b in group.blocks() if b.storage_key in keys and not b.released]
         for block in forced:
             block.forced_by = named
         rules = group.rules
@@ -131,8 +134,3 @@ class Step(StepDecisions[OffloadGroup]):
         if group.leaf_hook is not None:
             group.unhook()
         super().leave_backward(group)
-
-
-def _blocks_of(group: OffloadGroup, tensors: Iterable[torch.Tensor]) -> list[Block]:
-    keys = {tensor.untyped_storage()._cdata for tensor in tensors}
-    return [b for b in group.blocks() if b.storage_key in keys and not b.released] if keys else []
