@@ -15,33 +15,12 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
 
 from megatron_offload.errors import ConfigError, shorten
 from megatron_offload.files.text import read_text
 
-
-class _Version(NamedTuple):
-    """Where one version of control groups is mounted, and what it calls its files."""
-
-    mount: str
-    limits: tuple[str, ...]
-    usage: str
-    droppable: str
-
-
-_V1 = _Version(
-    mount="sys/fs/cgroup/memory",
-    limits=("memory.limit_in_bytes",),
-    usage="memory.usage_in_bytes",
-    droppable="total_inactive_file",
-)
-_V2 = _Version(
-    mount="sys/fs/cgroup",
-    limits=("memory.max", "memory.high"),  # over the second the kernel slows all down
-    usage="memory.current",
-    droppable="inactive_file",
-)
+_LIMITS = "memory.limit_in_bytes", "memory.max", "memory.high"
+"""The files of a group's limits in either version; over the last the kernel slows all down."""
 
 
 def default_cap_bytes(
@@ -73,24 +52,27 @@ def default_cap_bytes(
         controllers, _, path = line.partition(":")[2].partition(":")
         if controllers and "memory" not in controllers.split(","):
             continue
-        version = _V1 if controllers else _V2
+        mount = root / ("sys/fs/cgroup/memory" if controllers else "sys/fs/cgroup")
         # A container may see no more than its own group, at the mount; "/.." is outside of it.
         group = PurePosixPath("" if ".." in path else path.lstrip("/"))
         for place in (group, *group.parents):
-            room_bytes = _room_bytes(root / version.mount / place, version)
+            room_bytes = _room_bytes(mount / place)
             free_bytes = free_bytes if room_bytes is None else min(free_bytes, room_bytes)
     return int(free_bytes * share) // num_ranks
 
 
-def _room_bytes(folder: Path, version: _Version) -> int | None:
-    """Return what a group may still take; None without a limit."""
-    limits = [read_int(folder / name) for name in version.limits]
+def _room_bytes(folder: Path) -> int | None:
+    """Return what a group may still take; None without a limit. Each version has its own files."""
+    limits = [read_int(folder / name) for name in _LIMITS]
     limit_bytes = min((limit for limit in limits if limit is not None), default=None)
     if limit_bytes is None:
         return None
-    used_bytes = read_int(folder / version.usage) or 0
-    droppable_bytes = read_field(folder / "memory.stat", version.droppable) or 0
-    return max(limit_bytes - max(used_bytes - droppable_bytes, 0), 0)
+    used_bytes = read_int(folder / "memory.usage_in_bytes") or read_int(folder / "memory.current")
+    # Of version 1 the first has what groups below have too.
+    names = "total_inactive_file", "inactive_file"
+    droppable = (read_field(folder / "memory.stat", name) for name in names)
+    droppable_bytes = next((found for found in droppable if found is not None), 0)
+    return max(limit_bytes - max((used_bytes or 0) - droppable_bytes, 0), 0)
 
 
 def near_cpus(address: str | None, *, sysfs: Path = Path("/sys")) -> frozenset[int]:
