@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
+from typing import TypeAlias
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -23,7 +24,7 @@ from megatron_offload.engine.hooks import is_in_backward, owner_of_hooks
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_opted_out
 from megatron_offload.engine.saved_tensor import SavedTensor
-from megatron_offload.engine.subclasses import Packed, SavedWrapper, is_wrapper
+from megatron_offload.engine.subclasses import SavedWrapper, is_wrapper
 
 _LEAST_GROUP_BYTES = 1 << 20
 _GROUP_SHARE = 32
@@ -58,6 +59,10 @@ class _Saved:
         if self.record.block is not None:
             self.groups.reach(self.group)
         return self.record.unpack()
+
+
+Packed: TypeAlias = SavedTensor | SavedWrapper | _Saved
+"""What a pack hook has returned."""
 
 
 @dataclass(eq=False)

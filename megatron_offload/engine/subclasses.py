@@ -7,16 +7,9 @@ is made of them again, by the protocol of PyTorch's own compiler (``__tensor_fla
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-
-
-class Packed(Protocol):
-    """What a pack hook has returned."""
-
-    def unpack(self) -> torch.Tensor:
-        """Return the tensor."""
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
@@ -39,7 +32,7 @@ class SavedWrapper:
 
     __slots__ = ("_context", "_kind", "_others", "_parts", "_size", "_stride")
 
-    def __init__(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Packed]) -> None:
+    def __init__(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Any]) -> None:
         names, self._context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         self._kind: Any = type(tensor)
         self._size = tensor.size()
