@@ -130,9 +130,6 @@ class SimulatedStream:
         # The number of the last access of each stream that is ordered before this stream's next.
         self._clock = (0,) * len(_INDEX)
 
-    def __repr__(self) -> str:
-        return f"<{self.name} stream, {len(self._queue)} operations pending>"
-
     def merge(self, clock: tuple[int, ...]) -> None:
         """Order all later work after what ``clock`` covers."""
         self._clock = tuple(map(max, self._clock, clock))
