@@ -118,7 +118,9 @@ class ChunkOffloadHandler:
                     transfers.sources.empty(alias)
                 else:
                     block.aliases.append(alias)
-                group.adopt(block)
+                references = group.references
+                if block.group is not group and not any(one() is block for one in references):
+                    references.append(weakref.ref(block))  # whoever needs it first reloads it
                 return record
         record.block = block = Block(
             transfers, group, transfers.backend.compute_stream(), storage_key, version, alias

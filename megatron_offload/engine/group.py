@@ -93,7 +93,6 @@ class Block:
         index: its place among the blocks of that group.
         storage_key: the storage's identity; 0 once the storage has gone.
         low, high: the region's byte range within the storage; grows until the copy is issued.
-        num_bytes: size of the region.
         aliases: one detached alias per record, sharing storage and version counter with the
             tensor that was saved. Emptying them is what releases the source.
         version: version counter of the source when it was first saved.
@@ -107,12 +106,10 @@ class Block:
         address: where the storage lay then.
         host: its bytes in host memory, which is a part of ``region``.
         cancelled: whether it stays on the device although the copy was issued.
-        released: whether its source was dropped.
         forced_by: tensors that may hold its storage then, which is emptied all the same.
         storage_ref: the storage, where something else still held it at the release.
         was_reached: whether backward has come to a group that has it.
         target: what it comes back to.
-        reload: the bulk reload that brings or brought it back.
         recipe: how it is made again, once it was dropped without a copy; till its group's commit,
             how it could be.
         made: what it was made as, and on which stream: no wait orders another behind that.
@@ -246,7 +243,6 @@ class OffloadGroup(Group):
         moving: between the look at its bytes and the decision, the blocks that can move.
         remade: what of it is made again, or could be; set at commit.
         dropped_bytes: what of it is off the device to be made again, until backward comes to it.
-        leaf_hook: the hook at the group's start where that is a leaf of the graph.
     """
 
     elsewhere_bytes = shared_bytes = small_bytes = dropped_bytes = 0
@@ -281,11 +277,6 @@ class OffloadGroup(Group):
         for group in self.followers:
             blocks += group.blocks()
         return list(dict.fromkeys(blocks))
-
-    def adopt(self, block: Block) -> None:
-        """Make a shared block one of this group's too: whoever needs it first reloads it."""
-        if block.group is not self and not any(found() is block for found in self.references):
-            self.references.append(weakref.ref(block))
 
     def unhook(self) -> None:
         """Take the hook off the leaf that the group started with; leaves outlive graphs."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -69,7 +69,6 @@ class Learner:
         policy: Megatron's rules for what stays.
         plan: what is followed in place of them, if any.
         pp_rank: the pipeline rank whose rules count; None before the first chunk.
-        profile: the last step, or None.
         kept: groups that the policy keeps on the device, each with the reason.
         is_steady: whether the last two steps had the same groups.
         moves_nothing: whether a plan of this run's own lets this rank move and make again nothing.
@@ -97,6 +96,7 @@ class Learner:
         self._peaks: deque[int] = deque(maxlen=_NUM_STEPS)
         self._planned: tuple[StepProfile, ModulesPolicy] | None = None
         self._largest_bytes = 0
+        self._recompute: Sequence[frozenset[str]] | None = None
         self._ratio = policy if isinstance(policy, RatioPolicy) else None
         self.plan: OffloadPlan | None = None
         if isinstance(policy, OffloadPlan):
@@ -142,7 +142,7 @@ class Learner:
         """
         self._is_own = is_own
         if plan is None:
-            self.plan = self._planned = None
+            self.plan = self._planned = self._recompute = None
             self.moves_nothing = False
             self._budget.follow_plan(None, None)
             self.kept = {}
@@ -166,23 +166,20 @@ class Learner:
             )
         rank = plan.ranks[pp_rank]
         self._budget.follow_plan(rank.max_inflight_bytes, rank.prefetch_bytes)
-        self.kept = dict(rank.kept)
+        self.kept, self._recompute = dict(rank.kept), rank.recompute
         is_idle = not rank.moved_bytes and rank.recompute is not None and not any(rank.recompute)
         self.moves_nothing = self._is_own and is_idle
 
     def recompute(self, vp_stage: int) -> frozenset[str] | None:
         """Return the units that a virtual stage makes again; None for all but dear ones."""
-        if self.plan is None or self.pp_rank is None:
-            return None
-        planned = self.plan.ranks[self.pp_rank].recompute
+        planned = self._recompute
         if planned is None:
             return None
         return planned[vp_stage] if vp_stage < len(planned) else frozenset()
 
     def plans(self, unit: str) -> bool:
         """Whether the plan that is followed makes a unit again in any virtual stage."""
-        rank = None if self.plan is None or self.pp_rank is None else self.plan.ranks[self.pp_rank]
-        return rank is not None and any(unit in stage for stage in rank.recompute or ())
+        return any(unit in stage for stage in self._recompute or ())
 
     def _confirm(self, plan: OffloadPlan, profile: StepProfile) -> None:
         run = RunShape(plan.num_microbatches, self.pp_rank or 0, plan.pp_size, plan.vp_size)
@@ -212,7 +209,7 @@ class Learner:
                 self._backend.trim_device()  # what only the first steps needed
             self._num_fits_left = max(0, self._num_fits_left - 1)
         elif before is not None:
-            self._owners.forget()
+            self._owners.known.clear()
         if self._planned != (profile, self.policy):
             self._planned = profile, self.policy
             self._choose(profile)
@@ -235,7 +232,7 @@ class Learner:
         self.is_steady = False
         if self.plan is None:
             self.kept = {}
-        self._owners.forget()
+        self._owners.known.clear()
 
     def keeps_because(self, group: OffloadGroup) -> str:
         """Return why a group is to stay on the device; empty where it may move."""

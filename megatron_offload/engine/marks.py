@@ -109,15 +109,11 @@ class Marks:
             return None
         storage_key: int = tensor.untyped_storage()._cdata
         if self._are_storages_old:
-            self._find_storages()
+            found = {parameter.untyped_storage()._cdata for parameter in self._parameters.values()}
+            for storages in (self._storages, _everywhere):  # some of which may have gone
+                for key in [key for key, ref in list(storages.items()) if ref.expired()]:
+                    storages.pop(key, None)
+            self._parameter_storages, self._are_storages_old = found, False
         if storage_key in self._parameter_storages or storage_key in self._storages:
             return None
         return None if storage_key in _everywhere else storage_key
-
-    def _find_storages(self) -> None:
-        """See where the parameters are, and forget the marked storages that have gone."""
-        found = {parameter.untyped_storage()._cdata for parameter in self._parameters.values()}
-        for storages in (self._storages, _everywhere):
-            for key in [key for key, ref in list(storages.items()) if ref.expired()]:
-                storages.pop(key, None)
-        self._parameter_storages, self._are_storages_old = found, False

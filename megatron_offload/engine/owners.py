@@ -40,10 +40,6 @@ class ForeignOwners:
                 elif is_held is not None:
                     self.known.discard(block.identity)
 
-    def forget(self) -> None:
-        """Learn anew: the program has changed."""
-        self.known.clear()
-
 
 def is_held_elsewhere(block: Block) -> bool | None:
     """Whether something else keeps a block on the device, when backward has come to it.

@@ -48,8 +48,11 @@ class RandomStates:
     def set(self) -> None:
         """Let whatever comes draw from these."""
         tracked = _tracked()
-        again = {name: _like(tracked[name], bits) for name, bits in self._tracked.items()}
-        _set(self._states, tracked | again)
+        for name, bits in self._tracked.items():
+            state = tracked[name]
+            is_generator = isinstance(state, torch.Generator)
+            tracked[name] = state.clone_state().set_state(bits) if is_generator else bits
+        _set(self._states, tracked)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return these states by name; what is written into them is set."""
@@ -76,7 +79,3 @@ def _set(states: Mapping[str, torch.Tensor], tracked: dict[str, Any]) -> None:
         _module(kind).set_rng_state(state)
     if tracked:
         _tracker().set_states(tracked)
-
-
-def _like(state: torch.Tensor | torch.Generator, bits: torch.Tensor) -> Any:
-    return state.clone_state().set_state(bits) if isinstance(state, torch.Generator) else bits

@@ -201,11 +201,7 @@ class FunctionRecipe:
 
     def needs(self) -> set[GroupKey]:
         """Return the groups whose bytes have to be on the device before `run`."""
-        found: set[GroupKey] = set()
-        for part in self._parts:
-            if type(part) is Input:
-                found |= part.needs()
-        return found
+        return set().union(*(part.needs() for part in self._parts if type(part) is Input))
 
     def run(self) -> torch.Tensor:
         """Make the tensor again, on the current stream.

@@ -44,7 +44,6 @@ class Transfers:
 
     Attributes:
         guard: held by whoever calls; `keep_source`, `target_of` and `free` take it themselves.
-        observers: are told of copies and waits.
         sources: what is being copied to the host, of the groups in ``window``.
     """
 
@@ -165,7 +164,12 @@ class Transfers:
         backend, observers, by_name = self.backend, self.observers, self.stats.by_name
         moving: list[Block] = []
         for one in (*group.followers, group):
-            moving += _still_there(one.moving)
+            moving += [
+                found
+                for reference in one.moving
+                # Where a storage is empty, a pointer into it is the offset alone.
+                if (found := reference()) is not None and found.aliases[0].data_ptr() >= found.high
+            ]
             one.moving = ()
         reused: list[Event] = []
         flight = Flight(group)
@@ -562,16 +566,6 @@ class Transfers:
     def _label(self, group: OffloadGroup) -> str:
         """Name a group for its copies; in full only where someone reads it."""
         return group.label if self.backend.observes else group.name
-
-
-def _still_there(references: Iterable[BlockRef]) -> list[Block]:
-    """Return the blocks that are needed and whose storage nobody has emptied since their commit."""
-    return [
-        block
-        for found in references
-        # Where a storage is empty, a pointer into it is the offset alone.
-        if (block := found()) is not None and block.aliases[0].data_ptr() >= block.high
-    ]
 
 
 def _region_of(block: Block) -> torch.Tensor:
