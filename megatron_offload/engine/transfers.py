@@ -58,6 +58,7 @@ class Transfers:
         self.sources = Sources(self.backend, self.host_pool, self.budget, self.observers)
         self.window = InFlightWindow[OffloadGroup](self.sources.release, self.budget)
         self.stats = StepStats()
+        self.dropped_bytes = 0  # off the device, to be made again
         self.owners = ForeignOwners()
         self.takes_targets = self.tensor_pool.keeps or self.backend.observes
         self._shared_bytes = self.host_pool.slab_bytes // _SLAB_SHARE
@@ -126,6 +127,7 @@ class Transfers:
             self.sources.drop(block, group.label)
             self.stats.by_name[group.name].remade_bytes += num_bytes
             group.dropped_bytes += num_bytes
+            self.dropped_bytes += num_bytes
             self.host_pool.alone.add(group.name, num_bytes)
         if is_dropped:
             group.needs += needs
@@ -135,6 +137,7 @@ class Transfers:
         """Count what was dropped of a group as off the device no more."""
         if group.dropped_bytes:
             self.host_pool.alone.add(group.name, -group.dropped_bytes)
+            self.dropped_bytes -= group.dropped_bytes
             group.dropped_bytes = 0
 
     def stay(self, group: OffloadGroup, reason: str) -> None:
@@ -553,6 +556,7 @@ class Transfers:
         self.backend.sync_copies()
         self.window.abandon()
         self.sources.abandon()
+        self.dropped_bytes = 0
         for group in groups:
             group.moving, group.dropped_bytes = (), 0
             # A failed backward may leave its graph alive for long: its data goes now.

@@ -101,6 +101,7 @@ class _Recorder(BoundaryTimer):
             if found:
                 self._most_memory = DeviceMemory(*map(max, self._most_memory, found))
                 away_bytes = self._manager.host_pool.alone.total_bytes
+                away_bytes -= self._manager.transfers.dropped_bytes  # made again
                 with_away_bytes = found.allocated_bytes + away_bytes
                 self._most_with_away_bytes = max(self._most_with_away_bytes, with_away_bytes)
 
