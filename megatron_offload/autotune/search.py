@@ -81,22 +81,18 @@ class PlanSearch(ABC):
                 plan = self._next()
         self._left_s -= time.thread_time() - began_s
         if plan is None or any(map(plan.is_like, self._tried)):
-            self._settle()
+            self.is_settled = True
+            self.plan = min(self._tried, key=self._rating)  # the best that was measured
+            self.is_kept = not self._rating(self.plan)[0]
+            promise = self._promise()
+            if not self.is_kept:
+                self.plan = self._instead()
+            self.said = f"{_what(self.plan)}{promise}"
             return
         self.plan = plan
         if is_first and not (self._num_left and plan.moved_bytes):
             self.is_settled, self.said = True, f"{_what(plan)}, as predicted"
         self._num_left -= 1
-
-    def _settle(self) -> None:
-        """Follow the best of the plans that were measured."""
-        self.is_settled = True
-        self.plan = min(self._tried, key=self._rating)
-        self.is_kept = not self._rating(self.plan)[0]
-        promise = self._promise()
-        if not self.is_kept:
-            self.plan = self._instead()
-        self.said = f"{_what(self.plan)}{promise}"
 
     @abstractmethod
     def _next(self) -> OffloadPlan | None:

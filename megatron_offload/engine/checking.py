@@ -34,8 +34,10 @@ class Checker(Observer):
     def block_leaves(self, block: Block, source: torch.Tensor) -> None:
         """Sum the parts that hold saved tensors: what lies between them may change any time."""
         parts: _Parts = []
-        for low, high in sorted(_span(alias) for alias in block.aliases):
-            low, high = max(low, block.low) - block.low, min(high, block.high) - block.low
+        spans = ((int(x.storage_offset()) * x.itemsize, span_bytes(x)) for x in block.aliases)
+        for start, size in sorted(spans):
+            low = max(start, block.low) - block.low
+            high = min(start + size, block.high) - block.low
             if parts and low <= parts[-1][1]:
                 parts[-1] = parts[-1][0], max(high, parts[-1][1])
             else:
@@ -106,8 +108,3 @@ def _sum_of(region: torch.Tensor, parts: Iterable[tuple[int, int]]) -> torch.Ten
     for low, high in parts:
         total = total * 3 + checksum(flat[low:high])
     return total
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    low = int(tensor.storage_offset()) * tensor.itemsize
-    return low, low + span_bytes(tensor)

@@ -225,7 +225,12 @@ class FunctionRecipe:
         has_grad = torch.is_grad_enabled()  # as where a backward makes a graph
         states = self._random_states
         draws_again = _SAME if states is None else states.in_force()
-        with torch.no_grad() if has_grad else _SAME, self._autocast_then(), draws_again:
+        autocast: AbstractContextManager[Any] = _SAME
+        if self._autocast != _autocast_state(self._device_type):
+            is_on, dtype, keeps_casts = self._autocast or (False, None, True)
+            how: dict[str, Any] = {"enabled": is_on, "dtype": dtype, "cache_enabled": keeps_casts}
+            autocast = torch.autocast(self._device_type, **how)
+        with torch.no_grad() if has_grad else _SAME, autocast, draws_again:
             made: torch.Tensor = self._function(*parts)
         is_tensor = type(made) is torch.Tensor and made.storage_offset() == 0
         if not is_tensor or (made.shape, made.stride(), made.dtype) != self._form:
@@ -238,14 +243,6 @@ class FunctionRecipe:
                 "dtype) in forward: the function must make the same tensor each time it is called"
             )
         return made
-
-    def _autocast_then(self) -> AbstractContextManager[Any]:
-        if self._autocast == _autocast_state(self._device_type):
-            return _SAME
-        is_enabled, dtype, keeps_casts = self._autocast or (False, None, True)
-        return torch.autocast(
-            self._device_type, enabled=is_enabled, dtype=dtype, cache_enabled=keeps_casts
-        )
 
 
 def _autocast_state(device_type: str) -> tuple[bool, torch.dtype | None, bool] | None:

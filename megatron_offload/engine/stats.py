@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from megatron_offload.core.units import format_bytes
 
@@ -38,6 +39,11 @@ class _ByName(dict[str, GroupStats]):
     def __missing__(self, name: str) -> GroupStats:
         self[name] = stats = GroupStats(name)
         return stats
+
+
+def _summed(name: str) -> Any:
+    """Make a property of what all groups have together."""
+    return property(lambda self: sum(getattr(group, name) for group in self.by_name.values()))
 
 
 @dataclass(slots=True)
@@ -76,30 +82,16 @@ class StepStats:
     by_name: dict[str, GroupStats] = field(default_factory=_ByName)
     """By group name; of a name that is new, zeros."""
 
-    @property
-    def num_groups(self) -> int:
-        """Groups whose forward is over."""
-        return sum(group.num_groups for group in self.by_name.values())
-
-    @property
-    def offloaded_bytes(self) -> int:
-        """Bytes copied to the host."""
-        return sum(group.offloaded_bytes for group in self.by_name.values())
-
-    @property
-    def reloaded_bytes(self) -> int:
-        """Bytes copied back to the device."""
-        return sum(group.reloaded_bytes for group in self.by_name.values())
-
-    @property
-    def remade_bytes(self) -> int:
-        """Bytes dropped, to be made again."""
-        return sum(group.remade_bytes for group in self.by_name.values())
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes that stayed on the device."""
-        return sum(group.kept_bytes for group in self.by_name.values())
+    num_groups = _summed("num_groups")
+    """Groups whose forward is over."""
+    offloaded_bytes = _summed("offloaded_bytes")
+    """Bytes copied to the host."""
+    reloaded_bytes = _summed("reloaded_bytes")
+    """Bytes copied back to the device."""
+    remade_bytes = _summed("remade_bytes")
+    """Bytes dropped, to be made again."""
+    kept_bytes = _summed("kept_bytes")
+    """Bytes that stayed on the device."""
 
     def metrics(self) -> dict[str, int]:
         """Return the counters by flat names, for TensorBoard and its like; units are in the names.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -100,7 +101,9 @@ def offload_modules(
     kinds = {name: kind for name in wanted if (kind := _kind_of(name, modules, is_part))}
     try:
         for stage, chunk in enumerate(() if is_part else chunks):
-            _begin_chunks(result, chunk, stage, pp_rank)
+            own = getattr(chunk, "vp_stage", None)
+            begin = partial(_begin, manager, stage if own is None else own, pp_rank)
+            result.remove_later([chunk.register_forward_pre_hook(ModuleHook(begin), prepend=True)])
         # Spans last: their ends lie inside the boundaries of the modules beside them.
         for name, kind in sorted(kinds.items(), key=lambda item: item[1].between is not None):
             result.groups[name] = [p for found in modules for p in _mark(result, found, name, kind)]
@@ -138,14 +141,8 @@ def _unwrap(model: nn.Module) -> nn.Module:
     return model
 
 
-def _begin_chunks(result: ModuleOffload, chunk: nn.Module, stage: int, pp_rank: int | None) -> None:
-    manager = result.manager
-    vp_stage = getattr(chunk, "vp_stage", None)
-
-    def begin(module: nn.Module, args: Any) -> None:
-        manager.begin_chunk(vp_stage=stage if vp_stage is None else vp_stage, pp_rank=pp_rank)
-
-    result.remove_later([chunk.register_forward_pre_hook(ModuleHook(begin), prepend=True)])
+def _begin(manager: PipelineOffloadManager, stage: int, pp_rank: int | None, *_: Any) -> None:
+    manager.begin_chunk(vp_stage=stage, pp_rank=pp_rank)
 
 
 def _find(modules: Mapping[str, nn.Module], kind: _Kind) -> list[str]:

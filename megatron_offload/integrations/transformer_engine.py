@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_offload.backends.base import Backend
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.automatic import AutomaticGroups, unpack
 from megatron_offload.engine.chunk import READY_MARK, ChunkOffloadHandler
@@ -193,9 +192,12 @@ def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = Fal
         offload_base_tensor: accepted for TransformerEngine's sake. Views of one storage move as one
             here in any case.
     """
-    backend = _surrounding_backend()
-    if backend is None:
+    owner = owner_of_hooks()
+    if isinstance(owner, _FusedRun):
+        owner = owner_of(owner.moves)
+    if not isinstance(owner, (AutomaticGroups, ChunkOffloadHandler)):
         return
+    backend = (owner.manager if isinstance(owner, AutomaticGroups) else owner.transfers).backend
     parts = [part for part in plain_parts(tensors) if backend.owns(part)]
     if not parts:
         return
@@ -205,15 +207,6 @@ def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = Fal
     event = backend.record(backend.compute_stream())
     for part in parts:
         setattr(part, READY_MARK, (part._version, event))
-
-
-def _surrounding_backend() -> Backend | None:
-    owner = owner_of_hooks()
-    if isinstance(owner, _FusedRun):
-        owner = owner_of(owner.moves)
-    if isinstance(owner, AutomaticGroups):
-        return owner.manager.backend
-    return owner.transfers.backend if isinstance(owner, ChunkOffloadHandler) else None
 
 
 def _moves_all() -> bool:

@@ -179,13 +179,18 @@ class _Recorder(BoundaryTimer):
             at_us.append(max(at_us[-1], elapsed_us))  # clocks of several streams differ by a little
         allocated_bytes, reserved_bytes = self._most_memory
         most_bytes = self._most_with_away_bytes
+        times = []
+        for seen in learned.groups:  # one that backward never came to counts as left at once
+            mark, end = marks[seen.key], marks[seen.key]["commit"]
+            passed = mark["start"], end, mark.get("backward", end), mark.get("done", end)
+            times.append(GroupTimes(*(at_us[one] for one in passed)))
         # Of what is reserved, what the allocator can't use is taken to be as much.
         return replace(
             learned,
             groups=tuple(self._filled(group, remade_us) for group in learned.groups),
             backward_order=tuple(backwards),
             backward_at_bytes=tuple(backwards.values()),
-            times=tuple(_times_of(marks[group.key], at_us) for group in learned.groups),
+            times=tuple(times),
             step_us=at_us[-1],
             peak_allocated_bytes=most_bytes,
             peak_reserved_bytes=max(most_bytes, reserved_bytes + most_bytes - allocated_bytes),
@@ -229,10 +234,3 @@ class _Recorder(BoundaryTimer):
             shared_bytes=0,
             remade=tuple(one._replace(us=remade_us.get((key, one.unit), 0.0)) for one in units),
         )
-
-
-def _times_of(mark: Mapping[Boundary, int], at_us: Sequence[float]) -> GroupTimes:
-    """Return when a group was passed; one that backward never came to counts as left at once."""
-    committed = mark["commit"]
-    backward, done = mark.get("backward", committed), mark.get("done", committed)
-    return GroupTimes(at_us[mark["start"]], at_us[committed], at_us[backward], at_us[done])

@@ -189,8 +189,13 @@ class RankWork:
         chunk, order, places = len(self.vp_stages), 0, []
         for work in self.job.stages[stage].groups:
             key = GroupKey(chunk, order if work.is_marked else -1)
-            units = tuple(_units_of(key, work))
-            places.append((GroupProfile(key, work.name, work.num_bytes, remade=units), work))
+            units = []
+            for is_remade, given in ((True, work.remade), (False, work.units)):
+                for name, num_bytes, us, parents in given:
+                    needs = tuple(GroupKey(chunk, key.order - one) for one in parents if one)
+                    units.append(RemadeUnit(name, num_bytes, us, needs, is_remade))
+            group = GroupProfile(key, work.name, work.num_bytes, remade=tuple(units))
+            places.append((group, work))
             order += work.is_marked
         if order:
             self.vp_stages.append(self._own_stages.index(stage))
@@ -223,14 +228,6 @@ class RankWork:
         if not 0 <= other < num_stages or other in self._own_stages:
             return None
         return (one.microbatch * num_stages + (one.stage if sends else other)) * 2 + is_forward
-
-
-def _units_of(key: GroupKey, work: GroupWork) -> Iterator[RemadeUnit]:
-    """Yield what of a group is made again, and what could be."""
-    for is_remade, units in ((True, work.remade), (False, work.units)):
-        for name, num_bytes, us, parents in units:
-            needs = tuple(GroupKey(key.chunk, key.order - one) for one in parents if one)
-            yield RemadeUnit(name, num_bytes, us, needs, is_remade)
 
 
 def replay(job: Job, rank: int, settings: RankSettings, *, records: bool = False) -> RankProgram:
