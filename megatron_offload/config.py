@@ -148,8 +148,7 @@ class OffloadConfig(StrictModel):
     """Pinned host memory is taken in slabs of at least this size."""
 
     retained_device_bytes: BytesField = default(0)
-    """Reload targets kept for reuse instead of handed back to the allocator (CUDA graphs need fixed
-    addresses)."""
+    """Reload targets kept for reuse instead of handed back to the allocator."""
 
     pin_memory: bool = True
     """Page-lock host memory. Without, copies are slow and the host waits for each."""
