@@ -62,12 +62,7 @@ def run(given: RunOptions) -> int:
         out.print(f"bitwise identical: {'yes' if result.is_identical else 'no'}", style="bold")
         write_config(config, folder)
         write_model(folder / COMPARISON_NAME, result)
-        planned = _plan(folder)
-        try:
-            report = f"report, for a browser: {write_page(folder)}"
-        except ConfigError as error:  # the comparison stands
-            report = f"report: left out: {error}"
-        files = (f"findings: {folder / COMPARISON_NAME}", *planned, report)
+        files = (f"findings: {folder / COMPARISON_NAME}", *_plan(folder), _report(folder))
         for line in (*files, *_summary(config, reports, result)):
             out.print(line)
     return 0 if result.is_identical else 1
@@ -120,3 +115,11 @@ def _plan(folder: Path) -> list[str]:
     except ConfigError as error:
         return [f"plan: left out: {error}"]
     return [f"plan: {folder / PLAN_NAME}"]
+
+
+def _report(folder: Path) -> str:
+    """Write the HTML page; return where it is, or why there is none: the comparison stands."""
+    try:
+        return f"report, for a browser: {write_page(folder)}"
+    except ConfigError as error:
+        return f"report: left out: {error}"

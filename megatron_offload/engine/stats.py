@@ -41,9 +41,10 @@ class _ByName(dict[str, GroupStats]):
         return stats
 
 
-def _summed(name: str) -> Any:
-    """Make a property of what all groups have together."""
-    return property(lambda self: sum(getattr(group, name) for group in self.by_name.values()))
+def _summed(name: str) -> int:
+    """Make a property of what all groups have together; who reads it gets a number."""
+    found: Any = property(lambda self: sum(getattr(x, name) for x in self.by_name.values()))
+    return found
 
 
 @dataclass(slots=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -102,8 +101,9 @@ def offload_modules(
     try:
         for stage, chunk in enumerate(() if is_part else chunks):
             own = getattr(chunk, "vp_stage", None)
-            begin = partial(_begin, manager, stage if own is None else own, pp_rank)
-            result.remove_later([chunk.register_forward_pre_hook(ModuleHook(begin), prepend=True)])
+            at = stage if own is None else own
+            begin = ModuleHook(lambda *_, at=at: manager.begin_chunk(vp_stage=at, pp_rank=pp_rank))
+            result.remove_later([chunk.register_forward_pre_hook(begin, prepend=True)])
         # Spans last: their ends lie inside the boundaries of the modules beside them.
         for name, kind in sorted(kinds.items(), key=lambda item: item[1].between is not None):
             result.groups[name] = [p for found in modules for p in _mark(result, found, name, kind)]
@@ -139,10 +139,6 @@ def _unwrap(model: nn.Module) -> nn.Module:
     while isinstance(inner := getattr(model, "module", None), nn.Module):
         model = inner
     return model
-
-
-def _begin(manager: PipelineOffloadManager, stage: int, pp_rank: int | None, *_: Any) -> None:
-    manager.begin_chunk(vp_stage=stage, pp_rank=pp_rank)
 
 
 def _find(modules: Mapping[str, nn.Module], kind: _Kind) -> list[str]:

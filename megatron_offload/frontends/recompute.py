@@ -93,7 +93,7 @@ class ModuleHook:
 
     __slots__ = ("_hook",)
 
-    def __init__(self, hook: Callable[..., None]) -> None:
+    def __init__(self, hook: Callable[..., object]) -> None:
         self._hook = hook
 
     @graph_break

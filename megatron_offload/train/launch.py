@@ -12,7 +12,6 @@ import os
 import re
 import signal
 import time
-import uuid
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -92,7 +91,7 @@ def _start_ranks(runs: Runs, kind: str, ranks: int) -> list[RunReport]:
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex,
+        run_id="train",
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,

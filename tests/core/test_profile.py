@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile
+from megatron_offload.core.profile import GroupKey, GroupProfile, RemadeUnit, StepProfile
 
 KEYS = [GroupKey(0, index) for index in range(4)]
 
@@ -39,6 +41,14 @@ def test_what_is_away_when_backward_begins(device_bytes, staying, expected):
 def test_what_is_committed_after_the_first_backward_is_not_away_yet():
     late = make_profile(backward_at_bytes=(50, 100, 140, 160))
     assert late.bytes_away((), 0) == {"attn": 40, "mlp": 20}
+
+
+def test_what_was_made_again_of_an_earlier_group_is_away_too():
+    made, kept = RemadeUnit("norm", 7), RemadeUnit("mlp_act", 9, is_remade=False)
+    profile = make_profile(backward_at_bytes=(50, 100, 140, 160))
+    groups = (group._replace(remade=(made, kept)) for group in profile.groups)
+    away = replace(profile, groups=tuple(groups)).bytes_away((), 0)
+    assert away == {"attn": 40 + 7, "mlp": 20 + 7}, "the others come after the first backward"
 
 
 def test_the_same_groups_of_other_sizes():
