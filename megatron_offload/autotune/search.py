@@ -31,6 +31,9 @@ _NOISE = 0.02
 _SPARE_SHARE = 8
 """A step without offload is taken where it may take this share more than is predicted."""
 
+_NUM_NOISY_STEPS = 3
+"""Where the host is the limit, the quickest of so many steps counts: it may do other work, too."""
+
 _AIM_SHARE = 0.9
 """Of what a step may cost, what plans aim at, so that one that costs a little more is kept."""
 
@@ -40,6 +43,7 @@ class PlanSearch(ABC):
 
     Attributes:
         plan: what is to be followed; at first what the first steps have done.
+        num_steps: of how many steps that follow it the quickest is to be noted.
         is_settled: whether it stays.
         is_kept: whether it keeps what was promised.
         said: what there is to say of it, for people.
@@ -47,7 +51,7 @@ class PlanSearch(ABC):
 
     def __init__(self, chooser: Chooser, policy: AutoConfig | MemoryTargetConfig) -> None:
         self.plan = replace(chooser.plan(ModulesConfig()), policy=policy.kind)
-        self.is_settled, self.is_kept, self.said = False, True, ""
+        self.num_steps, self.is_settled, self.is_kept, self.said = 1, False, True, ""
         self._chooser = chooser
         self._num_left = policy.measured_plans
         self._left_s = MOST_PLANNING_S
@@ -121,9 +125,9 @@ class CostSearch(PlanSearch):
 
     What waits and makings again have lost tells small costs well, and nothing of the host's: where
     that launches too slowly, all the engine does takes the step's time. So where that is seen and
-    the device can hold a step without offload, one is measured, and others may take hardly longer
-    than that and what they have lost. Where the device has always work, a step's time isn't looked
-    at: the first steps behind a change take longer than those that follow.
+    the device can hold a step without offload, some are measured, others may take hardly longer
+    than those and what they have lost, and no more is predicted. Where the device has always work,
+    a step's time isn't looked at: the first steps behind a change take longer than later ones.
     """
 
     def __init__(self, chooser: Chooser, policy: AutoConfig, capacity_bytes: int | None) -> None:
@@ -152,13 +156,14 @@ class CostSearch(PlanSearch):
         if may_look and needed_bytes <= self._capacity_bytes < math.inf:
             self.plan = self._bare = self._under(highest_bytes)
             self._num_left -= 1
+            self.num_steps = _NUM_NOISY_STEPS
         else:
             super()._go_on()
 
     def _next(self) -> OffloadPlan | None:
         chooser, tried = self._chooser, self._tried
         asked, step, most = self._between([chooser.slowdown_percent(plan) for plan in tried])
-        can_predict = self._num_left != 1 or any(map(self._is_quick, tried))
+        can_predict = not self._bare and (self._num_left != 1 or any(map(self._is_quick, tried)))
         for more in (step, 2 * step, 4 * step) if can_predict else ():
             if asked + more >= most:
                 break

@@ -20,7 +20,7 @@ backward comes to it first. What each group has is counted by itself all the sam
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -34,7 +34,7 @@ from megatron_offload.core.group import (
     RESIDENT,
     Group,
 )
-from megatron_offload.core.profile import GroupKey, StepProfile
+from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile
 from megatron_offload.core.window import InFlightWindow
 
 G = TypeVar("G", bound=Group)
@@ -78,6 +78,8 @@ class Forecast(NamedTuple):
     """Of all that come before each position."""
     needed_at_bytes: dict[GroupKey, int]
     """By the step's clock."""
+    committed_at_bytes: dict[GroupKey, int]
+    """Likewise."""
 
 
 def forecast_of(profile: StepProfile) -> Forecast:
@@ -92,7 +94,9 @@ def forecast_of(profile: StepProfile) -> Forecast:
         for needed in (*needs[key], key):
             needed_at_bytes.setdefault(needed, at_bytes)
     position = {key: index for index, key in enumerate(order)}
-    return Forecast(order, position, list(accumulate(sizes, initial=0)), needed_at_bytes)
+    committed_at_bytes = {group.key: group.committed_at_bytes for group in profile.groups}
+    bytes_before = list(accumulate(sizes, initial=0))
+    return Forecast(order, position, bytes_before, needed_at_bytes, committed_at_bytes)
 
 
 def _in_order_of_need(
@@ -117,6 +121,7 @@ class StepDecisions(Generic[G]):
         committed: the groups whose forward is over, in order.
         backward_order: the groups that backward has reached, in order.
         backward_at_bytes: when that was, by the step's clock.
+        passed: the groups that nobody has recorded, since they stay: as they were learned.
     """
 
     def __init__(self, actions: Actions[G], window: InFlightWindow[G], budget: DeviceBudget):
@@ -143,6 +148,8 @@ class StepDecisions(Generic[G]):
         self.committed: list[G] = []
         self.backward_order: list[GroupKey] = []
         self.backward_at_bytes: list[int] = []
+        self.passed: dict[GroupKey, GroupProfile] = {}
+        self._passing: Mapping[GroupKey, GroupProfile] = {}
         self._in_use: G | None = None
         self._batch_bytes = self._reached_at_bytes = self._next = 0
         self.window.begin_step()
@@ -155,6 +162,24 @@ class StepDecisions(Generic[G]):
         self._order: Sequence[GroupKey] = self._forecast.order
         """What is followed: the order foretold, until backward comes to a group outside of it."""
         self._position = self._forecast.position
+
+    def let_pass(self, passing: Mapping[GroupKey, GroupProfile]) -> None:
+        """Let these groups of a step that begins pass by; see `core.passing`."""
+        self._passing = passing
+
+    def passes_by(self, group: G) -> bool:
+        """Whether a group that starts now need not be recorded; it is noted as passed then."""
+        found = self._passing.get(group.key)
+        if found is None or found.name != group.name:
+            return False
+        self.passed[group.key] = found
+        return True
+
+    def _catch_up(self, group: G, foreseen: Mapping[GroupKey, int]) -> None:
+        """Let the clock count what has passed by before a boundary of a group."""
+        missed_bytes = foreseen.get(group.key, 0) - self.window.step_bytes
+        if missed_bytes > 0:
+            self.window.pass_boundary(missed_bytes)
 
     def start(self, group: G) -> None:
         """Take note of a group whose forward has begun."""
@@ -183,6 +208,8 @@ class StepDecisions(Generic[G]):
         """
         budget, window, actions = self.budget, self.window, self._actions
         num_bytes, passing_bytes = group.num_bytes, group.passing_bytes
+        if self.passed:
+            self._catch_up(group, self._forecast.committed_at_bytes)
         group.committed_at_bytes = window.step_bytes
         self.committed.append(group)
         moving_bytes = 0 if stays_because else num_bytes
@@ -234,6 +261,8 @@ class StepDecisions(Generic[G]):
         is_known = self.knows(group)
         if is_known:
             self.budget.is_warming_up = False
+            if self.passed:
+                self._catch_up(group, self._forecast.needed_at_bytes)
         has_moved = is_known and self._reach(group)
         for needed in map(self._groups.get, group.needs if is_known else ()):
             if needed is not None:
@@ -330,14 +359,18 @@ class StepDecisions(Generic[G]):
         """Bring back along the order what is near, while the budget lasts."""
         order, groups, budget = self._order, self._groups, self.budget
         while self._next < len(order):
-            group = groups.get(order[self._next])
+            key = order[self._next]
+            group = groups.get(key)
+            if group is None and key in self.passed:
+                self._next += 1
+                continue
             if group is None or group.state is RECORDING:
                 return  # its forward is still to come; nothing behind it is needed sooner
             group = group.lead or group
             is_in_flight = group.state is OFFLOADING
             if is_in_flight or group.state is ON_HOST:
                 is_foretold = order is self._forecast.order
-                if is_foretold and not self._is_near(order[self._next], budget.lookahead_bytes):
+                if is_foretold and not self._is_near(key, budget.lookahead_bytes):
                     return
                 # What stays takes no more room.
                 may = budget.may_stay if is_in_flight else budget.may_prefetch

@@ -173,11 +173,18 @@ class AutomaticGroups:
             return SavedWrapper(tensor, self.pack)
         group = forward.group
         if group is None:
-            group = forward.group = self.manager.start_group(forward.chunk, forward.name)
-        record = forward.chunk.pack(group, tensor)
-        if record.block is None:
-            return record
-        saved = _Saved(self, group, record)
+            start = self.manager.start_group
+            group = forward.group = start(forward.chunk, forward.name, may_pass=True)
+        saved: SavedTensor | _Saved
+        if group.passes_by:
+            saved = SavedTensor(tensor, forward.name)
+            if not forward.chunk.may_move(tensor):
+                return saved
+        else:
+            record = forward.chunk.pack(group, tensor)
+            if record.block is None:
+                return record
+            saved = _Saved(self, group, record)
         forward.num_tensors += 1
         # Of the tensor: what its block has left depends on what is made again.
         forward.num_bytes += tensor.nbytes
@@ -201,7 +208,8 @@ class AutomaticGroups:
         forward.num_tensors = forward.num_bytes = 0
         if group is not None:
             forward.chunk.close_group(forward.name)
-            self.manager.commit(group)
+            if not group.passes_by:
+                self.manager.commit(group)
 
     def reach(self, group: OffloadGroup) -> None:
         """Backward asks for a tensor of a group."""

@@ -37,7 +37,9 @@ def start_group(manager: PipelineOffloadManager, tensors: Tensors, name: str) ->
     chunk = manager.chunk_to_record(name)
     if chunk is None or not manager.records():
         return tensors
-    group = manager.start_group(chunk, name)
+    group = manager.start_group(chunk, name, may_pass=True)
+    if group.passes_by:
+        return tensors
     tensor = _first_with_grad(tensors)
     if tensor is None:
         return tensors
@@ -82,7 +84,7 @@ def commit_group(
     """
     chunk = manager.cur_forward_chunk()
     group = chunk.close_group(name) if chunk is not None and manager.records() else None
-    if group is None:
+    if group is None or group.passes_by:
         return tensors
     manager.commit(group, forced_released_tensors or (), delay=delay)
     tensor = _first_with_grad(tensors)

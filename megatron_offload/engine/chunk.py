@@ -121,6 +121,7 @@ class ChunkOffloadHandler:
                 references = group.references
                 if block.group is not group and not any(one() is block for one in references):
                     references.append(weakref.ref(block))  # whoever needs it first reloads it
+                    group.shares_with += (block.group.key,)
                 return record
         record.block = block = Block(
             transfers, group, transfers.backend.compute_stream(), storage_key, version, alias

@@ -243,10 +243,14 @@ class OffloadGroup(Group):
         moving: between the look at its bytes and the decision, the blocks that can move.
         remade: what of it is made again, or could be; set at commit.
         dropped_bytes: what of it is off the device to be made again, until backward comes to it.
+        passes_by: whether nothing of it is recorded.
+        shares_with: groups before it that have saved some of its memory too.
     """
 
     elsewhere_bytes = shared_bytes = small_bytes = dropped_bytes = 0
     moving: Sequence[BlockRef] = ()
+    passes_by = False
+    shares_with: tuple[GroupKey, ...] = ()
     remade: tuple[RemadeUnit, ...] = ()
     leaf_hook: RemovableHandle | None = None
 

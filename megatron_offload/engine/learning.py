@@ -14,8 +14,9 @@ from fnmatch import fnmatchcase
 from functools import cache
 
 from megatron_offload.config import OffloadConfig
+from megatron_offload.core.passing import passing_groups
 from megatron_offload.core.policy_config import PlanFileConfig, RatioConfig
-from megatron_offload.core.profile import GroupKey, RunShape, StepProfile
+from megatron_offload.core.profile import GroupKey, GroupProfile, RunShape, StepProfile
 from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.transfers import Transfers
@@ -70,6 +71,7 @@ class Learner:
         plan: what is followed in place of them, if any.
         pp_rank: the pipeline rank whose rules count; None before the first chunk.
         kept: groups that the policy keeps on the device, each with the reason.
+        passing: those that need not be recorded, as long as steps are steady.
         is_steady: whether the last two steps had the same groups.
         moves_nothing: whether a plan of this run's own lets this rank move and make again nothing.
     """
@@ -81,6 +83,7 @@ class Learner:
         self.pp_rank: int | None = None
         self.profile: StepProfile | None = None
         self.kept: dict[GroupKey, str] = {}
+        self.passing: dict[GroupKey, GroupProfile] = {}
         self.is_steady = self.moves_nothing = False
         self._config = config
         self._listed = listed = config.modules if "modules" in config.model_fields_set else ()
@@ -140,7 +143,7 @@ class Learner:
         Raises:
             ConfigError: the plan has no such rank.
         """
-        self._is_own = is_own
+        self._is_own, self.passing = is_own, {}
         if plan is None:
             self.plan = self._planned = self._recompute = None
             self.moves_nothing = False
@@ -196,8 +199,13 @@ class Learner:
 
     # What is learned
 
-    def learn(self, profile: StepProfile) -> None:
-        """Learn from a step that is over."""
+    def learn(
+        self, profile: StepProfile, shared: Sequence[tuple[GroupKey, GroupKey]] | None = None
+    ) -> None:
+        """Learn from a step that is over.
+
+        ``shared`` is as in `passing_groups`; None where groups have passed by already.
+        """
         if self._listed:
             profile = self.without_unlisted(profile)
         before = self.profile
@@ -211,11 +219,14 @@ class Learner:
         elif before is not None:
             self._owners.known.clear()
         if self._planned != (profile, self.policy):
-            self._planned = profile, self.policy
+            self._planned, self.passing = (profile, self.policy), {}
             self._choose(profile)
             moving = (g.num_bytes for g in profile.groups if g.key not in self.kept)
             self._largest_bytes = max(moving, default=0)
         self._budget.learn(self._largest_bytes)
+        if shared is not None and self.kept:
+            ahead = self._budget.lookahead_bytes, self._budget.total_bytes
+            self.passing = passing_groups(profile, self.kept, shared, *ahead)
 
     def _choose(self, profile: StepProfile) -> None:
         if self.plan is not None:
@@ -229,7 +240,7 @@ class Learner:
     def restart(self) -> None:
         """Learn anew what the step looks like; what is followed stays."""
         self.profile = self._planned = None
-        self.is_steady = False
+        self.is_steady, self.passing = False, {}
         if self.plan is None:
             self.kept = {}
         self._owners.known.clear()

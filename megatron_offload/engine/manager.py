@@ -54,7 +54,7 @@ _MOST_CHUNKS = 1024
 """A step of more chunks than this ends by itself as soon as all its graphs are gone."""
 
 _LOOK_EVERY = 64
-"""Of the steps of which nothing would move, one in so many is recorded: the program may change."""
+"""One step in so many is recorded whole, also what stays: the program may change."""
 
 _NO_CHUNK = (
     "group %r was started outside a chunk, so nothing of it moves: take the step inside "
@@ -278,8 +278,12 @@ class PipelineOffloadManager:
         return ChunkOffloadHandler(self.transfers, self.marks, rules, vp_stage)
 
     @graph_break
-    def start_group(self, chunk: ChunkOffloadHandler, name: str) -> OffloadGroup:
+    def start_group(
+        self, chunk: ChunkOffloadHandler, name: str, *, may_pass: bool = False
+    ) -> OffloadGroup:
         """Open a group of a chunk; tensors saved under the manager's hooks belong to it.
+
+        One that ``may_pass`` by, and does, is closed and forgotten: it gets no commit, no backward.
 
         Raises:
             StateError: another thread is not done with this manager, or what is saved here may be
@@ -290,6 +294,10 @@ class PipelineOffloadManager:
         if chunk.position is None:
             self.enter_chunk(chunk)
         group = chunk.open_group(name)
+        is_free = len(chunk.open_groups) == 1 or chunk.open_groups[-2].passes_by
+        if may_pass and is_free and self.decisions.passes_by(group):
+            group.passes_by = True  # none around it would record what it saves
+            return group
         for observer in self.observers:
             observer.group_starts(group)
         self.decisions.start(group)
@@ -316,6 +324,8 @@ class PipelineOffloadManager:
             since = self._begun_at_backward
             self._begin_step()
             self._chunk, self._begun_at_backward = chunk, None if since is None else 0
+        if not self._entered and self._looks_away:
+            step.let_pass(self.learner.passing)
         self._entered.append(chunk)
         chunk.position = len(self._entered) - 1
 
@@ -329,13 +339,13 @@ class PipelineOffloadManager:
 
         Not where somebody watches its groups, and not one step in 64.
         """
-        learner = self.learner
-        return (
-            learner.moves_nothing
-            and learner.is_steady
-            and self.step_number % _LOOK_EVERY != 0
-            and not self._is_looked_at
-        )
+        return self.learner.moves_nothing and self._looks_away
+
+    @property
+    def _looks_away(self) -> bool:
+        """Whether what stays need not be recorded in this step."""
+        is_due = self.step_number % _LOOK_EVERY == 0
+        return self.learner.is_steady and not is_due and not self._is_looked_at
 
     @property
     def _is_looked_at(self) -> bool:
@@ -405,11 +415,16 @@ class PipelineOffloadManager:
         chunks, pp_rank = self._entered, self.learner.pp_rank or 0
         vp_size = max(1, len({chunk.vp_stage for chunk in chunks}))
         run = RunShape(max(1, len(chunks) // vp_size), pp_rank, pp_rank + 1, vp_size)
-        profile = replace(self.decisions.profile(), run=run)
+        step, known = self.decisions, self.learner.profile
+        is_other = step.is_other()
+        is_known = bool(step.passed) and not is_other and known is not None
+        profile = known if is_known and known else replace(step.profile(), run=run)
         for observer in self.observers:
             observer.step_ended(profile)
-        if not self._stays_because:  # how a step goes that moves nothing is no lesson
-            self.learner.learn(profile)
+        if is_other:
+            self.learner.restart()
+        elif not self._stays_because:  # how a step goes that moves nothing is no lesson
+            self.learner.learn(profile, None if step.passed else step.shared)
 
     @contextmanager
     def step(self) -> Iterator[PipelineOffloadManager]:
@@ -634,8 +649,11 @@ class PipelineOffloadManager:
     @graph_break
     def __enter__(self) -> PipelineOffloadManager:
         chunk = self._chunk
-        is_open = chunk is not None and bool(chunk.open_groups) and self.records()
-        self._hooks.push(partial(chunk.pack, chunk.open_groups[-1]) if chunk and is_open else None)
+        pack = None
+        if chunk is not None and chunk.open_groups and self.records():
+            group = chunk.open_groups[-1]
+            pack = None if group.passes_by else partial(chunk.pack, group)
+        self._hooks.push(pack)
         return self
 
     @graph_break

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 
 from megatron_offload.backends.base import Pair, Wait
-from megatron_offload.core.profile import StepProfile
+from megatron_offload.core.profile import GroupKey, StepProfile
 from megatron_offload.engine.group import Block, OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Direction, Observer
@@ -184,7 +184,7 @@ class MeasuredStep(NamedTuple):
     """The most that the process has reserved; None where nobody tells."""
     idle_share: float
     """Of the boundaries of its groups, those at which the device had come to the one before: most,
-    where it waits for the host."""
+    where it waits for the host. Where groups have passed by in between, neither counts."""
 
 
 class StepTimer(ComputeTimer):
@@ -200,7 +200,7 @@ class StepTimer(ComputeTimer):
         self._began: Any = None
         self._ended: Any = None
         self._num_chunks = self._num_turns = self._copied_bytes = 0
-        self._boundary: Any = None
+        self._boundary: tuple[GroupKey, Any] | None = None
         self._num_boundaries = self._num_idle = 0
         if self._meter is not None:
             self._earlier_peak_bytes = self._meter.peak_bytes
@@ -226,9 +226,11 @@ class StepTimer(ComputeTimer):
         """See at a boundary whether the device has come to the one before already."""
         if not self.has_ended:
             if self._boundary is not None:
-                self._num_boundaries += 1
-                self._num_idle += self._backend.has_passed(self._boundary)
-            self._boundary = self.now()
+                (chunk, order), event = self._boundary
+                if group.key.chunk == chunk and abs(group.key.order - order) <= 1:
+                    self._num_boundaries += 1
+                    self._num_idle += self._backend.has_passed(event)
+            self._boundary = group.key, self.now()
 
     group_commits = backward_leaves = _look
 

@@ -4,7 +4,6 @@ A candidate says how many kinds of saved bytes are made again, those first that 
 time; an order in which the groups of each rank go to the host until its target is kept; how much
 device memory their copies have, and how that is split between the two directions. What a candidate
 takes of memory doesn't depend on times, so it is replayed; how long its step takes is simulated.
-Where a job is small, single groups, limits and kinds of the best are changed at last.
 """
 
 from __future__ import annotations
@@ -13,10 +12,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from itertools import cycle, pairwise, product
+from itertools import product
 from typing import NamedTuple, TypeAlias
-
-import numpy as np
 
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, PolicyConfig
 from megatron_offload.core.profile import GroupKey, RemadeUnit, StepProfile, is_cheap, merge_units
@@ -33,7 +30,7 @@ from megatron_offload.planning.plan import (
     rank_plan,
 )
 from megatron_offload.planning.policy import plan_by_rule
-from megatron_offload.planning.replay import RankWork, half_the_time
+from megatron_offload.planning.replay import RankWork
 from megatron_offload.planning.simulate import (
     RELEASE,
     RELOAD,
@@ -45,10 +42,6 @@ from megatron_offload.planning.simulate import (
 
 _NUM_ROOMS = 10
 _NUM_ORDERS = 2
-
-_Shares: TypeAlias = tuple[float, float]
-_SAME: _Shares = (1.0, 1.0)
-"""Of the limits of what is in flight and of what comes back ahead."""
 
 _NUM_TARGETS = 64
 """The range of targets is cut into so many by the search for the least memory."""
@@ -64,34 +57,16 @@ _MOST_TRIES = 4
 """So often a choice is made for a lower target, where replaying it shows more than its rows do."""
 
 _MOST_BOUNDARIES = 600_000
-"""Of groups, that all candidates of one target pass together: some seconds of one core. So many
-more pass those in which single groups, limits and kinds are changed."""
+"""Of groups, that all candidates of one target pass together: some seconds of one core."""
 
 _ENOUGH_CANDIDATES = 100
 """Where fewer may be tried, `Chooser.within` looks around the best of the last target alone."""
-
-_FEW_GROUPS = 12
-"""So many of a rank change their places with any other, more with those next to them alone."""
-
-_NUM_CHANGED = 3
-"""So many of the best candidates are changed."""
 
 _HOPELESS = 1.1
 """A candidate that takes so much longer than the best is not looked around."""
 
 _Settings: TypeAlias = tuple[RankSettings, ...]
 """Of each rank."""
-
-
-class _Change(NamedTuple):
-    """What is done otherwise on one rank."""
-
-    rank: int
-    shares: _Shares = _SAME
-    keys: frozenset[GroupKey] = frozenset()
-    """Groups that move where they stay, and stay where they move."""
-    kinds: frozenset[tuple[str, int]] = frozenset()
-    """What is made again where it is not, and the other way round; see `_kinds_of`."""
 
 
 class _Way(NamedTuple):
@@ -173,14 +148,12 @@ class Chooser:
         if limits.recompute is not None:
             may = dict(enumerate(limits.recompute))
             kinds = [(unit, stage) for unit, stage in kinds if unit in may.get(stage, ())]
-        self._kinds = kinds
         self._num_cheap = sum(is_cheap(unit) for unit, _ in kinds)
         self._levels = [by_stage(kinds[:number]) for number in range(len(kinds) + 1)]
         boundaries = sum(
             2 * len(job.stages[one.stage].groups) for passes in job.schedule.ranks for one in passes
         )
-        self._most_changes = _MOST_BOUNDARIES // max(1, boundaries)
-        self._most_candidates = max(12, self._most_changes)
+        self._most_candidates = max(12, _MOST_BOUNDARIES // max(1, boundaries))
         # None of these holds this: no circle of so many programs.
         self._bare_step = bare_step = cache(
             lambda made: simulate(job, replace(NO_OFFLOAD, recompute=made), record=True)
@@ -275,14 +248,6 @@ class Chooser:
     def _quickest(self, targets: Sequence[int]) -> _Settings:
         """Return the best candidate that keeps targets which can be kept."""
         found = self._search(targets)
-        if found[0].us > self.without.step_us * (1 + _SAME_SHARE):
-            # Those that make nothing again are changed for themselves first: with more to choose
-            # from the outcome is never worse.
-            plain = [one for one in found if not any(way.level for way in one.ways)]
-            changed = self._climbed(targets, plain, may_remake=False) if plain else []
-            if self._kinds:
-                changed += self._climbed(targets, [*changed, *found], may_remake=True)
-            found += changed
         most_us = min(one.us for one in found) * (1 + _SAME_SHARE)
         alike = [one.settings for one in found if one.us <= most_us]
 
@@ -350,89 +315,6 @@ class Chooser:
         climbs = [top] if starts else sorted({0, cheap, top}) * 2
         _ = look(starts or first) or any(climb(level) for level in climbs)
         return sorted(found.values(), key=lambda one: one.us)
-
-    # Single changes
-
-    def _climbed(
-        self, targets: Sequence[int], found: Sequence[_Found], *, may_remake: bool
-    ) -> list[_Found]:
-        """Go from the best, and those that move all, to steps that no single change makes quicker.
-
-        Where time ends before, it goes so far.
-        """
-        starts = sorted(found, key=lambda one: one.us)[:_NUM_CHANGED]
-        for room in range(0, _NUM_ROOMS, 3):
-            ways = tuple(way._replace(room=room) for way in starts[0].ways)
-            settings = tuple(map(self._settings, range(len(ways)), ways))
-            if self._keeps(targets, settings):
-                starts.append(_Found(self._simulate(settings).step_us, ways, settings))
-        num_left = self._most_changes
-        with half_the_time():
-            for index, best in enumerate(starts):
-                changes = self._changes(best.settings, may_remake=may_remake)
-                num_in_vain = 0
-                for change in cycle(changes):
-                    if num_left == 0 or num_in_vain == len(changes):
-                        break
-                    num_left, num_in_vain = num_left - 1, num_in_vain + 1
-                    rank, before = change.rank, best.settings
-                    one = self._apply(change, before[rank])
-                    settings = (*before[:rank], one, *before[rank + 1 :])
-                    if self._keeps(targets, settings):
-                        us = self._simulate(settings).step_us
-                        if us < best.us:
-                            best, num_in_vain = best._replace(us=us, settings=settings), 0
-                            starts[index] = best
-        return starts
-
-    def _keeps(self, targets: Sequence[int], settings: _Settings) -> bool:
-        return all(self._peak(rank, one) <= targets[rank] for rank, one in enumerate(settings))
-
-    def _changes(self, settings: _Settings, *, may_remake: bool) -> list[_Change]:
-        """Return changes of each rank: of limits and kinds first, then of groups in a random order.
-
-        Where groups are few, also of those in one place of each chunk, and of limits along with
-        others: alone such a change doesn't keep the target, or makes no step quicker.
-        """
-        groups: list[_Change] = []
-        others: list[_Change] = []
-        for rank in range(len(settings)):
-            keys = [group.key for group in self._rank(rank, ()).groups]
-            is_few = len(keys) <= _FEW_GROUPS
-            for distance in range(len(keys) if is_few else 3):
-                pairs = zip(keys, keys[distance:], strict=False)
-                groups += [_Change(rank, keys=frozenset(pair)) for pair in pairs]
-            if is_few:
-                places = pairwise(sorted({key.order for key in keys}))
-                for two, shares in product(places, (_SAME, (1.5, 0.5))):
-                    alike = frozenset(key for key in keys if key.order in two)
-                    groups.append(_Change(rank, shares, keys=alike))
-            for shares in ((0.8, 0.8), (1.25, 1.25), (0.9, 1.1), (1.1, 0.9)):
-                others.append(_Change(rank, shares))
-            both = [_SAME, (0.65, 0.65)] if is_few else [_SAME]
-            for kind, shares in product(self._kinds if may_remake else (), both):
-                others.append(_Change(rank, shares, kinds=frozenset((kind,))))
-        # Where only some can be tried, those of all places.
-        mixed = np.random.default_rng(0).permutation(len(groups))
-        return others + [groups[place] for place in mixed]
-
-    def _apply(self, change: _Change, settings: RankSettings) -> RankSettings:
-        """Return the settings of a rank after a change."""
-        if change.kinds:
-            stages = enumerate(settings.recompute or ())
-            kinds = {(unit, stage) for stage, units in stages for unit in units}
-            settings = replace(settings, recompute=by_stage(kinds ^ change.kinds))
-        if not settings.offloads:
-            if not change.keys:
-                return settings
-            live = self._rank(change.rank, settings.recompute or ())
-            limits = dict.fromkeys(LIMITS, 2 * live.largest_bytes) | self._user_limits
-            settings = RankSettings(kept=live.keys, recompute=settings.recompute, **limits)
-        limits = {
-            name: int(share * (getattr(settings, name) or 0))
-            for name, share in zip(LIMITS, change.shares, strict=True)
-        }
-        return replace(settings, kept=settings.kept ^ change.keys, **limits | self._user_limits)
 
     # Candidates
 

@@ -1,0 +1,59 @@
+"""Which groups of a steady step pass by: nothing of them is recorded, as if nobody had marked them.
+
+To record a group takes the host's time, be it to move or to stay. What stays anyway needs no
+record, unless something else of the step depends on it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+
+from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile
+
+
+def passing_groups(
+    profile: StepProfile,
+    staying: Collection[GroupKey],
+    shared: Iterable[tuple[GroupKey, GroupKey]],
+    lookahead_bytes: int,
+    total_bytes: int,
+) -> dict[GroupKey, GroupProfile]:
+    """Return the groups that need not be recorded in a step like this one.
+
+    Recorded are those that move, those of which something is made again or that something is made
+    from, and what shares memory with any of these: a tensor that nobody has recorded keeps it. So
+    is the first of each chunk: until its backward is over the chunk's graph is alive. And copies
+    are released and asked for at boundaries, so behind what moves there is one now and then, and
+    at the end of its chunk.
+
+    Args:
+        profile: a step whose groups were all recorded.
+        staying: the groups that are chosen to stay.
+        shared: pairs of groups that have saved the same memory.
+        lookahead_bytes: how far ahead of its use, by the step's clock, what moves comes back: so
+            far apart are boundaries at most, until
+        total_bytes: have passed, when its copy is released.
+    """
+    recorded = {group.key for group in profile.groups if group.key not in staying}
+    last = {group.key.chunk: group.key for group in sorted(profile.groups)}
+    for group in profile.groups:
+        if group.key.order == 0 or any(unit.is_remade for unit in group.remade):
+            recorded.update((group.key, *group.needs))
+    pairs = list(shared)
+    num_recorded = 0
+    while num_recorded < len(recorded):
+        num_recorded = len(recorded)
+        recorded.update(*(pair for pair in pairs if not recorded.isdisjoint(pair)))
+    passing: dict[GroupKey, GroupProfile] = {}
+    passed_bytes, moved_ago_bytes = 0.0, math.inf
+    for group in profile.groups:
+        passed_bytes += group.num_bytes
+        is_far = passed_bytes > lookahead_bytes or group.key == last[group.key.chunk]
+        is_due = is_far and moved_ago_bytes <= total_bytes
+        moved_ago_bytes = moved_ago_bytes + group.num_bytes if group.key in staying else 0
+        if group.key in recorded or is_due:
+            passed_bytes = 0
+        else:
+            passing[group.key] = group
+    return passing
