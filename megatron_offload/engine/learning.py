@@ -170,8 +170,7 @@ class Learner:
         rank = plan.ranks[pp_rank]
         self._budget.follow_plan(rank.max_inflight_bytes, rank.prefetch_bytes)
         self.kept, self._recompute = dict(rank.kept), rank.recompute
-        is_idle = not rank.moved_bytes and rank.recompute is not None and not any(rank.recompute)
-        self.moves_nothing = self._is_own and is_idle
+        self.moves_nothing = self._is_own and not rank.moved_bytes and not self.makes_again
 
     def recompute(self, vp_stage: int) -> frozenset[str] | None:
         """Return the units that a virtual stage makes again; None for all but dear ones."""
@@ -179,6 +178,11 @@ class Learner:
         if planned is None:
             return None
         return planned[vp_stage] if vp_stage < len(planned) else frozenset()
+
+    @property
+    def makes_again(self) -> bool:
+        """Whether a step may make anything again."""
+        return self._recompute is None or any(self._recompute)
 
     def plans(self, unit: str) -> bool:
         """Whether the plan that is followed makes a unit again in any virtual stage."""

@@ -363,7 +363,18 @@ class PipelineOffloadManager:
 
     def may_make_again(self, unit: str) -> bool:
         """Whether it matters how an output of this unit is made: dear ones wait for a plan."""
-        return is_cheap(unit) or self.learner.plans(unit) or self._is_looked_at
+        may = is_cheap(unit) or self.learner.plans(unit) or self._is_looked_at
+        return may and self.notes_recipes
+
+    @property
+    def notes_recipes(self) -> bool:
+        """Whether it matters in this step how outputs are made.
+
+        Not where groups pass by, and what is followed makes nothing again.
+        """
+        learner = self.learner
+        passes = learner.moves_nothing or bool(learner.passing)
+        return learner.makes_again or not (passes and self._looks_away)
 
     @graph_break
     def reset(self) -> None:
@@ -543,7 +554,7 @@ class PipelineOffloadManager:
             chunk.add_recipe(output, function, inputs, unit, reads)
 
     def _chunk_of_recipes(self) -> ChunkOffloadHandler | None:
-        is_recorded = self._chunk is not None and self.do_offload and not self.is_passing
+        is_recorded = self._chunk is not None and self.do_offload and self.notes_recipes
         return self._chunk if is_recorded and is_recording(needs_grad=False) else None
 
     @graph_break

@@ -427,13 +427,14 @@ class RecomputeFunctions(TorchFunctionMode):
 def recompute_functions(
     manager: PipelineOffloadManager, *, besides_modules: bool
 ) -> AbstractContextManager[Any]:
-    """Return what lets functions be made again while it is entered, where any should be.
+    """Return what lets functions be made again while it is entered, where any should be now.
 
     ``besides_modules`` says that `recompute_modules` serves the kinds of modules.
     """
     wanted = set(manager.config.recompute) - ({"norm", "mlp_act"} if besides_modules else set())
     units = {function: unit for function, unit in _FUNCTIONS.items() if unit in wanted}
-    return RecomputeFunctions(manager, units) if units else nullcontext()
+    may = bool(units) and manager.notes_recipes
+    return RecomputeFunctions(manager, units) if may else nullcontext()
 
 
 @graph_break

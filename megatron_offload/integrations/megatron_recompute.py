@@ -158,7 +158,8 @@ def _grouping(theirs: Call, *args: Any, **kwargs: Any) -> Any:
 def _letting_functions_tell(theirs: Call, self: Any, *args: Any, **kwargs: Any) -> Any:
     manager, config = _manager(), self.config
     is_fused = config.bias_activation_fusion or config.use_te_activation_func
-    if is_fused or "mlp_act" not in manager.config.recompute or not manager.records():
+    may = "mlp_act" in manager.config.recompute and manager.may_make_again("mlp_act")
+    if is_fused or not may or not manager.records():
         return theirs(self, *args, **kwargs)
     own = vars(self)
     activate = None if torch.compiler.is_compiling() else own.get("activation_func")
