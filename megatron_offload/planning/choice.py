@@ -30,7 +30,7 @@ from megatron_offload.planning.plan import (
     rank_plan,
 )
 from megatron_offload.planning.policy import plan_by_rule
-from megatron_offload.planning.replay import RankWork
+from megatron_offload.planning.replay import RankWork, half_the_time
 from megatron_offload.planning.simulate import (
     RELEASE,
     RELOAD,
@@ -207,18 +207,19 @@ class Chooser:
         num_ranks = len(self._profiles)
         target, best = highest, (NO_OFFLOAD,) * num_ranks
         starts: list[_Ways] = []
-        while kept - too_low > 1 and lowest < highest:
-            middle = (too_low + kept) // 2
-            tried = lowest + (highest - lowest) * middle // _NUM_TARGETS
-            found = self._search((tried,) * num_ranks, starts, limit_us)[0]
-            may_look_again = starts and self._most_candidates >= _ENOUGH_CANDIDATES
-            if may_look_again and found.us > limit_us:  # what is near the last best is not all
-                found = self._search((tried,) * num_ranks, (), limit_us)[0]
-            starts = [found.ways, *starts[:1]]
-            if found.us <= limit_us:
-                kept, target, best = middle, tried, found.settings
-            else:
-                too_low = middle
+        with half_the_time():
+            while kept - too_low > 1 and lowest < highest:
+                middle = (too_low + kept) // 2
+                tried = lowest + (highest - lowest) * middle // _NUM_TARGETS
+                found = self._search((tried,) * num_ranks, starts, limit_us)[0]
+                may_look_again = starts and self._most_candidates >= _ENOUGH_CANDIDATES
+                if may_look_again and found.us > limit_us:  # what is near the last best is not all
+                    found = self._search((tried,) * num_ranks, (), limit_us)[0]
+                starts = [found.ways, *starts[:1]]
+                if found.us <= limit_us:
+                    kept, target, best = middle, tried, found.settings
+                else:
+                    too_low = middle
         least = f"{format_bytes(target)}, the least found for at most {most_slowdown_percent:.3g} %"
         return self._plan("auto", best, [f"{least} of the step's time"] * num_ranks)
 
@@ -311,9 +312,11 @@ class Chooser:
         cheap = self._num_cheap
         levels = sorted({0, cheap // 2, cheap, (cheap + top) // 2, top})
         grid = product(levels, range(2, _NUM_ROOMS, 3))
-        first = [(_Way(room, level),) * num_ranks for level, room in grid]
+        first = list(starts) or [(_Way(room, level),) * num_ranks for level, room in grid]
         climbs = [top] if starts else sorted({0, cheap, top}) * 2
-        _ = look(starts or first) or any(climb(level) for level in climbs)
+        if not look(first[:1]):
+            with half_the_time():
+                _ = look(first[1:]) or any(climb(level) for level in climbs)
         return sorted(found.values(), key=lambda one: one.us)
 
     # Candidates

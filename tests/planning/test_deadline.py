@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import time
 
 import pytest
-from problems import make_job
+from problems import make_job, random_job
 
+from megatron_offload.planning.choice import Chooser
 from megatron_offload.planning.job import RankSettings
+from megatron_offload.planning.profiled_job import profiles_of
 from megatron_offload.planning.replay import OutOfTimeError, ending_after, replay
 from megatron_offload.planning.simulate import simulate_programs
 
@@ -31,3 +35,32 @@ def test_a_simulation_ends_in_its_middle_when_the_time_is_up(monkeypatch):
         with ending_after(1e9):
             one()
     assert simulate_programs(job, programs) == step, "no time is set any more"
+
+
+@pytest.mark.parametrize("kind", ["under", "within"])
+def test_a_plan_is_the_best_that_was_found_in_time(kind, monkeypatch):
+    job = random_job(random.Random(4))
+    some = Chooser(profiles_of(job), job)
+    target = (some.lowest_bytes + some.highest_bytes) // 2
+    clock = itertools.count()
+    monkeypatch.setattr(time, "thread_time", lambda: float(next(clock)))
+
+    def planned(seconds):
+        chooser = Chooser(profiles_of(job), job)
+        began = time.thread_time()
+        with ending_after(seconds):
+            if kind == "within":
+                plan = chooser.within(2.0)
+            else:
+                plan = chooser.under((target,) * job.schedule.num_ranks)
+        return plan, time.thread_time() - began
+
+    best, all_the_time = planned(1e9)
+    plan, needed = planned(all_the_time / 2)
+    assert needed < all_the_time / 2
+    assert max(rank.predicted_peak_bytes for rank in plan.ranks) <= some.highest_bytes
+    if kind == "within":
+        assert plan.ranks[0].predicted_step_us <= 1.02 * some.without.step_us
+    else:
+        assert max(rank.predicted_peak_bytes for rank in plan.ranks) <= target
+        assert plan.ranks[0].predicted_step_us >= best.ranks[0].predicted_step_us
