@@ -225,15 +225,17 @@ def test_what_shares_memory_with_what_moves_is_recorded_and_its_memory_comes_bac
 
 
 def test_a_group_inside_one_that_is_recorded_is_recorded_too():
-    model = make_model()
+    model = make_model()  # each block a group and one inside
     manager = make_manager(fraction=0.3, **LIMITS)
     check_steps(model, manager, ORDER, 3)
-    passing = manager.learner.passing
-    keys = recorded(model, manager)
-    for key in keys:
-        if key.order % 2 == 0:  # its norm group is around the one behind it
-            assert key._replace(order=key.order + 1) in keys
-    assert len(keys) < 24 or not passing
+    groups = {group.key: group for group in manager.last_profile.groups}
+    for outer, inner in ((2, 3), (4, 5)):
+        alone = {GroupKey(1, inner): groups[GroupKey(1, inner)]}
+        manager.learner.passing = alone
+        assert GroupKey(1, inner) in recorded(model, manager)
+        manager.learner.passing = alone | {GroupKey(1, outer): groups[GroupKey(1, outer)]}
+        assert not {GroupKey(1, inner), GroupKey(1, outer)} & set(recorded(model, manager))
+    assert manager.learner.is_steady
 
 
 def test_groups_by_hand_are_recorded_whatever_stays():
