@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from programs import (
@@ -20,9 +23,11 @@ from programs import (
 from torch import nn
 
 from megatron_offload.core.profile import GroupKey
+from megatron_offload.engine.chunk import ChunkOffloadHandler as Chunk
 from megatron_offload.engine.observer import Observer
 from megatron_offload.frontends.whole_model import OffloadActivations
 from megatron_offload.observe.live_bytes import LiveActivationMeter
+from megatron_offload.planning.plan import plan_of, rank_plan
 
 ORDER = one_forward_one_backward(4, depth=2)
 LIMITS = {"max_inflight_bytes": 4 * KIB, "prefetch_bytes": 4 * KIB}
@@ -158,16 +163,16 @@ def test_a_group_of_another_name_is_recorded_and_a_shorter_step_goes_on():
     assert_nothing_left(manager)
 
 
-def test_other_rules_count_at_once():
-    model = make_layers()
-    manager = steady(model)
-    before = manager.last_step.offloaded_bytes
-    for fraction in (0.8, 0.4):
+def test_other_rules_of_the_program_count_at_once():
+    model, manager = make_layers(), make_manager(**LIMITS)
+    begin, moved = manager.begin_chunk, []
+    for fraction in (0.4, 0.8, 0.4):
+        manager.begin_chunk = partial(begin, fraction=fraction)
         for _ in range(4):
-            manager.begin_chunk(fraction=fraction)  # what its model says; the step is still empty
-            manager.config.model_fields_set.discard("fraction")
             run_step(model, manager, ORDER)
-    assert manager.last_step.offloaded_bytes == before
+        assert manager.learner.passing
+        moved.append(manager.last_step.offloaded_bytes)
+    assert moved[0] == moved[2] < 0.6 * moved[1]
 
 
 def test_evaluation_exceptions_and_aborts_between_change_nothing():
@@ -236,6 +241,29 @@ def test_a_group_inside_one_that_is_recorded_is_recorded_too():
         manager.learner.passing = alone | {GroupKey(1, outer): groups[GroupKey(1, outer)]}
         assert not {GroupKey(1, inner), GroupKey(1, outer)} & set(recorded(model, manager))
     assert manager.learner.is_steady
+
+
+def test_where_nothing_is_made_again_nobody_notes_how_it_was_made(monkeypatch):
+    model = make_model(recomputes=True)
+    manager = make_manager(fraction=1.0, **LIMITS)
+    for _ in range(3):
+        run_step(model, manager, ORDER)
+    profile, noted = manager.last_profile, []
+    monkeypatch.setattr(Chunk, "add_recipe", lambda *args, **_: noted.append(args))
+    run_step(model, manager, ORDER)
+    assert noted
+    kept = dict.fromkeys((group.key for group in profile.groups[3:]), "as planned")
+    for units in ((), None):
+        rank = replace(rank_plan(profile, kept, ""), units=units)
+        manager.learner.follow_plan(plan_of("auto", [profile], [rank]), is_own=True)
+        for _ in range(2):
+            check_steps(model, manager, ORDER)
+        assert manager.learner.passing
+        noted.clear()
+        check_steps(model, manager, ORDER)
+        assert bool(noted) == (units is None)
+        recorded(model, manager, needs_groups=True)
+        assert noted
 
 
 def test_groups_by_hand_are_recorded_whatever_stays():
