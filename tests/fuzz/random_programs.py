@@ -257,6 +257,11 @@ class Program:
             "checking": rng.random() < 0.2,
         }
         add_recipes(random.Random(~seed), self.segments)
+        passing = random.Random(seed * 3 + 2)
+        if passing.random() < 0.4:  # steady steps of which some groups stay
+            others = passing.choice([[], self.steps[-1:], [make_schedule(passing)]])
+            self.steps += [self.steps[0]] * 4 + others + [self.steps[0]] * len(others)
+            self.settings["fraction"] = passing.choice([0.3, 0.6])
         on_streams = random.Random(seed * 2 + 1)
         self.has_streams = on_streams.random() < 0.5
         add_hops(on_streams, self.segments)
