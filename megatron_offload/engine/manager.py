@@ -66,7 +66,7 @@ _NO_END = (
 )
 CAPTURED_TOO_EARLY = (
     "a step was captured into a graph while it is looked at: trace, profile and check others; "
-    "where a plan is looked for, take some 16 steps before (cuda_graph_warmup_steps), or set "
+    "where a plan is looked for, take some 20 steps before (cuda_graph_warmup_steps), or set "
     "policy: modules"
 )
 _NO_TUNER = (
