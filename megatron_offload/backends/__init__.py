@@ -42,12 +42,7 @@ def create_backend(config: OffloadConfig, device_index: int | None = None) -> Ba
     from megatron_offload.backends.simulated import SimulatedBackend
 
     if _takes_cuda(config):
-        return CudaBackend(
-            nvtx=config.nvtx,
-            pin_memory=config.pin_memory,
-            copy_streams=config.copy_streams,
-            device_index=device_index,
-        )
+        return CudaBackend(config, device_index)
     simulated = config.simulated
     if not config.copy_streams:  # a copy that is queued on the compute stream comes before the rest
         simulated = simulated.model_copy(update={"copy_timing": "eager"})

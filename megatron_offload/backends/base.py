@@ -144,7 +144,7 @@ class Backend(abc.ABC):
         """Return a point behind all work queued on ``stream`` so far whose time can be read."""
         return time.perf_counter() * 1e6
 
-    def has_passed(self, point: Any) -> bool:
+    def has_passed(self, event: Any) -> bool:
         """Whether the device has come to a `timestamp`, without waiting; the host has, at once."""
         return True
 

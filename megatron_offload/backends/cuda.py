@@ -16,6 +16,7 @@ import torch
 
 from megatron_offload.backends.base import Backend, DeviceMemory, Pair, Wait
 from megatron_offload.backends.host_limit import near_cpus, running_on
+from megatron_offload.config import OffloadConfig
 from megatron_offload.errors import IntegrationError
 
 _logger = logging.getLogger(__name__)
@@ -43,22 +44,17 @@ class CudaBackend(Backend):
     """Streams, events, pinned memory and copies of the current CUDA device.
 
     Args:
-        nvtx: put an NVTX range with the group's name around the issue of its copies.
-        pin_memory: page-lock host memory.
-        copy_streams: copy on streams of their own, else on the stream that is current now.
+        config: its ``nvtx``, ``pin_memory`` and ``copy_streams`` count. Without the last, copies go
+            to the stream that is current now.
         device_index: a device to make the process's current one first; None leaves it.
     """
 
     name = "cuda"
 
     def __init__(
-        self,
-        *,
-        nvtx: bool = False,
-        pin_memory: bool = True,
-        copy_streams: bool = True,
-        device_index: int | None = None,
+        self, config: OffloadConfig | None = None, device_index: int | None = None
     ) -> None:
+        config = config or OffloadConfig()
         if not is_available():
             raise IntegrationError(
                 "backend 'cuda' needs a CUDA device and torch sees none; "
@@ -68,13 +64,13 @@ class CudaBackend(Backend):
             torch.cuda.set_device(device_index)
         self._index = torch.cuda.current_device()
         self.device = torch.device("cuda", self._index)
-        if copy_streams:
+        if config.copy_streams:
             self.d2h_stream = torch.cuda.Stream(self.device)
             self.h2d_stream = torch.cuda.Stream(self.device)
         else:
             self.d2h_stream = self.h2d_stream = torch.cuda.current_stream(self.device)
-        self._nvtx = nvtx
-        self._pin_memory = pin_memory
+        self._nvtx = config.nvtx
+        self._pin_memory = config.pin_memory
         self._near_cpus = near_cpus(_pci_address(self._index))
         # Which stream is current is asked every time; only the object that stands for it is kept.
         self._streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
@@ -131,6 +127,8 @@ class CudaBackend(Backend):
     def is_done(self, event: torch.cuda.Event) -> bool:
         return bool(event.query())
 
+    has_passed = is_done
+
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
@@ -142,9 +140,6 @@ class CudaBackend(Backend):
 
     def timestamp(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         return stream.record_event(torch.cuda.Event(enable_timing=True))
-
-    def has_passed(self, point: torch.cuda.Event) -> bool:
-        return bool(point.query())
 
     def sync_elapsed_us(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         start.synchronize()

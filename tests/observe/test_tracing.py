@@ -77,7 +77,7 @@ def test_nvtx_ranges_carry_the_groups_name(monkeypatch):
     quiet = cuda.CudaBackend()
     quiet.copy(pairs, quiet.d2h_stream, "mlp")
     assert ranges == []
-    backend = cuda.CudaBackend(nvtx=OffloadConfig(nvtx=True).nvtx)
+    backend = cuda.CudaBackend(OffloadConfig(nvtx=True))
     backend.copy(pairs, backend.d2h_stream, "mlp")
     backend.copy(pairs, backend.h2d_stream, "{mlp}")
     assert ranges == ["offload mlp", "reload {mlp}"]
