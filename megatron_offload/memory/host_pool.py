@@ -142,6 +142,7 @@ class _Piece:
             self.event, self.turn = other.event, other.turn
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class HostRegion:
     """Pinned bytes lent out by a `HostPool`, until they are given to `HostPool.free`.
 
@@ -151,18 +152,13 @@ class HostRegion:
     given back.
     """
 
-    __slots__ = (
-        *("_piece", "alone_bytes", "num_users", "owners", "ready_event", "size_bytes", "views"),
-    )
-
-    def __init__(self, piece: _Piece, parts: list[Part]) -> None:
-        self._piece: _Piece | None = piece
-        self.views = piece.show(parts)
-        self.size_bytes = piece.num_bytes
-        self.alone_bytes: dict[str, int] = {}
-        self.ready_event = piece.event
-        self.num_users = len(parts)
-        self.owners: list[Any] = []
+    _piece: _Piece | None
+    views: list[torch.Tensor]
+    size_bytes: int
+    ready_event: Event | None
+    num_users: int
+    alone_bytes: dict[str, int] = field(default_factory=dict)
+    owners: list[Any] = field(default_factory=list)
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -218,7 +214,7 @@ class HostPool:
 
         A part without bytes, and a pool that is closed, are a `ValueError`.
         """
-        sizes = [-(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for num_bytes, _ in parts]
+        sizes = [_aligned(num_bytes) for num_bytes, _ in parts]
         if min(sizes) < 1:
             raise ValueError(f"a region has at least one byte, got {parts}")
         size_bytes = sum(sizes)
@@ -232,7 +228,8 @@ class HostPool:
         stats.in_use_bytes += size_bytes
         if stats.in_use_bytes > stats.peak_in_use_bytes:
             stats.peak_in_use_bytes = stats.in_use_bytes
-        region = piece.region = HostRegion(piece, parts)
+        views = piece.show(parts)
+        region = piece.region = HostRegion(piece, views, size_bytes, piece.event, len(parts))
         return region
 
     def free(self, region: HostRegion, after: Event | None, num_parts: int = 1) -> None:
