@@ -38,8 +38,7 @@ def create_backend(config: OffloadConfig, device_index: int | None = None) -> Ba
     was asked for it is an `IntegrationError`.
     """
     from megatron_offload.backends.cuda import CudaBackend
-    from megatron_offload.backends.host_timed import HostTimedBackend
-    from megatron_offload.backends.simulated import SimulatedBackend
+    from megatron_offload.backends.simulated import HostTimedBackend, SimulatedBackend
 
     if _takes_cuda(config):
         return CudaBackend(config, device_index)

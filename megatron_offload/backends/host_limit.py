@@ -19,9 +19,6 @@ from pathlib import Path, PurePosixPath
 from megatron_offload.errors import ConfigError, shorten
 from megatron_offload.files.text import read_text
 
-_LIMITS = "memory.limit_in_bytes", "memory.max", "memory.high"
-"""The files of a group's limits in either version; over the last the kernel slows all down."""
-
 
 def default_cap_bytes(
     share: float = 0.5, environ: Mapping[str, str] | None = None, *, root: Path = Path("/")
@@ -63,7 +60,8 @@ def default_cap_bytes(
 
 def _room_bytes(folder: Path) -> int | None:
     """Return what a group may still take; None without a limit. Each version has its own files."""
-    limits = [read_int(folder / name) for name in _LIMITS]
+    files = "memory.limit_in_bytes", "memory.max", "memory.high"
+    limits = [read_int(folder / name) for name in files]  # over the last the kernel slows down
     limit_bytes = min((limit for limit in limits if limit is not None), default=None)
     if limit_bytes is None:
         return None

@@ -12,13 +12,15 @@ streams, and no chain of events and waits leads from the first to the second.
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import weakref
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from time import perf_counter
+from typing import Any, NamedTuple
 
 import torch
 
@@ -65,8 +67,6 @@ class Shadow:
     A write that is ordered after all earlier accesses replaces them, which keeps the map small. Of
     one stream's reads (or writes) the newest stands for all.
     """
-
-    __slots__ = ("_starts", "_uses")
 
     def __init__(self) -> None:
         self._starts = [0]
@@ -243,10 +243,10 @@ class SimulatedBackend(Backend):
 
     def copy(self, pairs: Sequence[Pair], stream: SimulatedStream, label: str) -> SimulatedEvent:
         if self._check:
+            read, written = self._device, self._host
+            if stream is self.h2d_stream:
+                read, written = written, read
             for destination, source in pairs:
-                read, written = self._device, self._host
-                if stream is self.h2d_stream:
-                    read, written = written, read
                 self._access(read, source, stream, False, label)
                 self._access(written, destination, stream, True, label)
         destinations, sources = zip(*pairs, strict=True)
@@ -446,3 +446,45 @@ def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
         destination.copy_(source)
     else:
         destination.fill_(_POISON)
+
+
+class HostTimedBackend(SimulatedBackend):
+    """A simulated device for timelines of real programs: compute takes as long as it really does.
+
+    Between two calls of the backend the compute stream has worked for as long as the host took.
+    What the calls themselves take (poison, the search for hazards) is no compute.
+    """
+
+    def __init__(self, config: SimulatedConfig | None = None) -> None:
+        super().__init__(config)
+        self._depth = 0
+        self._left_at_s = perf_counter()
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Stop the clock inside."""
+        if self._depth == 0:
+            self.advance_compute(1e6 * (perf_counter() - self._left_at_s))
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._left_at_s = perf_counter()
+
+
+def _timed(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``method`` with the clock stopped inside."""
+
+    @functools.wraps(method)
+    def call(self: HostTimedBackend, *args: Any, **kw: Any) -> Any:
+        with self.uncounted():
+            return method(self, *args, **kw)
+
+    return call
+
+
+for _name, _method in vars(SimulatedBackend).items():
+    if _name in vars(Backend) and callable(_method) and _name[0] != "_":
+        setattr(HostTimedBackend, _name, _timed(_method))

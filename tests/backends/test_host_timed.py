@@ -6,10 +6,9 @@ import pytest
 import torch
 from programs import assert_same, make_config, make_model, one_forward_one_backward, run_step
 
-from megatron_offload.backends import create_backend, host_timed
+from megatron_offload.backends import create_backend, simulated
 from megatron_offload.backends.base import Backend, Wait
-from megatron_offload.backends.host_timed import HostTimedBackend
-from megatron_offload.backends.simulated import SimulatedBackend
+from megatron_offload.backends.simulated import HostTimedBackend, SimulatedBackend
 from megatron_offload.config import OffloadConfig, SimulatedConfig
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.observe.trace_step import trace_step
@@ -25,7 +24,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(host_timed, "perf_counter", clock)
+    monkeypatch.setattr(simulated, "perf_counter", clock)
     return clock
 
 
