@@ -34,11 +34,6 @@ _PREPARE = "preprocess_for_fine_grained_offloading"
 
 _logger = logging.getLogger(__name__)
 
-_ALL_MADE_AGAIN = (
-    "full recompute keeps nothing but the inputs of layers: of offload_modules %s only "
-    "'layer_input' moves anything"
-)
-
 exchanged = Exchanges()
 """What `install` has exchanged, and whoever adds to it; `uninstall` puts it back."""
 
@@ -197,7 +192,11 @@ def _marking(theirs: Callable[[Any], None], self: Any) -> None:
         config, names = self.config, self.config.offload_modules
         is_whole = (config.recompute_granularity, config.recompute_method) == ("full", "uniform")
         if is_whole and not _marked and {*names} != {LAYER_INPUT}:
-            _logger.warning(_ALL_MADE_AGAIN, ", ".join(names))
+            _logger.warning(
+                "full recompute keeps nothing but the inputs of layers: of offload_modules %s "
+                "only 'layer_input' moves anything",
+                ", ".join(names),
+            )
         marked = offload_modules(self, filter(_is_ours, names), manager=manager, is_part=True)
         exchanged.on_undo(marked.remove)
         if manager.config.enabled:

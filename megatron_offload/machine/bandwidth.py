@@ -25,8 +25,6 @@ BLOCK_BYTES = 128 * 1024**2
 _NUM_COPIES = 6
 """In each round and direction; the first warms up. At 3 GB/s all rounds take 5 s, at 50 0.3 s."""
 
-_NUM_ROUNDS = 3
-
 _WAITS = {"d2h": Wait.W1, "h2d": Wait.W6}
 """What the first copy of a round waits for: whatever used its device memory before."""
 
@@ -83,7 +81,7 @@ def median_rates(
     All copy at once; ``before_each`` is called before each round.
     """
     rounds = []
-    for _ in range(_NUM_ROUNDS):
+    for _ in range(3):
         before_each()
         for link in links:
             link.start(*names)

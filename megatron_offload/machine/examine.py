@@ -27,12 +27,6 @@ from megatron_offload.machine.bandwidth import BandwidthError, measure_gpus
 
 _PACKAGES = ("megatron-offload", "torch", "megatron-core", "transformer-engine", "numpy")
 
-_SLOW_GBPS = 20.0
-"""A x16 slot of PCI Express 4.0 gives 25 or so each way; what is far below has a cause."""
-
-_FREE_SHARE = 0.9
-"""A rate that falls no further than this, when others copy too, is as good as undisturbed."""
-
 _SLOW = {
     "CUDA_LAUNCH_BLOCKING": "the host waits for every kernel and copy, so that nothing overlaps",
     "PYTORCH_NO_CUDA_MEMORY_CACHING": "every release waits for the device",
@@ -122,12 +116,12 @@ def check_rates(index: int, rates: CopyRates, num_gpus: int) -> Finding:
     if num_gpus > 1:
         found += f"; {rates.node_d2h_gbps:.1f} and {rates.node_h2d_gbps:.1f} while all {num_gpus} "
         found += "GPUs copy"
-    if alone < _SLOW_GBPS:
+    if alone < 20.0:  # a x16 slot of PCI Express 4.0 gives 25 or so each way
         advice = "see what width and generation the link has (lspci -vv), whether something else "
         advice += "copies, whether memory lies next to the GPU (numactl, nvidia-smi topo -m), "
         advice += "and whether an IOMMU translates addresses (boot with iommu=pt)"
         return Finding("warning", title, found, advice)
-    if together >= _FREE_SHARE:
+    if together >= 0.9:  # as good as undisturbed
         return Finding("ok", title, found)
     advice = "plan with the last numbers: in a step copies go both ways, and GPUs share memory"
     return Finding("note", title, found, advice)

@@ -30,8 +30,6 @@ _logger = logging.getLogger(__name__)
 class Ledger:
     """Bytes by name: now, and when there were most of them."""
 
-    __slots__ = ("_is_at_peak", "_peak_by_name", "by_name", "peak_bytes", "total_bytes")
-
     def __init__(self) -> None:
         self._is_at_peak = False
         self.clear()
