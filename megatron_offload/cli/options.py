@@ -56,9 +56,8 @@ def add_flags(parser: argparse.ArgumentParser, options: type[Options]) -> None:
             return  # a whole section as JSON
         if settings.get("action") == "append":
             is_one_or_many = settings["metavar"].startswith("{")  # then many are YAML, in one word
-            settings |= (
-                {"action": "store"} if is_one_or_many else {"action": "extend", "nargs": "+"}
-            )
+            many = {"action": "extend", "nargs": "+"}
+            settings |= {"action": "store"} if is_one_or_many else many
         if "metavar" in settings:
             kind = re.sub(r"^(?:tuple|list)\[(.*?)(?:,\.\.\.)?\]$", r"\1", settings["metavar"])
             settings["metavar"] = "SIZE" if "ByteSize" in kind else _METAVARS.get(kind, kind)

@@ -76,10 +76,7 @@ def write_page(folder: Path, output: Path | None = None) -> Path:
 
 
 def read_report(folder: Path) -> Report:
-    """Read what ``run.output`` of a ``train`` or a ``compare`` holds.
-
-    A missing file is a gap that the page names; a damaged one is a `ConfigError`.
-    """
+    """Read what ``run.output`` of a train or a compare run holds; a damaged file: `ConfigError`."""
     main = run_folder.main_folder(folder)
     offloaded, plain, comparison = RunReport(read_steps(main)), RunReport(), None
     if not offloaded.steps:

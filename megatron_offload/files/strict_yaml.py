@@ -25,8 +25,6 @@ MAX_NODES = 10_000
 MAX_DEPTH = 32
 """Lists and mappings within one another, at most."""
 
-_MAX_NUMBER_LENGTH = 64
-
 
 def parse_yaml(text: str) -> Any:
     """Return what a YAML text holds; None for an empty one. A `ConfigError` names the line."""
@@ -94,7 +92,7 @@ class _StrictLoader(yaml.SafeLoader):
     def number(self, node: yaml.ScalarNode) -> int | float:
         is_int = node.tag.endswith(":int")
         value: int | float = math.nan
-        if len(node.value) <= _MAX_NUMBER_LENGTH and ":" not in node.value:  # no base 60
+        if len(node.value) <= 64 and ":" not in node.value:  # no base 60
             with contextlib.suppress(ValueError):
                 value = (self.construct_yaml_int if is_int else self.construct_yaml_float)(node)
         if not math.isfinite(value) or (is_int and not -(2**63) <= value < 2**63):

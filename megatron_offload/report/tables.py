@@ -27,7 +27,6 @@ _RANK = {
 }
 _GPU = {"peak allocated": "peak_allocated_bytes", "peak reserved": "peak_reserved_bytes"}
 _CHOICE = {True: "moves", False: "stays"}
-_UNIT = {True: "made again", False: "as its groups"}
 
 
 def print_offload_summary_table(
@@ -102,7 +101,7 @@ def plan_rows(plan: OffloadPlan) -> list[PlanRow]:
     rows.sort(key=lambda row: (names.index(row.name), row.choice == _CHOICE[False]))
     units: dict[tuple[str, str], list[UnitChoice]] = {}
     for unit in (unit for rank in plan.ranks for unit in rank.units or ()):
-        kind = (f"unit {kind_of(unit.unit)}", _UNIT[unit.is_remade])
+        kind = f"unit {kind_of(unit.unit)}", "made again" if unit.is_remade else "as its groups"
         units.setdefault(kind, []).append(unit)
     for kind, alike in units.items():
         reason = f"making it again takes {sum(unit.us for unit in alike) / 1e3:.1f} ms in all"

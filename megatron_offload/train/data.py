@@ -18,8 +18,6 @@ from megatron_offload.engine.checking import checksum
 from megatron_offload.errors import ConfigError
 from megatron_offload.train.config import TrainConfig
 
-_DEFAULT_TEXT_BYTES = 4 * 1024 * 1024
-
 
 class TextSource:
     """Sequences cut out of text at places that a counter-based generator draws."""
@@ -64,11 +62,11 @@ class TextSource:
 
 
 def default_text() -> bytes:
-    """Return text that every Python brings: its help topics and the standard library's sources."""
+    """Return 4 MiB of what every Python brings: help topics, the standard library's sources."""
     paths = [Path(pydoc_data.__path__[0]) / "topics.py"]
     paths += sorted(Path(os.__file__).parent.glob("*.py"))
     text = b"\n".join(path.read_bytes() for path in paths if path.is_file())
-    return text[:_DEFAULT_TEXT_BYTES]
+    return text[: 4 * 1024**2]
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:

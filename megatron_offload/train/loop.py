@@ -126,11 +126,8 @@ class _Trainer:
             plain = self._before[0].steps[record.step - 1]
             pairs = ((record.loss, plain.loss), (record.grad_norm, plain.grad_norm))
             is_same = all(repr(a) == repr(b) for a, b in pairs)  # it tells every bit
-            line += (
-                "  the same bits as without"
-                if is_same
-                else f"  DIFFERENT: without, loss {plain.loss!r}"
-            )
+            different = f"DIFFERENT: without, loss {plain.loss!r}"
+            line += f"  {'the same bits as without' if is_same else different}"
         return line
 
     def _train_step(self, step: int) -> StepRecord:
@@ -166,10 +163,10 @@ class _Trainer:
         self._synchronize()
         # Without the time of the digest in between.
         step_time_s += time.perf_counter() - start
-        allocated = reserved = None
+        peaks: dict[str, Any] = {}
         if on_gpu:
-            allocated = torch.cuda.max_memory_allocated(self._device)
-            reserved = torch.cuda.max_memory_reserved(self._device)
+            peaks["peak_allocated_bytes"] = torch.cuda.max_memory_allocated(self._device)
+            peaks["peak_reserved_bytes"] = torch.cuda.max_memory_reserved(self._device)
         mine = RankStep(
             rank=rank,
             pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
@@ -178,11 +175,10 @@ class _Trainer:
             grad_norm=float(grad_norm),
             step_time_s=step_time_s,
             peak_live_activation_bytes=None if self._meter is None else self._meter.peak_bytes,
-            peak_allocated_bytes=allocated,
-            peak_reserved_bytes=reserved,
             gradients=digested,
             is_profiled=recorded is not None,
             is_planned_by=is_planning,
+            **peaks,
             **counters_of(manager),
         )
         ranks = gather(mine, self._group)
