@@ -41,29 +41,16 @@ from megatron_offload.planning.simulate import (
 )
 
 _NUM_ROOMS = 10
-_NUM_ORDERS = 2
 
 _NUM_TARGETS = 64
 """The range of targets is cut into so many by the search for the least memory."""
-
-_SAME_SHARE = 5e-4
-"""Steps that differ by less are alike: then those with a slower link decide, then bytes."""
 
 SLOW_LINK_SHARE = 0.8
 """Of the bandwidth of copies, what a plan has to do with. One that was to cost four H200s 0.5 % at
 most, with all of it, cost them 3.6 % (docs/planning.md)."""
 
-_MOST_TRIES = 4
-"""So often a choice is made for a lower target, where replaying it shows more than its rows do."""
-
 _MOST_BOUNDARIES = 600_000
 """Of groups, that all candidates of one target pass together: some seconds of one core."""
-
-_ENOUGH_CANDIDATES = 100
-"""Where fewer may be tried, `Chooser.within` looks around the best of the last target alone."""
-
-_HOPELESS = 1.1
-"""A candidate that takes so much longer than the best is not looked around."""
 
 _Settings: TypeAlias = tuple[RankSettings, ...]
 """Of each rank."""
@@ -88,7 +75,7 @@ class _Way(NamedTuple):
         return [
             [self._replace(room=room) for room in rooms if 0 <= room < _NUM_ROOMS],
             [self._replace(level=level) for level in levels if 0 <= level <= most_level],
-            [self._replace(order=order) for order in range(_NUM_ORDERS)],
+            [self._replace(order=order) for order in (0, 1)],
             [self._replace(split=split) for split in (0.25, 0.375, 0.5, 0.625, 0.75)],
         ]
 
@@ -212,7 +199,7 @@ class Chooser:
                 middle = (too_low + kept) // 2
                 tried = lowest + (highest - lowest) * middle // _NUM_TARGETS
                 found = self._search((tried,) * num_ranks, starts, limit_us)[0]
-                may_look_again = starts and self._most_candidates >= _ENOUGH_CANDIDATES
+                may_look_again = starts and self._most_candidates >= 100  # else it takes too long
                 if may_look_again and found.us > limit_us:  # what is near the last best is not all
                     found = self._search((tried,) * num_ranks, (), limit_us)[0]
                 starts = [found.ways, *starts[:1]]
@@ -236,20 +223,20 @@ class Chooser:
 
     def slowdown_percent(self, plan: OffloadPlan) -> float:
         """Return what a plan costs by the count of `within`."""
-        settings = tuple(settings_of(plan, self._limits))
-        us = max(self._simulate(settings, is_slow=slow).step_us for slow in (False, True))
+        us = max(self.simulate(plan, is_slow=slow).step_us for slow in (False, True))
         return 100 * (us / self.without.step_us - 1)
 
-    def simulate(self, plan: OffloadPlan) -> Simulation:
-        """Return the step with a plan."""
-        return self._simulate(tuple(settings_of(plan, self._limits)))
+    def simulate(self, plan: OffloadPlan, *, is_slow: bool = False) -> Simulation:
+        """Return the step with a plan, with the slower link if that is asked for."""
+        return self._simulate(tuple(settings_of(plan, self._limits)), is_slow=is_slow)
 
     # The search
 
     def _quickest(self, targets: Sequence[int]) -> _Settings:
         """Return the best candidate that keeps targets which can be kept."""
         found = self._search(targets)
-        most_us = min(one.us for one in found) * (1 + _SAME_SHARE)
+        # Steps that differ by less are alike: then those with a slower link decide, then bytes.
+        most_us = min(one.us for one in found) * (1 + 5e-4)
         alike = [one.settings for one in found if one.us <= most_us]
 
         def loss(settings: _Settings) -> tuple[float, int]:
@@ -294,7 +281,7 @@ class Chooser:
 
         def climb(level: int) -> bool:
             """Look around the best with so many kinds made again; return whether it is enough."""
-            if best(level).us > _HOPELESS * best().us:
+            if best(level).us > 1.1 * best().us:  # hopeless
                 return False
             for index in range(4):  # of all ranks alike
                 if look((way,) * num_ranks for way in best(level).ways[0].variants(level)[index]):
@@ -335,7 +322,7 @@ class Chooser:
         room_bytes = (everything.max_inflight_bytes or 0) + (everything.prefetch_bytes or 0)
         aim_bytes = target - self._peak(rank, self._nothing(way.level)) + int(live.rows.max())
         found, least_bytes = everything, min(group.num_bytes for group in live.groups)
-        for _ in range(_MOST_TRIES):
+        for _ in range(4):  # replaying may show more than rows do: then for a lower target
             settings = self._settings(rank, way, live.cover(way.order, aim_bytes, room_bytes))
             excess_bytes = self._peak(rank, settings) - target
             if excess_bytes <= 0:
@@ -360,7 +347,8 @@ class Chooser:
         moved = live.keys if moved is None else moved
         if not moved:
             return self._nothing(one.level)
-        least = max(1, live.largest_bytes // 2)  # one group may always be under way
+        largest_bytes = max(group.num_bytes for group in live.groups)
+        least = max(1, largest_bytes // 2)  # one group may always be under way
         growth = max(1.0, live.saved_bytes / least)
         room_bytes = round(least * growth ** (one.room / (_NUM_ROOMS - 1)))
         prefetch_bytes = int(room_bytes * one.split)

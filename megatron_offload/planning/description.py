@@ -19,9 +19,6 @@ from megatron_offload.planning.model_cost import LayerCosts
 from megatron_offload.planning.schedule import make_schedule
 from megatron_offload.planning.simulate import simulate
 
-_GRADIENT_BUFFERS = 2
-"""An input and a gradient that arrive while a pass of another microbatch runs."""
-
 
 def num_parameters(model: ModelDescription, rank: int) -> int:
     """Return the weights of one GPU of a pipeline rank."""
@@ -59,7 +56,8 @@ def job_from_model(model: ModelDescription, machine: Machine | None = None) -> J
             groups[0] = replace(first, num_bytes=first.num_bytes - hidden_bytes, kept_bytes=held)
         if stage == schedule.num_stages - 1:
             groups += costs.loss()
-        buffer_bytes = _GRADIENT_BUFFERS * hidden_bytes if schedule.num_stages > 1 else 0
+        # An input and a gradient may arrive while a pass of another microbatch runs.
+        buffer_bytes = 2 * hidden_bytes if schedule.num_stages > 1 else 0
         num_launches = num_layers * model.num_launches / 2
         host_us = 2 * num_launches * model.host_us_per_launch, model.host_us_per_group
         stages.append(StageWork(tuple(groups), hidden_bytes, buffer_bytes, num_launches, *host_us))

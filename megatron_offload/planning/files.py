@@ -18,8 +18,6 @@ from megatron_offload.files.strict_model import validate
 from megatron_offload.files.text import parse_json, read_text, replace_text
 from megatron_offload.planning.plan import OffloadPlan
 
-_MAX_FILE_BYTES = 128 * 1024**2
-
 T = TypeVar("T")
 
 
@@ -42,7 +40,7 @@ class RecordFiles(Generic[T]):
 
     def load(self, path: str | Path) -> T:
         """Read a record; `ConfigError` says all that is wrong, one line each."""
-        return self.parse(read_text(path, limit_bytes=_MAX_FILE_BYTES), str(path))
+        return self.parse(read_text(path, limit_bytes=128 * 1024**2), str(path))
 
     def to_json(self, record: T) -> str:
         """Return a record as JSON, the same text for the same record."""

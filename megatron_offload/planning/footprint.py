@@ -10,8 +10,6 @@ from megatron_offload.core.profile import GroupKey, StepProfile
 from megatron_offload.planning.schedule import PassKind
 from megatron_offload.planning.simulate import RankResult
 
-_NOTHING_WANTED = -(2**62)
-
 
 class LiveGroup(NamedTuple):
     """A group that can move."""
@@ -69,11 +67,6 @@ class Footprint:
         self._orders = [in_order[place] for place in places], largest
 
     @property
-    def largest_bytes(self) -> int:
-        """Of one group."""
-        return max((group.num_bytes for group in self.groups), default=0)
-
-    @property
     def saved_bytes(self) -> int:
         """The most that groups hold at one time."""
         changes = np.zeros(len(self.rows) + 1, dtype=np.int64)
@@ -89,7 +82,7 @@ class Footprint:
         and moves, as much as the room is there still.
         """
         over = self.rows - target_bytes
-        lacking = np.where(over > 0, over + room_bytes, _NOTHING_WANTED)
+        lacking = np.where(over > 0, over + room_bytes, -(2**62))  # there nothing is wanted
         taken = []
         for group in self._orders[order]:
             rows = lacking[group.first_row : group.end_row]

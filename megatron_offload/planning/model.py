@@ -16,8 +16,6 @@ LAYER_GROUPS = (
 )
 """The groups of a layer, in its order; the last three take the place of a dense MLP's."""
 
-Unit = Literal["norm", "mlp_act", "moe_act"]
-
 _MOST = 10**9
 _MOST_LAYERS = 10**5
 """Larger sizes are a slip of the pen."""
@@ -98,7 +96,7 @@ class ModelDescription(StrictModel):
     """Whether attention's backward is the deterministic one of TransformerEngine, which for a while
     takes a value for every score."""
 
-    recompute: Literal["full"] | tuple[Unit, ...] = ()
+    recompute: Literal["full"] | tuple[Literal["norm", "mlp_act", "moe_act"], ...] = ()
     """What the job makes again without this package: every layer, or outputs of these kinds."""
 
     modules: tuple[str, ...] = LAYER_GROUPS

@@ -24,9 +24,6 @@ from megatron_offload.planning.replay import RankWork
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule, make_schedule
 from megatron_offload.planning.simulate import simulate
 
-_UNTIMED_BYTES_PER_US = 1e6
-"""What is made again by reading and writing alone: a terabyte a second, where it was not timed."""
-
 _Timed = list[tuple[GroupProfile, GroupTimes]]
 """The groups of one chunk, in order."""
 
@@ -140,7 +137,8 @@ def _work(chunks: Sequence[_Timed], index: int) -> GroupWork:
 def _units(groups: Sequence[GroupProfile], chunks: Sequence[_Timed]) -> Iterator[UnitWork]:
     """Yield what could be made again of groups in the same place of several microbatches.
 
-    What is dear and was not timed takes as long as the forward of what it is made from.
+    What is dear and was not timed takes as long as the forward of what it is made from; what only
+    reads and writes, a second for each terabyte.
     """
     names = dict.fromkeys(unit.unit for group in groups for unit in group.remade)
     for name in names:
@@ -152,8 +150,7 @@ def _units(groups: Sequence[GroupProfile], chunks: Sequence[_Timed]) -> Iterator
         if not us and not is_cheap(name):
             timed = (chunk[place][1] for chunk in chunks for place in own)
             us = sum(one.committed_us - one.started_us for one in timed) / len(chunks)
-        us = us or num_bytes / _UNTIMED_BYTES_PER_US
-        yield UnitWork(name, num_bytes, us, tuple(order - place for place in own))
+        yield UnitWork(name, num_bytes, us or num_bytes / 1e6, tuple(order - at for at in own))
 
 
 def job_of(profiles: Sequence[StepProfile], schedule: Schedule, machine: Machine) -> Job:

@@ -169,7 +169,6 @@ class _Streams:
     def __init__(self, index: int, program: RankProgram, *, records: bool) -> None:
         known = {one.name: getattr(program, one.name) for one in fields(RankProgram)}
         self.index = index
-        self.program = program
         self.result = RankResult(**known, trace=StepTrace(index) if records else None)
         self.d2h, self.h2d = _Queue(self, is_d2h=True), _Queue(self, is_d2h=False)
         self.is_over = bytearray(len(program.copy_bytes))
@@ -179,7 +178,7 @@ class _Streams:
     ) -> None:
         """Note what a stream does about an op of the program, where a trace is kept."""
         if self.result.trace is not None:
-            label = self.program.labels[position][0]
+            label = self.result.labels[position][0]
             self.result.trace.spans.append(Span(stream, kind, label, since_us, us, **more))
 
 
@@ -212,7 +211,7 @@ class _Step:
     def _compute_stream(
         self, rank: _Streams, node: list[_Streams]
     ) -> Generator[simpy.Event, Any, None]:
-        environment, program = self.environment, rank.program
+        environment, program = self.environment, rank.result
         num_ops, joined_us, trace = len(program.kinds), 0.0, rank.result.trace
         begun_us: list[float] = []
         for position, kind in enumerate(program.kinds):
@@ -268,7 +267,7 @@ class _Step:
     def _begin_copy(self, queue: _Queue) -> None:
         queue.copy = queue.waiting.popleft() if queue.waiting else None
         if queue.copy is not None:
-            queue.rest_bytes, queue.rate = queue.rank.program.copy_bytes[queue.copy[0]], 0.0
+            queue.rest_bytes, queue.rate = queue.rank.result.copy_bytes[queue.copy[0]], 0.0
             queue.start_us = queue.since_us = self.environment.now
 
     def _end_copy(self, queue: _Queue, node: list[_Streams], end: simpy.Event) -> None:
@@ -279,7 +278,7 @@ class _Step:
         rank, (number, position), start_us = queue.rank, queue.copy, queue.start_us
         stream = "d2h" if queue.is_d2h else "h2d"
         rank.is_over[number] = True
-        size = {"num_bytes": rank.program.copy_bytes[number]}
+        size = {"num_bytes": rank.result.copy_bytes[number]}
         rank.add_span(stream, stream, position, start_us, self.environment.now - start_us, **size)
         self._begin_copy(queue)
         self._share_anew(node)
