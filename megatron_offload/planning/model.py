@@ -17,14 +17,13 @@ LAYER_GROUPS = (
 """The groups of a layer, in its order; the last three take the place of a dense MLP's."""
 
 _MOST = 10**9
-_MOST_LAYERS = 10**5
 """Larger sizes are a slip of the pen."""
 
 
 class ModelDescription(StrictModel):
     """A GPT, how it is cut over GPUs, and how fast one GPU is."""
 
-    layers: int = Field(ge=1, le=_MOST_LAYERS)
+    layers: int = Field(ge=1, le=10**5)
     hidden: int = Field(ge=1, le=_MOST)
     ffn: int = Field(ge=1, le=_MOST)
     """Width of the MLP."""

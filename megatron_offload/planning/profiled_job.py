@@ -120,10 +120,8 @@ def _work(chunks: Sequence[_Timed], index: int) -> GroupWork:
     times = [chunk[index][1] for chunk in chunks]
     remade_us = [sum(unit.us for unit in group.remade if unit.is_remade) for group in groups]
     bare = [group.making_again(()) for group in groups]
-    backward_us = (
-        max(0.0, one.done_us - one.backward_us - us)
-        for one, us in zip(times, remade_us, strict=True)
-    )
+    pairs = zip(times, remade_us, strict=True)
+    backward_us = [max(0.0, one.done_us - one.backward_us - us) for one, us in pairs]
     return GroupWork(
         groups[0].name,
         statistics.median_high(group.num_bytes for group in bare),

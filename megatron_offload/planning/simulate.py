@@ -151,9 +151,9 @@ def fair_rates(
 class _Queue:
     """A copy stream: copies in the order of issue, one at a time."""
 
-    def __init__(self, rank: _Streams, *, is_d2h: bool) -> None:
+    def __init__(self, rank: _Streams, name: str) -> None:
         self.rank = rank
-        self.is_d2h = is_d2h
+        self.name = name
         self.waiting: deque[tuple[int, int]] = deque()
         """Copies, each with the position of its op."""
         self.copy: tuple[int, int] | None = None
@@ -170,7 +170,7 @@ class _Streams:
         known = {one.name: getattr(program, one.name) for one in fields(RankProgram)}
         self.index = index
         self.result = RankResult(**known, trace=StepTrace(index) if records else None)
-        self.d2h, self.h2d = _Queue(self, is_d2h=True), _Queue(self, is_d2h=False)
+        self.d2h, self.h2d = _Queue(self, "d2h"), _Queue(self, "h2d")
         self.is_over = bytearray(len(program.copy_bytes))
 
     def add_span(
@@ -276,14 +276,13 @@ class _Step:
             return
         assert queue.copy is not None
         rank, (number, position), start_us = queue.rank, queue.copy, queue.start_us
-        stream = "d2h" if queue.is_d2h else "h2d"
         rank.is_over[number] = True
-        size = {"num_bytes": rank.result.copy_bytes[number]}
-        rank.add_span(stream, stream, position, start_us, self.environment.now - start_us, **size)
+        us, num_bytes = self.environment.now - start_us, rank.result.copy_bytes[number]
+        rank.add_span(queue.name, queue.name, position, start_us, us, num_bytes=num_bytes)
         self._begin_copy(queue)
         self._share_anew(node)
         if (rank.index, number) in self._ends:
-            self._ends[rank.index, number].succeed(RELEASE if queue.is_d2h else RELOAD)
+            self._ends[rank.index, number].succeed(RELEASE if queue is rank.d2h else RELOAD)
 
     def _share_anew(self, node: list[_Streams]) -> None:
         """Share a node's bandwidth among the copies that run now."""
