@@ -22,12 +22,6 @@ from megatron_offload.errors import OffloadError
 BLOCK_BYTES = 128 * 1024**2
 """What one copy moves: starting it costs nothing, and two don't stay in a processor's cache."""
 
-_NUM_COPIES = 6
-"""In each round and direction; the first warms up. At 3 GB/s all rounds take 5 s, at 50 0.3 s."""
-
-_WAITS = {"d2h": Wait.W1, "h2d": Wait.W6}
-"""What the first copy of a round waits for: whatever used its device memory before."""
-
 
 class BandwidthError(OffloadError, RuntimeError):
     """Bandwidth can't be measured: memory is short or can't be pinned, or it takes too long."""
@@ -112,9 +106,9 @@ class Link:
         backend = self._backend
         self._ends = [[] for _ in names]
         start = backend.record(backend.compute_stream())
-        for name in names:
-            backend.wait(self._streams[name], start, _WAITS[name])
-        for _ in range(_NUM_COPIES):
+        for name in names:  # whatever used its device memory before
+            backend.wait(self._streams[name], start, Wait.W1 if name == "d2h" else Wait.W6)
+        for _ in range(6):  # the first warms up; at 3 GB/s all rounds take 5 s, at 50 0.3 s
             for name, ends in zip(names, self._ends, strict=True):
                 backend.copy([self._pairs[name]], self._streams[name], "bandwidth")
                 ends.append(backend.timestamp(self._streams[name]))

@@ -25,8 +25,6 @@ from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import shorten
 from megatron_offload.machine.bandwidth import BandwidthError, measure_gpus
 
-_PACKAGES = ("megatron-offload", "torch", "megatron-core", "transformer-engine", "numpy")
-
 _SLOW = {
     "CUDA_LAUNCH_BLOCKING": "the host waits for every kernel and copy, so that nothing overlaps",
     "PYTORCH_NO_CUDA_MEMORY_CACHING": "every release waits for the device",
@@ -184,7 +182,7 @@ def found_versions() -> dict[str, str]:
     where another copy comes first on ``PYTHONPATH``.
     """
     versions = {"python": platform.python_version()}
-    for name in _PACKAGES:
+    for name in ("megatron-offload", "torch", "megatron-core", "transformer-engine", "numpy"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     megatron = sys.modules.get("megatron.core")
