@@ -34,9 +34,7 @@ def current_index() -> int:
 
 def visible_devices() -> tuple[str, ...]:
     """Name the devices that this process can use; makes no context on any of them."""
-    if not is_available():
-        return ()
-    indexes = range(torch.cuda.device_count())
+    indexes = range(torch.cuda.device_count() if is_available() else 0)
     return tuple(torch.cuda.get_device_properties(index).name for index in indexes)
 
 
@@ -161,9 +159,8 @@ class CudaBackend(Backend):
         found = torch.cuda.memory_stats_as_nested_dict(self.device)
         if not found:  # nothing was ever allocated
             return DeviceMemory(0, 0)
-        return DeviceMemory(
-            found["allocated_bytes"]["all"]["current"], found["reserved_bytes"]["all"]["current"]
-        )
+        kinds = "allocated_bytes", "reserved_bytes"
+        return DeviceMemory(*(found[kind]["all"]["current"] for kind in kinds))
 
     def trim_device(self) -> None:
         torch.cuda.empty_cache()
@@ -217,12 +214,6 @@ class _PinnedPages(mmap.mmap):
             _unregister(self._address)
 
 
-# CUDA keeps the error of a call that failed, and PyTorch looks for one after every kernel that it
-# launches: a pin that failed, with its answer dealt with, would make the next kernel raise. PyTorch
-# exposes no way to ask for that error, which is what clears it. But its own check does ask, so a
-# kernel that does nothing of use is launched to run into it.
-
-
 def _register(address: int, num_bytes: int) -> None:
     cudart = torch.cuda.cudart()
     error = cudart.cudaHostRegister(address, num_bytes, 0)
@@ -240,6 +231,10 @@ def _unregister(address: int) -> None:
         _logger.debug("unpinning host memory failed with CUDA error %d", int(error))
 
 
+# CUDA keeps the error of a call that failed, and PyTorch looks for one after every kernel that it
+# launches: a pin that failed, with its answer dealt with, would make the next kernel raise. PyTorch
+# exposes no way to ask for that error, which is what clears it. But its own check does ask, so a
+# kernel that does nothing of use is launched to run into it.
 def _clear_last_error() -> None:
     for _ in range(3):
         with contextlib.suppress(RuntimeError):

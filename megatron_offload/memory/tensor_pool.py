@@ -257,7 +257,5 @@ def span_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes from a tensor's first element to the end of its last, in its storage."""
     if tensor.is_contiguous():
         return tensor.nbytes
-    span = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        span += int((size - 1) * stride)
-    return span * tensor.itemsize
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.itemsize * (1 + sum((size - 1) * stride for size, stride in sizes))
