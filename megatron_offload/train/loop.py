@@ -82,7 +82,6 @@ class _Trainer:
         self._scheduler = build_scheduler(config, self._optimizer)
         self._scheduler.step(0)
         self._source = TextSource(config)
-        self._forward_backward = get_forward_backward_func()
         live = config.run.measure_live_bytes
         self._meter = LiveActivationMeter(self._parameters()) if live else None
 
@@ -213,7 +212,7 @@ class _Trainer:
         dp_rank = parallel_state.get_data_parallel_rank()
         which = (step, data.microbatches, dp_rank, self._device)
         iterators = [self._source.microbatches(*which) for _ in range(virtual)]
-        losses = self._forward_backward(
+        losses = get_forward_backward_func()(
             forward_step_func=_forward_step,
             data_iterator=iterators if virtual > 1 else iterators[0],
             model=self._chunks,

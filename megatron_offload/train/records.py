@@ -105,9 +105,8 @@ class RunReport:
 
     def median_step_time_s(self, *, without: int = 0) -> float | None:
         """Return the median time of a usual step other than the first and ``without``, or None."""
-        usual = [step for step in self.steps if step.step != 1 and step.is_usual]
-        times = [step.step_time_s for step in usual if step.step != without]
-        return statistics.median(times) if times else None
+        usual = [one for one in self.steps if one.is_usual and one.step not in (1, without)]
+        return statistics.median(one.step_time_s for one in usual) if usual else None
 
     def peaks(self) -> list[dict[str, Any]]:
         """Return each rank's last numbers with every memory peak's maximum over usual steps."""
