@@ -26,8 +26,6 @@ from megatron_offload.machine.examine import Examination, examine
 from megatron_offload.planning.description import load_description
 from megatron_offload.report.console import console, plain_table
 
-_STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
-
 
 class Given(Options):
     """The options of ``doctor``."""
@@ -50,8 +48,9 @@ def run(given: Given) -> int:
         job = load_description(find_config(given.model, kind="models")).job()
         own = max(job.optimizer_host_bytes)
     examination = examine(bandwidth=not given.no_bandwidth, optimizer_bytes=own)
+    styles = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
     rows = (
-        [Text(one.level, _STYLES[one.level]), one.title, one.found, one.advice]
+        [Text(one.level, styles[one.level]), one.title, one.found, one.advice]
         for one in examination.findings
     )
     console().print(plain_table("This machine", ["", "looked at", "found", "what to do"], 4, rows))

@@ -26,15 +26,14 @@ class OffloadCallback(Callback):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Put the context around each training step."""
         self._exchanged.undo()
-        offload: Any = get_act_offloading_ctx_manager(pl_module, **self._options)
-        self.offload = offload
+        self.offload = get_act_offloading_ctx_manager(pl_module, **self._options)
 
         def offloaded(training_step: Call, *args: Any, **kwargs: Any) -> Any:
-            with offload:
+            with self.offload:
                 return training_step(*args, **kwargs)
 
         self._exchanged.wrap(trainer.strategy, "training_step", offloaded)
-        self._exchanged.on_undo(offload.close)
+        self._exchanged.on_undo(self.offload.close)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Log what the last step that is over has moved."""

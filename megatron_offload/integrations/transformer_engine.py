@@ -202,8 +202,7 @@ def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = Fal
     if not parts:
         return
     for part in parts:
-        if backend.observes:
-            backend.note_produced(part, "start_offload")
+        backend.note_produced(part, "start_offload")
     event = backend.record(backend.compute_stream())
     for part in parts:
         setattr(part, READY_MARK, (part._version, event))
@@ -215,9 +214,6 @@ def _moves_all() -> bool:
     return isinstance(owner, ChunkOffloadHandler) or (
         isinstance(owner, AutomaticGroups) and owner.should_offload is None
     )
-
-
-# The hooks are plain functions, so that a module with a setting can be copied and pickled.
 
 
 _entered = threading.local()
@@ -289,6 +285,7 @@ def _settings_of(operations: list[nn.Module]) -> _FusedRun | None:
     return _FusedRun(settings) if is_recording() and {True, False} & set(settings) else None
 
 
+# The hooks are plain functions, so that a module with a setting can be copied and pickled.
 @graph_break
 def _enter(module: nn.Module, args: Any) -> None:
     setting = activation_offloading(module) if is_recording() else None

@@ -49,11 +49,9 @@ class ComputeTimer(Observer):
         self.restart()
 
     def where(self) -> Place:
-        """Return where the program is."""
         return self.at
 
     def restart(self) -> None:
-        """Begin without turns."""
         self.turns: list[Turn] = []
         self._remaking: list[tuple[Place, Literal["remake"], str]] = []
         self._empty = self.now(), self.now()
