@@ -11,6 +11,8 @@ each, and adds
 
     remade    with this package, which makes those again in backward in place of moving them
 
+``--fraction 0.1`` lets the package move so much of the bytes, and keep the rest on the device.
+
 On a CPU copies take no device time, and the streams and events of both are stand-ins that do
 nothing. What is left is the cost of the bookkeeping itself (``--simulated`` runs the package on its
 simulated device, whose streams keep clocks; the handler has nothing like it):
@@ -174,13 +176,14 @@ class NoDevice(SimulatedBackend):
 class Package(Alone):
     """This package's engine."""
 
-    def __init__(self, device, num_made, is_simulated=False):
+    def __init__(self, device, num_made, is_simulated=False, fraction=1.0):
         super().__init__(device, num_made)
         config = OffloadConfig(
             backend="cuda" if device == "cuda" else "simulated",
             simulated=SimulatedConfig(copy_timing="eager", poison=False, check_hazards=False),
             min_tensor_bytes=0,
             host_memory_bytes=1 << 30,
+            fraction=fraction,
         )
         has_stand_in = device == "cpu" and not is_simulated
         backend = NoDevice(config.simulated) if has_stand_in else None
@@ -314,6 +317,7 @@ def main():
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--simulated", action="store_true", help="the package on its own device")
     parser.add_argument("--made", type=int, choices=(0, 1, 2), default=0, help="of four tensors")
+    parser.add_argument("--fraction", type=float, default=1.0, help="of the bytes, what moves")
     parser.add_argument("--num-groups", type=int, default=80, help="of a step, all chunks together")
     parser.add_argument("--num-chunks", type=int, default=1)
     parser.add_argument("--num-runs", type=int, default=60)
@@ -327,7 +331,7 @@ def main():
     num_made = arguments.made
     modes = {
         "none": Alone(device, num_made),
-        "package": Package(device, num_made, arguments.simulated),
+        "package": Package(device, num_made, arguments.simulated, arguments.fraction),
     }
     if num_made:
         modes["remade"] = Remade(device, num_made, arguments.simulated)
@@ -350,6 +354,7 @@ def main():
     moved = {name: mode.moved_bytes() / num_groups for name, mode in modes.items()}
     saved = dict.fromkeys(modes, 4 * NUM_ELEMENTS * 4)
     saved |= {"none": 0, "remade": (4 - num_made) * NUM_ELEMENTS * 4}
+    saved["package"] *= arguments.fraction
     if any(not 0.8 * saved[name] <= moved[name] <= saved[name] for name in modes):
         raise RuntimeError(f"of {saved} bytes a group moved {moved}: not what was to be measured")
     median = {name: statistics.median(values) for name, values in times.items()}
@@ -364,6 +369,7 @@ def main():
         "num_chunks": num_chunks,
         "saved_tensors_per_group": 4,
         "made_of_others": num_made,
+        "fraction": arguments.fraction,
         "moved_bytes_per_group": {name: round(value) for name, value in moved.items()},
         "median_us_per_group": {name: round(value, 2) for name, value in median.items()},
         "added_us_per_group": {

@@ -95,7 +95,6 @@ class MeasuredLoop:
         self._steps: Generator[None, None, None] | None = None
         self._looking = contextlib.ExitStack()
         self._is_spoilt = False
-        self._num_steps = 1
         self._known: StepProfile | None = None
         self._followed: OffloadPlan | None = None
 

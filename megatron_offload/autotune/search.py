@@ -22,17 +22,8 @@ MOST_PLANNING_S = 10.0
 _MARGIN_SHARE = 96
 """Targets that differ by less than this share are the same; so much is left to spare."""
 
-_SLACK_SHARE = 48
-"""A rank that leaves more than this share of its target unused may reserve more."""
-
 _NOISE = 0.02
 """Steps of one program differ by this share; beyond it, what they take longer is lost."""
-
-_SPARE_SHARE = 8
-"""A step without offload is taken where it may take this share more than is predicted."""
-
-_NUM_NOISY_STEPS = 3
-"""Where the host is the limit, the quickest of so many steps counts: it may do other work, too."""
 
 _AIM_SHARE = 0.9
 """Of what a step may cost, what plans aim at, so that one that costs a little more is kept."""
@@ -151,12 +142,12 @@ class CostSearch(PlanSearch):
         self._tried = [self._beside_bare(plan) for plan in self._tried]
         self.plan = self._tried[-1]
         highest_bytes = self._chooser.highest_bytes
-        needed_bytes = highest_bytes + highest_bytes // _SPARE_SHARE
+        needed_bytes = highest_bytes + highest_bytes // 8  # it may take more than is predicted
         may_look = self._is_host_bound and self._bare is None and self._num_left > 0
         if may_look and needed_bytes <= self._capacity_bytes < math.inf:
             self.plan = self._bare = self._under(highest_bytes)
             self._num_left -= 1
-            self.num_steps = _NUM_NOISY_STEPS
+            self.num_steps = 3  # the host may do other work, too
         else:
             super()._go_on()
 
@@ -257,7 +248,7 @@ class MemorySearch(PlanSearch):
         if room < 0:
             self._least_missed[place] = planned
             return planned + room - wanted // _MARGIN_SHARE
-        if not rank.moved_bytes or room <= wanted // _SLACK_SHARE:
+        if not rank.moved_bytes or room <= wanted // 48:  # else it may reserve more
             return planned
         higher = planned + room - wanted // _MARGIN_SHARE
         if least_missed is not None and higher >= least_missed:

@@ -7,7 +7,7 @@ record, unless something else of the step depends on it.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 
 from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile
 
@@ -15,7 +15,7 @@ from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile
 def passing_groups(
     profile: StepProfile,
     staying: Collection[GroupKey],
-    shared: Iterable[tuple[GroupKey, GroupKey]],
+    shared: Sequence[tuple[GroupKey, GroupKey]],
     lookahead_bytes: int,
     total_bytes: int,
 ) -> dict[GroupKey, GroupProfile]:
@@ -31,20 +31,19 @@ def passing_groups(
         profile: a step whose groups were all recorded.
         staying: the groups that are chosen to stay.
         shared: pairs of groups that have saved the same memory.
-        lookahead_bytes: how far ahead of its use, by the step's clock, what moves comes back: so
-            far apart are boundaries at most, until
-        total_bytes: have passed, when its copy is released.
+        lookahead_bytes: how far ahead of its use what moves comes back: no farther apart are the
+            boundaries behind it.
+        total_bytes: how far behind its issue a copy is released: none is needed later.
     """
     recorded = {group.key for group in profile.groups if group.key not in staying}
     last = {group.key.chunk: group.key for group in sorted(profile.groups)}
     for group in profile.groups:
         if group.key.order == 0 or any(unit.is_remade for unit in group.remade):
             recorded.update((group.key, *group.needs))
-    pairs = list(shared)
     num_recorded = 0
     while num_recorded < len(recorded):
         num_recorded = len(recorded)
-        recorded.update(*(pair for pair in pairs if not recorded.isdisjoint(pair)))
+        recorded.update(*(pair for pair in shared if not recorded.isdisjoint(pair)))
     passing: dict[GroupKey, GroupProfile] = {}
     passed_bytes, moved_ago_bytes = 0.0, math.inf
     for group in profile.groups:

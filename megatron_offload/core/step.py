@@ -121,7 +121,8 @@ class StepDecisions(Generic[G]):
         committed: the groups whose forward is over, in order.
         backward_order: the groups that backward has reached, in order.
         backward_at_bytes: when that was, by the step's clock.
-        passed: the groups that nobody has recorded, since they stay: as they were learned.
+        passing: the groups that may pass by in this step; see `core.passing`.
+        passed: those that have: nobody has recorded them.
     """
 
     def __init__(self, actions: Actions[G], window: InFlightWindow[G], budget: DeviceBudget):
@@ -149,7 +150,7 @@ class StepDecisions(Generic[G]):
         self.backward_order: list[GroupKey] = []
         self.backward_at_bytes: list[int] = []
         self.passed: dict[GroupKey, GroupProfile] = {}
-        self._passing: Mapping[GroupKey, GroupProfile] = {}
+        self.passing: Mapping[GroupKey, GroupProfile] = {}
         self._in_use: G | None = None
         self._batch_bytes = self._reached_at_bytes = self._next = 0
         self.window.begin_step()
@@ -163,13 +164,9 @@ class StepDecisions(Generic[G]):
         """What is followed: the order foretold, until backward comes to a group outside of it."""
         self._position = self._forecast.position
 
-    def let_pass(self, passing: Mapping[GroupKey, GroupProfile]) -> None:
-        """Let these groups of a step that begins pass by; see `core.passing`."""
-        self._passing = passing
-
     def passes_by(self, group: G) -> bool:
         """Whether a group that starts now need not be recorded; it is noted as passed then."""
-        found = self._passing.get(group.key)
+        found = self.passing.get(group.key)
         if found is None or found.name != group.name:
             return False
         self.passed[group.key] = found
@@ -361,7 +358,7 @@ class StepDecisions(Generic[G]):
         while self._next < len(order):
             key = order[self._next]
             group = groups.get(key)
-            if group is None and key in self.passed:
+            if key in self.passed:
                 self._next += 1
                 continue
             if group is None or group.state is RECORDING:

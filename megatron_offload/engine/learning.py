@@ -206,10 +206,7 @@ class Learner:
     def learn(
         self, profile: StepProfile, shared: Sequence[tuple[GroupKey, GroupKey]] | None = None
     ) -> None:
-        """Learn from a step that is over.
-
-        ``shared`` is as in `passing_groups`; None where groups have passed by already.
-        """
+        """Learn from a step that is over; ``shared`` of `passing_groups` where none passed by."""
         if self._listed:
             profile = self.without_unlisted(profile)
         before = self.profile

@@ -325,7 +325,7 @@ class PipelineOffloadManager:
             self._begin_step()
             self._chunk, self._begun_at_backward = chunk, None if since is None else 0
         if not self._entered and self._looks_away:
-            step.let_pass(self.learner.passing)
+            step.passing = self.learner.passing
         self._entered.append(chunk)
         chunk.position = len(self._entered) - 1
 
@@ -368,10 +368,7 @@ class PipelineOffloadManager:
 
     @property
     def notes_recipes(self) -> bool:
-        """Whether it matters in this step how outputs are made.
-
-        Not where groups pass by, and what is followed makes nothing again.
-        """
+        """Whether it matters how outputs are made: not where groups pass by and none is remade."""
         learner = self.learner
         passes = learner.moves_nothing or bool(learner.passing)
         return learner.makes_again or not (passes and self._looks_away)
@@ -426,16 +423,17 @@ class PipelineOffloadManager:
         chunks, pp_rank = self._entered, self.learner.pp_rank or 0
         vp_size = max(1, len({chunk.vp_stage for chunk in chunks}))
         run = RunShape(max(1, len(chunks) // vp_size), pp_rank, pp_rank + 1, vp_size)
-        step, known = self.decisions, self.learner.profile
+        step, profile = self.decisions, self.learner.profile
         is_other = step.is_other()
-        is_known = bool(step.passed) and not is_other and known is not None
-        profile = known if is_known and known else replace(step.profile(), run=run)
+        if profile is None or is_other or not step.passed:
+            profile = replace(step.profile(), run=run)
         for observer in self.observers:
             observer.step_ended(profile)
         if is_other:
             self.learner.restart()
         elif not self._stays_because:  # how a step goes that moves nothing is no lesson
-            self.learner.learn(profile, None if step.passed else step.shared)
+            shared = [(other, one.key) for one in step.committed for other in one.shares_with]
+            self.learner.learn(profile, None if step.passed else shared)
 
     @contextmanager
     def step(self) -> Iterator[PipelineOffloadManager]:

@@ -13,7 +13,7 @@ from weakref import ref
 import torch
 
 from megatron_offload.core.group import DONE
-from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile, merge_units
+from megatron_offload.core.profile import GroupProfile, StepProfile, merge_units
 from megatron_offload.core.step import StepDecisions
 from megatron_offload.engine.checking import leaks_of
 from megatron_offload.engine.group import OffloadGroup
@@ -55,8 +55,8 @@ class Step(StepDecisions[OffloadGroup]):
         for group in self.passed.values():
             by_name = self._transfers.stats.by_name[group.name]
             by_name.num_groups += 1
-            because = self._learner.kept.get(group.key, "")
-            by_name.keep(group.num_bytes - group.shared_bytes, because)
+            num_bytes = group.num_bytes - group.shared_bytes
+            by_name.keep(num_bytes, self._learner.kept.get(group.key, ""))
         stats = self._transfers.counted()
         if names_leaks:
             stats.leaks = leaks_of(self.groups())
@@ -93,11 +93,6 @@ class Step(StepDecisions[OffloadGroup]):
         names = {group.key: group.name for group in known.groups}
         is_other = any(names.get(group.key) != group.name for group in self.committed)
         return is_other or len(names) != len(self.committed) + len(self.passed)
-
-    @property
-    def shared(self) -> list[tuple[GroupKey, GroupKey]]:
-        """Pairs of groups that have saved the same memory."""
-        return [(other, one.key) for one in self.committed for other in one.shares_with]
 
     # Boundaries
 

@@ -212,7 +212,7 @@ class HostPool:
 
         A part without bytes, and a pool that is closed, are a `ValueError`.
         """
-        sizes = [_aligned(num_bytes) for num_bytes, _ in parts]
+        sizes = [-(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for num_bytes, _ in parts]
         if min(sizes) < 1:
             raise ValueError(f"a region has at least one byte, got {parts}")
         size_bytes = sum(sizes)

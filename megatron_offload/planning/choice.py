@@ -9,10 +9,10 @@ takes of memory doesn't depend on times, so it is replayed; how long its step ta
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from itertools import product
+from itertools import combinations_with_replacement, cycle, pairwise, product
 from typing import NamedTuple, TypeAlias
 
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, PolicyConfig
@@ -51,6 +51,10 @@ most, with all of it, cost them 3.6 % (docs/planning.md)."""
 
 _MOST_BOUNDARIES = 600_000
 """Of groups, that all candidates of one target pass together: some seconds of one core."""
+
+_Kind: TypeAlias = tuple[str, int]
+_Change: TypeAlias = tuple[set[GroupKey], set[_Kind], tuple[float, float]]
+"""Groups and kinds that a rank treats otherwise, and how much of each of its limits it has."""
 
 _Settings: TypeAlias = tuple[RankSettings, ...]
 """Of each rank."""
@@ -135,6 +139,7 @@ class Chooser:
         if limits.recompute is not None:
             may = dict(enumerate(limits.recompute))
             kinds = [(unit, stage) for unit, stage in kinds if unit in may.get(stage, ())]
+        self._kinds = kinds
         self._num_cheap = sum(is_cheap(unit) for unit, _ in kinds)
         self._levels = [by_stage(kinds[:number]) for number in range(len(kinds) + 1)]
         boundaries = sum(
@@ -235,6 +240,12 @@ class Chooser:
     def _quickest(self, targets: Sequence[int]) -> _Settings:
         """Return the best candidate that keeps targets which can be kept."""
         found = self._search(targets)
+        if all(len(profile.groups) <= 12 for profile in self._profiles):  # each weighs much
+            plain = [one for one in found if not any(way.level for way in one.ways)]
+            with half_the_time():  # with more to choose from the outcome is never worse
+                for starts, kinds in ((plain, []), (found, self._kinds)):
+                    for one in self._starts(targets, starts):
+                        found.append(self._climbed(targets, one, kinds))
         # Steps that differ by less are alike: then those with a slower link decide, then bytes.
         most_us = min(one.us for one in found) * (1 + 5e-4)
         alike = [one.settings for one in found if one.us <= most_us]
@@ -306,6 +317,64 @@ class Chooser:
                 _ = look(first[1:]) or any(climb(level) for level in climbs)
         return sorted(found.values(), key=lambda one: one.us)
 
+    # Small jobs
+
+    def _starts(self, targets: Sequence[int], found: Sequence[_Found]) -> Iterator[_Found]:
+        """Yield what is changed at last: the best of these, and what moves all in several rooms."""
+        best = sorted(found, key=lambda one: one.us)[:3]
+        yield from best
+        for room in range(0, _NUM_ROOMS if best else 0, 3):
+            ways = tuple(way._replace(room=room) for way in best[0].ways)
+            settings = tuple(map(self._settings, range(len(ways)), ways))
+            if self._keeps(targets, settings):
+                yield _Found(self._simulate(settings).step_us, ways, settings)
+
+    def _keeps(self, targets: Sequence[int], settings: _Settings) -> bool:
+        return all(self._peak(rank, one) <= targets[rank] for rank, one in enumerate(settings))
+
+    def _climbed(self, targets: Sequence[int], best: _Found, kinds: Iterable[_Kind]) -> _Found:
+        """Go on to a step that no single change of one rank makes quicker."""
+        ranks = range(len(targets))
+        changes = [(rank, one) for rank in ranks for one in self._changes(rank, kinds)]
+        num_in_vain = 0
+        for rank, change in cycle(changes):
+            if num_in_vain == len(changes):
+                break
+            num_in_vain += 1
+            one = self._changed(rank, best.settings[rank], change)
+            settings = (*best.settings[:rank], one, *best.settings[rank + 1 :])
+            if self._keeps(targets, settings):
+                us = self._simulate(settings).step_us
+                if us < best.us:
+                    best, num_in_vain = best._replace(us=us, settings=settings), 0
+        return best
+
+    def _changes(self, rank: int, kinds: Iterable[_Kind]) -> Iterator[_Change]:
+        keys = [group.key for group in self._rank(rank, ()).groups]
+        places = pairwise(sorted({key.order for key in keys}))
+        for shares in ((0.8, 0.8), (1.25, 1.25), (0.9, 1.1), (1.1, 0.9)):
+            yield set(), set(), shares
+        for kind, share in product(kinds, (1.0, 0.65)):
+            yield set(), {kind}, (share, share)
+        for pair in combinations_with_replacement(keys, 2):
+            yield set(pair), set(), (1.0, 1.0)
+        for two, shares in product(places, ((1.0, 1.0), (1.5, 0.5))):
+            yield {key for key in keys if key.order in two}, set(), shares
+
+    def _changed(self, rank: int, settings: RankSettings, change: _Change) -> RankSettings:
+        keys, kinds, shares = change
+        made = {(unit, stage) for stage, x in enumerate(settings.recompute or ()) for unit in x}
+        settings = replace(settings, recompute=by_stage(made ^ kinds))
+        if not settings.offloads:
+            if not keys:
+                return settings
+            live = self._rank(rank, settings.recompute or ())
+            room = self._settings(rank, _Way(room=_NUM_ROOMS // 2))
+            settings = replace(room, kept=live.keys, recompute=settings.recompute)
+        sizes = (getattr(settings, name) or 0 for name in LIMITS)
+        limits = {x: int(s * y) for x, s, y in zip(LIMITS, shares, sizes, strict=True)}
+        return replace(settings, kept=settings.kept ^ keys, **limits | self._user_limits)
+
     # Candidates
 
     def _choose(self, rank: int, target: int, one: _Way) -> RankSettings:
@@ -347,8 +416,8 @@ class Chooser:
         moved = live.keys if moved is None else moved
         if not moved:
             return self._nothing(one.level)
-        largest_bytes = max(group.num_bytes for group in live.groups)
-        least = max(1, largest_bytes // 2)  # one group may always be under way
+        # One group may always be under way.
+        least = max(1, *(group.num_bytes // 2 for group in live.groups))
         growth = max(1.0, live.saved_bytes / least)
         room_bytes = round(least * growth ** (one.room / (_NUM_ROOMS - 1)))
         prefetch_bytes = int(room_bytes * one.split)
