@@ -4,6 +4,7 @@ A candidate says how many kinds of saved bytes are made again, those first that 
 time; an order in which the groups of each rank go to the host until its target is kept; how much
 device memory their copies have, and how that is split between the two directions. What a candidate
 takes of memory doesn't depend on times, so it is replayed; how long its step takes is simulated.
+Where a job is small, single groups, limits and kinds of the best are changed at last.
 """
 
 from __future__ import annotations
