@@ -172,7 +172,8 @@ class MeasuredLoop:
             is_like = profile.has_groups_of(self._learner.profile or profile)
             if timer.has_ended and is_like and not self._is_spoilt:
                 steps.append(timer.read())
-        return min(steps)._replace(reserved_bytes=steps[-1].reserved_bytes)
+        quickest = min(steps, key=lambda step: step.step_us)
+        return quickest._replace(reserved_bytes=steps[-1].reserved_bytes)
 
     def _plan(self, profile: StepProfile) -> Generator[None, None, None]:
         """Agree on a plan, measure what it costs, and correct it, until one stays."""
