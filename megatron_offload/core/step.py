@@ -174,9 +174,7 @@ class StepDecisions(Generic[G]):
 
     def _catch_up(self, group: G, foreseen: Mapping[GroupKey, int]) -> None:
         """Let the clock count what has passed by before a boundary of a group."""
-        missed_bytes = foreseen.get(group.key, 0) - self.window.step_bytes
-        if missed_bytes > 0:
-            self.window.pass_boundary(missed_bytes)
+        self.window.pass_boundary(max(0, foreseen.get(group.key, 0) - self.window.step_bytes))
 
     def start(self, group: G) -> None:
         """Take note of a group whose forward has begun."""

@@ -208,8 +208,7 @@ class AutomaticGroups:
         forward.num_tensors = forward.num_bytes = 0
         if group is not None:
             forward.chunk.close_group(forward.name)
-            if not group.passes_by:
-                self.manager.commit(group)
+            self.manager.commit(group)
 
     def reach(self, group: OffloadGroup) -> None:
         """Backward asks for a tensor of a group."""

@@ -283,7 +283,7 @@ class PipelineOffloadManager:
     ) -> OffloadGroup:
         """Open a group of a chunk; tensors saved under the manager's hooks belong to it.
 
-        One that ``may_pass`` by, and does, is closed and forgotten: it gets no commit, no backward.
+        One that ``may_pass`` by, and does, needs no commit and no backward.
 
         Raises:
             StateError: another thread is not done with this manager, or what is saved here may be
@@ -345,7 +345,7 @@ class PipelineOffloadManager:
     def _looks_away(self) -> bool:
         """Whether what stays need not be recorded in this step."""
         is_due = self.step_number % _LOOK_EVERY == 0
-        return self.learner.is_steady and not is_due and not self._is_looked_at
+        return self.learner.is_steady and not (is_due or self._is_looked_at)
 
     @property
     def _is_looked_at(self) -> bool:
@@ -432,8 +432,8 @@ class PipelineOffloadManager:
         if is_other:
             self.learner.restart()
         elif not self._stays_because:  # how a step goes that moves nothing is no lesson
-            shared = [(other, one.key) for one in step.committed for other in one.shares_with]
-            self.learner.learn(profile, None if step.passed else shared)
+            pairs = ((other, one.key) for one in step.committed for other in one.shares_with)
+            self.learner.learn(profile, None if step.passed else list(pairs))
 
     @contextmanager
     def step(self) -> Iterator[PipelineOffloadManager]:
@@ -572,6 +572,8 @@ class PipelineOffloadManager:
             delay: leave that to `flush_delayed_groups`.
             must_move: decide nothing, it moves.
         """
+        if group.passes_by:
+            return
         for observer in self.observers:
             observer.group_commits(group, is_delayed=delay)
         if delay:

@@ -23,6 +23,7 @@ from programs import (
 from torch import nn
 
 from megatron_offload.core.profile import GroupKey
+from megatron_offload.engine.boundary import start_group
 from megatron_offload.engine.chunk import ChunkOffloadHandler as Chunk
 from megatron_offload.engine.observer import Observer
 from megatron_offload.frontends.whole_model import OffloadActivations
@@ -275,6 +276,21 @@ def test_groups_by_hand_are_recorded_whatever_stays():
         assert not group.passes_by
         chunk.close_group(name)
         manager.commit(group)
+    manager.abort()
+
+
+def test_what_passes_by_may_be_committed_by_hand():
+    model = make_layers()
+    manager = steady(model)
+    passing = manager.learner.passing
+    chunk = manager.begin_chunk()
+    x = torch.ones(4, 32, requires_grad=True)
+    for name in model[0].names:
+        start_group(manager, x, name)
+        manager.commit(chunk.close_group(name))
+    assert passing.keys() > manager.decisions.passed.keys() > {*()}
+    committed = {group.key for group in manager.decisions.committed}
+    assert not committed & manager.decisions.passed.keys()
     manager.abort()
 
 
