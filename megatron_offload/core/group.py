@@ -54,6 +54,8 @@ class Group(abc.ABC):
     Attributes:
         num_bytes: bytes that moving the group copies; set at commit.
         is_pending: whether its forward is over and its batch not yet complete.
+        first_key: of one that is recorded as one with others, the key of the first; its own is that
+            of the last.
         lead: the group whose state says where its tensors are; None for its own.
         followers: the groups of the batch that it leads, in order; those of this step.
         batch_bytes: bytes of all of those, and its own; set when the batch is complete.
@@ -68,6 +70,7 @@ class Group(abc.ABC):
     needs: tuple[GroupKey, ...] = ()
     state = RECORDING
     is_pending = False
+    first_key: GroupKey | None = None
     lead: Self | None = None
     followers: tuple[Self, ...] = ()
 

@@ -172,9 +172,9 @@ class StepDecisions(Generic[G]):
         self.passed[group.key] = found
         return True
 
-    def _catch_up(self, group: G, foreseen: Mapping[GroupKey, int]) -> None:
+    def _catch_up(self, key: GroupKey, foreseen: Mapping[GroupKey, int]) -> None:
         """Let the clock count what has passed by before a boundary of a group."""
-        self.window.pass_boundary(max(0, foreseen.get(group.key, 0) - self.window.step_bytes))
+        self.window.pass_boundary(max(0, foreseen.get(key, 0) - self.window.step_bytes))
 
     def start(self, group: G) -> None:
         """Take note of a group whose forward has begun."""
@@ -186,7 +186,7 @@ class StepDecisions(Generic[G]):
 
     def groups(self) -> Collection[G]:
         """Return all groups of this step."""
-        return self._groups.values()
+        return dict.fromkeys(self._groups.values())
 
     # Boundaries
 
@@ -204,7 +204,7 @@ class StepDecisions(Generic[G]):
         budget, window, actions = self.budget, self.window, self._actions
         num_bytes, passing_bytes = group.num_bytes, group.passing_bytes
         if self.passed:
-            self._catch_up(group, self._forecast.committed_at_bytes)
+            self._catch_up(group.first_key or group.key, self._forecast.committed_at_bytes)
         group.committed_at_bytes = window.step_bytes
         self.committed.append(group)
         moving_bytes = 0 if stays_because else num_bytes
@@ -257,7 +257,7 @@ class StepDecisions(Generic[G]):
         if is_known:
             self.budget.is_warming_up = False
             if self.passed:
-                self._catch_up(group, self._forecast.needed_at_bytes)
+                self._catch_up(group.key, self._forecast.needed_at_bytes)
         has_moved = is_known and self._reach(group)
         for needed in map(self._groups.get, group.needs if is_known else ()):
             if needed is not None:
@@ -356,7 +356,7 @@ class StepDecisions(Generic[G]):
         while self._next < len(order):
             key = order[self._next]
             group = groups.get(key)
-            if key in self.passed:
+            if group is None and key in self.passed:
                 self._next += 1
                 continue
             if group is None or group.state is RECORDING:

@@ -37,9 +37,12 @@ def start_group(manager: PipelineOffloadManager, tensors: Tensors, name: str) ->
     chunk = manager.chunk_to_record(name)
     if chunk is None or not manager.records():
         return tensors
+    if manager.goes_on(chunk, name):
+        return tensors
     group = manager.start_group(chunk, name, may_pass=True)
     if group.passes_by:
         return tensors
+    group.may_join = len(chunk.open_groups) == 1
     tensor = _first_with_grad(tensors)
     if tensor is None:
         return tensors
@@ -85,6 +88,8 @@ def commit_group(
     chunk = manager.cur_forward_chunk()
     group = chunk.close_group(name) if chunk is not None and manager.records() else None
     if group is None or group.passes_by:
+        return tensors
+    if not (forced_released_tensors or delay) and manager.decisions.waits(group):
         return tensors
     manager.commit(group, forced_released_tensors or (), delay=delay)
     tensor = _first_with_grad(tensors)

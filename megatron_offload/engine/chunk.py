@@ -42,6 +42,8 @@ class ChunkOffloadHandler:
     """Among the chunks of the step; None until it has a group, so that passes that save nothing
     (evaluation) shift no keys."""
     groups: list[OffloadGroup] = field(default_factory=list, init=False)
+    num_groups: int = field(default=0, init=False)
+    """That were started, also as parts of one."""
     open_groups: list[OffloadGroup] = field(default_factory=list, init=False)
     _blocks: dict[int, weakref.ref[Block]] = field(default_factory=dict, init=False)
     _small_keys: set[int] = field(default_factory=set, init=False)
@@ -51,10 +53,11 @@ class ChunkOffloadHandler:
     def open_group(self, name: str) -> OffloadGroup:
         """Open a group; a chunk outside any step calls its position -1."""
         position = -1 if self.position is None else self.position
-        key = GroupKey(position, len(self.groups))
+        key = GroupKey(position, self.num_groups)
         group = OffloadGroup(key, name, self.transfers.budget, self.rules)
         self.groups.append(group)
         self.open_groups.append(group)
+        self.num_groups += 1
         return group
 
     def close_group(self, name: str | None) -> OffloadGroup | None:
@@ -67,6 +70,7 @@ class ChunkOffloadHandler:
     def forget_groups(self) -> None:
         """Let go of the groups, whose step is over."""
         self.groups.clear()
+        self.num_groups = 0
         self.open_groups.clear()
         self.forget_recipes()
 

@@ -100,6 +100,7 @@ class Block:
         ready: the event behind its producer, where the program has told.
         stays: whether it was chosen to stay on the device.
         mover: the group that moves it, or would: the last to be committed with it on the device.
+        name: that group's when the block was saved, under which its bytes are counted.
         counted_bytes: what of it some group's commit has counted.
         kept_bytes: what of it is counted as kept on the device.
         flight: the copies to the host that its own was issued with, once it was.
@@ -140,6 +141,7 @@ class Block:
         alias: torch.Tensor,
     ) -> None:
         self.group = self.mover = group
+        self.name = group.name
         self.stream = stream
         self.storage_key = storage_key
         self.version = version
@@ -244,12 +246,13 @@ class OffloadGroup(Group):
         remade: what of it is made again, or could be; set at commit.
         dropped_bytes: what of it is off the device to be made again, until backward comes to it.
         passes_by: whether nothing of it is recorded.
+        may_join: whether it may be recorded as one with those of its batch.
         shares_with: groups before it that have saved some of its memory too.
     """
 
     elsewhere_bytes = shared_bytes = small_bytes = dropped_bytes = 0
     moving: Sequence[BlockRef] = ()
-    passes_by = False
+    passes_by = may_join = False
     shares_with: tuple[GroupKey, ...] = ()
     remade: tuple[RemadeUnit, ...] = ()
     leaf_hook: RemovableHandle | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -72,6 +72,7 @@ class Learner:
         pp_rank: the pipeline rank whose rules count; None before the first chunk.
         kept: groups that the policy keeps on the device, each with the reason.
         passing: those that need not be recorded, as long as steps are steady.
+        joining: those that may be recorded as one with the next of their batch, likewise.
         is_steady: whether the last two steps had the same groups.
         moves_nothing: whether a plan of this run's own lets this rank move and make again nothing.
     """
@@ -84,6 +85,7 @@ class Learner:
         self.profile: StepProfile | None = None
         self.kept: dict[GroupKey, str] = {}
         self.passing: dict[GroupKey, GroupProfile] = {}
+        self.joining: Mapping[GroupKey, tuple[GroupKey, str]] = {}
         self.is_steady = self.moves_nothing = False
         self._config = config
         self._listed = listed = config.modules if "modules" in config.model_fields_set else ()
@@ -143,7 +145,7 @@ class Learner:
         Raises:
             ConfigError: the plan has no such rank.
         """
-        self._is_own, self.passing = is_own, {}
+        self._is_own, self.passing, self.joining = is_own, {}, {}
         if plan is None:
             self.plan = self._planned = self._recompute = None
             self.moves_nothing = False
@@ -204,9 +206,18 @@ class Learner:
     # What is learned
 
     def learn(
-        self, profile: StepProfile, shared: Sequence[tuple[GroupKey, GroupKey]] | None = None
+        self,
+        profile: StepProfile,
+        shared: Sequence[tuple[GroupKey, GroupKey]] | None = None,
+        joining: Mapping[GroupKey, tuple[GroupKey, str]] | None = None,
     ) -> None:
-        """Learn from a step that is over; ``shared`` of `passing_groups` where none passed by."""
+        """Learn from a step that is over.
+
+        Args:
+            profile: what it has shown, or the last whole one of the same groups.
+            shared: as in `passing_groups`; None where the step was not recorded whole.
+            joining: what of it may be recorded as one; None where some was.
+        """
         if self._listed:
             profile = self.without_unlisted(profile)
         before = self.profile
@@ -220,7 +231,7 @@ class Learner:
         elif before is not None:
             self._owners.known.clear()
         if self._planned != (profile, self.policy):
-            self._planned, self.passing = (profile, self.policy), {}
+            self._planned, self.passing, joining = (profile, self.policy), {}, {}
             self._choose(profile)
             moving = (g.num_bytes for g in profile.groups if g.key not in self.kept)
             self._largest_bytes = max(moving, default=0)
@@ -228,6 +239,8 @@ class Learner:
         if shared is not None and self.kept:
             ahead = self._budget.lookahead_bytes, self._budget.total_bytes
             self.passing = passing_groups(profile, self.kept, shared, *ahead)
+        if joining is not None:  # those between which some will pass by show in the next step
+            self.joining = {} if shared is not None and self.passing else joining
 
     def _choose(self, profile: StepProfile) -> None:
         if self.plan is not None:
@@ -241,7 +254,7 @@ class Learner:
     def restart(self) -> None:
         """Learn anew what the step looks like; what is followed stays."""
         self.profile = self._planned = None
-        self.is_steady, self.passing = False, {}
+        self.is_steady, self.passing, self.joining = False, {}, {}
         if self.plan is None:
             self.kept = {}
         self._owners.known.clear()

@@ -298,10 +298,24 @@ class PipelineOffloadManager:
         if may_pass and is_free and self.decisions.passes_by(group):
             group.passes_by = True  # none around it would record what it saves
             return group
+        if self.decisions.waiting is not None:  # for another than this
+            self._complete_batch()
         for observer in self.observers:
             observer.group_starts(group)
         self.decisions.start(group)
         return group
+
+    def goes_on(self, chunk: ChunkOffloadHandler, name: str) -> bool:
+        """Whether a group that starts is recorded as one with that before it, which has its hooks.
+
+        Raises:
+            StateError: as `start_group`.
+        """
+        if self.decisions.waiting is None:
+            return False
+        refuse_mutable_saves()
+        self.guard.refuse_other_threads()
+        return self.decisions.goes_on(chunk, name)
 
     @guarded
     def enter_chunk(self, chunk: ChunkOffloadHandler) -> None:
@@ -326,6 +340,8 @@ class PipelineOffloadManager:
             self._chunk, self._begun_at_backward = chunk, None if since is None else 0
         if not self._entered and self._looks_away:
             step.passing = self.learner.passing
+            if not self._stays_because:
+                step.joining = self.learner.joining
         self._entered.append(chunk)
         chunk.position = len(self._entered) - 1
 
@@ -425,7 +441,7 @@ class PipelineOffloadManager:
         run = RunShape(max(1, len(chunks) // vp_size), pp_rank, pp_rank + 1, vp_size)
         step, profile = self.decisions, self.learner.profile
         is_other = step.is_other()
-        if profile is None or is_other or not step.passed:
+        if profile is None or is_other or step.is_whole:
             profile = replace(step.profile(), run=run)
         for observer in self.observers:
             observer.step_ended(profile)
@@ -433,7 +449,8 @@ class PipelineOffloadManager:
             self.learner.restart()
         elif not self._stays_because:  # how a step goes that moves nothing is no lesson
             pairs = ((other, one.key) for one in step.committed for other in one.shares_with)
-            self.learner.learn(profile, None if step.passed else list(pairs))
+            joining = None if step.num_joined else step.joinable()
+            self.learner.learn(profile, list(pairs) if step.is_whole else None, joining)
 
     @contextmanager
     def step(self) -> Iterator[PipelineOffloadManager]:

@@ -88,7 +88,7 @@ class Sources:
                 block.storage_key = 0
             else:
                 block.storage_ref = StorageWeakRef(storage)
-            region, name = block.region, block.mover.name
+            region, name = block.region, block.name
             assert region is not None
             if alone is None or alone[0] is not region or alone[1] is not name:
                 if alone is not None:

@@ -41,10 +41,10 @@ class SavedTensor:
 
     def _description(self) -> str:
         if self.block is None:
-            shape, dtype, group = self.alias.shape, self.alias.dtype, self.group_name
+            shape, dtype = self.alias.shape, self.alias.dtype
         else:
-            shape, dtype, group = self.size, self.dtype, self.block.group.label
-        return f"of shape {list(shape)} and dtype {dtype}, saved in group {group!r},"
+            shape, dtype = self.size, self.dtype
+        return f"of shape {list(shape)} and dtype {dtype}, saved in group {self.group_name!r},"
 
     @graph_break
     def unpack(self) -> torch.Tensor:

@@ -7,15 +7,17 @@ may outlive theirs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from weakref import ref
 
 import torch
 
 from megatron_offload.core.group import DONE
-from megatron_offload.core.profile import GroupProfile, StepProfile, merge_units
+from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile, merge_units
 from megatron_offload.core.step import StepDecisions
 from megatron_offload.engine.checking import leaks_of
+from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.learning import Learner
 from megatron_offload.engine.stats import StepStats
@@ -42,6 +44,12 @@ class Step(StepDecisions[OffloadGroup]):
             self._transfers.count_remade(group)
         self._transfers.begin_step()
         self.begin_step(self._learner.profile)
+        self.joining: Mapping[GroupKey, tuple[GroupKey, str]] = {}
+        """Of groups that are recorded as one with the next of their batch, what that is."""
+        self.num_joined = 0
+        self.waiting: OffloadGroup | None = None
+        """One whose next is to come."""
+        self._was_cut = False
 
     def is_idle(self) -> bool:
         """Whether no graph is left, and nothing saved."""
@@ -88,11 +96,72 @@ class Step(StepDecisions[OffloadGroup]):
     def is_other(self) -> bool:
         """Whether groups have passed by in a step that has other groups than the learned one."""
         known = self._learner.profile
-        if not self.passed or known is None:
-            return bool(self.passed)
+        if self.is_whole or self._was_cut or known is None:
+            return self._was_cut or not self.is_whole
         names = {group.key: group.name for group in known.groups}
         is_other = any(names.get(group.key) != group.name for group in self.committed)
-        return is_other or len(names) != len(self.committed) + len(self.passed)
+        num_groups = len(self.committed) + len(self.passed) + self.num_joined
+        return is_other or len(names) != num_groups
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each group was recorded, and by itself."""
+        return not (self.passed or self.num_joined)
+
+    # Batches that are recorded as one group
+
+    def joinable(self) -> dict[GroupKey, tuple[GroupKey, str]]:
+        """Return `joining` for steps like this one: what is dropped to be made again ends one."""
+        return {
+            one.key: (other.key, other.name)
+            for one, other in pairwise(self._groups.values())
+            if one.may_join
+            and other.may_join
+            and (one.lead or one) is (other.lead or other)
+            and not (one.elsewhere_bytes or other.elsewhere_bytes)
+            and not any(unit.is_remade for unit in one.remade)
+        }
+
+    def waits(self, group: OffloadGroup) -> bool:
+        """Let a group whose forward is over wait for the next of its batch, if that is to join."""
+        if group.key not in self.joining or self.waiting is not None:
+            return False
+        group.is_pending, self.waiting = True, group
+        return True
+
+    def goes_on(self, chunk: ChunkOffloadHandler, name: str) -> bool:
+        """Whether what starts now is the next of the group that waits, which goes on as that."""
+        group = self.waiting
+        if group is None:
+            return False
+        key, expected = self.joining[group.key]
+        if name != expected or (chunk.position, chunk.num_groups) != key:
+            return False
+        self._count(group)
+        self.waiting, group.is_pending = None, False
+        group.first_key = group.first_key or group.key
+        group.key, group.name = key, name
+        self._groups[key] = group
+        self.num_joined += 1
+        chunk.num_groups += 1
+        chunk.open_groups.append(group)
+        return True
+
+    def complete_batch(self) -> None:
+        """Decide about what waits for more, if it is not what was learned that comes."""
+        group, self.waiting = self.waiting, None
+        if group is not None:
+            group.is_pending, self._was_cut = False, True
+            self.commit_group(group, (), "")
+        super().complete_batch()
+
+    def _count(self, group: OffloadGroup) -> None:
+        """Count a group under its name, and what of it is too small."""
+        stats = self._transfers.stats.by_name[group.name]
+        stats.num_groups += 1
+        if group.small_bytes:
+            stats.keep(group.small_bytes, _TOO_SMALL)
+            group.small_bytes = 0
 
     # Boundaries
 
@@ -113,10 +182,7 @@ class Step(StepDecisions[OffloadGroup]):
         if forced_released_tensors:
             self.complete_batch()  # whose copies count here
         transfers.measure(group, may_drop=not stays_because)
-        stats = transfers.stats.by_name[group.name]
-        stats.num_groups += 1
-        if group.small_bytes:
-            stats.keep(group.small_bytes, _TOO_SMALL)
+        self._count(group)
         if must_move:
             stays_because = ""
         elif not stays_because:
@@ -141,7 +207,8 @@ class Step(StepDecisions[OffloadGroup]):
         """Backward has reached a group's end: bring it back if no one did, and look ahead."""
         self._transfers.count_remade(group)
         super().enter_backward(group)
-        self._transfers.owners.learn(group)
+        if group.first_key is None:  # it knows them by their places in groups
+            self._transfers.owners.learn(group)
 
     def leave_backward(self, group: OffloadGroup) -> None:
         """Backward has left a group."""

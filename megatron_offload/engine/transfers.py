@@ -72,6 +72,7 @@ class Transfers:
         """
         moving: list[BlockRef] = []
         owners, chooses = self.owners, group.rules.should_offload
+        knows_any = bool(owners.known) and group.first_key is None
         num_bytes = 0
         for found in group.references:
             block = found()
@@ -84,17 +85,18 @@ class Transfers:
                 block.stays = block.stays or not chooses(block_bytes)
             if block.stays:
                 group.staying_bytes += block_bytes
-                self._count_kept(group.name, block, "beyond the share that moves")
+                self._count_kept(block, "beyond the share that moves")
                 continue
             block.counted_bytes = block_bytes
             if counted_bytes:
                 group.shared_bytes += counted_bytes
-            if owners.known and owners.knows(block):
+            if knows_any and owners.knows(block):
                 group.elsewhere_bytes += block_bytes
                 self.stats.held_elsewhere_bytes += block_bytes - counted_bytes
             else:
                 num_bytes += block_bytes
-                block.mover = group
+                if block.mover is not group:
+                    block.mover, block.name = group, group.name
                 moving.append(found)
         group.moving, group.num_bytes = moving, num_bytes
 
@@ -147,15 +149,15 @@ class Transfers:
             for found in moving:
                 block = found()
                 if block is not None:
-                    self._count_kept(one.name, block, reason)
+                    self._count_kept(block, reason)
         group.advance(RESIDENT)
 
-    def _count_kept(self, name: str, block: Block, reason: str) -> None:
-        """Count a block as kept by a group, but for what a group before it has counted of it."""
+    def _count_kept(self, block: Block, reason: str) -> None:
+        """Count a block as kept, but for what was counted of it before."""
         num_bytes = block.num_bytes - block.kept_bytes
         if num_bytes:
             block.kept_bytes = block.num_bytes
-            self.stats.by_name[name].keep(num_bytes, reason)
+            self.stats.by_name[block.name].keep(num_bytes, reason)
 
     def offload(self, group: OffloadGroup) -> None:
         """Issue the copies of the blocks that `measure` has found, and put them into the window.
@@ -187,7 +189,7 @@ class Transfers:
             block.region, block.host, block.flight = region, host, flight
             block.address = source.data_ptr() - block.low
             num_bytes += block_bytes
-            by_name[block.mover.name].offloaded_bytes += block_bytes
+            by_name[block.name].offloaded_bytes += block_bytes
             parts.append((weakref.ref(block), aliases, stream))
             pairs.append((host, source))
             if stream not in streams:
@@ -250,7 +252,7 @@ class Transfers:
             if region is None:
                 self.stats.num_refused_blocks += 1
                 self.stats.refused_bytes += block.num_bytes
-                self._count_kept(block.mover.name, block, "the host memory is full")
+                self._count_kept(block, "the host memory is full")
                 continue
             region.owners = owners
             if region.ready_event is not None:
@@ -357,7 +359,7 @@ class Transfers:
             block.reload = reload
             block.target = target  # from here on this is the copy that counts
             block.host = block.region = None
-            by_name[block.mover.name].reloaded_bytes += block.num_bytes
+            by_name[block.name].reloaded_bytes += block.num_bytes
         for region, parts in groupby(read):
             self.host_pool.free(region, event, len(list(parts)))
 

@@ -11,10 +11,13 @@ from programs import (
     KIB,
     TIMINGS,
     TWO_TIMINGS,
+    Layers,
+    Watcher,
     assert_nothing_left,
     assert_same,
     check_steps,
     in_group,
+    make_layers,
     make_manager,
     make_model,
     one_forward_one_backward,
@@ -25,35 +28,12 @@ from torch import nn
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.boundary import start_group
 from megatron_offload.engine.chunk import ChunkOffloadHandler as Chunk
-from megatron_offload.engine.observer import Observer
 from megatron_offload.frontends.whole_model import OffloadActivations
 from megatron_offload.observe.live_bytes import LiveActivationMeter
 from megatron_offload.planning.plan import plan_of, rank_plan
 
 ORDER = one_forward_one_backward(4, depth=2)
 LIMITS = {"max_inflight_bytes": 4 * KIB, "prefetch_bytes": 4 * KIB}
-
-
-class Layers(nn.Module):
-    """Layers of one group each, none of which shares memory with another."""
-
-    norm = nn.LayerNorm(32)
-    """As the programs ask how wide a model is."""
-
-    def __init__(self, num_layers):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(num_layers))
-        self.names = [f"layer {number}" for number in range(num_layers)]
-
-    def forward(self, x, manager):
-        for name, layer in zip(self.names, self.layers, strict=True):
-            x = in_group(manager, lambda x, layer=layer: layer(x).sin() * 1.0, x, name)
-        return x
-
-
-def make_layers(num_layers=12):
-    torch.manual_seed(0)
-    return nn.ModuleList([Layers(num_layers)])
 
 
 def steady(model, *, fraction=0.4, **settings):
@@ -63,17 +43,6 @@ def steady(model, *, fraction=0.4, **settings):
         run_step(model, manager, ORDER)
     assert manager.learner.passing
     return manager
-
-
-class Watcher(Observer):
-    """Counts groups that are recorded; may have them all recorded."""
-
-    def __init__(self, *, needs_groups=False):
-        self.needs_groups = needs_groups
-        self.keys = []
-
-    def group_starts(self, group):
-        self.keys.append(group.key)
 
 
 def recorded(model, manager, order=ORDER, *, needs_groups=False):
