@@ -219,7 +219,7 @@ class StepDecisions(Generic[G]):
         else:
             batch = self._batch
             if batch and (is_alone or batch[0].key.chunk != group.key.chunk):
-                self.complete_batch()
+                self._complete_batch()
                 batch = self._batch
             batch.append(group)
             self._batch_bytes += num_bytes
@@ -227,14 +227,16 @@ class StepDecisions(Generic[G]):
                 group.is_pending = True
                 window.step_bytes += passing_bytes
                 return
-            self.complete_batch()
+            self._complete_batch()
         window.pass_boundary(passing_bytes)
         self.look_ahead()
 
     def complete_batch(self) -> None:
         """Decide about the groups that wait for more of their batch, if there are any."""
-        if not self._batch:
-            return
+        if self._batch:
+            self._complete_batch()
+
+    def _complete_batch(self) -> None:
         (*followers, lead), self._batch = self._batch, []
         lead.batch_bytes, self._batch_bytes = self._batch_bytes, 0
         lead.is_pending = False

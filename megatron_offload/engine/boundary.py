@@ -42,7 +42,7 @@ def start_group(manager: PipelineOffloadManager, tensors: Tensors, name: str) ->
     group = manager.start_group(chunk, name, may_pass=True)
     if group.passes_by:
         return tensors
-    group.may_join = len(chunk.open_groups) == 1
+    manager.decisions.started(group)
     tensor = _first_with_grad(tensors)
     if tensor is None:
         return tensors
@@ -89,7 +89,7 @@ def commit_group(
     group = chunk.close_group(name) if chunk is not None and manager.records() else None
     if group is None or group.passes_by:
         return tensors
-    if not (forced_released_tensors or delay) and manager.decisions.waits(group):
+    if group.parts and manager.decisions.ends_part(group, forced_released_tensors or ()):
         return tensors
     manager.commit(group, forced_released_tensors or (), delay=delay)
     tensor = _first_with_grad(tensors)

@@ -64,6 +64,8 @@ class ChunkOffloadHandler:
         """Take the open group of this name that was started last; None where there is none."""
         for index in range(len(self.open_groups) - 1, -1, -1):
             if name is None or self.open_groups[index].name == name:
+                for inner in self.open_groups[index + 1 :]:  # it ends before they do
+                    inner.may_join = self.open_groups[index].may_join = False
                 return self.open_groups.pop(index)
         return None
 

@@ -13,8 +13,9 @@ block has a host region, a reload target, or a source that something else keeps 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -244,15 +245,22 @@ class OffloadGroup(Group):
         shared_bytes: of both, what a group before it has as well and left there; set at commit.
         moving: between the look at its bytes and the decision, the blocks that can move.
         remade: what of it is made again, or could be; set at commit.
-        dropped_bytes: what of it is off the device to be made again, until backward comes to it.
+        dropped_bytes: what of it is off the device to be made again, until backward comes to it,
+            by name.
         passes_by: whether nothing of it is recorded.
-        may_join: whether it may be recorded as one with those of its batch.
+        is_inside: whether it began inside another that is recorded.
+        may_join: whether others may be recorded as one with it; what follows is of one that is.
+        parts: names and keys of those that have begun and not ended, from the outermost on.
+        last_key: the key of the one that began last.
         shares_with: groups before it that have saved some of its memory too.
     """
 
-    elsewhere_bytes = shared_bytes = small_bytes = dropped_bytes = 0
+    elsewhere_bytes = shared_bytes = small_bytes = 0
+    dropped_bytes: Mapping[str, int] = MappingProxyType({})
     moving: Sequence[BlockRef] = ()
-    passes_by = may_join = False
+    passes_by = is_inside = may_join = False
+    parts: list[tuple[str, GroupKey]] | None = None
+    last_key: GroupKey
     shares_with: tuple[GroupKey, ...] = ()
     remade: tuple[RemadeUnit, ...] = ()
     leaf_hook: RemovableHandle | None = None

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache
 
 from megatron_offload.config import OffloadConfig
+from megatron_offload.core.joining import Joining
 from megatron_offload.core.passing import passing_groups
 from megatron_offload.core.policy_config import PlanFileConfig, RatioConfig
 from megatron_offload.core.profile import GroupKey, GroupProfile, RunShape, StepProfile
@@ -72,7 +73,7 @@ class Learner:
         pp_rank: the pipeline rank whose rules count; None before the first chunk.
         kept: groups that the policy keeps on the device, each with the reason.
         passing: those that need not be recorded, as long as steps are steady.
-        joining: those that may be recorded as one with the next of their batch, likewise.
+        joining: those that are recorded as one, likewise.
         is_steady: whether the last two steps had the same groups.
         moves_nothing: whether a plan of this run's own lets this rank move and make again nothing.
     """
@@ -85,7 +86,7 @@ class Learner:
         self.profile: StepProfile | None = None
         self.kept: dict[GroupKey, str] = {}
         self.passing: dict[GroupKey, GroupProfile] = {}
-        self.joining: Mapping[GroupKey, tuple[GroupKey, str]] = {}
+        self.joining: Joining = {}
         self.is_steady = self.moves_nothing = False
         self._config = config
         self._listed = listed = config.modules if "modules" in config.model_fields_set else ()
@@ -209,7 +210,7 @@ class Learner:
         self,
         profile: StepProfile,
         shared: Sequence[tuple[GroupKey, GroupKey]] | None = None,
-        joining: Mapping[GroupKey, tuple[GroupKey, str]] | None = None,
+        joining: Joining | None = None,
     ) -> None:
         """Learn from a step that is over.
 

@@ -298,6 +298,7 @@ class PipelineOffloadManager:
         if may_pass and is_free and self.decisions.passes_by(group):
             group.passes_by = True  # none around it would record what it saves
             return group
+        group.is_inside = not is_free
         if self.decisions.waiting is not None:  # for another than this
             self._complete_batch()
         for observer in self.observers:
@@ -306,12 +307,12 @@ class PipelineOffloadManager:
         return group
 
     def goes_on(self, chunk: ChunkOffloadHandler, name: str) -> bool:
-        """Whether a group that starts is recorded as one with that before it, which has its hooks.
+        """Whether a group that starts is recorded as one with another, which has its hooks.
 
         Raises:
             StateError: as `start_group`.
         """
-        if self.decisions.waiting is None:
+        if self.decisions.joined is None:
             return False
         refuse_mutable_saves()
         self.guard.refuse_other_threads()
@@ -594,6 +595,7 @@ class PipelineOffloadManager:
         for observer in self.observers:
             observer.group_commits(group, is_delayed=delay)
         if delay:
+            group.may_join = False
             self._delayed.append((group, tuple(forced_released_tensors)))
         else:
             self._commit(group, forced_released_tensors, must_move)

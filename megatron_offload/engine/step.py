@@ -7,13 +7,13 @@ may outlive theirs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
-from itertools import pairwise
+from collections.abc import Iterable
 from weakref import ref
 
 import torch
 
 from megatron_offload.core.group import DONE
+from megatron_offload.core.joining import Joining, Started, joined_groups
 from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile, merge_units
 from megatron_offload.core.step import StepDecisions
 from megatron_offload.engine.checking import leaks_of
@@ -44,12 +44,15 @@ class Step(StepDecisions[OffloadGroup]):
             self._transfers.count_remade(group)
         self._transfers.begin_step()
         self.begin_step(self._learner.profile)
-        self.joining: Mapping[GroupKey, tuple[GroupKey, str]] = {}
-        """Of groups that are recorded as one with the next of their batch, what that is."""
+        self.joining: Joining = {}
         self.num_joined = 0
+        """Groups that were recorded as one with one before."""
         self.waiting: OffloadGroup | None = None
-        """One whose next is to come."""
+        """One that goes on with the next that starts."""
+        self.joined: OffloadGroup | None = None
+        """One that others are recorded with, or may be; open, or waiting."""
         self._was_cut = False
+        self._ends: set[GroupKey] = set()
 
     def is_idle(self) -> bool:
         """Whether no graph is left, and nothing saved."""
@@ -108,50 +111,71 @@ class Step(StepDecisions[OffloadGroup]):
         """Whether each group was recorded, and by itself."""
         return not (self.passed or self.num_joined)
 
-    # Batches that are recorded as one group
+    # Groups that are recorded as one
 
-    def joinable(self) -> dict[GroupKey, tuple[GroupKey, str]]:
-        """Return `joining` for steps like this one: what is dropped to be made again ends one."""
-        return {
-            one.key: (other.key, other.name)
-            for one, other in pairwise(self._groups.values())
-            if one.may_join
-            and other.may_join
-            and (one.lead or one) is (other.lead or other)
-            and not (one.elsewhere_bytes or other.elsewhere_bytes)
-            and not any(unit.is_remade for unit in one.remade)
-        }
+    def joinable(self) -> Joining:
+        """Return `joining` for steps like this one, of which none were."""
+        started = (
+            Started(g.key, g.name, g.num_bytes + remade_bytes(g), g.is_inside, g.may_join)
+            for g in self._groups.values()
+        )
+        return joined_groups(started, self._ends, self.budget.batch_bytes)
 
-    def waits(self, group: OffloadGroup) -> bool:
-        """Let a group whose forward is over wait for the next of its batch, if that is to join."""
-        if group.key not in self.joining or self.waiting is not None:
-            return False
-        group.is_pending, self.waiting = True, group
-        return True
+    def started(self, group: OffloadGroup) -> None:
+        """Note a group of boundaries, with which others may be recorded as one."""
+        group.may_join = True
+        if group.key in self.joining and not group.is_inside:
+            self.joined, group.last_key = group, group.key
+            group.parts = [(group.name, group.key)]
 
     def goes_on(self, chunk: ChunkOffloadHandler, name: str) -> bool:
-        """Whether what starts now is the next of the group that waits, which goes on as that."""
-        group = self.waiting
+        """Whether what starts now is recorded as one with the group that started before it."""
+        group = self.joined
         if group is None:
             return False
-        key, expected = self.joining[group.key]
+        key, expected = self.joining.get(group.last_key, (None, ""))
         if name != expected or (chunk.position, chunk.num_groups) != key:
             return False
-        self._count(group)
-        self.waiting, group.is_pending = None, False
-        group.first_key = group.first_key or group.key
-        group.key, group.name = key, name
+        around = chunk.open_groups[-1] if chunk.open_groups else group
+        if around is not group and not around.passes_by:
+            return False
+        assert key is not None
+        if group is self.waiting:
+            self._count(group)
+            self.waiting, group.is_pending, group.key = None, False, key
+        group.parts = [*(group.parts or ()), (name, key)]
+        group.name, group.last_key = name, key
         self._groups[key] = group
         self.num_joined += 1
         chunk.num_groups += 1
         chunk.open_groups.append(group)
         return True
 
+    def ends_part(self, group: OffloadGroup, forced: Iterable[torch.Tensor]) -> bool:
+        """Take note of the end of a group that is recorded with others; whether they go on."""
+        assert group.parts
+        _, key = group.parts.pop()
+        group.first_key = group.first_key or key
+        goes_on = bool(group.parts)
+        if goes_on:
+            self._count(group)
+            group.name = group.parts[-1][0]
+        elif group.last_key in self.joining and self.waiting is None:
+            goes_on = group.is_pending = True
+            self.waiting = group
+        else:
+            self.joined = None
+        if goes_on and forced:
+            self._force(group, forced)
+        return goes_on
+
     def complete_batch(self) -> None:
-        """Decide about what waits for more, if it is not what was learned that comes."""
+        """Decide about what waits for more; where that is not what was learned, it is cut off."""
+        if self._groups:
+            self._ends.add(next(reversed(self._groups)))
         group, self.waiting = self.waiting, None
         if group is not None:
-            group.is_pending, self._was_cut = False, True
+            self.joined, group.is_pending, self._was_cut = None, False, True
             self.commit_group(group, (), "")
         super().complete_batch()
 
@@ -179,29 +203,31 @@ class Step(StepDecisions[OffloadGroup]):
         no other tensor has it.
         """
         transfers = self._transfers
-        if forced_released_tensors:
-            self.complete_batch()  # whose copies count here
         transfers.measure(group, may_drop=not stays_because)
         self._count(group)
         if must_move:
             stays_because = ""
         elif not stays_because:
             stays_because = self._learner.keeps_because(group)
-        named = () if stays_because else tuple(map(ref, forced_released_tensors))
-        forced = []
-        if named:
-            keys = {tensor.untyped_storage()._cdata for tensor in forced_released_tensors}
-            forced = [b for b in group.blocks() if b.storage_key in keys and not b.released]
-        for block in forced:
-            block.forced_by = named
+        if forced_released_tensors and not stays_because:
+            self._force(group, forced_released_tensors)
         rules = group.rules
         must_move = must_move or rules.should_offload is not None
         most_inflight = rules.max_inflight_groups, rules.max_inflight_blocks
-        is_alone = most_inflight != (None, None) or bool(forced)
+        is_alone = most_inflight != (None, None)
+        if stays_because or must_move or is_alone or group.elsewhere_bytes:
+            group.may_join = False
         self.commit(group, stays_because, must_move=must_move, is_alone=is_alone)
-        for block in forced:
-            if block.flight is None:  # it stays, whoever moves it later
-                block.forced_by = ()
+
+    def _force(self, group: OffloadGroup, tensors: Iterable[torch.Tensor]) -> None:
+        """Let the storage of these be emptied where a group that moves it is released."""
+        tensors = list(tensors)
+        keys = {tensor.untyped_storage()._cdata for tensor in tensors}
+        for block in group.blocks():
+            if block.storage_key in keys and not block.released:
+                block.forced_by = tuple(map(ref, tensors))
+                if block.is_before_copy:
+                    block.mover = group
 
     def enter_backward(self, group: OffloadGroup) -> None:
         """Backward has reached a group's end: bring it back if no one did, and look ahead."""
@@ -215,3 +241,8 @@ class Step(StepDecisions[OffloadGroup]):
         if group.leaf_hook is not None:
             group.unhook()
         super().leave_backward(group)
+
+
+def remade_bytes(group: OffloadGroup) -> int:
+    """Return the bytes of a group that are dropped at its end, to be made again."""
+    return sum(unit.num_bytes for unit in group.remade if unit.is_remade)

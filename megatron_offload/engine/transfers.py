@@ -97,6 +97,7 @@ class Transfers:
                 num_bytes += block_bytes
                 if block.mover is not group:
                     block.mover, block.name = group, group.name
+                    block.forced_by = ()  # whoever asked for that does not move it
                 moving.append(found)
         group.moving, group.num_bytes = moving, num_bytes
 
@@ -127,10 +128,11 @@ class Transfers:
             for observer in self.observers:
                 observer.block_leaves(block, _region_of(block))
             self.sources.drop(block, group.label)
-            self.stats.by_name[group.name].remade_bytes += num_bytes
-            group.dropped_bytes += num_bytes
+            name, dropped = block.name, group.dropped_bytes
+            self.stats.by_name[name].remade_bytes += num_bytes
+            group.dropped_bytes = {**dropped, name: dropped.get(name, 0) + num_bytes}
             self.dropped_bytes += num_bytes
-            self.host_pool.alone.add(group.name, num_bytes)
+            self.host_pool.alone.add(name, num_bytes)
         if is_dropped:
             group.needs += needs
         return is_dropped
@@ -138,9 +140,10 @@ class Transfers:
     def count_remade(self, group: OffloadGroup) -> None:
         """Count what was dropped of a group as off the device no more."""
         if group.dropped_bytes:
-            self.host_pool.alone.add(group.name, -group.dropped_bytes)
-            self.dropped_bytes -= group.dropped_bytes
-            group.dropped_bytes = 0
+            for name, num_bytes in group.dropped_bytes.items():
+                self.host_pool.alone.add(name, -num_bytes)
+                self.dropped_bytes -= num_bytes
+            group.dropped_bytes = {}
 
     def stay(self, group: OffloadGroup, reason: str) -> None:
         """Leave a group whose forward is over on the device, and those that it leads."""
@@ -560,7 +563,7 @@ class Transfers:
         self.sources.abandon()
         self.dropped_bytes = 0
         for group in groups:
-            group.moving, group.dropped_bytes = (), 0
+            group.moving, group.dropped_bytes = (), {}
             # A failed backward may leave its graph alive for long: its data goes now.
             for block in group.blocks():
                 block.cancelled = True
