@@ -162,6 +162,8 @@ class CostSearch(PlanSearch):
             if self._is_better(plan):
                 return plan
         freed, more, most = self._between([chooser.highest_bytes - _peak_bytes(p) for p in tried])
+        if self._bare and self._num_left == 1:
+            more /= 2  # few groups need as many boundaries, and are no neighbours
         plan = self._fitting(self._under(chooser.highest_bytes - int(freed + more)))
         return plan if most < math.inf and self._is_better(plan) else None
 
