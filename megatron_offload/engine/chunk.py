@@ -93,23 +93,24 @@ class ChunkOffloadHandler:
             The record that autograd keeps; `SavedTensor.unpack` gives the tensor back.
         """
         transfers = self.transfers
-        for observer in transfers.observers:
-            if not is_parameter(tensor):
+        if transfers.observers and not is_parameter(tensor):
+            for observer in transfers.observers:
                 observer.tensor_saved(tensor)
         storage_key = self.marks.activation_storage(tensor, transfers.backend)
         if storage_key is None:
             return SavedTensor(tensor, group.name)
         rules = self.rules
-        if (rules.min_tensor_bytes or rules.min_tensor_elements) and self._is_small(tensor):
+        num_bytes = tensor.nbytes
+        if num_bytes < rules.min_tensor_bytes or tensor.numel() < rules.min_tensor_elements:
             if storage_key not in self._small_keys and self._find_block(storage_key) is None:
                 self._small_keys.add(storage_key)  # else it was counted, or moves
-                group.small_bytes += tensor.nbytes
+                group.small_bytes += num_bytes
             return SavedTensor(tensor, group.name)
         offset = int(tensor.storage_offset())
         record = SavedTensor(tensor, group.name, offset)
         low = offset * tensor.itemsize
         is_contiguous = tensor.is_contiguous()
-        high = low + (tensor.nbytes if is_contiguous else span_bytes(tensor))
+        high = low + (num_bytes if is_contiguous else span_bytes(tensor))
         alias, version, blocks = record.alias, record.version, self._blocks
         found = blocks.get(storage_key)
         block = None if found is None else found()

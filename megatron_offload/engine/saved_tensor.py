@@ -28,11 +28,14 @@ class SavedTensor:
     __slots__ = ("alias", "block", "dtype", "group_name", "offset", "size", "stride", "version")
 
     def __init__(self, tensor: torch.Tensor, group_name: str, offset: int | None = None) -> None:
-        # Detached, because holding a node's own output from that node would be a cycle.
-        self.alias = tensor.detach()
         self.version: int = tensor._version
         self.block: Block | None = None
         self.group_name = group_name
+        if offset is None and tensor.is_leaf:
+            self.alias = tensor  # as autograd keeps it
+            return
+        # Detached, because holding a node's own output from that node would be a cycle.
+        self.alias = tensor.detach()
         if offset is not None:
             self.size = tensor.shape
             self.stride = tensor.stride()
