@@ -214,7 +214,7 @@ class FunctionRecipe:
         for record in self._reads:
             record.check_version()
             tensor = record.alias
-            is_plain = type(tensor) is torch.Tensor
+            is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
             if is_plain and tensor.nbytes and not tensor.untyped_storage().nbytes():
                 raise StateError(
                     f"a tensor {record._description()} has no memory now, as where a parameter is "
