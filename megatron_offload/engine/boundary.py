@@ -79,7 +79,7 @@ def commit_group(
         tensors: the group's outputs: one tensor, a tuple or list of anything, or None.
         name: the group's name; None closes the group that was started last.
         forced_released_tensors: tensors that something else keeps alive and that no one reads
-            again: their storage is emptied at the release, if it was copied by the group's end.
+            again: their storage is emptied at the release, if it is copied.
         delay: leave the copies to `PipelineOffloadManager.flush_delayed_groups`.
 
     Returns:

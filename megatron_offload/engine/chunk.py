@@ -50,15 +50,22 @@ class ChunkOffloadHandler:
     _recipes: dict[int, FunctionRecipe] = field(default_factory=dict, init=False)
     """By the storage that was made; of those that nobody has saved yet."""
 
+    @property
+    def next_key(self) -> GroupKey:
+        """The key of the group that starts next; a chunk outside any step calls its position -1."""
+        return GroupKey(-1 if self.position is None else self.position, self.num_groups)
+
     def open_group(self, name: str) -> OffloadGroup:
-        """Open a group; a chunk outside any step calls its position -1."""
-        position = -1 if self.position is None else self.position
-        key = GroupKey(position, self.num_groups)
-        group = OffloadGroup(key, name, self.transfers.budget, self.rules)
+        """Open a group."""
+        group = OffloadGroup(self.next_key, name, self.transfers.budget, self.rules)
         self.groups.append(group)
+        self.reopen(group)
+        return group
+
+    def reopen(self, group: OffloadGroup) -> None:
+        """Let a group go on as the next."""
         self.open_groups.append(group)
         self.num_groups += 1
-        return group
 
     def close_group(self, name: str | None) -> OffloadGroup | None:
         """Take the open group of this name that was started last; None where there is none."""

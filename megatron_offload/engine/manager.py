@@ -316,7 +316,11 @@ class PipelineOffloadManager:
             return False
         refuse_mutable_saves()
         self.guard.refuse_other_threads()
-        return self.decisions.goes_on(chunk, name)
+        around = chunk.open_groups[-1] if chunk.open_groups else None
+        group = self.decisions.goes_on(chunk.next_key, name, around)
+        if group is not None:
+            chunk.reopen(group)
+        return group is not None
 
     @guarded
     def enter_chunk(self, chunk: ChunkOffloadHandler) -> None:

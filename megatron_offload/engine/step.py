@@ -17,7 +17,6 @@ from megatron_offload.core.joining import Joining, Started, joined_groups
 from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile, merge_units
 from megatron_offload.core.step import StepDecisions
 from megatron_offload.engine.checking import leaks_of
-from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.learning import Learner
 from megatron_offload.engine.stats import StepStats
@@ -128,18 +127,18 @@ class Step(StepDecisions[OffloadGroup]):
             self.joined, group.last_key = group, group.key
             group.parts = [(group.name, group.key)]
 
-    def goes_on(self, chunk: ChunkOffloadHandler, name: str) -> bool:
-        """Whether what starts now is recorded as one with the group that started before it."""
+    def goes_on(
+        self, key: GroupKey, name: str, around: OffloadGroup | None
+    ) -> OffloadGroup | None:
+        """Return the group that started last, where what starts now is recorded as one with it.
+
+        That is ``around`` it, or nothing that is recorded is.
+        """
         group = self.joined
-        if group is None:
-            return False
-        key, expected = self.joining.get(group.last_key, (None, ""))
-        if name != expected or (chunk.position, chunk.num_groups) != key:
-            return False
-        around = chunk.open_groups[-1] if chunk.open_groups else group
-        if around is not group and not around.passes_by:
-            return False
-        assert key is not None
+        if group is None or self.joining.get(group.last_key) != (key, name):
+            return None
+        if around is not None and around is not group and not around.passes_by:
+            return None
         if group is self.waiting:
             self._count(group)
             self.waiting, group.is_pending, group.key = None, False, key
@@ -147,9 +146,7 @@ class Step(StepDecisions[OffloadGroup]):
         group.name, group.last_key = name, key
         self._groups[key] = group
         self.num_joined += 1
-        chunk.num_groups += 1
-        chunk.open_groups.append(group)
-        return True
+        return group
 
     def ends_part(self, group: OffloadGroup, forced: Iterable[torch.Tensor]) -> bool:
         """Take note of the end of a group that is recorded with others; whether they go on."""
