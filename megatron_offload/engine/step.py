@@ -127,9 +127,7 @@ class Step(StepDecisions[OffloadGroup]):
             self.joined, group.last_key = group, group.key
             group.parts = [(group.name, group.key)]
 
-    def goes_on(
-        self, key: GroupKey, name: str, around: OffloadGroup | None
-    ) -> OffloadGroup | None:
+    def goes_on(self, key: GroupKey, name: str, around: OffloadGroup | None) -> OffloadGroup | None:
         """Return the group that started last, where what starts now is recorded as one with it.
 
         That is ``around`` it, or nothing that is recorded is.

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from programs import KIB, TIMINGS, assert_nothing_left, in_group, make_manager
+from programs import KIB, TIMINGS, assert_nothing_left, assert_same, in_group, make_manager
 from torch.autograd import Function
 
 from megatron_offload.engine.boundary import commit_group, start_group
@@ -289,6 +289,20 @@ def test_a_change_in_place_of_an_output_that_is_needed_is_seen_too():
     y = commit_group(manager, y, "g")
     with pytest.raises(InPlaceModificationError):
         y.sum().backward()
+
+
+def test_a_parameter_whose_data_is_replaced_counts_with_what_it_has_then():
+    results = []
+    for manager in (None, make_manager()):
+        weight = torch.nn.Parameter(torch.ones(4, 32))
+        x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        if manager:
+            manager.begin_chunk()
+        y = in_group(manager, lambda x, weight=weight: x * weight, x * 1.0)
+        weight.data = torch.full((4, 32), 3.0)
+        y.sum().backward()
+        results.append([x.grad, weight.grad])
+    assert_same(*results)
 
 
 def test_a_storage_that_was_emptied_and_refilled_by_recompute_is_not_taken_from_the_host():
