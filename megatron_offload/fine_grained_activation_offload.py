@@ -99,8 +99,7 @@ class _Boundary(torch.autograd.Function):
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(cls.forward).bind(None, *args, **kwargs)
         bound.apply_defaults()
-        tensor = bound.args[1]
-        return super().apply(*bound.args[1:]) if torch.is_grad_enabled() else tensor
+        return super().apply(*bound.args[1:]) if torch.is_grad_enabled() else bound.args[1]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:

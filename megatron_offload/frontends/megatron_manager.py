@@ -416,10 +416,8 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
             manager = _OneInProcess._last = PipelineOffloadManager(engine=engine)
         return manager
 
-    @classmethod
-    def reset_instance(cls) -> None:
-        """Replace the process's manager by a new one of the same configuration."""
-        Engine.reset_instance()
+    reset_instance = staticmethod(Engine.reset_instance)
+    """Replaces the process's manager by a new one of the same configuration."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelineOffloadManager:
         return self  # a copied module is run beside its original, on the same memory

@@ -159,20 +159,16 @@ def _mark(
     for path in found:
         module = modules[path]
         handles = hooks_of(name, module)
-        if kind.between is not None:
+        if kind.between is None:
+            begin, end, _ = _region(result.manager, name, _inputs, _outputs)
+            handles.append(module.register_forward_pre_hook(begin, with_kwargs=True))
+            handles.append(module.register_forward_hook(end, always_call=True))
+        else:
             first, last = (modules[f"{path}.{end}"] for end in kind.between)
             begin, end, close = _region(result.manager, name, _outputs, _inputs)
-            handles += (
-                first.register_forward_hook(begin),
-                last.register_forward_pre_hook(end, with_kwargs=True, prepend=True),
-                module.register_forward_hook(close, always_call=True),
-            )
-        else:
-            begin, end, _ = _region(result.manager, name, _inputs, _outputs)
-            handles += (
-                module.register_forward_pre_hook(begin, with_kwargs=True),
-                module.register_forward_hook(end, always_call=True),
-            )
+            handles.append(first.register_forward_hook(begin))
+            handles.append(last.register_forward_pre_hook(end, with_kwargs=True, prepend=True))
+            handles.append(module.register_forward_hook(close, always_call=True))
         result.remove_later(handles)
     return found
 

@@ -41,23 +41,20 @@ _ACTIVATIONS = (nn.GELU, nn.SiLU, nn.Mish, nn.Softplus, nn.Hardswish, nn.LeakyRe
 """Those whose backward saves their input; one that saves its output would need more, not less."""
 
 
-def functions_of_torch(units: Mapping[str, str]) -> dict[Call, str]:
-    """Return torch's own functions and methods of these names, each with the unit of its name."""
+def functions_of_torch(**names: str) -> dict[Call, str]:
+    """Return torch's own functions and methods of the names of each unit, with that unit."""
+    units = {name: unit for unit, its_names in names.items() for name in its_names.split()}
     homes = torch, nn.functional, torch._C._nn, *torch.Tensor.__mro__[:2]
     named = [(f, getattr(f, "__name__", "")) for home in homes for f in vars(home).values()]
     return {function: units[name] for function, name in named if name in units}
 
 
 _FUNCTIONS = functions_of_torch(
-    {
-        **dict.fromkeys(("layer_norm", "rms_norm", "group_norm"), "norm"),
-        **dict.fromkeys(("gelu", "silu", "mish", "softplus"), "mlp_act"),
-        **dict.fromkeys(("hardswish", "leaky_relu"), "mlp_act"),
-        **dict.fromkeys(("mul", "add", "sub", "__rsub__", "div", "__rdiv__", "neg"), "pointwise"),
-        **dict.fromkeys(("pow", "square", "sin", "cos"), "pointwise"),
-        **dict.fromkeys(("to", "float", "half", "bfloat16", "double", "type", "type_as"), "cast"),
-        **dict.fromkeys(("contiguous", "reshape", "flatten", "repeat", "cat", "stack"), "layout"),
-    }
+    norm="layer_norm rms_norm group_norm",
+    mlp_act="gelu silu mish softplus hardswish leaky_relu",
+    pointwise="mul add sub __rsub__ div __rdiv__ neg pow square sin cos",
+    cast="to float half bfloat16 double type type_as",
+    layout="contiguous reshape flatten repeat cat stack",
 )
 """None of them draws random numbers or communicates."""
 
@@ -122,8 +119,7 @@ _owned: WeakKeyDictionary[nn.Module, dict[Hashable, list[RemovableHandle]]] = We
 
 def hooks_of(owner: Hashable, module: nn.Module) -> list[RemovableHandle]:
     """Return the list for an owner's hooks on a module; those of an earlier call are taken off."""
-    by_owner = _owned.setdefault(getattr(module, "_orig_mod", module), {})
-    handles = by_owner.setdefault(owner, [])
+    handles = _owned.setdefault(getattr(module, "_orig_mod", module), {}).setdefault(owner, [])
     while handles:
         handle = handles.pop()
         handle.remove()
@@ -188,8 +184,7 @@ def recompute_modules(
             continue
         source = _Source(path, unit, find_manager, is_known=is_known)
         if not is_known:
-            begin = EagerHook(source.begin)
-            own.append(module.register_forward_pre_hook(begin, with_kwargs=True))
+            own.append(module.register_forward_pre_hook(EagerHook(source.begin), with_kwargs=True))
             _share_id(own[0], last=True)
         own.append(module.register_forward_hook(source.hook, with_kwargs=True, always_call=True))
         _share_id(own[-1], last=False)
@@ -262,38 +257,35 @@ class _Source:
             return  # another that runs before this one may have replaced the output
         is_one = isinstance(output, torch.Tensor)
         made = output if is_one or not isinstance(output, (tuple, list)) else output[0]
-        function = _Forward(module, picks_first=not is_one)
-        tell(manager, made, function, args, kwargs, self.unit, function.reads)
+        function, reads = _forward_of(module, picks_first=not is_one)
+        tell(manager, made, function, args, kwargs, self.unit, reads)
 
 
-class _Forward:
-    """A module's forward with the parameters, buffers and flags that it has now."""
+def _forward_of(module: nn.Module, *, picks_first: bool) -> tuple[Call, list[torch.Tensor]]:
+    """Return a module's forward with its parameters, buffers and flags of now, and the former."""
+    forward = module.forward
+    reads: list[torch.Tensor] = []
+    state: list[tuple[dict[str, Any], str, Any]] = []
+    for part in module.modules():
+        state.append((vars(part), "training", part.training))
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    reads.append(_lasting(tensor))
+                    state.append((tensors, name, reads[-1]))
 
-    __slots__ = ("_forward", "_picks_first", "_state", "reads")
-
-    def __init__(self, module: nn.Module, *, picks_first: bool) -> None:
-        self._forward = module.forward
-        self._picks_first = picks_first
-        self._state: list[tuple[dict[str, Any], str, Any]] = []
-        self.reads: list[torch.Tensor] = []
-        for part in module.modules():
-            self._state.append((vars(part), "training", part.training))
-            for tensors in (part._parameters, part._buffers):
-                for name, tensor in tensors.items():
-                    if tensor is not None:
-                        self.reads.append(_lasting(tensor))
-                        self._state.append((tensors, name, self.reads[-1]))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        before = [(owner, name, owner[name]) for owner, name, _ in self._state]
+    def run_again(*args: Any, **kwargs: Any) -> Any:
+        before = [(owner, name, owner[name]) for owner, name, _ in state]
         try:
-            for owner, name, value in self._state:
+            for owner, name, value in state:
                 owner[name] = value
-            result = self._forward(*args, **kwargs)
+            result = forward(*args, **kwargs)
         finally:
             for owner, name, value in before:
                 owner[name] = value
-        return result[0] if self._picks_first else result
+        return result[0] if picks_first else result
+
+    return run_again, reads
 
 
 def _lasting(tensor: torch.Tensor) -> torch.Tensor:

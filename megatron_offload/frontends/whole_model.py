@@ -133,8 +133,7 @@ the documented form makes a context for each step, and pins and learns once all 
 def _lend(context: object, config: OffloadConfig, *sizes: int) -> AutomaticGroups:
     """Return what moves the tensors of a context, for as long as that exists."""
     settings = (config.model_dump_json(), frozenset(config.model_fields_set))
-    key = (threading.get_ident(), current_device(config), settings, sizes)
-    left = _idle.setdefault(key, [])
+    left = _idle.setdefault((threading.get_ident(), current_device(config), settings, sizes), [])
     try:
         groups = left.pop()
         groups.manager.enable_offload()

@@ -38,7 +38,7 @@ _LATENT = "transformer.multi_latent_attention"
 _NEXT_TOKENS = "transformer.multi_token_prediction"
 _SEGMENTS = "_checkpointed_forward"
 
-_PARTS = functions_of_torch(dict.fromkeys(("gelu", "silu", "mul", "add", "to"), "mlp_act"))
+_PARTS = functions_of_torch(mlp_act="gelu silu mul add to")
 """What an activation is made of where it isn't fused."""
 
 _in_segments: list[nn.Module] = []
@@ -142,8 +142,7 @@ def _grouping(theirs: Call, *args: Any, **kwargs: Any) -> Any:
     """Make a group of the hidden states that a checkpoint of whole layers keeps, and of no more."""
     if not (_in_segments and torch.is_grad_enabled()):
         return theirs(*args, **kwargs)
-    given = (*args, *kwargs.values())
-    hidden, *others = (one for one in given if isinstance(one, torch.Tensor))
+    hidden, *others = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
     manager = _manager()
     for mask_or_table in others:
         manager.mark_not_offload(mask_or_table)
