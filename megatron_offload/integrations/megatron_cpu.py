@@ -7,10 +7,10 @@ current CUDA device is the CPU.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import sys
 import types
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,16 +40,16 @@ def cpu_bridges() -> Iterator[None]:
     if torch.cuda.is_available():
         raise RuntimeError("cpu_bridges() is for machines without a CUDA device; this one has one")
     # The modules that hold the names replaced below must be loaded before the sweep.
-    optimizer_module = importlib.import_module("megatron.core.optimizer.optimizer")
-    random_module = importlib.import_module("megatron.core.tensor_parallel.random")
+    from megatron.core.optimizer import optimizer
+    from megatron.core.tensor_parallel import random
 
     view = _cpu_view_of_torch()
     with Exchanges() as exchanged:
         for name, module in list(sys.modules.items()):
             if name.startswith("megatron.core") and vars(module).get("torch") is torch:
                 exchanged.replace(module, "torch", view)
-        exchanged.replace(random_module, "_set_cuda_rng_state", _STATES["set_rng_state"])
-        exchanged.replace(optimizer_module, "clip_grad_by_total_norm_fp32", _clip_grads)
+        exchanged.replace(random, "_set_cuda_rng_state", _STATES["set_rng_state"])
+        exchanged.replace(optimizer, "clip_grad_by_total_norm_fp32", _clip_grads)
         exchanged.replace(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor)
         yield
 
@@ -61,7 +61,8 @@ def recompute_without_transformer_engine() -> Iterator[None]:
     megatron-core's ``CheckpointWithoutOutput`` takes its own default, ``fp8=False``, for "in fp8"
     and then asks TransformerEngine whether it really is. Here the answer is no.
     """
-    module = importlib.import_module("megatron.core.tensor_parallel.random")
+    from megatron.core.tensor_parallel import random as module
+
     with Exchanges() as exchanged:
         if not hasattr(module, "FP8GlobalStateManager"):
             answer = types.SimpleNamespace(is_fp8_enabled=lambda: False)
@@ -72,39 +73,34 @@ def recompute_without_transformer_engine() -> Iterator[None]:
         yield
 
 
-class _View(types.ModuleType):
-    """A module that answers with another module's attributes, except for those set on itself."""
-
-    def __init__(self, module: types.ModuleType, **overrides: Any) -> None:
-        super().__init__(module.__name__)
-        self.__dict__.update(vars(module), **overrides)
-        self.__dict__["_viewed"] = module
-
-    def __getattr__(self, name: str) -> Any:
-        # Attributes that torch loads on first use are not in its dictionary yet.
-        return getattr(self.__dict__["_viewed"], name)
+def _view(module: types.ModuleType, **overrides: Any) -> types.ModuleType:
+    """Return a module with another module's attributes, except for those that are given."""
+    view = types.ModuleType(module.__name__)
+    # Attributes that torch loads on first use are not in its dictionary yet.
+    vars(view).update(vars(module), **overrides, __getattr__=partial(getattr, module))
+    return view
 
 
-def _cpu_view_of_torch() -> _View:
+def _cpu_view_of_torch() -> types.ModuleType:
     """Return torch with the CPU in the place of the current CUDA device and of its random state.
 
     What megatron-core takes for the CPU's own generator stands still, so that it neither warns that
     it moved nor restores it over the GPU's.
     """
-    cuda = _View(
+    cuda = _view(
         torch.cuda,
         **_STATES,
-        random=_View(torch.cuda.random, **_STATES),
+        random=_view(torch.cuda.random, **_STATES),
         current_device=lambda: _CPU,
         manual_seed=torch.manual_seed,
         # Asked for, but waited on only where a CUDA graph left an event.
         current_stream=lambda device=None: None,
         synchronize=lambda device=None: None,
     )
-    return _View(
+    return _view(
         torch,
         cuda=cuda,
-        distributed=_View(torch.distributed, isend=_isend),
+        distributed=_view(torch.distributed, isend=_isend),
         get_rng_state=lambda: torch.empty(0, dtype=torch.uint8),
         set_rng_state=lambda new_state: None,
         **{name: around(getattr(torch, name), _on_cpu) for name in _FACTORIES},

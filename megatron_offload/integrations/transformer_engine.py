@@ -265,8 +265,7 @@ class _FusedRun:
         return parts, objects
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        found = (i for i, (part, _) in enumerate(self._decisions) if part is tensor)
-        index = next(found, None)
+        index = next((i for i, (part, _) in enumerate(self._decisions) if part is tensor), None)
         setting = None if index is None else self._decisions.pop(index)[1]
         if setting is True:
             return self.moves(tensor)
