@@ -212,9 +212,8 @@ class HostTensorPool(GPUTensorPool):
         self._backend = backend
         self._regions: dict[int, HostRegion] = {}
 
-    def clear(self) -> None:
-        """Take back all that this pool has lent, as `reset`; the engine's stays lent."""
-        self.reset()
+    clear = GPUTensorPool.reset
+    """Takes back all that this pool has lent; the engine's stays lent."""
 
     def _make(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         num_bytes = self._calculate_memory_size(shape, dtype)
