@@ -97,9 +97,6 @@ class Shadow:
         for uses in self._uses[self._cut(start, end)]:
             uses[access.stream, access.writes] = access
 
-    def __len__(self) -> int:
-        return len(self._starts)
-
 
 @dataclass(slots=True, eq=False)
 class SimulatedEvent:
