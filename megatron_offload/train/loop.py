@@ -153,8 +153,7 @@ class _Trainer:
             loss = self._pass_over_microbatches(step)
         self._synchronize()
         step_time_s = time.perf_counter() - start
-        gradients = (parameter.main_grad for parameter in self._parameters())
-        digested = digest(gradients) if step == run.steps else None
+        digested = digest(p.main_grad for p in self._parameters()) if step == run.steps else None
         start = time.perf_counter()
         _, grad_norm, _ = self._optimizer.step()
         lr = float(self._optimizer.param_groups[0]["lr"])
@@ -162,10 +161,6 @@ class _Trainer:
         self._synchronize()
         # Without the time of the digest in between.
         step_time_s += time.perf_counter() - start
-        peaks: dict[str, Any] = {}
-        if on_gpu:
-            peaks["peak_allocated_bytes"] = torch.cuda.max_memory_allocated(self._device)
-            peaks["peak_reserved_bytes"] = torch.cuda.max_memory_reserved(self._device)
         mine = RankStep(
             rank=rank,
             pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
@@ -174,10 +169,11 @@ class _Trainer:
             grad_norm=float(grad_norm),
             step_time_s=step_time_s,
             peak_live_activation_bytes=None if self._meter is None else self._meter.peak_bytes,
+            peak_allocated_bytes=torch.cuda.max_memory_allocated(self._device) if on_gpu else None,
+            peak_reserved_bytes=torch.cuda.max_memory_reserved(self._device) if on_gpu else None,
             gradients=digested,
             is_profiled=recorded is not None,
             is_planned_by=is_planning,
-            **peaks,
             **counters_of(manager),
         )
         ranks = gather(mine, self._group)
@@ -209,8 +205,7 @@ class _Trainer:
     def _pass_over_microbatches(self, step: int) -> float | None:
         """Run megatron-core's schedule; return the mean loss on the last stage, else None."""
         data, virtual = self._config.data, self._config.parallel.virtual
-        dp_rank = parallel_state.get_data_parallel_rank()
-        which = (step, data.microbatches, dp_rank, self._device)
+        which = (step, data.microbatches, parallel_state.get_data_parallel_rank(), self._device)
         iterators = [self._source.microbatches(*which) for _ in range(virtual)]
         losses = get_forward_backward_func()(
             forward_step_func=_forward_step,

@@ -22,20 +22,13 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.extensions import transformer_engine
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_offload.integrations.megatron_cpu import (
-    cpu_bridges,
-    recompute_without_transformer_engine,
-)
+from megatron_offload.integrations import megatron_cpu
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.parallel import closing
 
@@ -52,9 +45,9 @@ def open_model_parallel(
     """
     virtual = config.parallel.virtual
     with contextlib.ExitStack() as stack:
-        stack.enter_context(recompute_without_transformer_engine())
+        stack.enter_context(megatron_cpu.recompute_without_transformer_engine())
         if device.type == "cpu":
-            stack.enter_context(cpu_bridges())
+            stack.enter_context(megatron_cpu.cpu_bridges())
         else:
             # Only kernels that give the same bits every time, where there is such a kernel.
             torch.use_deterministic_algorithms(True, warn_only=True)
@@ -85,9 +78,10 @@ def build_chunks(config: TrainConfig, device: torch.device) -> list[DistributedD
     virtual = config.parallel.virtual
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     if device.type == "cuda" and getattr(transformer_engine, "HAVE_TE", False):
-        layer_spec = get_gpt_layer_with_transformer_engine_spec()
+        layer_spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
     else:
-        layer_spec = get_gpt_layer_local_spec(normalization=config.model.normalization)
+        norm = config.model.normalization
+        layer_spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization=norm)
     chunks = []
     for stage in range(virtual):
         vp_stage = stage if virtual > 1 else None

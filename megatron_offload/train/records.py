@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -126,7 +126,7 @@ def read_steps(folder: Path) -> list[StepRecord]:
     path = folder / LOG_NAME
     records: list[StepRecord] = []
     if not os.path.lexists(path):
-        return []
+        return records
     with open_regular(path) as file:
         for line in file:
             if not line.endswith(b"\n"):
@@ -162,16 +162,16 @@ def compare_reports(without: RunReport, offloaded: RunReport) -> Comparison:
     """Compare two runs of the same configuration bit by bit."""
     steps = list(zip(without.steps, offloaded.steps, strict=True))
     pairs = [(a, b) for x, y in steps for a, b in zip(x.ranks, y.ranks, strict=True)]
-    losses = [(a.loss, b.loss) for a, b in steps] + [(a.loss, b.loss) for a, b in pairs]
     last = without.steps[-1].ranks if steps else ()
-    # A repr tells every bit of a number, and the sign of zero.
+
+    def are_same(key: str, compared: Iterable[tuple[Any, Any]]) -> bool:
+        # A repr tells every bit of a number, and the sign of zero.
+        return all(repr(getattr(a, key)) == repr(getattr(b, key)) for a, b in compared)
+
     findings = {
-        f"losses of {len(steps)} steps": bool(losses)
-        and all(repr(a) == repr(b) for a, b in losses),
-        f"gradient norms of {len(steps)} steps": all(
-            repr(a.grad_norm) == repr(b.grad_norm) for a, b in pairs
-        ),
-        f"gradients of {len(last)} ranks": all(a.gradients == b.gradients for a, b in pairs)
+        f"losses of {len(steps)} steps": bool(steps) and are_same("loss", (*steps, *pairs)),
+        f"gradient norms of {len(steps)} steps": are_same("grad_norm", pairs),
+        f"gradients of {len(last)} ranks": are_same("gradients", pairs)
         and all(rank.gradients is not None for rank in last),
         f"final parameters of {len(without.parameters)} ranks": without.parameters
         == offloaded.parameters,
