@@ -12,6 +12,7 @@ empty text, no number, no members.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
@@ -41,10 +42,9 @@ def default_cap_bytes(
         given = shorten(repr(given))
         raise ConfigError(f"LOCAL_WORLD_SIZE must be an integer of 1 or more, got {given}")
     available_kib = read_field(root / "proc/meminfo", "MemAvailable:")
+    free_bytes: float = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if available_kib is not None:
         free_bytes = available_kib * 1024
-    else:
-        free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for line in read_kernel_text(root / "proc/self/cgroup").splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
         if controllers and "memory" not in controllers.split(","):
@@ -53,18 +53,15 @@ def default_cap_bytes(
         # A container may see no more than its own group, at the mount; "/.." is outside of it.
         group = PurePosixPath("" if ".." in path else path.lstrip("/"))
         for place in (group, *group.parents):
-            room_bytes = _room_bytes(mount / place)
-            free_bytes = free_bytes if room_bytes is None else min(free_bytes, room_bytes)
+            free_bytes = min(free_bytes, _room_bytes(mount / place))
     return int(free_bytes * share) // num_ranks
 
 
-def _room_bytes(folder: Path) -> int | None:
-    """Return what a group may still take; None without a limit. Each version has its own files."""
+def _room_bytes(folder: Path) -> float:
+    """Return what a group may still take; inf without a limit. Each version has its own files."""
     files = "memory.limit_in_bytes", "memory.max", "memory.high"
     limits = [read_int(folder / name) for name in files]  # over the last the kernel slows down
-    limit_bytes = min((limit for limit in limits if limit is not None), default=None)
-    if limit_bytes is None:
-        return None
+    limit_bytes = min((limit for limit in limits if limit is not None), default=math.inf)
     used_bytes = read_int(folder / "memory.usage_in_bytes") or read_int(folder / "memory.current")
     # Of version 1 the first has what groups below have too.
     names = "total_inactive_file", "inactive_file"
