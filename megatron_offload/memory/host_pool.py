@@ -11,6 +11,7 @@ import logging
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -294,18 +295,16 @@ class HostPool:
 
     def forget_events(self) -> None:
         """Wait for no copy out of here any more: when all are over, and a capture begins."""
-        for slab in self._slabs:
-            for piece in slab:
-                piece.event = None
+        for piece in chain.from_iterable(self._slabs):
+            piece.event = None
 
     def leave_to_graph(self) -> None:
         """Lend what is pinned now no more: each replay of a captured graph writes into it.
 
         It counts as pinned, and is there until `close`, since nobody tells when a graph goes.
         """
-        for slab in self._slabs:
-            for piece in slab:
-                piece.turn = -1
+        for piece in chain.from_iterable(self._slabs):
+            piece.turn = -1
         self._slabs_of_graphs += self._slabs
         self._slabs.clear()
         self._free.clear()
@@ -386,12 +385,11 @@ class HostPool:
             return
         self._may_coalesce = False
         self._free.clear()
-        for slab in self._slabs:
-            for piece in slab:
-                if piece.region is None:
-                    while piece.next is not None and piece.next.region is None:
-                        piece.join(piece.next)
-                    self._free[piece.num_bytes].append(piece)
+        for piece in chain.from_iterable(self._slabs):
+            if piece.region is None:
+                while piece.next is not None and piece.next.region is None:
+                    piece.join(piece.next)
+                self._free[piece.num_bytes].append(piece)
 
     def _add_slab(self, size_bytes: int) -> bool:
         """Pin a slab that holds ``size_bytes``: a full one, else just what was asked."""
