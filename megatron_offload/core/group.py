@@ -54,8 +54,8 @@ class Group(abc.ABC):
     Attributes:
         num_bytes: bytes that moving the group copies; set at commit.
         is_pending: whether its forward is over and its batch not yet complete.
-        first_key: of one that is recorded as one with others, the key of the first; its own is that
-            of the last.
+        first_key: of several that are recorded as one, the key of the first that ended; its own is
+            that of the last.
         lead: the group whose state says where its tensors are; None for its own.
         followers: the groups of the batch that it leads, in order; those of this step.
         batch_bytes: bytes of all of those, and its own; set when the batch is complete.

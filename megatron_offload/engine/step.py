@@ -96,7 +96,7 @@ class Step(StepDecisions[OffloadGroup]):
         return StepProfile(tuple(groups), order, at_bytes)
 
     def is_other(self) -> bool:
-        """Whether groups have passed by in a step that has other groups than the learned one."""
+        """Whether a step that was not recorded whole has other groups than the learned one."""
         known = self._learner.profile
         if self.is_whole or self._was_cut or known is None:
             return self._was_cut or not self.is_whole
@@ -114,10 +114,13 @@ class Step(StepDecisions[OffloadGroup]):
 
     def joinable(self) -> Joining:
         """Return `joining` for steps like this one, of which none were."""
-        started = (
-            Started(g.key, g.name, g.num_bytes + remade_bytes(g), g.is_inside, g.may_join)
-            for g in self._groups.values()
-        )
+        started = []
+        for group in self._groups.values():
+            remade_bytes = sum(unit.num_bytes for unit in group.remade if unit.is_remade)
+            num_bytes = group.num_bytes + remade_bytes
+            started.append(
+                Started(group.key, group.name, num_bytes, group.is_inside, group.may_join)
+            )
         return joined_groups(started, self._ends, self.budget.batch_bytes)
 
     def started(self, group: OffloadGroup) -> None:
@@ -236,8 +239,3 @@ class Step(StepDecisions[OffloadGroup]):
         if group.leaf_hook is not None:
             group.unhook()
         super().leave_backward(group)
-
-
-def remade_bytes(group: OffloadGroup) -> int:
-    """Return the bytes of a group that are dropped at its end, to be made again."""
-    return sum(unit.num_bytes for unit in group.remade if unit.is_remade)
