@@ -15,6 +15,7 @@ from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Observer
 from megatron_offload.errors import StateError
+from megatron_offload.observe.live_bytes import LiveActivationMeter
 
 TIMINGS = get_args(CopyTiming)
 TWO_TIMINGS = ("late", "random")
@@ -306,6 +307,20 @@ def check_steps(model, manager, order, num_steps=1, **given):
     for _ in range(num_steps):
         assert_same(expected, run_step(model, manager, order, **given))
         assert_nothing_left(manager)
+
+
+def recorded(model, manager, order, *, needs_groups=False):
+    """Take a step that is compared with one without offload; return what of it was recorded."""
+    watcher = Watcher(needs_groups=needs_groups)
+    with manager.observed_by(watcher):
+        check_steps(model, manager, order)
+    return watcher.keys
+
+
+class Meter(LiveActivationMeter):
+    """Sees what is recorded as an observer, and what isn't through hooks around it."""
+
+    needs_groups = False
 
 
 def _left(manager):

@@ -12,6 +12,7 @@ from programs import (
     TIMINGS,
     TWO_TIMINGS,
     Layers,
+    Meter,
     Watcher,
     assert_nothing_left,
     assert_same,
@@ -21,6 +22,7 @@ from programs import (
     make_manager,
     make_model,
     one_forward_one_backward,
+    recorded,
     run_step,
 )
 from torch import nn
@@ -28,7 +30,6 @@ from torch import nn
 from megatron_offload.backends.base import Wait
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.boundary import commit_group, start_group
-from megatron_offload.observe.live_bytes import LiveActivationMeter
 
 ORDER = one_forward_one_backward(4, depth=2)
 ROOM = {"max_inflight_bytes": 32 * KIB, "prefetch_bytes": 32 * KIB}
@@ -51,25 +52,17 @@ def counts_of(manager):
     }
 
 
-def recorded(model, manager, order=ORDER, *, needs_groups=False):
-    """Take a step that is compared with one without offload; return what of it was recorded."""
-    watcher = Watcher(needs_groups=needs_groups)
-    with manager.observed_by(watcher):
-        check_steps(model, manager, order)
-    return watcher.keys
-
-
 @pytest.mark.parametrize("timing", TIMINGS)
 @pytest.mark.parametrize("fraction", [1.0, 0.6])
 def test_steps_are_exact_and_count_what_they_counted_before(fraction, timing):
     model = make_layers()
     model[0].names = ["attention", "mlp"] * 6
     manager = steady(model, timing, fraction=fraction)
-    whole_keys = recorded(model, manager, needs_groups=True)
+    whole_keys = recorded(model, manager, ORDER, needs_groups=True)
     whole, profile = manager.last_step, manager.last_profile
     whole_counts = counts_of(manager)
     for _ in range(3):
-        keys = recorded(model, manager)
+        keys = recorded(model, manager, ORDER)
         assert len(keys) < 40 < len(whole_keys) == 48
         step = manager.last_step
         assert counts_of(manager) == whole_counts
@@ -92,12 +85,6 @@ def test_each_batch_is_one_copy_each_way_and_the_same_as_before():
     whole, joined = launches
     assert whole["d2h"] == joined["d2h"]
     assert whole["h2d"] <= joined["h2d"] < joined["d2h"]  # it is held until all is spent
-
-
-class Meter(LiveActivationMeter):
-    """Sees what is recorded as an observer."""
-
-    needs_groups = False
 
 
 def test_they_take_no_more_memory_than_batches_do():
@@ -126,23 +113,23 @@ def test_a_missing_wait_is_named(wait, timing):
 def test_one_step_in_64_is_recorded_whole():
     model = make_layers()
     manager = steady(model)
-    few = len(recorded(model, manager))
+    few = len(recorded(model, manager, ORDER))
     manager.step_number = 63
-    assert [len(recorded(model, manager)) for _ in range(3)] == [few, 48, few]
+    assert [len(recorded(model, manager, ORDER)) for _ in range(3)] == [few, 48, few]
 
 
 def test_other_groups_are_exact_and_the_next_steps_are_recorded_whole():
     model = make_layers()
     manager = steady(model)
-    few = len(recorded(model, manager))
+    few = len(recorded(model, manager, ORDER))
     longer, other = make_layers(14), make_layers()
     other[0].names[4:7] = ["x", "y", "z"]
     for another in (longer, other, make_layers(3), make_model()):
-        recorded(another, manager)
-        kinds = [len(recorded(another, manager)) for _ in range(2)]
+        recorded(another, manager, ORDER)
+        kinds = [len(recorded(another, manager, ORDER)) for _ in range(2)]
         assert kinds[0] == kinds[1] == manager.last_step.num_groups
-        recorded(model, manager)
-        assert [len(recorded(model, manager)) for _ in range(4)][-1] == few
+        recorded(model, manager, ORDER)
+        assert [len(recorded(model, manager, ORDER)) for _ in range(4)][-1] == few
 
 
 class Odd(Layers):
@@ -243,14 +230,14 @@ def test_what_comes_between_is_exact_whether_it_is_new_or_in_each_step(what, at)
     model = nn.ModuleList([Odd(12)])
     model[0].at = at
     manager = steady(model, "random")
-    few = len(recorded(model, manager))
+    few = len(recorded(model, manager, ORDER))
     model[0].what = what
     for _ in range(5):
-        seen = recorded(model, manager)
-    again = len(recorded(model, manager))
+        seen = recorded(model, manager, ORDER)
+    again = len(recorded(model, manager, ORDER))
     assert again == len(seen)  # no step undoes what the one before has learned
     model[0].what, manager.step_number = None, 63
-    assert [len(recorded(model, manager)) for _ in range(5)][-1] == few
+    assert [len(recorded(model, manager, ORDER)) for _ in range(5)][-1] == few
 
 
 @pytest.mark.parametrize("timing", TWO_TIMINGS)
@@ -258,7 +245,7 @@ def test_a_failure_anywhere_leaves_nothing_behind(timing):
     torch.manual_seed(0)
     model = nn.ModuleList([Odd(12)])
     manager = steady(model, timing)
-    few = len(recorded(model, manager))
+    few = len(recorded(model, manager, ORDER))
 
     class StopError(Exception):
         pass
@@ -277,7 +264,7 @@ def test_a_failure_anywhere_leaves_nothing_behind(timing):
             manager.abort()
             assert_nothing_left(manager)
             model[0].what = None
-            assert len(recorded(model, manager)) in (few, 48)
+            assert len(recorded(model, manager, ORDER)) in (few, 48)
 
 
 @pytest.mark.parametrize("timing", TWO_TIMINGS)
@@ -285,11 +272,11 @@ def test_a_failure_anywhere_leaves_nothing_behind(timing):
 def test_groups_go_with_what_is_inside_of_them(timing, recomputes):
     model = make_model(layers=6, recomputes=recomputes)  # each block a group and one inside
     manager = steady(model, timing, max_inflight_bytes=96 * KIB, prefetch_bytes=96 * KIB)
-    whole_keys = recorded(model, manager, needs_groups=True)
+    whole_keys = recorded(model, manager, ORDER, needs_groups=True)
     whole = manager.last_step.by_name
     assert set(whole) == {"norm", "mlp"}
     for _ in range(3):
-        keys = recorded(model, manager)
+        keys = recorded(model, manager, ORDER)
         assert 2 * len(keys) <= len(whole_keys) == 48
         for name, stats in manager.last_step.by_name.items():
             before = whole[name]
@@ -320,7 +307,7 @@ def test_what_groups_share_and_what_is_made_again_comes_back(timing):
     assert manager.last_step.offloaded_bytes > 0
     moved = manager.last_step.offloaded_bytes
     for _ in range(3):
-        assert len(recorded(model, manager)) < 48
+        assert len(recorded(model, manager, ORDER)) < 48
         assert manager.last_step.offloaded_bytes == moved
 
 

@@ -12,6 +12,7 @@ from programs import (
     TIMINGS,
     TWO_TIMINGS,
     Layers,
+    Meter,
     Watcher,
     assert_nothing_left,
     assert_same,
@@ -21,6 +22,7 @@ from programs import (
     make_manager,
     make_model,
     one_forward_one_backward,
+    recorded,
     run_step,
 )
 from torch import nn
@@ -29,7 +31,6 @@ from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.boundary import start_group
 from megatron_offload.engine.chunk import ChunkOffloadHandler as Chunk
 from megatron_offload.frontends.whole_model import OffloadActivations
-from megatron_offload.observe.live_bytes import LiveActivationMeter
 from megatron_offload.planning.plan import plan_of, rank_plan
 
 ORDER = one_forward_one_backward(4, depth=2)
@@ -45,14 +46,6 @@ def steady(model, *, fraction=0.4, **settings):
     return manager
 
 
-def recorded(model, manager, order=ORDER, *, needs_groups=False):
-    """Take a step that is compared with one without offload; return what of it was recorded."""
-    watcher = Watcher(needs_groups=needs_groups)
-    with manager.observed_by(watcher):
-        check_steps(model, manager, order)
-    return watcher.keys
-
-
 @pytest.mark.parametrize("timing", TIMINGS)
 @pytest.mark.parametrize("fraction", [0.1, 0.4, 0.8])
 def test_steps_are_exact_and_move_what_they_moved_before(fraction, timing):
@@ -62,7 +55,7 @@ def test_steps_are_exact_and_move_what_they_moved_before(fraction, timing):
     whole, passing = manager.last_step, manager.learner.passing
     assert {key.order for key in passing} < {*range(1, 12)}
     for _ in range(3):
-        keys = recorded(model, manager)
+        keys = recorded(model, manager, ORDER)
         assert sorted((*keys, *passing)) == [GroupKey(c, n) for c in range(4) for n in range(12)]
         step = manager.last_step
         assert step.num_groups == whole.num_groups == 48
@@ -70,12 +63,6 @@ def test_steps_are_exact_and_move_what_they_moved_before(fraction, timing):
         assert step.kept_bytes == whole.kept_bytes > 0
         assert step.num_late_reloads == 0
         assert [x.kept_bytes_by_reason for x in step.by_name.values()]
-
-
-class Meter(LiveActivationMeter):
-    """Sees what is recorded as an observer, and what isn't through hooks around it."""
-
-    needs_groups = False
 
 
 @pytest.mark.parametrize("fraction", [0.2, 0.4, 0.6])
@@ -95,25 +82,25 @@ def test_they_take_no_more_memory_than_steps_that_are_recorded_whole(fraction):
 def test_one_step_in_64_and_each_that_somebody_watches_is_recorded_whole():
     model = make_layers()
     manager = steady(model)
-    assert len(recorded(model, manager, needs_groups=True)) == 48
-    num_recorded = len(recorded(model, manager))
+    assert len(recorded(model, manager, ORDER, needs_groups=True)) == 48
+    num_recorded = len(recorded(model, manager, ORDER))
     assert num_recorded < 36
     manager.step_number = 63
-    counts = [len(recorded(model, manager)) for _ in range(3)]
+    counts = [len(recorded(model, manager, ORDER)) for _ in range(3)]
     assert counts == [num_recorded, 48, num_recorded]
 
 
 def test_a_step_with_other_groups_is_exact_and_the_next_are_recorded_whole():
     model, longer = make_layers(), make_layers(14)
     manager = steady(model)
-    few = len(recorded(model, manager))
+    few = len(recorded(model, manager, ORDER))
     for order, other in ((ORDER, longer), (one_forward_one_backward(5, 2), model)):
         assert len(recorded(other, manager, order)) < 14 * 5
         num_all = sum(action == "F" for action, _ in order) * len(other[0].layers)
         counts = [len(recorded(other, manager, order)) for _ in range(4)]
         assert counts[:2] == [num_all] * 2
         assert counts[2] == counts[3] < num_all
-        counts = [len(recorded(model, manager)) for _ in range(5)]
+        counts = [len(recorded(model, manager, ORDER)) for _ in range(5)]
         assert counts[1:3] == [48, 48]
         assert counts[4] == few
 
@@ -123,10 +110,10 @@ def test_a_group_of_another_name_is_recorded_and_a_shorter_step_goes_on():
     manager = steady(model)
     place = min(manager.learner.passing)
     model[0].names[place.order] = "another"
-    assert place in recorded(model, manager)
-    assert len(recorded(model, manager)) == 48
+    assert place in recorded(model, manager, ORDER)
+    assert len(recorded(model, manager, ORDER)) == 48
     for _ in range(2):
-        recorded(model, manager)
+        recorded(model, manager, ORDER)
     expected = run_step(model, None, ORDER, rows=8)
     assert_same(expected, run_step(model, manager, ORDER, rows=8))
     assert manager.last_step.offloaded_bytes > 0
@@ -148,17 +135,17 @@ def test_other_rules_of_the_program_count_at_once():
 def test_evaluation_exceptions_and_aborts_between_change_nothing():
     model = make_layers()
     manager = steady(model)
-    few = len(recorded(model, manager))
+    few = len(recorded(model, manager, ORDER))
     manager.begin_chunk()
     with torch.no_grad():
         model[0](torch.ones(4, 32), manager)
-    assert len(recorded(model, manager)) == few
+    assert len(recorded(model, manager, ORDER)) == few
     x = torch.ones(4, 32, requires_grad=True)
     manager.begin_chunk()
     y = model[0](x, manager)  # with grad, and no backward
     del y
     manager.reset()
-    assert len(recorded(model, manager)) == few
+    assert len(recorded(model, manager, ORDER)) == few
 
     class StopError(Exception):
         pass
@@ -172,7 +159,7 @@ def test_evaluation_exceptions_and_aborts_between_change_nothing():
         run_step(model, manager, ORDER, place=place)
     manager.abort()
     assert_nothing_left(manager)
-    assert len(recorded(model, manager)) == few
+    assert len(recorded(model, manager, ORDER)) == few
 
 
 @pytest.mark.parametrize("timing", TWO_TIMINGS)
@@ -207,9 +194,9 @@ def test_a_group_inside_one_that_is_recorded_is_recorded_too():
     for outer, inner in ((2, 3), (4, 5)):
         alone = {GroupKey(1, inner): groups[GroupKey(1, inner)]}
         manager.learner.passing = alone
-        assert GroupKey(1, inner) in recorded(model, manager)
+        assert GroupKey(1, inner) in recorded(model, manager, ORDER)
         manager.learner.passing = alone | {GroupKey(1, outer): groups[GroupKey(1, outer)]}
-        assert not {GroupKey(1, inner), GroupKey(1, outer)} & set(recorded(model, manager))
+        assert not {GroupKey(1, inner), GroupKey(1, outer)} & set(recorded(model, manager, ORDER))
     assert manager.learner.is_steady
 
 
@@ -232,7 +219,7 @@ def test_where_nothing_is_made_again_nobody_notes_how_it_was_made(monkeypatch):
         noted.clear()
         check_steps(model, manager, ORDER)
         assert bool(noted) == (units is None)
-        recorded(model, manager, needs_groups=True)
+        recorded(model, manager, ORDER, needs_groups=True)
         assert noted
 
 
