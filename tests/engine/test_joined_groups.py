@@ -364,3 +364,22 @@ def test_keys_of_the_batch_lead_to_what_is_recorded():
         for order in range(first.order, last.order + 1):
             assert step._groups[GroupKey(0, order)].key == last
     manager.abort()
+
+
+def test_what_waits_is_committed_where_another_group_comes():
+    model = make_layers()
+    manager = steady(model)
+    assert min(manager.learner.joining) == GroupKey(0, 1)
+    manager.begin_chunk()
+    x, y = torch.ones(4, 32, requires_grad=True), torch.ones(4, 32)
+    x = in_group(manager, torch.sin, x, model[0].names[0])
+    z = in_group(manager, lambda x: x * y, x, model[0].names[1], [y])
+    step = manager.decisions
+    waits = step.waiting
+    before = list(step.committed)
+    assert waits not in before
+    assert any(block.forced_by for block in waits.blocks())
+    start_group(manager, z, "another")
+    assert (step.waiting, step.num_joined, step.committed) == (None, 0, [*before, waits])
+    assert step.is_other()
+    manager.abort()
