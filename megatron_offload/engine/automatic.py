@@ -182,6 +182,7 @@ class AutomaticGroups:
                 return saved
         else:
             record = forward.chunk.pack(group, tensor)
+            forward.chunk.settle()
             if record.block is None:
                 return record
             saved = _Saved(self, group, record)

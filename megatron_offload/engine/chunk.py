@@ -13,16 +13,19 @@ from typing import Any
 
 import torch
 
+from megatron_offload.backends.base import Stream
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import ALIGNMENT_BYTES, Block, OffloadGroup, Recipe, Rules
-from megatron_offload.engine.marks import Marks, is_parameter
+from megatron_offload.engine.marks import Marks, is_parameter, may_be_activation
 from megatron_offload.engine.random_states import RandomStates
 from megatron_offload.engine.recipe import FunctionRecipe, Input
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.subclasses import is_wrapper
 from megatron_offload.engine.transfers import Transfers
 from megatron_offload.memory.tensor_pool import span_bytes
+
+_TOO_SMALL = "smaller than what moves (min_tensor_bytes, min_tensor_elements)"
 
 READY_MARK = "_offload_ready"
 """The attribute of a tensor that holds its version and the event behind its producer, once told."""
@@ -45,6 +48,10 @@ class ChunkOffloadHandler:
     num_groups: int = field(default=0, init=False)
     """That were started, also as parts of one."""
     open_groups: list[OffloadGroup] = field(default_factory=list, init=False)
+    _saved: list[weakref.ref[SavedTensor]] = field(default_factory=list, init=False)
+    """Since the last `settle`: all in this group, on this stream."""
+    _saves_in: OffloadGroup | None = field(default=None, init=False)
+    _saves_on: Stream = field(default=None, init=False)
     _blocks: dict[int, weakref.ref[Block]] = field(default_factory=dict, init=False)
     _small_keys: set[int] = field(default_factory=set, init=False)
     _recipes: dict[int, FunctionRecipe] = field(default_factory=dict, init=False)
@@ -78,9 +85,11 @@ class ChunkOffloadHandler:
 
     def forget_groups(self) -> None:
         """Let go of the groups, whose step is over."""
+        self.settle()
         self.groups.clear()
         self.num_groups = 0
         self.open_groups.clear()
+        self._saves_in = None
         self.forget_recipes()
 
     def forget_recipes(self) -> None:
@@ -89,8 +98,9 @@ class ChunkOffloadHandler:
 
     def may_move(self, tensor: torch.Tensor) -> bool:
         """Whether a saved tensor is an activation that this chunk can move."""
-        key = self.marks.activation_storage(tensor, self.transfers.backend)
-        return key is not None and not self._is_small(tensor)
+        if not may_be_activation(tensor) or self._is_small(tensor):
+            return False
+        return self.marks.activation_storage(tensor, self.transfers.backend) is not None
 
     @graph_break
     def pack(self, group: OffloadGroup, tensor: torch.Tensor) -> SavedTensor:
@@ -103,61 +113,89 @@ class ChunkOffloadHandler:
         if transfers.observers and not is_parameter(tensor):
             for observer in transfers.observers:
                 observer.tensor_saved(tensor)
-        storage_key = self.marks.activation_storage(tensor, transfers.backend)
-        if storage_key is None:
-            return SavedTensor(tensor, group.name)
-        rules = self.rules
-        num_bytes = tensor.nbytes
-        if num_bytes < rules.min_tensor_bytes or tensor.numel() < rules.min_tensor_elements:
-            if storage_key not in self._small_keys and self._find_block(storage_key) is None:
-                self._small_keys.add(storage_key)  # else it was counted, or moves
-                group.small_bytes += num_bytes
-            return SavedTensor(tensor, group.name)
-        offset = int(tensor.storage_offset())
-        record = SavedTensor(tensor, group.name, offset)
-        low = offset * tensor.itemsize
-        is_contiguous = tensor.is_contiguous()
-        high = low + (num_bytes if is_contiguous else span_bytes(tensor))
-        alias, version, blocks = record.alias, record.version, self._blocks
-        found = blocks.get(storage_key)
-        block = None if found is None else found()
-        if block is not None and block.storage_key == storage_key:
-            is_before_copy = block.is_before_copy
-            if is_before_copy or (block.covers(low, high) and block.version == version):
-                record.block = block
-                if is_before_copy:
-                    block.add(alias, low, high)
-                    block.ready = None  # told of one of them only, maybe
-                elif block.released:
-                    transfers.sources.empty(alias)
-                else:
-                    block.aliases.append(alias)
-                references = group.references
-                if block.group is not group and not any(one() is block for one in references):
-                    references.append(weakref.ref(block))  # whoever needs it first reloads it
-                    group.shares_with += (block.group.key,)
-                return record
-        record.block = block = Block(
-            transfers, group, transfers.backend.compute_stream(), storage_key, version, alias
-        )
-        blocks[storage_key] = reference = weakref.ref(block)
-        group.references.append(reference)
-        if self._recipes:
-            block.recipe = self._recipes.pop(storage_key, None)
-        misalignment = low % ALIGNMENT_BYTES
-        if is_contiguous and not misalignment:
-            block.like = record.size, record.dtype
-        elif not is_contiguous:
-            storage_bytes = tensor.untyped_storage().nbytes()
-            if 2 * (high - low) >= storage_bytes:  # its like may lie in between, as q, k and v do
-                low, high, misalignment = 0, storage_bytes, 0
-        block.low = low = low - misalignment
-        block.high, block.num_bytes = high, high - low
-        if tensor.__dict__:
-            told = tensor.__dict__.pop(READY_MARK, None)  # once: who writes to it tells again
-            if told is not None and told[0] == version:
-                block.ready = told[1]
+        record = SavedTensor(tensor, group.name)
+        if may_be_activation(tensor):
+            stream = transfers.backend.compute_stream()
+            if group.unsettled is not self or stream is not self._saves_on:
+                self.settle()
+                self._saves_in, self._saves_on = group, stream
+                group.unsettled = self
+            self._saved.append(weakref.ref(record))
+            if tensor.__dict__:
+                self._take_ready_mark(tensor, record)
         return record
+
+    def _take_ready_mark(self, tensor: torch.Tensor, record: SavedTensor) -> None:
+        told = tensor.__dict__.pop(READY_MARK, None)  # once: who writes to it tells again
+        if told is not None and told[0] == record.version:
+            self.settle()
+            block = record.block
+            if block is not None and block.aliases and block.aliases[0] is record.alias:
+                block.ready = told[1]
+
+    def settle(self) -> None:
+        """Find the blocks of what was saved since this was called last.
+
+        All in one loop, which takes the host a third of the time that it would after each.
+        """
+        saved, group = self._saved, self._saves_in
+        if group is None or group.unsettled is None:
+            return
+        self._saved, group.unsettled = [], None
+        transfers, rules, blocks, stream = self.transfers, self.rules, self._blocks, self._saves_on
+        backend, references, recipes = transfers.backend, group.references, self._recipes
+        storage_of = self.marks.activation_storage
+        for saved_reference in saved:
+            record = saved_reference()
+            if record is None:
+                continue
+            alias = record.alias
+            storage_key = storage_of(alias, backend)
+            if storage_key is None:
+                continue
+            num_bytes = alias.nbytes
+            if num_bytes < rules.min_tensor_bytes or alias.numel() < rules.min_tensor_elements:
+                if storage_key not in self._small_keys and self._find_block(storage_key) is None:
+                    self._small_keys.add(storage_key)  # else it was counted, or moves
+                    transfers.stats.by_name[record.group_name].keep(num_bytes, _TOO_SMALL)
+                continue
+            alias, version = record.note_form(), record.version
+            low = record.offset * alias.itemsize
+            is_contiguous = alias.is_contiguous()
+            high = low + (num_bytes if is_contiguous else span_bytes(alias))
+            found = blocks.get(storage_key)
+            block = None if found is None else found()
+            if block is not None and block.storage_key == storage_key:
+                is_before_copy = block.is_before_copy
+                if is_before_copy or (block.covers(low, high) and block.version == version):
+                    record.block = block
+                    if is_before_copy:
+                        block.add(alias, low, high)
+                        block.ready = None  # told of one of them only, maybe
+                    elif block.released:
+                        transfers.sources.empty(alias)
+                    else:
+                        block.aliases.append(alias)
+                    if block.group is not group and not any(one() is block for one in references):
+                        references.append(weakref.ref(block))  # whoever needs it first reloads it
+                        group.shares_with += (block.group.key,)
+                    continue
+            name = record.group_name
+            block = Block(transfers, group, name, stream, storage_key, version, alias)
+            record.block = block
+            blocks[storage_key] = reference = weakref.ref(block)
+            references.append(reference)
+            if recipes:
+                block.recipe = recipes.pop(storage_key, None)
+            misalignment = low % ALIGNMENT_BYTES
+            if is_contiguous and not misalignment:
+                block.like = record.size, record.dtype
+            elif not is_contiguous:
+                storage_bytes = alias.untyped_storage().nbytes()
+                if 2 * (high - low) >= storage_bytes:  # its like may lie in between: q, k and v
+                    low, high, misalignment = 0, storage_bytes, 0
+            block.low = low = low - misalignment
+            block.high, block.num_bytes = high, high - low
 
     def add_recipe(
         self,
@@ -172,6 +210,7 @@ class ChunkOffloadHandler:
         is_plain = type(output) is torch.Tensor and output.layout is torch.strided
         if not is_plain or self._is_small(output):
             return
+        self.settle()
         key = output.untyped_storage()._cdata
         refusal, depth = "", 1
         parts: list[Any] = []
@@ -212,8 +251,7 @@ class ChunkOffloadHandler:
                 self._blocks.pop(key, None)  # nor will one of another storage be found under it
                 recipe = self._recipes.get(key)
         if block is None and recipe is None:
-            stays = self.marks.activation_storage(tensor, self.transfers.backend) is None
-            if stays or self._is_small(tensor):
+            if not self.may_move(tensor):
                 return None, None
         part = Input(tensor, unit, self._blocks, recipe)
         self.transfers.sources.empty(part.alias)

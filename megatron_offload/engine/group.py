@@ -136,13 +136,14 @@ class Block:
         self,
         store: Store,
         group: OffloadGroup,
+        name: str,
         stream: Stream,
         storage_key: int,
         version: int,
         alias: torch.Tensor,
     ) -> None:
         self.group = self.mover = group
-        self.name = group.name
+        self.name = name
         self.stream = stream
         self.storage_key = storage_key
         self.version = version
@@ -236,12 +237,15 @@ class Rules:
     """The units of recipes by which tensors are made again; None for all but dear ones."""
 
 
+class _Settles(Protocol):
+    def settle(self) -> None: ...
+
+
 class OffloadGroup(Group):
     """One layer group of one chunk, whose ``rules`` it has.
 
     Attributes:
         elsewhere_bytes: bytes besides that something else keeps; set at commit.
-        small_bytes: bytes besides of tensors that are too small to move.
         shared_bytes: of both, what a group before it has as well and left there; set at commit.
         moving: between the look at its bytes and the decision, the blocks that can move.
         remade: what of it is made again, or could be; set at commit.
@@ -253,9 +257,10 @@ class OffloadGroup(Group):
         parts: names and keys of those that have begun and not ended, from the outermost on.
         last_key: the key of the one that began last.
         shares_with: groups before it that have saved some of its memory too.
+        unsettled: who has records of it that have found no blocks yet.
     """
 
-    elsewhere_bytes = shared_bytes = small_bytes = 0
+    elsewhere_bytes = shared_bytes = 0
     dropped_bytes: Mapping[str, int] = MappingProxyType({})
     moving: Sequence[BlockRef] = ()
     passes_by = is_inside = may_join = False
@@ -264,6 +269,7 @@ class OffloadGroup(Group):
     shares_with: tuple[GroupKey, ...] = ()
     remade: tuple[RemadeUnit, ...] = ()
     leaf_hook: RemovableHandle | None = None
+    unsettled: _Settles | None = None
 
     def __init__(self, key: GroupKey, name: str, budget: DeviceBudget, rules: Rules) -> None:
         super().__init__(key, name, budget)
@@ -271,9 +277,15 @@ class OffloadGroup(Group):
         self.references: list[BlockRef] = []
         """Its own blocks, and those that it shares with a group before it."""
 
+    def settle(self) -> None:
+        """Let all its records have their blocks."""
+        if self.unsettled is not None:
+            self.unsettled.settle()
+
     @property
     def is_spent(self) -> bool:
         """Whether no record needs any of its own blocks any more."""
+        self.settle()
         for found in self.references:
             block = found()
             if block is not None and block.group is self:
@@ -282,6 +294,7 @@ class OffloadGroup(Group):
 
     def blocks(self) -> list[Block]:
         """Return the blocks that some record still needs."""
+        self.settle()
         return [block for found in self.references if (block := found()) is not None]
 
     def batch_blocks(self) -> list[Block]:

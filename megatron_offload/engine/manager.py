@@ -599,6 +599,7 @@ class PipelineOffloadManager:
         for observer in self.observers:
             observer.group_commits(group, is_delayed=delay)
         if delay:
+            group.settle()  # its chunk's recipes are gone by then
             group.may_join = False
             self._delayed.append((group, tuple(forced_released_tensors)))
         else:

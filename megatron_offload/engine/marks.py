@@ -52,6 +52,17 @@ def is_parameter(tensor: torch.Tensor) -> bool:
     return type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter)
 
 
+def may_be_activation(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a plain one, by itself and what it is a view of, that nobody has marked.
+
+    No parameter, nor a subclass (fake, functional, quantised, distributed).
+    """
+    if type(tensor) is not torch.Tensor or (tensor.__dict__ and has_mark(tensor)):
+        return False
+    base = tensor._base
+    return base is None or not (has_mark(base) or is_parameter(base))
+
+
 def is_opted_out(tensor: torch.Tensor) -> bool:
     """Whether a mark on a tensor, or on what it is a view of, says that it stays."""
     base = tensor._base
@@ -89,23 +100,17 @@ class Marks:
         self._are_storages_old = True
 
     def activation_storage(self, tensor: torch.Tensor, backend: Backend) -> int | None:
-        """Return the identity of an activation's storage; None where the tensor can't move.
+        """Return the identity of the storage of what `may_be_activation`; None if it can't move.
 
         Never moved: parameters and what shares their storage, tensors that are not on the
-        backend's device, subclasses (fake, functional, quantised, distributed), layouts other than
-        strided, lazily conjugated or negated tensors, zeros without memory (forward-mode AD),
-        opted-out tensors, and empty ones.
+        backend's device, layouts other than strided, lazily conjugated or negated tensors, zeros
+        without memory (forward-mode AD), opted-out tensors, and empty ones.
         """
-        if type(tensor) is not torch.Tensor or not backend.owns(tensor):
+        if not backend.owns(tensor):
             return None
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.nbytes == 0:
             return None
         if tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor():
-            return None
-        if tensor.__dict__ and has_mark(tensor):
-            return None
-        base = tensor._base
-        if base is not None and (has_mark(base) or is_parameter(base)):
             return None
         storage_key: int = tensor.untyped_storage()._cdata
         if self._are_storages_old:

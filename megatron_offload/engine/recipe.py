@@ -52,7 +52,8 @@ class Input(SavedTensor):
         blocks: Mapping[int, BlockRef],
         recipe: FunctionRecipe | None,
     ) -> None:
-        super().__init__(tensor, unit, int(tensor.storage_offset()))
+        super().__init__(tensor, unit)
+        self.note_form()
         self._high = self.offset * tensor.itemsize + span_bytes(tensor)
         self._blocks: Mapping[int, BlockRef] | None = blocks
         storage = tensor.untyped_storage()

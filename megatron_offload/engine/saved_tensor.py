@@ -21,26 +21,36 @@ class SavedTensor:
     Args:
         tensor: what autograd saves.
         group_name: for messages.
-        offset: the tensor's offset in its storage, in elements; None where it stays as it is, and
-            has no ``block`` either.
+
+    Attributes:
+        alias: the tensor: a leaf itself, as autograd keeps it, else detached, because holding a
+            node's own output from that node would be a cycle.
+        block: where its bytes are; None while it stays as it is.
     """
 
-    __slots__ = ("alias", "block", "dtype", "group_name", "offset", "size", "stride", "version")
+    __slots__ = (
+        *("__weakref__", "alias", "block", "dtype", "group_name", "is_detached"),
+        *("offset", "size", "stride", "version"),
+    )
 
-    def __init__(self, tensor: torch.Tensor, group_name: str, offset: int | None = None) -> None:
+    def __init__(self, tensor: torch.Tensor, group_name: str) -> None:
         self.version: int = tensor._version
         self.block: Block | None = None
         self.group_name = group_name
-        if offset is None and tensor.is_leaf:
-            self.alias = tensor  # as autograd keeps it
-            return
-        # Detached, because holding a node's own output from that node would be a cycle.
-        self.alias = tensor.detach()
-        if offset is not None:
-            self.size = tensor.shape
-            self.stride = tensor.stride()
-            self.offset = offset
-            self.dtype = tensor.dtype
+        self.is_detached = is_detached = not tensor.is_leaf
+        self.alias = tensor.detach() if is_detached else tensor
+
+    def note_form(self) -> torch.Tensor:
+        """Note what to come back as; return an alias that may be emptied meanwhile."""
+        alias = self.alias
+        if not self.is_detached:
+            self.alias = alias = alias.detach()
+            self.is_detached = True
+        self.size = alias.shape
+        self.stride = alias.stride()
+        self.offset = int(alias.storage_offset())
+        self.dtype = alias.dtype
+        return alias
 
     def _description(self) -> str:
         if self.block is None:
@@ -61,8 +71,8 @@ class SavedTensor:
         if alias._version != self.version:
             self.check_version()
         block = self.block
-        if block is None:
-            return alias
+        if block is None:  # it may get one yet
+            return alias.detach() if self.is_detached else alias
         if block.released:
             target, like = block.store.target_of(block), block.like
             if like is not None and like[0] is self.size and block.reload is not None:

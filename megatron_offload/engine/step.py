@@ -24,8 +24,6 @@ from megatron_offload.engine.transfers import Transfers
 
 _logger = logging.getLogger(__name__)
 
-_TOO_SMALL = "smaller than what moves (min_tensor_bytes, min_tensor_elements)"
-
 
 class Step(StepDecisions[OffloadGroup]):
     """The step of one manager; `begin` makes the next."""
@@ -178,12 +176,8 @@ class Step(StepDecisions[OffloadGroup]):
         super().complete_batch()
 
     def _count(self, group: OffloadGroup) -> None:
-        """Count a group under its name, and what of it is too small."""
-        stats = self._transfers.stats.by_name[group.name]
-        stats.num_groups += 1
-        if group.small_bytes:
-            stats.keep(group.small_bytes, _TOO_SMALL)
-            group.small_bytes = 0
+        """Count a group under its name."""
+        self._transfers.stats.by_name[group.name].num_groups += 1
 
     # Boundaries
 

@@ -70,6 +70,7 @@ class Transfers:
 
         Counts what stays by choice, or is kept anyway. ``may_drop`` says that something may move.
         """
+        group.settle()
         moving: list[BlockRef] = []
         owners, chooses = self.owners, group.rules.should_offload
         knows_any = bool(owners.known) and group.first_key is None
