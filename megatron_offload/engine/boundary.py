@@ -89,9 +89,11 @@ def commit_group(
     group = chunk.close_group(name) if chunk is not None and manager.records() else None
     if group is None or group.passes_by:
         return tensors
-    if group.parts and manager.decisions.ends_part(group, forced_released_tensors or ()):
+    if forced_released_tensors:
+        group.force(forced_released_tensors)
+    if group.parts and manager.decisions.ends_part(group):
         return tensors
-    manager.commit(group, forced_released_tensors or (), delay=delay)
+    manager.commit(group, delay=delay)
     tensor = _first_with_grad(tensors)
     if tensor is not None and tensor.grad_fn is not None:
         # A node's hooks run after those of its outputs: where one group ends with the tensor that

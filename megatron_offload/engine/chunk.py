@@ -250,9 +250,8 @@ class ChunkOffloadHandler:
             if block is None:
                 self._blocks.pop(key, None)  # nor will one of another storage be found under it
                 recipe = self._recipes.get(key)
-        if block is None and recipe is None:
-            if not self.may_move(tensor):
-                return None, None
+        if block is None and recipe is None and not self.may_move(tensor):
+            return None, None
         part = Input(tensor, unit, self._blocks, recipe)
         self.transfers.sources.empty(part.alias)
         return part, recipe if block is None else block.recipe

@@ -13,7 +13,7 @@ block has a host region, a reload target, or a source that something else keeps 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
@@ -257,6 +257,7 @@ class OffloadGroup(Group):
         parts: names and keys of those that have begun and not ended, from the outermost on.
         last_key: the key of the one that began last.
         shares_with: groups before it that have saved some of its memory too.
+        forced: tensors that something else keeps alive and nobody reads again.
         unsettled: who has records of it that have found no blocks yet.
     """
 
@@ -269,6 +270,7 @@ class OffloadGroup(Group):
     shares_with: tuple[GroupKey, ...] = ()
     remade: tuple[RemadeUnit, ...] = ()
     leaf_hook: RemovableHandle | None = None
+    forced: tuple[weakref.ref[torch.Tensor], ...] = ()
     unsettled: _Settles | None = None
 
     def __init__(self, key: GroupKey, name: str, budget: DeviceBudget, rules: Rules) -> None:
@@ -276,6 +278,10 @@ class OffloadGroup(Group):
         self.rules = rules
         self.references: list[BlockRef] = []
         """Its own blocks, and those that it shares with a group before it."""
+
+    def force(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Let the storage of these be emptied at the release, if it is copied."""
+        self.forced += tuple(map(weakref.ref, tensors))
 
     def settle(self) -> None:
         """Let all its records have their blocks."""

@@ -7,7 +7,7 @@ leave a manager whose next step is right.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -158,7 +158,7 @@ class PipelineOffloadManager:
             self.observers.append(Checker())
         self.do_offload = config.enabled
         self._hooks = HookStack(self.transfers)
-        self._delayed: list[tuple[OffloadGroup, Sequence[torch.Tensor]]] = []
+        self._delayed: list[OffloadGroup] = []
         self._chunk: ChunkOffloadHandler | None = None
         self._entered: list[ChunkOffloadHandler] = []
         self._is_in_step = False
@@ -578,19 +578,11 @@ class PipelineOffloadManager:
         return self._chunk if is_recorded and is_recording(needs_grad=False) else None
 
     @graph_break
-    def commit(
-        self,
-        group: OffloadGroup,
-        forced_released_tensors: Iterable[torch.Tensor] = (),
-        *,
-        delay: bool = False,
-        must_move: bool = False,
-    ) -> None:
+    def commit(self, group: OffloadGroup, *, delay: bool = False, must_move: bool = False) -> None:
         """Decide about a group whose forward is over, and issue its copies.
 
         Args:
             group: the group, closed.
-            forced_released_tensors: their storage is emptied at the release, if it is copied.
             delay: leave that to `flush_delayed_groups`.
             must_move: decide nothing, it moves.
         """
@@ -601,18 +593,15 @@ class PipelineOffloadManager:
         if delay:
             group.settle()  # its chunk's recipes are gone by then
             group.may_join = False
-            self._delayed.append((group, tuple(forced_released_tensors)))
+            self._delayed.append(group)
         else:
-            self._commit(group, forced_released_tensors, must_move)
+            self._commit(group, must_move)
         for observer in self.observers:
             observer.group_committed(group)
 
     @guarded
-    def _commit(
-        self, group: OffloadGroup, forced_released_tensors: Iterable[torch.Tensor], must_move: bool
-    ) -> None:
-        because = self._stays_because
-        self.decisions.commit_group(group, forced_released_tensors, because, must_move=must_move)
+    def _commit(self, group: OffloadGroup, must_move: bool) -> None:
+        self.decisions.commit_group(group, self._stays_because, must_move=must_move)
 
     @guarded
     def would_offload(self, group: OffloadGroup) -> bool:
@@ -627,9 +616,9 @@ class PipelineOffloadManager:
     def flush_delayed_groups(self) -> None:
         """Issue the copies of all groups that were put off, in the order of their commits."""
         delayed, self._delayed = self._delayed, []
-        for group, forced_released_tensors in delayed:
+        for group in delayed:
             if group.state is GroupState.RECORDING and not group.is_pending:
-                self.commit(group, forced_released_tensors)
+                self.commit(group)
         self._complete_batch()
 
     @guarded

@@ -7,10 +7,6 @@ may outlive theirs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from weakref import ref
-
-import torch
 
 from megatron_offload.core.group import DONE
 from megatron_offload.core.joining import Joining, Started, joined_groups
@@ -147,7 +143,7 @@ class Step(StepDecisions[OffloadGroup]):
         self.num_joined += 1
         return group
 
-    def ends_part(self, group: OffloadGroup, forced: Iterable[torch.Tensor]) -> bool:
+    def ends_part(self, group: OffloadGroup) -> bool:
         """Take note of the end of a group that is recorded with others; whether they go on."""
         assert group.parts
         _, key = group.parts.pop()
@@ -161,8 +157,6 @@ class Step(StepDecisions[OffloadGroup]):
             self.waiting = group
         else:
             self.joined = None
-        if goes_on and forced:
-            self._force(group, forced)
         return goes_on
 
     def complete_batch(self) -> None:
@@ -172,7 +166,7 @@ class Step(StepDecisions[OffloadGroup]):
         group, self.waiting = self.waiting, None
         if group is not None:
             self.joined, group.is_pending, self._was_cut = None, False, True
-            self.commit_group(group, (), "")
+            self.commit_group(group, "")
         super().complete_batch()
 
     def _count(self, group: OffloadGroup) -> None:
@@ -182,18 +176,9 @@ class Step(StepDecisions[OffloadGroup]):
     # Boundaries
 
     def commit_group(
-        self,
-        group: OffloadGroup,
-        forced_released_tensors: Iterable[torch.Tensor],
-        stays_because: str,
-        *,
-        must_move: bool = False,
+        self, group: OffloadGroup, stays_because: str, *, must_move: bool = False
     ) -> None:
-        """Decide about a group whose forward is over, and issue its copies.
-
-        The storage of ``forced_released_tensors`` is emptied at the release, if it is copied and
-        no other tensor has it.
-        """
+        """Decide about a group whose forward is over, and issue its copies."""
         transfers = self._transfers
         transfers.measure(group, may_drop=not stays_because)
         self._count(group)
@@ -201,8 +186,8 @@ class Step(StepDecisions[OffloadGroup]):
             stays_because = ""
         elif not stays_because:
             stays_because = self._learner.keeps_because(group)
-        if forced_released_tensors and not stays_because:
-            self._force(group, forced_released_tensors)
+        if group.forced and not stays_because:
+            self._force(group)
         rules = group.rules
         must_move = must_move or rules.should_offload is not None
         most_inflight = rules.max_inflight_groups, rules.max_inflight_blocks
@@ -211,13 +196,16 @@ class Step(StepDecisions[OffloadGroup]):
             group.may_join = False
         self.commit(group, stays_because, must_move=must_move, is_alone=is_alone)
 
-    def _force(self, group: OffloadGroup, tensors: Iterable[torch.Tensor]) -> None:
-        """Let the storage of these be emptied where a group that moves it is released."""
-        tensors = list(tensors)
+    def _force(self, group: OffloadGroup) -> None:
+        """Let the storage of ``group.forced`` be emptied where a group that moves it is released.
+
+        That is if it is copied, and no other tensor has it.
+        """
+        tensors = [tensor for forced in group.forced if (tensor := forced()) is not None]
         keys = {tensor.untyped_storage()._cdata for tensor in tensors}
         for block in group.blocks():
             if block.storage_key in keys and not block.released:
-                block.forced_by = tuple(map(ref, tensors))
+                block.forced_by = group.forced
                 if block.is_before_copy:
                     block.mover = group
 

@@ -233,7 +233,8 @@ class ChunkOffloadHandler:
         engine = self.manager.engine
         group = self.chunk.close_group(name) if engine.records() else None
         if group is not None:
-            engine.commit(group, forced or (), delay=delay)
+            group.force(forced or ())
+            engine.commit(group, delay=delay)
         return group
 
     def _pending(self, group: OffloadGroup | None = None, name: str | None = None) -> OffloadGroup:

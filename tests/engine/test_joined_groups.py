@@ -378,8 +378,8 @@ def test_what_waits_is_committed_where_another_group_comes():
     waits = step.waiting
     before = list(step.committed)
     assert waits not in before
-    assert any(block.forced_by for block in waits.blocks())
     start_group(manager, z, "another")
+    assert any(block.forced_by for block in waits.blocks())
     assert (step.waiting, step.num_joined, step.committed) == (None, 0, [*before, waits])
     assert step.is_other()
     manager.abort()
