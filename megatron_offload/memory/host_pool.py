@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeAlias
@@ -112,15 +112,14 @@ class _Piece:
 
     def show(self, parts: list[Part]) -> list[torch.Tensor]:
         """Return a tensor for each part; most regions have the parts of the one before."""
-        if self.parts != parts:
-            views = []
-            start = self.offset
-            for num_bytes, like in parts:
-                view = self.base[start : start + num_bytes]
-                views.append(view if like is None else view.view(like[1]).view(like[0]))
-                start += _aligned(num_bytes)
-            self.views, self.parts = views, parts
-        return self.views
+        views = []
+        start = self.offset
+        for num_bytes, like in parts:
+            view = self.base[start : start + num_bytes]
+            views.append(view if like is None else view.view(like[1]).view(like[0]))
+            start += _aligned(num_bytes)
+        self.views, self.parts = views, parts
+        return views
 
     def cut(self, num_bytes: int) -> _Piece:
         """Keep so many bytes; return the rest."""
@@ -156,8 +155,8 @@ class HostRegion:
     size_bytes: int
     ready_event: Event | None
     num_users: int
-    alone_bytes: dict[str, int] = field(default_factory=dict)
-    owners: list[Any] = field(default_factory=list)
+    alone_bytes: tuple[tuple[str, int], ...] = ()
+    owners: Sequence[Any] = ()
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -203,7 +202,7 @@ class HostPool:
         self, num_bytes: int, like: tuple[torch.Size, torch.dtype] | None = None
     ) -> HostRegion | None:
         """Lend ``num_bytes``, or return None when memory is short, which is warned of once."""
-        region = self.allocate_parts([(num_bytes, like)])
+        region = self._lend([(num_bytes, like)], _aligned(num_bytes), num_bytes)
         if region is None:
             self._refuse(num_bytes)
         return region
@@ -213,10 +212,12 @@ class HostPool:
 
         A part without bytes, and a pool that is closed, are a `ValueError`.
         """
-        sizes = [-(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for num_bytes, _ in parts]
-        if min(sizes) < 1:
+        sizes = [num_bytes for num_bytes, _ in parts]
+        return self._lend(parts, sum(map(_aligned, sizes)), min(sizes))
+
+    def _lend(self, parts: list[Part], size_bytes: int, least_bytes: int) -> HostRegion | None:
+        if least_bytes < 1:
             raise ValueError(f"a region has at least one byte, got {parts}")
-        size_bytes = sum(sizes)
         if self.is_closed:
             raise ValueError("the host pool is closed")
         same_size = self._free.get(size_bytes)
@@ -227,7 +228,7 @@ class HostPool:
         stats.in_use_bytes += size_bytes
         if stats.in_use_bytes > stats.peak_in_use_bytes:
             stats.peak_in_use_bytes = stats.in_use_bytes
-        views = piece.show(parts)
+        views = piece.views if piece.parts == parts else piece.show(parts)
         region = piece.region = HostRegion(piece, views, size_bytes, piece.event, len(parts))
         return region
 
@@ -249,7 +250,7 @@ class HostPool:
             return
         region._piece = piece.region = None
         self.stats.in_use_bytes -= piece.num_bytes
-        for name, num_bytes in region.alone_bytes.items():
+        for name, num_bytes in region.alone_bytes:
             self.alone.add(name, -num_bytes)
         if not self.is_closed and piece.turn >= 0:
             self._may_coalesce = True
@@ -257,7 +258,7 @@ class HostPool:
 
     def count_alone(self, region: HostRegion, name: str, num_bytes: int) -> None:
         """Count bytes of a region that are nowhere else from here on, under a name."""
-        region.alone_bytes[name] = region.alone_bytes.get(name, 0) + num_bytes
+        region.alone_bytes += ((name, num_bytes),)
         self.alone.add(name, num_bytes)
 
     def regions(self) -> Iterator[HostRegion]:
@@ -335,7 +336,7 @@ class HostPool:
                 region.num_users = count_users(region)
                 if region.num_users:
                     stats.in_use_bytes += region.size_bytes
-                    for name, num_bytes in region.alone_bytes.items():
+                    for name, num_bytes in region.alone_bytes:
                         self.alone.add(name, num_bytes)
                 else:
                     region._piece = piece.region = None  # whoever frees it late is told
