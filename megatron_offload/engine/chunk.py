@@ -191,8 +191,8 @@ class ChunkOffloadHandler:
             if is_contiguous and not misalignment:
                 block.like = record.size, record.dtype
             elif not is_contiguous:
-                storage_bytes = alias.untyped_storage().nbytes()
-                if 2 * (high - low) >= storage_bytes:  # its like may lie in between: q, k and v
+                storage_bytes = alias.untyped_storage().nbytes()  # fewer, where it was emptied
+                if high <= storage_bytes <= 2 * (high - low):  # its like may be in between: q, k, v
                     low, high, misalignment = 0, storage_bytes, 0
             block.low = low = low - misalignment
             block.high, block.num_bytes = high, high - low

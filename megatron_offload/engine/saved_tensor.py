@@ -76,7 +76,8 @@ class SavedTensor:
         if block.released:
             target, like = block.store.target_of(block), block.like
             if like is not None and like[0] is self.size and block.reload is not None:
-                return target.detach()  # it is all of the block
+                # It is all of the block, and nobody else's: no other record has a part of it.
+                return target.detach() if block.store.takes_targets else target
             is_whole = target.dtype is self.dtype and target.shape == self.size
             if is_whole and target.stride() == self.stride:
                 return target.detach()

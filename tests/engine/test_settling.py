@@ -1,0 +1,110 @@
+"""What a group has saved finds its blocks at the group's end, as it was when it was saved."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from programs import KIB, assert_same, in_group, make_manager
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron_offload.engine.chunk import ChunkOffloadHandler
+
+
+def saved(is_leaf):
+    x = torch.arange(1024.0, requires_grad=not is_leaf)
+    return x if is_leaf else x * 1.0
+
+
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_what_is_read_before_the_groups_end_is_not_emptied(is_leaf):
+    manager = make_manager()
+    chunk = manager.begin_chunk()
+    group = manager.start_group(chunk, "g")
+    record = chunk.pack(group, saved(is_leaf))
+    before = record.unpack()
+    assert record.block is None
+    assert group.blocks() == [record.block]
+    manager.commit(group, must_move=True)
+    manager.join_offloads()
+    assert record.block.released
+    assert torch.equal(before, torch.arange(1024.0))
+    assert torch.equal(record.unpack(), before)
+
+
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_what_is_dropped_before_the_groups_end_is_free_at_once(is_leaf):
+    manager = make_manager()
+    chunk = manager.begin_chunk()
+    group = manager.start_group(chunk, "g")
+    tensor = saved(is_leaf)
+    storage = StorageWeakRef(tensor.untyped_storage())
+    record = chunk.pack(group, tensor)
+    del tensor
+    assert not storage.expired()
+    del record
+    assert storage.expired()
+    manager.commit(group)
+    assert group.num_bytes == 0
+
+
+def test_what_was_emptied_before_the_groups_end_stays():
+    # As recompute does: the storage of a view is emptied, and filled again before backward.
+    manager = make_manager()
+    manager.begin_chunk()
+    x, other = torch.randn(16, 32, requires_grad=True), torch.randn(32, 16)
+    expected = torch.autograd.grad((x * other.t()).sum(), x)
+    values = other.clone()
+
+    def run(x):
+        y = x * other.t()
+        other.untyped_storage().resize_(0)
+        return y
+
+    y = in_group(manager, run, x)
+    manager.join_offloads()
+    assert manager.transfers.stats.offloaded_bytes == 0
+    other.untyped_storage().resize_(values.nbytes)
+    other.untyped_storage().copy_(values.untyped_storage())
+    assert_same(expected, torch.autograd.grad(y.sum(), x))
+
+
+def test_a_group_inside_another_shares_with_it_what_that_has_saved_before():
+    manager = make_manager()
+    chunk = manager.begin_chunk()
+    x = torch.randn(KIB)
+    outer = manager.start_group(chunk, "outer")
+    first = chunk.pack(outer, x)
+    inner = manager.start_group(chunk, "inner")
+    second = chunk.pack(inner, x[16:])
+    assert inner.blocks() == [first.block]
+    assert second.block is first.block
+    assert first.block.group is outer
+    assert inner.shares_with == (outer.key,)
+
+
+def test_one_look_serves_a_group_however_many_tensors_it_has(monkeypatch):
+    looks = []
+    settle = ChunkOffloadHandler.settle
+
+    def counted(chunk):
+        looks.append(len(chunk._saved))
+        settle(chunk)
+
+    monkeypatch.setattr(ChunkOffloadHandler, "settle", counted)
+    manager = make_manager()
+    chunk = manager.begin_chunk()
+    group = manager.start_group(chunk, "g")
+    records = [chunk.pack(group, torch.randn(KIB)) for _ in range(9)]
+    manager.commit(group)
+    assert [num for num in looks if num] == [9]
+    assert {record.block.group for record in records} == {group}
+
+
+def test_an_aborted_step_leaves_no_group_unsettled():
+    manager = make_manager()
+    chunk = manager.begin_chunk()
+    group = manager.start_group(chunk, "g")
+    record = chunk.pack(group, torch.ones(KIB))
+    manager.abort()
+    assert group.unsettled is None
+    assert torch.equal(record.unpack(), torch.ones(KIB))
