@@ -210,7 +210,6 @@ class ChunkOffloadHandler:
         is_plain = type(output) is torch.Tensor and output.layout is torch.strided
         if not is_plain or self._is_small(output):
             return
-        self.settle()
         key = output.untyped_storage()._cdata
         refusal, depth = "", 1
         parts: list[Any] = []

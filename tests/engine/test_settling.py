@@ -7,7 +7,7 @@ import torch
 from programs import KIB, assert_same, in_group, make_manager
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_offload.engine.chunk import ChunkOffloadHandler
+from megatron_offload.engine.chunk import READY_MARK, ChunkOffloadHandler
 
 
 def saved(is_leaf):
@@ -51,18 +51,18 @@ def test_what_was_emptied_before_the_groups_end_stays():
     # As recompute does: the storage of a view is emptied, and filled again before backward.
     manager = make_manager()
     manager.begin_chunk()
-    x, other = torch.randn(16, 32, requires_grad=True), torch.randn(32, 16)
-    expected = torch.autograd.grad((x * other.t()).sum(), x)
+    x, other, third = torch.randn(16, 32, requires_grad=True), torch.randn(32, 16), torch.randn(32)
+    expected = torch.autograd.grad((x * other.t() * third).sum(), x)
     values = other.clone()
 
     def run(x):
         y = x * other.t()
         other.untyped_storage().resize_(0)
-        return y
+        return y * third
 
     y = in_group(manager, run, x)
     manager.join_offloads()
-    assert manager.transfers.stats.offloaded_bytes == 0
+    assert manager.transfers.stats.offloaded_bytes == third.nbytes
     other.untyped_storage().resize_(values.nbytes)
     other.untyped_storage().copy_(values.untyped_storage())
     assert_same(expected, torch.autograd.grad(y.sum(), x))
@@ -80,6 +80,37 @@ def test_a_group_inside_another_shares_with_it_what_that_has_saved_before():
     assert second.block is first.block
     assert first.block.group is outer
     assert inner.shares_with == (outer.key,)
+
+
+def test_each_tensor_belongs_to_the_stream_on_which_it_was_saved():
+    manager = make_manager()
+    backend = manager.backend
+    chunk = manager.begin_chunk()
+    group = manager.start_group(chunk, "g")
+    records = [chunk.pack(group, torch.randn(KIB))]
+    with backend.computing_on(backend.side_stream):
+        records += [chunk.pack(group, torch.randn(KIB)) for _ in range(2)]
+    records.append(chunk.pack(group, torch.randn(KIB)))
+    assert len(group.blocks()) == 4
+    here, side = backend.compute_stream(), backend.side_stream
+    assert [record.block.stream for record in records] == [here, side, side, here]
+
+
+def test_an_event_behind_one_of_several_tensors_says_nothing_of_the_others():
+    manager = make_manager()
+    chunk = manager.begin_chunk()
+    group = manager.start_group(chunk, "g")
+    x, y = torch.randn(KIB), torch.randn(KIB)
+    of_x = [chunk.pack(group, x)]
+    event = manager.backend.record(manager.backend.compute_stream())
+    part = x[16:]
+    for told in (part, y):
+        setattr(told, READY_MARK, (told._version, event))
+    of_x.append(chunk.pack(group, part))
+    of_y = chunk.pack(group, y)
+    assert of_x[0].block is of_x[1].block
+    assert of_x[0].block.ready is None
+    assert of_y.block.ready is event
 
 
 def test_one_look_serves_a_group_however_many_tensors_it_has(monkeypatch):
