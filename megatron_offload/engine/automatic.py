@@ -22,7 +22,7 @@ from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.hooks import is_in_backward, owner_of_hooks
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.marks import is_opted_out
+from megatron_offload.engine.marks import is_opted_out, may_be_activation
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.subclasses import SavedWrapper, is_wrapper
 
@@ -56,6 +56,7 @@ class _Saved:
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor; the first of its group tells the manager that backward is there."""
+        self.group.settle()
         if self.record.block is not None:
             self.groups.reach(self.group)
         return self.record.unpack()
@@ -175,17 +176,16 @@ class AutomaticGroups:
         if group is None:
             start = self.manager.start_group
             group = forward.group = start(forward.chunk, forward.name, may_pass=True)
+        may_move = may_be_activation(tensor) and not forward.chunk.is_small(tensor)
         saved: SavedTensor | _Saved
         if group.passes_by:
             saved = SavedTensor(tensor, forward.name)
-            if not forward.chunk.may_move(tensor):
-                return saved
         else:
-            record = forward.chunk.pack(group, tensor)
-            forward.chunk.settle()
-            if record.block is None:
-                return record
-            saved = _Saved(self, group, record)
+            saved = forward.chunk.pack(group, tensor)
+            if may_move:
+                saved = _Saved(self, group, saved)
+        if not may_move:
+            return saved
         forward.num_tensors += 1
         # Of the tensor: what its block has left depends on what is made again.
         forward.num_bytes += tensor.nbytes

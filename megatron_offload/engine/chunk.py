@@ -98,7 +98,7 @@ class ChunkOffloadHandler:
 
     def may_move(self, tensor: torch.Tensor) -> bool:
         """Whether a saved tensor is an activation that this chunk can move."""
-        if not may_be_activation(tensor) or self._is_small(tensor):
+        if not may_be_activation(tensor) or self.is_small(tensor):
             return False
         return self.marks.activation_storage(tensor, self.transfers.backend) is not None
 
@@ -208,7 +208,7 @@ class ChunkOffloadHandler:
     ) -> None:
         """Note how a tensor was made: whoever saves it need not keep its bytes."""
         is_plain = type(output) is torch.Tensor and output.layout is torch.strided
-        if not is_plain or self._is_small(output):
+        if not is_plain or self.is_small(output):
             return
         key = output.untyped_storage()._cdata
         refusal, depth = "", 1
@@ -255,7 +255,8 @@ class ChunkOffloadHandler:
         self.transfers.sources.empty(part.alias)
         return part, recipe if block is None else block.recipe
 
-    def _is_small(self, tensor: torch.Tensor) -> bool:
+    def is_small(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is too small to move."""
         rules = self.rules
         return tensor.nbytes < rules.min_tensor_bytes or tensor.numel() < rules.min_tensor_elements
 
