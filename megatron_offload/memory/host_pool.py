@@ -25,6 +25,9 @@ ALIGNMENT_BYTES = 512
 Part: TypeAlias = tuple[int, tuple[torch.Size, torch.dtype] | None]
 """Bytes of a region, and the shape and dtype to show them in; None for flat bytes."""
 
+_MOST_SHOWN = 8
+"""Of the shapes that a program gives the same bytes in turn, so many are kept."""
+
 _logger = logging.getLogger(__name__)
 
 
@@ -86,7 +89,7 @@ class HostPoolStats:
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Piece:
-    """A stretch of a slab, free without a ``region``; ``views`` are those of its last one.
+    """A stretch of a slab, free without a ``region``.
 
     Pieces make no cycle, so a dropped slab is unpinned at once. What is cut and joined is right
     after each line, but for ``num_bytes``.
@@ -101,8 +104,8 @@ class _Piece:
     """Which of the pool's events that is: a later one stands for those before it. -1 where a graph
     has the bytes."""
     region: HostRegion | None = None
-    parts: list[Part] = field(default_factory=list)
-    views: list[torch.Tensor] = field(default_factory=list)
+    views: dict[tuple[Part, ...], list[torch.Tensor]] = field(default_factory=dict)
+    """What it was shown as: one step's regions are as the last one's, though not in its order."""
 
     def __iter__(self) -> Iterator[_Piece]:
         piece: _Piece | None = self
@@ -110,15 +113,17 @@ class _Piece:
             yield piece
             piece = piece.next
 
-    def show(self, parts: list[Part]) -> list[torch.Tensor]:
-        """Return a tensor for each part; most regions have the parts of the one before."""
+    def show(self, parts: tuple[Part, ...]) -> list[torch.Tensor]:
+        """Return a tensor for each part."""
         views = []
         start = self.offset
         for num_bytes, like in parts:
             view = self.base[start : start + num_bytes]
             views.append(view if like is None else view.view(like[1]).view(like[0]))
             start += _aligned(num_bytes)
-        self.views, self.parts = views, parts
+        if len(self.views) >= _MOST_SHOWN:
+            self.views.clear()
+        self.views[parts] = views
         return views
 
     def cut(self, num_bytes: int) -> _Piece:
@@ -128,14 +133,14 @@ class _Piece:
         rest = _Piece(self.base, start, rest_bytes, self.next, self.event, self.turn)
         self.next = rest
         self.num_bytes = num_bytes
-        self.parts = []
+        self.views.clear()
         return rest
 
     def join(self, other: _Piece) -> None:
         """Take over the bytes of the next piece; the newer of both events counts."""
         self.num_bytes += other.num_bytes
         self.next = other.next
-        self.parts = []
+        self.views.clear()
         if other.turn > self.turn:
             self.event, self.turn = other.event, other.turn
 
@@ -202,20 +207,22 @@ class HostPool:
         self, num_bytes: int, like: tuple[torch.Size, torch.dtype] | None = None
     ) -> HostRegion | None:
         """Lend ``num_bytes``, or return None when memory is short, which is warned of once."""
-        region = self._lend([(num_bytes, like)], _aligned(num_bytes), num_bytes)
+        region = self._lend(((num_bytes, like),), _aligned(num_bytes), num_bytes)
         if region is None:
             self._refuse(num_bytes)
         return region
 
-    def allocate_parts(self, parts: list[Part]) -> HostRegion | None:
+    def allocate_parts(self, parts: Sequence[Part]) -> HostRegion | None:
         """Lend memory for several tensors, each aligned; None when it is short, uncounted.
 
         A part without bytes, and a pool that is closed, are a `ValueError`.
         """
         sizes = [num_bytes for num_bytes, _ in parts]
-        return self._lend(parts, sum(map(_aligned, sizes)), min(sizes))
+        return self._lend(tuple(parts), sum(map(_aligned, sizes)), min(sizes))
 
-    def _lend(self, parts: list[Part], size_bytes: int, least_bytes: int) -> HostRegion | None:
+    def _lend(
+        self, parts: tuple[Part, ...], size_bytes: int, least_bytes: int
+    ) -> HostRegion | None:
         if least_bytes < 1:
             raise ValueError(f"a region has at least one byte, got {parts}")
         if self.is_closed:
@@ -228,7 +235,7 @@ class HostPool:
         stats.in_use_bytes += size_bytes
         if stats.in_use_bytes > stats.peak_in_use_bytes:
             stats.peak_in_use_bytes = stats.in_use_bytes
-        views = piece.views if piece.parts == parts else piece.show(parts)
+        views = piece.views.get(parts) or piece.show(parts)
         region = piece.region = HostRegion(piece, views, size_bytes, piece.event, len(parts))
         return region
 

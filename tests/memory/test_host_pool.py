@@ -10,7 +10,7 @@ import torch
 from megatron_offload.backends.base import Wait
 from megatron_offload.backends.simulated import SimulatedBackend
 from megatron_offload.config import SimulatedConfig
-from megatron_offload.memory.host_pool import ALIGNMENT_BYTES, HostPool
+from megatron_offload.memory.host_pool import ALIGNMENT_BYTES, HostPool, _Piece
 
 KIB = 1024
 
@@ -368,6 +368,26 @@ def test_a_region_of_several_parts_shows_each_as_it_was_asked_for(backend):
     pool.free(region, None)
     assert pool.stats.in_use_bytes == 0
     assert pool.allocate_parts(list(parts)).views[0] is shaped
+
+
+def test_bytes_that_are_lent_in_turn_in_several_shapes_are_shown_once_in_each(backend, monkeypatch):
+    pool, num_shown = make(backend, slab=2 * KIB), []
+    show = _Piece.show
+    monkeypatch.setattr(
+        _Piece, "show", lambda piece, parts: num_shown.append(parts) or show(piece, parts)
+    )
+    likes = [(torch.Size([16, 32]), torch.bfloat16), (torch.Size([256]), torch.float32), None]
+    seen = []
+    for like in likes * 3:
+        region = pool.allocate(KIB, like)
+        assert like is None or (region.tensor.shape, region.tensor.dtype) == like
+        seen.append(region.tensor.data_ptr())
+        pool.free(region, None)
+    assert len(num_shown) == 2 * len(likes)  # the slab has two such pieces, lent in turn
+    for num_dimensions in range(50):  # as many shapes as a program likes
+        like = torch.Size([1] * num_dimensions + [KIB]), torch.uint8
+        pool.free(pool.allocate(KIB, like), None)
+    assert all(len(piece.views) < 10 for slab in pool._slabs for piece in slab)
 
 
 def test_the_event_of_the_part_that_was_read_last_counts(backend):
