@@ -35,9 +35,7 @@ def start_group(manager: PipelineOffloadManager, tensors: Tensors, name: str) ->
         ``tensors`` itself, the group's inputs: one tensor, a tuple or list of anything, or None.
     """
     chunk = manager.chunk_to_record(name)
-    if chunk is None or not manager.records():
-        return tensors
-    if manager.goes_on(chunk, name):
+    if chunk is None or manager.goes_on(chunk, name):
         return tensors
     group = manager.start_group(chunk, name, may_pass=True)
     if group.passes_by:

@@ -237,7 +237,7 @@ class PipelineOffloadManager:
         self.guard.claim(lambda: is_inside or bool(self._hooks) or not self.decisions.is_idle())
 
     def chunk_to_record(self, name: str) -> ChunkOffloadHandler | None:
-        """Return the chunk of a group that starts now; None where there is none.
+        """Return the chunk of a group that starts now; None where none is recorded.
 
         A program that says nothing of its chunks inside `step` has one for all forwards between
         two backwards: what is decided by chunk, such as ``fraction``, is decided for them together.
@@ -245,9 +245,11 @@ class PipelineOffloadManager:
         if self.is_passing:
             self.pass_by()
             return None
+        if not (self.do_offload and is_recording()):
+            return None
         chunk, since = self._chunk, self._begun_at_backward
         is_over = since is not None and since != len(self.decisions.backward_order)
-        if (chunk is None or (is_over and not chunk.open_groups)) and self.records():
+        if chunk is None or (is_over and not chunk.open_groups):
             if not self._is_in_step:
                 self._say_once(_NO_CHUNK, name)
                 return None

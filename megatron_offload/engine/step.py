@@ -130,14 +130,16 @@ class Step(StepDecisions[OffloadGroup]):
         That is ``around`` it, or nothing that is recorded is.
         """
         group = self.joined
-        if group is None or self.joining.get(group.last_key) != (key, name):
+        if group is None or group.parts is None:
+            return None
+        if self.joining.get(group.last_key) != (key, name):
             return None
         if around is not None and around is not group and not around.passes_by:
             return None
         if group is self.waiting:
             self._count(group)
             self.waiting, group.is_pending, group.key = None, False, key
-        group.parts = [*(group.parts or ()), (name, key)]
+        group.parts.append((name, key))
         group.name, group.last_key = name, key
         self._groups[key] = group
         self.num_joined += 1
