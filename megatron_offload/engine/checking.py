@@ -34,7 +34,8 @@ class Checker(Observer):
     def block_leaves(self, block: Block, source: torch.Tensor) -> None:
         """Sum the parts that hold saved tensors: what lies between them may change any time."""
         parts: _Parts = []
-        spans = ((int(x.storage_offset()) * x.itemsize, span_bytes(x)) for x in block.aliases)
+        aliases = (block.alias, *block.others)
+        spans = ((int(x.storage_offset()) * x.itemsize, span_bytes(x)) for x in aliases)
         for start, size in sorted(spans):
             low = max(start, block.low) - block.low
             high = min(start + size, block.high) - block.low
@@ -61,8 +62,8 @@ class Checker(Observer):
         if block.recipe is not None:
             came = f"was made again ({block.recipe.unit!r})"
         what = f"a region of {block.high - block.low} bytes"
-        if block.like is not None:
-            what = f"a tensor of shape {list(block.like[0])} and dtype {block.like[1]}"
+        if block.size is not None:
+            what = f"a tensor of shape {list(block.size)} and dtype {block.dtype}"
         raise CorruptionError(
             f"group {block.group.label}: {what} (number {block.index} that {block.group.name!r} "
             f"saved) {came} with other bits than it left with: checksum "

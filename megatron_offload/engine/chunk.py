@@ -130,7 +130,7 @@ class ChunkOffloadHandler:
         if told is not None and told[0] == record.version:
             self.settle()
             block = record.block
-            if block is not None and block.aliases and block.aliases[0] is record.alias:
+            if block is not None and block.alias is record.alias:
                 block.ready = told[1]
 
     def settle(self) -> None:
@@ -175,7 +175,7 @@ class ChunkOffloadHandler:
                     elif block.released:
                         transfers.sources.empty(alias)
                     else:
-                        block.aliases.append(alias)
+                        block.others += (alias,)
                     if block.group is not group and not any(one() is block for one in references):
                         references.append(weakref.ref(block))  # whoever needs it first reloads it
                         group.shares_with += (block.group.key,)
@@ -189,7 +189,7 @@ class ChunkOffloadHandler:
                 block.recipe = recipes.pop(storage_key, None)
             misalignment = low % ALIGNMENT_BYTES
             if is_contiguous and not misalignment:
-                block.like = record.size, record.dtype
+                block.size, block.dtype = record.size, record.dtype
             elif not is_contiguous:
                 storage_bytes = alias.untyped_storage().nbytes()  # fewer, where it was emptied
                 if high <= storage_bytes <= 2 * (high - low):  # its like may be in between: q, k, v

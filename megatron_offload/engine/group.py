@@ -29,7 +29,7 @@ from megatron_offload.core.profile import GroupKey, RemadeUnit
 from megatron_offload.engine.graph_break import graph_break
 
 if TYPE_CHECKING:
-    from megatron_offload.memory.host_pool import HostRegion
+    from megatron_offload.memory.host_pool import HostRegion, Part
 
 ALIGNMENT_BYTES = 512
 """A block starts at a multiple of this within its storage, so that a reloaded tensor has the same
@@ -64,10 +64,12 @@ class Flight:
     d2h: Event = None
     """The event behind them, once they are issued."""
     streams: list[Stream] = field(default_factory=list)
-    """Those of all parts, each once: what reuses their memory is queued there."""
-    parts: list[tuple[BlockRef, list[torch.Tensor], Stream]] = field(default_factory=list)
-    """Of each, the block, the aliases that keep its memory even where the graph is dropped before
-    the copy ends, and its stream."""
+    """Those of all blocks, each once: what reuses their memory is queued there."""
+    blocks: list[BlockRef] = field(default_factory=list)
+    aliases: list[torch.Tensor] = field(default_factory=list)
+    """Of each block one, which keeps its memory even where the graph is dropped before the copy
+    ends."""
+    streams_of_blocks: list[Stream] = field(default_factory=list)
     num_bytes: int = 0
     """What of it counts as in flight."""
 
@@ -94,10 +96,10 @@ class Block:
         index: its place among the blocks of that group.
         storage_key: the storage's identity; 0 once the storage has gone.
         low, high: the region's byte range within the storage; grows until the copy is issued.
-        aliases: one detached alias per record, sharing storage and version counter with the
+        alias, others: one detached alias per record, sharing storage and version counter with the
             tensor that was saved. Emptying them is what releases the source.
         version: version counter of the source when it was first saved.
-        like: shape and dtype of the tensor where one contiguous tensor is all of the region.
+        size, dtype: those of the tensor where one contiguous tensor is all of the region.
         ready: the event behind its producer, where the program has told.
         stays: whether it was chosen to stay on the device.
         mover: the group that moves it, or would: the last to be committed with it on the device.
@@ -119,7 +121,9 @@ class Block:
 
     # Defaults of the class: most blocks are made, saved in and dropped without setting most.
     index = num_bytes = low = high = address = counted_bytes = kept_bytes = 0
-    like: tuple[torch.Size, torch.dtype] | None = None
+    others: tuple[torch.Tensor, ...] = ()
+    size: torch.Size | None = None
+    dtype: torch.dtype | None = None
     ready: Event | None = None
     flight: Flight | None = None
     host: torch.Tensor | None = None
@@ -147,7 +151,7 @@ class Block:
         self.stream = stream
         self.storage_key = storage_key
         self.version = version
-        self.aliases = [alias]
+        self.alias = alias
         self.index = len(group.references)
         self.store = store  # last: without it there is nothing to give back
 
@@ -155,6 +159,12 @@ class Block:
     def identity(self) -> tuple[GroupKey, int]:
         """What it is called in every step of the same program."""
         return self.group.key, self.index
+
+    @property
+    def part(self) -> Part:
+        """What it takes of host memory."""
+        size, dtype = self.size, self.dtype
+        return self.num_bytes, None if size is None or dtype is None else (size, dtype)
 
     @property
     def is_before_copy(self) -> bool:
@@ -177,11 +187,11 @@ class Block:
 
     def add(self, alias: torch.Tensor, low: int, high: int) -> None:
         """Make room for one more alias of the storage; only before the copy is issued."""
-        self.like = None
+        self.size = None
         self.low = min(self.low, low - low % ALIGNMENT_BYTES)
         self.high = max(self.high, high)
         self.num_bytes = self.high - self.low
-        self.aliases.append(alias)
+        self.others += (alias,)
 
     @graph_break
     def __del__(self) -> None:

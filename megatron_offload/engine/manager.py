@@ -37,6 +37,7 @@ from megatron_offload.engine.learning import Learner, read_policy
 from megatron_offload.engine.marks import Marks
 from megatron_offload.engine.observer import Observer
 from megatron_offload.engine.random_states import RandomStates
+from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.step import Step
 from megatron_offload.engine.transfers import Transfers
@@ -158,6 +159,7 @@ class PipelineOffloadManager:
             self.observers.append(Checker())
         self.do_offload = config.enabled
         self._hooks = HookStack(self.transfers)
+        self._pack: partial[SavedTensor] | None = None
         self._delayed: list[OffloadGroup] = []
         self._chunk: ChunkOffloadHandler | None = None
         self._entered: list[ChunkOffloadHandler] = []
@@ -512,7 +514,7 @@ class PipelineOffloadManager:
     def _begin_step(self) -> None:
         self.step_number += 1
         self._num_begun = 0
-        self._chunk = self._begun_at_backward = None
+        self._chunk = self._begun_at_backward = self._pack = None
         for chunk in self._entered:
             chunk.forget_groups()
         self._entered.clear()
@@ -678,9 +680,16 @@ class PipelineOffloadManager:
         pack = None
         if chunk is not None and chunk.open_groups and self.records():
             group = chunk.open_groups[-1]
-            pack = None if group.passes_by else partial(chunk.pack, group)
+            pack = None if group.passes_by else self._pack_of(chunk, group)
         self._hooks.push(pack)
         return self
+
+    def _pack_of(self, chunk: ChunkOffloadHandler, group: OffloadGroup) -> partial[SavedTensor]:
+        """Return the pack hook of a group, one for all of its parts: each record keeps it."""
+        pack = self._pack
+        if pack is None or pack.args[0] is not group:
+            pack = self._pack = partial(chunk.pack, group)
+        return pack
 
     @graph_break
     def __exit__(self, *exception: object) -> None:

@@ -49,7 +49,7 @@ def is_held_elsewhere(block: Block) -> bool | None:
     if block.flight is None and block.released:  # it was dropped, to be made again
         return block.live_source() is not None or None
     if block.flight is None:
-        own = block.aliases
+        own = [block.alias, *block.others]
     elif block.target is not None and block.reload is None:
         own = [block.target]  # it was to leave, and its source was still there
     else:

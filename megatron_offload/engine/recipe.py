@@ -107,7 +107,7 @@ class Input(SavedTensor):
             return self.view_in(self.recipe.run(), 0)
         if block.flight is not None and not block.cancelled:
             block.store.keep_source(block)
-        source = block.aliases[0]
+        source = block.alias
         block.store.read(block, source)
         is_same = source.dtype is self.dtype and source.storage_offset() == self.offset
         if is_same and source.shape == self.size and source.stride() == self.stride:
@@ -181,7 +181,7 @@ class FunctionRecipe:
         What an input is made from counts as its input too.
         """
         version = self._version
-        for alias in block.aliases:
+        for alias in (block.alias, *block.others):
             if alias._version != version:
                 return "it was changed in place"
         return self.bind_inputs()

@@ -60,13 +60,13 @@ class Sources:
         observes, empty = backend.observes, self._empty
         alone: tuple[HostRegion, str] | None = None
         alone_bytes = 0
-        for found, aliases, stream in flight.parts:
+        blocks = zip(flight.blocks, flight.aliases, flight.streams_of_blocks, strict=True)
+        for found, alias, stream in blocks:
             block = found()  # None where no one needs it any more
-            if aliases:  # which the program may have allocated on another stream
-                backend.read_on(stream, aliases[0])
+            backend.read_on(stream, alias)  # the program may have allocated it on another
             if block is not None and block.cancelled:
                 continue
-            storage = aliases[0].untyped_storage()
+            storage = alias.untyped_storage()
             if block is not None:
                 if storage.data_ptr() != block.address:
                     # Someone emptied the storage meanwhile, so the copy may have read memory that
@@ -74,8 +74,9 @@ class Sources:
                     self.cancel(block)
                     continue
                 block.released = True  # from here on the host's copy is the one that counts
-            while aliases:
-                aliases.pop().data = empty
+                for other in block.others:
+                    other.data = empty
+            alias.data = empty
             is_sole_owner = num_owners(storage) == 1  # the Python handle
             if observes:
                 self._note_freed(storage, group.label, stream, is_sole_owner=is_sole_owner)
@@ -105,14 +106,13 @@ class Sources:
 
     def drop(self, block: Block, label: str) -> None:
         """Drop the source of a block that is made again, without a copy."""
-        storage = block.aliases[0].untyped_storage()
+        storage = block.alias.untyped_storage()
         block.address = storage.data_ptr()
         block.num_bytes = 0
         block.released = True  # from here on its recipe counts
-        self._backend.read_on(block.stream, block.aliases[0])
-        for alias in block.aliases:
+        self._backend.read_on(block.stream, block.alias)
+        for alias in (block.alias, *block.others):
             alias.data = self._empty
-        block.aliases.clear()
         is_sole_owner = num_owners(storage) == 1  # the Python handle
         if self._backend.observes:
             self._note_freed(storage, label, block.stream, is_sole_owner=is_sole_owner)
@@ -125,7 +125,7 @@ class Sources:
         self, storage: torch.UntypedStorage, label: str, stream: Stream, *, is_sole_owner: bool
     ) -> None:
         """Note that a storage is free, unless a copy of another part of it is in flight."""
-        copied = (aliases[0] for one in self._held for _, aliases, _ in one.parts if aliases)
+        copied = (alias for flight in self._held for alias in flight.aliases)
         if any(alias.untyped_storage()._cdata == storage._cdata for alias in copied):
             return
         region = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -74,8 +74,8 @@ class SavedTensor:
         if block is None:  # it may get one yet
             return alias.detach() if self.is_detached else alias
         if block.released:
-            target, like = block.store.target_of(block), block.like
-            if like is not None and like[0] is self.size and block.reload is not None:
+            target = block.store.target_of(block)
+            if block.size is self.size and block.reload is not None:
                 # It is all of the block, and nobody else's: no other record has a part of it.
                 return target.detach() if block.store.takes_targets else target
             is_whole = target.dtype is self.dtype and target.shape == self.size

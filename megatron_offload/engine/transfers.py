@@ -177,24 +177,26 @@ class Transfers:
                 found
                 for reference in one.moving
                 # Where a storage is empty, a pointer into it is the offset alone.
-                if (found := reference()) is not None and found.aliases[0].data_ptr() >= found.high
+                if (found := reference()) is not None and found.alias.data_ptr() >= found.high
             ]
             one.moving = ()
         reused: list[Event] = []
         flight = Flight(group)
-        parts, streams = flight.parts, flight.streams
+        streams = flight.streams
         pairs: list[Pair] = []
         produced: list[Event] = []
         num_bytes = 0
         is_ready, is_watched = True, backend.observes or bool(observers)
         for block, region, host in self._take_host(group, moving, reused):
-            aliases, stream, block_bytes = block.aliases, block.stream, block.num_bytes
-            source = aliases[0] if block.like is not None else _region_of(block)
+            alias, stream, block_bytes = block.alias, block.stream, block.num_bytes
+            source = alias if block.size is not None else _region_of(block)
             block.region, block.host, block.flight = region, host, flight
             block.address = source.data_ptr() - block.low
             num_bytes += block_bytes
             by_name[block.name].offloaded_bytes += block_bytes
-            parts.append((weakref.ref(block), aliases, stream))
+            flight.blocks.append(weakref.ref(block))
+            flight.aliases.append(alias)
+            flight.streams_of_blocks.append(stream)
             pairs.append((host, source))
             if stream not in streams:
                 streams.append(stream)
@@ -243,7 +245,7 @@ class Transfers:
         for one in group.followers:
             owners = owners + one.references
         if len(moving) > 1 and group.batch_bytes <= self._shared_bytes:
-            region = pool.allocate_parts([(b.num_bytes, b.like) for b in moving])
+            region = pool.allocate_parts([block.part for block in moving])
             if region is not None:
                 region.owners = owners
                 if region.ready_event is not None:
@@ -252,7 +254,7 @@ class Transfers:
         found = []
         num_unpinnable = pool.stats.num_unpinnable
         for block in moving:
-            region = pool.allocate(block.num_bytes, block.like)
+            region = pool.allocate(*block.part)
             if region is None:
                 self.stats.num_refused_blocks += 1
                 self.stats.refused_bytes += block.num_bytes
@@ -580,8 +582,8 @@ class Transfers:
 
 def _region_of(block: Block) -> torch.Tensor:
     """Return the bytes of a block that has its source."""
-    source = block.aliases[0]
-    if block.like is not None:
+    source = block.alias
+    if block.size is not None:
         return source
     region = torch.empty(0, dtype=torch.uint8, device=source.device)
     return region.set_(source.untyped_storage(), block.low, (block.num_bytes,), (1,))
