@@ -127,21 +127,18 @@ class Chooser:
             raise ConfigError(
                 f"profiles are of {len(self._profiles)} pipeline ranks, the job has {num_ranks}"
             )
-        self._job = job
         self._limits = limits
         given = ((name, getattr(limits, name)) for name in LIMITS)
         self._user_limits = {name: size for name, size in given if size is not None}
         # Messages between ranks keep what they have.
         rates = ((name, rate) for name, rate in job.machine if "gbps" in name and "p2p" not in name)
         slow = {name: rate and rate * link_share for name, rate in rates}
-        self._slow_job = replace(job, machine=job.machine.model_copy(update=slow))
-        self._has_slow_link = link_share < 1
+        self._machines = job.machine, job.machine.model_copy(update=slow)
         kinds = _kinds_of(job)
         if limits.recompute is not None:
             may = dict(enumerate(limits.recompute))
             kinds = [(unit, stage) for unit, stage in kinds if unit in may.get(stage, ())]
         self._kinds = kinds
-        self._num_cheap = sum(is_cheap(unit) for unit, _ in kinds)
         self._levels = [by_stage(kinds[:number]) for number in range(len(kinds) + 1)]
         boundaries = sum(
             2 * len(job.stages[one.stage].groups) for passes in job.schedule.ranks for one in passes
@@ -155,8 +152,12 @@ class Chooser:
         self._rank = cache(
             lambda rank, made: Footprint(work(rank, made).profile, bare_step(made).ranks[rank])
         )
-        self._program = cache(lambda rank, one: work(rank, one.recompute).replay(one))
-        self._steps: dict[tuple[bool, _Settings], Simulation] = {}
+        self._program = program = cache(lambda rank, one: work(rank, one.recompute).replay(one))
+        self._step = cache(
+            lambda machine, settings: simulate_programs(
+                replace(job, machine=machine), [program(*one) for one in enumerate(settings)]
+            )
+        )
         self.without = self._simulate((NO_OFFLOAD,) * num_ranks)
         ends = _Way(level=0), _Way(level=len(kinds))
         self._least_bytes = [
@@ -308,7 +309,7 @@ class Chooser:
                 for way in variants
             )
 
-        cheap = self._num_cheap
+        cheap = sum(is_cheap(unit) for unit, _ in self._kinds)
         levels = sorted({0, cheap // 2, cheap, (cheap + top) // 2, top})
         grid = product(levels, range(2, _NUM_ROOMS, 3))
         first = list(starts) or [(_Way(room, level),) * num_ranks for level, room in grid]
@@ -430,12 +431,7 @@ class Chooser:
         return self._program(rank, settings).peak_reserved_bytes
 
     def _simulate(self, settings: _Settings, *, is_slow: bool = False) -> Simulation:
-        key = is_slow and self._has_slow_link, settings
-        if key not in self._steps:
-            job = self._slow_job if is_slow else self._job
-            programs = [self._program(rank, one) for rank, one in enumerate(settings)]
-            self._steps[key] = simulate_programs(job, programs)
-        return self._steps[key]
+        return self._step(self._machines[is_slow], settings)
 
     def _plan(self, kind: str, chosen: _Settings, wanted: Sequence[str]) -> OffloadPlan:
         """Return the plan of what ranks do, for what is wanted of each, in words."""
