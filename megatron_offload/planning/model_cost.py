@@ -66,8 +66,11 @@ class LayerCosts:
         all_us = sum(group.forward_us + group.backward_us for group in groups)
         self._slowness = max(_LEAST_TIME, 1 - _SPARED_SHARE * (all_us / self._product_us - 1))
 
-    def _weight_bytes(self, inputs: int, outputs: int) -> int:
-        return inputs * outputs * self.model.value_bytes // self.model.tensor_parallel
+    def _gradient_bytes(self, inputs: int, outputs: int, experts: int | None = None) -> int:
+        """Return what a weight's gradient takes: its part of one, or those of whole experts."""
+        num_parts = self.model.tensor_parallel if experts is None else 1
+        num_bytes = inputs * outputs * self.model.value_bytes * (experts or 1) // num_parts
+        return 0 if self.model.fused_gradients else num_bytes
 
     def _product(self, flop: float) -> float:
         model = self.model
@@ -107,10 +110,7 @@ class LayerCosts:
         flop = 2.0 * copies * self.tokens * inputs * outputs
         least_us = _PRODUCT_US * (experts or 1)
         product_us, again_us, weight_us = (least_us + self._product(flop) for _ in range(3))
-        weight_bytes = self._weight_bytes(inputs, outputs)
-        if experts is not None:
-            weight_bytes = experts * inputs * outputs * model.value_bytes
-        gradient_bytes = 0 if model.fused_gradients else weight_bytes
+        gradient_bytes = self._gradient_bytes(inputs, outputs, experts)
         weight_us += self._traffic(3 * gradient_bytes)
         token_bytes = copies * self.token_bytes
         return GroupWork(
@@ -265,8 +265,7 @@ class LayerCosts:
 
     def embedding(self) -> GroupWork:
         """Return what the first stage does before its layers."""
-        table_bytes = self._weight_bytes(self.model.vocabulary, self.model.hidden)
-        gradient_bytes = 0 if self.model.fused_gradients else table_bytes
+        gradient_bytes = self._gradient_bytes(self.model.vocabulary, self.model.hidden)
         sorted_bytes = _SORTED_GRADIENT * self.hidden_bytes
         return GroupWork(
             "embedding",
