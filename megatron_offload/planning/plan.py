@@ -6,7 +6,7 @@ ever costs time or memory; exactness does not depend on it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -208,11 +208,8 @@ def rank_plan(
     return RankPlan(tuple(choices), **settings)
 
 
-def plan_of(
-    policy: str, profiles: Collection[StepProfile], ranks: Iterable[RankPlan]
-) -> OffloadPlan:
-    """Return the plan of all ranks, made by a kind of policy from the profiles of one run."""
-    profiles = check_profiles(profiles)
+def plan_of(policy: str, profiles: Sequence[StepProfile], ranks: Iterable[RankPlan]) -> OffloadPlan:
+    """Return the plan of all ranks, made by a kind of policy from profiles that were checked."""
     run = profiles[0].run
     return OffloadPlan(policy, run.num_microbatches, run.vp_size, tuple(ranks))
 

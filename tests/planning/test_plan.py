@@ -16,7 +16,6 @@ from megatron_offload.planning.plan import (
     MeasuredCost,
     OffloadPlan,
     check_profiles,
-    plan_of,
     rank_plan,
 )
 from megatron_offload.planning.policy import RatioPolicy, plan_by_rule
@@ -140,7 +139,7 @@ def test_another_run_is_refused_and_the_difference_named(change, message):
 )
 def test_a_plan_needs_one_profile_of_each_rank(chosen, message):
     with pytest.raises(ConfigError, match=message):
-        plan_of("ratio", [PROFILES[index] for index in chosen], [])
+        check_profiles([PROFILES[index] for index in chosen])
 
 
 def test_profiles_come_in_any_order_but_from_one_run():
