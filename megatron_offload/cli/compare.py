@@ -24,7 +24,7 @@ from typing import Any
 from megatron_offload.cli.plan import make
 from megatron_offload.cli.report import memory_kinds, write_page
 from megatron_offload.cli.source import SourceOptions, load_source
-from megatron_offload.cli.train import RunOptions, read_config
+from megatron_offload.cli.train import Given, read_config
 from megatron_offload.core.policy_config import AutoConfig, PlanFileConfig
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError
@@ -43,10 +43,8 @@ from megatron_offload.train.records import (
 )
 from megatron_offload.train.run_folder import PLAN_NAME, rank_files, write_config
 
-Given = RunOptions
 
-
-def run(given: RunOptions) -> int:
+def run(given: Given) -> int:
     """Compare two runs; return 0 where their bits are the same, else 1."""
     config = read_config(given)
     folder = config.run.output

@@ -28,7 +28,7 @@ from megatron_offload.report.console import console
 from megatron_offload.train.config import TrainConfig
 
 
-class RunOptions(OptionsWithKeys):
+class Given(OptionsWithKeys):
     """What says how a run is configured; flags win over the file, and over ``--set``."""
 
     keys = TrainConfig
@@ -43,17 +43,14 @@ class RunOptions(OptionsWithKeys):
     """YAML file, or the name of one that comes with the package, such as quickstart."""
 
 
-Given = RunOptions
-
-
-def read_config(given: RunOptions) -> TrainConfig:
+def read_config(given: Given) -> TrainConfig:
     """Read the YAML file and lay the flags over it; a `ConfigError` says all that is wrong."""
     data = load_yaml(find_config(given.config)) if given.config else {}
     data = apply_overrides(data, given.set)
     return validate(TrainConfig, data, str(given.config or "command line"))
 
 
-def run(given: RunOptions) -> int:
+def run(given: Given) -> int:
     """Train, and print what moved; return 0."""
     config = read_config(given)
     keys = [item.partition("=")[0].strip() for item in given.set]
@@ -67,9 +64,7 @@ def run(given: RunOptions) -> int:
     from megatron_offload.train.launch import launch
 
     with launch([("train", config)]) as reports:
-        ranks = reports[0].peaks()
-        out = console()
-        if ranks:
-            out.print(rank_table(ranks, "Ranks: bytes of the last step, peaks over usual steps"))
+        out, title = console(), "Ranks: bytes of the last step, peaks over usual steps"
+        out.print(rank_table(reports[0].peaks(), title))
         out.print(f"steps: {config.run.output / 'steps.jsonl'}")
     return 0
