@@ -212,16 +212,13 @@ def _find_head(model: nn.Module) -> nn.Module | None:
 
 def _keep_on_device(module: nn.Module) -> None:
     """Run every forward of a module inside `NoOpManager`."""
-    entered: list[NoOpManager] = []
+    entered = contextlib.ExitStack()
 
     def enter(module: nn.Module, args: Any) -> None:
-        hooks = NoOpManager()
-        hooks.__enter__()
-        entered.append(hooks)
+        entered.enter_context(NoOpManager())
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        if entered:  # else another hook has raised before ours ran
-            entered.pop().__exit__()
+        entered.close()  # nothing, where another hook has raised before ours ran
 
     handles = hooks_of(NoOpManager, module)
     handles.append(module.register_forward_pre_hook(ModuleHook(enter)))
