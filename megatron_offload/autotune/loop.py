@@ -94,7 +94,6 @@ class MeasuredLoop:
         self._config: OffloadConfig | None = None
         self._steps: Generator[None, None, None] | None = None
         self._looking = contextlib.ExitStack()
-        self._is_spoilt = False
         self._known: StepProfile | None = None
         self._followed: OffloadPlan | None = None
 

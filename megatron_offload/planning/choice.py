@@ -325,7 +325,7 @@ class Chooser:
         """Yield what is changed at last: the best of these, and what moves all in several rooms."""
         best = sorted(found, key=lambda one: one.us)[:3]
         yield from best
-        for room in range(0, _NUM_ROOMS if best else 0, 3):
+        for room in range(0, _NUM_ROOMS, 3):
             ways = tuple(way._replace(room=room) for way in best[0].ways)
             settings = tuple(map(self._settings, range(len(ways)), ways))
             if self._keeps(targets, settings):
