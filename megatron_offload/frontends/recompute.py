@@ -341,8 +341,7 @@ def _fill_in(function: Call, constants: Sequence[Any], *inputs: Any) -> Any:
 
 
 def _argument(argument: Any) -> Any:
-    is_tensor = isinstance(argument, torch.Tensor)
-    return _lasting(argument) if is_tensor and is_parameter(argument) else argument
+    return _lasting(argument) if is_parameter(argument) else argument
 
 
 def _call(function: Call, spec: Any, *leaves: Any) -> Any:
