@@ -212,13 +212,16 @@ def _find_head(model: nn.Module) -> nn.Module | None:
 
 def _keep_on_device(module: nn.Module) -> None:
     """Run every forward of a module inside `NoOpManager`."""
-    entered = contextlib.ExitStack()
+    entered: list[NoOpManager] = []
 
     def enter(module: nn.Module, args: Any) -> None:
-        entered.enter_context(NoOpManager())
+        hooks = NoOpManager()
+        hooks.__enter__()
+        entered.append(hooks)
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        entered.close()  # nothing, where another hook has raised before ours ran
+        if entered:  # else another hook has raised before ours ran
+            entered.pop().__exit__()
 
     handles = hooks_of(NoOpManager, module)
     handles.append(module.register_forward_pre_hook(ModuleHook(enter)))
