@@ -76,8 +76,7 @@ class SavedTensor:
         if block.released:
             target = block.store.target_of(block)
             if block.size is self.size and block.reload is not None:
-                # It is all of the block, and nobody else's: no other record has a part of it.
-                return target.detach() if block.store.takes_targets else target
+                return target.detach()  # it is all of the block
             is_whole = target.dtype is self.dtype and target.shape == self.size
             if is_whole and target.stride() == self.stride:
                 return target.detach()
