@@ -105,7 +105,8 @@ class _Piece:
     has the bytes."""
     region: HostRegion | None = None
     views: dict[tuple[Part, ...], list[torch.Tensor]] = field(default_factory=dict)
-    """What it was shown as: one step's regions are as the last one's, though not in its order."""
+    """What it was shown as: one step's regions are as the last one's, though not in its order.
+    Sizes and the offset are the same whenever it is lent for these parts."""
 
     def __iter__(self) -> Iterator[_Piece]:
         piece: _Piece | None = self
@@ -133,14 +134,12 @@ class _Piece:
         rest = _Piece(self.base, start, rest_bytes, self.next, self.event, self.turn)
         self.next = rest
         self.num_bytes = num_bytes
-        self.views.clear()
         return rest
 
     def join(self, other: _Piece) -> None:
         """Take over the bytes of the next piece; the newer of both events counts."""
         self.num_bytes += other.num_bytes
         self.next = other.next
-        self.views.clear()
         if other.turn > self.turn:
             self.event, self.turn = other.event, other.turn
 
