@@ -67,6 +67,30 @@ def test_one_flipped_bit_stops_the_step_and_is_named(monkeypatch, direction, pos
     assert_nothing_left(manager)
 
 
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_bit_of_any_tensor_that_a_storage_holds_counts(monkeypatch, part):
+    manager = make_manager("eager", checking=True)
+    copy = manager.backend.copy
+
+    def copy_badly(pairs, stream, label):
+        event = copy(pairs, stream, label)
+        if stream is manager.backend.d2h_stream:
+            pairs[0][0].view(-1).view(torch.uint8)[part * 8192] ^= 1
+        return event
+
+    monkeypatch.setattr(manager.backend, "copy", copy_badly)
+
+    def run(x):
+        base = torch.randn(4096)
+        return x * base[:64] * base[2048:2112]
+
+    manager.begin_chunk()
+    y = in_group(manager, run, torch.ones(64, requires_grad=True))
+    manager.join_offloads()
+    with pytest.raises(CorruptionError, match="a region of"):
+        y.sum().backward()
+
+
 def test_a_missing_wait_is_caught_by_its_bits_too():
     model = make_model()
     manager = make_manager("late", removed_waits={Wait.W4}, checking=True)

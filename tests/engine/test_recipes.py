@@ -243,14 +243,17 @@ def test_what_was_changed_before_the_commit_is_moved():
             def inner(x):
                 before = save(x, x)
                 y = make(manager, torch.cos, before.detach())
-                (y if what == "output" else before.detach()).add_(1)
-                return save(x, before) * save(x, y)
+                first = save(x, y) if what == "data" else 1
+                data = y.data  # whose changes are counted apart
+                {"output": y, "input": before.detach(), "data": data}[what].add_(1)
+                return save(x, before) * first * save(x, data if what == "data" else y)
 
             return in_group(manager, inner, x)
 
         return forward
 
     assert refusals(make_manager(), changed("output")).keys() == {"it was changed in place"}
+    assert refusals(make_manager(), changed("data")).keys() == {"it was changed in place"}
     assert refusals(make_manager(), changed("input")).keys() == {"an input was changed in place"}
 
 
