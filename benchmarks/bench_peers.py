@@ -187,6 +187,8 @@ def parse_arguments(arguments=None):
     for spec in options.specs:
         if options.device == "cpu" and spec["kind"].startswith("ours"):
             spec["options"].insert(0, "simulated.host_time=true")  # who plans wants times
+        if options.whole_step_graph and spec["kind"].startswith("ours"):
+            spec["options"].insert(0, "whole_step_graph=true")
     if len(set(options.modes)) != len(options.modes):
         parser.error("a mode is listed twice")
     return options

@@ -165,6 +165,10 @@ class OffloadConfig(StrictModel):
     ``kind: modules`` leaves all to those keys. A kind alone (``policy: modules``) will do where it
     needs no more. None: likewise where those keys are set, else ``auto``."""
 
+    whole_step_graph: bool = False
+    """Steps will be replays of a CUDA graph (docs/cuda_graphs.md), in which the host takes no time:
+    plans that a run makes by its eager steps are then for what the device takes by itself."""
+
     backend: Literal["auto", "cuda", "simulated"] = "auto"
     """Where tensors live: ``auto`` takes CUDA where there is a device, else the simulation."""
 

@@ -77,6 +77,26 @@ class VirtualJob:
         self.moved_bytes = []
         """Of each step so far."""
 
+    def launched_by_a_host(self, launch_us):
+        """Let a host take so long for each launch, and the device run behind it."""
+        backend, work = self.backend, self.backend.advance_compute
+
+        def device_us():
+            return backend.timestamp(backend.compute_stream())
+
+        host_us = device_us()
+
+        def launch(duration_us):
+            nonlocal host_us
+            host_us += launch_us
+            work(max(0.0, host_us - device_us()) + duration_us)
+
+        for block in self.model:
+            block.clock = launch
+        backend.has_passed = lambda event: event <= host_us
+        backend.pause = lambda: work(1000.0)
+        return self
+
     def step(self):
         assert_same(self.expected, run_step(self.model, self.manager, ORDER))
         assert_nothing_left(self.manager)

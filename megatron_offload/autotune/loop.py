@@ -28,7 +28,6 @@ from megatron_offload.autotune.agree import Ranks
 from megatron_offload.autotune.search import MOST_PLANNING_S, PlanSearch, search_of
 from megatron_offload.config import OffloadConfig
 from megatron_offload.core.machine import Machine
-from megatron_offload.core.policy_config import AutoConfig
 from megatron_offload.core.profile import StepProfile
 from megatron_offload.engine.learning import Learner
 from megatron_offload.engine.manager import CAPTURED_TOO_EARLY, PipelineOffloadManager
@@ -148,7 +147,9 @@ class MeasuredLoop:
 
     def _profiled(self) -> Generator[None, None, StepProfile | None]:
         """Let a step pass; return what it has shown, None where it can't be told."""
-        recorded = self._looking.enter_context(profile_step(self._manager))
+        is_replayed = self._manager.config.whole_step_graph
+        profiling = profile_step(self._manager, holds_back=is_replayed)
+        recorded = self._looking.enter_context(profiling)
         yield
         try:
             self._looking.close()
@@ -212,25 +213,28 @@ class MeasuredLoop:
         profiles.sort(key=lambda profile: profile.run.pp_rank)
         try:
             with ending_after(MOST_PLANNING_S):
-                self._search = self._search_by(profiles)
+                is_host_bound = _idle_share(texts) > _MOST_IDLE_SHARE
+                self._search = self._search_by(profiles, is_host_bound=is_host_bound)
             return self._next_answer(texts)
         except OffloadError as error:
             return json.dumps([None, 1, True, False, f"no plan can be made: {error}"])
 
-    def _search_by(self, profiles: Sequence[StepProfile]) -> PlanSearch:
+    def _search_by(self, profiles: Sequence[StepProfile], *, is_host_bound: bool) -> PlanSearch:
         config, policy = self._manager.config, self._policy
         machine = slowest_link(profiles) or Machine()
         self._job = job_of(profiles, schedule_of(profiles), machine)
         limits = RankSettings(
             max_inflight_bytes=config.max_inflight_bytes, prefetch_bytes=config.prefetch_bytes
         )
-        is_measured = isinstance(policy, AutoConfig) and policy.measured_plans
+        # What eager steps take then tells nothing of replays.
+        predicts = is_host_bound and config.whole_step_graph
+        is_measured = policy.kind == "auto" and policy.measured_plans > 0 and not predicts
         share = 1.0 if is_measured else SLOW_LINK_SHARE
         chooser = Chooser(profiles, self._job, limits, link_share=share)
         capacity_bytes = self._manager.backend.capacity_bytes()
         if capacity_bytes is not None:
             capacity_bytes -= capacity_bytes // _SPARE_SHARE
-        return search_of(chooser, policy, capacity_bytes)
+        return search_of(chooser, policy, capacity_bytes, predicts=predicts)
 
     def _next_answer(self, texts: Sequence[str]) -> str:
         """Take what the step of a plan has shown, and correct it."""
@@ -242,7 +246,7 @@ class MeasuredLoop:
             for rank in range(len(self._job.static_bytes))
         ]
         cost, search = cost_of(self._job, by_rank), self._search
-        idle_share = max(step.idle_share for steps in by_rank.values() for step in steps)
+        idle_share = _idle_share(texts)
         _logger.debug(
             "%s is lost, %s bytes are reserved, %.2f of boundaries wait for the host",
             *(cost, reserved, idle_share),
@@ -300,6 +304,11 @@ class MeasuredLoop:
             self._known = learner.profile
             return False
         return learner.is_steady
+
+
+def _idle_share(texts: Sequence[str]) -> float:
+    """Return the most that a rank which tells of its step has waited for its host."""
+    return max(MeasuredStep(*json.loads(text)[1]).idle_share for text in texts)
 
 
 _COPIES_GBPS = 10_000.0

@@ -40,7 +40,9 @@ class PlanSearch(ABC):
         said: what there is to say of it, for people.
     """
 
-    def __init__(self, chooser: Chooser, policy: AutoConfig | MemoryTargetConfig) -> None:
+    def __init__(
+        self, chooser: Chooser, policy: AutoConfig | MemoryTargetConfig, *, predicts: bool
+    ) -> None:
         self.plan = replace(chooser.plan(ModulesConfig()), policy=policy.kind)
         self.num_steps, self.is_settled, self.is_kept, self.said = 1, False, True, ""
         self._chooser = chooser
@@ -48,6 +50,7 @@ class PlanSearch(ABC):
         self._left_s = MOST_PLANNING_S
         self._tried: list[OffloadPlan] = []
         self._is_host_bound = False
+        self._predicts = predicts
 
     def note(
         self,
@@ -58,8 +61,13 @@ class PlanSearch(ABC):
     ) -> None:
         """Take what a step that follows the plan has shown, and what each rank reserves.
 
-        ``is_host_bound`` says that the device has waited for the host.
+        ``is_host_bound`` says that the device has waited for the host. Where the search predicts,
+        no time counts of a step.
         """
+        if self._predicts:
+            without_us = self._chooser.without.step_us
+            lost_us = without_us * self._chooser.slowdown_percent(self.plan) / 100
+            cost, is_host_bound = MeasuredCost(without_us + lost_us, lost_us), False
         pairs = zip(self.plan.ranks, reserved_bytes, strict=True)
         ranks = tuple(replace(rank, measured_peak_bytes=most) for rank, most in pairs)
         self.plan = replace(self.plan, ranks=ranks, measured=cost)
@@ -82,6 +90,8 @@ class PlanSearch(ABC):
             promise = self._promise()
             if not self.is_kept:
                 self.plan = self._instead()
+            if self._predicts:
+                promise, self.plan = f"{promise}, as predicted", replace(self.plan, measured=None)
             self.said = f"{_what(self.plan)}{promise}"
             return
         self.plan = plan
@@ -121,9 +131,18 @@ class CostSearch(PlanSearch):
     a step's time isn't looked at: the first steps behind a change take longer than later ones.
     """
 
-    def __init__(self, chooser: Chooser, policy: AutoConfig, capacity_bytes: int | None) -> None:
-        super().__init__(chooser, policy)
+    def __init__(
+        self,
+        chooser: Chooser,
+        policy: AutoConfig,
+        capacity_bytes: int | None,
+        *,
+        predicts: bool = False,
+    ) -> None:
+        super().__init__(chooser, policy, predicts=predicts)
         self._limit = policy.most_slowdown_percent
+        if predicts:
+            self._num_left = 0
         self._capacity_bytes = math.inf if capacity_bytes is None else capacity_bytes
         self._bare: OffloadPlan | None = None
         """Under which nothing moves; with its cost once that is known."""
@@ -223,8 +242,10 @@ class MemorySearch(PlanSearch):
     is not planned for again.
     """
 
-    def __init__(self, chooser: Chooser, policy: MemoryTargetConfig) -> None:
-        super().__init__(chooser, policy)
+    def __init__(
+        self, chooser: Chooser, policy: MemoryTargetConfig, *, predicts: bool = False
+    ) -> None:
+        super().__init__(chooser, policy, predicts=predicts)
         num_ranks = len(self.plan.ranks)
         self._wanted_bytes = self._planned = policy.targets(num_ranks)
         self._least_missed: list[int | None] = [None] * num_ranks
@@ -274,12 +295,23 @@ class MemorySearch(PlanSearch):
 
 
 def search_of(
-    chooser: Chooser, policy: AutoConfig | MemoryTargetConfig, capacity_bytes: int | None
+    chooser: Chooser,
+    policy: AutoConfig | MemoryTargetConfig,
+    capacity_bytes: int | None,
+    *,
+    predicts: bool = False,
 ) -> PlanSearch:
-    """Return the search that a policy asks for; a rank can reserve ``capacity_bytes`` at most."""
+    """Return the search that a policy asks for.
+
+    Args:
+        chooser: of the job.
+        policy: what is wanted.
+        capacity_bytes: what a rank can reserve at most.
+        predicts: whether what plans cost is predicted, as no step tells it.
+    """
     if isinstance(policy, AutoConfig):
-        return CostSearch(chooser, policy, capacity_bytes)
-    return MemorySearch(chooser, policy)
+        return CostSearch(chooser, policy, capacity_bytes, predicts=predicts)
+    return MemorySearch(chooser, policy, predicts=predicts)
 
 
 def _peak_bytes(plan: OffloadPlan) -> int:

@@ -152,6 +152,9 @@ class Backend(abc.ABC):
         """Block the host until both points have passed; return the time between them."""
         return float(end - start)
 
+    def pause(self) -> None:  # noqa: B027 - where the host is the device, nothing gets ahead
+        """Let the compute stream do nothing for about a millisecond, and the host go on."""
+
     def uncounted(self) -> AbstractContextManager[None]:
         """Return a context whose host time is no compute, where compute is the host's own."""
         return contextlib.nullcontext()

@@ -19,6 +19,9 @@ from megatron_offload.backends.host_limit import near_cpus, running_on
 from megatron_offload.config import OffloadConfig
 from megatron_offload.errors import IntegrationError
 
+_PAUSE_CYCLES = 2_000_000
+"""Of the device's clock, which ticks some two thousand times in a microsecond."""
+
 _logger = logging.getLogger(__name__)
 
 
@@ -143,6 +146,9 @@ class CudaBackend(Backend):
         start.synchronize()
         end.synchronize()
         return float(start.elapsed_time(end)) * 1e3
+
+    def pause(self) -> None:
+        torch.cuda._sleep(_PAUSE_CYCLES)
 
     def empty_device(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)

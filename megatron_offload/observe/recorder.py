@@ -23,6 +23,10 @@ from megatron_offload.engine.owners import is_held_elsewhere
 from megatron_offload.errors import StateError
 from megatron_offload.observe.measure import Boundary, BoundaryTimer, Turn
 
+_AHEAD = 16
+"""Turns of the compute stream: some eight boundaries, whose launches take the host less than a
+pause."""
+
 _Identity: TypeAlias = tuple[GroupKey, int]
 
 
@@ -42,7 +46,11 @@ class RecordedStep:
 
 @contextmanager
 def profile_step(
-    manager: PipelineOffloadManager, *, run: RunShape | None = None, moves: bool = True
+    manager: PipelineOffloadManager,
+    *,
+    run: RunShape | None = None,
+    moves: bool = True,
+    holds_back: bool = False,
 ) -> Iterator[RecordedStep]:
     """Record the first step that ends inside; meant for one step, its ``reset`` included.
 
@@ -56,12 +64,14 @@ def profile_step(
             is no other pipeline rank.
         moves: whether the step moves what others would. One that doesn't teaches the engine
             nothing, and takes the memory of a step without offload.
+        holds_back: whether the device is held back behind the host, so that its times are those of
+            work that is all there: of a replay. The step itself takes longer.
 
     Raises:
         StateError: no step has ended inside, or one that had begun before.
     """
     recorded = RecordedStep()
-    recorder = _Recorder(manager, run)
+    recorder = _Recorder(manager, run, holds_back=holds_back)
     staying = manager.staying("the step is profiled without offload")
     with manager.observed_by(recorder), nullcontext() if moves else staying:
         recorder.look()
@@ -72,9 +82,11 @@ def profile_step(
 class _Recorder(BoundaryTimer):
     """A step as it runs: a look at each boundary, and which of them count."""
 
-    def __init__(self, manager: PipelineOffloadManager, run: RunShape | None) -> None:
+    def __init__(
+        self, manager: PipelineOffloadManager, run: RunShape | None, *, holds_back: bool
+    ) -> None:
         super().__init__(manager)
-        self._run = run
+        self._run, self._holds_back = run, holds_back
         self._num_turns = 0
         self._learned: StepProfile | None = None
 
@@ -104,6 +116,16 @@ class _Recorder(BoundaryTimer):
                 away_bytes -= self._manager.transfers.dropped_bytes  # made again
                 with_away_bytes = found.allocated_bytes + away_bytes
                 self._most_with_away_bytes = max(self._most_with_away_bytes, with_away_bytes)
+            if self._holds_back:
+                self._hold_back()
+
+    def _hold_back(self) -> None:
+        """Let the device pause where it is no more than so many looks behind the host."""
+        turns = self.turns
+        if len(turns) < _AHEAD or self._backend.has_passed(turns[-_AHEAD].time):
+            self.wait_starts()
+            self._backend.pause()
+            self.turn()
 
     # Boundaries
 

@@ -37,12 +37,17 @@ _DENSE = ("mlp_fc1", "mlp_act", "mlp_fc2")
 _MOE = ("expert_fc1", "moe_act")
 """What is marked where neither the job nor the configuration says that."""
 
+_WHOLE_STEP = "full_iteration"
+"""What Megatron's ``--cuda-graph-impl`` calls a graph of a whole step."""
+
 _ENGINE, _VARIABLE = "transformer_engine", "NVTE_CPU_OFFLOAD_V1"
 
 
 def install_by_flags(given: Mapping[str, Any]) -> OffloadConfig:
     """Install with the configuration that parsed flags stand for; return it."""
     config, report = read_flags(given), given.get("offload_report")
+    if given.get("cuda_graph_impl") == _WHOLE_STEP:
+        config = config.model_copy(update={"whole_step_graph": True})
     read_policy(config)
     refuse_unserved("megatron_core.install()", config)
     megatron_core.install(config, ToldLoop(Path(report) if report else None))
@@ -73,7 +78,7 @@ def prepare(given: Mapping[str, Any]) -> None:
             names = config.modules if "modules" in config.model_fields_set else usual
             args.offload_modules = list(args.offload_modules or names)
             args.fine_grained_activation_offloading = True
-            if getattr(args, "cuda_graph_impl", None) == "full_iteration":
+            if getattr(args, "cuda_graph_impl", None) == _WHOLE_STEP:
                 if config.tuned_policy is not None:  # whose plan is found by then
                     args.cuda_graph_warmup_steps = max(args.cuda_graph_warmup_steps, 16)
                 if args.fine_grained_offloading_max_inflight_offloads is None:

@@ -178,6 +178,29 @@ def test_of_steps_that_other_work_delays_the_quickest_counts():
     assert loop.plan.moved_bytes == expected
 
 
+@pytest.mark.parametrize(
+    "policy", [{"kind": "auto"}, {"kind": "memory_target", "target_bytes": TARGET}]
+)
+def test_for_replays_the_plan_is_that_of_a_host_that_takes_no_time(policy, log):
+    settings = {"policy": policy, "whole_step_graph": True}
+    expected = settled(VirtualJob(0.1, **settings).launched_by_a_host(0.0)).plan
+    job = VirtualJob(0.1, **settings).launched_by_a_host(150.0)
+    loop = settled(job)
+    assert loop.plan.measured is None
+    assert "as predicted" in loop.said
+    assert loop.plan.moved_bytes > 0
+    replays = VirtualJob(0.1).warmed_up()
+    replays.manager.follow_plan(loop.plan)
+    replays.step()
+    assert cost_percent(replays) <= (1 + 1e-9 if policy["kind"] == "auto" else 20)
+    assert loop.plan.moved_bytes == pytest.approx(expected.moved_bytes, rel=0.3)
+
+
+def test_where_the_device_is_the_limit_replays_take_what_was_measured():
+    job = VirtualJob(0.1, whole_step_graph=True).launched_by_a_host(1.0)
+    assert settled(job).plan.measured is not None
+
+
 def test_a_program_that_changes_while_nothing_moves_is_seen_to_have_changed(log):
     job = host_bound_job(10.0)
     settled(job, most_steps=17)

@@ -21,6 +21,7 @@ from programs import (
 )
 from torch import nn
 from traps import InjectedError
+from virtual_clock import VirtualJob
 
 from megatron_offload.backends.base import DeviceMemory
 from megatron_offload.backends.simulated import SimulatedBackend
@@ -126,6 +127,26 @@ def test_times_are_those_of_the_program():
 
 def peaks(recorded):
     return recorded.profile.peak_allocated_bytes, recorded.profile.peak_reserved_bytes
+
+
+@pytest.mark.parametrize("launch_us", [50.0, 150.0])
+def test_a_device_that_is_held_back_takes_what_it_would_behind_no_host(launch_us):
+    def durations(job, *, holds_back):
+        with profile_step(job.manager, holds_back=holds_back) as recorded:
+            job.step()
+        times = recorded.profile.times
+        forward_us = [one.committed_us - one.started_us for one in times]
+        return recorded.profile.step_us, forward_us + [x.done_us - x.backward_us for x in times]
+
+    def job():
+        return VirtualJob(10.0).warmed_up()
+
+    step_us, expected = durations(job(), holds_back=False)
+    held_us, held = durations(job().launched_by_a_host(launch_us), holds_back=True)
+    _, late = durations(job().launched_by_a_host(launch_us), holds_back=False)
+    assert held == pytest.approx(expected)
+    assert held_us == pytest.approx(step_us)
+    assert sum(late) > 1.5 * sum(expected)
 
 
 def test_memory_is_the_most_that_was_alive_at_a_boundary():
