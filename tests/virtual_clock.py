@@ -91,8 +91,14 @@ class VirtualJob:
             host_us += launch_us
             work(max(0.0, host_us - device_us()) + duration_us)
 
+        def wait_and_read(start, end):
+            nonlocal host_us
+            host_us = max(host_us, end)
+            return end - start
+
         for block in self.model:
             block.clock = launch
+        backend.sync_elapsed_us = wait_and_read
         backend.has_passed = lambda event: event <= host_us
         backend.pause = lambda: work(1000.0)
         return self

@@ -23,9 +23,9 @@ from megatron_offload.engine.owners import is_held_elsewhere
 from megatron_offload.errors import StateError
 from megatron_offload.observe.measure import Boundary, BoundaryTimer, Turn
 
-_AHEAD = 16
-"""Turns of the compute stream: some eight boundaries, whose launches take the host less than a
-pause."""
+_AHEAD = 128
+"""Turns of the compute stream by which the host is ahead: some ten layers, which take the device
+longer than what lies between two chunks takes the host, and fewer launches than a stream queues."""
 
 _Identity: TypeAlias = tuple[GroupKey, int]
 
@@ -188,17 +188,21 @@ class _Recorder(BoundaryTimer):
         backwards: dict[GroupKey, int] = {}
         for key, at_bytes in zip(learned.backward_order, learned.backward_at_bytes, strict=True):
             backwards.setdefault(key, at_bytes)
-        turns = self.turns[: self._num_turns]
+        turns, elapsed_us = self.turns[: self._num_turns], self._backend.sync_elapsed_us
+        turns_us = [elapsed_us(since.time, until.time) for since, until in pairwise(turns)]
+        event_us = max(0.0, min(elapsed_us(*self._empty), *turns_us))  # what the shortest took
         remade_us: dict[tuple[GroupKey, str], float] = defaultdict(float)
-        at_us, waited_us = [0.0], 0.0
-        for (since, until), us in zip(pairwise(turns), self.read_lost_us(turns), strict=True):
+        at_us, waited_us, events_us = [0.0], 0.0, 0.0
+        for since, until, us in zip(turns, turns[1:], turns_us, strict=False):
             _, group = since.place
+            lost_us = max(0.0, us - event_us)
+            events_us += event_us
             if since.lost_by == "wait":
-                waited_us += us
+                waited_us += lost_us
             elif since.lost_by and group is not None:
-                remade_us[group.key, since.detail] += us
-            elapsed_us = self._backend.sync_elapsed_us(turns[0].time, until.time) - waited_us
-            at_us.append(max(at_us[-1], elapsed_us))  # clocks of several streams differ by a little
+                remade_us[group.key, since.detail] += lost_us
+            own_us = elapsed_us(turns[0].time, until.time) - waited_us - events_us
+            at_us.append(max(at_us[-1], own_us))  # clocks of several streams differ by a little
         allocated_bytes, reserved_bytes = self._most_memory
         most_bytes = self._most_with_away_bytes
         times = []
