@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 
 import pytest
@@ -144,6 +145,29 @@ def test_it_is_seen_whether_the_device_waits_for_the_host(rows, waits):
         run_step(model, manager, inputs)
     share = timer.read().idle_share
     assert share > 0.5 if waits else share < 0.1
+    manager.close()
+
+
+def test_a_device_that_is_held_back_takes_what_its_work_takes():
+    model = make_model(layers=8)
+    inputs = make_inputs(model, rows=512)
+    manager = make_manager()
+    for layer in model:
+        layer.fc2.register_forward_pre_hook(lambda *_: time.sleep(delay_s))
+
+    def forward_us(*, holds_back):
+        torch.cuda.synchronize()
+        with profile_step(manager, moves=False, holds_back=holds_back) as recorded:
+            run_step(model, manager, inputs)
+        return sum(one.committed_us - one.started_us for one in recorded.profile.times)
+
+    delay_s = 0.0
+    for _ in range(3):
+        run_step(model, manager, inputs)
+    expected = forward_us(holds_back=True)
+    delay_s = 0.0004
+    assert forward_us(holds_back=True) == pytest.approx(expected, rel=0.15)
+    assert forward_us(holds_back=False) > 1.5 * expected
     manager.close()
 
 
