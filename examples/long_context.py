@@ -17,6 +17,8 @@ and with ``checkpoint+`` in front of it each layer is made again in backward, so
 its input alone. Head and loss go by slices of the sequence in all modes. With
 ``--optimizer-in-backward`` each parameter is updated when its gradient is there, so that no two
 gradients are held at once; else they take in backward the place that the layers' inputs leave.
+With ``--whole-step-graph`` forward and backward are captured into a CUDA graph, behind eager steps
+in which a plan is found, and the replays count: no host makes them slower.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,7 +40,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_offload import get_act_offloading_ctx_manager
+from megatron_offload import OffloadConfig, get_act_offloading_ctx_manager
 
 MODES = ("none", "offload", "save_on_cpu", "trl")
 SIZES = {"layers": 32, "hidden": 4096, "ffn": 14336, "heads": 32, "kv_heads": 8}
@@ -45,6 +48,8 @@ SIZES |= {"vocabulary": 128256, "batch": 1, "lora": 0, "steps": 3}
 COLUMNS = {"tokens": 8, "ms a 1000": 11, "allocated": 11, "reserved": 10, "pinned": 8}
 GRAIN = 4096
 SLICE = 2048
+EAGER_STEPS = 18
+"""In front of a capture: a search for a plan may take so many."""
 
 
 class Layer(nn.Module):
@@ -122,7 +127,10 @@ class Model(nn.Module):
                 x = layer(x, angles)
         x = self.norm(x)
         pairs = zip(x[:, :-1].split(SLICE, 1), tokens[:, 1:].split(SLICE, 1), strict=True)
-        losses = (checkpoint(self.loss, *pair, use_reentrant=False) for pair in pairs)
+        losses = (
+            checkpoint(self.loss, *pair, use_reentrant=False, preserve_rng_state=False)
+            for pair in pairs
+        )
         return sum(losses) / tokens[:, 1:].numel()
 
     def loss(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -183,7 +191,7 @@ class Run:
         """Take steps of one length; return what they took, or None where memory ran out."""
         kind = mode.removeprefix("checkpoint").removeprefix("+") or "none"
         self._begin_anew()
-        context = make_context(kind, self.model)
+        context = make_context(kind, self.model, self.options)
         found = None
         try:
             found = self._steps(context, length, num_steps, mode.startswith("checkpoint"))
@@ -209,17 +217,16 @@ class Run:
 
     def _steps(self, context, length: int, num_steps: int, checkpoints: bool) -> dict:
         generator = torch.Generator(self.device).manual_seed(1)
+        tokens = torch.zeros(self.options.batch, length, dtype=torch.long, device=self.device)
+        passes = partial(self._passes, context, tokens, checkpoints)
+        if self.options.whole_step_graph:
+            passes = self._captured(passes, context)
         times, losses = [], []
         for _ in range(num_steps):
             self._reset_peak()
-            shape = self.options.batch, length
-            tokens = torch.randint(
-                self.options.vocabulary, shape, device=self.device, generator=generator
-            )
+            tokens.random_(self.options.vocabulary, generator=generator)
             began = time.perf_counter()
-            with context:
-                loss = self.model(tokens, checkpoints=checkpoints)
-            loss.backward()
+            loss = passes()
             passes_bytes = self._peak().get("allocated_bytes")
             self.optimizer.step()
             losses.append(loss.item())
@@ -233,6 +240,36 @@ class Run:
             "passes_bytes": passes_bytes,
             **self._peak(),
         }
+
+    def _passes(self, context, tokens: torch.Tensor, checkpoints: bool) -> torch.Tensor:
+        with context:
+            loss = self.model(tokens, checkpoints=checkpoints)
+        loss.backward()
+        return loss.detach()
+
+    def _captured(self, passes: Callable, context) -> Callable:
+        """Take eager steps, then capture what one has of passes; return what replays that."""
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(EAGER_STEPS):
+                passes()
+                self.optimizer.step()
+        self._begin_anew()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            loss = passes()
+            if hasattr(context, "end_step"):
+                context.end_step()  # what has come back is joined inside of the graph
+        gradients = [(one, one.grad) for one in self.model.parameters() if one.grad is not None]
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            for parameter, grad in gradients:
+                parameter.grad = grad
+            return loss
+
+        return replay
 
     def _reset_peak(self) -> None:
         if self.device.type == "cuda":
@@ -269,10 +306,12 @@ class Run:
         return None
 
 
-def make_context(kind: str, model: nn.Module):
+def make_context(kind: str, model: nn.Module, options: argparse.Namespace):
     """Return what the forward runs in."""
     if kind == "offload":
-        return get_act_offloading_ctx_manager(model, enable_activation_offloading=True)
+        limit = {"kind": "auto", "most_slowdown_percent": options.most_slowdown_percent}
+        config = OffloadConfig(policy=limit, whole_step_graph=options.whole_step_graph)
+        return get_act_offloading_ctx_manager(model, config=config)
     if kind == "save_on_cpu":
         return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
     if kind == "trl":
@@ -295,10 +334,21 @@ def main() -> None:
     modes[modes.index("checkpoint+none")] = "checkpoint"
     parser.add_argument("--modes", nargs="+", choices=modes, metavar="MODE", help=" ".join(modes))
     parser.add_argument("--optimizer-in-backward", action="store_true", help="hold no gradients")
+    parser.add_argument(
+        "--whole-step-graph", action="store_true", help="measure replays; none and offload alone"
+    )
+    parser.add_argument(
+        "--most-slowdown-percent", type=float, default=1.0, help="what offload may cost; default 1"
+    )
     parser.add_argument("--output", type=Path, help="a JSON file of what was measured")
     options = parser.parse_args()
     if options.sequence is None and not torch.cuda.is_available():
         parser.error("without a GPU give --sequence")
+    if options.whole_step_graph:
+        if options.sequence is None or not torch.cuda.is_available():
+            parser.error("--whole-step-graph takes a GPU, and --sequence")
+        if options.optimizer_in_backward or {*(options.modes or modes)} - {"none", "offload"}:
+            parser.error("--whole-step-graph takes --modes none and offload, the optimizer behind")
     run, results = Run(options), {}
     number = sum(parameter.numel() for parameter in run.model.parameters())
     print(f"{number / 1e9:.2f} billion parameters")
