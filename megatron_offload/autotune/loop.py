@@ -213,28 +213,27 @@ class MeasuredLoop:
         profiles.sort(key=lambda profile: profile.run.pp_rank)
         try:
             with ending_after(MOST_PLANNING_S):
-                is_host_bound = _idle_share(texts) > _MOST_IDLE_SHARE
-                self._search = self._search_by(profiles, is_host_bound=is_host_bound)
+                self._search = self._search_by(profiles)
             return self._next_answer(texts)
         except OffloadError as error:
             return json.dumps([None, 1, True, False, f"no plan can be made: {error}"])
 
-    def _search_by(self, profiles: Sequence[StepProfile], *, is_host_bound: bool) -> PlanSearch:
+    def _search_by(self, profiles: Sequence[StepProfile]) -> PlanSearch:
         config, policy = self._manager.config, self._policy
         machine = slowest_link(profiles) or Machine()
         self._job = job_of(profiles, schedule_of(profiles), machine)
         limits = RankSettings(
             max_inflight_bytes=config.max_inflight_bytes, prefetch_bytes=config.prefetch_bytes
         )
-        # What eager steps take then tells nothing of replays.
-        predicts = is_host_bound and config.whole_step_graph
-        is_measured = policy.kind == "auto" and policy.measured_plans > 0 and not predicts
-        share = 1.0 if is_measured else SLOW_LINK_SHARE
+        is_measured = policy.kind == "auto" and policy.measured_plans > 0
+        share = 1.0 if is_measured and not config.whole_step_graph else SLOW_LINK_SHARE
         chooser = Chooser(profiles, self._job, limits, link_share=share)
         capacity_bytes = self._manager.backend.capacity_bytes()
         if capacity_bytes is not None:
             capacity_bytes -= capacity_bytes // _SPARE_SHARE
-        return search_of(chooser, policy, capacity_bytes, predicts=predicts)
+        search = search_of(chooser, policy, capacity_bytes)
+        search.for_replays = config.whole_step_graph
+        return search
 
     def _next_answer(self, texts: Sequence[str]) -> str:
         """Take what the step of a plan has shown, and correct it."""
@@ -246,7 +245,7 @@ class MeasuredLoop:
             for rank in range(len(self._job.static_bytes))
         ]
         cost, search = cost_of(self._job, by_rank), self._search
-        idle_share = _idle_share(texts)
+        idle_share = max(step.idle_share for steps in by_rank.values() for step in steps)
         _logger.debug(
             "%s is lost, %s bytes are reserved, %.2f of boundaries wait for the host",
             *(cost, reserved, idle_share),
@@ -304,11 +303,6 @@ class MeasuredLoop:
             self._known = learner.profile
             return False
         return learner.is_steady
-
-
-def _idle_share(texts: Sequence[str]) -> float:
-    """Return the most that a rank which tells of its step has waited for its host."""
-    return max(MeasuredStep(*json.loads(text)[1]).idle_share for text in texts)
 
 
 _COPIES_GBPS = 10_000.0

@@ -38,19 +38,17 @@ class PlanSearch(ABC):
         is_settled: whether it stays.
         is_kept: whether it keeps what was promised.
         said: what there is to say of it, for people.
+        for_replays: whether steps will be replays of a graph, in which the host takes no time.
     """
 
-    def __init__(
-        self, chooser: Chooser, policy: AutoConfig | MemoryTargetConfig, *, predicts: bool
-    ) -> None:
+    def __init__(self, chooser: Chooser, policy: AutoConfig | MemoryTargetConfig) -> None:
         self.plan = replace(chooser.plan(ModulesConfig()), policy=policy.kind)
         self.num_steps, self.is_settled, self.is_kept, self.said = 1, False, True, ""
         self._chooser = chooser
         self._num_left = policy.measured_plans
         self._left_s = MOST_PLANNING_S
         self._tried: list[OffloadPlan] = []
-        self._is_host_bound = False
-        self._predicts = predicts
+        self.for_replays = self._is_host_bound = self._predicts = False
 
     def note(
         self,
@@ -61,10 +59,11 @@ class PlanSearch(ABC):
     ) -> None:
         """Take what a step that follows the plan has shown, and what each rank reserves.
 
-        ``is_host_bound`` says that the device has waited for the host. Where the search predicts,
-        no time counts of a step.
+        ``is_host_bound`` says that the device has waited for the host: of what replays cost such a
+        step tells nothing, so that it is predicted.
         """
-        if self._predicts:
+        if is_host_bound and self.for_replays:
+            self._predicts = True
             without_us = self._chooser.without.step_us
             lost_us = without_us * self._chooser.slowdown_percent(self.plan) / 100
             cost, is_host_bound = MeasuredCost(without_us + lost_us, lost_us), False
@@ -131,18 +130,9 @@ class CostSearch(PlanSearch):
     a step's time isn't looked at: the first steps behind a change take longer than later ones.
     """
 
-    def __init__(
-        self,
-        chooser: Chooser,
-        policy: AutoConfig,
-        capacity_bytes: int | None,
-        *,
-        predicts: bool = False,
-    ) -> None:
-        super().__init__(chooser, policy, predicts=predicts)
+    def __init__(self, chooser: Chooser, policy: AutoConfig, capacity_bytes: int | None) -> None:
+        super().__init__(chooser, policy)
         self._limit = policy.most_slowdown_percent
-        if predicts:
-            self._num_left = 0
         self._capacity_bytes = math.inf if capacity_bytes is None else capacity_bytes
         self._bare: OffloadPlan | None = None
         """Under which nothing moves; with its cost once that is known."""
@@ -242,10 +232,8 @@ class MemorySearch(PlanSearch):
     is not planned for again.
     """
 
-    def __init__(
-        self, chooser: Chooser, policy: MemoryTargetConfig, *, predicts: bool = False
-    ) -> None:
-        super().__init__(chooser, policy, predicts=predicts)
+    def __init__(self, chooser: Chooser, policy: MemoryTargetConfig) -> None:
+        super().__init__(chooser, policy)
         num_ranks = len(self.plan.ranks)
         self._wanted_bytes = self._planned = policy.targets(num_ranks)
         self._least_missed: list[int | None] = [None] * num_ranks
@@ -295,23 +283,12 @@ class MemorySearch(PlanSearch):
 
 
 def search_of(
-    chooser: Chooser,
-    policy: AutoConfig | MemoryTargetConfig,
-    capacity_bytes: int | None,
-    *,
-    predicts: bool = False,
+    chooser: Chooser, policy: AutoConfig | MemoryTargetConfig, capacity_bytes: int | None
 ) -> PlanSearch:
-    """Return the search that a policy asks for.
-
-    Args:
-        chooser: of the job.
-        policy: what is wanted.
-        capacity_bytes: what a rank can reserve at most.
-        predicts: whether what plans cost is predicted, as no step tells it.
-    """
+    """Return the search that a policy asks for; a rank can reserve ``capacity_bytes`` at most."""
     if isinstance(policy, AutoConfig):
-        return CostSearch(chooser, policy, capacity_bytes, predicts=predicts)
-    return MemorySearch(chooser, policy, predicts=predicts)
+        return CostSearch(chooser, policy, capacity_bytes)
+    return MemorySearch(chooser, policy)
 
 
 def _peak_bytes(plan: OffloadPlan) -> int:
