@@ -192,13 +192,12 @@ def recipe() -> Drawing:
 
 
 PLACES = {
-    GroupState.RECORDING: (170, 10, DEVICE, "forward runs"),
-    GroupState.BATCHED: (10, 100, HOST, "goes with another"),
-    GroupState.RESIDENT: (170, 100, DEVICE, "stays on the device"),
-    GroupState.OFFLOADING: (330, 100, OUT, "is copied out"),
-    GroupState.ON_HOST: (330, 180, HOST, "only on the host"),
-    GroupState.RELOADING: (330, 260, BACK, "is copied back"),
-    GroupState.RELOADED: (330, 340, DEVICE, "is back, in order"),
+    GroupState.RECORDING: (90, 10, DEVICE, "forward runs"),
+    GroupState.RESIDENT: (90, 100, DEVICE, "stays on the device"),
+    GroupState.OFFLOADING: (250, 100, OUT, "is copied out"),
+    GroupState.ON_HOST: (250, 180, HOST, "only on the host"),
+    GroupState.RELOADING: (250, 260, BACK, "is copied back"),
+    GroupState.RELOADED: (250, 340, DEVICE, "is back, in order"),
     GroupState.DONE: (
         10,
         420,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import enum
-from typing import Self
 
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.profile import GroupKey
@@ -15,7 +14,6 @@ class GroupState(enum.Enum):
     """Where a group's tensors are."""
 
     RECORDING = "forward runs between start and commit; tensors are on the device, unmoved"
-    BATCHED = "the group moves, or stays, with the one that leads its batch"
     RESIDENT = "the tensors stay on the device until backward has used them"
     OFFLOADING = "copies to the host are issued; device memory is still held"
     ON_HOST = "device memory is released; the host holds the data"
@@ -27,11 +25,10 @@ class GroupState(enum.Enum):
 
 
 # By name, because what a boundary compares it with would else be looked up by Python's enum.
-RECORDING, BATCHED, RESIDENT, OFFLOADING, ON_HOST, RELOADING, RELOADED, DONE = GroupState
+RECORDING, RESIDENT, OFFLOADING, ON_HOST, RELOADING, RELOADED, DONE = GroupState
 
 MOVES: dict[GroupState, frozenset[GroupState]] = {
-    RECORDING: frozenset({BATCHED, RESIDENT, OFFLOADING, DONE}),
-    BATCHED: frozenset({DONE}),
+    RECORDING: frozenset({RESIDENT, OFFLOADING, DONE}),
     RESIDENT: frozenset({DONE}),
     # Back to RESIDENT: backward came before the release, the source is still there.
     OFFLOADING: frozenset({ON_HOST, RESIDENT, DONE}),
@@ -41,6 +38,11 @@ MOVES: dict[GroupState, frozenset[GroupState]] = {
     DONE: frozenset(),
 }
 """The whole state table: from each state, the states it may move to."""
+
+
+def label_of(name: str, key: GroupKey) -> str:
+    """Return what to call a group in messages and traces."""
+    return f"{name}[chunk {key.chunk}, group {key.order}]"
 
 
 class Group(abc.ABC):
@@ -53,12 +55,8 @@ class Group(abc.ABC):
 
     Attributes:
         num_bytes: bytes that moving the group copies; set at commit.
-        is_pending: whether its forward is over and its batch not yet complete.
         first_key: of several that are recorded as one, the key of the first that ended; its own is
             that of the last.
-        lead: the group whose state says where its tensors are; None for its own.
-        followers: the groups of the batch that it leads, in order; those of this step.
-        batch_bytes: bytes of all of those, and its own; set when the batch is complete.
         staying_bytes: bytes besides that were chosen to stay; set at commit.
         committed_at_bytes: when its forward ended, by the step's clock.
         held_bytes: what it takes of the budget just now.
@@ -66,13 +64,10 @@ class Group(abc.ABC):
     """
 
     # Defaults of the class: quicker to make than what each group sets for itself.
-    num_bytes = staying_bytes = committed_at_bytes = held_bytes = batch_bytes = 0
+    num_bytes = staying_bytes = committed_at_bytes = held_bytes = 0
     needs: tuple[GroupKey, ...] = ()
     state = RECORDING
-    is_pending = False
     first_key: GroupKey | None = None
-    lead: Self | None = None
-    followers: tuple[Self, ...] = ()
 
     def __init__(self, key: GroupKey, name: str, budget: DeviceBudget) -> None:
         self.key = key
@@ -81,8 +76,8 @@ class Group(abc.ABC):
 
     @property
     def label(self) -> str:
-        """What to call the group in messages and traces."""
-        return f"{self.name}[chunk {self.key.chunk}, group {self.key.order}]"
+        """See `label_of`."""
+        return label_of(self.name, self.key)
 
     @property
     def passing_bytes(self) -> int:
@@ -105,15 +100,12 @@ class Group(abc.ABC):
         self.state = to
 
     def hold(self) -> None:
-        """Count the batch's bytes as held on the device until backward has left them behind."""
-        if self.held_bytes == 0 and not (self.is_spent and all(x.is_spent for x in self.followers)):
-            self.held_bytes = self.batch_bytes
-            self.budget.held_bytes += self.batch_bytes
+        """Count its bytes as held on the device until backward has left them behind."""
+        if self.held_bytes == 0 and not self.is_spent:
+            self.held_bytes = self.num_bytes
+            self.budget.held_bytes += self.num_bytes
 
-    def let_go(self, num_bytes: int | None = None) -> None:
-        """Count so many bytes of the batch as held no more; by default all."""
-        held_bytes = self.held_bytes
-        if num_bytes is None or num_bytes > held_bytes:
-            num_bytes = held_bytes
-        self.budget.held_bytes -= num_bytes
-        self.held_bytes = held_bytes - num_bytes
+    def let_go(self) -> None:
+        """Count its bytes as held no more."""
+        self.budget.held_bytes -= self.held_bytes
+        self.held_bytes = 0

@@ -29,28 +29,28 @@ Joining = dict[GroupKey, tuple[GroupKey, str]]
 
 
 def joined_groups(
-    started: Iterable[Started], ends: Collection[GroupKey], batch_bytes: int
+    started: Iterable[Started], ends: Collection[GroupKey], enough_bytes: int
 ) -> Joining:
     """Return the groups that are recorded as one in steps like this one.
 
-    A group goes with all that is inside of it, if that is no more than two batches, and on with
-    those that follow until there is one batch.
+    A group goes with all that is inside of it, if that is no more than twice enough, and on with
+    those that follow until there is enough.
 
     Args:
         started: those that were recorded, in the order in which they began.
         ends: those behind which something asked for all that had been committed.
-        batch_bytes: what makes a batch.
+        enough_bytes: what `DeviceBudget.joined_bytes` says.
     """
     joining: Joining = {}
     last: Started | None = None
     joined_bytes = 0
     for unit in _units(started):
         unit_bytes = sum(group.num_bytes for group in unit)
-        if unit_bytes > 2 * batch_bytes or not all(group.may_join for group in unit):
+        if unit_bytes > 2 * enough_bytes or not all(group.may_join for group in unit):
             last = None
             continue
         follows = last is not None and last.key.chunk == unit[0].key.chunk
-        if last is not None and follows and joined_bytes < batch_bytes and last.key not in ends:
+        if last is not None and follows and joined_bytes < enough_bytes and last.key not in ends:
             unit.insert(0, last)
             unit_bytes += joined_bytes
         joining.update((one.key, (other.key, other.name)) for one, other in pairwise(unit))

@@ -12,10 +12,6 @@ or an idle byte, never correctness.
 What backward has been in and may come to once more, as where a schedule takes the gradients of
 inputs and of weights in two passes, stays where it is and counts for nothing here: the budget is
 for what is ahead.
-
-Small groups of one chunk are decided about together: a *batch* is complete when it has enough bytes
-for a copy that is worth its launches, or when its chunk's forward is over. The last of it leads:
-backward comes to it first. What each group has is counted by itself all the same.
 """
 
 from __future__ import annotations
@@ -25,15 +21,7 @@ from itertools import accumulate
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from megatron_offload.core.budget import DeviceBudget
-from megatron_offload.core.group import (
-    BATCHED,
-    DONE,
-    OFFLOADING,
-    ON_HOST,
-    RECORDING,
-    RESIDENT,
-    Group,
-)
+from megatron_offload.core.group import DONE, OFFLOADING, ON_HOST, RECORDING, RESIDENT, Group
 from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile
 from megatron_offload.core.window import InFlightWindow
 
@@ -44,8 +32,7 @@ _Acted = TypeVar("_Acted", bound=Group, contravariant=True)
 class Actions(Protocol[_Acted]):
     """Who does what is decided, moves the group to its new state, and counts bytes in flight.
 
-    A group that leads a batch stands for all of it. The release of a group is the window's:
-    `InFlightWindow` is given what does it.
+    The release of a group is the window's: `InFlightWindow` is given what does it.
     """
 
     def stay(self, group: _Acted, reason: str) -> None:
@@ -143,16 +130,14 @@ class StepDecisions(Generic[G]):
         """
         for group in self._groups.values():
             group.held_bytes = 0
-            group.followers = ()  # who know their lead: no circle
         self._groups.clear()
-        self._batch: list[G] = []
         self.committed: list[G] = []
         self.backward_order: list[GroupKey] = []
         self.backward_at_bytes: list[int] = []
         self.passed: dict[GroupKey, GroupProfile] = {}
         self.passing: Mapping[GroupKey, GroupProfile] = {}
         self._in_use: G | None = None
-        self._batch_bytes = self._reached_at_bytes = self._next = 0
+        self._reached_at_bytes = self._next = 0
         self.window.begin_step()
         self.budget.begin_step(is_learned=profile is not None)
         if profile is None:
@@ -177,7 +162,7 @@ class StepDecisions(Generic[G]):
         self.window.pass_boundary(max(0, foreseen.get(key, 0) - self.window.step_bytes))
 
     def start(self, group: G) -> None:
-        """Take note of a group whose forward has begun."""
+        """Take note of a group whose forward has begun, or goes on under another key."""
         self._groups[group.key] = group
 
     def knows(self, group: G) -> bool:
@@ -190,71 +175,36 @@ class StepDecisions(Generic[G]):
 
     # Boundaries
 
-    def commit(
-        self, group: G, stays_because: str = "", *, must_move: bool = False, is_alone: bool = False
-    ) -> None:
-        """Decide about a group whose forward is over, or let its batch grow.
+    def commit(self, group: G, stays_because: str = "", *, must_move: bool = False) -> None:
+        """Decide about a group whose forward is over.
 
         Args:
             group: with its bytes.
             stays_because: why it was chosen to stay; empty where it may move.
             must_move: offload it unless it was chosen to stay, even where it comes back at once.
-            is_alone: it goes into no batch.
         """
-        budget, window, actions = self.budget, self.window, self._actions
+        window, actions = self.window, self._actions
         num_bytes, passing_bytes = group.num_bytes, group.passing_bytes
         if self.passed:
             self._catch_up(group.first_key or group.key, self._forecast.committed_at_bytes)
         group.committed_at_bytes = window.step_bytes
         self.committed.append(group)
         moving_bytes = 0 if stays_because else num_bytes
-        budget.add_saved(passing_bytes, moving_bytes, is_learned=self._profile is not None)
+        self.budget.add_saved(passing_bytes, moving_bytes, is_learned=self._profile is not None)
         if num_bytes == 0:
             group.advance(RESIDENT)
         elif stays_because:
             actions.stay(group, stays_because)
-        elif must_move:
-            group.batch_bytes = num_bytes
+        elif must_move or not self.is_needed_soon(group):
             actions.offload(group)
         else:
-            batch = self._batch
-            if batch and (is_alone or batch[0].key.chunk != group.key.chunk):
-                self._complete_batch()
-                batch = self._batch
-            batch.append(group)
-            self._batch_bytes += num_bytes
-            if self._batch_bytes < budget.batch_bytes and not is_alone:
-                group.is_pending = True
-                window.step_bytes += passing_bytes
-                return
-            self._complete_batch()
+            actions.stay(group, "backward needs it before it could leave and come back")
+            group.hold()
         window.pass_boundary(passing_bytes)
         self.look_ahead()
 
-    def complete_batch(self) -> None:
-        """Decide about the groups that wait for more of their batch, if there are any."""
-        if self._batch:
-            self._complete_batch()
-
-    def _complete_batch(self) -> None:
-        (*followers, lead), self._batch = self._batch, []
-        lead.batch_bytes, self._batch_bytes = self._batch_bytes, 0
-        lead.is_pending = False
-        if followers:
-            lead.followers = tuple(followers)
-            for group in followers:
-                group.lead, group.is_pending = lead, False
-                group.advance(BATCHED)
-        if self.is_needed_soon(lead, lead.batch_bytes):
-            self._actions.stay(lead, "backward needs it before it could leave and come back")
-            lead.hold()
-        else:
-            self._actions.offload(lead)
-        self.window.pass_boundary(0)
-
     def enter_backward(self, group: G) -> None:
         """Backward has reached the end of ``group``: its data is needed from here on."""
-        self.complete_batch()
         is_known = self.knows(group)
         if is_known:
             self.budget.is_warming_up = False
@@ -270,23 +220,16 @@ class StepDecisions(Generic[G]):
 
     def leave_backward(self, group: G) -> None:
         """Backward has left a group."""
-        if group.is_pending:
-            self.complete_batch()
         if group.state is not DONE:
             group.advance(DONE)
             if self.knows(group):
-                passing_bytes, lead = group.passing_bytes, group.lead or group
-                lead.let_go(group.num_bytes)
-                self.budget.drop_saved(passing_bytes)
-                if lead.followers and lead.followers[0] is not group:
-                    self.window.step_bytes += passing_bytes
-                    return  # backward is in the batch still
-                self.window.pass_boundary(passing_bytes)
+                group.let_go()
+                self.budget.drop_saved(group.passing_bytes)
+                self.window.pass_boundary(group.passing_bytes)
         self.look_ahead()
 
     def bring_back(self, group: G, *, is_late: bool = False) -> None:
         """Let a group be on the device, wherever it is in the order; late at its own backward."""
-        group = group.lead or group
         is_held = False
         if group.state is OFFLOADING:
             self._actions.cancel(group, is_late=is_late)
@@ -300,13 +243,10 @@ class StepDecisions(Generic[G]):
 
     def _reach(self, group: G) -> bool:
         """Note where backward is; return whether what comes next is another, or has more room."""
-        lead = group.lead or group
-        behind, self._in_use = self._in_use, lead
+        behind, self._in_use = self._in_use, group
         key = group.key
         self.backward_order.append(key)
         self.backward_at_bytes.append(self.window.step_bytes)
-        if behind is lead and lead.followers:
-            return False
         has_more_room = behind is not None and behind.held_bytes > 0
         if behind is not None:
             behind.let_go()
@@ -320,18 +260,18 @@ class StepDecisions(Generic[G]):
             position = self._position.get(key)
         if position is None:
             return has_more_room
-        was_foreseen = position < self._next and lead.state is not ON_HOST
+        was_foreseen = position < self._next and group.state is not ON_HOST
         if was_foreseen:
             self._reached_at_bytes = self._forecast.needed_at_bytes.get(key, 0)
         else:
             self._next = position + 1
         return has_more_room or not was_foreseen
 
-    def is_needed_soon(self, group: G, num_bytes: int) -> bool:
-        """Whether what a group leads would have to come back at once if it were offloaded now.
+    def is_needed_soon(self, group: G) -> bool:
+        """Whether a group would have to come back at once if it were offloaded now.
 
-        True where the group is near, and those bytes and all that backward needs before it fit into
-        the budget.
+        True where it is near, and its bytes and all that backward needs before it fit into the
+        budget.
         """
         if self._order is not self._forecast.order:
             return False
@@ -342,7 +282,7 @@ class StepDecisions(Generic[G]):
             return False
         bytes_before = self._forecast.bytes_before
         ahead_bytes = bytes_before[position] - bytes_before[self._next]
-        return self.budget.may_stay(ahead_bytes + num_bytes)
+        return self.budget.may_stay(ahead_bytes + group.num_bytes)
 
     def _is_near(self, key: GroupKey, distance_bytes: int) -> bool:
         needed_at_bytes = self._forecast.needed_at_bytes.get(key)
@@ -363,7 +303,6 @@ class StepDecisions(Generic[G]):
                 continue
             if group is None or group.state is RECORDING:
                 return  # its forward is still to come; nothing behind it is needed sooner
-            group = group.lead or group
             is_in_flight = group.state is OFFLOADING
             if is_in_flight or group.state is ON_HOST:
                 is_foretold = order is self._forecast.order
@@ -371,7 +310,7 @@ class StepDecisions(Generic[G]):
                     return
                 # What stays takes no more room.
                 may = budget.may_stay if is_in_flight else budget.may_prefetch
-                if not may(group.batch_bytes):
+                if not may(group.num_bytes):
                     return
                 if is_in_flight:
                     self._actions.cancel(group, is_late=False)

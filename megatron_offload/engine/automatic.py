@@ -28,8 +28,8 @@ from megatron_offload.engine.subclasses import SavedWrapper, is_wrapper
 
 _LEAST_GROUP_BYTES = 1 << 20
 _GROUP_SHARE = 32
-"""A group ends when it has this fraction of what its forward has saved so far: a batch of copies is
-no smaller, and each group costs the host as much as several tensors."""
+"""A group ends when it has this fraction of what its forward has saved so far: each costs the
+host as much as several tensors."""
 
 
 @dataclass(slots=True)
@@ -201,7 +201,7 @@ class AutomaticGroups:
             return most is not None and num_tensors >= most
         if most is not None and num_tensors >= most // 2:  # as many may be in flight meanwhile
             return True
-        most_bytes = self.manager.budget.most_batch_bytes
+        most_bytes = self.manager.budget.most_joined_bytes
         return num_bytes >= min(forward.total_bytes // _GROUP_SHARE, most_bytes)
 
     def _commit(self, forward: _Forward) -> None:

@@ -58,7 +58,7 @@ class Store(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """The copies of one batch to the host, from their issue to their release."""
+    """The copies of one group to the host, from their issue to their release."""
 
     group: OffloadGroup
     d2h: Event = None
@@ -168,8 +168,8 @@ class Block:
 
     @property
     def is_before_copy(self) -> bool:
-        """Whether it has its source, and is in no batch that will be copied."""
-        return self.flight is None and not self.released and not self.mover.is_pending
+        """Whether it has its source, and no copy was issued."""
+        return self.flight is None and not self.released
 
     def live_source(self) -> torch.Tensor | None:
         """Return the flat bytes of a released source that is where it was; resizing moves one."""
@@ -312,15 +312,6 @@ class OffloadGroup(Group):
         """Return the blocks that some record still needs."""
         self.settle()
         return [block for found in self.references if (block := found()) is not None]
-
-    def batch_blocks(self) -> list[Block]:
-        """Return those of the batch that it leads, each once."""
-        blocks = self.blocks()
-        if not self.followers:
-            return blocks
-        for group in self.followers:
-            blocks += group.blocks()
-        return list(dict.fromkeys(blocks))
 
     def unhook(self) -> None:
         """Take the hook off the leaf that the group started with; leaves outlive graphs."""

@@ -304,7 +304,7 @@ class PipelineOffloadManager:
             return group
         group.is_inside = not is_free
         if self.decisions.waiting is not None:  # for another than this
-            self._complete_batch()
+            self._commit_waiting()
         for observer in self.observers:
             observer.group_starts(group)
         self.decisions.start(group)
@@ -617,20 +617,20 @@ class PipelineOffloadManager:
         return not (
             self._stays_because
             or self.learner.keeps_because(group)
-            or self.decisions.is_needed_soon(group, group.num_bytes)
+            or self.decisions.is_needed_soon(group)
         )
 
     def flush_delayed_groups(self) -> None:
         """Issue the copies of all groups that were put off, in the order of their commits."""
         delayed, self._delayed = self._delayed, []
         for group in delayed:
-            if group.state is GroupState.RECORDING and not group.is_pending:
+            if group.state is GroupState.RECORDING:
                 self.commit(group)
-        self._complete_batch()
+        self._commit_waiting()
 
     @guarded
-    def _complete_batch(self) -> None:
-        self.decisions.complete_batch()
+    def _commit_waiting(self) -> None:
+        self.decisions.commit_waiting()
 
     @guarded
     def enter_backward(self, group: OffloadGroup, grads: object = None) -> None:
@@ -667,7 +667,7 @@ class PipelineOffloadManager:
     @guarded
     def join_offloads(self) -> None:
         """Make the compute stream wait for all copies to the host, and release their sources."""
-        self.decisions.complete_batch()
+        self.decisions.commit_waiting()
         self.window.drain()
 
     @guarded

@@ -54,7 +54,7 @@ class Step(StepDecisions[OffloadGroup]):
 
     def finish(self, *, names_leaks: bool) -> StepStats:
         """Release what is in flight and return the counters; may warn of what holds memory."""
-        self.complete_batch()
+        self.commit_waiting()
         self.window.drain()
         for group in self.passed.values():
             by_name = self._transfers.stats.by_name[group.name]
@@ -115,7 +115,7 @@ class Step(StepDecisions[OffloadGroup]):
             started.append(
                 Started(group.key, group.name, num_bytes, group.is_inside, group.may_join)
             )
-        return joined_groups(started, self._ends, self.budget.batch_bytes)
+        return joined_groups(started, self._ends, self.budget.joined_bytes)
 
     def started(self, group: OffloadGroup) -> None:
         """Note a group of boundaries, with which others may be recorded as one."""
@@ -138,7 +138,7 @@ class Step(StepDecisions[OffloadGroup]):
             return None
         if group is self.waiting:
             self._count(group)
-            self.waiting, group.is_pending, group.key = None, False, key
+            self.waiting, group.key = None, key
         group.parts.append((name, key))
         group.name, group.last_key = name, key
         self._groups[key] = group
@@ -155,21 +155,19 @@ class Step(StepDecisions[OffloadGroup]):
             self._count(group)
             group.name = group.parts[-1][0]
         elif group.last_key in self.joining and self.waiting is None:
-            goes_on = group.is_pending = True
-            self.waiting = group
+            goes_on, self.waiting = True, group
         else:
             self.joined = None
         return goes_on
 
-    def complete_batch(self) -> None:
+    def commit_waiting(self) -> None:
         """Decide about what waits for more; where that is not what was learned, it is cut off."""
         if self._groups:
             self._ends.add(next(reversed(self._groups)))
         group, self.waiting = self.waiting, None
         if group is not None:
-            self.joined, group.is_pending, self._was_cut = None, False, True
+            self.joined, self._was_cut = None, True
             self.commit_group(group, "")
-        super().complete_batch()
 
     def _count(self, group: OffloadGroup) -> None:
         """Count a group under its name."""
@@ -192,11 +190,10 @@ class Step(StepDecisions[OffloadGroup]):
             self._force(group)
         rules = group.rules
         must_move = must_move or rules.should_offload is not None
-        most_inflight = rules.max_inflight_groups, rules.max_inflight_blocks
-        is_alone = most_inflight != (None, None)
-        if stays_because or must_move or is_alone or group.elsewhere_bytes:
+        is_bound = (rules.max_inflight_groups, rules.max_inflight_blocks) != (None, None)
+        if stays_because or must_move or is_bound or group.elsewhere_bytes:
             group.may_join = False
-        self.commit(group, stays_because, must_move=must_move, is_alone=is_alone)
+        self.commit(group, stays_because, must_move=must_move)
 
     def _force(self, group: OffloadGroup) -> None:
         """Let the storage of ``group.forced`` be emptied where a group that moves it is released.
@@ -214,6 +211,7 @@ class Step(StepDecisions[OffloadGroup]):
     def enter_backward(self, group: OffloadGroup) -> None:
         """Backward has reached a group's end: bring it back if no one did, and look ahead."""
         self._transfers.count_remade(group)
+        self.commit_waiting()
         super().enter_backward(group)
         if group.first_key is None:  # it knows them by their places in groups
             self._transfers.owners.learn(group)
@@ -222,4 +220,6 @@ class Step(StepDecisions[OffloadGroup]):
         """Backward has left a group."""
         if group.leaf_hook is not None:
             group.unhook()
+        if group is self.waiting:
+            self.commit_waiting()
         super().leave_backward(group)

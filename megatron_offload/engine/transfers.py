@@ -77,7 +77,7 @@ class Transfers:
         num_bytes = 0
         for found in group.references:
             block = found()
-            if block is None or block.flight is not None or block.mover.is_pending:
+            if block is None or block.flight is not None:
                 continue
             if block.recipe is not None and self._drops(group, block, may_drop=may_drop):
                 continue
@@ -147,13 +147,12 @@ class Transfers:
             group.dropped_bytes = {}
 
     def stay(self, group: OffloadGroup, reason: str) -> None:
-        """Leave a group whose forward is over on the device, and those that it leads."""
-        for one in (*group.followers, group):
-            moving, one.moving = one.moving, ()
-            for found in moving:
-                block = found()
-                if block is not None:
-                    self._count_kept(block, reason)
+        """Leave a group whose forward is over on the device."""
+        moving, group.moving = group.moving, ()
+        for found in moving:
+            block = found()
+            if block is not None:
+                self._count_kept(block, reason)
         group.advance(RESIDENT)
 
     def _count_kept(self, block: Block, reason: str) -> None:
@@ -171,15 +170,13 @@ class Transfers:
         OFFLOADING, or to RESIDENT where nothing is left to move.
         """
         backend, observers, by_name = self.backend, self.observers, self.stats.by_name
-        moving: list[Block] = []
-        for one in (*group.followers, group):
-            moving += [
-                found
-                for reference in one.moving
-                # Where a storage is empty, a pointer into it is the offset alone.
-                if (found := reference()) is not None and found.alias.data_ptr() >= found.high
-            ]
-            one.moving = ()
+        moving = [
+            found
+            for reference in group.moving
+            # Where a storage is empty, a pointer into it is the offset alone.
+            if (found := reference()) is not None and found.alias.data_ptr() >= found.high
+        ]
+        group.moving = ()
         reused: list[Event] = []
         flight = Flight(group)
         streams = flight.streams
@@ -240,11 +237,8 @@ class Transfers:
         self, group: OffloadGroup, moving: Sequence[Block], reused: list[Event]
     ) -> Iterable[tuple[Block, HostRegion, torch.Tensor]]:
         """Return the blocks for which there is host memory, with theirs; add who read it last."""
-        pool = self.host_pool
-        owners = group.references
-        for one in group.followers:
-            owners = owners + one.references
-        if len(moving) > 1 and group.batch_bytes <= self._shared_bytes:
+        pool, owners = self.host_pool, group.references
+        if len(moving) > 1 and group.num_bytes <= self._shared_bytes:
             region = pool.allocate_parts([block.part for block in moving])
             if region is not None:
                 region.owners = owners
@@ -270,7 +264,7 @@ class Transfers:
     def cancel(self, group: OffloadGroup, *, is_late: bool) -> None:
         """Leave a group on the device whose copies are in flight."""
         self.stats.num_early_returns += is_late
-        for block in group.batch_blocks():
+        for block in group.blocks():
             self.sources.cancel(block)
         group.advance(RESIDENT)
 
@@ -285,7 +279,7 @@ class Transfers:
         if is_late:
             self.stats.num_late_reloads += 1
             self.stats.by_name[group.name].num_late_reloads += 1
-        return self._reload(group, group.batch_blocks(), may_fail=not is_late)
+        return self._reload(group, group.blocks(), may_fail=not is_late)
 
     def _reload(self, group: OffloadGroup, blocks: Iterable[Block], *, may_fail: bool) -> bool:
         """Issue the reload of blocks; return False where there is no memory, and that may be."""
@@ -443,11 +437,11 @@ class Transfers:
     @guarded
     def _ready_target(self, block: Block) -> torch.Tensor:
         """Reload what no one has reloaded, the whole group if it is on the host; and wait."""
-        group = block.group.lead or block.group
+        group = block.group
         if block.target is None:
             if block.region is None:
                 raise StateError(
-                    f"group {block.group.label} was saved in a step that was aborted; its data is "
+                    f"group {group.label} was saved in a step that was aborted; its data is "
                     "gone, run the forward again"
                 )
             if group.state is ON_HOST:
@@ -466,9 +460,8 @@ class Transfers:
         if block.reload is not None:  # else it never left the device
             assert block.target is not None
             self._wait(block.reload, block.group, block.target)
-        group = block.group.lead or block.group
-        if group.state is RELOADING:
-            group.advance(RELOADED)
+        if block.group.state is RELOADING:
+            block.group.advance(RELOADED)
 
     def _wait(self, reload: Reload, group: OffloadGroup, target: torch.Tensor) -> None:
         """Make the compute stream wait for a reload whose target it reads."""
@@ -597,5 +590,5 @@ def _add(event: Event, events: list[Event]) -> None:
 
 def _count_users(region: HostRegion) -> int:
     """Count the blocks that are alive and have their data in a region."""
-    blocks = {found() for found in region.owners}  # of a batch, two groups may share one
+    blocks = (found() for found in region.owners)
     return sum(block is not None and block.region is region for block in blocks)

@@ -31,7 +31,7 @@ from megatron_offload.planning.plan import (
     rank_plan,
 )
 from megatron_offload.planning.policy import plan_by_rule
-from megatron_offload.planning.replay import RankWork, half_the_time
+from megatron_offload.planning.replay import RankProgram, RankWork, half_the_time
 from megatron_offload.planning.simulate import (
     RELEASE,
     RELOAD,
@@ -152,7 +152,9 @@ class Chooser:
         self._rank = cache(
             lambda rank, made: Footprint(work(rank, made).profile, bare_step(made).ranks[rank])
         )
-        self._program = program = cache(lambda rank, one: work(rank, one.recompute).replay(one))
+        self._program = program = cache(
+            lambda rank, one: _replay_planned(work(rank, one.recompute), one)
+        )
         self._step = cache(
             lambda machine, settings: simulate_programs(
                 replace(job, machine=machine), [program(*one) for one in enumerate(settings)]
@@ -472,6 +474,12 @@ class Chooser:
             for rank, peak_bytes in zip(plan.ranks, peaks, strict=True)
         )
         return replace(plan, ranks=tuple(ranks))
+
+
+def _replay_planned(work: RankWork, settings: RankSettings) -> RankProgram:
+    """Replay what a plan of these settings says: what holds nothing stays."""
+    nothing = (group.key for group in work.profile.groups if not group.num_bytes)
+    return work.replay(replace(settings, kept=settings.kept.union(nothing)))
 
 
 def _kinds_of(job: Job) -> list[tuple[str, int]]:

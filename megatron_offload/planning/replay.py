@@ -1,8 +1,9 @@
 """What the engine does in a steady step on one rank, call by call: no times, only the order.
 
-`core.step.StepDecisions` decides here as in the engine, over the passes of a schedule; what it asks
-for is written down. So what moves, where the compute stream waits, and every peak of memory follow
-from here, whatever the copies cost; `megatron_offload.planning.simulate` adds the times.
+`core.step.StepDecisions` decides here as in the engine, over the passes of a schedule, about what
+`core.joining` makes of its groups; what it asks for is written down. So what moves, where the
+compute stream waits, and every peak of memory follow from here, whatever the copies cost;
+`megatron_offload.planning.simulate` adds the times.
 
 Memory is counted as the allocator sees it: in the order of the compute stream's program. A source
 takes device memory until the compute stream has waited for its copy, a reload's target from its
@@ -24,7 +25,8 @@ from enum import IntEnum
 from typing import NamedTuple, TypeAlias
 
 from megatron_offload.core.budget import DeviceBudget
-from megatron_offload.core.group import Group, GroupState
+from megatron_offload.core.group import Group, GroupState, label_of
+from megatron_offload.core.joining import Started, joined_groups
 from megatron_offload.core.profile import GroupKey, GroupProfile, RemadeUnit, StepProfile
 from megatron_offload.core.step import StepDecisions, forecast_of
 from megatron_offload.core.trace import ByteCount
@@ -236,18 +238,36 @@ def replay(job: Job, rank: int, settings: RankSettings, *, records: bool = False
 
 
 class WorkGroup(Group):
-    """A group with its work, and the indices of its copies in the program."""
+    """A group with the indices of its copies in the program; it may be several, joined.
+
+    Attributes:
+        keys: theirs.
+        droppable_bytes: what is made again of those that are over, until all are.
+        spent_bytes: of those that backward has left, what a copy to the host still reads.
+    """
 
     is_spent = False
     is_in_window = False
     offload = reload = -1
+    spent_bytes = droppable_bytes = 0
 
-    def __init__(self, profile: GroupProfile, work: GroupWork, budget: DeviceBudget) -> None:
+    def __init__(self, profile: GroupProfile, budget: DeviceBudget) -> None:
         super().__init__(profile.key, profile.name, budget)
-        self.num_bytes = profile.num_bytes
-        self.work = work
-        if work.remade:
-            self.needs = tuple(sorted(set(profile.needs), reverse=True))
+        self.first_key = profile.key
+        self.keys: list[GroupKey] = []
+
+    def go_on(self, profile: GroupProfile) -> None:
+        """Begin, or go on with the next."""
+        self.key, self.name = profile.key, profile.name
+        self.keys.append(self.key)
+        self.num_bytes += profile.num_bytes
+        if profile.remade:
+            needs = {*self.needs, *profile.needs}.difference(self.keys)
+            self.needs = tuple(sorted(needs, reverse=True))
+
+
+_Part: TypeAlias = tuple[GroupProfile, GroupWork, WorkGroup | None]
+"""What a pass has of a work; no group where the engine doesn't see it."""
 
 
 class _Replay:
@@ -263,7 +283,7 @@ class _Replay:
             stage: rank.job.stages[stage].slowness(has_engine=settings.offloads)
             for stage in rank.job.schedule.stages_of(rank.rank)
         }
-        self._chunks: dict[tuple[int, int], list[WorkGroup]] = {}
+        self._chunks: dict[tuple[int, int], list[_Part]] = {}
         self._pending_bytes = self._host_bytes = self._peak_temp_bytes = 0
         self._static_bytes = self._device_bytes = static_bytes
         self._budget = DeviceBudget(settings.max_inflight_bytes, settings.prefetch_bytes)
@@ -273,6 +293,11 @@ class _Replay:
             if None in (settings.max_inflight_bytes, settings.prefetch_bytes):
                 rank.tell(self._budget, settings.kept)
             self._decisions.begin_step(rank.profile, rank.forecast)
+            started = (
+                Started(one.key, one.name, one.saved_bytes, False, one.key not in settings.kept)
+                for one in rank.profile.groups
+            )
+            self._joining = joined_groups(started, (), self._budget.joined_bytes)
 
     def run(self) -> RankProgram:
         for index, (one, places, pending) in enumerate(self._rank.passes):
@@ -304,41 +329,52 @@ class _Replay:
     def _forward(self, one: Pass, places: _Places) -> None:
         settings = self._settings
         chunk = self._chunks[one.stage, one.microbatch] = []
+        goes_on: WorkGroup | None = None
         for profile, work in places:
-            group = WorkGroup(profile, work, self._budget)
-            chunk.append(group)
-            self._count(work.num_bytes + work.kept_bytes)  # what it leaves there
-            self._compute(one, group, work.forward_us, work.forward_temp_bytes)
+            group = None
             if work.is_marked and settings.offloads:
+                group = goes_on or WorkGroup(profile, self._budget)
+                group.go_on(profile)
                 self._decisions.start(group)
-                is_kept = group.key in settings.kept
-                self._decisions.commit(group, "the plan keeps it" if is_kept else "")
+            chunk.append((profile, work, group))
+            self._count(work.num_bytes + work.kept_bytes)  # what it leaves there
+            self._compute(one, profile, work.forward_us, work.forward_temp_bytes)
+            if group is not None:
+                goes_on = group if profile.key in self._joining else None
+                if goes_on is not None:  # what is made again is there until they are committed
+                    group.droppable_bytes += profile.saved_bytes - profile.num_bytes
+                    self._count(profile.saved_bytes - profile.num_bytes)
+                else:
+                    self._count(-group.droppable_bytes)
+                    is_kept = profile.key in settings.kept
+                    self._decisions.commit(group, "the plan keeps it" if is_kept else "")
 
     def _backward(self, one: Pass) -> None:
         chunk = self._chunks.pop((one.stage, one.microbatch))
-        for group in reversed(chunk):
-            work = group.work
-            is_seen = work.is_marked and self._settings.offloads
-            if is_seen:
-                self._decisions.enter_backward(group)
+        for profile, work, group in reversed(chunk):
+            if group is not None:
+                if profile.key == group.key:
+                    self._decisions.enter_backward(group)
                 self._await_reload(group)
             for unit in work.remade:
                 self.program.remade_bytes += unit.num_bytes
                 self.program.remade_us += unit.us
-            for needed in chunk if group.needs else ():
-                if needed.key in group.needs:
+            needs = profile.needs if work.remade else ()
+            for other, _, needed in chunk if needs else ():
+                if needed is not None and other.key in needs:
                     self._await_reload(needed)
             sizes = work.backward_temp_bytes, work.backward_block_bytes
-            self._compute(one, group, work.backward_us, *sizes)
+            self._compute(one, profile, work.backward_us, *sizes)
             # Its memory goes with its graph, unless a copy still reads it.
-            group.is_spent = True
-            is_read = (group.lead or group).is_in_window
+            is_read = group is not None and group.is_in_window
             self._count(-work.kept_bytes - (0 if is_read else work.num_bytes))
-            if is_seen:
-                self._decisions.leave_backward(group)
+            if group is not None:
+                group.spent_bytes += work.num_bytes * is_read
+                if profile.key == group.first_key:
+                    self._decisions.leave_backward(group)
 
     def _compute(
-        self, one: Pass, group: WorkGroup, us: float, temp_bytes: int, block_bytes: int = 0
+        self, one: Pass, profile: GroupProfile, us: float, temp_bytes: int, block_bytes: int = 0
     ) -> None:
         """Write a group's part of a pass."""
         temp_bytes += self._rank.job.stages[one.stage].buffer_bytes
@@ -347,16 +383,18 @@ class _Replay:
         self._note_peaks(temp_bytes + block_bytes)
         us *= self._slowness[one.stage]
         if us > 0:
-            self._add(OpKind.COMPUTE, us, group)
+            self._add(OpKind.COMPUTE, us, profile)
         if self._records:
             taken_bytes = self._device_bytes + temp_bytes + block_bytes + self._pending_bytes
-            self.program.pieces.append(Piece(group.key, one.kind, us, taken_bytes))
+            self.program.pieces.append(Piece(profile.key, one.kind, us, taken_bytes))
 
-    def _add(self, kind: OpKind, argument: float, group: WorkGroup | None = None) -> None:
+    def _add(
+        self, kind: OpKind, argument: float, group: WorkGroup | GroupProfile | None = None
+    ) -> None:
         self.program.kinds.append(kind)
         self.program.arguments.append(argument)
-        if self._records:  # the group's name as the engine has it
-            label = group.label if group and group.work.is_marked else ""
+        if self._records:
+            label = label_of(group.name, group.key) if group and group.key.order >= 0 else ""
             self.program.labels.append((label, self._is_backward))
 
     # Actions
@@ -367,10 +405,10 @@ class _Replay:
     def offload(self, group: WorkGroup) -> None:
         group.advance(GroupState.OFFLOADING)
         group.offload = self._issue(OpKind.OFFLOAD, group)
-        self.program.offloaded_bytes += group.batch_bytes
-        self.program.moved += [one.key for one in (*group.followers, group)]
-        self._count(host_bytes=group.batch_bytes)
-        self._budget.inflight_bytes += group.batch_bytes
+        self.program.offloaded_bytes += group.num_bytes
+        self.program.moved += group.keys
+        self._count(host_bytes=group.num_bytes)
+        self._budget.inflight_bytes += group.num_bytes
         group.is_in_window = True
         self._window.add(group)
 
@@ -379,33 +417,30 @@ class _Replay:
         group.is_in_window = False
         self._add(OpKind.AWAIT, group.offload, group)
         if group.state is GroupState.OFFLOADING:
-            self._budget.inflight_bytes -= group.batch_bytes
+            self._budget.inflight_bytes -= group.num_bytes
             group.advance(GroupState.ON_HOST)
-            self._count(-group.batch_bytes)
-            return
-        for one in (*group.followers, group):
-            if one.is_spent:
-                self._count(-one.num_bytes)
+            self._count(-group.num_bytes)
+        else:
+            self._count(-group.spent_bytes)
 
     def cancel(self, group: WorkGroup, *, is_late: bool) -> None:
         group.advance(GroupState.RESIDENT)
-        self._budget.inflight_bytes -= group.batch_bytes
-        self._count(host_bytes=-group.batch_bytes)
-        self.program.returned_bytes += group.batch_bytes
+        self._budget.inflight_bytes -= group.num_bytes
+        self._count(host_bytes=-group.num_bytes)
+        self.program.returned_bytes += group.num_bytes
 
     def reload(self, group: WorkGroup, *, is_late: bool) -> bool:
         self.program.num_late += is_late
         group.advance(GroupState.RELOADING)
-        self._count(group.batch_bytes)
+        self._count(group.num_bytes)
         self._note_peaks(0)
         group.reload = self._issue(OpKind.RELOAD, group)
-        self.program.reloaded_bytes += group.batch_bytes
-        self._count(host_bytes=-group.batch_bytes)
+        self.program.reloaded_bytes += group.num_bytes
+        self._count(host_bytes=-group.num_bytes)
         return True
 
     def _await_reload(self, group: WorkGroup) -> None:
         """Write the wait for what comes back, where its first tensor is unpacked."""
-        group = group.lead or group
         if group.state is GroupState.RELOADING:
             self._add(OpKind.AWAIT, group.reload, group)
             group.advance(GroupState.RELOADED)
@@ -414,7 +449,7 @@ class _Replay:
 
     def _issue(self, kind: OpKind, group: WorkGroup) -> int:
         copies = self.program.copy_bytes
-        copies.append(group.batch_bytes)
+        copies.append(group.num_bytes)
         self._add(kind, len(copies) - 1, group)
         return len(copies) - 1
 

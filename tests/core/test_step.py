@@ -34,16 +34,16 @@ class Paper:
 
     def offload(self, group):
         self.note(group, GroupState.OFFLOADING, "offload")
-        self.budget.inflight_bytes += group.batch_bytes
+        self.budget.inflight_bytes += group.num_bytes
         self.window.add(group)
 
     def release(self, group):
         if group.state is GroupState.OFFLOADING:
-            self.budget.inflight_bytes -= group.batch_bytes
+            self.budget.inflight_bytes -= group.num_bytes
             self.note(group, GroupState.ON_HOST, "release")
 
     def cancel(self, group, *, is_late):
-        self.budget.inflight_bytes -= group.batch_bytes
+        self.budget.inflight_bytes -= group.num_bytes
         self.note(group, GroupState.RESIDENT, "late cancel" if is_late else "cancel")
 
     def reload(self, group, *, is_late):
@@ -115,7 +115,7 @@ def test_no_more_are_in_flight_than_a_chunk_allows(most):
     ):
         paper.decisions.begin_step(None)
         for order in range(4):
-            paper.forward(10, is_alone=True)
+            paper.forward(10)
             limit()
             assert paper.window.num_inflight == min(order + 1, most)
         paper.window.drain()
@@ -174,63 +174,3 @@ def test_a_graph_that_outlives_its_step_counts_for_nothing():
     assert paper.asked[-2:] == ["late cancel 1", "late reload 0"]
     assert (paper.budget.held_bytes, paper.window.step_bytes) == (0, 0)
     assert paper.decisions.backward_order == []
-
-
-def test_small_groups_are_decided_about_together():
-    paper = Paper(400, 400)  # a batch is complete with 100
-    paper.decisions.begin_step(None)
-    groups = paper.forward(40, 40, 40, 200, 40)
-    assert paper.asked == ["offload 2", "offload 3"]
-    first, second, lead, large, last = groups
-    assert (first.lead, second.lead, lead.lead, large.lead) == (lead, lead, None, None)
-    assert (lead.batch_bytes, large.batch_bytes) == (120, 200)
-    assert first.state is second.state is GroupState.BATCHED
-    assert last.state is GroupState.RECORDING
-    assert paper.budget.inflight_bytes == 320
-    paper.window.drain()
-    paper.decisions.enter_backward(last)  # nothing more will come
-    assert paper.asked[-4:] == ["offload 4", "late cancel 4", "reload 3", "reload 2"]
-    paper.decisions.leave_backward(last)
-    for group in (large, lead):
-        paper.decisions.enter_backward(group)
-        assert group.state is GroupState.RELOADING
-        group.advance(GroupState.RELOADED)
-        assert paper.budget.held_bytes >= group.batch_bytes
-        paper.decisions.leave_backward(group)
-    assert paper.budget.held_bytes == 80, "backward is in the batch still"
-    for group in (second, first):
-        paper.decisions.enter_backward(group)
-        paper.decisions.leave_backward(group)
-    assert paper.budget.held_bytes == 0
-    assert paper.decisions.backward_order == [group.key for group in reversed(groups)]
-
-
-def test_a_batch_is_of_one_chunk_and_leaves_out_who_stays():
-    paper = Paper(400, 400)
-    paper.decisions.begin_step(None)
-    paper.forward(40)
-    paper.forward(40, stays_because="asked to")
-    paper.forward(40, is_alone=True)
-    assert paper.asked == ["stay (asked) 0", "offload 0", "offload 0"]
-    paper.asked.clear()
-    paper.forward(40)
-    other = PlainGroup(GroupKey(1, 7), "g", paper.budget)
-    other.num_bytes = 40
-    paper.decisions.start(other)
-    paper.decisions.commit(other)
-    assert paper.asked == ["offload 0"], "of the chunk before"
-    paper.decisions.complete_batch()
-    assert paper.asked[-1] == "offload 7"
-    paper.decisions.complete_batch()
-    assert len(paper.asked) == 2
-
-
-def test_a_group_that_is_needed_by_another_comes_back_with_its_batch():
-    paper = Paper(400, 0)
-    paper.decisions.begin_step(None)
-    first, lead, needing = paper.forward(30, 30, 200)
-    needing.needs = (first.key,)
-    paper.window.drain()
-    paper.decisions.enter_backward(needing)
-    assert first.lead is lead
-    assert paper.asked[-2:] == ["late reload 1", "late reload 2"]

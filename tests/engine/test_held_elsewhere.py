@@ -104,7 +104,7 @@ def test_a_group_is_held_while_something_of_it_is_needed():
     chunk = manager.begin_chunk()
     group = manager.start_group(chunk, "g")
     records = [chunk.pack(group, torch.randn(size)) for size in (256, 512)]
-    group.batch_bytes = 3 * KIB
+    group.num_bytes = 3 * KIB
     records.pop()
     group.hold()
     assert manager.budget.held_bytes == 3 * KIB

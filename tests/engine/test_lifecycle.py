@@ -263,7 +263,7 @@ def test_a_forced_release_counts_where_the_group_that_asks_for_it_moves(monkeypa
         kept = {GroupKey(0, 1): "asked to"}
         monkeypatch.setattr(manager.learner, "keeps_because", lambda g: kept.get(g.key, ""))
     elif stays:
-        monkeypatch.setattr(manager.decisions, "is_needed_soon", lambda g, _: g.name == "inner")
+        monkeypatch.setattr(manager.decisions, "is_needed_soon", lambda g: g.name == "inner")
     manager.begin_chunk()
     x, y = torch.randn(1024, requires_grad=True), torch.randn(1024)
     expected = torch.autograd.grad((x * y * y).sum(), x)

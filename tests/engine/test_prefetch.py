@@ -104,9 +104,9 @@ def test_after_a_wrong_turn_the_rest_of_a_chunk_comes_back_in_time():
     for _ in range(2):
         run_step(model, manager, [*forwards, *[("B", m) for m in range(4)]])
     run_step(model, manager, [*forwards, *[("B", m) for m in (2, 0, 1, 3)]])
-    # What was brought back for the wrong microbatch takes the budget of the one that came (4
-    # batches); then one is late where backward returns to the first of those left out.
-    assert manager.last_step.num_late_reloads == 5
+    # What was brought back for the wrong microbatch takes the budget of the one that came (6
+    # groups); then one is late where backward returns to the first of those left out.
+    assert manager.last_step.num_late_reloads == 7
 
 
 class Compute(Observer):
