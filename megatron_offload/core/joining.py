@@ -34,7 +34,8 @@ def joined_groups(
     """Return the groups that are recorded as one in steps like this one.
 
     A group goes with all that is inside of it, if that is no more than twice enough, and on with
-    those that follow until there is enough.
+    those that follow until there is enough. What holds nothing goes on with none that has enough by
+    itself: backward would leave that later.
 
     Args:
         started: those that were recorded, in the order in which they began.
@@ -50,7 +51,8 @@ def joined_groups(
             last = None
             continue
         follows = last is not None and last.key.chunk == unit[0].key.chunk
-        if last is not None and follows and joined_bytes < enough_bytes and last.key not in ends:
+        lacks = 0 < joined_bytes < enough_bytes or joined_bytes + unit_bytes < enough_bytes
+        if last is not None and follows and lacks and last.key not in ends:
             unit.insert(0, last)
             unit_bytes += joined_bytes
         joining.update((one.key, (other.key, other.name)) for one, other in pairwise(unit))

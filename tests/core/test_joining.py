@@ -31,6 +31,8 @@ def test_neighbours_are_joined_until_they_have_enough():
     assert joined([10, 10, 50, 10, 10]) == [[0, 1, 2], [3, 4]]
     assert joined([30, 30, 30]) == []
     assert joined([10] * 4, enough_bytes=0) == []
+    assert joined([0, 0, 10, 30]) == [[0, 1, 2, 3]]
+    assert joined([0, 30, 0, 40, 10]) == [], "what holds nothing would put off the other's end"
 
 
 def test_a_group_goes_with_what_is_inside_of_it_or_not_at_all():
