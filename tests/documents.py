@@ -251,7 +251,11 @@ class Cuda:
     def __getattr__(self, name):
         return getattr(real, name)
 
-manager.configure(MOVING, backend=Capturing(MOVING.simulated))
+def configure(config):
+    settings = MOVING.model_copy(update=config.model_dump(exclude_unset=True))
+    type(manager).configure(manager, settings, backend=Capturing(settings.simulated))
+
+manager.configure = configure
 batch = data[0]
 real, torch.cuda = torch.cuda, Cuda()
 """
