@@ -37,16 +37,13 @@ _DENSE = ("mlp_fc1", "mlp_act", "mlp_fc2")
 _MOE = ("expert_fc1", "moe_act")
 """What is marked where neither the job nor the configuration says that."""
 
-_WHOLE_STEP = "full_iteration"
-"""What Megatron's ``--cuda-graph-impl`` calls a graph of a whole step."""
-
 _ENGINE, _VARIABLE = "transformer_engine", "NVTE_CPU_OFFLOAD_V1"
 
 
 def install_by_flags(given: Mapping[str, Any]) -> OffloadConfig:
     """Install with the configuration that parsed flags stand for; return it."""
     config, report = read_flags(given), given.get("offload_report")
-    if given.get("cuda_graph_impl") == _WHOLE_STEP:
+    if _captures_steps(given):
         config = config.model_copy(update={"whole_step_graph": True})
     read_policy(config)
     refuse_unserved("megatron_core.install()", config)
@@ -78,10 +75,10 @@ def prepare(given: Mapping[str, Any]) -> None:
             names = config.modules if "modules" in config.model_fields_set else usual
             args.offload_modules = list(args.offload_modules or names)
             args.fine_grained_activation_offloading = True
-            if getattr(args, "cuda_graph_impl", None) == _WHOLE_STEP:
+            if _captures_steps(vars(args)):
                 if config.tuned_policy is not None:  # whose plan is found by then
                     args.cuda_graph_warmup_steps = max(args.cuda_graph_warmup_steps, 16)
-                if args.fine_grained_offloading_max_inflight_offloads is None:
+                if getattr(args, "fine_grained_offloading_max_inflight_offloads", 0) is None:
                     # Megatron's only bound, which it asks for; this package has its own.
                     args.fine_grained_offloading_max_inflight_offloads = 1 << 30
         with Exchanges() as asked:
@@ -102,6 +99,14 @@ def prepare(given: Mapping[str, Any]) -> None:
     if bind is not None:
         calls[bind] = _going_on
     megatron_core.exchange_everywhere((their, around(their, call)) for their, call in calls.items())
+
+
+def _captures_steps(flags: Mapping[str, Any]) -> bool:
+    """Whether Megatron's flags ask for graphs of whole steps, as any of its versions names them."""
+    impl = flags.get("cuda_graph_impl") or "none"
+    names = ("cuda_graph_scope", "cuda_graph_scope_deprecated", "cuda_graph_modules")
+    scopes = (getattr(one, "name", one) for name in names for one in flags.get(name) or ())
+    return impl != "none" and "full_iteration" in (impl, *scopes)
 
 
 def _going_on(bind: Callable[[], None]) -> None:

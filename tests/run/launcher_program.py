@@ -61,6 +61,7 @@ if __name__ == "__main__":
         "copied": config.offload_modules is not args.offload_modules,
         "on": config.fine_grained_activation_offloading,
         "modules": config.offload_modules,
+        "replays": settings.whole_step_graph,
         "warmup": getattr(config, "cuda_graph_warmup_steps", None),
         "seen": getattr(args, "seen", None),
         "variable": os.environ.get("NVTE_CPU_OFFLOAD_V1"),
