@@ -347,13 +347,13 @@ class PipelineOffloadManager:
             since = self._begun_at_backward
             self._begin_step()
             self._chunk, self._begun_at_backward = chunk, None if since is None else 0
-        learner = self.learner
-        # In a graph boundaries cost the host nothing, and each is one more to bring back at.
-        passes = not (learner.passing and self.backend.is_capturing())
-        if not self._entered and self._looks_away and passes:
-            step.passing = learner.passing
-            if not self._stays_because:
-                step.joining = learner.joining
+        if not self._entered and self._looks_away:
+            learner = self.learner
+            # In a graph boundaries cost the host nothing, and each is one more to bring back at.
+            if not (learner.passing and self.backend.is_capturing()):
+                step.passing = learner.passing
+                if not self._stays_because:
+                    step.joining = learner.joining
         self._entered.append(chunk)
         chunk.position = len(self._entered) - 1
 
