@@ -55,6 +55,11 @@ _MOST_IDLE_SHARE = 0.25
 
 _logger = logging.getLogger(__name__)
 
+_OTHER_HOST = (
+    "a step was captured with a plan of eager steps, whose limit was the host; a replay has none: "
+    "set whole_step_graph for plans of replays"
+)
+
 _NOT_HEARD = "this rank has not heard the others of its job within %g s"
 
 _numbers = itertools.count()
@@ -93,6 +98,7 @@ class MeasuredLoop:
         self._config: OffloadConfig | None = None
         self._steps: Generator[None, None, None] | None = None
         self._looking = contextlib.ExitStack()
+        self._is_host_bound = False
         self._known: StepProfile | None = None
         self._followed: OffloadPlan | None = None
 
@@ -113,6 +119,9 @@ class MeasuredLoop:
         if manager.last_step.is_captured:
             if manager.last_step.num_groups and not self.is_settled:
                 raise StateError(CAPTURED_TOO_EARLY)
+            if self._is_host_bound and not manager.config.whole_step_graph:
+                self._is_host_bound = False  # it is said once
+                _logger.warning(_OTHER_HOST)
             return
         if self._steps is not None:
             self._is_spoilt = manager.is_staying  # so that the step tells nothing
@@ -250,7 +259,9 @@ class MeasuredLoop:
             "%s is lost, %s bytes are reserved, %.2f of boundaries wait for the host",
             *(cost, reserved, idle_share),
         )
-        search.note(cost, reserved, is_host_bound=idle_share > _MOST_IDLE_SHARE)
+        is_host_bound = idle_share > _MOST_IDLE_SHARE
+        self._is_host_bound |= is_host_bound
+        search.note(cost, reserved, is_host_bound=is_host_bound)
         text = PLANS.to_json(replace(search.plan, bandwidths=FROM_COPIES))
         return json.dumps([text, search.num_steps, search.is_settled, search.is_kept, search.said])
 

@@ -196,6 +196,19 @@ def test_for_replays_the_plan_is_that_of_a_host_that_takes_no_time(policy, log):
     assert loop.plan.moved_bytes == pytest.approx(expected.moved_bytes, rel=0.3)
 
 
+@pytest.mark.parametrize("launch_us", [150.0, 1.0])
+@pytest.mark.parametrize("whole_step_graph", [False, True])
+def test_a_capture_with_a_plan_of_a_slow_host_is_warned_of_once(launch_us, whole_step_graph, log):
+    job = VirtualJob(0.1, whole_step_graph=whole_step_graph).launched_by_a_host(launch_us)
+    settled(job)
+    job.manager.observers.clear()  # nobody may look at what is captured
+    job.backend.is_capturing = lambda: True
+    for _ in range(2):
+        job.step()
+    warned = [one for one in log.records if "set whole_step_graph" in one.message]
+    assert len(warned) == (launch_us > 100 and not whole_step_graph)
+
+
 def test_where_the_device_is_the_limit_replays_take_what_was_measured():
     job = VirtualJob(0.1, whole_step_graph=True).launched_by_a_host(1.0)
     assert settled(job).plan.measured is not None
