@@ -8,6 +8,8 @@ On a CPU the processes speak by gloo, and the device is simulated.
 
 from __future__ import annotations
 
+import gc
+
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import DistributedType, set_seed
@@ -50,3 +52,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    gc.collect()  # of what the model holds, gloo's threads else abort as Python ends
