@@ -250,10 +250,12 @@ class Run:
     def _captured(self, passes: Callable, context) -> Callable:
         """Take eager steps, then capture what one has of passes; return what replays that."""
         stream = torch.cuda.Stream()
+        torch.cuda.synchronize()
         with torch.cuda.stream(stream):
             for _ in range(EAGER_STEPS):
                 passes()
                 self.optimizer.step()
+        torch.cuda.synchronize()
         self._begin_anew()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

@@ -110,7 +110,7 @@ class MeasuredLoop:
             self._config = manager.config
             self._manager = weakref.proxy(manager)  # which holds this: no circle
             self.plan = self._followed = self._known = self._steps = None
-            self.said = ""
+            self.said, self._is_host_bound = "", False
             policy = manager.config.tuned_policy
             self.is_settled = policy is None
             if policy is not None:

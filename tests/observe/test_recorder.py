@@ -149,6 +149,29 @@ def test_a_device_that_is_held_back_takes_what_it_would_behind_no_host(launch_us
     assert sum(late) > 1.5 * sum(expected)
 
 
+def test_what_events_themselves_take_is_no_work():
+    def recorded(event_us):
+        job = VirtualJob(10.0).warmed_up()
+        backend, timestamp = job.backend, job.backend.timestamp
+
+        def taking_time(stream):
+            if stream is backend.compute_stream():
+                backend.advance_compute(event_us)
+            return timestamp(stream)
+
+        backend.timestamp = taking_time
+        with profile_step(job.manager) as recorded:
+            job.step()
+        return recorded.profile
+
+    free, dear = recorded(0.0), recorded(2.0)
+    began_us = dear.times[0].started_us
+    assert began_us == 4.0, "the two of which the recorder sees what they take"
+    for one, other in zip(dear.times, free.times, strict=True):
+        assert [us - began_us for us in one] == pytest.approx([*other])
+    assert dear.step_us - began_us == pytest.approx(free.step_us)
+
+
 def test_memory_is_the_most_that_was_alive_at_a_boundary():
     program = Program()
     with profile_step(program.manager, moves=False) as recorded:
