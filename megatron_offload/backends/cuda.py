@@ -79,7 +79,8 @@ class CudaBackend(Backend):
         self._now = torch.cuda.Event()
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        return tensor.is_cuda and tensor.get_device() == self._index
+        is_strided = tensor.layout is torch.strided
+        return is_strided and tensor.is_cuda and tensor.get_device() == self._index
 
     def compute_stream(self) -> torch.cuda.Stream:
         key: tuple[int, int, int] = torch._C._cuda_getCurrentStream(self._index)

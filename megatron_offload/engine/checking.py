@@ -62,8 +62,9 @@ class Checker(Observer):
         if block.recipe is not None:
             came = f"was made again ({block.recipe.unit!r})"
         what = f"a region of {block.high - block.low} bytes"
-        if block.size is not None:
-            what = f"a tensor of shape {list(block.size)} and dtype {block.dtype}"
+        if block.part[1] is not None:
+            size, dtype = block.part[1]
+            what = f"a tensor of shape {list(size)} and dtype {dtype}"
         raise CorruptionError(
             f"group {block.group.label}: {what} (number {block.index} that {block.group.name!r} "
             f"saved) {came} with other bits than it left with: checksum "

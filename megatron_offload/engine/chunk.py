@@ -17,13 +17,12 @@ from megatron_offload.backends.base import Stream
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import ALIGNMENT_BYTES, Block, OffloadGroup, Recipe, Rules
-from megatron_offload.engine.marks import Marks, is_parameter, may_be_activation
+from megatron_offload.engine.marks import Marks, has_own_bytes, is_parameter, may_be_activation
 from megatron_offload.engine.random_states import RandomStates
 from megatron_offload.engine.recipe import FunctionRecipe, Input
-from megatron_offload.engine.saved_tensor import SavedTensor
+from megatron_offload.engine.saved_tensor import FORMS, SavedTensor
 from megatron_offload.engine.subclasses import is_wrapper
 from megatron_offload.engine.transfers import Transfers
-from megatron_offload.memory.tensor_pool import span_bytes
 
 _TOO_SMALL = "smaller than what moves (min_tensor_bytes, min_tensor_elements)"
 
@@ -100,7 +99,7 @@ class ChunkOffloadHandler:
         """Whether a saved tensor is an activation that this chunk can move."""
         if not may_be_activation(tensor) or self.is_small(tensor):
             return False
-        return self.marks.activation_storage(tensor, self.transfers.backend) is not None
+        return self.marks.lets_move(tensor, self.transfers.backend)
 
     @graph_break
     def pack(self, group: OffloadGroup, tensor: torch.Tensor) -> SavedTensor:
@@ -114,15 +113,18 @@ class ChunkOffloadHandler:
             for observer in transfers.observers:
                 observer.tensor_saved(tensor)
         record = SavedTensor(tensor, group.name)
-        if may_be_activation(tensor):
-            stream = transfers.backend.compute_stream()
-            if group.unsettled is not self or stream is not self._saves_on:
-                self.settle()
-                self._saves_in, self._saves_on = group, stream
-                group.unsettled = self
-            self._saved.append(weakref.ref(record))
-            if tensor.__dict__:
-                self._take_ready_mark(tensor, record)
+        marks = tensor.__dict__
+        is_unmarked = type(tensor) is torch.Tensor and not marks and tensor._base is None
+        if not is_unmarked and not may_be_activation(tensor):  # which is slower
+            return record
+        stream = transfers.backend.compute_stream()
+        if group.unsettled is not self or stream is not self._saves_on:
+            self.settle()
+            self._saves_in, self._saves_on = group, stream
+            group.unsettled = self
+        self._saved.append(weakref.ref(record))
+        if marks:
+            self._take_ready_mark(tensor, record)
         return record
 
     def _take_ready_mark(self, tensor: torch.Tensor, record: SavedTensor) -> None:
@@ -142,35 +144,41 @@ class ChunkOffloadHandler:
         if group is None or group.unsettled is None:
             return
         self._saved, group.unsettled = [], None
-        transfers, rules, blocks, stream = self.transfers, self.rules, self._blocks, self._saves_on
-        backend, references, recipes = transfers.backend, group.references, self._recipes
-        storage_of = self.marks.activation_storage
+        transfers, blocks, stream = self.transfers, self._blocks, self._saves_on
+        references, recipes, rules = group.references, self._recipes, self.rules
+        least_bytes, least_elements = rules.min_tensor_bytes, rules.min_tensor_elements
+        owns, (staying, everywhere), forms = transfers.backend.owns, self.marks.staying(), FORMS
         for saved_reference in saved:
             record = saved_reference()
             if record is None:
                 continue
             alias = record.alias
-            storage_key = storage_of(alias, backend)
-            if storage_key is None:
+            if not owns(alias) or alias.is_neg() or alias._is_zerotensor():
                 continue
-            num_bytes = alias.nbytes
-            if num_bytes < rules.min_tensor_bytes or alias.numel() < rules.min_tensor_elements:
+            storage_key = alias.untyped_storage()._cdata
+            if storage_key in staying or storage_key in everywhere:
+                continue
+            form = forms[alias.shape, alias.stride(), alias.storage_offset(), alias.dtype]
+            if form.is_special and not has_own_bytes(alias):
+                continue
+            if form.num_bytes < least_bytes or form.num_elements < least_elements:
                 if storage_key not in self._small_keys and self._find_block(storage_key) is None:
                     self._small_keys.add(storage_key)  # else it was counted, or moves
-                    transfers.stats.by_name[record.group_name].keep(num_bytes, _TOO_SMALL)
+                    by_name = transfers.stats.by_name[record.group_name]
+                    by_name.keep(form.num_bytes, _TOO_SMALL)
                 continue
-            alias, version = record.note_form(), record.version
-            low = record.offset * alias.itemsize
-            is_contiguous = alias.is_contiguous()
-            high = low + (num_bytes if is_contiguous else span_bytes(alias))
+            record.form = form
+            if not record.is_detached:
+                alias = record.detach()
             found = blocks.get(storage_key)
             block = None if found is None else found()
             if block is not None and block.storage_key == storage_key:
                 is_before_copy = block.is_before_copy
-                if is_before_copy or (block.covers(low, high) and block.version == version):
+                is_inside = block.covers(form.low, form.high)
+                if is_before_copy or (is_inside and block.version == record.version):
                     record.block = block
                     if is_before_copy:
-                        block.add(alias, low, high)
+                        block.add(alias, form.low, form.high)
                         block.ready = None  # told of one of them only, maybe
                     elif block.released:
                         transfers.sources.empty(alias)
@@ -180,22 +188,22 @@ class ChunkOffloadHandler:
                         references.append(weakref.ref(block))  # whoever needs it first reloads it
                         group.shares_with += (block.group.key,)
                     continue
-            name = record.group_name
-            block = Block(transfers, group, name, stream, storage_key, version, alias)
-            record.block = block
+            low, high, part = form.low, form.high, form.part
+            if part is None:
+                low -= low % ALIGNMENT_BYTES
+                if not form.is_contiguous:
+                    storage_bytes = alias.untyped_storage().nbytes()  # fewer, where it was emptied
+                    if high <= storage_bytes <= 2 * (high - form.low):
+                        low, high = 0, storage_bytes  # its like may be in between: q, k, v
+                part = high - low, None
+            name, version = record.group_name, record.version
+            record.block = block = Block(
+                transfers, group, name, stream, storage_key, version, alias, low, high, part
+            )
             blocks[storage_key] = reference = weakref.ref(block)
             references.append(reference)
             if recipes:
                 block.recipe = recipes.pop(storage_key, None)
-            misalignment = low % ALIGNMENT_BYTES
-            if is_contiguous and not misalignment:
-                block.size, block.dtype = record.size, record.dtype
-            elif not is_contiguous:
-                storage_bytes = alias.untyped_storage().nbytes()  # fewer, where it was emptied
-                if high <= storage_bytes <= 2 * (high - low):  # its like may be in between: q, k, v
-                    low, high, misalignment = 0, storage_bytes, 0
-            block.low = low = low - misalignment
-            block.high, block.num_bytes = high, high - low
 
     def add_recipe(
         self,

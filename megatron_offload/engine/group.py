@@ -61,15 +61,14 @@ class Flight:
     """The copies of one group to the host, from their issue to their release."""
 
     group: OffloadGroup
-    d2h: Event = None
-    """The event behind them, once they are issued."""
-    streams: list[Stream] = field(default_factory=list)
-    """Those of all blocks, each once: what reuses their memory is queued there."""
-    blocks: list[BlockRef] = field(default_factory=list)
-    aliases: list[torch.Tensor] = field(default_factory=list)
+    blocks: list[BlockRef]
+    streams: list[Stream]
+    """Of each block its own: what reuses its memory is queued there."""
+    aliases: list[torch.Tensor]
     """Of each block one, which keeps its memory even where the graph is dropped before the copy
     ends."""
-    streams_of_blocks: list[Stream] = field(default_factory=list)
+    d2h: Event = None
+    """The event behind them, once they are issued."""
     num_bytes: int = 0
     """What of it counts as in flight."""
 
@@ -95,11 +94,13 @@ class Block:
         stream: what the program computed on when it did.
         index: its place among the blocks of that group.
         storage_key: the storage's identity; 0 once the storage has gone.
-        low, high: the region's byte range within the storage; grows until the copy is issued.
+        low, high: the region's byte range within the storage, ``num_bytes``; grows until the copy
+            is issued.
+        part: what it takes of host memory, shown as the tensor where one contiguous tensor is all
+            of the region.
         alias, others: one detached alias per record, sharing storage and version counter with the
             tensor that was saved. Emptying them is what releases the source.
         version: version counter of the source when it was first saved.
-        size, dtype: those of the tensor where one contiguous tensor is all of the region.
         ready: the event behind its producer, where the program has told.
         stays: whether it was chosen to stay on the device.
         mover: the group that moves it, or would: the last to be committed with it on the device.
@@ -120,10 +121,8 @@ class Block:
     """
 
     # Defaults of the class: most blocks are made, saved in and dropped without setting most.
-    index = num_bytes = low = high = address = counted_bytes = kept_bytes = 0
+    address = counted_bytes = kept_bytes = 0
     others: tuple[torch.Tensor, ...] = ()
-    size: torch.Size | None = None
-    dtype: torch.dtype | None = None
     ready: Event | None = None
     flight: Flight | None = None
     host: torch.Tensor | None = None
@@ -145,6 +144,9 @@ class Block:
         storage_key: int,
         version: int,
         alias: torch.Tensor,
+        low: int,
+        high: int,
+        part: Part,
     ) -> None:
         self.group = self.mover = group
         self.name = name
@@ -152,6 +154,10 @@ class Block:
         self.storage_key = storage_key
         self.version = version
         self.alias = alias
+        self.low = low
+        self.high = high
+        self.num_bytes = part[0]
+        self.part = part
         self.index = len(group.references)
         self.store = store  # last: without it there is nothing to give back
 
@@ -159,12 +165,6 @@ class Block:
     def identity(self) -> tuple[GroupKey, int]:
         """What it is called in every step of the same program."""
         return self.group.key, self.index
-
-    @property
-    def part(self) -> Part:
-        """What it takes of host memory."""
-        size, dtype = self.size, self.dtype
-        return self.num_bytes, None if size is None or dtype is None else (size, dtype)
 
     @property
     def is_before_copy(self) -> bool:
@@ -187,10 +187,10 @@ class Block:
 
     def add(self, alias: torch.Tensor, low: int, high: int) -> None:
         """Make room for one more alias of the storage; only before the copy is issued."""
-        self.size = None
         self.low = min(self.low, low - low % ALIGNMENT_BYTES)
         self.high = max(self.high, high)
         self.num_bytes = self.high - self.low
+        self.part = self.num_bytes, None
         self.others += (alias,)
 
     @graph_break

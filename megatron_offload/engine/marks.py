@@ -7,6 +7,7 @@ set counts on the tensor that has it, and on all its views.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Container
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -69,6 +70,16 @@ def is_opted_out(tensor: torch.Tensor) -> bool:
     return has_mark(tensor) or (base is not None and has_mark(base))
 
 
+def has_own_bytes(tensor: torch.Tensor) -> bool:
+    """Whether the bytes of a strided tensor's storage tell all of it, and there are some.
+
+    Not of quantized, lazily conjugated or negated tensors, of zeros without memory (forward-mode
+    AD), and of empty ones.
+    """
+    is_lazy = tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor()
+    return not is_lazy and not tensor.is_quantized and tensor.nbytes > 0
+
+
 class Marks:
     """The marks of one manager; nothing is kept alive by one."""
 
@@ -77,48 +88,46 @@ class Marks:
         self._parameters: weakref.WeakValueDictionary[int, torch.Tensor] = (
             weakref.WeakValueDictionary()
         )
-        self._parameter_storages: set[int] = set()
-        self._are_storages_old = False
         self._storages: dict[int, StorageWeakRef] = {}
+        self._staying: set[int] = set()
+        """Those, and where parameters are."""
+        self._is_old = False
 
     def take_parameters(self, other: Marks) -> None:
         """Mark the parameters that ``other`` has marked."""
         self._parameters.update(other._parameters)
-        self._are_storages_old = True
+        self._is_old = True
 
     def add(self, tensor: torch.Tensor) -> None:
         """Mark a tensor, and all that shares its storage."""
         if is_parameter(tensor):
             self._parameters[id(tensor)] = tensor
-            self._are_storages_old = True
+            self._is_old = True
             return
         storage = tensor.untyped_storage()
         self._storages[storage._cdata] = StorageWeakRef(storage)
+        self._staying.add(storage._cdata)
 
     def begin_step(self) -> None:
         """Look again where parameters are: they move between steps, hardly within one."""
-        self._are_storages_old = True
+        self._is_old = True
 
-    def activation_storage(self, tensor: torch.Tensor, backend: Backend) -> int | None:
-        """Return the identity of the storage of what `may_be_activation`; None if it can't move.
-
-        Never moved: parameters and what shares their storage, tensors that are not on the
-        backend's device, layouts other than strided, lazily conjugated or negated tensors, zeros
-        without memory (forward-mode AD), opted-out tensors, and empty ones.
-        """
-        if not backend.owns(tensor):
-            return None
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.nbytes == 0:
-            return None
-        if tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor():
-            return None
-        storage_key: int = tensor.untyped_storage()._cdata
-        if self._are_storages_old:
-            found = {parameter.untyped_storage()._cdata for parameter in self._parameters.values()}
+    def staying(self) -> tuple[Container[int], Container[int]]:
+        """Return the identities of the storages that stay: those of this manager, and of any."""
+        if self._is_old:
             for storages in (self._storages, _everywhere):  # some of which may have gone
                 for key in [key for key, ref in list(storages.items()) if ref.expired()]:
                     storages.pop(key, None)
-            self._parameter_storages, self._are_storages_old = found, False
-        if storage_key in self._parameter_storages or storage_key in self._storages:
-            return None
-        return None if storage_key in _everywhere else storage_key
+            found = {parameter.untyped_storage()._cdata for parameter in self._parameters.values()}
+            self._staying, self._is_old = found.union(self._storages), False
+        return self._staying, _everywhere
+
+    def lets_move(self, tensor: torch.Tensor, backend: Backend) -> bool:
+        """Whether what `may_be_activation` is on the backend's device, and nothing says it stays.
+
+        Parameters do, and what shares their storage.
+        """
+        if not backend.owns(tensor) or not has_own_bytes(tensor):
+            return False
+        storage_key = tensor.untyped_storage()._cdata
+        return not any(storage_key in keys for keys in self.staying())

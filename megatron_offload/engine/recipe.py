@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.group import Block, BlockRef
 from megatron_offload.engine.random_states import RandomStates
-from megatron_offload.engine.saved_tensor import SavedTensor
+from megatron_offload.engine.saved_tensor import FORMS, SavedTensor
 from megatron_offload.errors import CorruptionError, StateError
 from megatron_offload.memory.tensor_pool import span_bytes
 
@@ -43,7 +43,7 @@ class Input(SavedTensor):
     The alias is the caller's to empty: what counts of it is the version.
     """
 
-    __slots__ = ("_blocks", "_high", "_storage_ref", "recipe", "storage_key")
+    __slots__ = ("_blocks", "_storage_ref", "recipe", "storage_key")
 
     def __init__(
         self,
@@ -53,8 +53,9 @@ class Input(SavedTensor):
         recipe: FunctionRecipe | None,
     ) -> None:
         super().__init__(tensor, unit)
-        self.note_form()
-        self._high = self.offset * tensor.itemsize + span_bytes(tensor)
+        self.form = FORMS[tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype]
+        if not self.is_detached:
+            self.detach()
         self._blocks: Mapping[int, BlockRef] | None = blocks
         storage = tensor.untyped_storage()
         self.storage_key: int = storage._cdata
@@ -63,7 +64,7 @@ class Input(SavedTensor):
         self.recipe = recipe
 
     def _description(self) -> str:
-        form = f"shape {list(self.size)} and dtype {self.dtype}"
+        form = f"shape {list(self.form.size)} and dtype {self.form.dtype}"
         return f"of {form}, from which a saved one is made again ({self.group_name!r}),"
 
     def bind(self, depth: int) -> str:
@@ -74,7 +75,7 @@ class Input(SavedTensor):
             found, self._blocks = self._blocks.get(self.storage_key), None
             self.block = None if found is None else found()
         block = self.block
-        if block is None or not block.covers(self.offset * self.dtype.itemsize, self._high):
+        if block is None or not block.covers(self.form.low, self.form.high):
             if self.recipe is None:
                 return "an input is not saved"
             self.block = None
@@ -107,10 +108,10 @@ class Input(SavedTensor):
             return self.view_in(self.recipe.run(), 0)
         if block.flight is not None and not block.cancelled:
             block.store.keep_source(block)
-        source = block.alias
+        source, form = block.alias, self.form
         block.store.read(block, source)
-        is_same = source.dtype is self.dtype and source.storage_offset() == self.offset
-        if is_same and source.shape == self.size and source.stride() == self.stride:
+        is_same = source.dtype is form.dtype and source.storage_offset() == form.offset
+        if is_same and source.shape == form.size and source.stride() == form.stride:
             return source.detach()
         return self.view_in(source, int(source.storage_offset()) * source.itemsize)
 

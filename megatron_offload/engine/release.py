@@ -22,7 +22,7 @@ from megatron_offload.core.group import OFFLOADING, ON_HOST
 from megatron_offload.engine.group import Block, Flight, OffloadGroup
 from megatron_offload.engine.observer import Observer
 from megatron_offload.memory.host_pool import HostPool, HostRegion
-from megatron_offload.memory.tensor_pool import num_owners
+from megatron_offload.memory.tensor_pool import num_owners, use_count_of
 
 
 @dataclass(eq=False, repr=False)
@@ -53,17 +53,17 @@ class Sources:
         assert flight.group is group
         for observer in self._observers:
             observer.wait_starts()
-        for stream in flight.streams:  # not what is current now: their memory goes back to them
+        for stream in dict.fromkeys(flight.streams):  # not what is current now: their memory goes back to them
             backend.wait(stream, flight.d2h, Wait.W2)
         for observer in self._observers:
             observer.wait_issued(Wait.W2, group)
-        observes, empty = backend.observes, self._empty
-        alone: tuple[HostRegion, str] | None = None
-        alone_bytes = 0
-        blocks = zip(flight.blocks, flight.aliases, flight.streams_of_blocks, strict=True)
-        for found, alias, stream in blocks:
+        observes, empty, use_count = backend.observes, self._empty, use_count_of
+        region: HostRegion | None = None
+        name, name_bytes = "", 0
+        read_on = backend.read_on
+        for found, alias, stream in zip(flight.blocks, flight.aliases, flight.streams, strict=True):
             block = found()  # None where no one needs it any more
-            backend.read_on(stream, alias)  # the program may have allocated it on another
+            read_on(stream, alias)  # the program may have allocated it on another
             if block is not None and block.cancelled:
                 continue
             storage = alias.untyped_storage()
@@ -77,7 +77,7 @@ class Sources:
                 for other in block.others:
                     other.data = empty
             alias.data = empty
-            is_sole_owner = num_owners(storage) == 1  # the Python handle
+            is_sole_owner = use_count(storage._cdata) == 1  # the Python handle
             if observes:
                 self._note_freed(storage, group.label, stream, is_sole_owner=is_sole_owner)
             if block is None:
@@ -89,15 +89,13 @@ class Sources:
                 block.storage_key = 0
             else:
                 block.storage_ref = StorageWeakRef(storage)
-            region, name = block.region, block.name
-            assert region is not None
-            if alone is None or alone[0] is not region or alone[1] is not name:
-                if alone is not None:
-                    self._host_pool.count_alone(*alone, alone_bytes)
-                alone, alone_bytes = (region, name), 0
-            alone_bytes += block.num_bytes
-        if alone is not None:
-            self._host_pool.count_alone(*alone, alone_bytes)
+            if block.region is not region or block.name is not name:
+                if region is not None:
+                    self._host_pool.count_alone(region, name, name_bytes)
+                region, name, name_bytes = block.region, block.name, 0
+            name_bytes += block.num_bytes
+        if region is not None:
+            self._host_pool.count_alone(region, name, name_bytes)
         self._held.popleft()
         self.budget.inflight_bytes -= flight.num_bytes
         flight.num_bytes = 0

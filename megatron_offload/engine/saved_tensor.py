@@ -8,15 +8,75 @@ from __future__ import annotations
 import torch
 
 from megatron_offload.engine.graph_break import graph_break
-from megatron_offload.engine.group import Block
+from megatron_offload.engine.group import ALIGNMENT_BYTES, Block
 from megatron_offload.errors import InPlaceModificationError
+from megatron_offload.memory.host_pool import Part
+
+FormKey = tuple[torch.Size, tuple[int, ...], int, torch.dtype]
+"""Size, stride, storage offset and dtype of a tensor."""
+
+_MOST_FORMS = 4096
+
+_QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+
+
+class Form:
+    """What a strided tensor is within its storage: one object for all that are alike.
+
+    Attributes:
+        size, stride, offset, dtype: its own.
+        num_bytes, num_elements: of what it shows.
+        is_special: whether its size or dtype may mean that it has no bytes of its own;
+            `has_own_bytes` tells.
+        low, high: the byte range within its storage, from the first element to the end of the last.
+        part: of host memory, what takes it as it is; None where that can't be: it is not
+            contiguous, or begins at no multiple of `ALIGNMENT_BYTES`.
+    """
+
+    __slots__ = (
+        *("dtype", "high", "is_contiguous", "is_special", "low", "num_bytes", "num_elements"),
+        *("offset", "part", "size", "stride"),
+    )
+
+    def __init__(self, key: FormKey) -> None:
+        size, stride, self.offset, dtype = self.size, self.stride, _, self.dtype = key
+        self.num_elements = num_elements = size.numel()
+        self.num_bytes = num_elements * dtype.itemsize
+        self.is_special = num_elements == 0 or dtype.is_complex or dtype in _QUANTIZED
+        self.low = self.offset * dtype.itemsize
+        last = sum((many - 1) * step for many, step in zip(size, stride, strict=True))
+        self.high = self.low + (last + 1) * dtype.itemsize if num_elements else self.low
+        self.is_contiguous = _is_contiguous(size, stride)
+        is_whole = self.is_contiguous and self.low % ALIGNMENT_BYTES == 0
+        self.part: Part | None = (self.num_bytes, (size, dtype)) if is_whole else None
+
+
+def _is_contiguous(size: torch.Size, stride: tuple[int, ...]) -> bool:
+    expected = 1
+    for many, step in zip(reversed(size), reversed(stride), strict=True):
+        if many != 1 and step != expected:
+            return 0 in size
+        expected *= many
+    return True
+
+
+class _Forms(dict[FormKey, Form]):
+    def __missing__(self, key: FormKey) -> Form:
+        if len(self) >= _MOST_FORMS:
+            self.clear()
+        form = self[key] = Form(key)
+        return form
+
+
+FORMS = _Forms()
+"""All that were asked for lately."""
 
 
 class SavedTensor:
     """The record that stands for one saved tensor in the autograd graph.
 
-    It knows the tensor's own size, stride, offset and dtype, so that a transposed, expanded or
-    overlapping view comes back exactly as it was.
+    It knows the tensor's own `Form`, so that a transposed, expanded or overlapping view comes back
+    exactly as it was.
 
     Args:
         tensor: what autograd saves.
@@ -26,11 +86,11 @@ class SavedTensor:
         alias: the tensor: a leaf itself, as autograd keeps it, else detached, because holding a
             node's own output from that node would be a cycle.
         block: where its bytes are; None while it stays as it is.
+        form: what to come back as; noted before it has a block.
     """
 
     __slots__ = (
-        *("__weakref__", "alias", "block", "dtype", "group_name", "is_detached"),
-        *("offset", "size", "stride", "version"),
+        *("__weakref__", "alias", "block", "form", "group_name", "is_detached", "version"),
     )
 
     def __init__(self, tensor: torch.Tensor, group_name: str) -> None:
@@ -40,23 +100,17 @@ class SavedTensor:
         self.is_detached = is_detached = not tensor.is_leaf
         self.alias = tensor.detach() if is_detached else tensor
 
-    def note_form(self) -> torch.Tensor:
-        """Note what to come back as; return an alias that may be emptied meanwhile."""
-        alias = self.alias
-        if not self.is_detached:
-            self.alias = alias = alias.detach()
-            self.is_detached = True
-        self.size = alias.shape
-        self.stride = alias.stride()
-        self.offset = int(alias.storage_offset())
-        self.dtype = alias.dtype
-        return alias
+    def detach(self) -> torch.Tensor:
+        """Return an alias that may be emptied meanwhile, also of a leaf."""
+        self.alias = self.alias.detach()
+        self.is_detached = True
+        return self.alias
 
     def _description(self) -> str:
         if self.block is None:
             shape, dtype = self.alias.shape, self.alias.dtype
         else:
-            shape, dtype = self.size, self.dtype
+            shape, dtype = self.form.size, self.form.dtype
         return f"of shape {list(shape)} and dtype {dtype}, saved in group {self.group_name!r},"
 
     @graph_break
@@ -74,11 +128,11 @@ class SavedTensor:
         if block is None:  # it may get one yet
             return alias.detach() if self.is_detached else alias
         if block.released:
-            target = block.store.target_of(block)
-            if block.size is self.size and block.reload is not None:
+            target, form = block.store.target_of(block), self.form
+            if block.part is form.part and block.reload is not None:
                 return target.detach()  # it is all of the block
-            is_whole = target.dtype is self.dtype and target.shape == self.size
-            if is_whole and target.stride() == self.stride:
+            is_whole = target.dtype is form.dtype and target.shape == form.size
+            if is_whole and target.stride() == form.stride:
                 return target.detach()
             return self.view_in(target, block.low)
         if block.flight is not None and not block.cancelled:
@@ -97,7 +151,8 @@ class SavedTensor:
 
     def view_in(self, memory: torch.Tensor, low: int) -> torch.Tensor:
         """Return the tensor in memory that begins with byte ``low`` of what was its storage."""
+        form = self.form
         shift = memory.storage_offset() * memory.itemsize - low
-        offset = self.offset + shift // self.dtype.itemsize
-        view = torch.empty(0, dtype=self.dtype, device=memory.device)
-        return view.set_(memory.untyped_storage(), offset, self.size, self.stride)
+        offset = form.offset + shift // form.dtype.itemsize
+        view = torch.empty(0, dtype=form.dtype, device=memory.device)
+        return view.set_(memory.untyped_storage(), offset, form.size, form.stride)

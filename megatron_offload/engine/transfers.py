@@ -8,16 +8,17 @@ from the next step on, copied at all.
 from __future__ import annotations
 
 import contextlib
-import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, repeat
 from typing import Any
+from weakref import ref
 
 import torch
 
-from megatron_offload.backends.base import Backend, Event, Pair, Wait
+from megatron_offload.backends.base import Backend, Event, Stream, Wait
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import OFFLOADING, ON_HOST, RELOADED, RELOADING, RESIDENT
 from megatron_offload.core.profile import RemadeUnit, is_cheap
@@ -170,51 +171,42 @@ class Transfers:
         OFFLOADING, or to RESIDENT where nothing is left to move.
         """
         backend, observers, by_name = self.backend, self.observers, self.stats.by_name
-        moving = [
-            found
-            for reference in group.moving
-            # Where a storage is empty, a pointer into it is the offset alone.
-            if (found := reference()) is not None and found.alias.data_ptr() >= found.high
-        ]
+        moving: list[Block] = []
+        for found in group.moving:
+            block = found()
+            if block is None:
+                continue
+            block.address = block.alias.untyped_storage().data_ptr()
+            if block.address:
+                moving.append(block)
         group.moving = ()
         reused: list[Event] = []
-        flight = Flight(group)
-        streams = flight.streams
-        pairs: list[Pair] = []
-        produced: list[Event] = []
-        num_bytes = 0
-        is_ready, is_watched = True, backend.observes or bool(observers)
-        for block, region, host in self._take_host(group, moving, reused):
-            alias, stream, block_bytes = block.alias, block.stream, block.num_bytes
-            source = alias if block.size is not None else _region_of(block)
-            block.region, block.host, block.flight = region, host, flight
-            block.address = source.data_ptr() - block.low
-            num_bytes += block_bytes
-            by_name[block.name].offloaded_bytes += block_bytes
-            flight.blocks.append(weakref.ref(block))
-            flight.aliases.append(alias)
-            flight.streams_of_blocks.append(stream)
-            pairs.append((host, source))
-            if stream not in streams:
-                streams.append(stream)
-            if block.ready is not None:
-                _add(block.ready, produced)
-            else:
-                is_ready = False
-            if is_watched:
-                if backend.observes and block.ready is None:
-                    with backend.computing_on(stream):
-                        backend.note_produced(source, group.label)
-                for observer in observers:
-                    observer.block_leaves(block, source)
-        if not pairs:
+        moving, regions, hosts = self._take_host(group, moving, reused)
+        if not moving:
             group.advance(RESIDENT)
             return
+        aliases = [block.alias for block in moving]
+        sources = [_region_of(block) if block.part[1] is None else block.alias for block in moving]
+        streams = [block.stream for block in moving]
+        flight = Flight(group, list(map(ref, moving)), streams, aliases)
+        produced: list[Event] = []
+        num_bytes, is_ready = 0, True
+        for block, region, host in zip(moving, regions, hosts, strict=False):
+            block.region, block.host, block.flight = region, host, flight
+            num_bytes += block.num_bytes
+            by_name[block.name].offloaded_bytes += block.num_bytes
+            if block.ready is None:
+                is_ready = False
+            else:
+                _add(block.ready, produced)
+        if observers or backend.observes:
+            self._tell_of_leaving(group, moving, sources)
+        pairs = list(zip(hosts, sources, strict=True))
         d2h_stream = backend.d2h_stream
         if not is_ready:
             backend.wait_compute(d2h_stream, Wait.W1)
             here = backend.compute_stream()  # the forward may be over
-            produced += [backend.record(one) for one in streams if one is not here]
+            produced += [backend.record(one) for one in dict.fromkeys(streams) if one is not here]
         for event in produced:
             backend.wait(d2h_stream, event, Wait.W1)
         for event in reused:
@@ -233,9 +225,21 @@ class Transfers:
         if rules.max_inflight_blocks is not None:
             self.window.limit_blocks(rules.max_inflight_blocks)
 
+    def _tell_of_leaving(
+        self, group: OffloadGroup, blocks: Sequence[Block], sources: Sequence[torch.Tensor]
+    ) -> None:
+        """Tell who watches that these blocks leave."""
+        backend = self.backend
+        for block, source in zip(blocks, sources, strict=True):
+            if backend.observes and block.ready is None:
+                with backend.computing_on(block.stream):
+                    backend.note_produced(source, group.label)
+            for observer in self.observers:
+                observer.block_leaves(block, source)
+
     def _take_host(
-        self, group: OffloadGroup, moving: Sequence[Block], reused: list[Event]
-    ) -> Iterable[tuple[Block, HostRegion, torch.Tensor]]:
+        self, group: OffloadGroup, moving: list[Block], reused: list[Event]
+    ) -> tuple[list[Block], Iterable[HostRegion], Sequence[torch.Tensor]]:
         """Return the blocks for which there is host memory, with theirs; add who read it last."""
         pool, owners = self.host_pool, group.references
         if len(moving) > 1 and group.num_bytes <= self._shared_bytes:
@@ -244,22 +248,24 @@ class Transfers:
                 region.owners = owners
                 if region.ready_event is not None:
                     reused.append(region.ready_event)
-                return zip(moving, repeat(region), region.views, strict=False)
-        found = []
+                return moving, repeat(region), region.views
+        taken: list[Block] = []
+        regions: list[HostRegion] = []
         num_unpinnable = pool.stats.num_unpinnable
         for block in moving:
-            region = pool.allocate(*block.part)
-            if region is None:
+            found = pool.allocate(*block.part)
+            if found is None:
                 self.stats.num_refused_blocks += 1
                 self.stats.refused_bytes += block.num_bytes
                 self._count_kept(block, "the host memory is full")
                 continue
-            region.owners = owners
-            if region.ready_event is not None:
-                _add(region.ready_event, reused)
-            found.append((block, region, region.tensor))
+            found.owners = owners
+            if found.ready_event is not None:
+                _add(found.ready_event, reused)
+            taken.append(block)
+            regions.append(found)
         self.stats.num_unpinnable_blocks += pool.stats.num_unpinnable - num_unpinnable
-        return found
+        return taken, regions, [region.tensor for region in regions]
 
     def cancel(self, group: OffloadGroup, *, is_late: bool) -> None:
         """Leave a group on the device whose copies are in flight."""
@@ -283,24 +289,20 @@ class Transfers:
 
     def _reload(self, group: OffloadGroup, blocks: Iterable[Block], *, may_fail: bool) -> bool:
         """Issue the reload of blocks; return False where there is no memory, and that may be."""
-        moving = [
-            block
-            for block in blocks
-            if block.region is not None
-            and block.released
-            and (block.storage_ref is None or not self._revive(block))
-        ]
+        # Backward is on forward's streams: each gets the memory of what it will read.
+        moving: defaultdict[Stream, list[Block]] = defaultdict(list)
+        for block in blocks:
+            is_away = block.region is not None and block.released
+            if is_away and (block.storage_ref is None or not self._revive(block)):
+                moving[block.stream].append(block)
         parts: list[tuple[Any, ...]] = []
-        while moving:  # backward is on forward's streams: each gets the memory of what it will read
-            stream = moving[0].stream
-            same = [block for block in moving if block.stream is stream]
-            hosts = [block.host for block in same if block.host is not None]
+        for stream, same in moving.items():
+            hosts: list[Any] = [block.host for block in same]
             with self.backend.computing_on(stream):
                 lent = self._lend_targets(hosts, may_fail=may_fail)
             if lent is None:
                 return False
             parts.append((stream, same, hosts, *lent))
-            moving = [block for block in moving if block.stream is not stream]
         if group.state is ON_HOST:
             group.advance(RELOADING)
         for stream, *part in parts:
@@ -337,12 +339,9 @@ class Transfers:
             backend.wait_compute(h2d_stream, Wait.W6)
         for event in last_uses:
             backend.wait(h2d_stream, event, Wait.W6)
-        flight = None
-        for block in blocks:
-            if block.flight is not flight:
-                flight = block.flight
-                assert flight is not None
-                backend.wait(h2d_stream, flight.d2h, Wait.W3)
+        for flight in dict.fromkeys([block.flight for block in blocks]):
+            assert flight is not None
+            backend.wait(h2d_stream, flight.d2h, Wait.W3)
         for observer in observers:
             for target in targets:
                 observer.tensor_reloaded(target)
@@ -351,16 +350,15 @@ class Transfers:
         for observer in observers:
             observer.copy_issued("h2d", pairs, group)
         reload = Reload(event, backend.compute_stream())
-        read: list[HostRegion] = []
+        read = [block.region for block in blocks]
         by_name = self.stats.by_name
         for block, target in zip(blocks, targets, strict=True):
-            assert block.region is not None
-            read.append(block.region)
             block.reload = reload
             block.target = target  # from here on this is the copy that counts
             block.host = block.region = None
             by_name[block.name].reloaded_bytes += block.num_bytes
         for region, parts in groupby(read):
+            assert region is not None
             self.host_pool.free(region, event, len(list(parts)))
 
     def _revive(self, block: Block) -> bool:
@@ -576,7 +574,7 @@ class Transfers:
 def _region_of(block: Block) -> torch.Tensor:
     """Return the bytes of a block that has its source."""
     source = block.alias
-    if block.size is not None:
+    if block.part[1] is not None:
         return source
     region = torch.empty(0, dtype=torch.uint8, device=source.device)
     return region.set_(source.untyped_storage(), block.low, (block.num_bytes,), (1,))

@@ -247,9 +247,13 @@ OffloadTensorPool = GPUTensorPool
 PoolKey = tuple[tuple[int, ...], torch.dtype]
 
 
+use_count_of = torch._C._storage_Use_Count
+"""Counts the owners of the storage with this identity, its ``_cdata``."""
+
+
 def num_owners(storage: torch.UntypedStorage) -> int:
     """Count the owners of a storage: tensors, and the Python handle itself."""
-    return int(torch._C._storage_Use_Count(storage._cdata))
+    return int(use_count_of(storage._cdata))
 
 
 def span_bytes(tensor: torch.Tensor) -> int:

@@ -226,6 +226,10 @@ def test_small_and_unusual_tensors_stay_and_come_back():
         torch.randn(64, 64).to_sparse(),
         torch.randn(2048, dtype=torch.complex64).conj(),
         torch.empty(4096, device="meta"),
+        torch.randn(4096, dtype=torch.complex64).conj().imag,
+        torch._efficientzerotensor(4096),
+        torch.quantize_per_tensor(torch.randn(4096), 0.1, 0, torch.qint8),
+        torch.empty(0, 4096),
     ]
     loss = offload(manager, tensors, seen)
     assert manager.transfers.stats.offloaded_bytes == 0
@@ -233,6 +237,11 @@ def test_small_and_unusual_tensors_stay_and_come_back():
     assert torch.equal(seen[0][0], tensors[0])
     assert torch.equal(seen[0][2], tensors[2])
     assert seen[0][2].is_conj()
+    assert torch.equal(seen[0][4], tensors[4])
+    assert seen[0][4].is_neg()
+    assert seen[0][5]._is_zerotensor()
+    assert torch.equal(seen[0][6].int_repr(), tensors[6].int_repr())
+    assert seen[0][7].shape == (0, 4096)
 
 
 @pytest.mark.parametrize(
