@@ -53,7 +53,8 @@ class Sources:
         assert flight.group is group
         for observer in self._observers:
             observer.wait_starts()
-        for stream in dict.fromkeys(flight.streams):  # not what is current now: their memory goes back to them
+        # Not what is current now: the memory goes back to these.
+        for stream in dict.fromkeys(flight.streams):
             backend.wait(stream, flight.d2h, Wait.W2)
         for observer in self._observers:
             observer.wait_issued(Wait.W2, group)

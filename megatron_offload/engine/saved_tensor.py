@@ -12,7 +12,7 @@ from megatron_offload.engine.group import ALIGNMENT_BYTES, Block
 from megatron_offload.errors import InPlaceModificationError
 from megatron_offload.memory.host_pool import Part
 
-FormKey = tuple[torch.Size, tuple[int, ...], int, torch.dtype]
+FormKey = tuple[torch.Size, tuple[int, ...], int | torch.SymInt, torch.dtype]
 """Size, stride, storage offset and dtype of a tensor."""
 
 _MOST_FORMS = 4096
@@ -39,7 +39,8 @@ class Form:
     )
 
     def __init__(self, key: FormKey) -> None:
-        size, stride, self.offset, dtype = self.size, self.stride, _, self.dtype = key
+        size, stride, offset, dtype = key
+        self.size, self.stride, self.offset, self.dtype = size, stride, int(offset), dtype
         self.num_elements = num_elements = size.numel()
         self.num_bytes = num_elements * dtype.itemsize
         self.is_special = num_elements == 0 or dtype.is_complex or dtype in _QUANTIZED
@@ -89,9 +90,9 @@ class SavedTensor:
         form: what to come back as; noted before it has a block.
     """
 
-    __slots__ = (
-        *("__weakref__", "alias", "block", "form", "group_name", "is_detached", "version"),
-    )
+    form: Form
+
+    __slots__ = ("__weakref__", "alias", "block", "form", "group_name", "is_detached", "version")
 
     def __init__(self, tensor: torch.Tensor, group_name: str) -> None:
         self.version: int = tensor._version
