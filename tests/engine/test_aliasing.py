@@ -11,7 +11,9 @@ from torch.autograd import Function
 
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.marks import _everywhere, mark_everywhere, take_back
+from megatron_offload.engine.saved_tensor import FORMS
 from megatron_offload.errors import InPlaceModificationError
+from megatron_offload.memory.tensor_pool import span_bytes
 
 
 class Keep(Function):
@@ -373,3 +375,28 @@ def test_bytes_that_groups_share_are_counted_once(monkeypatch):
         manager.reset()
         assert_nothing_left(manager)
     assert not any(alone.values())
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        torch.zeros(()),
+        torch.zeros(3, 4),
+        torch.zeros(3, 4).t(),
+        torch.zeros(4, 1, 5).transpose(0, 1),
+        torch.zeros(8, 8)[2:, 1::3],
+        torch.zeros(1, 6).expand(4, 6),
+        torch.zeros(600)[128:],
+        torch.zeros(600, dtype=torch.float64)[3:],
+        torch.zeros(4, 6).as_strided((3, 4), (1, 2), 2),
+        torch.zeros(2, 0, 3).transpose(0, 2),
+    ],
+)
+def test_a_form_says_of_a_view_what_torch_does(view):
+    form = FORMS[view.shape, view.stride(), view.storage_offset(), view.dtype]
+    low = view.storage_offset() * view.itemsize
+    assert (form.size, form.stride, form.dtype) == (view.shape, view.stride(), view.dtype)
+    assert (form.num_bytes, form.num_elements) == (view.nbytes, view.numel())
+    assert (form.low, form.high) == (low, low + span_bytes(view))
+    assert form.is_contiguous == view.is_contiguous()
+    assert (form.part is not None) == (view.is_contiguous() and low % 512 == 0)
