@@ -92,7 +92,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def copy(self, pairs: Sequence[Pair], stream: Stream, label: str) -> Event:
-        """Queue copies (at least one, one side on the host) on a copy stream, in order.
+        """Queue copies (at least one, one side on the host) on a copy stream, in any order.
 
         Returns the event behind them. ``label`` is for NVTX ranges and hazard reports.
         """

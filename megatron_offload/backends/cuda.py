@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -72,6 +73,7 @@ class CudaBackend(Backend):
             self.d2h_stream = self.h2d_stream = torch.cuda.current_stream(self.device)
         self._nvtx = config.nvtx
         self._pin_memory = config.pin_memory
+        self._copy_many = _find_copy_many(self._index) if config.pin_memory else None
         self._near_cpus = near_cpus(_pci_address(self._index))
         # Which stream is current is asked every time; only the object that stands for it is kept.
         self._streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
@@ -114,17 +116,36 @@ class CudaBackend(Backend):
             # One stream may do both.
             is_offload = stream is self.d2h_stream and not pairs[0][0].is_cuda
             torch.cuda.nvtx.range_push(f"{'offload' if is_offload else 'reload'} {label}")
+        try:
+            if not self._is_copied_at_once(pairs, stream):
+                self._copy_each(pairs, stream)
+        finally:
+            if self._nvtx:
+                torch.cuda.nvtx.range_pop()
+        return self.record(stream)
+
+    def _is_copied_at_once(self, pairs: Sequence[Pair], stream: torch.cuda.Stream) -> bool:
+        """Queue several copies by one call into the driver; return whether it has taken them.
+
+        It does so with no graph that is captured, nor on the legacy default stream.
+        """
+        handle = stream.cuda_stream
+        if self._copy_many is None or len(pairs) == 1 or not handle or self.is_capturing():
+            return False
+        error = self._copy_many(pairs, handle)
+        if error:
+            self._copy_many = None
+            _logger.debug("copies are queued one by one: CUDA error %d", error)
+        return not error
+
+    def _copy_each(self, pairs: Sequence[Pair], stream: torch.cuda.Stream) -> None:
         before = self.compute_stream()
         torch.cuda.set_stream(stream)  # cheaper than the context manager, once per group
         try:
-            # One call for all: for small tensors the way from Python is what takes time.
             destinations, sources = zip(*pairs, strict=True)
             torch._foreach_copy_(destinations, sources, non_blocking=True)
         finally:
             torch.cuda.set_stream(before)
-            if self._nvtx:
-                torch.cuda.nvtx.range_pop()
-        return self.record(stream)
 
     def is_done(self, event: torch.cuda.Event) -> bool:
         return bool(event.query())
@@ -192,6 +213,35 @@ class CudaBackend(Backend):
 
     def graph_event(self) -> torch.cuda.Event:
         return torch.cuda.Event(external=True)
+
+
+def _find_copy_many(index: int) -> Callable[[Sequence[Pair], int], int] | None:
+    """Return what queues many copies on a stream at once, and the CUDA error of doing so.
+
+    For small tensors, the calls into the driver are what takes the host's time, and the way from
+    one copy to the next the device's. It is ``cudaMemcpyBatchAsync`` of NVIDIA's bindings, which
+    PyTorch for CUDA 13 brings. None: they aren't there, or the device knows page-locked memory by
+    other addresses than the host, which only single copies translate.
+    """
+    try:
+        runtime: Any = import_module("cuda.bindings.runtime")
+        attributes = [runtime.cudaMemcpyAttributes()]
+        order = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
+        same_address = runtime.cudaDeviceAttr.cudaDevAttrCanUseHostPointerForRegisteredMem
+        copy = runtime.cudaMemcpyBatchAsync
+    except (ImportError, AttributeError):  # of CUDA before 12.8
+        return None
+    attributes[0].srcAccessOrder = order
+    if runtime.cudaDeviceGetAttribute(same_address, index) != (0, 1):
+        return None
+
+    def copy_many(pairs: Sequence[Pair], handle: int) -> int:
+        destinations = [destination.data_ptr() for destination, _ in pairs]
+        sources = [source.data_ptr() for _, source in pairs]
+        sizes = [source.nbytes for _, source in pairs]
+        return int(copy(destinations, sources, sizes, len(sizes), attributes, [0], 1, handle)[0])
+
+    return copy_many
 
 
 def _pci_address(index: int) -> str | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+import sys
 from types import SimpleNamespace
 from unittest import mock
 
@@ -133,6 +135,101 @@ def test_a_device_says_what_it_is_and_an_old_torch_not_where(monkeypatch):
     assert cuda._pci_address(0) is None
     monkeypatch.setattr(cuda, "is_available", lambda: False)
     assert cuda.visible_devices() == ()
+
+
+class Bindings:
+    """Stands in for ``cuda.bindings.runtime``; copies at once."""
+
+    cudaMemcpyAttributes = SimpleNamespace  # noqa: N815 - CUDA's name
+    cudaMemcpySrcAccessOrder = SimpleNamespace(cudaMemcpySrcAccessOrderStream="in stream order")  # noqa: N815
+    cudaDeviceAttr = SimpleNamespace(cudaDevAttrCanUseHostPointerForRegisteredMem="same address")  # noqa: N815
+
+    def __init__(self):
+        self.same_address, self.error = (0, 1), 0
+        self.calls = []
+
+    def cudaDeviceGetAttribute(self, attribute, index):  # noqa: N802 - CUDA's name
+        assert (attribute, index) == ("same address", 3)
+        return self.same_address
+
+    def cudaMemcpyBatchAsync(  # noqa: N802 - CUDA's name
+        self, destinations, sources, sizes, count, attributes, firsts, num_attributes, stream
+    ):
+        assert len(destinations) == len(sources) == len(sizes) == count
+        assert (attributes[0].srcAccessOrder, firsts, num_attributes) == ("in stream order", [0], 1)
+        self.calls.append((count, stream))
+        if not self.error:
+            for each in zip(destinations, sources, sizes, strict=True):
+                ctypes.memmove(*each)
+        return (self.error,)
+
+
+@pytest.fixture
+def bindings(monkeypatch):
+    bindings = Bindings()
+    for name in ("cuda", "cuda.bindings"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[]))
+    monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", bindings)
+    return bindings
+
+
+@pytest.fixture
+def copying(bindings, monkeypatch):
+    """Return a function that copies tensors and says how many of them one by one."""
+    backend = object.__new__(cuda.CudaBackend)
+    backend._copy_many, backend._nvtx = cuda._find_copy_many(3), False
+    backend.record = backend.compute_stream = mock.Mock()
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def copy(sources, handle=77):
+        targets = [torch.empty_like(source) for source in sources]
+        with mock.patch.object(torch, "_foreach_copy_", wraps=torch._foreach_copy_) as each:
+            pairs = list(zip(targets, sources, strict=True))
+            backend.copy(pairs, SimpleNamespace(cuda_stream=handle), "label")
+        assert all(map(torch.equal, targets, sources))
+        return sum(len(call.args[0]) for call in each.call_args_list)
+
+    return copy
+
+
+SEVERAL = [torch.arange(5), torch.rand(3, 4), torch.rand(64).view(8, 8)[2:4]]
+
+
+def test_several_copies_are_one_call_into_the_driver(copying, bindings):
+    assert copying(SEVERAL) == 0
+    assert copying(SEVERAL[:1]) == 1, "one is quicker by itself"
+    assert bindings.calls == [(3, 77)]
+
+
+def test_a_captured_graph_and_the_legacy_stream_take_copies_one_by_one(
+    copying, bindings, monkeypatch
+):
+    assert copying(SEVERAL, handle=0) == 3
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert copying(SEVERAL) == 3
+    assert bindings.calls == []
+
+
+def test_what_the_driver_refuses_once_is_copied_one_by_one_from_then_on(copying, bindings):
+    bindings.error = 801
+    assert copying(SEVERAL) == 3
+    assert copying(SEVERAL) == 3
+    assert bindings.calls == [(3, 77)]
+
+
+@pytest.mark.parametrize("answer", [(0, 0), (1, None)])
+def test_where_the_device_has_other_addresses_nothing_is_copied_at_once(bindings, answer):
+    assert cuda._find_copy_many(3) is not None
+    bindings.same_address = answer
+    assert cuda._find_copy_many(3) is None
+
+
+def test_without_bindings_or_with_older_ones_nothing_is_copied_at_once(bindings, monkeypatch):
+    monkeypatch.delattr(Bindings, "cudaMemcpyBatchAsync")
+    assert cuda._find_copy_many(3) is None
+    monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", None)
+    assert cuda._find_copy_many(3) is None
 
 
 @pytest.fixture
