@@ -229,11 +229,12 @@ def _find_copy_many(index: int) -> Callable[[Sequence[Pair], int], int] | None:
         order = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
         same_address = runtime.cudaDeviceAttr.cudaDevAttrCanUseHostPointerForRegisteredMem
         copy = runtime.cudaMemcpyBatchAsync
-    except (ImportError, AttributeError):  # of CUDA before 12.8
+        has_same_address = runtime.cudaDeviceGetAttribute(same_address, index) == (0, 1)
+    except (ImportError, AttributeError, RuntimeError):  # of CUDA before 12.8, or of no driver
+        return None
+    if not has_same_address:
         return None
     attributes[0].srcAccessOrder = order
-    if runtime.cudaDeviceGetAttribute(same_address, index) != (0, 1):
-        return None
 
     def copy_many(pairs: Sequence[Pair], handle: int) -> int:
         destinations = [destination.data_ptr() for destination, _ in pairs]

@@ -155,11 +155,14 @@ def test_a_device_that_is_held_back_takes_what_its_work_takes():
     for layer in model:
         layer.fc2.register_forward_pre_hook(lambda *_: time.sleep(delay_s))
 
-    def forward_us(*, holds_back):
+    def one_forward_us(*, holds_back):
         torch.cuda.synchronize()
         with profile_step(manager, moves=False, holds_back=holds_back) as recorded:
             run_step(model, manager, inputs)
         return sum(one.committed_us - one.started_us for one in recorded.profile.times)
+
+    def forward_us(*, holds_back):  # the host may pause for longer than the device is held back
+        return min(one_forward_us(holds_back=holds_back) for _ in range(3))
 
     delay_s = 0.0
     for _ in range(3):
