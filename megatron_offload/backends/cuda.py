@@ -129,8 +129,10 @@ class CudaBackend(Backend):
 
         It does so with no graph that is captured, nor on the legacy default stream.
         """
+        if self._copy_many is None or len(pairs) == 1:
+            return False
         handle = stream.cuda_stream
-        if self._copy_many is None or len(pairs) == 1 or not handle or self.is_capturing():
+        if not handle or self.is_capturing():
             return False
         error = self._copy_many(pairs, handle)
         if error:
