@@ -127,7 +127,8 @@ class CudaBackend(Backend):
     def _is_copied_at_once(self, pairs: Sequence[Pair], stream: torch.cuda.Stream) -> bool:
         """Queue several copies by one call into the driver; return whether it has taken them.
 
-        It does so with no graph that is captured, nor on the legacy default stream.
+        It does so with no graph that is captured, nor on the legacy default stream. A single copy
+        may be one of memory that isn't page-locked.
         """
         if self._copy_many is None or len(pairs) == 1:
             return False
@@ -222,8 +223,8 @@ def _find_copy_many(index: int) -> Callable[[Sequence[Pair], int], int] | None:
 
     For small tensors, the calls into the driver are what takes the host's time, and the way from
     one copy to the next the device's. It is ``cudaMemcpyBatchAsync`` of NVIDIA's bindings, which
-    PyTorch for CUDA 13 brings. None: they aren't there, or the device knows page-locked memory by
-    other addresses than the host, which only single copies translate.
+    PyTorch for CUDA 13 brings. None: they aren't there, or too old, or the device knows page-locked
+    memory by other addresses than the host, which only single copies translate.
     """
     try:
         runtime: Any = import_module("cuda.bindings.runtime")
@@ -232,7 +233,7 @@ def _find_copy_many(index: int) -> Callable[[Sequence[Pair], int], int] | None:
         same_address = runtime.cudaDeviceAttr.cudaDevAttrCanUseHostPointerForRegisteredMem
         copy = runtime.cudaMemcpyBatchAsync
         has_same_address = runtime.cudaDeviceGetAttribute(same_address, index) == (0, 1)
-    except (ImportError, AttributeError, RuntimeError):  # of CUDA before 12.8, or of no driver
+    except (ImportError, AttributeError):  # of CUDA before 12.8
         return None
     if not has_same_address:
         return None

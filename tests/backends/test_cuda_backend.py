@@ -198,7 +198,7 @@ SEVERAL = [torch.arange(5), torch.rand(3, 4), torch.rand(64).view(8, 8)[2:4]]
 
 def test_several_copies_are_one_call_into_the_driver(copying, bindings):
     assert copying(SEVERAL) == 0
-    assert copying(SEVERAL[:1]) == 1, "one is quicker by itself"
+    assert copying(SEVERAL[:1]) == 1, "it may be of memory that is not page-locked"
     assert bindings.calls == [(3, 77)]
 
 
