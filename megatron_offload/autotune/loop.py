@@ -230,7 +230,8 @@ class MeasuredLoop:
     def _search_by(self, profiles: Sequence[StepProfile]) -> PlanSearch:
         config, policy = self._manager.config, self._policy
         machine = slowest_link(profiles) or Machine()
-        self._job = job_of(profiles, schedule_of(profiles), machine)
+        job = job_of(profiles, schedule_of(profiles), machine)
+        self._job = replace(job, joins=not config.whole_step_graph)
         limits = RankSettings(
             max_inflight_bytes=config.max_inflight_bytes, prefetch_bytes=config.prefetch_bytes
         )

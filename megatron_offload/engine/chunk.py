@@ -169,7 +169,8 @@ class ChunkOffloadHandler:
                 continue
             record.form = form
             if not record.is_detached:
-                alias = record.detach()
+                record.alias = alias = alias.detach()  # which may be emptied meanwhile
+                record.is_detached = True
             found = blocks.get(storage_key)
             block = None if found is None else found()
             if block is not None and block.storage_key == storage_key:

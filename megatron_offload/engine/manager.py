@@ -348,12 +348,11 @@ class PipelineOffloadManager:
             self._begin_step()
             self._chunk, self._begun_at_backward = chunk, None if since is None else 0
         if not self._entered and self._looks_away:
-            learner = self.learner
             # In a graph boundaries cost the host nothing, and each is one more to bring back at.
-            if not (learner.passing and self.backend.is_capturing()):
-                step.passing = learner.passing
+            if not self.backend.is_capturing():
+                step.passing = self.learner.passing
                 if not self._stays_because:
-                    step.joining = learner.joining
+                    step.joining = self.learner.joining
         self._entered.append(chunk)
         chunk.position = len(self._entered) - 1
 

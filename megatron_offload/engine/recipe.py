@@ -55,7 +55,7 @@ class Input(SavedTensor):
         super().__init__(tensor, unit)
         self.form = FORMS[tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype]
         if not self.is_detached:
-            self.detach()
+            self.alias, self.is_detached = self.alias.detach(), True
         self._blocks: Mapping[int, BlockRef] | None = blocks
         storage = tensor.untyped_storage()
         self.storage_key: int = storage._cdata

@@ -101,12 +101,6 @@ class SavedTensor:
         self.is_detached = is_detached = not tensor.is_leaf
         self.alias = tensor.detach() if is_detached else tensor
 
-    def detach(self) -> torch.Tensor:
-        """Return an alias that may be emptied meanwhile, also of a leaf."""
-        self.alias = self.alias.detach()
-        self.is_detached = True
-        return self.alias
-
     def _description(self) -> str:
         if self.block is None:
             shape, dtype = self.alias.shape, self.alias.dtype

@@ -165,6 +165,8 @@ class Job:
     largest temporaries of the rank, which is an estimate and no more."""
     optimizer_host_bytes: tuple[int, ...] = ()
     """Per pipeline rank: what optimizer offload keeps on the host; none for nothing."""
+    joins: bool = True
+    """Whether groups that leave together are recorded as one: not in a graph of the step."""
 
     def __post_init__(self) -> None:
         schedule, stages, static = self.schedule, len(self.stages), len(self.static_bytes)

@@ -297,7 +297,8 @@ class _Replay:
                 Started(one.key, one.name, one.saved_bytes, False, one.key not in settings.kept)
                 for one in rank.profile.groups
             )
-            self._joining = joined_groups(started, (), self._budget.joined_bytes)
+            enough_bytes = self._budget.joined_bytes if rank.job.joins else 0
+            self._joining = joined_groups(started, (), enough_bytes)
 
     def run(self) -> RankProgram:
         for index, (one, places, pending) in enumerate(self._rank.passes):

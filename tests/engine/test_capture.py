@@ -143,7 +143,12 @@ def test_nothing_is_learned_from_it():
     assert manager.learner.is_steady
 
 
-def test_in_a_graph_nothing_passes_by():
+@pytest.mark.parametrize(
+    "settings",
+    [{"fraction": 0.25}, {"max_inflight_bytes": 32 * KIB, "prefetch_bytes": 32 * KIB}],
+    ids=["passes by", "is joined"],
+)
+def test_in_a_graph_each_group_is_recorded_by_itself(settings):
     class Boundaries(Observer):
         needs_groups, num_groups = False, 0
 
@@ -151,7 +156,7 @@ def test_in_a_graph_nothing_passes_by():
             self.num_groups += 1
 
     expected = run_step(make_model(), None, ORDER)
-    model, manager = settled(fraction=0.25)
+    model, manager = settled(**settings)
     run_step(model, manager, ORDER)
     eager, captured = Boundaries(), Boundaries()
     with manager.observed_by(eager):
@@ -160,7 +165,7 @@ def test_in_a_graph_nothing_passes_by():
     with manager.observed_by(captured), manager.backend.capture():
         assert_same(expected, run_step(model, manager, ORDER))
     assert manager.last_step.num_groups == captured.num_groups > eager.num_groups
-    assert manager.last_step.offloaded_bytes == moved
+    assert manager.last_step.offloaded_bytes >= moved
 
 
 def test_what_draws_random_numbers_is_not_made_again():
