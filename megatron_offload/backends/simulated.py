@@ -18,13 +18,14 @@ import weakref
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 
-from megatron_offload.backends.base import Backend, Pair, Wait
+from megatron_offload.backends.base import HERE, Backend, Pair, Wait
 from megatron_offload.config import SimulatedConfig
 from megatron_offload.errors import HazardError
 
@@ -199,8 +200,11 @@ class SimulatedBackend(Backend):
     def compute_stream(self) -> SimulatedStream:
         return self._compute
 
+    def computing_on(self, stream: SimulatedStream) -> AbstractContextManager[None]:
+        return HERE if stream is self._compute else self._computing_on(stream)
+
     @contextlib.contextmanager
-    def computing_on(self, stream: SimulatedStream) -> Iterator[None]:
+    def _computing_on(self, stream: SimulatedStream) -> Iterator[None]:
         before, self._compute = self._compute, stream
         try:
             yield

@@ -10,7 +10,7 @@ from __future__ import annotations
 _AUTO_SHARE = 8
 """A limit that is not set is this fraction of what a step has saved at its peak."""
 
-_JOINED_SHARE = 8
+_JOINED_SHARE = 4
 """Joined groups have enough with this fraction of both limits, or with `_MOST_JOINED_BYTES`."""
 
 _MOST_JOINED_BYTES = 64 * 1024**2

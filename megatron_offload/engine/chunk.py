@@ -113,9 +113,10 @@ class ChunkOffloadHandler:
             for observer in transfers.observers:
                 observer.tensor_saved(tensor)
         record = SavedTensor(tensor, group.name)
+        if type(tensor) is not torch.Tensor:  # most often a parameter
+            return record
         marks = tensor.__dict__
-        is_unmarked = type(tensor) is torch.Tensor and not marks and tensor._base is None
-        if not is_unmarked and not may_be_activation(tensor):  # which is slower
+        if (marks or tensor._base is not None) and not may_be_activation(tensor):
             return record
         stream = transfers.backend.compute_stream()
         if group.unsettled is not self or stream is not self._saves_on:

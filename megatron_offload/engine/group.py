@@ -273,7 +273,7 @@ class OffloadGroup(Group):
 
     elsewhere_bytes = shared_bytes = 0
     dropped_bytes: Mapping[str, int] = MappingProxyType({})
-    moving: Sequence[BlockRef] = ()
+    moving: Sequence[Block] = ()
     passes_by = is_inside = may_join = False
     parts: list[tuple[str, GroupKey]] | None = None
     last_key: GroupKey

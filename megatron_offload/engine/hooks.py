@@ -7,6 +7,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import is_grad_enabled
+from torch._C import _current_graph_task_id
 from torch._C._autograd import (
     _pop_saved_tensors_default_hooks,
     _push_saved_tensors_default_hooks,
@@ -19,7 +21,7 @@ from megatron_offload.errors import StateError
 
 def is_in_backward() -> bool:
     """Whether this thread runs a backward; a forward in there is a recompute."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return _current_graph_task_id() != -1
 
 
 def is_recording(*, needs_grad: bool = True) -> bool:
@@ -31,9 +33,7 @@ def is_recording(*, needs_grad: bool = True) -> bool:
     forward and again in the recompute, so nothing may be taken from under it; and what it drops
     needs no offload.
     """
-    if needs_grad and not torch.is_grad_enabled():
-        return False
-    if torch._C._current_graph_task_id() != -1:
+    if _current_graph_task_id() != -1 or (needs_grad and not is_grad_enabled()):
         return False
     hooks = _top_saved_tensors_default_hooks(True)
     return hooks is None or hooks[0].__module__ != "torch.utils.checkpoint"

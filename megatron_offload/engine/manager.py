@@ -347,12 +347,11 @@ class PipelineOffloadManager:
             since = self._begun_at_backward
             self._begin_step()
             self._chunk, self._begun_at_backward = chunk, None if since is None else 0
-        if not self._entered and self._looks_away:
-            # In a graph boundaries cost the host nothing, and each is one more to bring back at.
-            if not self.backend.is_capturing():
-                step.passing = self.learner.passing
-                if not self._stays_because:
-                    step.joining = self.learner.joining
+        # In a graph boundaries cost the host nothing, and each is one more to bring back at.
+        if not self._entered and self._looks_away and not self.backend.is_capturing():
+            step.passing = self.learner.passing
+            if not self._stays_because:
+                step.joining = self.learner.joining
         self._entered.append(chunk)
         chunk.position = len(self._entered) - 1
 

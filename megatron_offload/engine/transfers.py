@@ -24,7 +24,7 @@ from megatron_offload.core.group import OFFLOADING, ON_HOST, RELOADED, RELOADING
 from megatron_offload.core.profile import RemadeUnit, is_cheap
 from megatron_offload.core.window import InFlightWindow
 from megatron_offload.engine.graph_break import graph_break
-from megatron_offload.engine.group import Block, BlockRef, Flight, OffloadGroup, Reload
+from megatron_offload.engine.group import Block, Flight, OffloadGroup, Reload
 from megatron_offload.engine.guard import Guard, guarded
 from megatron_offload.engine.observer import Observer
 from megatron_offload.engine.owners import ForeignOwners
@@ -72,7 +72,7 @@ class Transfers:
         Counts what stays by choice, or is kept anyway. ``may_drop`` says that something may move.
         """
         group.settle()
-        moving: list[BlockRef] = []
+        moving: list[Block] = []
         owners, chooses = self.owners, group.rules.should_offload
         knows_any = bool(owners.known) and group.first_key is None
         num_bytes = 0
@@ -100,7 +100,7 @@ class Transfers:
                 if block.mover is not group:
                     block.mover, block.name = group, group.name
                     block.forced_by = ()  # whoever asked for that does not move it
-                moving.append(found)
+                moving.append(block)
         group.moving, group.num_bytes = moving, num_bytes
 
     def _drops(self, group: OffloadGroup, block: Block, *, may_drop: bool) -> bool:
@@ -150,10 +150,8 @@ class Transfers:
     def stay(self, group: OffloadGroup, reason: str) -> None:
         """Leave a group whose forward is over on the device."""
         moving, group.moving = group.moving, ()
-        for found in moving:
-            block = found()
-            if block is not None:
-                self._count_kept(block, reason)
+        for block in moving:
+            self._count_kept(block, reason)
         group.advance(RESIDENT)
 
     def _count_kept(self, block: Block, reason: str) -> None:
@@ -172,12 +170,9 @@ class Transfers:
         """
         backend, observers, by_name = self.backend, self.observers, self.stats.by_name
         moving: list[Block] = []
-        for found in group.moving:
-            block = found()
-            if block is None:
-                continue
-            block.address = block.alias.untyped_storage().data_ptr()
-            if block.address:
+        for block in group.moving:
+            block.address = address = block.alias.untyped_storage().data_ptr()
+            if address:
                 moving.append(block)
         group.moving = ()
         reused: list[Event] = []
@@ -314,12 +309,13 @@ class Transfers:
         self, hosts: Sequence[torch.Tensor], *, may_fail: bool
     ) -> tuple[list[torch.Tensor], list[Event]] | None:
         """Allocate what host tensors come back to; None where that may fail and does."""
-        with contextlib.suppress(torch.OutOfMemoryError):
+        try:
             return self.tensor_pool.allocate(hosts)
-        # What is in flight is the only memory that is the engine's to give.
-        self.stats.num_memory_shortages += 1
-        self.window.drain()
-        self.tensor_pool.clear()
+        except torch.OutOfMemoryError:
+            # What is in flight is the only memory that is the engine's to give.
+            self.stats.num_memory_shortages += 1
+            self.window.drain()
+            self.tensor_pool.clear()
         with contextlib.suppress(*[torch.OutOfMemoryError] if may_fail else []):
             return self.tensor_pool.allocate(hosts)
         return None

@@ -33,7 +33,7 @@ from megatron_offload.engine.boundary import commit_group, start_group
 
 ORDER = one_forward_one_backward(4, depth=2)
 ROOM = {"max_inflight_bytes": 32 * KIB, "prefetch_bytes": 32 * KIB}
-"""Enough for joined groups of 8 KiB, which are two of the model, or three."""
+"""Enough for joined groups of 16 KiB, which are three of the model, or four."""
 
 
 def steady(model, timing="late", **settings):
