@@ -25,6 +25,11 @@ _MARGIN_SHARE = 96
 _NOISE = 0.02
 """Steps of one program differ by this share; beyond it, what they take longer is lost."""
 
+_HOST_BOUND = (
+    "; the host is the limit of these steps, and a CUDA graph of the whole step has none "
+    "(docs/cuda_graphs.md)"
+)
+
 _AIM_SHARE = 0.9
 """Of what a step may cost, what plans aim at, so that one that costs a little more is kept."""
 
@@ -91,6 +96,8 @@ class PlanSearch(ABC):
                 self.plan = self._instead()
             if self._predicts:
                 promise, self.plan = f"{promise}, as predicted", replace(self.plan, measured=None)
+            if self._is_host_bound:  # not in replays
+                promise += _HOST_BOUND
             self.said = f"{_what(self.plan)}{promise}"
             return
         self.plan = plan
