@@ -257,7 +257,7 @@ class OffloadGroup(Group):
     Attributes:
         elsewhere_bytes: bytes besides that something else keeps; set at commit.
         shared_bytes: of both, what a group before it has as well and left there; set at commit.
-        moving: between the look at its bytes and the decision, the blocks that can move.
+        moving: between the look at its bytes and the decision, the blocks that can move, alive.
         remade: what of it is made again, or could be; set at commit.
         dropped_bytes: what of it is off the device to be made again, until backward comes to it,
             by name.
