@@ -312,10 +312,10 @@ class Transfers:
         try:
             return self.tensor_pool.allocate(hosts)
         except torch.OutOfMemoryError:
-            # What is in flight is the only memory that is the engine's to give.
             self.stats.num_memory_shortages += 1
-            self.window.drain()
-            self.tensor_pool.clear()
+        # What is in flight is the only memory that is the engine's to give.
+        self.window.drain()
+        self.tensor_pool.clear()
         with contextlib.suppress(*[torch.OutOfMemoryError] if may_fail else []):
             return self.tensor_pool.allocate(hosts)
         return None
