@@ -39,10 +39,6 @@ class Wait(enum.Enum):
     __hash__ = object.__hash__  # members are singletons; enum's own hash is a call into Python
 
 
-HERE = contextlib.nullcontext()
-"""A context in which nothing is other than before."""
-
-
 class DeviceMemory(NamedTuple):
     """What the process has of the device's memory."""
 
@@ -161,7 +157,7 @@ class Backend(abc.ABC):
 
     def uncounted(self) -> AbstractContextManager[None]:
         """Return a context whose host time is no compute, where compute is the host's own."""
-        return HERE
+        return contextlib.nullcontext()
 
     # For CUDA graphs; a device without them captures nothing and has neither.
 

@@ -9,13 +9,13 @@ import contextlib
 import logging
 import mmap
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any
 
 import torch
 
-from megatron_offload.backends.base import HERE, Backend, DeviceMemory, Pair, Wait
+from megatron_offload.backends.base import Backend, DeviceMemory, Pair, Wait
 from megatron_offload.backends.host_limit import near_cpus, running_on
 from megatron_offload.config import OffloadConfig
 from megatron_offload.errors import IntegrationError
@@ -92,7 +92,7 @@ class CudaBackend(Backend):
         return stream
 
     def computing_on(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
-        return HERE if stream is self.compute_stream() else torch.cuda.stream(stream)
+        return nullcontext() if stream is self.compute_stream() else torch.cuda.stream(stream)
 
     def read_on(self, stream: torch.cuda.Stream, tensor: torch.Tensor) -> None:
         tensor.record_stream(stream)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_offload.backends.base import HERE, Backend, Pair, Wait
+from megatron_offload.backends.base import Backend, Pair, Wait
 from megatron_offload.config import SimulatedConfig
 from megatron_offload.errors import HazardError
 
@@ -201,7 +201,8 @@ class SimulatedBackend(Backend):
         return self._compute
 
     def computing_on(self, stream: SimulatedStream) -> AbstractContextManager[None]:
-        return HERE if stream is self._compute else self._computing_on(stream)
+        is_current = stream is self._compute
+        return contextlib.nullcontext() if is_current else self._computing_on(stream)
 
     @contextlib.contextmanager
     def _computing_on(self, stream: SimulatedStream) -> Iterator[None]:

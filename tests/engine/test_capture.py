@@ -165,7 +165,10 @@ def test_in_a_graph_each_group_is_recorded_by_itself(settings):
     with manager.observed_by(captured), manager.backend.capture():
         assert_same(expected, run_step(model, manager, ORDER))
     assert manager.last_step.num_groups == captured.num_groups > eager.num_groups
-    assert manager.last_step.offloaded_bytes >= moved
+    if "fraction" in settings:
+        assert manager.last_step.offloaded_bytes == moved
+    else:  # what is needed soon stays, and that of single groups is less
+        assert manager.last_step.offloaded_bytes >= moved
 
 
 def test_what_draws_random_numbers_is_not_made_again():
