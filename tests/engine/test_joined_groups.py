@@ -88,6 +88,14 @@ def test_each_is_one_copy_each_way():
         assert 0 < 3 * joined[way] <= 2 * whole[way]
 
 
+def test_with_nothing_set_a_small_model_has_few():
+    model = make_layers(24)
+    manager = steady(model, max_inflight_bytes=None, prefetch_bytes=None)
+    for _ in range(2):
+        run_step(model, manager, ORDER)
+    assert len(recorded(model, manager, ORDER)) <= 0.4 * 96
+
+
 def test_they_take_little_more_memory():
     model = make_layers(24)
     manager = steady(model)
