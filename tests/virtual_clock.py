@@ -77,6 +77,26 @@ class VirtualJob:
         self.moved_bytes = []
         """Of each step so far."""
 
+    def slowed_by_copies(self, gbps):
+        """Let what is copied take so much of the device's memory bandwidth from kernels."""
+        backend, work, copy = self.backend, self.backend.advance_compute, self.backend.copy
+        copied_bytes = 0
+
+        def count(pairs, stream, label):
+            nonlocal copied_bytes
+            copied_bytes += sum(source.nbytes for _, source in pairs)
+            return copy(pairs, stream, label)
+
+        def slower(duration_us):
+            nonlocal copied_bytes
+            slowed_us, copied_bytes = copied_bytes / gbps / 1e3, 0
+            work(duration_us + slowed_us)
+
+        backend.copy, backend.advance_compute = count, slower
+        for block in self.model:
+            block.clock = slower
+        return self
+
     def launched_by_a_host(self, launch_us):
         """Let a host take so long for each launch, and the device run behind it."""
         backend, work = self.backend, self.backend.advance_compute

@@ -4,6 +4,9 @@
     the fourth, fifth   are profiled and measured
     then, per plan      one takes its memory anew, the next is measured; three plans at most
 
+Before plans for replays of a graph two steps move nothing, where the device can hold that, and the
+second is profiled too; a third takes its memory anew. What replays cost no step of the loop shows.
+
 It begins from the side that fits and keeps where steps wait. What a plan costs is told by what its
 own steps have lost; only where the device waits for the host some are taken without offload, and
 the quickest of three counts. Only steps that are looked at are timed. Exactness depends on nothing
@@ -25,7 +28,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 
 from megatron_offload.autotune.agree import Ranks
-from megatron_offload.autotune.search import MOST_PLANNING_S, PlanSearch, search_of
+from megatron_offload.autotune.search import MOST_PLANNING_S, PlanSearch, can_hold, search_of
 from megatron_offload.config import OffloadConfig
 from megatron_offload.core.machine import Machine
 from megatron_offload.core.profile import StepProfile
@@ -39,7 +42,14 @@ from megatron_offload.planning.files import PLANS, PROFILES
 from megatron_offload.planning.job import NO_OFFLOAD, Job, RankSettings
 from megatron_offload.planning.plan import MeasuredCost, OffloadPlan
 from megatron_offload.planning.policy import ModulesPolicy
-from megatron_offload.planning.profiled_job import FROM_COPIES, job_of, schedule_of, slowest_link
+from megatron_offload.planning.profiled_job import (
+    FROM_COPIES,
+    copies_gbps,
+    job_of,
+    schedule_of,
+    slowest_link,
+    undisturbed,
+)
 from megatron_offload.planning.replay import ending_after
 from megatron_offload.planning.schedule import PassKind
 from megatron_offload.planning.simulate import simulate
@@ -52,6 +62,9 @@ _SPARE_SHARE = 16
 
 _MOST_IDLE_SHARE = 0.25
 """Where the device waits for the host at more boundaries, the host is taken to be the limit."""
+
+_COPIES_GBPS = 10_000.0
+"""`Job.copies_gbps` where it isn't measured."""
 
 _logger = logging.getLogger(__name__)
 
@@ -139,13 +152,15 @@ class MeasuredLoop:
                 return
             self.is_settled = False
             yield  # its memory was just trimmed
-            profile = None
+            profile = bare = None
             while profile is None:
                 profile = yield from self._profiled()
+            if self._manager.config.whole_step_graph:
+                bare = yield from self._profiled_bare(profile)
             if not (profile.step_us and profile.d2h_gbps and profile.h2d_gbps):
                 self.is_settled = True  # on a device without a clock, or where nothing moves
                 return
-            yield from self._plan(profile)
+            yield from self._plan(profile, bare)
             while not self._is_other(profile):
                 if self._is_led:
                     self.is_settled = True
@@ -154,17 +169,36 @@ class MeasuredLoop:
             self._follow(None)
             _logger.warning("the program has changed: everything moves, until a step was profiled")
 
-    def _profiled(self) -> Generator[None, None, StepProfile | None]:
+    def _profiled(self, *, moves: bool = True) -> Generator[None, None, StepProfile | None]:
         """Let a step pass; return what it has shown, None where it can't be told."""
         is_replayed = self._manager.config.whole_step_graph
-        profiling = profile_step(self._manager, holds_back=is_replayed)
+        profiling = profile_step(self._manager, moves=moves, holds_back=is_replayed)
         recorded = self._looking.enter_context(profiling)
         yield
         try:
             self._looking.close()
         except StateError:
             return None
-        return None if self._is_spoilt else self._learner.without_unlisted(recorded.profile)
+        is_spoilt = self._is_spoilt and moves
+        return None if is_spoilt else self._learner.without_unlisted(recorded.profile)
+
+    def _profiled_bare(self, moved: StepProfile) -> Generator[None, None, StepProfile | None]:
+        """Let steps pass that move nothing, and return what the last has shown.
+
+        None where the device can't hold such a step; as many pass all the same, for other ranks
+        may hold theirs. None pass where nobody knows.
+        """
+        capacity_bytes = self._manager.backend.capacity_bytes()
+        if capacity_bytes is None:
+            return None
+        holds = can_hold(moved.peak_reserved_bytes, capacity_bytes)
+        because = "a step without offload is looked at"
+        bare = None
+        with self._manager.staying(because) if holds else contextlib.nullcontext():
+            yield  # takes its memory anew
+            bare = yield from self._profiled(moves=not holds)
+        yield  # likewise
+        return bare if holds and bare is not None and bare.has_groups_of(moved) else None
 
     def _measured(self, profile: StepProfile) -> Generator[None, None, MeasuredStep | None]:
         """Let steps pass until enough are measured; return the quickest.
@@ -184,19 +218,23 @@ class MeasuredLoop:
         quickest = min(steps, key=lambda step: step.step_us)
         return quickest._replace(reserved_bytes=steps[-1].reserved_bytes)
 
-    def _plan(self, profile: StepProfile) -> Generator[None, None, None]:
+    def _plan(self, profile: StepProfile, bare: StepProfile | None) -> Generator[None, None, None]:
         """Agree on a plan, measure what it costs, and correct it, until one stays."""
         self._num_steps = 1
         first = yield from self._measured(profile)
         if first is None:
             return
         self._ranks = ranks = Ranks(str(next(_numbers)), self._timeout_s)
-        text, stage = PROFILES.to_json(profile), profile.run.pp_rank
-        said = [stage, first, text if ranks.is_first_of(str(stage)) else ""]
+        shown, gbps = profile, None
+        if bare is not None:
+            shown = undisturbed(profile, bare)
+            gbps = copies_gbps(profile, bare, first.copied_bytes)
+        text, stage = PROFILES.to_json(shown), profile.run.pp_rank
+        said = [stage, first, gbps, text if ranks.is_first_of(str(stage)) else ""]
         answer = ranks.ask(json.dumps(said), self._first_answer)
         if answer is None:
             _logger.warning("%s; it plans alone", _NOT_HEARD % self._timeout_s)
-            answer = ranks.ask(json.dumps([stage, first, text]), self._first_answer)
+            answer = ranks.ask(json.dumps([stage, first, gbps, text]), self._first_answer)
         while answer is not None and not self._take(answer):
             yield  # the first behind a change takes its memory anew
             step = yield from self._measured(profile)
@@ -211,7 +249,7 @@ class MeasuredLoop:
 
     def _first_answer(self, texts: Sequence[str]) -> str:
         """Plan by the profiles of all ranks; each pipeline rank's comes once, others are empty."""
-        found = (json.loads(text)[2] for text in texts)
+        *_, told_gbps, found = zip(*map(json.loads, texts), strict=True)
         profiles = [PROFILES.parse(text, "the profile of a rank") for text in found if text]
         if self._ranks.is_alone:
             profiles = [replace(one, run=one.run._replace(pp_rank=0)) for one in profiles]
@@ -222,16 +260,17 @@ class MeasuredLoop:
         profiles.sort(key=lambda profile: profile.run.pp_rank)
         try:
             with ending_after(MOST_PLANNING_S):
-                self._search = self._search_by(profiles)
+                self._search = self._search_by(profiles, [one for one in told_gbps if one])
             return self._next_answer(texts)
         except OffloadError as error:
             return json.dumps([None, 1, True, False, f"no plan can be made: {error}"])
 
-    def _search_by(self, profiles: Sequence[StepProfile]) -> PlanSearch:
+    def _search_by(self, profiles: Sequence[StepProfile], told_gbps: Sequence[float]) -> PlanSearch:
         config, policy = self._manager.config, self._policy
         machine = slowest_link(profiles) or Machine()
         job = job_of(profiles, schedule_of(profiles), machine)
-        self._job = replace(job, joins=not config.whole_step_graph)
+        gbps = min(told_gbps, default=_COPIES_GBPS)
+        self._job = replace(job, joins=not config.whole_step_graph, copies_gbps=gbps)
         limits = RankSettings(
             max_inflight_bytes=config.max_inflight_bytes, prefetch_bytes=config.prefetch_bytes
         )
@@ -317,11 +356,6 @@ class MeasuredLoop:
         return learner.is_steady
 
 
-_COPIES_GBPS = 10_000.0
-"""What copies take of the device's memory bandwidth, kernels lack: so many bytes copied cost them
-a second, which no wait shows."""
-
-
 def cost_of(job: Job, shown: Mapping[int, Sequence[MeasuredStep]]) -> MeasuredCost:
     """Return what a step has cost, by what each process of each pipeline rank has measured."""
     settings = []
@@ -330,7 +364,7 @@ def cost_of(job: Job, shown: Mapping[int, Sequence[MeasuredStep]]) -> MeasuredCo
         lost_us: tuple[float, ...] = ()
         if steps and all(step.lost_us for step in steps):
             slowest = max(steps, key=lambda step: sum(map(sum, step.lost_us)))
-            slowed_us = slowest.copied_bytes / _COPIES_GBPS / 1e3 / len(passes)
+            slowed_us = slowest.copied_bytes / job.copies_gbps / 1e3 / len(passes)
             lost_us = tuple(
                 slowest.lost_us[chunks[one.stage, one.microbatch]][one.kind is PassKind.BACKWARD]
                 + slowed_us

@@ -158,9 +158,9 @@ class CostSearch(PlanSearch):
         self._tried = [self._beside_bare(plan) for plan in self._tried]
         self.plan = self._tried[-1]
         highest_bytes = self._chooser.highest_bytes
-        needed_bytes = highest_bytes + highest_bytes // 8  # it may take more than is predicted
         may_look = self._is_host_bound and self._bare is None and self._num_left > 0
-        if may_look and needed_bytes <= self._capacity_bytes < math.inf:
+        may_look &= can_hold(highest_bytes, self._capacity_bytes)
+        if may_look and self._capacity_bytes < math.inf:
             self.plan = self._bare = self._under(highest_bytes)
             self._num_left -= 1
             self.num_steps = 3  # the host may do other work, too
@@ -296,6 +296,11 @@ def search_of(
     if isinstance(policy, AutoConfig):
         return CostSearch(chooser, policy, capacity_bytes)
     return MemorySearch(chooser, policy)
+
+
+def can_hold(predicted_bytes: int, capacity_bytes: float) -> bool:
+    """Whether so much that a device is predicted to reserve fits, should it be somewhat more."""
+    return predicted_bytes + predicted_bytes // 8 <= capacity_bytes
 
 
 def _peak_bytes(plan: OffloadPlan) -> int:

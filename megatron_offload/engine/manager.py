@@ -126,7 +126,7 @@ class PipelineOffloadManager:
         self.step_number = 0
         """Steps begun so far."""
         self._last_step: StepStats | None = None
-        self._stays_because = ""
+        self._staying_because: list[str] = []
         self.configure(config or OffloadConfig(), backend=backend)
 
     @graph_break
@@ -350,7 +350,7 @@ class PipelineOffloadManager:
         # In a graph boundaries cost the host nothing, and each is one more to bring back at.
         if not self._entered and self._looks_away and not self.backend.is_capturing():
             step.passing = self.learner.passing
-            if not self._stays_because:
+            if not self._staying_because:
                 step.joining = self.learner.joining
         self._entered.append(chunk)
         chunk.position = len(self._entered) - 1
@@ -457,7 +457,7 @@ class PipelineOffloadManager:
             observer.step_ended(profile)
         if is_other:
             self.learner.restart()
-        elif not self._stays_because:  # how a step goes that moves nothing is no lesson
+        elif not self._staying_because:  # how a step goes that moves nothing is no lesson
             pairs = ((other, one.key) for one in step.committed for other in one.shares_with)
             joining = None if step.num_joined else step.joinable()
             self.learner.learn(profile, list(pairs) if step.is_whole else None, joining)
@@ -606,14 +606,15 @@ class PipelineOffloadManager:
 
     @guarded
     def _commit(self, group: OffloadGroup, must_move: bool) -> None:
-        self.decisions.commit_group(group, self._stays_because, must_move=must_move)
+        because = self._staying_because[-1] if self._staying_because else ""
+        self.decisions.commit_group(group, because, must_move=must_move)
 
     @guarded
     def would_offload(self, group: OffloadGroup) -> bool:
         """Whether a group whose forward is under way would move if it ended now."""
         group.num_bytes = sum(block.num_bytes for block in group.blocks())
         return not (
-            self._stays_because
+            self.is_staying
             or self.learner.keeps_because(group)
             or self.decisions.is_needed_soon(group)
         )
@@ -728,11 +729,11 @@ class PipelineOffloadManager:
 
         What they have taken of the device besides is given back at the end.
         """
-        outer, self._stays_because = self._stays_because, because
+        self._staying_because.append(because)
         try:
             yield
         finally:
-            self._stays_because = outer
+            self._staying_because.remove(because)  # another that began later may go on
             self.backend.trim_device()
 
     # What is asked for
@@ -740,7 +741,7 @@ class PipelineOffloadManager:
     @property
     def is_staying(self) -> bool:
         """Whether the steps now move nothing, by `staying`."""
-        return bool(self._stays_because)
+        return bool(self._staying_because)
 
     @property
     def last_step(self) -> StepStats:

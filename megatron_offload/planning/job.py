@@ -6,6 +6,7 @@ second, of one direction unless said.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -167,6 +168,9 @@ class Job:
     """Per pipeline rank: what optimizer offload keeps on the host; none for nothing."""
     joins: bool = True
     """Whether groups that leave together are recorded as one: not in a graph of the step."""
+    copies_gbps: float = math.inf
+    """What copies take of the device's memory bandwidth, kernels lack: so many bytes copied cost
+    them a second, which no wait shows."""
 
     def __post_init__(self) -> None:
         schedule, stages, static = self.schedule, len(self.stages), len(self.static_bytes)

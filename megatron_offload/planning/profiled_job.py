@@ -1,9 +1,10 @@
 """A step as the profiles of all its ranks have shown it, and the profiles of a step.
 
-Times of a group are medians over the microbatches. What lies between two groups of one chunk is
-compute as well, and its median too. Between two passes of a rank, other stages may have been waited
-for: there the least of all microbatches counts, as the work in front of the later pass. A rank that
-never waited gets its measured time back, as far as its microbatches are alike.
+Times of a group are medians over the microbatches, the lower of two: what disturbs one makes it
+longer. What lies between two groups of one chunk is compute as well, and its median too. Between
+two passes of a rank, other stages may have been waited for: there the least of all microbatches
+counts, as the work in front of the later pass. A rank that never waited gets its measured time
+back, as far as its microbatches are alike.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ def _stages_of(rank: int, profile: StepProfile, schedule: Schedule) -> dict[int,
         for index in range(len(alike[0])):
             if index:
                 pairs = [(chunk[index - 1][1], chunk[index][1]) for chunk in alike]
-                forward_us = statistics.median(b.started_us - a.committed_us for a, b in pairs)
-                backward_us = statistics.median(a.backward_us - b.done_us for a, b in pairs)
+                forward_us = statistics.median_low(b.started_us - a.committed_us for a, b in pairs)
+                backward_us = statistics.median_low(a.backward_us - b.done_us for a, b in pairs)
                 works.append(_between("between groups", forward_us, backward_us))
             works.append(_work(alike, index))
         works.append(_between("behind the stage", 0.0, before_us[stage, False]))
@@ -83,9 +84,7 @@ def _chunks_of(
             f"the profile of pipeline rank {rank} holds no times; profile a step with times and "
             "memory"
         )
-    by_chunk: dict[int, _Timed] = defaultdict(list)
-    for group, times in zip(profile.groups, profile.times, strict=True):
-        by_chunk[group.key.chunk].append((group, times))
+    by_chunk = _by_chunk(profile)
     chunks = schedule.chunks_of(rank)
     if by_chunk.keys() != set(chunks.values()):
         raise ConfigError(
@@ -125,8 +124,8 @@ def _work(chunks: Sequence[_Timed], index: int) -> GroupWork:
     return GroupWork(
         groups[0].name,
         statistics.median_high(group.num_bytes for group in bare),
-        forward_us=statistics.median(one.committed_us - one.started_us for one in times),
-        backward_us=statistics.median(backward_us),
+        forward_us=statistics.median_low(one.committed_us - one.started_us for one in times),
+        backward_us=statistics.median_low(backward_us),
         kept_bytes=statistics.median_high(group.elsewhere_bytes for group in groups),
         units=tuple(_units(bare, chunks)),
     )
@@ -142,7 +141,7 @@ def _units(groups: Sequence[GroupProfile], chunks: Sequence[_Timed]) -> Iterator
     for name in names:
         alike = [unit for group in groups for unit in group.remade if unit.unit == name]
         num_bytes = statistics.median_low(unit.num_bytes for unit in alike)
-        us = statistics.median(unit.us for unit in alike)
+        us = statistics.median_low(unit.us for unit in alike)
         chunk, order = groups[0].key
         own = [key.order for key in alike[0].needs if key.chunk == chunk]
         if not us and not is_cheap(name):
@@ -167,6 +166,48 @@ def job_of(profiles: Sequence[StepProfile], schedule: Schedule, machine: Machine
     explained = [rank.peak_device_bytes for rank in simulate(job, as_seen).ranks]
     static = [max(0, peak - own) for peak, own in zip(peaks, explained, strict=True)]
     return replace(job, static_bytes=tuple(static), unused_bytes=0)
+
+
+def undisturbed(moved: StepProfile, bare: StepProfile) -> StepProfile:
+    """Return what a step has shown in which nothing moved, with what only another can show.
+
+    That is how quick copies are, and how long it takes to make things again; of both the groups are
+    the same.
+    """
+    seen = replace(bare, d2h_gbps=moved.d2h_gbps, h2d_gbps=moved.h2d_gbps)
+    return replace(seen, groups=tuple(group.making_again(()) for group in moved.groups))
+
+
+def copies_gbps(moved: StepProfile, bare: StepProfile, copied_bytes: int) -> float:
+    """Return `Job.copies_gbps`, by two steps of the same groups; in one so many bytes were copied.
+
+    A pass takes what it does in the median of the microbatches. Infinite where copies slow nothing.
+    """
+    slowed_us = _passes_us(moved) - _passes_us(bare)
+    return copied_bytes / 1e3 / slowed_us if slowed_us > 0 else math.inf
+
+
+def _passes_us(profile: StepProfile) -> float:
+    """Return what all passes take, but for what is made again in them."""
+    alike: defaultdict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
+    for chunk in _by_chunk(profile).values():
+        (_, first), (_, last) = chunk[0], chunk[-1]
+        units = (unit for group, _ in chunk for unit in group.remade if unit.is_remade)
+        backward_us = first.done_us - last.backward_us - sum(unit.us for unit in units)
+        names = tuple(group.name for group, _ in chunk)
+        alike[names].append((last.committed_us - first.started_us, backward_us))
+    return sum(
+        len(chunks) * statistics.median_low(us)
+        for chunks in alike.values()
+        for us in zip(*chunks, strict=True)
+    )
+
+
+def _by_chunk(profile: StepProfile) -> dict[int, _Timed]:
+    by_chunk: defaultdict[int, _Timed] = defaultdict(list)
+    for group, times in zip(profile.groups, profile.times, strict=True):
+        by_chunk[group.key.chunk].append((group, times))
+    return by_chunk
 
 
 FROM_COPIES = "what copies got in the profiled step, on the slowest rank"

@@ -192,6 +192,7 @@ class _Step:
         machine = job.machine
         gpus_per_rank = min(job.gpus_per_rank, machine.gpus_per_node)
         self._rates = functools.cache(functools.partial(fair_rates, machine, gpus_per_rank))
+        self._slowed_us_per_byte = 1e-3 / job.copies_gbps
         us_per_byte = 1e-3 / machine.p2p_gbps
         output_us = [machine.p2p_latency_us + s.output_bytes * us_per_byte for s in job.stages]
         # By number, less the microbatch. A gradient is as large as what the stage before has sent.
@@ -212,7 +213,8 @@ class _Step:
         self, rank: _Streams, node: list[_Streams]
     ) -> Generator[simpy.Event, Any, None]:
         environment, program = self.environment, rank.result
-        num_ops, joined_us, trace = len(program.kinds), 0.0, rank.result.trace
+        num_ops, trace = len(program.kinds), rank.result.trace
+        joined_us = 0.0  # of work for which no time has passed yet
         begun_us: list[float] = []
         for position, kind in enumerate(program.kinds):
             now_us, argument = environment.now, program.arguments[position]
@@ -220,14 +222,14 @@ class _Step:
                 begun_us.append(now_us)
             if kind == OpKind.COMPUTE:
                 rank.result.compute_us += argument
+                joined_us += argument
                 if trace:
                     label, is_backward = program.labels[position]
                     what = "other" if not label else "backward" if is_backward else "forward"
-                    rank.add_span("compute", what, position, now_us, argument)
+                    rank.add_span("compute", what, position, now_us, joined_us)
                 elif position + 1 < num_ops and program.kinds[position + 1] == OpKind.COMPUTE:
-                    joined_us += argument  # nobody looks in between
-                    continue
-                yield environment.timeout(joined_us + argument)
+                    continue  # nobody looks in between
+                yield environment.timeout(joined_us)
                 joined_us = 0.0
                 continue
             number = int(argument)
@@ -250,11 +252,15 @@ class _Step:
                 assert flight.callbacks is not None
                 flight.callbacks.append(self._ends[number].trigger)
             else:
+                slowed_us = program.copy_bytes[number] * self._slowed_us_per_byte
+                rank.result.compute_us += slowed_us
+                joined_us += slowed_us  # the kernels behind it
                 queue = rank.d2h if kind == OpKind.OFFLOAD else rank.h2d
                 queue.waiting.append((number, position))
                 if queue.copy is None:
                     self._begin_copy(queue)
                     self._share_anew(node)
+        yield environment.timeout(joined_us)
         rank.result.end_us = environment.now
         if trace:
             begun_us.append(environment.now)

@@ -178,26 +178,60 @@ def test_of_steps_that_other_work_delays_the_quickest_counts():
     assert loop.plan.moved_bytes == expected
 
 
+def for_replays(gbps, launch_us=150.0, slow_gbps=None, capacity_bytes=1 << 30, **settings):
+    """Return a job whose plans are for replays; copies take some of its memory's bandwidth."""
+    job = VirtualJob(gbps, whole_step_graph=True, **settings)
+    pause = job.backend.advance_compute
+    if slow_gbps is not None:
+        job.slowed_by_copies(slow_gbps)
+    job.launched_by_a_host(launch_us)
+    job.backend.pause = lambda: pause(1000.0)
+    job.backend.capacity_bytes = lambda: capacity_bytes
+    return job
+
+
+def replayed_us(job, plan):
+    """Return what a replay takes of a step that was captured with a plan."""
+    job.warmed_up().manager.follow_plan(plan)
+    job.manager.observers.clear()  # nobody may look at what is captured
+    job.backend.is_capturing = lambda: True
+    job.step()
+    return job.step_us()
+
+
 @pytest.mark.parametrize(
     "policy", [{"kind": "auto"}, {"kind": "memory_target", "target_bytes": TARGET}]
 )
 def test_for_replays_the_plan_is_that_of_a_host_that_takes_no_time(policy, log):
-    settings = {"policy": policy, "whole_step_graph": True}
-    expected = settled(VirtualJob(0.1, **settings).launched_by_a_host(0.0)).plan
-    job = VirtualJob(0.1, **settings).launched_by_a_host(150.0)
-    loop = settled(job)
+    expected = settled(for_replays(0.1, 0.0, policy=policy), most_steps=15).plan
+    loop = settled(for_replays(0.1, policy=policy), most_steps=15)
     assert loop.plan.measured is None
     assert "as predicted" in loop.said
     assert loop.plan.moved_bytes > 0
-    replays = VirtualJob(0.1).warmed_up()
-    replays.manager.follow_plan(loop.plan)
-    replays.manager.observers.clear()  # nobody may look at what is captured
-    replays.backend.is_capturing = lambda: True
-    replays.step()
-    step_us = replays.step_us()
+    step_us = replayed_us(VirtualJob(0.1), loop.plan)
     assert step_us == pytest.approx(loop.plan.ranks[0].predicted_step_us)
     assert step_us <= (1.01 + 1e-9 if policy["kind"] == "auto" else 1.2) * COMPUTE_US
     assert loop.plan.moved_bytes == pytest.approx(expected.moved_bytes, rel=0.3)
+
+
+def test_for_replays_it_is_known_what_copies_take_of_kernels():
+    """All could move behind compute, where it costs 5 %; 1 % is wanted."""
+    everything = settled(for_replays(10.0), most_steps=15).plan
+    assert everything.moved_bytes == everything.ranks[0].saved_bytes
+    plan = settled(for_replays(10.0, slow_gbps=2.6), most_steps=15).plan
+    costs = []
+    for one in (everything, plan):
+        step_us = replayed_us(VirtualJob(10.0).slowed_by_copies(2.6), one)
+        costs.append(100 * (step_us / COMPUTE_US - 1))
+    assert costs[0] > 4
+    assert 0.5 <= costs[1] <= 1.0
+    assert step_us == pytest.approx(plan.ranks[0].predicted_step_us, rel=1e-3)
+
+
+def test_for_replays_no_step_without_offload_is_taken_that_does_not_fit(log):
+    job = for_replays(0.1, capacity_bytes=120 * KIB)
+    settled(job, most_steps=15)
+    assert min(job.moved_bytes[:8]) > 0
 
 
 @pytest.mark.parametrize("launch_us", [150.0, 1.0])

@@ -115,3 +115,16 @@ def test_steps_inside_that_are_to_stay_move_nothing_and_teach_nothing():
     run_step(model, manager, ORDER)
     assert manager.last_step.offloaded_bytes > 0
     assert manager.last_profile is not learned
+
+
+def test_two_that_want_steps_to_stay_need_not_end_in_turn():
+    model, manager = make_model(), make_manager()
+    first, second = manager.staying("one asks"), manager.staying("another asks")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    run_step(model, manager, ORDER)
+    assert manager.last_step.offloaded_bytes == 0
+    second.__exit__(None, None, None)
+    run_step(model, manager, ORDER)
+    assert manager.last_step.offloaded_bytes > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -15,11 +16,13 @@ from megatron_offload.planning.files import PROFILES
 from megatron_offload.planning.job import NO_OFFLOAD, GroupWork, Job, RankSettings, StageWork
 from megatron_offload.planning.policy import ModulesPolicy, RatioPolicy, plan_by_rule
 from megatron_offload.planning.profiled_job import (
+    copies_gbps,
     job_from_profiles,
     job_of,
     measured_peak_bytes,
     profiles_of,
     schedule_of,
+    undisturbed,
 )
 from megatron_offload.planning.replay import RankWork
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule, make_schedule
@@ -113,6 +116,36 @@ def test_what_a_profile_of_a_job_says_agrees_with_the_simulator(seed):
         assert profile.step_us == pytest.approx(step.step_us, rel=1e-12)
         PROFILES.parse(PROFILES.to_json(profile), "it")
         assert measured_peak_bytes(profile) == rank.peak_reserved_bytes
+
+
+def disturbed(profile, chunk, us):
+    """Return a profile in which the host was away in the first forward of a chunk."""
+    first = next(i for i, group in enumerate(profile.groups) if group.key.chunk == chunk)
+    began_us = profile.times[first].started_us
+    times = (GroupTimes(*(at + us * (at > began_us) for at in one)) for one in profile.times)
+    return replace(profile, times=tuple(times), step_us=profile.step_us + us)
+
+
+def test_a_host_that_is_away_in_half_of_the_microbatches_makes_no_step_longer():
+    job = make_job(ranks=1, microbatches=4)
+    (profile,) = profiles_of(job)
+    longer = disturbed(disturbed(profile, 1, 1e5), 2, 3e5)
+    again = job_of([longer], job.schedule, job.machine)
+    assert simulate(again).step_us == pytest.approx(simulate(job).step_us, rel=1e-6)
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_what_copies_take_of_kernels_is_found_by_two_steps(virtual):
+    job = make_job(ranks=virtual, virtual=virtual, microbatches=4)
+    bare = profiles_of(job)[0]
+    slower = tuple(GroupTimes(*(1.25 * at for at in one)) for one in bare.times)
+    moved = replace(disturbed(replace(bare, times=slower), 1, 1e5), d2h_gbps=50.0, h2d_gbps=40.0)
+    compute_us = simulate(job).ranks[0].compute_us
+    gbps = copies_gbps(moved, bare, int(1e9))
+    assert gbps == pytest.approx(1e6 / (0.25 * compute_us), rel=0.02)
+    assert copies_gbps(bare, bare, int(1e9)) == copies_gbps(bare, moved, int(1e9)) == math.inf
+    again = undisturbed(moved, bare)
+    assert (again.times, again.d2h_gbps, again.h2d_gbps) == (bare.times, 50.0, 40.0)
 
 
 @pytest.mark.parametrize("virtual", [1, 2])
