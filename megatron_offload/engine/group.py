@@ -36,6 +36,11 @@ ALIGNMENT_BYTES = 512
 alignment as its source: kernels choose their code path, and so their rounding, by alignment."""
 
 
+SOURCE_MARK = "_offload_source"
+"""The attribute of a detached tensor that refers weakly to what it was detached from, once told
+that nobody reads that again: its node alone is needed."""
+
+
 class Store(Protocol):
     """What has the bytes of blocks, and takes them back."""
 
@@ -291,7 +296,9 @@ class OffloadGroup(Group):
 
     def force(self, tensors: Iterable[torch.Tensor]) -> None:
         """Let the storage of these be emptied at the release, if it is copied."""
-        self.forced += tuple(map(weakref.ref, tensors))
+        for tensor in tensors:
+            source = tensor.__dict__.get(SOURCE_MARK)
+            self.forced += (weakref.ref(tensor), *(() if source is None else (source,)))
 
     def settle(self) -> None:
         """Let all its records have their blocks."""

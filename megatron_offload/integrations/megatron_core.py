@@ -12,7 +12,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ import megatron_offload.fine_grained_activation_offload as facade
 from megatron_offload.autotune.loop import MeasuredLoop, tune
 from megatron_offload.config import EXTRA_MODULES, LAYER_INPUT, OffloadConfig, module_patterns
 from megatron_offload.engine.exchanges import Call, Exchanges
+from megatron_offload.engine.group import SOURCE_MARK
 from megatron_offload.engine.learning import tell_pipeline_rank
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError, IntegrationError
@@ -150,6 +151,37 @@ def _saving_arguments(theirs: Call, ctx: Any, run_function: Call, owner: Any, *a
         del ctx.save_for_backward
 
 
+def _noting_inputs(theirs: Call, self: Any, *inputs: torch.Tensor | None) -> Any:
+    """Note from what the inputs of a node of overlapped microbatches are detached.
+
+    The node before keeps that for its backward, which doesn't read it.
+    """
+    run = self.forward_func
+
+    def noting(*detached: torch.Tensor | None) -> Any:
+        for one, source in zip(detached, inputs, strict=True):
+            _note_source(one, source)
+        return run(*detached)
+
+    self.forward_func = noting
+    try:
+        return theirs(self, *inputs)
+    finally:
+        self.forward_func = run
+
+
+def _noting_source(theirs: Call, self: Any, source: torch.Tensor) -> torch.Tensor:
+    """Note from what a node detaches a tensor for a later one, likewise."""
+    detached: torch.Tensor = theirs(self, source)
+    _note_source(detached, source)
+    return detached
+
+
+def _note_source(detached: torch.Tensor | None, source: torch.Tensor | None) -> None:
+    if detached is not None and source is not None:
+        setattr(detached, SOURCE_MARK, ref(source))
+
+
 def _taking_our_names(theirs: Callable[[Any], None], self: Any) -> None:
     """Take names in ``offload_modules`` that Megatron doesn't know; once for each microbatch.
 
@@ -207,6 +239,9 @@ def _marking(theirs: Callable[[Any], None], self: Any) -> None:
 
 
 _METHODS = (
+    ("pipeline_parallel.utils", "ScheduleNode", "_forward", _noting_inputs),
+    ("models.common.utils", "TransformerLayerNode", "detach", _noting_source),
+    ("models.gpt.fine_grained_callables", "TransformerLayerNode", "detach", _noting_source),
     ("models.gpt.gpt_model", "GPTModel", _PREPARE, _marking),
     ("models.hybrid.hybrid_model", "HybridModel", _PREPARE, _marking),
     ("tensor_parallel.random", "CheckpointWithoutOutput", "checkpoint", _keeping_outputs),

@@ -22,6 +22,7 @@ import torch
 from torch.utils.cpp_extension import get_default_build_root
 
 from megatron_offload import OffloadConfig, PipelineOffloadManager
+from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.errors import ConfigError, IntegrationError
 from megatron_offload.integrations import megatron_core
 
@@ -396,3 +397,48 @@ def test_names_that_can_move_nothing_under_full_recompute_are_told_of(names, met
     note(model)
     is_said = caplog.text.count("only 'layer_input' moves anything")
     assert is_said == (method == "uniform" and "core_attn" in names)
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("before", ["output", "other node", "saved"])
+def test_what_a_part_of_a_layer_keeps_for_its_node_alone_is_freed(before, monkeypatch):
+    """Under Megatron's overlap each part keeps its output, the next computes on a detached one."""
+    from megatron.core.pipeline_parallel.utils import ScheduleNode
+
+    try:
+        from megatron.core.models.common.utils import TransformerLayerNode
+    except ImportError:  # before 0.19
+        from megatron.core.models.gpt.fine_grained_callables import TransformerLayerNode
+
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    for name in ("range_push", "range_pop"):
+        monkeypatch.setattr(torch.cuda.nvtx, name, lambda *name: None)
+    event = types.SimpleNamespace(wait=lambda stream: None, record=lambda stream: None)
+    manager = PipelineOffloadManager.get_instance()
+    manager.configure(OffloadConfig(backend="simulated", min_tensor_bytes=0))
+    part = types.SimpleNamespace(before_detached=(), detached=())
+
+    def grow(x):
+        return x.exp() if before == "saved" else x * 1.5
+
+    def normalize(x):
+        x = start_group(manager, x, "norm")
+        with manager:
+            y = torch.nn.functional.layer_norm(x, (64,))
+        residual = x if before == "output" else TransformerLayerNode.detach(part, x)
+        return commit_group(manager, y, "norm", [residual])
+
+    x = torch.randn(64, 64, requires_grad=True)
+    (expected,) = torch.autograd.grad(torch.nn.functional.layer_norm(grow(x), (64,)).sum(), x)
+    runs = (grow, normalize) if before == "output" else (lambda x: normalize(grow(x)),)
+    nodes = [ScheduleNode(run, None, event) for run in runs]
+    manager.begin_chunk()
+    y = functools.reduce(lambda x, node: node.forward(x), nodes, x)
+    manager.join_offloads()
+    kept = nodes[0].output if before == "output" else part.before_detached[0]
+    assert bool(kept.untyped_storage().size()) == (before == "saved")  # it is read
+    gradient = torch.ones_like(y)
+    for node in reversed(nodes):
+        gradient = node.backward(gradient)
+    assert torch.equal(gradient, expected)
