@@ -195,11 +195,12 @@ def test_a_page_s_snippet_runs(block, tmp_path, monkeypatch):
     for name in ("compile", "cuda"):  # put back whatever becomes of them
         monkeypatch.setattr(torch, name, getattr(torch, name))
     before, after = PRELUDES[keys_of(block)[0]]
-    PipelineOffloadManager.get_instance().configure(OffloadConfig())
+    manager = PipelineOffloadManager(OffloadConfig())  # that of other tests stays as it is
+    monkeypatch.setattr(PipelineOffloadManager, "instance", manager)
     with ExitStack() as stack:
         for undo in (megatron_core.uninstall, megatron_moe.uninstall):
             stack.callback(undo)
-        stack.callback(PipelineOffloadManager.get_instance().configure, OffloadConfig())
+        stack.callback(manager.close)
         names = {"__name__": "snippet"}
         for part, text in (("before", before), (block.place, block.text), ("after", after)):
             exec(compile(text, part, "exec"), names)  # noqa: S102 - our own pages
