@@ -13,7 +13,7 @@ block has a host region, a reload target, or a source that something else keeps 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_offload.backends.base import Event, Stream
 from megatron_offload.core.budget import DeviceBudget
@@ -35,10 +36,9 @@ ALIGNMENT_BYTES = 512
 """A block starts at a multiple of this within its storage, so that a reloaded tensor has the same
 alignment as its source: kernels choose their code path, and so their rounding, by alignment."""
 
-
-SOURCE_MARK = "_offload_source"
-"""The attribute of a detached tensor that refers weakly to what it was detached from, once told
-that nobody reads that again: its node alone is needed."""
+SOURCES: MutableMapping[torch.Tensor, weakref.ref[torch.Tensor]] = WeakIdKeyDictionary()
+"""By detached tensor, from what it was detached, where nobody reads that again: its node alone is
+needed. Not an attribute of it, with which it couldn't be pickled."""
 
 
 class Store(Protocol):
@@ -297,7 +297,7 @@ class OffloadGroup(Group):
     def force(self, tensors: Iterable[torch.Tensor]) -> None:
         """Let the storage of these be emptied at the release, if it is copied."""
         for tensor in tensors:
-            source = tensor.__dict__.get(SOURCE_MARK)
+            source = SOURCES.get(tensor)
             self.forced += (weakref.ref(tensor), *(() if source is None else (source,)))
 
     def settle(self) -> None:

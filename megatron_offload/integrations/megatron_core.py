@@ -21,7 +21,7 @@ import megatron_offload.fine_grained_activation_offload as facade
 from megatron_offload.autotune.loop import MeasuredLoop, tune
 from megatron_offload.config import EXTRA_MODULES, LAYER_INPUT, OffloadConfig, module_patterns
 from megatron_offload.engine.exchanges import Call, Exchanges
-from megatron_offload.engine.group import SOURCE_MARK
+from megatron_offload.engine.group import SOURCES
 from megatron_offload.engine.learning import tell_pipeline_rank
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError, IntegrationError
@@ -179,7 +179,7 @@ def _noting_source(theirs: Call, self: Any, source: torch.Tensor) -> torch.Tenso
 
 def _note_source(detached: torch.Tensor | None, source: torch.Tensor | None) -> None:
     if detached is not None and source is not None:
-        setattr(detached, SOURCE_MARK, ref(source))
+        SOURCES[detached] = ref(source)
 
 
 def _taking_our_names(theirs: Callable[[Any], None], self: Any) -> None:
