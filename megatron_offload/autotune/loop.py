@@ -44,6 +44,7 @@ from megatron_offload.planning.plan import MeasuredCost, OffloadPlan
 from megatron_offload.planning.policy import ModulesPolicy
 from megatron_offload.planning.profiled_job import (
     FROM_COPIES,
+    bare_peak_bytes,
     copies_gbps,
     job_of,
     schedule_of,
@@ -137,7 +138,7 @@ class MeasuredLoop:
                 _logger.warning(_OTHER_HOST)
             return
         if self._steps is not None:
-            self._is_spoilt = manager.is_staying  # so that the step tells nothing
+            self._has_stayed = manager.is_staying
             next(self._steps, None)
 
     # What is done behind each step; a step passes at each yield.
@@ -155,11 +156,11 @@ class MeasuredLoop:
             profile = bare = None
             while profile is None:
                 profile = yield from self._profiled()
-            if self._manager.config.whole_step_graph:
-                bare = yield from self._profiled_bare(profile)
             if not (profile.step_us and profile.d2h_gbps and profile.h2d_gbps):
                 self.is_settled = True  # on a device without a clock, or where nothing moves
                 return
+            if self._manager.config.whole_step_graph:
+                bare = yield from self._profiled_bare(profile)
             yield from self._plan(profile, bare)
             while not self._is_other(profile):
                 if self._is_led:
@@ -169,18 +170,22 @@ class MeasuredLoop:
             self._follow(None)
             _logger.warning("the program has changed: everything moves, until a step was profiled")
 
-    def _profiled(self, *, moves: bool = True) -> Generator[None, None, StepProfile | None]:
-        """Let a step pass; return what it has shown, None where it can't be told."""
+    def _profiled(self, *, stays: bool = False) -> Generator[None, None, StepProfile | None]:
+        """Let a step pass; return what it has shown, None where it can't be told.
+
+        ``stays`` says that it is to move nothing.
+        """
         is_replayed = self._manager.config.whole_step_graph
-        profiling = profile_step(self._manager, moves=moves, holds_back=is_replayed)
+        profiling = profile_step(self._manager, holds_back=is_replayed)
         recorded = self._looking.enter_context(profiling)
         yield
         try:
             self._looking.close()
         except StateError:
             return None
-        is_spoilt = self._is_spoilt and moves
-        return None if is_spoilt else self._learner.without_unlisted(recorded.profile)
+        if self._has_stayed != stays:
+            return None
+        return self._learner.without_unlisted(recorded.profile)
 
     def _profiled_bare(self, moved: StepProfile) -> Generator[None, None, StepProfile | None]:
         """Let steps pass that move nothing, and return what the last has shown.
@@ -188,17 +193,16 @@ class MeasuredLoop:
         None where the device can't hold such a step; as many pass all the same, for other ranks
         may hold theirs. None pass where nobody knows.
         """
-        capacity_bytes = self._manager.backend.capacity_bytes()
+        capacity_bytes = self._capacity_bytes
         if capacity_bytes is None:
             return None
-        holds = can_hold(moved.peak_reserved_bytes, capacity_bytes)
-        because = "a step without offload is looked at"
-        bare = None
-        with self._manager.staying(because) if holds else contextlib.nullcontext():
+        holds = can_hold(bare_peak_bytes(moved), capacity_bytes)
+        staying = self._manager.staying("a step without offload is looked at")
+        with staying if holds else contextlib.nullcontext():
             yield  # takes its memory anew
-            bare = yield from self._profiled(moves=not holds)
+            bare = yield from self._profiled(stays=True)
         yield  # likewise
-        return bare if holds and bare is not None and bare.has_groups_of(moved) else None
+        return bare if bare is not None and bare.has_groups_of(moved) else None
 
     def _measured(self, profile: StepProfile) -> Generator[None, None, MeasuredStep | None]:
         """Let steps pass until enough are measured; return the quickest.
@@ -213,7 +217,7 @@ class MeasuredLoop:
             if self._is_other(profile) or self._is_led:
                 return None
             is_like = profile.has_groups_of(self._learner.profile or profile)
-            if timer.has_ended and is_like and not self._is_spoilt:
+            if timer.has_ended and is_like and not self._has_stayed:
                 steps.append(timer.read())
         quickest = min(steps, key=lambda step: step.step_us)
         return quickest._replace(reserved_bytes=steps[-1].reserved_bytes)
@@ -277,10 +281,7 @@ class MeasuredLoop:
         is_measured = policy.kind == "auto" and policy.measured_plans > 0
         share = 1.0 if is_measured and not config.whole_step_graph else SLOW_LINK_SHARE
         chooser = Chooser(profiles, self._job, limits, link_share=share)
-        capacity_bytes = self._manager.backend.capacity_bytes()
-        if capacity_bytes is not None:
-            capacity_bytes -= capacity_bytes // _SPARE_SHARE
-        search = search_of(chooser, policy, capacity_bytes)
+        search = search_of(chooser, policy, self._capacity_bytes)
         search.for_replays = config.whole_step_graph
         return search
 
@@ -335,6 +336,12 @@ class MeasuredLoop:
             self._manager.backend.trim_device()  # what only other plans, and looking, needed
         if self._ranks.answers:
             _logger.log(level, "%s: %s", self._policy.kind, said)
+
+    @property
+    def _capacity_bytes(self) -> int | None:
+        """The most that a rank may reserve, None where nobody knows."""
+        capacity_bytes = self._manager.backend.capacity_bytes()
+        return None if capacity_bytes is None else capacity_bytes - capacity_bytes // _SPARE_SHARE
 
     @property
     def _learner(self) -> Learner:

@@ -178,6 +178,15 @@ def undisturbed(moved: StepProfile, bare: StepProfile) -> StepProfile:
     return replace(seen, groups=tuple(group.making_again(()) for group in moved.groups))
 
 
+def bare_peak_bytes(profile: StepProfile) -> int:
+    """Return what a step would reserve that neither moves nor makes again anything.
+
+    What was made again is in no peak of a profile; at the first backward there is most of it.
+    """
+    made_again = profile.bytes_away({group.key for group in profile.groups}, 0)
+    return profile.peak_reserved_bytes + sum(made_again.values())
+
+
 def copies_gbps(moved: StepProfile, bare: StepProfile, copied_bytes: int) -> float:
     """Return `Job.copies_gbps`, by two steps of the same groups; in one so many bytes were copied.
 
