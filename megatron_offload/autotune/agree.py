@@ -14,6 +14,21 @@ import torch.distributed as dist
 
 _LONGEST_NAP_S = 0.02
 
+_ASIDE = "aside"
+
+
+def _job_store() -> dist.Store | None:
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return None
+    return dist.PrefixStore("megatron_offload", dist.distributed_c10d._get_default_store())
+
+
+def stand_aside(num: int = 1) -> None:
+    """Let those who ask wait for this rank no more, which has nothing to say; -1 takes it back."""
+    store = _job_store()
+    if store is not None:
+        store.add(_ASIDE, num)
+
 
 class Ranks:
     """The ranks of a job that ask the same questions, or this process alone.
@@ -28,12 +43,11 @@ class Ranks:
     def __init__(self, name: str, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._num_asked = 0
+        self._job, self._place = _job_store(), 0
         self._store: dist.Store | None = None
-        self._place, self._size = 0, 1
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            store = dist.distributed_c10d._get_default_store()
-            self._store = dist.PrefixStore(f"megatron_offload/{name}", store)
-            self._place, self._size = self._store.add("ranks", 1) - 1, dist.get_world_size()
+        if self._job is not None:
+            self._store = dist.PrefixStore(name, self._job)
+            self._place = self._store.add("ranks", 1) - 1
 
     @property
     def answers(self) -> bool:
@@ -67,9 +81,9 @@ class Ranks:
         with contextlib.suppress(TimeoutError, dist.DistError):  # the store's own host may be gone
             if place:
                 self._store.set(f"{number}/{place}", said)
-                (found,) = self._hear([f"{number}/answer"])
+                (found,) = self._hear(lambda: [f"{number}/answer"])
             else:
-                others = self._hear([f"{number}/{other}" for other in range(1, self._size)])
+                others = self._hear(lambda: [f"{number}/{other}" for other in self._others()])
         if not place:
             found = "" if others is None else answer([said, *others])
             with contextlib.suppress(dist.DistError):
@@ -78,11 +92,16 @@ class Ranks:
             self._store = None
         return found or None
 
-    def _hear(self, keys: Sequence[str]) -> list[str]:
+    def _others(self) -> range:
+        """Return the places of those who answer to the first, less who stands aside by now."""
+        assert self._job is not None
+        return range(1, dist.get_world_size() - self._job.add(_ASIDE, 0))
+
+    def _hear(self, keys_now: Callable[[], Sequence[str]]) -> list[str]:
         """Return what is there under the keys, once all is, else raise `TimeoutError`."""
         assert self._store is not None
         ends_s, nap_s = time.monotonic() + self._timeout_s, 1e-4
-        while keys and not self._store.check(list(keys)):
+        while (keys := list(keys_now())) and not self._store.check(keys):
             if time.monotonic() > ends_s:
                 raise TimeoutError
             time.sleep(nap_s)

@@ -27,7 +27,7 @@ import weakref
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 
-from megatron_offload.autotune.agree import Ranks
+from megatron_offload.autotune.agree import Ranks, stand_aside
 from megatron_offload.autotune.search import MOST_PLANNING_S, PlanSearch, can_hold, search_of
 from megatron_offload.config import OffloadConfig
 from megatron_offload.core.machine import Machine
@@ -74,7 +74,7 @@ _OTHER_HOST = (
     "set whole_step_graph for plans of replays"
 )
 
-_NOT_HEARD = "this rank has not heard the others of its job within %g s"
+_NOT_HEARD = "another rank has nothing that moves, or was not heard within %g s"
 
 _numbers = itertools.count()
 """Of this process's loops: ranks that run one program count alike."""
@@ -112,7 +112,7 @@ class MeasuredLoop:
         self._config: OffloadConfig | None = None
         self._steps: Generator[None, None, None] | None = None
         self._looking = contextlib.ExitStack()
-        self._is_host_bound = False
+        self._is_host_bound = self._is_aside = False
         self._known: StepProfile | None = None
         self._followed: OffloadPlan | None = None
 
@@ -138,6 +138,10 @@ class MeasuredLoop:
                 _logger.warning(_OTHER_HOST)
             return
         if self._steps is not None:
+            has_groups = manager.last_step.num_groups > 0 or manager.is_passing
+            if has_groups is self._is_aside:  # the others would wait for a rank without any
+                self._is_aside = not has_groups
+                stand_aside(1 if self._is_aside else -1)
             self._has_stayed = manager.is_staying
             next(self._steps, None)
 
@@ -156,8 +160,8 @@ class MeasuredLoop:
             profile = bare = None
             while profile is None:
                 profile = yield from self._profiled()
-            if not (profile.step_us and profile.d2h_gbps and profile.h2d_gbps):
-                self.is_settled = True  # on a device without a clock, or where nothing moves
+            if not profile.step_us:
+                self.is_settled = True  # on a device without a clock
                 return
             if self._manager.config.whole_step_graph:
                 bare = yield from self._profiled_bare(profile)
@@ -260,6 +264,9 @@ class MeasuredLoop:
         size = 1 + max(profile.run.pp_rank for profile in profiles)
         if len(profiles) < size:
             return ""  # a rank without groups has nothing to tell of
+        if slowest_link(profiles) is None:
+            said = "nothing comes back from the host, so that nothing is planned"
+            return json.dumps([None, 1, True, True, said])
         profiles = [replace(one, run=one.run._replace(pp_size=size)) for one in profiles]
         profiles.sort(key=lambda profile: profile.run.pp_rank)
         try:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from virtual_clock import VirtualJob
 
-from megatron_offload.autotune.agree import Ranks
+from megatron_offload.autotune.agree import Ranks, stand_aside
 from megatron_offload.autotune.loop import tune
 
 NUM_RANKS = 3
@@ -42,6 +42,23 @@ def one_is_silent(rank):
     began_s = time.monotonic()
     answers = [ranks.ask("x", join), ranks.ask("mine", join)]
     return answers, ranks.is_alone, time.monotonic() - began_s < 3 * TIMEOUT_S
+
+
+def one_stands_aside(rank):
+    """One has nothing to say, whenever it says so; it is there again in the end."""
+    is_aside = rank == NUM_RANKS - 1
+    began_s = time.monotonic()
+    if is_aside:
+        time.sleep(TIMEOUT_S / 6)
+        stand_aside()
+        answer = None
+    else:
+        answer = Ranks("aside", TIMEOUT_S).ask("x", join)
+    took_s = time.monotonic() - began_s
+    dist.barrier()
+    if is_aside:
+        stand_aside(-1)
+    return answer, took_s < TIMEOUT_S
 
 
 def no_answer_for_all(rank):
@@ -75,11 +92,23 @@ def one_ends_early(rank):
     return a_job(rank, steps=5 if rank == 1 else 12)
 
 
+def one_has_no_groups(rank):
+    """One rank's steps have no groups; the others have a plan as soon as ever."""
+    job = VirtualJob(0.1)
+    loop = tune(job.manager, timeout_s=10 * PLANNING_S)
+    if rank == 1:
+        job.manager.disable_offload()
+    began_s = time.monotonic()
+    for _ in range(12):
+        job.step()
+    return loop.is_settled, time.monotonic() - began_s < 5 * PLANNING_S
+
+
 CASES = {
     case.__name__: case
     for case in (
-        *(all_speak, one_is_silent, no_answer_for_all, one_of_each_kind),
-        *(replicas_settle_alike, one_ends_early),
+        *(all_speak, one_is_silent, one_stands_aside, no_answer_for_all, one_of_each_kind),
+        *(replicas_settle_alike, one_ends_early, one_has_no_groups),
     )
 }
 
@@ -119,6 +148,13 @@ def test_whoever_waits_for_a_silent_one_goes_on_alone(seen):
 
 
 @pytest.mark.slow
+def test_nobody_waits_for_one_who_stands_aside(seen):
+    *others, aside = (rank["one_stands_aside"] for rank in seen)
+    assert others == [["x+x", True]] * (NUM_RANKS - 1)
+    assert aside == [None, True]
+
+
+@pytest.mark.slow
 def test_where_there_is_no_answer_for_all_each_has_its_own(seen):
     assert [rank["no_answer_for_all"] for rank in seen] == [[None, "y"]] * NUM_RANKS
 
@@ -150,3 +186,9 @@ def test_when_one_ends_early_the_others_keep_their_plan(seen):
     assert first[0]
     assert last[0]
     assert first[1:] == early[1:] == last[1:]
+
+
+@pytest.mark.slow
+def test_a_rank_without_groups_lets_the_others_plan_at_once(seen):
+    found = [rank["one_has_no_groups"] for rank in seen]
+    assert found == [[True, True], [False, True], [True, True]]

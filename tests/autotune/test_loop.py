@@ -343,6 +343,13 @@ def test_on_a_device_without_a_clock_everything_goes_on_moving(log):
     assert log.messages == []
 
 
+def test_where_nothing_comes_back_nothing_is_planned_and_it_is_said(log):
+    job = VirtualJob(0.1, min_tensor_bytes=1 << 30)
+    loop = settled(job, most_steps=8)
+    assert loop.plan is None
+    assert log.messages == [f"auto: {loop.said}"]
+
+
 def test_a_policy_that_nobody_plans_by_is_said_once(caplog):
     job = VirtualJob(1.0, policy={"kind": "auto"})
     for _ in range(3):
