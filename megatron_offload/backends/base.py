@@ -61,7 +61,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is a strided one in this backend's device memory."""
+        """Whether ``tensor`` is a strided one, not a nested, in this backend's device memory."""
 
     @abc.abstractmethod
     def compute_stream(self) -> Stream:

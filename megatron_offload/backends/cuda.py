@@ -81,7 +81,7 @@ class CudaBackend(Backend):
         self._now = torch.cuda.Event()
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        is_strided = tensor.layout is torch.strided
+        is_strided = tensor.layout is torch.strided and not tensor.is_nested
         return is_strided and tensor.is_cuda and tensor.get_device() == self._index
 
     def compute_stream(self) -> torch.cuda.Stream:

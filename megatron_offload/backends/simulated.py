@@ -195,7 +195,7 @@ class SimulatedBackend(Backend):
     # The contract.
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        return tensor.is_cpu and tensor.layout is torch.strided
+        return tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested
 
     def compute_stream(self) -> SimulatedStream:
         return self._compute

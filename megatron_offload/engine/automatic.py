@@ -176,7 +176,8 @@ class AutomaticGroups:
         if group is None:
             start = self.manager.start_group
             group = forward.group = start(forward.chunk, forward.name, may_pass=True)
-        may_move = may_be_activation(tensor) and not forward.chunk.is_small(tensor)
+        is_here = may_be_activation(tensor) and self.manager.backend.owns(tensor)
+        may_move = is_here and not forward.chunk.is_small(tensor)
         saved: SavedTensor | _Saved
         if group.passes_by:
             saved = SavedTensor(tensor, forward.name)

@@ -97,9 +97,8 @@ class ChunkOffloadHandler:
 
     def may_move(self, tensor: torch.Tensor) -> bool:
         """Whether a saved tensor is an activation that this chunk can move."""
-        if not may_be_activation(tensor) or self.is_small(tensor):
-            return False
-        return self.marks.lets_move(tensor, self.transfers.backend)
+        is_free = may_be_activation(tensor) and self.marks.lets_move(tensor, self.transfers.backend)
+        return is_free and not self.is_small(tensor)
 
     @graph_break
     def pack(self, group: OffloadGroup, tensor: torch.Tensor) -> SavedTensor:
@@ -217,7 +216,7 @@ class ChunkOffloadHandler:
         random_states: RandomStates | None = None,
     ) -> None:
         """Note how a tensor was made: whoever saves it need not keep its bytes."""
-        is_plain = type(output) is torch.Tensor and output.layout is torch.strided
+        is_plain = type(output) is torch.Tensor and self.transfers.backend.owns(output)
         if not is_plain or self.is_small(output):
             return
         key = output.untyped_storage()._cdata
@@ -266,7 +265,7 @@ class ChunkOffloadHandler:
         return part, recipe if block is None else block.recipe
 
     def is_small(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is too small to move."""
+        """Whether a tensor of the backend's device is too small to move."""
         rules = self.rules
         return tensor.nbytes < rules.min_tensor_bytes or tensor.numel() < rules.min_tensor_elements
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from megatron_offload.engine.saved_tensor import SavedTensor
+
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether a tensor can be taken apart: a subclass with parts that is no parameter.
@@ -27,6 +29,11 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     )
 
 
+def _is_size_of(tensor: torch.Tensor, part: torch.Tensor) -> bool:
+    """Whether a part says how long a nested tensor's rows are: another would be another size."""
+    return tensor.is_nested and not part.is_floating_point()
+
+
 class SavedWrapper:
     """The record that stands for a saved wrapper in the autograd graph; ``pack`` records a part."""
 
@@ -39,7 +46,9 @@ class SavedWrapper:
         self._stride = tensor.stride()
         parts = {name: getattr(tensor, name) for name in names}
         self._parts = {
-            name: pack(part) for name, part in parts.items() if isinstance(part, torch.Tensor)
+            name: SavedTensor(part, name) if _is_size_of(tensor, part) else pack(part)
+            for name, part in parts.items()
+            if isinstance(part, torch.Tensor)
         }
         # Newer versions of torch list a device mesh among the parts, for one.
         self._others = {name: part for name, part in parts.items() if name not in self._parts}

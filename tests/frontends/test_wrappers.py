@@ -309,3 +309,44 @@ def test_nf4_tensors_of_torchao_come_back_as_they_were():
     assert torch.equal(back.quantized_data, expected.quantized_data)
     assert torch.equal(back.get_original_weight(), expected.get_original_weight())
     assert offload.last_step.offloaded_bytes > 0
+
+
+def nested(layout, read):
+    def run(model):
+        rows = [torch.randn(length, 16) for length in range(1, 20)]
+        return read(model(torch.nested.nested_tensor(rows, layout=layout)))
+
+    return run
+
+
+LAYOUTS = {
+    "jagged rows": nested(torch.jagged, lambda rows: rows.values()),
+    "rows": nested(torch.strided, lambda rows: rows.to_padded_tensor(0.0)),
+    "sparse": lambda model: torch.sparse.mm(torch.eye(64).to_sparse(), model(torch.randn(64, 16))),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("min_offload_size", [0, 512])
+def test_other_layouts_come_back_as_they_were(layout, min_offload_size):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 16))
+
+    def step(context):
+        torch.manual_seed(1)
+        with context:
+            loss = LAYOUTS[layout](model).square().sum()
+        return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+    expected = step(contextlib.nullcontext())
+    offload = make_offload(**TIGHT, min_offload_size=min_offload_size)
+    for _ in range(3):
+        assert_same(expected, step(offload))
+        assert offload.end_step()
+
+
+def test_a_model_without_memory_runs_as_ever():
+    model = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU()).to("meta")
+    with make_offload(**TIGHT):
+        loss = model(torch.empty(64, 16, device="meta")).sum()
+    loss.backward()
