@@ -41,6 +41,10 @@ exchanged = Exchanges()
 _marked: WeakKeyDictionary[nn.Module, tuple[OffloadConfig, ModuleOffload]] = WeakKeyDictionary()
 """By model, the hooks on its modules, and the configuration that they were made for."""
 
+_NEVER = sys.maxsize
+_seen_in: WeakKeyDictionary[PipelineOffloadManager, int] = WeakKeyDictionary()
+"""By manager, the last step in which a forward with gradients was seen."""
+
 
 def install(config: OffloadConfig | None = None, tuner: MeasuredLoop | None = None) -> None:
     """Put this implementation in megatron-core's place, in this process; twice is once.
@@ -73,6 +77,7 @@ def install(config: OffloadConfig | None = None, tuner: MeasuredLoop | None = No
                 exchanged.replace(their_class, name, member)
         wrap_methods(exchanged, _METHODS)
         exchanged.on_undo(_marked.clear)
+        exchanged.on_undo(_seen_in.clear)
         tell_pipeline_rank(pipeline)  # the calls of megatron-core 0.16 don't say it
         exchanged.on_undo(functools.partial(tell_pipeline_rank, None))
         exchanged.on_undo(functools.partial(setattr, PipelineOffloadManager, "at_first_use", None))
@@ -236,6 +241,25 @@ def _marking(theirs: Callable[[Any], None], self: Any) -> None:
             units, find_manager = manager.config.recompute, PipelineOffloadManager.get_instance
             marked.remove_later(recompute_modules(named_modules(self), units, find_manager))
         _marked[self] = manager.config, marked
+    is_full = self.config.recompute_granularity == "full"  # of which more is told above
+    if manager.do_offload and torch.is_grad_enabled() and not is_full:
+        _look_for_names(manager, self.config.offload_modules)
+
+
+def _look_for_names(manager: PipelineOffloadManager, names: Iterable[str]) -> None:
+    """Behind a manager's first step, warn of names under which nothing was saved."""
+    seen_in, number = _seen_in.get(manager, -1), manager.step_number
+    if number == seen_in + 1:  # else an evaluation came between
+        groups, number = manager.last_step.by_name, _NEVER
+        for name in names:
+            if not (_is_ours(name) or name == LAYER_INPUT or name in groups):
+                _logger.warning(
+                    "%r is in offload_modules, and nothing in this part of the model is saved "
+                    "under that name (no such module, recomputed, or experts that aren't grouped)",
+                    name,
+                )
+    if seen_in < number:
+        _seen_in[manager] = number
 
 
 _METHODS = (

@@ -400,6 +400,31 @@ def test_names_that_can_move_nothing_under_full_recompute_are_told_of(names, met
 
 
 @pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_names_under_which_nothing_is_saved_are_told_of_once(evaluates, caplog):
+    manager = PipelineOffloadManager.get_instance()
+    model = torch.nn.Module()
+    names = ["core_attn", "expert_fc1"]
+    model.config = types.SimpleNamespace(
+        offload_modules=names, recompute_granularity=None, recompute_method=None
+    )
+    note = functools.partial(megatron_core._marking, lambda _: None)
+    for _ in range(4):
+        with manager.step():
+            for _ in range(2):
+                note(model)
+                x = start_group(manager, torch.ones(2, requires_grad=True), "core_attn")
+                with manager:
+                    x = x.exp()
+                commit_group(manager, x, "core_attn").sum().backward()
+        if evaluates:
+            with torch.no_grad(), manager.step():
+                note(model)
+            evaluates = False
+    assert [record.args for record in caplog.records] == [("expert_fc1",)]
+
+
+@pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("before", ["output", "other node", "saved"])
 def test_what_a_part_of_a_layer_keeps_for_its_node_alone_is_freed(before, monkeypatch):
     """Under Megatron's overlap each part keeps its output, the next computes on a detached one."""
