@@ -85,6 +85,8 @@ class Learner:
         self.pp_rank: int | None = None
         self.profile: StepProfile | None = None
         self.kept: dict[GroupKey, str] = {}
+        self._chunks: set[int] = set()
+        self._kept_alike: dict[tuple[int, str], str] = {}
         self.passing: dict[GroupKey, GroupProfile] = {}
         self.joining: Joining = {}
         self.is_steady = self.moves_nothing = False
@@ -247,25 +249,30 @@ class Learner:
         if self.plan is not None:
             if self.pp_rank is not None:
                 self._confirm(self.plan, profile)
-        elif self._ratio is not None:
-            self.kept = self._ratio.plan_rank(profile).kept
-        else:
-            self.kept = self.policy.plan(profile)
+            return
+        ratio = self._ratio
+        self.kept = self.policy.plan(profile) if ratio is None else ratio.plan_rank(profile).kept
+        self._chunks = {group.key.chunk for group in profile.groups}
+        # By place in a chunk: of the last that has it.
+        self._kept_alike = {
+            (group.key.order, group.name): self.kept.get(group.key, "") for group in profile.groups
+        }
 
     def restart(self) -> None:
-        """Learn anew what the step looks like; what is followed stays."""
+        """Learn anew what the step looks like; what is followed stays, and so does what was kept."""
         self.profile = self._planned = None
         self.is_steady, self.passing, self.joining = False, {}, {}
-        if self.plan is None:
-            self.kept = {}
         self._owners.known.clear()
 
     def keeps_because(self, group: OffloadGroup) -> str:
         """Return why a group is to stay on the device; empty where it may move."""
         if self._is_unlisted(group.name):
             return "its name is not among OffloadConfig.modules"
-        default = "beyond the fraction 0 of its chunk" if self._keeps_everything() else ""
-        return self.kept.get(group.key, default)
+        if self._keeps_everything():
+            return "beyond the fraction 0 of its chunk"
+        if self.plan is None and group.key.chunk not in self._chunks:  # more microbatches
+            return self._kept_alike.get((group.key.order, group.name), "")
+        return self.kept.get(group.key, "")
 
     def without_unlisted(self, profile: StepProfile) -> StepProfile:
         """Count what groups that stay anyway save as out of reach; warn of names without group."""

@@ -98,3 +98,20 @@ def test_what_a_ratio_leaves_has_its_reason():
         assert group.kept_bytes_by_reason == {"beyond the share that moves": group.kept_bytes}
     finally:
         CPUOffload.forget("kept")
+
+
+@pytest.mark.parametrize(
+    ("share", "microbatches"),
+    [
+        ({"fraction": 0.5}, (2, 2, 2, 5, 5, 7, 7, 2, 2)),
+        ({"policy": {"kind": "ratio", "ratio": 0.5}}, (2, 2, 2, 5, 5, 7, 7)),
+    ],
+)
+def test_a_share_holds_for_other_numbers_of_microbatches_than_were_learned(share, microbatches):
+    manager, model = make_manager(**share), make_model()
+    for number, num_microbatches in enumerate(microbatches):
+        run_step(model, manager, one_forward_one_backward(num_microbatches, depth=1))
+        stats = manager.last_step
+        if number:  # the first shows what there is to share
+            assert 0 < stats.offloaded_bytes <= 0.65 * (stats.offloaded_bytes + stats.kept_bytes)
+    manager.close()
