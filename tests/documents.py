@@ -269,6 +269,15 @@ def mlp():
     return nn.ModuleDict({name: nn.Linear(8, 8) for name in names})
 layers = nn.ModuleList(nn.ModuleDict({"mlp": mlp()}) for _ in range(2))
 model_chunks = [nn.ModuleDict({"decoder": nn.ModuleDict({"layers": layers})})]
+
+import torch
+data = [torch.randn(4, 8, requires_grad=True) for _ in range(3)]
+
+def train_step(x):
+    for layer in layers:
+        for module in layer["mlp"].values():
+            x = module(x)
+    x.sum().backward()
 """
 
 _ONE_RANK = """
@@ -309,7 +318,10 @@ PRELUDES = {
         "from megatron_offload.integrations import megatron_core as core\n"
         "assert core.is_installed()",
     ),
-    'offload_modules(model_chunks, ["mlp_fc1"': (_MEGATRON, ""),
+    'offload_modules(model_chunks, ["mlp_fc1"': (
+        _MEGATRON,
+        "assert manager.step_number == 4 and manager.last_step.num_groups == 6",
+    ),
     'offload_modules(model, ["layers.*.attention", "layers.*.mlp"])\nfor batch': (_LAYERS, _MOVED),
     "offload = OffloadActivations()\nfor batch": (
         _LAYERS,

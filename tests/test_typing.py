@@ -72,7 +72,7 @@ def test_mypy_refuses_unknown_settings_and_wrong_forms(folder):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_mypy_accepts_the_readme_s_own_calls(folder):
-    names = ("data", "embed", "layers", "loss", "model", "model_chunks", "optimizer")
+    names = ("data", "embed", "layers", "loss", "model", "model_chunks", "optimizer", "train_step")
     presupposed = "from typing import Any\n" + "".join(f"{name}: Any\n" for name in names)
     snippets = [b.text for b in blocks() if b.page == "README.md" and b.language == "python"]
     assert len(snippets) >= 3

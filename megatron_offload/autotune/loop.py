@@ -76,6 +76,11 @@ _OTHER_HOST = (
 
 _NOT_HEARD = "another rank has nothing that moves, or was not heard within %g s"
 
+_NO_CLOCK = (
+    "policy %r plans by times, and this device has no clock, so everything moves; the simulated "
+    "one has one with simulated.host_time"
+)
+
 _numbers = itertools.count()
 """Of this process's loops: ranks that run one program count alike."""
 
@@ -161,7 +166,9 @@ class MeasuredLoop:
             while profile is None:
                 profile = yield from self._profiled()
             if not profile.step_us:
-                self.is_settled = True  # on a device without a clock
+                self.is_settled = True
+                if self._manager.config.policy is not None:
+                    _logger.warning(_NO_CLOCK, self._policy.kind)
                 return
             if self._manager.config.whole_step_graph:
                 bare = yield from self._profiled_bare(profile)

@@ -198,7 +198,10 @@ class StepDecisions(Generic[G]):
         elif must_move or not self.is_needed_soon(group):
             actions.offload(group)
         else:
-            actions.stay(group, "backward needs it before it could leave and come back")
+            actions.stay(
+                group,
+                "too few groups lie between it and its backward for it to leave and come back",
+            )
             group.hold()
         window.pass_boundary(passing_bytes)
         self.look_ahead()

@@ -259,7 +259,7 @@ class Learner:
         }
 
     def restart(self) -> None:
-        """Learn anew what the step looks like; what is followed stays, and so does what was kept."""
+        """Learn anew what the step looks like; what is followed stays, and what was kept."""
         self.profile = self._planned = None
         self.is_steady, self.passing, self.joining = False, {}, {}
         self._owners.known.clear()

@@ -380,6 +380,7 @@ class PipelineOffloadManager:
     def pass_by(self) -> None:
         """Tell who watches that a group would start here, and is none."""
         if self.do_offload and is_recording():
+            self._has_passed = True
             for observer in self.observers:
                 observer.passed_by()
 
@@ -429,6 +430,9 @@ class PipelineOffloadManager:
 
     @guarded
     def _end_step(self) -> None:
+        has_recorded = bool(self.decisions.committed)
+        if self._has_passed and not has_recorded and self.last_profile is not None:
+            self.decisions.passed = {group.key: group for group in self.last_profile.groups}
         self._last_step = self.decisions.finish(names_leaks=self.config.checking)
         if self.backend.is_capturing():
             self._last_step.is_captured = True
@@ -515,6 +519,7 @@ class PipelineOffloadManager:
     def _begin_step(self) -> None:
         self.step_number += 1
         self._num_begun = 0
+        self._has_passed = False
         self._chunk = self._begun_at_backward = self._pack = None
         for chunk in self._entered:
             chunk.forget_groups()

@@ -108,6 +108,8 @@ class StepStats:
         titles = ("group", "groups", "offloaded", "reloaded", "made again", "kept", "late")
         rows: list[tuple[str, ...]] = [titles]
         for group in self.by_name.values():
+            if group == GroupStats(group.name):  # somebody has asked for it
+                continue
             moved = group.offloaded_bytes, group.reloaded_bytes, group.remade_bytes
             sizes = [format_bytes(size) for size in (*moved, group.kept_bytes)]
             rows.append((group.name, str(group.num_groups), *sizes, str(group.num_late_reloads)))

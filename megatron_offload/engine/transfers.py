@@ -251,7 +251,7 @@ class Transfers:
             found = pool.allocate(*block.part)
             if found is None:
                 self.stats.num_refused_blocks += 1
-                self.stats.refused_bytes += block.num_bytes
+                self.stats.refused_bytes += block.num_bytes - block.kept_bytes
                 self._count_kept(block, "the host memory is full")
                 continue
             found.owners = owners

@@ -143,7 +143,11 @@ def test_where_the_host_has_no_time_for_it_nothing_moves_and_nothing_is_recorded
     assert job.manager.is_passing
     assert job.manager.host_pool.stats.slab_bytes_total == 0
     assert job.step_us() == pytest.approx(COMPUTE_US)
-    assert job.manager.last_step.num_groups == 0
+    stats = job.manager.last_step
+    assert (stats.num_groups, stats.offloaded_bytes) == (48, 0)
+    reasons = {why for group in stats.by_name.values() for why in group.kept_bytes_by_reason}
+    assert all(why.startswith("not needed for") for why in reasons), "it says why all stays"
+    assert stats.kept_bytes == sum(group.num_bytes for group in job.manager.last_profile.groups)
     assert "the quickest that was tried costs 1.44 %" in log.messages[-1]
     with profile_step(job.manager) as recorded:
         job.step()
@@ -333,14 +337,15 @@ def test_what_a_user_sets_is_what_happens(settings):
         assert (loop.is_settled, loop.plan, job.manager.observers) == (True, None, [job.meter])
 
 
-def test_on_a_device_without_a_clock_everything_goes_on_moving(log):
-    job = VirtualJob(1.0, group_us=0.0)
+@pytest.mark.parametrize("policy", [None, {"kind": "memory_target", "target_bytes": "1KiB"}])
+def test_on_a_device_without_a_clock_everything_goes_on_moving(policy, log):
+    job = VirtualJob(1.0, group_us=0.0, **({"policy": policy} if policy else {}))
     loop = settled(job, most_steps=4)
     for _ in range(2):
         job.step()
     assert loop.plan is None
     assert job.moved_bytes[-1] == job.moved_bytes[2] > 0
-    assert log.messages == []
+    assert ["has no clock" in text for text in log.messages] == ([True] if policy else [])
 
 
 def test_where_nothing_comes_back_nothing_is_planned_and_it_is_said(log):

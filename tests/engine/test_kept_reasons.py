@@ -18,7 +18,7 @@ ROOMY = {"max_inflight_bytes": 64 * KIB, "prefetch_bytes": 64 * KIB}
         ({}, set()),
         ({"fraction": 0.0}, {"beyond the fraction 0 of its chunk"}),
         ({"fraction": 0.5}, {"beyond the fraction 0.5 of its chunk"}),
-        (ROOMY, {"backward needs it before it could leave and come back"}),
+        (ROOMY, {"too few groups lie between it and its backward for it to leave and come back"}),
         ({"host_memory_bytes": 8 * KIB, "host_slab_bytes": 4 * KIB}, {"the host memory is full"}),
     ],
 )

@@ -64,6 +64,7 @@ def test_a_step_prints_as_a_table():
     stats = StepStats(peak_away_bytes=3 << 20, peak_host_bytes=1 << 30)
     stats.by_name["mlp"] = GroupStats("mlp", 2, 5 << 20, 4 << 20, 1 << 10, num_late_reloads=12)
     stats.by_name["attention"] = GroupStats("attention", 10)
+    assert stats.by_name["asked for"].kept_bytes == 0
     assert str(stats).splitlines() == [
         "group      groups  offloaded  reloaded  made again  kept  late",
         "mlp             2    5.0 MiB   4.0 MiB     1.0 KiB   0 B    12",
