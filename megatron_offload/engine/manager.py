@@ -642,6 +642,9 @@ class PipelineOffloadManager:
 
         ``grads`` are what autograd hands a hook.
         """
+        chunk = self._chunk
+        if chunk is not None and chunk.position == group.key.chunk:
+            chunk.forget_recipes()  # its forward is over, and they may keep what is reloaded
         for observer in self.observers:
             observer.backward_enters(group)
         self.decisions.enter_backward(group)

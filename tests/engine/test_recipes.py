@@ -320,6 +320,25 @@ def test_recipes_in_a_row_are_followed_three_deep():
         assert check(make_manager(timing, checking=True), unsaved).remade_bytes == TENSOR_BYTES
 
 
+def test_what_was_noted_and_not_saved_keeps_nothing_through_backward():
+    manager = make_manager("eager")
+    weight = torch.full((WIDTH, WIDTH), 0.1).requires_grad_()
+
+    def norm_of(x):
+        return make(manager, lambda x: F.layer_norm(x, (WIDTH,)), x)
+
+    def mlp(y):
+        return y @ weight + make(manager, lambda y: y * 2.0, y).sum()  # which nobody saves
+
+    with manager.step():
+        manager.begin_chunk()
+        y = in_group(manager, norm_of, rows() * 1.0, "norm")
+        in_group(manager, mlp, y, "mlp").sum().backward()
+        del y
+        assert manager.decisions.is_idle()
+    assert manager.last_step.remade_bytes > 0
+
+
 def test_two_consumers_share_what_is_made_again():
     calls = []
 
