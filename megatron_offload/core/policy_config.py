@@ -5,10 +5,12 @@ Invariant: a section holds only keys that its kind has; anything else fails when
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import Converted, StrictModel, TargetBytes
 
 
@@ -46,9 +48,25 @@ class MemoryTargetConfig(SolvedConfig):
     """Most device memory that a rank reserves: one size for all pipeline ranks, or a list."""
 
     def targets(self, num_ranks: int) -> tuple[int, ...]:
-        """Return the target of each pipeline rank."""
+        """Return the target of each pipeline rank.
+
+        Raises:
+            ConfigError: there are several, and not as many as ranks.
+        """
         target = self.target_bytes
-        return (int(target),) * num_ranks if isinstance(target, int) else tuple(map(int, target))
+        if isinstance(target, int):
+            return (int(target),) * num_ranks
+        check_targets(target, num_ranks)
+        return tuple(map(int, target))
+
+
+def check_targets(targets: Sequence[int], num_ranks: int) -> None:
+    """Raise `ConfigError` unless there is a target for each pipeline rank."""
+    if len(targets) != num_ranks:
+        raise ConfigError(
+            f"{len(targets)} memory targets are given for {num_ranks} pipeline ranks; give one for "
+            "all, or one for each"
+        )
 
 
 class AutoConfig(SolvedConfig):

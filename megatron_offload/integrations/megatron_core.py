@@ -20,6 +20,7 @@ from torch import nn
 import megatron_offload.fine_grained_activation_offload as facade
 from megatron_offload.autotune.loop import MeasuredLoop, tune
 from megatron_offload.config import EXTRA_MODULES, LAYER_INPUT, OffloadConfig, module_patterns
+from megatron_offload.core.policy_config import MemoryTargetConfig
 from megatron_offload.engine.exchanges import Call, Exchanges
 from megatron_offload.engine.group import SOURCES
 from megatron_offload.engine.learning import tell_pipeline_rank
@@ -238,6 +239,8 @@ def _marking(theirs: Callable[[Any], None], self: Any) -> None:
         exchanged.on_undo(marked.remove)
         if manager.config.enabled:
             refuse_unserved("megatron_core.install()", manager.config)
+            if isinstance(manager.config.policy, MemoryTargetConfig):
+                manager.config.policy.targets(pipeline("world_size"))  # as many as there are ranks
             units, find_manager = manager.config.recompute, PipelineOffloadManager.get_instance
             marked.remove_later(recompute_modules(named_modules(self), units, find_manager))
         _marked[self] = manager.config, marked

@@ -16,7 +16,12 @@ from functools import cache, partial
 from itertools import combinations_with_replacement, cycle, pairwise, product
 from typing import NamedTuple, TypeAlias
 
-from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, PolicyConfig
+from megatron_offload.core.policy_config import (
+    AutoConfig,
+    MemoryTargetConfig,
+    PolicyConfig,
+    check_targets,
+)
 from megatron_offload.core.profile import GroupKey, RemadeUnit, StepProfile, is_cheap, merge_units
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError, TargetError
@@ -176,11 +181,7 @@ class Chooser:
             ConfigError: the targets are not as many as the ranks.
             TargetError: one can't be kept.
         """
-        if len(targets) != len(self._profiles):
-            raise ConfigError(
-                f"{len(targets)} memory targets are given for {len(self._profiles)} pipeline "
-                "ranks; give one for all, or one for each"
-            )
+        check_targets(targets, len(self._profiles))
         for index, (target, least) in enumerate(zip(targets, self._least_bytes, strict=True)):
             if self._peak(index, NO_OFFLOAD) > target and least > target:
                 sizes = (format_bytes(size, 2) for size in (target, least, least - target))

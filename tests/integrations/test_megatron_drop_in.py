@@ -400,6 +400,21 @@ def test_names_that_can_move_nothing_under_full_recompute_are_told_of(names, met
 
 
 @pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(("targets", "is_refused"), [(["1GiB"] * 2, True), (["1GiB"], False)])
+def test_other_targets_than_pipeline_ranks_are_refused_in_the_first_forward(targets, is_refused):
+    policy = {"kind": "memory_target", "target_bytes": targets}
+    config = OffloadConfig(backend="simulated", policy=policy)
+    PipelineOffloadManager.get_instance().configure(config)
+    model = torch.nn.Module()
+    model.config = types.SimpleNamespace(
+        offload_modules=[], recompute_granularity=None, recompute_method=None
+    )
+    refused = pytest.raises(ConfigError, match="2 memory targets are given for 1 pipeline ranks")
+    with refused if is_refused else contextlib.nullcontext():
+        megatron_core._marking(lambda _: None, model)
+
+
+@pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_names_under_which_nothing_is_saved_are_told_of_once(evaluates, caplog):
     manager = PipelineOffloadManager.get_instance()
