@@ -9,9 +9,15 @@ trainers import their plug-ins in processes of other kinds, too.
 import logging
 import os
 
-from megatron_offload.errors import IntegrationError
+from megatron_offload.errors import ConfigError, IntegrationError, did_you_mean
 from megatron_offload.run.launch import install_by_flags
 
+_PREFIX = "MEGATRON_OFFLOAD_"
+_KNOWN = [_PREFIX + name for name in ("CONFIG", "SET", "REPORT")]
+
+for _name in os.environ:
+    if _name.startswith(_PREFIX) and _name not in _KNOWN:
+        raise ConfigError(f"unknown environment variable {_name}{did_you_mean(_name, _KNOWN)}")
 try:
     install_by_flags(
         {

@@ -196,6 +196,8 @@ def _taking_our_names(theirs: Callable[[Any], None], self: Any) -> None:
     names = self.offload_modules
     if not self.fine_grained_activation_offloading or not names:
         return theirs(self)
+    if isinstance(names, str):
+        raise ConfigError(f"offload_modules is a list of names; write [{names!r}]")
     if "layer" in names and self.overlap_moe_expert_parallel_comm:
         raise ConfigError(
             "'layer' in offload_modules would move nothing: overlap_moe_expert_parallel_comm "

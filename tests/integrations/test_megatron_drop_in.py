@@ -383,6 +383,9 @@ def test_inputs_of_layers_are_refused_where_no_layer_is_made_again(granularity):
     options |= {"fine_grained_activation_offloading": True, "offload_modules": ["layer_input"]}
     with pytest.raises(ConfigError, match="set recompute_granularity='full'"):
         TransformerConfig(**options, recompute_granularity=granularity)
+    options["offload_modules"] = "core_attn"
+    with pytest.raises(ConfigError, match=r"a list of names; write \['core_attn'\]"):
+        TransformerConfig(**options, recompute_granularity=granularity)
 
 
 @pytest.mark.usefixtures("installed")

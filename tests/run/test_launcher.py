@@ -411,3 +411,9 @@ def test_a_process_without_megatron_core_goes_on_without_offload(plugged, monkey
 
 def loop_files(folder):
     return (folder / "report").iterdir()
+
+
+def test_a_variable_that_nobody_reads_stops_the_job(plugged):
+    with pytest.raises(ConfigError, match=r"variable MEGATRON_OFFLOAD_SETS; did you .*OAD_SET'"):
+        plugged(SETS="policy.kind=auto")
+    assert not megatron_core.is_installed()
