@@ -82,7 +82,7 @@ def fit_achieved_share(
     for _ in range(20):
         if inverse < 1:
             break
-        fitted = model.model_copy(update={"achieved_share": 1 / inverse})
+        fitted = _with_share(model, 1 / inverse)
         got_us = simulate(job_from_model(fitted, machine)).step_us
         if abs(got_us / step_us - 1) < 1e-6:
             return fitted.achieved_share
@@ -114,7 +114,7 @@ class Surroundings(StrictModel):
 
 
 class MeasuredStep(StrictModel):
-    """A step that was measured on the same kind of GPU, of this model or of another one."""
+    """A step measured on the same kind of GPU, of the job as its file has it or of another one."""
 
     step_ms: float = Field(gt=0)
     """Of the slowest rank, without offload."""
@@ -142,13 +142,20 @@ class JobDescription(Surroundings):
                 f"model.tensor_parallel {num_gpus} doesn't fit into a node of "
                 f"machine.gpus_per_node {machine.gpus_per_node}"
             )
-        model = self.model
-        if self.measured is not None:
-            given = model.model_dump(exclude_unset=True) | self.measured.model
-            other = validate(ModelDescription, given, "measured.model")
-            share = fit_achieved_share(other, self.measured.step_ms * 1e3, machine)
-            model = model.model_copy(update={"achieved_share": share})
-        return job_from_model(model, machine)
+        return job_from_model(_with_share(self.model, self.achieved_share), machine)
+
+    @property
+    def achieved_share(self) -> float:
+        """The share that counts: what the measured step shows, else the model's."""
+        if self.measured is None:
+            return self.model.achieved_share
+        given = self.model.model_dump(exclude_unset=True) | self.measured.model
+        other = validate(ModelDescription, given, "measured.model")
+        return fit_achieved_share(other, self.measured.step_ms * 1e3, self.machine)
+
+
+def _with_share(model: ModelDescription, share: float) -> ModelDescription:
+    return model.model_copy(update={"achieved_share": share})
 
 
 def load_description(
@@ -157,9 +164,13 @@ def load_description(
     """Read a job; `ConfigError` says all that is wrong, one line each.
 
     ``machine`` is a section in the place of the file's; over both win the ``section.key=value``
-    pairs of ``overrides``.
+    pairs of ``overrides``. A measured step stays one of the job as the file has it.
     """
     data = load_yaml(path)
-    if machine is not None:
-        data["machine"] = dict(machine)
-    return validate(JobDescription, apply_overrides(data, overrides), str(path))
+    changed = data if machine is None else data | {"machine": dict(machine)}
+    asked = validate(JobDescription, apply_overrides(changed, overrides), str(path))
+    if asked.measured is None:
+        return asked
+    before = data | {"measured": asked.measured.model_dump()}
+    share = validate(JobDescription, before, f"{path}, as it was measured").achieved_share
+    return asked.model_copy(update={"model": _with_share(asked.model, share), "measured": None})

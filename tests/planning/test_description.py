@@ -14,6 +14,7 @@ from megatron_offload.planning.description import (
     JobDescription,
     fit_achieved_share,
     job_from_model,
+    load_description,
     num_parameters,
 )
 from megatron_offload.planning.job import RankSettings
@@ -258,6 +259,27 @@ def test_the_share_is_fitted_to_a_step_and_never_beyond_all():
     assert simulate(job_from_model(model)).step_us == pytest.approx(1.5e6, rel=1e-5)
     with pytest.raises(ConfigError, match="no achieved_share up to 1"):
         fit_achieved_share(describe(), 0.5e6)
+
+
+def test_what_if_changes_the_model_and_not_the_share_of_the_measured_step():
+    path = ROOT / "configs" / "models" / "gpt_16x8192_pp4_vpp2.yaml"
+    share = load_description(path).model.achieved_share
+    changes = ["sequence=8192", "sequence=2048", "layers=8", "num_microbatches=16", "kv_heads=8"]
+    for change in changes:
+        asked = load_description(path, [f"model.{change}"])
+        assert asked.model.achieved_share == share, change
+    other = load_description(path, ["machine.p2p_gbps=1"], machine={"p2p_gbps": 2})
+    assert (other.model.achieved_share, other.machine.p2p_gbps) == (share, 1)
+    half = load_description(path, ["model.layers=8", "measured.step_ms=2969.4"])
+    assert half.model.achieved_share == pytest.approx(share / 2, rel=0.1), "of all 16 layers"
+
+
+def test_a_measured_step_needs_a_whole_model_beside_it(tmp_path):
+    path = tmp_path / "job.yaml"
+    model = {key: value for key, value in SHAPE_C.items() if key != "sequence"}
+    path.write_text(json.dumps({"model": model, "measured": {"step_ms": 1500}}))
+    with pytest.raises(ConfigError, match=r"measured: 'model\.sequence' is required"):
+        load_description(path, ["model.sequence=4096"])
 
 
 def test_the_predictions_of_the_documents_are_those_of_the_code_and_near_the_measured():
