@@ -4,9 +4,10 @@ reads    RUN_FOLDER/profile_<rank>.json, which run.profile_step makes a run leav
          comparison, its run with offload); or the YAML of --model
 prints   for every pipeline rank what moves, what stays, peak memory and step time; for every kind
          of group why; all predicted, not measured
-writes   the plan to --output (RUN_FOLDER/plan.json unless given, in the place of one that is there;
-         with --model nothing is written without --output), and the predicted trade-off curve to
-         tradeoff.json beside it. 'megatron-offload report RUN_FOLDER' shows both; with
+writes   the plan to --output, and the predicted trade-off curve to tradeoff.json beside it. Without
+         --output the plan is RUN_FOLDER/plan.json, in the place of one that is there, unless the
+         run followed that: then this is refused; with --model nothing is written.
+         'megatron-offload report RUN_FOLDER' shows both files; with
          'offload: {policy: {kind: plan_file, path: FILE}}' a run follows the plan
 
 policy: with --device-target the quickest plan that brings every rank under it (memory_target), else
@@ -34,7 +35,7 @@ from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import TargetBytes, write_model
 from megatron_offload.planning.choice import Chooser
-from megatron_offload.planning.files import save_plan
+from megatron_offload.planning.files import load_plan, save_plan
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.simulate import Simulation
 from megatron_offload.report.console import console, plain_table
@@ -66,8 +67,7 @@ def run(given: Given) -> int:
     config = _policy_of(given)
     with console(stderr=True).status("planning"):
         source = load_source(given)
-        recorded = source.recorded
-        if recorded is not None and recorded.own_plan == output:
+        if output is not None and _is_followed(output, given.folder, source):
             raise ConfigError(
                 f"{output} is the plan that the run made and followed; --output FILE takes another"
             )
@@ -79,6 +79,15 @@ def run(given: Given) -> int:
     written = f"plan: {output}" if output else "nothing was written; --output FILE keeps the plan"
     console().print(written)
     return 0
+
+
+def _is_followed(path: Path, folder: Path | None, source: Source) -> bool:
+    """Whether a file is the plan that the run followed, or a comparison's copy of that."""
+    own = source.recorded and source.recorded.own_plan
+    if not own or folder is None or not path.exists():
+        return False
+    places = [each.resolve() for each in (own, folder / PLAN_NAME)]
+    return path.resolve() in places and load_plan(path).is_like(load_plan(own))
 
 
 def make(

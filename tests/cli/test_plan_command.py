@@ -12,8 +12,9 @@ from jobs import RATES, load_model, load_run, measured, ran, run_without
 from megatron_offload.cli.main import main
 from megatron_offload.core.machine import Machine
 from megatron_offload.files.strict_model import read_model
-from megatron_offload.planning.files import load_plan, load_profile, save_profile
+from megatron_offload.planning.files import load_plan, load_profile, save_plan, save_profile
 from megatron_offload.planning.job import RankSettings
+from megatron_offload.planning.policy import RatioPolicy, plan_by_rule
 from megatron_offload.planning.profiled_job import FROM_COPIES
 from megatron_offload.planning.simulate import settings_of, simulate
 from megatron_offload.report.tables import TradeOff
@@ -289,3 +290,23 @@ def test_the_plan_that_a_run_followed_is_not_replaced(tmp_path, capsys):
     assert (folder / "plan.json").read_bytes() == before
     words = ("--output", tmp_path / "new" / "plan.json")
     assert plan(folder, "--device-target", "2TiB", *words) == 0
+
+
+def test_nor_is_a_comparison_s_copy_of_it_replaced(tmp_path, capsys):
+    folder = tmp_path / "compared"
+    run = ran(folder / "with_offload")
+    (run / "config.yaml").write_text("offload: {policy: {kind: auto}}")
+    profiles = load_run(folder).profiles
+    followed, other = (plan_by_rule(RatioPolicy(ratio), profiles) for ratio in (0.4, 0.8))
+    save_plan(followed, run / "plan.json")
+    path = folder / "plan.json"
+    save_plan(replace(followed, bandwidths="predicted anew"), path)
+    before = path.read_bytes()
+    for words in ((), ("--output", path), ("--output", run / "plan.json")):
+        assert plan(folder, *words) == 2
+        error = capsys.readouterr().err
+        assert "plan.json is the plan that the run made and followed; --output FILE" in error
+    assert path.read_bytes() == before
+    save_plan(other, path)
+    assert plan(folder, "--device-target", "1TiB") == 0, "the run did not follow it"
+    assert load_plan(path).policy == "memory_target"
