@@ -69,7 +69,7 @@ def run(given: Given) -> int:
         source = load_source(given)
         if output is not None and _is_followed(output, given.folder, source):
             raise ConfigError(
-                f"{output} is the plan that the run made and followed; --output FILE takes another"
+                f"{output} is the plan that the run followed; --output FILE takes another"
             )
         chooser = Chooser(source.profiles, source.job, source.default)
         plan = make(source, chooser, config, output)

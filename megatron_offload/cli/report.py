@@ -22,7 +22,6 @@ from pydantic_settings import CliPositionalArg
 from megatron_offload.cli.options import Options, writing
 from megatron_offload.cli.source import Recorded
 from megatron_offload.config import load_yaml
-from megatron_offload.core.policy_config import PlanFileConfig
 from megatron_offload.core.trace import read_traces
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import read_model, validate
@@ -118,10 +117,8 @@ def read_report(folder: Path) -> Report:
 
 def _plan(main: Path, folder: Path) -> tuple[OffloadPlan | None, bool]:
     """Return the plan beside the curve, or else the run's, and whether the run followed it."""
-    recorded, path, followed = Recorded.read(main), folder / run_folder.PLAN_NAME, None
-    policy = recorded.policy if recorded else None
-    if isinstance(policy, PlanFileConfig) and Path(policy.path).exists():
-        followed = load_plan(policy.path)
+    recorded, path = Recorded.read(main), folder / run_folder.PLAN_NAME
+    followed = load_plan(recorded.own_plan) if recorded and recorded.own_plan else None
     plan = load_plan(path) if path.exists() else followed
     return plan, plan is not None and followed is not None and plan.is_like(followed)
 

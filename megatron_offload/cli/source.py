@@ -60,9 +60,10 @@ class Recorded:
 
     @property
     def own_plan(self) -> Path | None:
-        """The file of the plan that the run made and followed, if it came to that."""
-        path = self.path.parent / run_folder.PLAN_NAME
-        return path if self.offload.tuned_policy is not None and path.exists() else None
+        """The file of the plan that the run made, or was given, and followed, if there is one."""
+        path, config = self.path.parent / run_folder.PLAN_NAME, self.offload
+        is_given = config.enabled and isinstance(config.policy, PlanFileConfig)
+        return path if (is_given or config.tuned_policy is not None) and path.exists() else None
 
     @property
     def policy(self) -> ModulesPolicy | RatioConfig | PlanFileConfig:

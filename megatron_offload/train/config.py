@@ -171,6 +171,12 @@ class TrainConfig(StrictModel):
         """The step of which a timeline is taken; 0 for none."""
         return min(self.run.trace_step, self.run.steps)
 
+    @property
+    def followed_plan(self) -> str | None:
+        """The file of the plan that was given to be followed, if one was."""
+        policy = self.offload.policy if self.offload.enabled else None
+        return policy.path if isinstance(policy, PlanFileConfig) else None
+
 
 def check_ranks(config: TrainConfig, world_size: int) -> None:
     """Check what depends on the number of ranks, and the files that it reads."""
@@ -199,9 +205,9 @@ def check_ranks(config: TrainConfig, world_size: int) -> None:
     for path in config.data.text:
         if not path.is_file() or not os.access(path, os.R_OK):
             raise ConfigError(f"data.text: there is no file {path} that can be read")
+    if config.followed_plan is not None:
+        load_plan(config.followed_plan)
     if config.offload.enabled:
-        if isinstance(config.offload.policy, PlanFileConfig):
-            load_plan(config.offload.policy.path)
         return
     for key in ("trace_step", "profile_step"):
         if step := getattr(config.run, key):

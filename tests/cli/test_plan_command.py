@@ -286,7 +286,7 @@ def test_the_plan_that_a_run_followed_is_not_replaced(tmp_path, capsys):
     before = (folder / "plan.json").read_bytes()
     assert plan(folder, "--device-target", "2TiB") == 2
     error = capsys.readouterr().err
-    assert "plan.json is the plan that the run made and followed; --output FILE" in error
+    assert "plan.json is the plan that the run followed; --output FILE" in error
     assert (folder / "plan.json").read_bytes() == before
     words = ("--output", tmp_path / "new" / "plan.json")
     assert plan(folder, "--device-target", "2TiB", *words) == 0
@@ -305,7 +305,7 @@ def test_nor_is_a_comparison_s_copy_of_it_replaced(tmp_path, capsys):
     for words in ((), ("--output", path), ("--output", run / "plan.json")):
         assert plan(folder, *words) == 2
         error = capsys.readouterr().err
-        assert "plan.json is the plan that the run made and followed; --output FILE" in error
+        assert "plan.json is the plan that the run followed; --output FILE" in error
     assert path.read_bytes() == before
     save_plan(other, path)
     assert plan(folder, "--device-target", "1TiB") == 0, "the run did not follow it"

@@ -123,10 +123,9 @@ def test_a_plan_that_the_run_did_not_follow_and_its_curve_are_on_the_page(tmp_pa
 
 @pytest.mark.parametrize("kind", ["auto", "plan_file"])
 def test_a_plan_that_the_run_followed_is_said_to_be(tmp_path, kind):
-    path = tmp_path / "elsewhere.json" if kind == "plan_file" else tmp_path / "run" / "plan.json"
-    given = f", path: {path}" if kind == "plan_file" else ""
+    given = ", path: gone.json" if kind == "plan_file" else ""
     folder = write_run(tmp_path / "run", f"offload: {{policy: {{kind: {kind}{given}}}}}")
-    plan = write_plan(path)
+    plan = write_plan(folder / "plan.json")
     found = report.read_report(folder)
     assert found.plan == plan
     assert found.plan_is_followed

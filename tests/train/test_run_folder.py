@@ -6,9 +6,15 @@ import os
 
 import pytest
 
+from megatron_offload.config import load_yaml
+from megatron_offload.core.profile import GroupKey
 from megatron_offload.errors import ConfigError
+from megatron_offload.files.strict_model import validate
+from megatron_offload.planning.files import load_plan, save_plan
+from megatron_offload.planning.plan import GroupChoice, OffloadPlan, RankPlan
+from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.records import RankStep, StepRecord, open_log
-from megatron_offload.train.run_folder import check_output, locked
+from megatron_offload.train.run_folder import check_output, locked, prepare_folder
 
 STEP = RankStep(0, 0, 0, 1.0, 1.0, 0.5)
 
@@ -82,3 +88,30 @@ def test_a_comparison_replaces_no_run(tmp_path):
     leave_run(tmp_path, 1)
     with pytest.raises(ConfigError, match="holds an earlier run"):
         check_output(tmp_path, is_for_comparison=True)
+
+
+def test_the_plan_that_is_followed_lies_in_the_folder_and_an_earlier_one_does_not(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "texts").mkdir()
+    monkeypatch.chdir(tmp_path)
+    choice = GroupChoice(GroupKey(0, 0), "mlp_act", 64, True, "frees most")
+    plan = OffloadPlan("auto", 1, 1, (RankPlan((choice,)),))
+    save_plan(plan, "mine.json")
+    folder = tmp_path / "run"
+    folder.mkdir()
+
+    def prepared(**policy):
+        data = {"data": {"text": ["texts/a"]}, "offload": {"policy": policy}}
+        config = validate(TrainConfig, data | {"run": {"output": folder}}, "")
+        prepare_folder(config, None, 1)
+        return load_yaml(folder / "config.yaml")
+
+    given = prepared(kind="plan_file", path="mine.json")
+    assert load_plan(folder / "plan.json") == plan
+    assert given["offload"]["policy"]["path"] == str(tmp_path / "mine.json")
+    assert given["data"]["text"] == [str(tmp_path / "texts" / "a")]
+    prepared(kind="plan_file", path="run/plan.json")
+    assert load_plan(folder / "plan.json") == plan, "its own"
+    prepared(kind="auto")
+    assert not (folder / "plan.json").exists()
