@@ -150,16 +150,20 @@ class OffloadPlan:
 
         return list(map(deeds, self.ranks)) == list(map(deeds, other.ranks))
 
-    def check(self, profile: StepProfile) -> None:
-        """Raise `ConfigError`, with the first difference, unless made for a profile's run."""
-        run = profile.run
+    def check_sizes(self, num_microbatches: int, pp_size: int, vp_size: int) -> None:
+        """Raise `ConfigError`, with the first difference, unless made for such a pipeline."""
         for what, planned_size, found_size in (
-            ("microbatches", self.num_microbatches, run.num_microbatches),
-            ("pipeline ranks", self.pp_size, run.pp_size),
-            ("virtual stages", self.vp_size, run.vp_size),
+            ("microbatches", self.num_microbatches, num_microbatches),
+            ("pipeline ranks", self.pp_size, pp_size),
+            ("virtual stages", self.vp_size, vp_size),
         ):
             if planned_size != found_size:
                 raise _another_run(f"it is for {planned_size} {what}, and there are {found_size}")
+
+    def check(self, profile: StepProfile) -> None:
+        """Raise `ConfigError`, with the first difference, unless made for a profile's run."""
+        run = profile.run
+        self.check_sizes(run.num_microbatches, run.pp_size, run.vp_size)
         known = {unit.unit for group in profile.groups for unit in group.remade}
         lacking = frozenset[str]().union(*(self.ranks[run.pp_rank].recompute or ())) - known
         if lacking:

@@ -206,7 +206,7 @@ def check_ranks(config: TrainConfig, world_size: int) -> None:
         if not path.is_file() or not os.access(path, os.R_OK):
             raise ConfigError(f"data.text: there is no file {path} that can be read")
     if config.followed_plan is not None:
-        load_plan(config.followed_plan)
+        load_plan(config.followed_plan).check_sizes(microbatches, pipeline, virtual)
     if config.offload.enabled:
         return
     for key in ("trace_step", "profile_step"):

@@ -4,8 +4,11 @@ import re
 
 import pytest
 
+from megatron_offload.core.profile import GroupKey
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import validate
+from megatron_offload.planning.files import save_plan
+from megatron_offload.planning.plan import GroupChoice, OffloadPlan, RankPlan
 from megatron_offload.train.config import TrainConfig, check_ranks
 
 
@@ -80,6 +83,26 @@ def test_ranks_layers_and_microbatches_must_fit(sections, world_size, expected):
 
 def test_missing_data_are_refused(tmp_path):
     assert "there is no file" in error_of(data={"text": [str(tmp_path / "none.txt")]})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((8, 1), "it is for 8 microbatches, and there are 4"),
+        ((4, 2), "it is for 2 virtual stages, and there are 1"),
+        ((4, 1), None),
+    ],
+)
+def test_a_plan_of_another_pipeline_is_refused_before_anything_starts(tmp_path, sizes, expected):
+    path = tmp_path / "plan.json"
+    choice = GroupChoice(GroupKey(0, 0), "mlp_act", 64, True, "frees most")
+    save_plan(OffloadPlan("auto", *sizes, (RankPlan((choice,)),)), path)
+    offload = {"policy": {"kind": "plan_file", "path": str(path)}}
+    sections = {"data": {"microbatches": 4}, "offload": offload}
+    if expected is None:
+        check_ranks(build(**sections), 1)
+    else:
+        assert expected in error_of(1, **sections)
 
 
 def test_every_field_says_what_it_is():
