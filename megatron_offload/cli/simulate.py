@@ -5,10 +5,11 @@ reads    the YAML of --model, or RUN_FOLDER/profile_<rank>.json, which run.profi
          config.yaml, and the plan that it followed: what moves, and within which budgets, is what
          the run did, unless --plan, a file of 'megatron-offload plan', or --set offload.KEY=VALUE
          says otherwise; of a described model everything that can move does
-prints   what was simulated, the step's time, and for every pipeline rank: compute, the part of it
-         that makes again what was not kept, what it waits for other stages (pipeline), for copies
-         to the host whose memory is wanted (W2) and for reloads (W4), peak device and host bytes,
-         what moved and what was made again; all predicted, not measured
+prints   what was simulated and which settings of a run were not, the step's time, and for every
+         pipeline rank: compute, the part of it that makes again what was not kept, what it waits
+         for other stages (pipeline), for copies to the host whose memory is wanted (W2) and for
+         reloads (W4), peak device and host bytes, what moved and what was made again; all
+         predicted, not measured
 writes   --trace: the timeline with offload for https://ui.perfetto.dev
 
 exit status: 0 simulated, 2 bad input

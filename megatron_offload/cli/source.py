@@ -76,6 +76,15 @@ class Recorded:
         delta_bytes = int(config.delta_bytes_across_pp_ranks)
         return ModulesPolicy(config.fraction, 0, config.modules, delta_bytes)
 
+    def not_simulated(self, peak_host_bytes: int) -> Iterator[str]:
+        """Yield what a simulated step leaves out, with the most that a rank has on its host."""
+        config, cap = self.offload, self.offload.host_memory_bytes
+        if cap is not None and cap < peak_host_bytes:
+            yield f"host_memory_bytes {format_bytes(cap)}, which the step would exceed"
+        for name in ("pin_memory", "copy_streams"):
+            if not getattr(config, name):
+                yield f"{name} false"
+
 
 @dataclass(frozen=True)
 class Source:
@@ -160,6 +169,10 @@ class Source:
             )
         for line in more:
             out.print(line)
+        if self.recorded is not None:
+            most_bytes = max(rank.peak_host_bytes for rank in step.ranks)
+            if left_out := "; ".join(self.recorded.not_simulated(most_bytes)):
+                out.print(f"not simulated of the run's settings: {left_out}")
         out.print(f"bandwidths: {self.machine}")
         out.print(
             "predicted by simulation, not measured: hold it against a run before you rely on it",

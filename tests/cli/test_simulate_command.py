@@ -130,6 +130,19 @@ def test_a_run_is_simulated_as_it_was_set(tmp_path, capsys):
     assert rows(printed)[2][2] == format_bytes(expected)
 
 
+def test_what_is_not_simulated_of_a_run_s_settings_is_said(tmp_path, capsys):
+    folder = ran(tmp_path / "run")
+    for given, expected in (
+        ({"host_memory_bytes": "1MiB"}, "host_memory_bytes 1.0 MiB, which the step would exceed"),
+        ({"host_memory_bytes": "1GiB"}, None),
+        ({"pin_memory": False, "copy_streams": False}, "pin_memory false; copy_streams false"),
+    ):
+        assert run(configured(folder, **given)) == 0
+        lines = capsys.readouterr().out.splitlines()
+        found = [line for line in lines if line.startswith("not simulated of the run's settings: ")]
+        assert [line.partition(": ")[2] for line in found] == ([expected] if expected else [])
+
+
 @pytest.mark.parametrize("kind", ["plan_file", "auto", "ratio"])
 def test_a_run_is_simulated_with_what_decided_in_it(tmp_path, capsys, kind):
     folder = ran(tmp_path / "run")
