@@ -37,7 +37,7 @@ from megatron_offload.planning.files import load_profile
 from megatron_offload.planning.job import LIMITS, Job, RankSettings
 from megatron_offload.planning.plan import check_profiles
 from megatron_offload.planning.policy import ModulesPolicy, plan_by_rule
-from megatron_offload.planning.simulate import Simulation, settings_of
+from megatron_offload.planning.simulate import Simulation, fair_rates, settings_of
 from megatron_offload.report.console import console
 from megatron_offload.train import run_folder
 
@@ -162,10 +162,9 @@ class Source:
         out.print(f"host memory: up to {format_bytes(host_bytes)} pinned on {node}")
         own_bytes, _ = self._on_node(self.job.optimizer_host_bytes)
         if own_bytes:
-            ms = own_bytes / 2e6 / self.job.machine.node_gbps
             out.print(
                 f"optimizer offload: {format_bytes(own_bytes)} of host memory besides, and after "
-                f"each step at least {ms:.1f} ms of copies"
+                f"each step at least {self._optimizer_us(own_bytes) / 1e3:.1f} ms of copies"
             )
         for line in more:
             out.print(line)
@@ -190,6 +189,15 @@ class Source:
             if there is not None and needed > there:
                 sizes = f"{format_bytes(needed)} of {where}, which has {format_bytes(there)}"
                 yield f"DOES NOT FIT: {sizes} (machine.{key})"
+
+    def _optimizer_us(self, node_bytes: int) -> float:
+        """Return what copying takes at least: a quarter of what lies there, each way."""
+        job, machine = self.job, self.job.machine
+        num_gpus = min(job.gpus_per_rank, machine.gpus_per_node)
+        rank_rate = min(fair_rates(machine, num_gpus, 0, 0, 1)[2:])
+        ways = (machine.node_d2h_gbps, machine.node_h2d_gbps)
+        node_rate = 1e3 * min(machine.node_gbps / 2, *filter(None, ways))
+        return max(max(job.optimizer_host_bytes) / rank_rate, node_bytes / node_rate) / 4
 
     def _on_node(self, sizes: Sequence[int]) -> tuple[int, str]:
         """Return what GPUs hold on a node's host at most, by rank; and what a node is."""

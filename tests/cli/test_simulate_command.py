@@ -274,5 +274,23 @@ def test_an_optimizer_on_the_host_is_counted(model, capsys):
     # Two layers, embedding and head, the last norm.
     num_bytes = 8 * (2 * 2 * (12 * 1024**2 + 2 * 1024) + 2001 * 1024)
     assert f"optimizer offload: {format_bytes(num_bytes)} of host memory besides" in printed
-    assert f"at least {num_bytes / 2 / 205e6:.1f} ms of copies" in printed
+    assert f"at least {num_bytes / 4 / 102e6:.1f} ms of copies" in printed, "two GPUs' 51 GB/s"
     assert re.search(r"DOES NOT FIT: \d+\.\d MiB of a node of 2 GPUs, which has 300.0 MiB", printed)
+
+
+@pytest.mark.parametrize(
+    ("limit", "gbps"),
+    [
+        ("machine.d2h_gbps=1", 2),
+        ("machine.h2d_gbps=2", 4),
+        ("machine.both_gbps=3", 6),
+        ("machine.node_gbps=8", 4),
+        ("machine.node_h2d_gbps=5", 5),
+    ],
+)
+def test_copies_of_an_optimizer_take_as_long_as_the_narrowest_link(model, capsys, limit, gbps):
+    given = ["model.optimizer_host_bytes_per_parameter=8", limit]
+    assert main(["simulate", "--model", str(model), "--set", *given]) == 0
+    found = re.search(r"at least (\S+) ms of copies", capsys.readouterr().out)
+    num_bytes = 8 * (2 * 2 * (12 * 1024**2 + 2 * 1024) + 2001 * 1024)
+    assert float(found[1]) == pytest.approx(num_bytes / 4 / gbps / 1e6, rel=0.01)
