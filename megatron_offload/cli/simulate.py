@@ -26,7 +26,7 @@ from pathlib import Path
 from rich.table import Table
 
 from megatron_offload.cli.options import writing
-from megatron_offload.cli.source import Source, SourceOptions, load_source
+from megatron_offload.cli.source import Source, SourceOptions, load_source, with_flags
 from megatron_offload.core.trace import PIPELINE_WAIT, write_traces
 from megatron_offload.core.units import format_bytes
 from megatron_offload.planning.simulate import RELEASE, RELOAD, Simulation, simulate
@@ -56,8 +56,7 @@ def run(given: Given) -> int:
         what = f"as the run did, by {source.recorded.path}"
     else:
         what = "everything that can move"
-    flags = [one for one in given.set if one.strip().startswith("offload.")]
-    line = f"with offload: {'; '.join([what, *flags])}"
+    line = f"with offload: {with_flags(what, 'offload', given)}"
     source.show(without, offloaded, "with it", _tables(source, without, offloaded), [line])
     if given.trace is not None:
         traces = [rank.trace for rank in offloaded.ranks if rank.trace is not None]

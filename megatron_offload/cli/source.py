@@ -8,6 +8,7 @@ alone where it had none. What was assumed of a machine is said.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import add
@@ -240,6 +241,7 @@ def _described(path: Path, given: SourceOptions) -> Source:
     job = described.job()
     origin = str(given.machine or f"{path}, what it leaves out as measured with four H200s")
     profiles = tuple(profiled_job.profiles_of(job))
+    origin = with_flags(origin, "machine", given)
     return Source(path.stem, job, profiles, described, "reserved memory", origin)
 
 
@@ -270,9 +272,15 @@ def _profiled(folder: Path, given: SourceOptions) -> Source:
         profiles=profiles,
         around=around,
         memory="saved activations" if is_simulated else "reserved memory",
-        machine=origin,
+        machine=with_flags(origin, "machine", given),
         recorded=Recorded.read(place),
     )
+
+
+def with_flags(what: str, section: str, given: SourceOptions) -> str:
+    """Return what counts in words, with the flags that say something else of a section."""
+    flags = [item.strip() for item in given.set if re.match(rf"\s*{section}[.\s=]", item)]
+    return "; ".join([what, *flags])
 
 
 def _read_machine(path: Path) -> dict[str, Any]:

@@ -195,7 +195,9 @@ def test_a_machine_that_is_given_wins_over_what_copies_got(tmp_path):
     assert source.job.machine.d2h_gbps == RATES["d2h_gbps"]
     assert source.machine == str(path)
     assert source.job.ranks_per_node == 8
-    assert load_run(folder, set=["machine.d2h_gbps=3"]).job.machine.d2h_gbps == 3
+    source = load_run(folder, set=["machine.d2h_gbps=3", "offload.prefetch_bytes=1MiB"])
+    assert source.job.machine.d2h_gbps == 3
+    assert source.machine == f"{FROM_COPIES}; machine.d2h_gbps=3"
 
 
 def test_where_nobody_told_of_memory_it_is_what_groups_save(tmp_path):
