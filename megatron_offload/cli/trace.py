@@ -2,7 +2,7 @@
 
 reads    trace_<rank>.json in FOLDER, of a comparison in that of its run with offload; a run leaves
          them with run.trace_step, a Megatron job with --offload-report FOLDER
-prints   where the file is
+prints   where the file is, and which ranks' timelines are missing
 writes   FOLDER/trace.json; 'megatron-offload report' draws the timelines of the trainer's runs
 
 exit status: 0 written, 2 bad input
@@ -19,8 +19,15 @@ from pydantic_settings import CliPositionalArg
 from megatron_offload.cli.options import Options, writing
 from megatron_offload.core.trace import read_traces, write_traces
 from megatron_offload.errors import ConfigError
+from megatron_offload.files.strict_model import read_model
 from megatron_offload.report.console import console
-from megatron_offload.train.run_folder import main_folder, rank_files
+from megatron_offload.train.run_folder import (
+    FACTS_NAME,
+    RunFacts,
+    main_folder,
+    missing_files,
+    rank_files,
+)
 
 
 class Given(Options):
@@ -32,10 +39,14 @@ class Given(Options):
 
 def run(given: Given) -> int:
     """Write ``trace.json``; return 0."""
-    paths = rank_files(main_folder(given.folder), "trace")
+    folder = main_folder(given.folder)
+    paths, facts = rank_files(folder, "trace"), folder / FACTS_NAME
     if not paths:
         raise ConfigError(f"{given.folder} holds no timelines; set run.trace_step: 4 and run again")
+    num_ranks = read_model(RunFacts, facts).ranks if facts.exists() else 0
     with writing(path := given.folder / "trace.json"):
         write_traces(path, [one for file in paths for one in read_traces(file)])
     console().print(f"trace: {path}, for https://ui.perfetto.dev")
+    if missing := missing_files(paths, num_ranks):
+        console().print(f"missing in {folder}: {', '.join(missing)}", style="yellow")
     return 0

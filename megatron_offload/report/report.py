@@ -89,6 +89,12 @@ class Report:
     """Whether the run did what the plan says."""
 
     @property
+    def lacking_timelines(self) -> list[int]:
+        """The ranks of which there is none, where there are some of others."""
+        found = {trace.rank for trace in self.traces}
+        return [rank["rank"] for rank in self.ranks if found and rank["rank"] not in found]
+
+    @property
     def groups(self) -> list[dict[str, Any]]:
         """Add up the groups of one name over all ranks; say what became of their bytes."""
         found: dict[str, tuple[Counter[str], Counter[str]]] = {}

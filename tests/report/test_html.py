@@ -141,6 +141,12 @@ def test_what_is_missing_is_named_with_the_way_to_get_it():
     assert 'class="missing"' not in render_report(gpu_report())
 
 
+def test_a_rank_without_a_timeline_is_named_where_others_have_one():
+    text = render_report(gpu_report(traces=[trace(1)]))
+    assert "The folder holds no <code>trace_0.json</code>, which" in text
+    assert text.count('class="missing"') == 1
+
+
 def test_too_many_timelines_are_said_and_not_drawn(monkeypatch):
     monkeypatch.setattr("megatron_offload.report.plots.MOST_TIMELINES", 2)
     text = render_report(gpu_report(traces=[trace(rank) for rank in range(5)]))

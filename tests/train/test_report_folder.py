@@ -165,3 +165,16 @@ def test_timelines_of_all_ranks_are_put_into_one_file(tmp_path, capsys):
 def test_a_folder_without_timelines_is_told_how_to_get_some(tmp_path, capsys):
     assert main(["trace", str(traced(tmp_path / "run"))]) == 2
     assert "holds no timelines; set run.trace_step" in capsys.readouterr().err
+
+
+def test_timelines_of_ranks_that_left_none_are_named(tmp_path, capsys):
+    folder = write_run(tmp_path / "run")
+    for rank, others in ((0, "trace_1.json"), (1, "trace_0.json")):
+        write_traces(folder / f"trace_{rank}.json", [StepTrace(rank, [])])
+        assert main(["trace", str(folder)]) == 0
+        assert f"missing in {folder}: {others}\n" in capsys.readouterr().out
+        (folder / f"trace_{rank}.json").unlink()
+    assert main(["trace", str(traced(tmp_path / "job", 0, 2))]) == 0
+    assert "job: trace_1.json\n" in capsys.readouterr().out
+    assert main(["trace", str(traced(tmp_path / "whole", 0, 1))]) == 0
+    assert "missing" not in capsys.readouterr().out
