@@ -67,8 +67,6 @@ AUTO_UNITS = ("norm", "mlp_act", "pointwise", "cast", "layout")
 _STAYING = {"fraction", "delta_bytes_across_pp_ranks"}
 """Keys by which groups stay on the device."""
 
-RecomputeField = Converted[tuple[str, ...], list[str] | tuple[str, ...] | Literal["auto"]]
-
 CopyTiming = Literal["eager", "late", "eager_d2h_late_h2d", "late_d2h_eager_h2d", "random"]
 
 
@@ -108,7 +106,7 @@ class OffloadConfig(StrictModel):
     """Which groups move: names out of `MODULES`, or patterns of names holding a dot or ``*``. The
     trainer marks these. Elsewhere a group stays whose name is not among them, if they were set."""
 
-    recompute: RecomputeField = default(("norm", "mlp_act", "mlp_fc1"))
+    recompute: NamesField = default(("norm", "mlp_act", "mlp_fc1"))
     """What backward makes again in place of moving it: units out of `RECOMPUTE_UNITS`, and modules
     by patterns of names holding a dot or ``*``. None of them: ``()``. In plain PyTorch ``auto``
     stands for norms, activations, pointwise operations, casts and copies of another layout."""
@@ -185,6 +183,8 @@ class OffloadConfig(StrictModel):
     @field_validator("recompute", mode="before")
     @classmethod
     def _auto_units(cls, names: Any) -> Any:
+        if isinstance(names, (list, tuple)) and "auto" in names:
+            raise ConfigError("'auto' stands for a list by itself; write recompute: auto")
         return AUTO_UNITS if names == "auto" else names
 
     @field_validator("policy", mode="before")

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from megatron_offload.config import OffloadConfig, apply_overrides, load_yaml
+from megatron_offload.config import AUTO_UNITS, OffloadConfig, apply_overrides, load_yaml
 from megatron_offload.errors import ConfigError
 from megatron_offload.files import strict_yaml
 from megatron_offload.files.strict_model import validate
@@ -210,3 +210,14 @@ def test_a_kind_of_policy_alone_is_its_section():
         OffloadConfig(policy="ratio")
     with pytest.raises(ValueError, match="'autp' found using 'kind'"):
         OffloadConfig(policy="autp")
+
+
+def test_one_name_stands_for_a_list_of_it_and_auto_for_its_own():
+    one = OffloadConfig(modules="mlp_fc1", recompute="norm")
+    assert (one.modules, one.recompute) == (("mlp_fc1",), ("norm",))
+    assert OffloadConfig(recompute="auto").recompute == AUTO_UNITS
+    for names in ("nrm", ["nrm"]):
+        with pytest.raises(ValueError, match="called 'nrm'; did you mean 'norm'"):
+            OffloadConfig(recompute=names)
+    with pytest.raises(ValueError, match="write recompute: auto"):
+        OffloadConfig(recompute=["auto"])

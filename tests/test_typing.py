@@ -21,6 +21,7 @@ from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig
 
 OffloadConfig(max_inflight_bytes="1GiB", min_tensor_bytes=1024, prefetch_bytes=None)
 OffloadConfig(modules=["mlp_fc1", "layers.*.mlp"], policy=AutoConfig(kind="auto"))
+OffloadConfig(modules="mlp_fc1", recompute="auto")
 OffloadConfig(modules=("mlp_fc1",), policy={"kind": "ratio", "ratio": 0.5})
 MemoryTargetConfig(kind="memory_target", target_bytes=["20GiB", 21 << 30])
 total: int | None = OffloadConfig().max_inflight_bytes
@@ -31,7 +32,7 @@ REFUSED = """
 from megatron_offload import OffloadConfig
 
 OffloadConfig(max_inflight_bites="1GiB")
-OffloadConfig(modules="mlp_fc1")
+OffloadConfig(modules=1)
 OffloadConfig(min_tensor_bytes=None)
 """
 

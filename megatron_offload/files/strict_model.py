@@ -67,7 +67,10 @@ else:
 
 BytesField = Converted[Bytes, int | str]
 OptionalBytesField = Converted[Bytes | None, int | str | None]
-NamesField = Converted[tuple[str, ...], list[str] | tuple[str, ...]]
+Names = Annotated[tuple[str, ...], BeforeValidator(lambda x: (x,) if isinstance(x, str) else x)]
+"""A list of names; one name is a list of it."""
+
+NamesField = Converted[Names, list[str] | tuple[str, ...] | str]
 
 
 def default(value: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import ByteSize, Field, field_validator, model_validator
 
 from megatron_offload.errors import ConfigError, did_you_mean
-from megatron_offload.files.strict_model import Bytes, StrictModel
+from megatron_offload.files.strict_model import Bytes, Names, StrictModel
 
 LAYER_GROUPS = (
     *("attn_norm", "qkv_linear", "core_attn", "attn_proj"),
@@ -98,7 +98,7 @@ class ModelDescription(StrictModel):
     recompute: Literal["full"] | tuple[Literal["norm", "mlp_act", "moe_act"], ...] = ()
     """What the job makes again without this package: every layer, or outputs of these kinds."""
 
-    modules: tuple[str, ...] = LAYER_GROUPS
+    modules: Names = LAYER_GROUPS
     """Groups that the engine sees; see `LAYER_GROUPS`."""
     min_tensor_bytes: Bytes = ByteSize(1024 * 1024)
     """Smaller tensors stay."""
