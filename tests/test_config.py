@@ -166,13 +166,13 @@ def test_overrides_reach_into_sections_and_leave_the_data_alone():
         ("9" * 60, "less than 9223372036854776000"),
         ("9" * 400, "a text such as"),
         (10**30, "less than 9223372036854776000"),
-        (float("inf"), "byte string"),
-        (float("nan"), "byte string"),
+        (float("inf"), "a text such as"),
+        (float("nan"), "a text such as"),
         (-1, "0 or more"),
         ("-1GiB", "0 or more"),
         (True, "a text such as"),
-        ([1], "byte string"),
-        ("1 parsec", "byte unit|byte string"),
+        ([1], "a text such as"),
+        ("1 parsec", "there is no unit 'parsec'"),
     ],
 )
 def test_a_size_that_is_none_is_refused(value, words):
@@ -206,9 +206,9 @@ def test_a_very_long_key_is_not_repeated_in_full():
 
 def test_a_kind_of_policy_alone_is_its_section():
     assert OffloadConfig(policy="auto") == OffloadConfig(policy={"kind": "auto"})
-    with pytest.raises(ValueError, match=r"policy\.ratio\.ratio"):
+    with pytest.raises(ValueError, match=r"policy\.ratio' is required"):
         OffloadConfig(policy="ratio")
-    with pytest.raises(ValueError, match="'autp' found using 'kind'"):
+    with pytest.raises(ValueError, match="no kind 'autp'; did you mean 'auto'"):
         OffloadConfig(policy="autp")
 
 
@@ -217,7 +217,7 @@ def test_one_name_stands_for_a_list_of_it_and_auto_for_its_own():
     assert (one.modules, one.recompute) == (("mlp_fc1",), ("norm",))
     assert OffloadConfig(recompute="auto").recompute == AUTO_UNITS
     for names in ("nrm", ["nrm"]):
-        with pytest.raises(ValueError, match="called 'nrm'; did you mean 'norm'"):
+        with pytest.raises(ConfigError, match="called 'nrm'; did you mean 'norm'"):
             OffloadConfig(recompute=names)
-    with pytest.raises(ValueError, match="write recompute: auto"):
+    with pytest.raises(ConfigError, match="write recompute: auto"):
         OffloadConfig(recompute=["auto"])

@@ -27,12 +27,15 @@ from pydantic import (
 from megatron_offload.errors import ConfigError, did_you_mean, shorten
 from megatron_offload.files.text import read_json, replace_text
 
+_A_SIZE = "a size is 0 or more bytes, as a number or a text such as '64MiB'"
+_UNITS = ("B", "KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB")
+
 
 def _plain_size(value: Any) -> Any:
     """Refuse what `ByteSize` takes for a number and shouldn't, or calls unreadable."""
     text = str(value)
     if isinstance(value, bool) or len(text) > 64 or text.strip().startswith("-"):
-        raise ValueError("a size is 0 or more bytes, as a number or a text such as '64MiB'")
+        raise ValueError(_A_SIZE)
     return value
 
 
@@ -89,6 +92,19 @@ class StrictModel(BaseModel):
         allow_inf_nan=False,
     )
 
+    if not TYPE_CHECKING:  # a checker knows the keys without
+
+        def __init__(self, /, **data: Any) -> None:
+            """Build a section; `ConfigError` says all that is wrong, as of `validate`."""
+            try:
+                super().__init__(**data)
+            except ValidationError as error:
+                name = type(self).__name__
+                raise _refusal(type(self), data, name, error) from error
+
+        # So pydantic doesn't call it for sections within others.
+        __init__.__pydantic_base_init__ = True
+
 
 T = TypeVar("T")
 
@@ -113,11 +129,7 @@ def validate(model: type[T], data: Any, source: str) -> T:
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
     except ValidationError as error:
-        issues = error.errors()
-        lines = [_explain(model, issue) for issue in issues[:_MOST_ISSUES]]
-        if len(issues) > _MOST_ISSUES:
-            lines.append(f"and {len(issues) - _MOST_ISSUES} more")
-        raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from error
+        raise _refusal(model, data, source, error) from error
 
 
 def read_model(model: type[T], path: Path) -> T:
@@ -130,22 +142,63 @@ def write_model(path: Path, model: BaseModel) -> None:
     replace_text(path, model.model_dump_json(indent=1) + "\n")
 
 
-def _explain(model: Any, issue: Any) -> str:
-    where = shorten(".".join(str(part) for part in issue["loc"]))
+def _refusal(model: Any, data: Any, source: str, error: ValidationError) -> ConfigError:
+    issues, lines = error.errors(), dict[str, str]()
+    for issue in issues[:_MOST_ISSUES]:
+        where, kind = _place_of(data, issue["loc"])
+        # Of the types that a value may have the first says what is wrong.
+        lines.setdefault(where, _explain(model, issue, shorten(where), kind))
+    said = [*lines.values()]
+    if len(issues) > _MOST_ISSUES:
+        said.append(f"and {len(issues) - _MOST_ISSUES} more")
+    return ConfigError("\n".join(f"{source}: {line}" for line in said))
+
+
+def _place_of(data: Any, loc: Sequence[int | str]) -> tuple[str, str]:
+    """Return the keys that lead to what is wrong, as they were given, and their section's kind.
+
+    A part of ``loc`` that is no key is a section's kind, or one of the types that a value may have.
+    """
+    keys, kind, kind_of_section = [], "", ""
+    for part in loc:
+        is_key = isinstance(data, Mapping) and (kind or part != data.get("kind"))
+        if is_key or (isinstance(data, (list, tuple)) and isinstance(part, int)):
+            keys.append(str(part))
+            data = (data if is_key else dict(enumerate(data))).get(part)
+            kind, kind_of_section = "", kind
+        else:
+            data, kind = {} if part == data else data, str(part)
+    return ".".join(keys), kind_of_section
+
+
+def _explain(model: Any, issue: Any, where: str, kind: str) -> str:
+    path = [part for part in issue["loc"] if isinstance(part, str)]
     if issue["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        path = [part for part in issue["loc"][:-1] if isinstance(part, str)]
-        sections = set(_sections_at(model, path))
+        sections = set(_sections_at(model, path[:-1]))
         keys = _fields_of(*sections) if len(sections) == 1 else ()
-        return f"unknown key {where!r}{did_you_mean(str(issue['loc'][-1]), keys)}"
+        of_kind = f" of kind {kind!r}" if kind else ""
+        return f"unknown key {where!r}{of_kind}{did_you_mean(str(issue['loc'][-1]), keys)}"
     if issue["type"] == "missing":
         return f"{where!r} is required"
     if issue["input"] is None:
         return f"{where!r} has no value; give one, or leave the key out for its default"
-    message = issue["msg"].removeprefix("Value error, ")
     given = shorten(repr(issue["input"]), 81)
+    message = issue["msg"].removeprefix("Value error, ")
+    if issue["type"].startswith("union_tag"):
+        fields = map(_fields_of, _sections_at(model, path))
+        kinds = dict.fromkeys(one for each in fields for one in typing.get_args(each.get("kind")))
+        if "tag" not in issue["ctx"]:
+            return f"{where!r} needs a kind, one of {', '.join(kinds)} (got {given})"
+        tag = str(issue["ctx"]["tag"])
+        return f"{where!r}: there is no kind {shorten(repr(tag))}{did_you_mean(tag, kinds)}"
+    if issue["type"] == "byte_size_unit":
+        unit = issue["ctx"]["unit"]
+        message = f"there is no unit {unit!r}{did_you_mean(unit.capitalize(), _UNITS)}"
+    elif issue["type"] == "byte_size":
+        message = _A_SIZE
     got = "" if given in message or len(given) > 80 else f" (got {given})"
     # What is wrong with all of it together stands at no key.
-    key = f"{where!r}: " if issue["loc"] else ""
+    key = f"{where!r}: " if where else ""
     return f"{key}{message[0].lower()}{message[1:]}{got}"
 
 

@@ -29,6 +29,7 @@ class Two(StrictModel):
 class Root(StrictModel):
     leaf: Leaf | None = None
     leaves: tuple[Leaf, ...] = ()
+    pair: tuple[int, int] = (0, 0)
     either: Annotated[One | Two, Field(discriminator="kind")] | None = None
 
 
@@ -39,12 +40,18 @@ class Root(StrictModel):
         ({"leavs": 1}, "unknown key 'leavs'; did you mean 'leaves'"),
         ({"leaf": {"size_byte": 1}}, "'leaf.size_byte'; did you mean 'size_bytes'"),
         ({"leaves": [{}, {"size_byte": 1}]}, "'leaves.1.size_byte'; did you mean 'size_bytes'"),
-        ({"either": {"kind": "one", "color": 1}}, "'either.one.color'; did you mean 'colour'"),
-        ({"either": {"kind": "two", "wieght": 1}}, "'either.two.wieght'; did you mean 'weight'"),
+        ({"either": {"kind": "one", "color": 1}}, "'either.color' of kind 'one'; did .* 'colour'"),
+        ({"either": {"kind": "two", "wieght": 1}}, "'either.wieght' of kind 'two'; .* 'weight'"),
         (
             {"either": {"kind": "two", "leaf": {"size": 1}}},
-            "'either.two.leaf.size'; did you mean 'size_bytes'",
+            "'either.leaf.size'; did you mean 'size_bytes'",
         ),
+        ({"either": {"kind": "on"}}, "'either': there is no kind 'on'; did you mean 'one'"),
+        ({"either": {"weight": 3}}, "'either' needs a kind, one of one, two"),
+        ({"either": {"kind": "two", "two": 3}}, "'either.two' of kind 'two'; valid names are kind"),
+        ({"leaf": {"size_bytes": "3Gi"}}, "'leaf.size_bytes': there is no unit 'Gi'.* 'GiB'"),
+        ({"leaf": {"size_bytes": "lots"}}, "'leaf.size_bytes': a size is .* such as '64MiB'"),
+        ({"pair": [1]}, "'pair.1' is required"),
     ],
 )
 def test_the_nearest_key_is_named(data, message):
@@ -57,3 +64,13 @@ def test_what_is_right_passes():
     read = validate(Root, data, "it")
     assert read.leaves[0].size_bytes == 1024
     assert read.either == Two(kind="two", weight=3)
+
+
+def test_python_is_told_the_same_words_by_the_same_error():
+    for data in ({"leaf": {"size_byte": 1}}, {"leavs": 1}, {"either": {"kind": "on"}}):
+        with pytest.raises(ConfigError) as told:
+            validate(Root, data, "Root")
+        with pytest.raises(ConfigError) as built:
+            Root(**data)
+        assert str(built.value) == str(told.value)
+    assert isinstance(Root(leaf={"size_bytes": 1}).leaf, Leaf)
