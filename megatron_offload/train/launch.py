@@ -63,9 +63,13 @@ def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunRepor
     for _, config in runs:
         check_ranks(config, ranks)
     kind = check_device(first, ranks)
-    folders = [config.run.output for _, config in runs] + ([comparison] if comparison else [])
-    with locked(folders):
-        check_output(comparison or first.run.output, is_for_comparison=comparison is not None)
+    folder = comparison or first.run.output
+    # Made only where no earlier run is: they mark a comparison.
+    inside = [config.run.output for _, config in runs if comparison]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(locked([folder]))
+        check_output(folder, is_for_comparison=comparison is not None)
+        stack.enter_context(locked(inside))
         out = console(stderr=True)
         if kind == "cpu" and first.run.device == "auto":
             out.print(

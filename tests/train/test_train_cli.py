@@ -11,6 +11,7 @@ from megatron_offload.cli import train as train_command
 from megatron_offload.cli.compare import _variant
 from megatron_offload.train import launch
 from megatron_offload.train.config import check_ranks
+from megatron_offload.train.run_folder import main_folder
 
 
 def config_of(*words):
@@ -117,6 +118,16 @@ def test_a_plan_that_is_not_there_is_refused_before_anything_starts(file, comman
     assert cli.main([command, "--config", str(file), "--set", policy, "run.steps=9"]) == 2
     assert "can't read /nope.json" in capsys.readouterr().err
     assert not (file.parent / "out").exists()
+
+
+def test_a_comparison_that_is_refused_leaves_the_run_as_it_was(file, capsys):
+    out = file.parent / "out"
+    out.mkdir()
+    (out / "steps.jsonl").write_text("{}\n")
+    assert cli.main(["compare", "--config", str(file), "--set", "run.device=cpu"]) == 2
+    assert "holds an earlier run" in capsys.readouterr().err
+    assert {path.name for path in out.iterdir()} <= {"steps.jsonl", ".lock"}
+    assert main_folder(out) == out
 
 
 @pytest.mark.parametrize("key", ["trace_step", "profile_step"])
