@@ -7,6 +7,7 @@ killed itself, the system sends its ranks SIGINT.
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import re
@@ -15,8 +16,9 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from megatron_offload.errors import ConfigError, OffloadError, require
+from megatron_offload.errors import ConfigError, OffloadError, TargetError, require
 from megatron_offload.report.console import console
 from megatron_offload.train.config import TrainConfig, check_ranks
 from megatron_offload.train.records import COMPARISON_NAME, RunReport
@@ -26,8 +28,12 @@ Runs = Sequence[tuple[str, TrainConfig]]
 """Runs to take one after the other in the same processes, each with its title."""
 
 
+_OF_INPUT = {error.__name__: error for error in (ConfigError, TargetError)}
+"""What only ranks can find wrong, by the name that the launcher is told."""
+
+
 class RankFailedError(OffloadError, RuntimeError):
-    """A training process ended with an error; its own traceback stands above."""
+    """A training process ended with an error; the text holds its traceback."""
 
 
 class StoppedError(OffloadError, RuntimeError):
@@ -100,26 +106,28 @@ def _start_ranks(runs: Runs, kind: str, ranks: int) -> list[RunReport]:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
     )
+    logging.disable(logging.ERROR)  # of what torch logs here, the error that it raises says all
     try:
-        first: list[RunReport] | ConfigError = elastic_launch(config, _rank_main)(runs, kind)[0]
+        reports: list[RunReport] = elastic_launch(config, _rank_main)(runs, kind)[0]
     except ChildFailedError as error:
         # The launcher may see that ranks have ended before it gets a signal that all were sent.
         codes = {-failure.exitcode for failure in error.failures.values()}
         if len(codes) == 1 and codes <= {signal.SIGTERM, signal.SIGINT}:
             raise StoppedError(codes.pop()) from error
+        told: Any = error.get_first_failure()[1].message  # a text where a signal has ended it
+        name, _, text = (told if isinstance(told, str) else told["message"]).partition(": ")
+        if name in _OF_INPUT:
+            raise _OF_INPUT[name](text) from error
         raise RankFailedError(f"a rank failed:\n{error}") from error
     except SignalException as error:
         raise StoppedError(error.sigval) from error
-    if isinstance(first, ConfigError):
-        raise first
-    return first
+    finally:
+        logging.disable(logging.NOTSET)
+    return reports
 
 
-def _rank_main(runs: Runs, kind: str) -> list[RunReport] | ConfigError:
-    """Be one rank, from the environment that the launcher set.
-
-    What only ranks can find wrong, all find alike, and return it to be reported as bad input.
-    """
+def _rank_main(runs: Runs, kind: str) -> list[RunReport]:
+    """Be one rank, from the environment that the launcher set; an error ends all of them."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         # A Ctrl-C or the end of the launcher ends a rank at once, and without its traceback.
@@ -139,8 +147,6 @@ def _rank_main(runs: Runs, kind: str) -> list[RunReport] | ConfigError:
             for title, config in runs:
                 before = reports if len(reports) == len(runs) - 1 else None
                 reports.append(run_training(config, device, title, before))
-        except ConfigError as error:
-            return error
         except RuntimeError as error:
             if re.search("gloo|NCCL|onnection", str(error)):
                 time.sleep(3.0)  # another rank has failed: the launcher must see it first

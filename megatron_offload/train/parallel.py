@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed
 
-from megatron_offload.errors import ConfigError, OffloadError
+from megatron_offload.errors import ConfigError
 from megatron_offload.train.config import TrainConfig
 
 
@@ -53,13 +53,9 @@ def open_process_group(kind: str, timeout_s: float = 600.0) -> Iterator[torch.de
 
 @contextlib.contextmanager
 def closing(close: Callable[[], None]) -> Iterator[None]:
-    """Close connections at the end, unless this rank alone fails.
+    """Close connections at the end, unless there is an error.
 
-    The others would fail of it, and might be reported, before its own error is written down.
+    Others would fail of that, and might be reported, before the error itself is written down.
     """
-    try:
-        yield
-    except OffloadError:
-        close()
-        raise
+    yield
     close()

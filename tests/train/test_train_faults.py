@@ -116,7 +116,7 @@ def test_ranks_end_when_the_launcher_is_killed_while_they_start(delay, tmp_path)
 
 
 def test_a_rank_that_fails_ends_the_others_and_its_error_is_shown(tmp_path):
-    found = {"rank": 1, "step": 2, "is_killed": False}
+    found = {"rank": 1, "step": 2, "raises": "RuntimeError"}
     status, err = run(words(tmp_path), program=(FAILING,), FAILURE=json.dumps(found))
     assert status == 1
     shown = err.partition("a rank failed")[2]
@@ -124,8 +124,22 @@ def test_a_rank_that_fails_ends_the_others_and_its_error_is_shown(tmp_path):
     assert "rank      : 1" in shown
 
 
+@pytest.mark.parametrize(
+    ("rank", "raises", "expected"), [(0, "ConfigError", 2), (1, "TargetError", 1)]
+)
+def test_what_one_rank_finds_wrong_with_the_input_ends_all_with_one_line(
+    rank, raises, expected, tmp_path
+):
+    found = {"rank": rank, "step": 2, "raises": raises}
+    settings = words(tmp_path, "run.timeout_s=60")
+    status, err = run(settings, program=(FAILING,), FAILURE=json.dumps(found))
+    assert status == expected, err
+    assert err.splitlines()[-1] == "megatron-offload: broken on purpose"
+    assert "Traceback" not in err
+
+
 def test_a_rank_that_is_killed_ends_the_others_and_its_steps_stay(tmp_path):
-    found = {"rank": 0, "step": 3, "is_killed": True}
+    found = {"rank": 0, "step": 3, "raises": None}
     status, err = run(words(tmp_path), program=(FAILING,), FAILURE=json.dumps(found))
     assert status == 1, err
     assert "SIGKILL" in err.partition("a rank failed")[2]
