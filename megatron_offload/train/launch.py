@@ -28,6 +28,9 @@ Runs = Sequence[tuple[str, TrainConfig]]
 """Runs to take one after the other in the same processes, each with its title."""
 
 
+_HANDLED = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
+"""What torch's launcher handles while ranks run, and ever after."""
+
 _OF_INPUT = {error.__name__: error for error in (ConfigError, TargetError)}
 """What only ranks can find wrong, by the name that the launcher is told."""
 
@@ -106,6 +109,7 @@ def _start_ranks(runs: Runs, kind: str, ranks: int) -> list[RunReport]:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
     )
+    handlers = {number: signal.getsignal(number) for number in _HANDLED}
     logging.disable(logging.ERROR)  # of what torch logs here, the error that it raises says all
     try:
         reports: list[RunReport] = elastic_launch(config, _rank_main)(runs, kind)[0]
@@ -123,6 +127,8 @@ def _start_ranks(runs: Runs, kind: str, ranks: int) -> list[RunReport]:
         raise StoppedError(error.sigval) from error
     finally:
         logging.disable(logging.NOTSET)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     return reports
 
 
