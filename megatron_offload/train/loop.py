@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from pydantic import ByteSize
 
 from megatron_offload.autotune.loop import MeasuredLoop, tune
+from megatron_offload.config import OffloadConfig, module_patterns, recompute_patterns
 from megatron_offload.core.policy_config import SolvedConfig
 from megatron_offload.core.profile import RunShape
 from megatron_offload.core.trace import write_traces
 from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.errors import ConfigError, did_you_mean
+from megatron_offload.frontends.recompute import expression_of, named_modules
 from megatron_offload.integrations import megatron_core
 from megatron_offload.machine.examine import found_versions
 from megatron_offload.machine.job_ranks import gather, rank_in
@@ -78,6 +81,9 @@ class _Trainer:
         config = self._config
         self._synchronize = torch.get_device_module(self._device).synchronize
         self._chunks = build_chunks(config, self._device)
+        if self._manager:
+            names = {name for chunk in self._chunks for name in named_modules(chunk.module)}
+            check_patterns(config.offload, set().union(*gather(names, self._group)))
         self._optimizer = build_optimizer(config, self._chunks)
         self._scheduler = build_scheduler(config, self._optimizer)
         self._scheduler.step(0)
@@ -222,6 +228,21 @@ class _Trainer:
     def _parameters(self) -> Iterator[Any]:
         for chunk in self._chunks:
             yield from chunk.parameters()
+
+
+def check_patterns(offload: OffloadConfig, names: Collection[str]) -> None:
+    """Refuse patterns that match no module of any rank."""
+    wanted = {
+        "modules": module_patterns(offload.modules),
+        "recompute": recompute_patterns(offload.recompute),
+    }
+    for key, patterns in wanted.items():
+        for pattern in patterns:
+            if not any(map(expression_of(pattern).fullmatch, names)):
+                raise ConfigError(
+                    f"offload.{key}: no module of any rank matches "
+                    f"{pattern!r}{did_you_mean(pattern, names)}"
+                )
 
 
 def _forward_step(iterator: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[Any, Any]:

@@ -1,13 +1,16 @@
-"""What a run does with what its steps have found, on the virtual clock."""
+"""Patterns that match nowhere, and what a run does with what its steps have found."""
 
 from __future__ import annotations
 
 import pytest
+from training_runs import run, words
 from virtual_clock import VirtualJob
 
 from megatron_offload.autotune.loop import tune
+from megatron_offload.config import OffloadConfig
+from megatron_offload.errors import ConfigError
 from megatron_offload.planning.files import load_plan
-from megatron_offload.train.loop import keep_plan
+from megatron_offload.train.loop import check_patterns, keep_plan
 
 
 @pytest.mark.parametrize("is_owner", [True, False])
@@ -25,3 +28,21 @@ def test_the_plan_that_stays_is_said_once_and_written_by_the_first_rank(tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"] * is_owner
     if is_owner:
         assert load_plan(tmp_path / "plan.json") == loop.plan
+
+
+@pytest.mark.parametrize("key", ["modules", "recompute"])
+def test_a_pattern_that_matches_on_no_rank_is_refused(key):
+    names = {"", "decoder", "decoder.layers.0.mlp", "output_layer"}
+    check_patterns(OffloadConfig(**{key: ["decoder.*.*.mlp", "output_*"]}), names)
+    with pytest.raises(ConfigError, match=f"{key}: no module .* 'decoder.layers.9.mlp'; did you"):
+        check_patterns(OffloadConfig(**{key: ["output_*", "decoder.layers.9.mlp"]}), names)
+
+
+@pytest.mark.slow
+def test_a_pattern_may_match_on_one_rank_alone(tmp_path):
+    settings = ("offload.enabled=true", "run.steps=1", "run.timeout_s=60")
+    settings = (*settings, "offload.modules=[output_layer*]")
+    assert run(words(tmp_path / "one", *settings))[0] == 0
+    status, err = run(words(tmp_path / "none", *settings[:-1], "offload.modules=[output.*]"))
+    assert status == 2, err
+    assert "no module of any rank matches 'output.*'; did you mean 'output_layer'?" in err
