@@ -89,13 +89,16 @@ def offload_modules(
             module matches is then left out, with a warning: it may be in another part.
 
     Raises:
-        ConfigError: a name that only Megatron's call sites serve, or that matches no module.
+        ConfigError: a name that only Megatron's call sites serve, or that matches no module with a
+            forward, or no name at all.
     """
     chunks = [_unwrap(m) for m in ([model] if isinstance(model, nn.Module) else model)]
     manager = engine_of(manager) or PipelineOffloadManager.get_instance()
     refuse_unserved("offload_modules", manager.config)
     result = ModuleOffload(manager)
     wanted = tuple(dict.fromkeys([names] if isinstance(names, str) else names))
+    if not (wanted or is_part):
+        raise ConfigError("offload_modules() was given no names, so nothing would move")
     modules = [named_modules(chunk) for chunk in chunks]
     kinds = {name: kind for name in wanted if (kind := _kind_of(name, modules, is_part))}
     try:
@@ -122,6 +125,10 @@ def _kind_of(name: str, modules: Sequence[Mapping[str, nn.Module]], is_part: boo
     for kind in (_NAMED.get(name, own), own):
         if any(_find(found, kind) for found in modules):
             return kind
+    if any(name in found for found in modules):
+        raise ConfigError(
+            f"{name!r} holds modules and has no forward of its own; {name + '.*'!r} names each"
+        )
     if is_part:
         _logger.warning("no module in this part of the model matches %r", name)
         return None
@@ -131,7 +138,10 @@ def _kind_of(name: str, modules: Sequence[Mapping[str, nn.Module]], is_part: boo
             "TransformerConfig.offload_modules and call "
             "megatron_offload.integrations.megatron_core.install()"
         )
-    known = dict.fromkeys([*EXTRA_MODULES, *(path for found in modules for path in found if path)])
+    known = {x for x in EXTRA_MODULES if any(_find(found, _NAMED[x]) for found in modules)}
+    for path in (path for found in modules for path in _find(found, _Kind(("**",)))):
+        parts = ("*" if "*" in name and part.isdigit() else part for part in path.split("."))
+        known |= {path, ".".join(parts)}
     raise ConfigError(f"no module matches {name!r}{did_you_mean(name, known)}")
 
 
@@ -146,10 +156,15 @@ def _find(modules: Mapping[str, nn.Module], kind: _Kind) -> list[str]:
     expressions = [expression_of(pattern) for pattern in kind.patterns]
     return [
         path
-        for path in modules
+        for path, module in modules.items()
         if path and any(expression.fullmatch(path) for expression in expressions)
+        if kind.between or _has_forward(module)
         if all(f"{path}.{end}" in modules for end in kind.between or ())
     ]
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _mark(

@@ -210,11 +210,32 @@ def test_a_child_may_have_the_name_of_a_group_that_the_model_lacks():
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"), [("embedd", "embed"), ("layr", "layer"), ("mlp_acts", "mlp_act")]
+    ("name", "meant"),
+    [
+        ("embedd", "embed"),
+        ("layr", "layer"),
+        ("mlp_acts", "mlp_act"),
+        ("layers.*.mpl", r"layers\.\*\.mlp"),
+    ],
 )
 def test_a_wrong_plain_name_names_the_nearest(name, meant):
     with pytest.raises(ConfigError, match=f"did you mean '{meant}'"):
         offload_modules(make_model(), [name], manager=make_manager())
+
+
+def test_a_name_of_a_group_that_the_model_lacks_is_not_said_to_be_meant():
+    with pytest.raises(ConfigError, match=r"no module matches 'mlp_fc1'; valid names are 0$"):
+        offload_modules(nn.Sequential(nn.Linear(8, 8)), ["mlp_fc1"], manager=make_manager())
+
+
+def test_a_list_of_modules_is_refused_since_nobody_calls_it():
+    with pytest.raises(ConfigError, match=r"'layers' holds modules .*; 'layers\.\*' names each"):
+        offload_modules(make_model(), ["layers"], manager=make_manager())
+
+
+def test_no_names_are_refused():
+    with pytest.raises(ConfigError, match="was given no names"):
+        offload_modules(make_model(), [], manager=make_manager())
 
 
 @pytest.mark.parametrize("other_manager", [False, True])
