@@ -127,7 +127,9 @@ class AutomaticGroups:
         forward = self._forwards.pop()
         if forward.hooks is not None:
             forward.hooks.__exit__()
-        if not has_failed:
+        if has_failed:
+            forward.chunk.close_group(forward.name)
+        else:
             self._commit(forward)
         forward.chunk.forget_recipes()  # they hold what they are bound to
 

@@ -47,6 +47,8 @@ class ChunkOffloadHandler:
     num_groups: int = field(default=0, init=False)
     """That were started, also as parts of one."""
     open_groups: list[OffloadGroup] = field(default_factory=list, init=False)
+    not_started: set[str] = field(default_factory=set, init=False)
+    """Names of which a group was to be closed and none was open."""
     _saved: list[weakref.ref[SavedTensor]] = field(default_factory=list, init=False)
     """Since the last `settle`: all in this group, on this stream."""
     _saves_in: OffloadGroup | None = field(default=None, init=False)
@@ -80,6 +82,8 @@ class ChunkOffloadHandler:
                 for inner in self.open_groups[index + 1 :]:  # it ends before they do
                     inner.may_join = self.open_groups[index].may_join = False
                 return self.open_groups.pop(index)
+        if name is not None:
+            self.not_started.add(name)
         return None
 
     def forget_groups(self) -> None:
@@ -88,6 +92,7 @@ class ChunkOffloadHandler:
         self.groups.clear()
         self.num_groups = 0
         self.open_groups.clear()
+        self.not_started.clear()
         self._saves_in = None
         self.forget_recipes()
 

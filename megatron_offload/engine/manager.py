@@ -65,6 +65,10 @@ _NO_END = (
     "%d forwards and no end of a step, so nothing was learned from them: take each training step "
     "inside `with manager.step():`, or call reset() after it. This is said once"
 )
+_NO_COMMIT = (
+    "nothing moves of groups that are started and never committed, as %s in this step: give "
+    "group_commit() the name that group_start() was given. This is said once"
+)
 CAPTURED_TOO_EARLY = (
     "a step was captured into a graph while it is looked at: trace, profile and check others; "
     "where a plan is looked for, take some 20 steps before (cuda_graph_warmup_steps), or set "
@@ -433,6 +437,7 @@ class PipelineOffloadManager:
         has_recorded = bool(self.decisions.committed)
         if self._has_passed and not has_recorded and self.last_profile is not None:
             self.decisions.passed = {group.key: group for group in self.last_profile.groups}
+        self._say_what_is_open()
         self._last_step = self.decisions.finish(names_leaks=self.config.checking)
         if self.backend.is_capturing():
             self._last_step.is_captured = True
@@ -448,6 +453,15 @@ class PipelineOffloadManager:
             for observer in self.observers:
                 observer.step_passed_by()
         self._begin_step()
+
+    def _say_what_is_open(self) -> None:
+        names = {group.name for chunk in self._entered for group in chunk.open_groups}
+        if names:
+            others = {name for chunk in self._entered for name in chunk.not_started}
+            text = ", ".join(map(repr, sorted(names)))
+            if others:
+                text += f" (never started but committed: {', '.join(map(repr, sorted(others)))})"
+            self._say_once(_NO_COMMIT, text)
 
     def _learn(self) -> None:
         chunks, pp_rank = self._entered, self.learner.pp_rank or 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 import torch
@@ -104,6 +105,38 @@ def test_groups_outside_of_a_step_and_a_chunk_are_told_of_once(caplog):
     with torch.no_grad():
         loss_of(mlps, make_manager(), 0)
     assert not caplog.records, "nothing would move in any case"
+
+
+@pytest.mark.parametrize(
+    ("committed", "expected"),
+    [
+        ("mlps", r"as 'mlp' \(never started but committed: 'mlps'\) in"),
+        (None, "as 'mlp' in this step:"),
+    ],
+)
+def test_groups_that_are_never_committed_are_told_of_once(committed, expected, caplog):
+    mlps, manager = make_mlps(), make_manager()
+
+    def step():
+        x = torch.randn(ROWS, WIDTH, requires_grad=True)
+        for mlp in mlps:
+            x = start_group(manager, x, "mlp")
+            with manager:
+                x = mlp(x)
+            x = commit_group(manager, x, committed) if committed else x
+        x.sum().backward()
+
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            with manager.step():
+                step()
+    (said,) = caplog.records
+    assert re.search(expected, said.getMessage())
+    caplog.clear()
+    with manager.step():
+        train(mlps, manager, "FB")
+    assert not caplog.records
+    assert manager.last_step.offloaded_bytes > 0
 
 
 def test_a_program_that_never_ends_a_step_has_counters():
