@@ -19,10 +19,13 @@ def visible_devices() -> tuple[str, ...]:
 
 
 def current_device(config: OffloadConfig) -> Hashable:
-    """Return what tells the device that `create_backend` would take now from others."""
+    """Return what tells the device that `create_backend` would take now from others.
+
+    None is the simulated one, or a CUDA device that isn't there, which `create_backend` refuses.
+    """
     from megatron_offload.backends import cuda
 
-    return cuda.current_index() if _takes_cuda(config) else None
+    return cuda.current_index() if cuda.is_available() and _takes_cuda(config) else None
 
 
 def _takes_cuda(config: OffloadConfig) -> bool:

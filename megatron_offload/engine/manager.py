@@ -235,9 +235,14 @@ class PipelineOffloadManager:
 
         Raises:
             StateError: another thread is not done with it, or what is saved may be changed in
-                place.
+                place, or it was closed.
         """
         refuse_mutable_saves()
+        if self.host_pool.is_closed and self.do_offload:
+            raise StateError(
+                "close() has given the memory of this context or manager back: make a new one, or "
+                "close it when training is over"
+            )
         if is_in_backward():
             return  # a recompute, maybe in autograd's thread; nothing of it is recorded
         self.guard.claim(lambda: is_inside or bool(self._hooks) or not self.decisions.is_idle())

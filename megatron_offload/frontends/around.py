@@ -60,10 +60,15 @@ def followed(
 
     Raises:
         ValueError: both a config and a manager are given.
-        ConfigError: something is set that this door can't follow.
+        ConfigError: something is set that this door can't follow, or the config is something else.
     """
     if manager is not None and config is not None:
         raise ValueError("give a config or a manager, not both")
+    if config is not None and not isinstance(config, OffloadConfig):
+        raise ConfigError(
+            f"{door} takes its config as an OffloadConfig, not as a {type(config).__name__}; "
+            "OffloadConfig(**settings) makes one of a dict"
+        )
     manager = engine_of(manager)
     config = manager.config if manager is not None else config or default or OffloadConfig()
     for key, instead in _UNFOLLOWED[door].items():

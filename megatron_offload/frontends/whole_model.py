@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 import warnings
 import weakref
@@ -21,6 +22,7 @@ from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.saved_tensor import SavedTensor
+from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import ConfigError
 from megatron_offload.frontends.around import AroundForwards, followed
 from megatron_offload.frontends.recompute import ModuleHook, adopt_model, hooks_of, manager_in_force
@@ -58,7 +60,8 @@ class OffloadActivations(AroundForwards):
     Raises:
         ValueError: ``max_fwd_stash_size`` is less than 1, ``min_offload_size`` is negative, or both
             ``config`` and ``manager`` are given.
-        ConfigError: an argument and ``config`` disagree, or ``config`` sets what it can't follow.
+        ConfigError: an argument and ``config`` disagree, ``config`` sets what it can't follow, or
+            something is of another type.
     """
 
     def __init__(
@@ -71,6 +74,8 @@ class OffloadActivations(AroundForwards):
         config: OffloadConfig | None = None,
         manager: PipelineOffloadManager | None = None,
     ) -> None:
+        _check_switch("use_pin_memory", use_pin_memory)
+        _check_switch("use_streams", use_streams)
         if max_fwd_stash_size < 1:
             raise ValueError(f"max_fwd_stash_size must be at least 1, got {max_fwd_stash_size}")
         if min_offload_size < 0:
@@ -159,13 +164,37 @@ class NoOpManager(saved_tensors_hooks):
         super().__init__(_keep, SavedTensor.unpack)
 
 
+class NoOffload(contextlib.nullcontext[None]):
+    """Does nothing, and has what a program asks `OffloadActivations` for."""
+
+    @property
+    def last_step(self) -> StepStats:
+        """Counters of nothing."""
+        return StepStats()
+
+    def end_step(self) -> bool:
+        """Return that there was no step."""
+        return False
+
+    def close(self) -> None:
+        """Give nothing back."""
+
+
+def _check_switch(name: str, value: object) -> None:
+    if not isinstance(value, (bool, int)):
+        raise ConfigError(
+            f"{name} is True or False, not of type {type(value).__name__}; settings go by name, as "
+            "in config=OffloadConfig(...)"
+        )
+
+
 def get_act_offloading_ctx_manager(
     model: nn.Module,
     enable_activation_offloading: bool = True,
     *,
     warn_if_no_head: bool = True,
     **options: Any,
-) -> OffloadActivations | contextlib.nullcontext[None]:
+) -> OffloadActivations | NoOffload:
     """Return what to enter around a model's forward.
 
     The output head stays on the device, since backward needs its logits first, and so do the
@@ -174,12 +203,14 @@ def get_act_offloading_ctx_manager(
     Args:
         model: a model, wrapped or not. Its head is ``output``, ``lm_head``, ``output_layer``,
             ``embed_out``, ``score``, ``classifier`` or ``head``.
-        enable_activation_offloading: False for a context that does nothing.
+        enable_activation_offloading: False for a context that does nothing, and counts nothing.
         warn_if_no_head: False where a model without a head is nothing to wonder at.
         **options: arguments of `OffloadActivations`.
     """
+    _check_switch("enable_activation_offloading", enable_activation_offloading)
     if not enable_activation_offloading:
-        return contextlib.nullcontext()
+        inspect.signature(OffloadActivations).bind(**options)  # else a wrong one would show later
+        return NoOffload()
     context = OffloadActivations(**options)
     adopt_model(model, context.manager, manager_in_force)
     context.knows_model = True

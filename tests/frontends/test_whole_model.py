@@ -17,7 +17,12 @@ from torch import nn
 from megatron_offload import OffloadConfig
 from megatron_offload.core.group import GroupState
 from megatron_offload.engine.hooks import owner_of_hooks
-from megatron_offload.errors import InPlaceModificationError
+from megatron_offload.errors import (
+    ConfigError,
+    InPlaceModificationError,
+    IntegrationError,
+    StateError,
+)
 from megatron_offload.frontends import whole_model
 from megatron_offload.frontends.whole_model import (
     NoOpManager,
@@ -340,6 +345,9 @@ def test_small_tensors_parameters_and_buffers_stay():
         ({"max_fwd_stash_size": -1}, "max_fwd_stash_size must be at least 1"),
         ({"min_offload_size": -1}, "min_offload_size can't be negative"),
         ({"config": OffloadConfig(), "manager": make_manager()}, "not both"),
+        ({"config": {"fraction": 0.5}}, "as an OffloadConfig, not as a dict; OffloadConfig"),
+        ({"use_pin_memory": OffloadConfig()}, "use_pin_memory is True or False, not of type Off"),
+        ({"use_streams": nn.Linear(1, 1)}, "use_streams is True or False, not of type Linear"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, reason):
@@ -488,6 +496,41 @@ def test_a_model_without_a_head_warns_unless_it_is_expected_or_off(recwarn):
     assert isinstance(context, OffloadActivations)
     assert isinstance(get_act_offloading_ctx_manager(model, False), contextlib.nullcontext)
     assert not recwarn
+
+
+def test_a_context_that_does_nothing_can_be_asked_what_it_moved():
+    model = nn.Linear(3, 3)
+    with get_act_offloading_ctx_manager(model, False, config=OffloadConfig()) as entered:
+        model(torch.ones(2, 3)).sum().backward()
+    off = get_act_offloading_ctx_manager(model, False)
+    assert entered is None
+    assert off.last_step.offloaded_bytes == 0
+    assert off.last_step.metrics()
+    assert not off.end_step()
+    off.close()
+
+
+def test_what_no_context_takes_is_refused_where_it_does_nothing_too():
+    model = nn.Linear(3, 3)
+    with pytest.raises(TypeError, match="bogus"):
+        get_act_offloading_ctx_manager(model, False, bogus=3)
+    with pytest.raises(ConfigError, match="enable_activation_offloading is True or False"):
+        get_act_offloading_ctx_manager(model, OffloadConfig(enabled=False))
+
+
+def test_a_closed_context_says_so_when_it_is_entered():
+    offload = OffloadActivations()
+    offload.close()
+    with pytest.raises(StateError, match=r"close\(\) has given the memory .* make a new one"):
+        offload.__enter__()
+    with OffloadActivations():
+        pass
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_a_cuda_device_that_is_not_there_is_told_of():
+    with pytest.raises(IntegrationError, match="needs a CUDA device and torch sees none"):
+        OffloadActivations(config=OffloadConfig(backend="cuda"))
 
 
 def test_little_host_memory_is_told_once_and_counted(caplog):
