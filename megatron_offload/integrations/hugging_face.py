@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron_offload.config import OffloadConfig
+from megatron_offload.errors import ConfigError
 from megatron_offload.frontends.whole_model import get_act_offloading_ctx_manager
 
 
@@ -20,6 +21,19 @@ class OffloadMixin:
     """Set it on the class or the trainer, before training."""
 
     model: Any
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Refuse a trainer in front of this class, whose ``compute_loss`` would not get here."""
+        super().__init_subclass__(**options)
+        bases = cls.__mro__[1:]
+        place = bases.index(OffloadMixin)
+        is_behind = any(hasattr(base, "compute_loss") for base in bases[place + 1 :])
+        trainers = [base.__name__ for base in bases[:place] if hasattr(base, "train")]
+        if trainers and not is_behind:
+            raise ConfigError(
+                f"{cls.__name__} would train without offload: OffloadMixin comes first, as in "
+                f"class {cls.__name__}(OffloadMixin, {trainers[0]})"
+            )
 
     @cached_property
     def offload(self) -> Any:

@@ -20,6 +20,7 @@ from llama_programs import (
 from programs import MOVING, assert_nothing_left, assert_same
 
 from megatron_offload import OffloadActivations
+from megatron_offload.errors import ConfigError
 from megatron_offload.integrations.hugging_face import OffloadMixin
 
 
@@ -38,6 +39,17 @@ def test_a_llama_keeps_its_bits_and_moves_what_it_saves(checkpointing):
         head_bytes = 3 * BATCH * LENGTH * WORDS * 4 + 3 * STATE_BYTES
         assert LAYERS * STATE_BYTES <= moved_bytes <= LAYERS * STATE_BYTES + head_bytes
     offload.close()
+
+
+def test_a_trainer_in_front_of_the_mixin_is_refused():
+    trainer = transformers.Trainer
+    with pytest.raises(ConfigError, match=r"as in class Wrong\(OffloadMixin, Trainer\)"):
+        type("Wrong", (trainer, OffloadMixin), {})
+    ours = type("Ours", (OffloadMixin,), {"compute_loss": lambda *_: None})
+    in_front = type("InFront", (trainer,), {})
+    for bases in ((OffloadMixin, trainer), (ours, trainer), (in_front, OffloadMixin, trainer)):
+        right = type("Right", bases, {})
+        type("Further", (right,), {})
 
 
 def train_by_trainer(folder, *, offloads):
