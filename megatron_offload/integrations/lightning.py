@@ -36,7 +36,8 @@ class OffloadCallback(Callback):
         self._exchanged.on_undo(self.offload.close)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        """Log what the last step that is over has moved."""
+        """Log what the last step that is over has moved: mostly this one."""
+        self.offload.end_step()
         pl_module.log_dict({name: float(x) for name, x in self.offload.last_step.metrics().items()})
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:

@@ -65,12 +65,13 @@ def make_callback():
     )
 
 
-def fit(model, *callbacks, accumulated=1):
+def fit(model, *callbacks, accumulated=1, epochs=2, batches=None):
     lightning = importlib.import_module("lightning.pytorch")
     torch.manual_seed(1)
     trainer = lightning.Trainer(
         accelerator="cpu",
-        max_epochs=2,
+        max_epochs=epochs,
+        limit_train_batches=batches,
         accumulate_grad_batches=accumulated,
         callbacks=[*callbacks],
         log_every_n_steps=1,
@@ -101,6 +102,13 @@ def test_a_module_keeps_its_bits_and_moves_what_it_saves(options, make_model):
     assert "training_step" not in vars(trainer.strategy)
     assert callback.offload.manager.host_pool.is_closed
     fit(make_model(**options), callback, **more)  # and a second time
+
+
+def test_the_only_batch_of_a_fit_is_counted(make_model):
+    callback = make_callback()
+    trainer = fit(make_model(), callback, epochs=1, batches=1)
+    assert callback.offload.last_step.offloaded_bytes > 4 * 256 * 64 * 4
+    assert trainer.logged_metrics["offload/offloaded_bytes"] > 4 * 256 * 64 * 4
 
 
 def test_a_step_that_fails_leaves_nothing_behind(make_model):
