@@ -117,7 +117,7 @@ class MeasuredLoop:
         self._config: OffloadConfig | None = None
         self._steps: Generator[None, None, None] | None = None
         self._looking = contextlib.ExitStack()
-        self._is_host_bound = self._is_aside = False
+        self._is_host_bound = self._is_aside = self._has_had_groups = False
         self._known: StepProfile | None = None
         self._followed: OffloadPlan | None = None
 
@@ -143,9 +143,9 @@ class MeasuredLoop:
                 _logger.warning(_OTHER_HOST)
             return
         if self._steps is not None:
-            has_groups = manager.last_step.num_groups > 0 or manager.is_passing
-            if has_groups is self._is_aside:  # the others would wait for a rank without any
-                self._is_aside = not has_groups
+            self._has_had_groups |= manager.last_step.num_groups > 0
+            if self._has_had_groups is self._is_aside:  # others would wait for a rank without any
+                self._is_aside = not self._has_had_groups
                 stand_aside(1 if self._is_aside else -1)
             self._has_stayed = manager.is_staying
             next(self._steps, None)
@@ -248,7 +248,7 @@ class MeasuredLoop:
         said = [stage, first, gbps, text if ranks.is_first_of(str(stage)) else ""]
         answer = ranks.ask(json.dumps(said), self._first_answer)
         if answer is None:
-            _logger.warning("%s; it plans alone", _NOT_HEARD % self._timeout_s)
+            _logger.warning("%s; this one plans alone", _NOT_HEARD % self._timeout_s)
             answer = ranks.ask(json.dumps([stage, first, gbps, text]), self._first_answer)
         while answer is not None and not self._take(answer):
             yield  # the first behind a change takes its memory anew
@@ -257,7 +257,7 @@ class MeasuredLoop:
                 return
             answer = ranks.ask(json.dumps([stage, step]), self._next_answer)
             if answer is None:
-                _logger.warning("%s; it keeps its plan", _NOT_HEARD % self._timeout_s)
+                _logger.warning("%s; this one keeps its plan", _NOT_HEARD % self._timeout_s)
                 self._settle("the plan that was last agreed on stays")
 
     # What the rank that answers does.

@@ -355,6 +355,17 @@ def test_where_nothing_comes_back_nothing_is_planned_and_it_is_said(log):
     assert log.messages == [f"auto: {loop.said}"]
 
 
+def test_others_wait_for_no_rank_until_it_has_groups_and_for_an_evaluation_later(monkeypatch):
+    said = []
+    monkeypatch.setattr("megatron_offload.autotune.loop.stand_aside", said.append)
+    job = VirtualJob(0.1)
+    tune(job.manager)
+    for has_groups, expected in ((False, [1]), (False, [1]), (True, [1, -1]), (False, [1, -1])):
+        (job.manager.enable_offload if has_groups else job.manager.disable_offload)()
+        job.step()
+        assert said == expected
+
+
 def test_a_policy_that_nobody_plans_by_is_said_once(caplog):
     job = VirtualJob(1.0, policy={"kind": "auto"})
     for _ in range(3):
