@@ -268,11 +268,10 @@ class Learner:
         """Return why a group is to stay on the device; empty where it may move."""
         if self._is_unlisted(group.name):
             return "its name is not among OffloadConfig.modules"
-        if self._keeps_everything():
-            return "beyond the fraction 0 of its chunk"
-        if self.plan is None and group.key.chunk not in self._chunks:  # more microbatches
-            return self._kept_alike.get((group.key.order, group.name), "")
-        return self.kept.get(group.key, "")
+        default = "beyond the fraction 0 of its chunk" if self._keeps_everything() else ""
+        if not default and self.plan is None and group.key.chunk not in self._chunks:
+            default = self._kept_alike.get((group.key.order, group.name), "")
+        return self.kept.get(group.key, default)
 
     def without_unlisted(self, profile: StepProfile) -> StepProfile:
         """Count what groups that stay anyway save as out of reach; warn of names without group."""

@@ -94,7 +94,7 @@ def test_in_a_step_that_nobody_knows_a_chunk_comes_back_from_its_end():
 
 def test_a_step_that_is_known_keeps_what_would_come_straight_back():
     asked = Paper(10, 10).step(10, 10, 10, 10, profile=profile_of(10, 10, 10, 10))
-    assert [one for one in asked if one.startswith("stay")] == ["stay (backward) 3"]
+    assert [one for one in asked if one.startswith("stay")] == ["stay (too) 3"]
     assert not any(one.startswith("late") for one in asked)
 
 

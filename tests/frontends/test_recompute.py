@@ -442,7 +442,7 @@ def test_units_of_modules():
         assert unit_of(module) is None
 
 
-@pytest.mark.parametrize("name", ["nrom", "mlp-act", "LayerNorm", "auto"])
+@pytest.mark.parametrize("name", ["nrom", "mlp-act", "LayerNorm"])
 def test_an_unknown_unit_is_refused(name):
     with pytest.raises(ValueError, match=f"nothing that can be made again is called '{name}'"):
         OffloadConfig(recompute=[name])
