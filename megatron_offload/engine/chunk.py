@@ -233,6 +233,8 @@ class ChunkOffloadHandler:
             is_tensor = isinstance(given, torch.Tensor)
             if is_tensor and is_parameter(given):
                 constants.append(given)
+            elif type(given) is torch.Tensor and (given.is_conj() or given.is_neg()):
+                part, refusal = None, "an input is conjugated or negated lazily"  # no form says it
             elif is_tensor:
                 part, made = self._input_of(given, unit)
                 if part is None:

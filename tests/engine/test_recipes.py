@@ -220,16 +220,27 @@ def cat_of_halves(x):
     return torch.cat([x, x])[ROWS:]
 
 
+def of_conjugate(manager, x):
+    def inner(x):
+        source = torch.complex(x, x)
+        lazy = source.detach().conj()
+        y = make(manager, lambda lazy: (lazy * 1j).real + 0.0, lazy)
+        return save(save(x, source.detach().real), y)
+
+    return in_group(manager, inner, x)
+
+
 @pytest.mark.parametrize(
     ("why", "forward"),
     [
+        ("an input is conjugated or negated lazily", of_conjugate),
         ("an input is not saved", of(Half(), saves=False)),
         ("it is a view of an input", of(lambda x: x.t())),
         ("it is a view of an input", of(lambda x: x.detach()[2:])),
         ("its storage holds more", of(cat_of_halves)),
         ("its storage holds more", of(lambda x: torch.cat([x, x])[:ROWS])),
     ],
-    ids=["not saved", "view", "part", "end", "begin"],
+    ids=["lazy", "not saved", "view", "part", "end", "begin"],
 )
 def test_what_can_not_be_made_again_is_moved_and_counted(why, forward):
     manager = make_manager(checking=True)
