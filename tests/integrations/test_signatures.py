@@ -140,8 +140,11 @@ def ours(owner, name):
     holder = getattr(facade, owner) if owner else facade
     if name == "__init__":
         return holder, inspect.signature(holder)
-    function = getattr(holder, name)
+    # What `apply` takes is what forward takes; newer torch gives it no signature of its own.
+    function = getattr(holder, "forward" if name == "apply" else name)
     signature = inspect.signature(function)
+    if name == "apply":
+        return function, signature.replace(parameters=list(signature.parameters.values())[1:])
     static = owner and isinstance(inspect.getattr_static(holder, name), (staticmethod, classmethod))
     if owner and not static:
         parameters = list(signature.parameters.values())[1:]

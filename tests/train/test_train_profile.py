@@ -40,7 +40,7 @@ def test_a_profiled_step_changes_no_bit_and_moves_what_others_move(train, tmp_pa
     assert movable_bytes == steps[4].offloaded_bytes + kept_bytes
     assert (profile.run.num_microbatches, profile.run.pp_size, profile.run.vp_size) == (2, 1, 1)
     assert profile.run.modules == ("core_attn", "mlp_act")
-    assert dict(profile.run.versions)["torch"] == torch.__version__
+    assert torch.__version__.startswith(dict(profile.run.versions)["torch"])  # +cu130 may follow
     # The step without its optimizer, which a busy machine may delay: no other unit fits.
     assert 0.002 < profile.step_us / (1e6 * steps[2].step_time_s) < 1
     # It is told as if nothing had moved; the run's own count of the peak is not lost.
