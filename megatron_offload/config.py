@@ -126,9 +126,10 @@ class OffloadConfig(StrictModel):
     max_inflight_bytes: OptionalBytesField = default(None)
     """Device memory for groups whose copy to the host is issued. Larger hides slower copies;
     smaller frees memory sooner. What of ``prefetch_bytes`` is not in use is added. None: an eighth
-    of what the step saves at its peak, whether it moves or stays, and at least the largest group
-    that moves; and a copy is waited for at the latest when so much has been saved since, by groups
-    that stay too, as both limits make up. So a small share frees its memory as well."""
+    of what the largest step so far has saved at its peak, whether it moved or stayed, and at least
+    the largest group that moves; and a copy is waited for at the latest when so much has been saved
+    since, by groups that stay too, as both limits make up. So a small share frees its memory as
+    well."""
 
     prefetch_bytes: OptionalBytesField = default(None)
     """Device memory for groups that are reloaded and not yet consumed. One group is always allowed.
