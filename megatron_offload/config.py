@@ -196,7 +196,12 @@ class OffloadConfig(StrictModel):
     @field_validator("modules", "recompute")
     @classmethod
     def _known_names(cls, names: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
-        (module_patterns if info.field_name == "modules" else recompute_patterns)(names)
+        if info.field_name == "recompute":
+            recompute_patterns(names)
+        elif names:
+            module_patterns(names)
+        else:
+            raise ConfigError("no name, so nothing would move; leave it out, or say enabled: false")
         return names
 
     def model_post_init(self, _: Any, /) -> None:
@@ -307,7 +312,9 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
         key, separator, text = item.partition("=")
         *sections, last = parts = key.strip().split(".")
         if not separator or not all(parts) or len(parts) > MAX_DEPTH or not key.isprintable():
-            raise ConfigError(f"--set wants section.key=value, got {shorten(repr(item))}")
+            raise ConfigError(
+                f"a setting is key=value or section.key=value, got {shorten(repr(item))}"
+            )
         key, section = shorten(key), result
         for part in sections:
             inner = section.get(part) or {}

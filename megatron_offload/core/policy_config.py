@@ -81,8 +81,8 @@ class AutoConfig(SolvedConfig):
 
 _FileName = Annotated[
     str,
-    BeforeValidator(lambda x: os.fspath(x) if isinstance(x, os.PathLike) else x),
     Field(min_length=1),
+    BeforeValidator(lambda x: os.fspath(x) if isinstance(x, os.PathLike) else x),
 ]
 
 
