@@ -295,7 +295,7 @@ def test_a_module_runs_too_and_ends_with_its_status(tmp_path, monkeypatch):
     ("words", "expected"),
     [
         (("--offload-policy", "autoo", __file__), "no policy 'autoo'; did you mean 'auto'?"),
-        (("--ofload-policy", "auto", "x.py"), "unrecognized arguments: --ofload-policy"),
+        (("--ofload-policy", "auto", "x.py"), "--ofload-policy; did you mean '--offload-policy'"),
         (("/nowhere.py",), "there is no script '/nowhere.py'"),
         ((), "required: SCRIPT"),
         (("--offload-recompute", "nrom", __file__), "'nrom'; did you mean 'norm'?"),
