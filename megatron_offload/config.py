@@ -126,9 +126,10 @@ class OffloadConfig(StrictModel):
     max_inflight_bytes: OptionalBytesField = default(None)
     """Device memory for groups whose copy to the host is issued. Larger hides slower copies;
     smaller frees memory sooner. What of ``prefetch_bytes`` is not in use is added. None: an eighth
-    of what the step saves at its peak, whether it moves or stays, and at least the largest group
-    that moves; and a copy is waited for at the latest when so much has been saved since, by groups
-    that stay too, as both limits make up. So a small share frees its memory as well."""
+    of what the largest step so far has saved at its peak, whether it moved or stayed, and at least
+    the largest group that moves; and a copy is waited for at the latest when so much has been saved
+    since, by groups that stay too, as both limits make up. So a small share frees its memory as
+    well."""
 
     prefetch_bytes: OptionalBytesField = default(None)
     """Device memory for groups that are reloaded and not yet consumed. One group is always allowed.
@@ -195,7 +196,12 @@ class OffloadConfig(StrictModel):
     @field_validator("modules", "recompute")
     @classmethod
     def _known_names(cls, names: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
-        (module_patterns if info.field_name == "modules" else recompute_patterns)(names)
+        if info.field_name == "recompute":
+            recompute_patterns(names)
+        elif names:
+            module_patterns(names)
+        else:
+            raise ConfigError("no name, so nothing would move; leave it out, or say enabled: false")
         return names
 
     def model_post_init(self, _: Any, /) -> None:
@@ -306,7 +312,9 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
         key, separator, text = item.partition("=")
         *sections, last = parts = key.strip().split(".")
         if not separator or not all(parts) or len(parts) > MAX_DEPTH or not key.isprintable():
-            raise ConfigError(f"--set wants section.key=value, got {shorten(repr(item))}")
+            raise ConfigError(
+                f"a setting is key=value or section.key=value, got {shorten(repr(item))}"
+            )
         key, section = shorten(key), result
         for part in sections:
             inner = section.get(part) or {}

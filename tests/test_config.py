@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import time
+from pathlib import Path
 
 import pytest
 
@@ -112,11 +113,11 @@ def test_a_tag_runs_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("item", "words"),
     [
-        ("run.steps", "wants section.key=value"),
-        ("=1", "wants section.key=value"),
-        ("run..steps=1", "wants section.key=value"),
-        ("a." * 50_000 + "a=1", "wants section.key=value"),
-        ("run.ste\nps=1", "wants section.key=value"),
+        ("run.steps", "a setting is key=value"),
+        ("=1", "a setting is key=value"),
+        ("run..steps=1", "a setting is key=value"),
+        ("a." * 50_000 + "a=1", "a setting is key=value"),
+        ("run.ste\nps=1", "a setting is key=value"),
         ("run.seed.x=1", "'seed' is a value, not a section"),
     ],
 )
@@ -210,6 +211,16 @@ def test_a_kind_of_policy_alone_is_its_section():
         OffloadConfig(policy="ratio")
     with pytest.raises(ValueError, match="no kind 'autp'; did you mean 'auto'"):
         OffloadConfig(policy="autp")
+
+
+def test_a_plan_s_file_may_be_a_path():
+    config = OffloadConfig(policy={"kind": "plan_file", "path": Path("plans", "own.json")})
+    assert config.policy.path == os.path.join("plans", "own.json")
+    assert OffloadConfig.model_validate_json(config.model_dump_json(exclude_unset=True)) == config
+    with pytest.raises(ConfigError, match=r"policy\.path': input should be a valid string"):
+        OffloadConfig(policy={"kind": "plan_file", "path": 3})
+    with pytest.raises(ConfigError, match="at least 1 character"):
+        OffloadConfig(policy={"kind": "plan_file", "path": ""})
 
 
 def test_one_name_stands_for_a_list_of_it_and_auto_for_its_own():

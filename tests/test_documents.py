@@ -20,6 +20,7 @@ from documents import NOT_RUN, PRELUDES, QUICKSTART, ROOT, SHOWN, SLOW_SNIPPETS
 
 from megatron_offload import OffloadConfig, PipelineOffloadManager
 from megatron_offload.cli import main as cli
+from megatron_offload.errors import is_installed
 from megatron_offload.integrations import megatron_core, megatron_moe
 
 BLOCKS = list(documents.blocks())
@@ -82,6 +83,9 @@ def cases(pairs):
 
 
 def run_case(command, folder, request, monkeypatch):
+    for package in documents.wanted(command):
+        if not is_installed(package):
+            pytest.skip(f"no {package}")
     if documents.wants_run(command):
         request.getfixturevalue("quickstart_run")
     if documents.is_slow(command):
@@ -122,6 +126,8 @@ def test_each_command_that_is_not_run_stands_on_a_page_still():
     commands += [command for _, command in documents.examples()]
     for prefix in (*documents.NOT_RUN_PREFIXES, *documents.SMALLER):
         assert any(command.startswith(prefix) for command in commands), prefix
+    for script in documents.WANTED:
+        assert any(script in command for command in commands), script
 
 
 class ParsedError(Exception):

@@ -9,6 +9,7 @@ what is left to call then, whose errors are no longer the command's.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
@@ -38,23 +39,27 @@ exit status: 0 fine, 1 other bits, a failed rank or a target that can't be kept,
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, by default this process's; return its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    status: int | Callable[[], object]
     try:
         # Inside, as an interrupt may come while they are imported.
         from megatron_offload.report.console import console
 
         try:
-            if not words or words[0].startswith("-"):
+            if words and not words[0].startswith("-"):
+                command, given = read_command(words)
+                status = command.run(given)
+            else:
                 sys.stdout.write(_about(words))
-                return 0
-            command, given = read_command(words)
-            status: int | Callable[[], object] = command.run(given)
+                status = 0
         except OffloadError as error:
             console(stderr=True).print(f"megatron-offload: {error}")
-            return error.exit_status
+            status = error.exit_status
     except KeyboardInterrupt:
         sys.stderr.write("megatron-offload: interrupted\n")
-        return 130
+        status = 130
     if isinstance(status, int):
+        if arguments is None:  # all is done; at the process's end one is a traceback
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         return status
     status()
     return 0

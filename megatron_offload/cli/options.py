@@ -81,15 +81,21 @@ def add_flags(parser: argparse.ArgumentParser, options: type[Options]) -> None:
         )
 
 
-def read_options(
-    model: type[Given], parser: argparse.ArgumentParser, words: Sequence[str]
-) -> Given:
-    """Return the options that words give; `ConfigError` says what is unknown or wrong."""
+def parse_known(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    """Return what words give; `ConfigError` names the flag nearest to one that is unknown."""
     found, unknown = parser.parse_known_args(words)
     if unknown:
         flag = unknown[0].partition("=")[0]
         near = did_you_mean(flag, parser._option_string_actions) if flag.startswith("-") else ""
         raise ConfigError(f"unrecognized arguments: {' '.join(unknown)}{near}")
+    return found
+
+
+def read_options(
+    model: type[Given], parser: argparse.ArgumentParser, words: Sequence[str]
+) -> Given:
+    """Return the options that words give; `ConfigError` says what is unknown or wrong."""
+    found = parse_known(parser, words)
     given = {name: value for name, value in vars(found).items() if value is not PydanticUndefined}
     own = {name: given.pop(name) for name in list(given) if "." not in name}
     if given:

@@ -7,7 +7,7 @@ writes   what the script does; --offload-report
 The flags below are the script's too, where it parses its own by megatron.training: its --help lists
 them, and what stands behind SCRIPT wins. Offload is on unless the configuration has enabled: false,
 with Megatron's --offload-modules if they are given; these may be mlp_fc1, mlp_act, mlp_fc2,
-expert_fc2, shared_experts, router, layer and patterns such as decoder.layers.*.mlp too.
+expert_fc2, shared_experts, router, layer, layer_input and patterns (decoder.layers.*.mlp) too.
 Under torchrun: torchrun ... -m megatron_offload.run SCRIPT ...
 
 exit status: 0 the script ended well, 2 bad input or the script's own, others are the script's
@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from megatron_offload.cli.options import parse_known
 from megatron_offload.errors import ConfigError
 from megatron_offload.run.flags import add_flags
 
@@ -34,7 +35,7 @@ def read(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Name
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module's name")
     parser.add_argument("script", metavar="SCRIPT", help="the job's own program")
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
-    return parser.parse_args(words)
+    return parse_known(parser, words)
 
 
 def run(given: argparse.Namespace) -> Callable[[], object]:

@@ -17,14 +17,22 @@ from megatron_offload.backends.base import Stream
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import ALIGNMENT_BYTES, Block, OffloadGroup, Recipe, Rules
-from megatron_offload.engine.marks import Marks, has_own_bytes, is_parameter, may_be_activation
+from megatron_offload.engine.marks import (
+    Marks,
+    has_own_bytes,
+    is_opted_out,
+    is_parameter,
+    may_be_activation,
+)
 from megatron_offload.engine.random_states import RandomStates
 from megatron_offload.engine.recipe import FunctionRecipe, Input
 from megatron_offload.engine.saved_tensor import FORMS, SavedTensor
-from megatron_offload.engine.subclasses import is_wrapper
+from megatron_offload.engine.subclasses import is_wrapper, plain_parts
 from megatron_offload.engine.transfers import Transfers
 
 _TOO_SMALL = "smaller than what moves (min_tensor_bytes, min_tensor_elements)"
+_IN_PARTS = "made of other tensors, which groups leave whole; OffloadActivations moves the parts"
+_OF_OTHER_CLASS = "of a class of tensors that doesn't say what it is made of"
 
 READY_MARK = "_offload_ready"
 """The attribute of a tensor that holds its version and the event behind its producer, once told."""
@@ -54,7 +62,7 @@ class ChunkOffloadHandler:
     _saves_in: OffloadGroup | None = field(default=None, init=False)
     _saves_on: Stream = field(default=None, init=False)
     _blocks: dict[int, weakref.ref[Block]] = field(default_factory=dict, init=False)
-    _small_keys: set[int] = field(default_factory=set, init=False)
+    _counted_keys: set[int] = field(default_factory=set, init=False)
     _recipes: dict[int, FunctionRecipe] = field(default_factory=dict, init=False)
     """By the storage that was made; of those that nobody has saved yet."""
 
@@ -118,6 +126,8 @@ class ChunkOffloadHandler:
                 observer.tensor_saved(tensor)
         record = SavedTensor(tensor, group.name)
         if type(tensor) is not torch.Tensor:  # most often a parameter
+            if not is_parameter(tensor):
+                self._count_staying(group, tensor)
             return record
         marks = tensor.__dict__
         if (marks or tensor._base is not None) and not may_be_activation(tensor):
@@ -131,6 +141,21 @@ class ChunkOffloadHandler:
         if marks:
             self._take_ready_mark(tensor, record)
         return record
+
+    def _count_staying(self, group: OffloadGroup, tensor: torch.Tensor) -> None:
+        """Count a tensor of a class of its own, which stays, unless somebody said that."""
+        base = tensor._base
+        if is_opted_out(tensor) or (base is not None and is_parameter(base)):
+            return
+        reason = _IN_PARTS if is_wrapper(tensor) else _OF_OTHER_CLASS
+        self.settle()  # or a part that moves by itself would not be known
+        known = *self.marks.staying(), self._counted_keys
+        for part in plain_parts([tensor]):
+            if self.transfers.backend.owns(part):
+                key = part.untyped_storage()._cdata
+                if self._find_block(key) is None and not any(key in keys for keys in known):
+                    self._counted_keys.add(key)
+                    self.transfers.stats.by_name[group.name].keep(part.nbytes, reason)
 
     def _take_ready_mark(self, tensor: torch.Tensor, record: SavedTensor) -> None:
         told = tensor.__dict__.pop(READY_MARK, None)  # once: who writes to it tells again
@@ -167,8 +192,8 @@ class ChunkOffloadHandler:
             if form.is_special and not has_own_bytes(alias):
                 continue
             if form.num_bytes < least_bytes or form.num_elements < least_elements:
-                if storage_key not in self._small_keys and self._find_block(storage_key) is None:
-                    self._small_keys.add(storage_key)  # else it was counted, or moves
+                if storage_key not in self._counted_keys and self._find_block(storage_key) is None:
+                    self._counted_keys.add(storage_key)  # else it was counted, or moves
                     by_name = transfers.stats.by_name[record.group_name]
                     by_name.keep(form.num_bytes, _TOO_SMALL)
                 continue

@@ -56,8 +56,13 @@ def read_policy(config: OffloadConfig) -> OffloadPlan | RatioPolicy | None:
     A policy that plans by the run's own steps begins with those: everything moves.
 
     Raises:
-        ConfigError: the plan's file can't be read.
+        ConfigError: the plan's file can't be read, or the configuration is something else.
     """
+    if not isinstance(config, OffloadConfig):
+        raise ConfigError(
+            f"a configuration is an OffloadConfig, not a {type(config).__name__}; "
+            "OffloadConfig(**settings) makes one of a dict"
+        )
     policy = config.policy if config.enabled else None
     if isinstance(policy, PlanFileConfig):
         return load_plan(policy.path)

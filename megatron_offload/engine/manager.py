@@ -59,7 +59,11 @@ _LOOK_EVERY = 64
 
 _NO_CHUNK = (
     "group %r was started outside a chunk, so nothing of it moves: take the step inside "
-    "`with manager.step():`, or call begin_chunk() before each forward. This is said once"
+    "`with manager.step():`, or call begin_chunk() before each forward%s. This is said once"
+)
+_WHOSE_CHUNK = (
+    ". group_start() is for the process's manager, PipelineOffloadManager.get_instance(): where "
+    "the step is another's, use that, or set PipelineOffloadManager.instance to the other first"
 )
 _NO_END = (
     "%d forwards and no end of a step, so nothing was learned from them: take each training step "
@@ -262,16 +266,17 @@ class PipelineOffloadManager:
         is_over = since is not None and since != len(self.decisions.backward_order)
         if chunk is None or (is_over and not chunk.open_groups):
             if not self._is_in_step:
-                self._say_once(_NO_CHUNK, name)
+                is_process_s = self is PipelineOffloadManager.instance
+                self._say_once(_NO_CHUNK, name, _WHOSE_CHUNK if is_process_s else "")
                 return None
             chunk = self.begin_chunk()
             self._begun_at_backward = len(self.decisions.backward_order)
         return chunk
 
-    def _say_once(self, message: str, value: object) -> None:
+    def _say_once(self, message: str, *values: object) -> None:
         if message not in self._said:
             self._said.add(message)
-            _logger.warning(message, value)
+            _logger.warning(message, *values)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # a copied module is run beside its original, on the same memory

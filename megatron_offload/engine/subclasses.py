@@ -6,7 +6,7 @@ is made of them again, by the protocol of PyTorch's own compiler (``__tensor_fla
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -27,6 +27,16 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
         and hasattr(kind, "__tensor_unflatten__")
         and not hasattr(kind, "trigger_wait")
     )
+
+
+def plain_parts(tensors: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors of which tensors, and TransformerEngine's storages, are made."""
+    for tensor in tensors:
+        if hasattr(type(tensor), "__tensor_flatten__"):
+            names, _ = tensor.__tensor_flatten__()
+            yield from plain_parts(getattr(tensor, name) for name in names)
+        elif isinstance(tensor, torch.Tensor):
+            yield tensor
 
 
 def _is_size_of(tensor: torch.Tensor, part: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.exchanges import Exchanges, around
 from megatron_offload.engine.hooks import is_in_backward, owner_of_hooks
 from megatron_offload.engine.marks import mark_everywhere
+from megatron_offload.engine.subclasses import plain_parts
 
 _MODULES = tuple(
     f"transformer_engine.pytorch.module.{name}"
@@ -38,16 +39,6 @@ _NORM_TAKES = ("inputmat", "ln_out", "ln_weight", "ln_bias", "eps", "output_quan
 _PREPARE = "_prepare_weights_for_grouped_tensor_gemm"
 
 _exchanged = Exchanges()
-
-
-def plain_parts(tensors: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors of which tensors, and TransformerEngine's storages, are made."""
-    for tensor in tensors:
-        if hasattr(type(tensor), "__tensor_flatten__"):
-            names, _ = tensor.__tensor_flatten__()
-            yield from plain_parts(getattr(tensor, name) for name in names)
-        elif isinstance(tensor, torch.Tensor):
-            yield tensor
 
 
 def mark_not_offload(*tensors: Any) -> None:

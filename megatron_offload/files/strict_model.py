@@ -70,8 +70,15 @@ else:
 
 BytesField = Converted[Bytes, int | str]
 OptionalBytesField = Converted[Bytes | None, int | str | None]
-Names = Annotated[tuple[str, ...], BeforeValidator(lambda x: (x,) if isinstance(x, str) else x)]
-"""A list of names; one name is a list of it."""
+
+
+def one_or_more(value: Any) -> Any:
+    """Return a list; one text is a list of it."""
+    return (value,) if isinstance(value, str) else value
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(one_or_more)]
+"""A list of names."""
 
 NamesField = Converted[Names, list[str] | tuple[str, ...] | str]
 
@@ -191,7 +198,9 @@ def _explain(model: Any, issue: Any, where: str, kind: str) -> str:
             return f"{where!r} needs a kind, one of {', '.join(kinds)} (got {given})"
         tag = str(issue["ctx"]["tag"])
         return f"{where!r}: there is no kind {shorten(repr(tag))}{did_you_mean(tag, kinds)}"
-    if issue["type"] == "byte_size_unit":
+    if issue["type"] == "tuple_type":
+        message = "a list is wanted, as in [a, b]"
+    elif issue["type"] == "byte_size_unit":
         unit = issue["ctx"]["unit"]
         message = f"there is no unit {unit!r}{did_you_mean(unit.capitalize(), _UNITS)}"
     elif issue["type"] == "byte_size":

@@ -27,7 +27,8 @@ from megatron_offload.engine.hooks import is_recording, owner_of, owner_of_hooks
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import take_back
 from megatron_offload.engine.saved_tensor import SavedTensor
-from megatron_offload.engine.transformer_engine import mark_not_offload, plain_parts
+from megatron_offload.engine.subclasses import plain_parts
+from megatron_offload.engine.transformer_engine import mark_not_offload
 from megatron_offload.errors import IntegrationError
 from megatron_offload.frontends.around import followed
 from megatron_offload.frontends.whole_model import NoOpManager

@@ -52,4 +52,5 @@ def read_flags(given: Mapping[str, Any]) -> OffloadConfig:
         pairs.append(f"policy.most_slowdown_percent={slowdown}")
     if units:
         pairs.append(f"recompute=[{'' if units == 'none' else units}]")
-    return validate(OffloadConfig, apply_overrides(data, pairs), "offload")
+    source = f"offload ({path})" if path else "offload"
+    return validate(OffloadConfig, apply_overrides(data, pairs), source)

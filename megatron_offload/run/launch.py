@@ -20,7 +20,7 @@ from megatron_offload.core.units import format_bytes
 from megatron_offload.engine.exchanges import Call, Exchanges, around
 from megatron_offload.engine.learning import read_policy
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.errors import StateError, is_installed
+from megatron_offload.errors import ConfigError, StateError, is_installed
 from megatron_offload.frontends.around import refuse_unserved
 from megatron_offload.integrations import megatron_core
 from megatron_offload.machine.job_ranks import rank_in
@@ -43,6 +43,8 @@ _ENGINE, _VARIABLE = "transformer_engine", "NVTE_CPU_OFFLOAD_V1"
 def install_by_flags(given: Mapping[str, Any]) -> OffloadConfig:
     """Install with the configuration that parsed flags stand for; return it."""
     config, report = read_flags(given), given.get("offload_report")
+    if report and Path(report).exists() and not Path(report).is_dir():
+        raise ConfigError(f"the report goes to a folder, and {report} is none; name another")
     if _captures_steps(given):
         config = config.model_copy(update={"whole_step_graph": True})
     read_policy(config)

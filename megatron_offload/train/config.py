@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from megatron_offload.config import LAYER_INPUT, OffloadConfig
 from megatron_offload.core.policy_config import PlanFileConfig
 from megatron_offload.errors import ConfigError
-from megatron_offload.files.strict_model import StrictModel
+from megatron_offload.files.strict_model import StrictModel, one_or_more
 from megatron_offload.planning.files import load_plan
 
 
@@ -91,7 +91,7 @@ class ParallelConfig(StrictModel):
 class DataConfig(StrictModel):
     """Where tokens come from, and how many make a step."""
 
-    text: tuple[Path, ...] = ()
+    text: Annotated[tuple[Path, ...], BeforeValidator(one_or_more)] = ()
     """Text files, read as bytes. None given: text that comes with Python."""
     micro_batch_size: int = Field(default=1, ge=1)
     """Sequences in one microbatch on one rank."""

@@ -1,7 +1,8 @@
 """Starts the ranks of a run on this machine, and hands back their reports.
 
-A signal ends a rank at once. Torch's launcher forwards what it gets to its ranks; where it is
-killed itself, the system sends its ranks SIGINT.
+A signal ends a rank at once, but for SIGINT while it starts, which waits until torch is imported.
+Torch's launcher forwards what it gets to its ranks; where it is killed itself, the system sends its
+ranks SIGINT.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import multiprocessing
 import os
 import re
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +115,8 @@ def _start_ranks(runs: Runs, kind: str, ranks: int) -> list[RunReport]:
     handlers = {number: signal.getsignal(number) for number in _HANDLED}
     logging.disable(logging.ERROR)  # of what torch logs here, the error that it raises says all
     try:
-        reports: list[RunReport] = elastic_launch(config, _rank_main)(runs, kind)[0]
+        with _interrupts_wait_in_ranks():
+            reports: list[RunReport] = elastic_launch(config, _rank_main)(runs, kind)[0]
     except ChildFailedError as error:
         # The launcher may see that ranks have ended before it gets a signal that all were sent.
         codes = {-failure.exitcode for failure in error.failures.values()}
@@ -132,12 +136,30 @@ def _start_ranks(runs: Runs, kind: str, ranks: int) -> list[RunReport]:
     return reports
 
 
+@contextlib.contextmanager
+def _interrupts_wait_in_ranks() -> Iterator[None]:
+    """Let processes that start inside put SIGINT off until they ask for it; a thread takes ours.
+
+    Else one that comes while a rank still imports torch ends it with a traceback.
+    """
+    resource_tracker.ensure_running()  # the start of this, with the first rank, lets SIGINT through
+    is_over = threading.Event()
+    threading.Thread(target=is_over.wait, daemon=True).start()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        is_over.set()
+
+
 def _rank_main(runs: Runs, kind: str) -> list[RunReport]:
     """Be one rank, from the environment that the launcher set; an error ends all of them."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         # A Ctrl-C or the end of the launcher ends a rank at once, and without its traceback.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         if not parent.is_alive():
             raise SystemExit(128 + signal.SIGINT)
     # megatron-core says on every import which optional libraries it does without.

@@ -10,6 +10,7 @@ import torch
 from programs import assert_nothing_left, assert_same, in_group, make_manager
 from torch import nn
 
+from megatron_offload import PipelineOffloadManager, group_commit, group_start
 from megatron_offload.engine import manager as manager_file
 from megatron_offload.engine.boundary import commit_group, start_group
 
@@ -105,6 +106,31 @@ def test_groups_outside_of_a_step_and_a_chunk_are_told_of_once(caplog):
     with torch.no_grad():
         loss_of(mlps, make_manager(), 0)
     assert not caplog.records, "nothing would move in any case"
+
+
+def test_a_group_of_another_manager_than_the_step_s_is_told_where_to_go(monkeypatch, caplog):
+    mlps, manager, others = make_mlps(), make_manager(), make_manager()
+    monkeypatch.setattr(PipelineOffloadManager, "instance", others)
+
+    def step():
+        with manager.step():
+            x = group_start(torch.randn(ROWS, WIDTH, requires_grad=True), "mlp")
+            with manager:
+                x = mlps[0](x)
+            group_commit(x, "mlp").sum().backward()
+
+    step()
+    assert re.search(r"outside a chunk.* set PipelineOffloadManager\.instance to", caplog.text)
+    caplog.clear()
+    PipelineOffloadManager.instance = manager
+    step()
+    assert manager.last_step.offloaded_bytes > 0
+    assert not caplog.records
+    loss_of(mlps, manager, 0)
+    loss_of(mlps, others, 0)
+    loss_of(mlps, make_manager(), 0)
+    told = [".instance" in record.getMessage() for record in caplog.records]
+    assert told == [True, False], "the other has said it above"
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from programs import (
 from megatron_offload import CPUOffload, OffloadActivations, offload_modules
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.learning import tell_pipeline_rank
+from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import validate
 
@@ -148,6 +149,11 @@ def test_a_plan_that_is_not_there_is_refused_and_nothing_has_changed(tmp_path):
     with pytest.raises(ConfigError, match=r"nope\.json"):
         manager.configure(make_config(policy=policy))
     assert moved_names(manager) == {"norm", "mlp"}
+
+
+def test_a_dict_in_the_place_of_a_configuration_is_refused():
+    with pytest.raises(ConfigError, match=r"an OffloadConfig, not a dict; OffloadConfig\(\*\*"):
+        PipelineOffloadManager({"fraction": 0.5})
 
 
 # What a caller's own configuration says, such as megatron-core's TransformerConfig

@@ -279,6 +279,39 @@ def test_no_matrix_product_is_to_be_made_again_of_a_weight_that_may_be_away(mesh
     assert units == ({"mlp_act"} if is_sharded else {"mlp_act", "mlp_fc1:mlp.linear_fc1"})
 
 
+@pytest.mark.parametrize("kind", ["distributed", "jagged", "odd", "parameter", "opted out"])
+def test_what_marked_groups_leave_whole_is_counted(kind, mesh):
+    full, weight = torch.randn(48, 48), nn.Parameter(torch.randn(48, 48))
+    made = {
+        "distributed": lambda: distribute_tensor(full, mesh, [Shard(0)]),
+        "jagged": lambda: torch.nested.nested_tensor(list(full), layout=torch.jagged),
+        "odd": lambda: full.clone().as_subclass(Odd),
+        "parameter": lambda: distribute_tensor(weight, mesh, [Shard(0)]),
+        "opted out": lambda: distribute_tensor(full, mesh, [Shard(0)]),
+    }[kind]()
+    if kind == "parameter":
+        made = nn.Parameter(made).view(-1)
+    elif kind == "opted out":
+        made._do_not_offload = True
+
+    class Saves(nn.Module):
+        def forward(self, x):
+            return Keep.apply(Keep.apply(x, made), made)
+
+    manager, model = make_manager(), nn.Sequential(Saves())
+    with offload_modules(model, ["0"], manager=manager), manager.step():
+        model(torch.ones(3, requires_grad=True)).sum().backward()
+    Keep.seen.clear()
+    (reasons,) = [group.kept_bytes_by_reason for group in manager.last_step.by_name.values()]
+    if kind in ("parameter", "opted out"):
+        assert not reasons
+        return
+    (reason,) = reasons
+    assert ("made of other tensors" in reason) == (kind != "odd")
+    assert full.nbytes <= reasons[reason] < full.nbytes + 1024
+    assert manager.last_step.offloaded_bytes == 0
+
+
 def test_float8_tensors_of_torchao_come_back_as_they_were():
     pytest.importorskip("torchao")
     from torchao.float8.float8_training_tensor import Float8TrainingTensor, LinearMMConfig

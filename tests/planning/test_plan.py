@@ -188,3 +188,17 @@ def test_a_choice_may_be_changed_by_hand():
 def test_what_is_no_plan_is_refused(text):
     with pytest.raises(ConfigError, match="it"):
         PLANS.parse(text, "it")
+
+
+@pytest.mark.parametrize("percent", [-3, -1, 1, 3])
+def test_sizes_may_differ_a_little_as_what_is_shared_depends_on_what_moves(percent):
+    profile = PROFILES[1]
+    total_bytes = sum(group.saved_bytes for group in profile.groups)
+    largest = max(range(len(profile.groups)), key=lambda i: profile.groups[i].num_bytes)
+    num_bytes = profile.groups[largest].num_bytes + total_bytes * percent // 100
+    other = with_group(profile, largest, num_bytes=num_bytes)
+    if abs(percent) < 2:
+        PLAN.check(other)
+    else:
+        with pytest.raises(ConfigError, match=f"group {largest} of pipeline rank 1"):
+            PLAN.check(other)

@@ -295,7 +295,7 @@ def test_a_module_runs_too_and_ends_with_its_status(tmp_path, monkeypatch):
     ("words", "expected"),
     [
         (("--offload-policy", "autoo", __file__), "no policy 'autoo'; did you mean 'auto'?"),
-        (("--ofload-policy", "auto", "x.py"), "unrecognized arguments: --ofload-policy"),
+        (("--ofload-policy", "auto", "x.py"), "--ofload-policy; did you mean '--offload-policy'"),
         (("/nowhere.py",), "there is no script '/nowhere.py'"),
         ((), "required: SCRIPT"),
         (("--offload-recompute", "nrom", __file__), "'nrom'; did you mean 'norm'?"),
@@ -304,6 +304,8 @@ def test_a_module_runs_too_and_ends_with_its_status(tmp_path, monkeypatch):
             "key 'modles'; did you mean 'modules'?",
         ),
         (("--offload-config", "/nowhere.yaml", __file__), "/nowhere.yaml"),
+        (("--offload-set", "fraction", __file__), "a setting is key=value"),
+        (("--offload-report", __file__, __file__), "the report goes to a folder"),
     ],
 )
 def test_a_wrong_flag_is_one_line(words, expected, capsys):
@@ -311,6 +313,12 @@ def test_a_wrong_flag_is_one_line(words, expected, capsys):
     error = capsys.readouterr().err
     assert expected in error
     assert error.count("\n") == 1
+
+
+def test_what_is_wrong_in_a_file_is_told_with_its_name(tmp_path, capsys):
+    (tmp_path / "job.yaml").write_text("offload: {fraction: 0.5}")
+    assert cli.main(["run", "--offload-config", str(tmp_path / "job.yaml"), __file__]) == 2
+    assert f"offload ({tmp_path / 'job.yaml'}): unknown key 'offload'" in capsys.readouterr().err
 
 
 def test_flags_win_over_the_file(tmp_path):
@@ -391,6 +399,7 @@ def test_the_plug_in_alone_installs_the_defaults(plugged):
         ("recompute=[nrom]", "'nrom'; did you mean 'norm'"),
         ("recompute=[pointwise]", "can't make 'pointwise' again"),
         ("policy.kind=plan_file policy.path=/nowhere", "/nowhere"),
+        ("modules=[]", "'modules': no name, so nothing would move"),
     ],
 )
 def test_a_plug_in_that_is_wrongly_configured_stops_the_job(plugged, settings, expected):

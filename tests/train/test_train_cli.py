@@ -62,7 +62,7 @@ def test_a_key_is_a_flag_too(file):
     ("words", "expected"),
     [
         (["--set", "model.layrs=4"], "did you mean 'layers'"),
-        (["--set", "nonsense"], "wants section.key=value"),
+        (["--set", "nonsense"], "a setting is key=value"),
         (["--offload-modules", "core_atn"], "did you mean 'core_attn'"),
         (["--activation-offload-fraction", "2"], "offload.fraction"),
         (["--min-offloaded-tensor-size", "-1"], "offload.min_tensor_elements"),
@@ -71,6 +71,9 @@ def test_a_key_is_a_flag_too(file):
         (["--set", "run.output=/proc/run"], "run.output"),
         (["--config", "/nowhere.yaml"], "/nowhere.yaml"),
         (["--set", "data.indexed=tokens"], "unknown key 'data.indexed'"),
+        (["--set", "data.text=/nowhere.txt"], "/nowhere.txt"),
+        (["--set", "data.text=5"], "'data.text': a list is wanted, as in [a, b] (got 5)"),
+        (["--set", "offload.modules=[]"], "no name, so nothing would move"),
     ],
 )
 def test_bad_input_is_status_2_and_starts_nothing(file, words, expected, capsys):
