@@ -389,6 +389,21 @@ def test_mixed_precision_is_made_again_under_the_same_autocast():
         assert remade_bytes(offload.manager) > 0
 
 
+@pytest.mark.parametrize("units", [(), ("norm", "mlp_act")], ids=["moved", "made again"])
+def test_channels_that_come_last_do_so_where_an_image_is_one_pixel(units):
+    """Strides of dimensions of size 1 tell kernels that, and their sums have another order."""
+    torch.manual_seed(0)
+    parts = [nn.Conv2d(4, 32, 3), nn.AdaptiveAvgPool2d(1), nn.GroupNorm(4, 32), nn.SiLU()]
+    model = nn.Sequential(*parts, nn.Conv2d(32, 3, 1))
+    images = torch.randn(8, 4, 6, 6).to(memory_format=torch.channels_last)
+    expected = train(model, inputs=images)
+    offload = around(model, units, knows_model=False)
+    for _ in range(2):
+        assert_same(expected, train(model, offload, images))
+        assert offload.end_step()
+    assert (remade_bytes(offload.manager) > 0) is bool(units)
+
+
 def test_functions_of_a_program_in_plain_pytorch():
     class Functional(nn.Module):
         def __init__(self):
