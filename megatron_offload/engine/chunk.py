@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from megatron_offload.backends.base import Stream
 from megatron_offload.core.profile import GroupKey
@@ -222,7 +223,7 @@ class ChunkOffloadHandler:
     ) -> None:
         """Note how a tensor was made: whoever saves it need not keep its bytes."""
         is_plain = type(output) is torch.Tensor and self.transfers.backend.owns(output)
-        if not is_plain or self.is_small(output):
+        if not is_plain or self.is_small(output) or is_functorch_wrapped_tensor(output):
             return
         key = output.untyped_storage()._cdata
         refusal, depth = "", 1
@@ -240,6 +241,7 @@ class ChunkOffloadHandler:
                 if part is None:
                     constants.append(given)
                     part = given.detach()  # to hold a graph from one of its records is a cycle
+                    part.requires_grad_(given.requires_grad)
                     if is_wrapper(given):
                         refusal = "an input is made of several tensors"
                 elif part.storage_key == key:

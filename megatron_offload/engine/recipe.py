@@ -16,10 +16,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
 
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.group import Block, BlockRef
@@ -34,6 +36,26 @@ _MOST_IN_A_ROW = 3
 """Recipes of which each needs what the one before makes."""
 
 
+def taken_apart(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+) -> tuple[Callable[..., Any], Sequence[Any]]:
+    """Return a call as one of a function that takes what the arguments' lists and dicts hold.
+
+    So tensors in them are inputs as any other, and who changes a list afterwards changes nothing.
+    """
+    containers = [x for x in args if type(x) in (list, tuple, dict)]
+    is_fixed = not kwargs and all(type(x) is tuple for x in containers)
+    if is_fixed and not any(map(torch.is_tensor, pytree.tree_leaves(containers))):
+        return function, args
+    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
+    return partial(_call, function, spec), leaves
+
+
+def _call(function: Callable[..., Any], spec: Any, *leaves: Any) -> Any:
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    return function(*args, **kwargs)
+
+
 class Input(SavedTensor):
     """A tensor that a recipe needs, as it was when the recipe was noted.
 
@@ -43,7 +65,7 @@ class Input(SavedTensor):
     The alias is the caller's to empty: what counts of it is the version.
     """
 
-    __slots__ = ("_blocks", "_storage_ref", "recipe", "storage_key")
+    __slots__ = ("_blocks", "_requires_grad", "_storage_ref", "recipe", "storage_key")
 
     def __init__(
         self,
@@ -56,6 +78,7 @@ class Input(SavedTensor):
         self.form = FORMS[tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype]
         if not self.is_detached:
             self.alias, self.is_detached = self.alias.detach(), True
+        self._requires_grad = tensor.requires_grad
         self._blocks: Mapping[int, BlockRef] | None = blocks
         storage = tensor.untyped_storage()
         self.storage_key: int = storage._cdata
@@ -97,8 +120,15 @@ class Input(SavedTensor):
             return block.recipe.needs()
         return {block.group.key}
 
+    def as_given(self) -> torch.Tensor:
+        """Return the input as the function was given it, made again or reloaded where it has to be.
+
+        By what needs a gradient a product of matrices chooses its kernel, even where grad is off.
+        """
+        return self.unpack().requires_grad_(self._requires_grad)
+
     def unpack(self) -> torch.Tensor:
-        """Return the input, made again or reloaded where it has to be."""
+        """As `as_given`, without saying whether it needs a gradient."""
         block = self.block
         if block is not None and block.released:
             return super().unpack()
@@ -196,6 +226,9 @@ class FunctionRecipe:
     def bind_inputs(self) -> str:
         """As `bind`, for an output that nobody saves."""
         refusal = self._refusal
+        for record in self._reads:
+            if record.alias._version != record.version:
+                refusal = refusal or "something that it reads was changed in place"
         for part in self._parts:
             if not refusal and type(part) is Input:
                 refusal = part.bind(self.depth)
@@ -223,7 +256,7 @@ class FunctionRecipe:
                     f"sharded until its own module's backward; leave {self.unit!r} out of what is "
                     "made again"
                 )
-        parts = [part.unpack() if type(part) is Input else part for part in self._parts]
+        parts = [part.as_given() if type(part) is Input else part for part in self._parts]
         has_grad = torch.is_grad_enabled()  # as where a backward makes a graph
         states = self._random_states
         draws_again = _SAME if states is None else states.in_force()

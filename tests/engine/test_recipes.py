@@ -303,6 +303,63 @@ def test_what_is_changed_after_the_commit_is_noticed(what, max_inflight_bytes):
     manager.abort()
 
 
+def test_what_needs_a_gradient_needs_it_when_it_is_made_again():
+    """A product of matrices has another kernel where the smaller of the two needs none."""
+
+    def forward(manager, x):
+        def inner(x):
+            longer = x.repeat(9, 1).flatten()[: 5 * 7 * 129].view(5, 7, 129).transpose(0, 1)
+            weight = (longer.sum(0).t() @ longer.sum(0)).cos().t()
+            y = make(manager, torch.matmul, longer, weight)
+            return y.sin().sum() * x + longer.sin().sum() + weight.sin().sum()
+
+        return in_group(manager, inner, x)
+
+    assert check(make_manager(), forward).remade_bytes > 0
+
+
+def test_what_lies_in_a_list_is_an_input_as_any_other():
+    def forward(manager, x):
+        def inner(x):
+            parts = [x.cos(), x.sin()]
+            saved = save(save(x, parts[0]), parts[1])
+            y = make(manager, lambda parts: F.dropout(torch.cat(parts), 0.3), parts)
+            parts.clear()
+            return save(y, y).sum() + saved
+
+        return in_group(manager, inner, x)
+
+    stats = check(make_manager(), forward)
+    assert stats.remade_bytes == 2 * TENSOR_BYTES
+    assert stats.offloaded_bytes > 2 * TENSOR_BYTES  # the list keeps none of them on the device
+
+
+def test_what_is_read_and_changed_before_the_commit_makes_nothing_again():
+    mean = torch.zeros(4)
+
+    def forward(manager, x):
+        def inner(x):
+            y = make(manager, lambda x, mean: x - mean.sum(), x, mean)
+            mean.add_(y.detach().mean())
+            return save(save(x, x), y)
+
+        mean.zero_()
+        return in_group(manager, inner, x)
+
+    manager = make_manager(min_tensor_bytes=64)
+    assert refusals(manager, forward).keys() == {"something that it reads was changed in place"}
+
+
+def test_what_vmap_has_wrapped_is_saved_as_ever():
+    def forward(manager, x):
+        def norm(row):
+            return make(manager, lambda row: F.layer_norm(row, (WIDTH,)), row)
+
+        return in_group(manager, lambda x: torch.vmap(norm)(save(x, x)).sin(), x)
+
+    assert check(make_manager(), forward).remade_bytes == 0
+
+
 def test_recipes_in_a_row_are_followed_three_deep():
     """Each saves its input. The fourth can't be made of nothing but recipes, so it is moved."""
 
