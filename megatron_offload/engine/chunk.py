@@ -267,6 +267,8 @@ class ChunkOffloadHandler:
             if block is None:
                 self._blocks.pop(key, None)  # nor will one of another storage be found under it
                 recipe = self._recipes.get(key)
+                if recipe is not None and recipe.version != tensor._version:
+                    recipe = None  # what it has made was changed in place since
         if block is None and recipe is None and not self.may_move(tensor):
             return None, None
         part = Input(tensor, unit, self._blocks, recipe)

@@ -104,7 +104,7 @@ class Input(SavedTensor):
             self.block = None
             self.recipe = self.recipe.copy()  # whoever saves the input may still take that itself
             return self.recipe.bind_inputs()
-        if block.flight is not None and block.version != self.version:
+        if not block.is_before_copy and block.version != self.version:
             return "an input was changed in place"
         if block.recipe is not None and block.recipe.depth >= depth:
             return f"more than {_MOST_IN_A_ROW} recipes in a row"
@@ -132,10 +132,10 @@ class Input(SavedTensor):
         block = self.block
         if block is not None and block.released:
             return super().unpack()
-        self.check_version()
-        if block is None:
+        if block is None:  # it is made again as it was, whoever has changed it since
             assert self.recipe is not None
             return self.view_in(self.recipe.run(), 0)
+        self.check_version()
         if block.flight is not None and not block.cancelled:
             block.store.keep_source(block)
         source, form = block.alias, self.form
@@ -170,11 +170,12 @@ class FunctionRecipe:
 
     Attributes:
         depth: how many recipes are run one after another to make this; 0 where it can't be used.
+        version: version counter of the output when it was made.
     """
 
     __slots__ = (
         *("_autocast", "_device_type", "_form", "_function", "_parts", "_random_states"),
-        *("_reads", "_refusal", "_storage_ref", "_version", "depth", "unit"),
+        *("_reads", "_refusal", "_storage_ref", "depth", "unit", "version"),
     )
 
     def __init__(
@@ -193,7 +194,7 @@ class FunctionRecipe:
         self._parts = parts
         self._reads = [_Read(tensor, unit) for tensor in reads]
         self._form = output.shape, output.stride(), output.dtype
-        self._version: int = output._version
+        self.version: int = output._version
         storage = output.untyped_storage()
         self._storage_ref = StorageWeakRef(storage)  # as with an `Input`
         self._random_states = random_states
@@ -211,7 +212,7 @@ class FunctionRecipe:
 
         What an input is made from counts as its input too.
         """
-        version = self._version
+        version = self.version
         for alias in (block.alias, *block.others):
             if alias._version != version:
                 return "it was changed in place"

@@ -350,6 +350,38 @@ def test_what_is_read_and_changed_before_the_commit_makes_nothing_again():
     assert refusals(manager, forward).keys() == {"something that it reads was changed in place"}
 
 
+def test_what_is_made_of_what_was_changed_is_not_made_of_what_was_made_first():
+    def forward(manager, x):
+        def inner(x):
+            y = make(manager, torch.cos, save(x, x)).mul_(2)
+            z = make(manager, lambda y: y * 3.0, y)  # of y as it is now, and nobody saves that
+            return save(z, z)
+
+        return in_group(manager, inner, x)
+
+    assert refusals(make_manager(), forward).keys() == {"an input is not saved"}
+
+
+def test_what_is_made_on_the_way_may_be_changed_behind_the_commit():
+    """Autograd has not saved it, so to change it is allowed."""
+
+    def forward(manager, x):
+        def inner(x):
+            y = make(manager, torch.cos, save(x, x))
+            z = make(manager, lambda y: y * 2.0, y)
+            return y, save(z, z)
+
+        if manager:
+            x = start_group(manager, x, "group")
+        with manager or nullcontext():
+            y, z = inner(x)
+        if manager:
+            z = commit_group(manager, z, "group")
+        return z + y.mul_(3.0)
+
+    assert check(make_manager(), forward).remade_bytes == TENSOR_BYTES
+
+
 def test_what_vmap_has_wrapped_is_saved_as_ever():
     def forward(manager, x):
         def norm(row):
