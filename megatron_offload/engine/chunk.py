@@ -20,7 +20,7 @@ from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import ALIGNMENT_BYTES, Block, OffloadGroup, Recipe, Rules
 from megatron_offload.engine.marks import Marks, has_own_bytes, is_parameter, may_be_activation
 from megatron_offload.engine.random_states import RandomStates
-from megatron_offload.engine.recipe import FunctionRecipe, Input
+from megatron_offload.engine.recipe import FunctionRecipe, Input, may_be_written
 from megatron_offload.engine.saved_tensor import FORMS, SavedTensor
 from megatron_offload.engine.subclasses import is_wrapper
 from megatron_offload.engine.transfers import Transfers
@@ -58,6 +58,8 @@ class ChunkOffloadHandler:
     _small_keys: set[int] = field(default_factory=set, init=False)
     _recipes: dict[int, FunctionRecipe] = field(default_factory=dict, init=False)
     """By the storage that was made; of those that nobody has saved yet."""
+    _made: set[int] = field(default_factory=set, init=False)
+    """The ids of tensors that had recipes noted, or of what they are views of."""
 
     @property
     def next_key(self) -> GroupKey:
@@ -100,6 +102,7 @@ class ChunkOffloadHandler:
     def forget_recipes(self) -> None:
         """Let go of what was made and not saved: the forward is over."""
         self._recipes.clear()
+        self._made.clear()
 
     def may_move(self, tensor: torch.Tensor) -> bool:
         """Whether a saved tensor is an activation that this chunk can move."""
@@ -120,9 +123,11 @@ class ChunkOffloadHandler:
         record = SavedTensor(tensor, group.name)
         if type(tensor) is not torch.Tensor:  # most often a parameter
             return record
-        marks = tensor.__dict__
-        if (marks or tensor._base is not None) and not may_be_activation(tensor):
+        marks, base = tensor.__dict__, tensor._base
+        if (marks or base is not None) and not may_be_activation(tensor):
             return record
+        if base is not None and id(base) in self._made:
+            self._refuse_what_is_written(tensor, base)
         stream = transfers.backend.compute_stream()
         if group.unsettled is not self or stream is not self._saves_on:
             self.settle()
@@ -225,6 +230,8 @@ class ChunkOffloadHandler:
         is_plain = type(output) is torch.Tensor and self.transfers.backend.owns(output)
         if not is_plain or self.is_small(output) or is_functorch_wrapped_tensor(output):
             return
+        base = output._base
+        self._made.add(id(output if base is None else base))
         key = output.untyped_storage()._cdata
         refusal, depth = "", 1
         parts: list[Any] = []
@@ -263,6 +270,9 @@ class ChunkOffloadHandler:
         block = recipe = None
         if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
             key = tensor.untyped_storage()._cdata
+            base = tensor._base
+            if base is not None and id(base) in self._made:
+                self._refuse_what_is_written(tensor, base)
             block = self._find_block(key)
             if block is None:
                 self._blocks.pop(key, None)  # nor will one of another storage be found under it
@@ -274,6 +284,18 @@ class ChunkOffloadHandler:
         part = Input(tensor, unit, self._blocks, recipe)
         self.transfers.sources.empty(part.alias)
         return part, recipe if block is None else block.recipe
+
+    def _refuse_what_is_written(self, view: torch.Tensor, base: torch.Tensor) -> None:
+        """Use no recipe for what a view shows, if a kernel may have written there since."""
+        if not may_be_written(view, base):
+            return
+        key = view.untyped_storage()._cdata
+        block = self._find_block(key)
+        recipe: Recipe | None = self._recipes.get(key)
+        if recipe is None and block is not None and not block.released:
+            recipe = block.recipe
+        if recipe is not None:
+            recipe.refuse("an autograd function has handed it on, and may have written to it")
 
     def is_small(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of the backend's device is too small to move."""

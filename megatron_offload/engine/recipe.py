@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._C._autograd import CreationMeta, _get_creation_meta
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
@@ -32,8 +33,35 @@ from megatron_offload.memory.tensor_pool import span_bytes
 
 _SAME = nullcontext()
 
+_KNOWN_FUNCTIONS = ("torch.", "megatron.core.", "transformer_engine.", "megatron_offload.")
+"""Where autograd functions come from that write in place only where PyTorch counts it."""
+
+_MOST_VIEWS = 10
+"""Of which each is a view of the next, that are looked through."""
+
+_HANDED_ON = (CreationMeta.IN_CUSTOM_FUNCTION, CreationMeta.MULTI_OUTPUT_NODE)
+
 _MOST_IN_A_ROW = 3
 """Recipes of which each needs what the one before makes."""
+
+
+def may_be_written(view: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether a view of a tensor has come through an autograd function that isn't known.
+
+    Some let a kernel write to what they are given and hand it on, as Liger's rotary embedding does,
+    and mark nothing as dirty: no version counts that.
+    """
+    if _get_creation_meta(view) not in _HANDED_ON:
+        return False
+    node, end = view.grad_fn, base.grad_fn
+    for _ in range(_MOST_VIEWS):
+        if node is None or node is end:
+            break
+        function = getattr(node, "_forward_cls", None)
+        if function is not None and not function.__module__.startswith(_KNOWN_FUNCTIONS):
+            return True
+        node = node.next_functions[0][0] if node.next_functions else None
+    return False
 
 
 def taken_apart(
@@ -206,6 +234,11 @@ class FunctionRecipe:
             refusal = refusal or f"more than {_MOST_IN_A_ROW} recipes in a row"
         self.depth = 0 if refusal else depth
         self._refusal = refusal
+
+    def refuse(self, because: str) -> None:
+        """Make nothing with this."""
+        self._refusal = self._refusal or because
+        self.depth = 0
 
     def bind(self, block: Block) -> str:
         """Keep the inputs' blocks from here on; return why the block can't be dropped, or nothing.

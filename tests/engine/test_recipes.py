@@ -382,6 +382,35 @@ def test_what_is_made_on_the_way_may_be_changed_behind_the_commit():
     assert check(make_manager(), forward).remade_bytes == TENSOR_BYTES
 
 
+class Rotate(torch.autograd.Function):
+    """As Liger's: a kernel writes in place, which nobody is told of."""
+
+    @staticmethod
+    def forward(ctx, q, k):
+        for x in (q, k):
+            x.data.mul_(1.5)
+        return q.transpose(0, 1).transpose(0, 1), k.transpose(0, 1).transpose(0, 1)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return tuple(grad * 1.5 for grad in grads)
+
+
+@pytest.mark.parametrize("then", ["saved", "made of"])
+def test_what_a_kernel_has_written_to_unseen_is_not_made_again(then):
+    def forward(manager, x):
+        def inner(x):
+            norms = [make(manager, lambda x: F.layer_norm(x, (WIDTH,)), save(x, x)) for _ in "qk"]
+            q, k = (x.t() for x in Rotate.apply(*norms))
+            if then == "saved":
+                return q * k
+            return (make(manager, lambda q: q * 2.0, q).sin() + make(manager, torch.neg, k)).sin()
+
+        return in_group(manager, inner, x)
+
+    assert check(make_manager(), forward).remade_bytes == 0
+
+
 def test_what_vmap_has_wrapped_is_saved_as_ever():
     def forward(manager, x):
         def norm(row):
