@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from megatron_offload.core.profile import GroupKey
-from megatron_offload.engine.group import Block, BlockRef
+from megatron_offload.engine.group import Block, BlockRef, Recipe
 from megatron_offload.engine.random_states import RandomStates
 from megatron_offload.engine.saved_tensor import FORMS, SavedTensor
 from megatron_offload.errors import CorruptionError, StateError
@@ -198,12 +198,13 @@ class FunctionRecipe:
 
     Attributes:
         depth: how many recipes are run one after another to make this; 0 where it can't be used.
+        instead: how else its output can be made, where this can't.
         version: version counter of the output when it was made.
     """
 
     __slots__ = (
         *("_autocast", "_device_type", "_form", "_function", "_parts", "_random_states"),
-        *("_reads", "_refusal", "_storage_ref", "depth", "unit", "version"),
+        *("_reads", "_refusal", "_storage_ref", "depth", "instead", "unit", "version"),
     )
 
     def __init__(
@@ -218,6 +219,7 @@ class FunctionRecipe:
         refusal: str,
     ) -> None:
         self.unit = unit
+        self.instead: Recipe | None = None
         self._function = function
         self._parts = parts
         self._reads = [_Read(tensor, unit) for tensor in reads]
@@ -239,6 +241,8 @@ class FunctionRecipe:
         """Make nothing with this."""
         self._refusal = self._refusal or because
         self.depth = 0
+        if self.instead is not None:
+            self.instead.refuse(because)
 
     def bind(self, block: Block) -> str:
         """Keep the inputs' blocks from here on; return why the block can't be dropped, or nothing.

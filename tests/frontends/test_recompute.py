@@ -450,6 +450,20 @@ def test_channels_that_come_last_do_so_where_an_image_is_one_pixel(units):
     assert (remade_bytes(offload.manager) > 0) is bool(units)
 
 
+def test_what_a_norm_cannot_be_made_again_of_its_last_function_can():
+    """In bfloat16 such a norm saves a copy of its input, and not that."""
+    model = make_model().bfloat16()
+    expected = train(model, inputs=make_inputs().bfloat16())
+    remade = []
+    for knows_model in (False, True):
+        offload = around(model, "auto", knows_model=knows_model)
+        for _ in range(2):
+            assert_same(expected, train(model, offload, make_inputs().bfloat16()))
+            assert offload.end_step()
+        remade.append(remade_bytes(offload.manager))
+    assert remade[0] == remade[1] > 0
+
+
 def test_functions_of_a_program_in_plain_pytorch():
     class Functional(nn.Module):
         def __init__(self):
