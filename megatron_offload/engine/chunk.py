@@ -58,8 +58,9 @@ class ChunkOffloadHandler:
     _small_keys: set[int] = field(default_factory=set, init=False)
     _recipes: dict[int, FunctionRecipe] = field(default_factory=dict, init=False)
     """By the storage that was made; of those that nobody has saved yet."""
-    _made: set[int] = field(default_factory=set, init=False)
-    """The ids of tensors that had recipes noted, or of what they are views of."""
+    _made: dict[int, int] = field(default_factory=dict, init=False)
+    """By the id of a tensor that had a recipe noted, or of what it is a view of: the id of the node
+    that has made the view."""
 
     @property
     def next_key(self) -> GroupKey:
@@ -231,7 +232,7 @@ class ChunkOffloadHandler:
         if not is_plain or self.is_small(output) or is_functorch_wrapped_tensor(output):
             return
         base = output._base
-        self._made.add(id(output if base is None else base))
+        self._made[id(output if base is None else base)] = 0 if base is None else id(output.grad_fn)
         key = output.untyped_storage()._cdata
         refusal, depth = "", 1
         parts: list[Any] = []
@@ -290,7 +291,7 @@ class ChunkOffloadHandler:
 
     def _refuse_what_is_written(self, view: torch.Tensor, base: torch.Tensor) -> None:
         """Use no recipe for what a view shows, if a kernel may have written there since."""
-        if not may_be_written(view, base):
+        if not may_be_written(view, base, self._made[id(base)]):
             return
         key = view.untyped_storage()._cdata
         block = self._find_block(key)

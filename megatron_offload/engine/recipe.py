@@ -45,8 +45,10 @@ _MOST_IN_A_ROW = 3
 """Recipes of which each needs what the one before makes."""
 
 
-def may_be_written(view: torch.Tensor, base: torch.Tensor) -> bool:
+def may_be_written(view: torch.Tensor, base: torch.Tensor, maker: int) -> bool:
     """Whether a view of a tensor has come through an autograd function that isn't known.
+
+    ``maker`` is the id of the node behind which that counts, if it isn't the base's.
 
     Some let a kernel write to what they are given and hand it on, as Liger's rotary embedding does,
     and mark nothing as dirty: no version counts that.
@@ -55,7 +57,7 @@ def may_be_written(view: torch.Tensor, base: torch.Tensor) -> bool:
         return False
     node, end = view.grad_fn, base.grad_fn
     for _ in range(_MOST_VIEWS):
-        if node is None or node is end:
+        if node is None or node is end or id(node) == maker:
             break
         function = getattr(node, "_forward_cls", None)
         if function is not None and not function.__module__.startswith(_KNOWN_FUNCTIONS):

@@ -411,6 +411,30 @@ def test_what_a_kernel_has_written_to_unseen_is_not_made_again(then):
     assert check(make_manager(), forward).remade_bytes == 0
 
 
+class Norm(torch.autograd.Function):
+    """Returns a view of what it has made, as Liger's does."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return F.layer_norm(x.view(-1, WIDTH), (WIDTH,)).view(x.shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0].cos()
+
+
+def test_a_function_of_the_program_may_return_a_view_of_what_it_makes():
+    def forward(manager, x):
+        def inner(x):
+            y = make(manager, Norm.apply, x)
+            return save(y, y) + y.t().sin().t() * y
+
+        return in_group(manager, inner, x)
+
+    assert check(make_manager(), forward).remade_bytes == TENSOR_BYTES
+
+
 def test_what_vmap_has_wrapped_is_saved_as_ever():
     def forward(manager, x):
         def norm(row):
