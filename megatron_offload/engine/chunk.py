@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from megatron_offload.backends.base import Stream
 from megatron_offload.core.profile import GroupKey
@@ -25,7 +26,7 @@ from megatron_offload.engine.marks import (
     may_be_activation,
 )
 from megatron_offload.engine.random_states import RandomStates
-from megatron_offload.engine.recipe import FunctionRecipe, Input
+from megatron_offload.engine.recipe import FunctionRecipe, Input, may_be_written
 from megatron_offload.engine.saved_tensor import FORMS, SavedTensor
 from megatron_offload.engine.subclasses import is_wrapper, plain_parts
 from megatron_offload.engine.transfers import Transfers
@@ -65,6 +66,9 @@ class ChunkOffloadHandler:
     _counted_keys: set[int] = field(default_factory=set, init=False)
     _recipes: dict[int, FunctionRecipe] = field(default_factory=dict, init=False)
     """By the storage that was made; of those that nobody has saved yet."""
+    _made: dict[int, int] = field(default_factory=dict, init=False)
+    """By the id of a tensor that had a recipe noted, or of what it is a view of: the id of the node
+    that has made the view."""
 
     @property
     def next_key(self) -> GroupKey:
@@ -107,6 +111,7 @@ class ChunkOffloadHandler:
     def forget_recipes(self) -> None:
         """Let go of what was made and not saved: the forward is over."""
         self._recipes.clear()
+        self._made.clear()
 
     def may_move(self, tensor: torch.Tensor) -> bool:
         """Whether a saved tensor is an activation that this chunk can move."""
@@ -129,9 +134,11 @@ class ChunkOffloadHandler:
             if not is_parameter(tensor):
                 self._count_staying(group, tensor)
             return record
-        marks = tensor.__dict__
-        if (marks or tensor._base is not None) and not may_be_activation(tensor):
+        marks, base = tensor.__dict__, tensor._base
+        if (marks or base is not None) and not may_be_activation(tensor):
             return record
+        if base is not None and id(base) in self._made:
+            self._refuse_what_is_written(tensor, base)
         stream = transfers.backend.compute_stream()
         if group.unsettled is not self or stream is not self._saves_on:
             self.settle()
@@ -247,8 +254,10 @@ class ChunkOffloadHandler:
     ) -> None:
         """Note how a tensor was made: whoever saves it need not keep its bytes."""
         is_plain = type(output) is torch.Tensor and self.transfers.backend.owns(output)
-        if not is_plain or self.is_small(output):
+        if not is_plain or self.is_small(output) or is_functorch_wrapped_tensor(output):
             return
+        base = output._base
+        self._made[id(output if base is None else base)] = 0 if base is None else id(output.grad_fn)
         key = output.untyped_storage()._cdata
         refusal, depth = "", 1
         parts: list[Any] = []
@@ -265,6 +274,7 @@ class ChunkOffloadHandler:
                 if part is None:
                     constants.append(given)
                     part = given.detach()  # to hold a graph from one of its records is a cycle
+                    part.requires_grad_(given.requires_grad)
                     if is_wrapper(given):
                         refusal = "an input is made of several tensors"
                 elif part.storage_key == key:
@@ -276,6 +286,9 @@ class ChunkOffloadHandler:
             function, parts, constants, output, unit, random_states, depth, refusal
         )
         block = self._find_block(key)
+        earlier = self._recipes.get(key) if block is None else block.recipe
+        if earlier is not None and earlier.version == recipe.version:
+            recipe.instead = earlier  # as the last function in a norm, whose input is there
         if block is None:
             self._recipes[key] = recipe
         elif block.is_before_copy:
@@ -286,15 +299,32 @@ class ChunkOffloadHandler:
         block = recipe = None
         if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
             key = tensor.untyped_storage()._cdata
+            base = tensor._base
+            if base is not None and id(base) in self._made:
+                self._refuse_what_is_written(tensor, base)
             block = self._find_block(key)
             if block is None:
                 self._blocks.pop(key, None)  # nor will one of another storage be found under it
                 recipe = self._recipes.get(key)
+                if recipe is not None and recipe.version != tensor._version:
+                    recipe = None  # what it has made was changed in place since
         if block is None and recipe is None and not self.may_move(tensor):
             return None, None
         part = Input(tensor, unit, self._blocks, recipe)
         self.transfers.sources.empty(part.alias)
         return part, recipe if block is None else block.recipe
+
+    def _refuse_what_is_written(self, view: torch.Tensor, base: torch.Tensor) -> None:
+        """Use no recipe for what a view shows, if a kernel may have written there since."""
+        if not may_be_written(view, base, self._made[id(base)]):
+            return
+        key = view.untyped_storage()._cdata
+        block = self._find_block(key)
+        recipe: Recipe | None = self._recipes.get(key)
+        if recipe is None and block is not None and not block.released:
+            recipe = block.recipe
+        if recipe is not None:
+            recipe.refuse("an autograd function has handed it on, and may have written to it")
 
     def is_small(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of the backend's device is too small to move."""

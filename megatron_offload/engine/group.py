@@ -219,9 +219,14 @@ class Recipe(Protocol):
 
     unit: str
     depth: int
+    version: int
+    instead: Recipe | None
 
     def bind(self, block: Block) -> str:
         """Keep what they are made from; return why the block can't be dropped, or nothing."""
+
+    def refuse(self, because: str) -> None:
+        """Make nothing with this."""
 
     def needs(self) -> set[GroupKey]:
         """Return the groups whose bytes have to be on the device before `run`."""

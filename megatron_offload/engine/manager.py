@@ -37,6 +37,7 @@ from megatron_offload.engine.learning import Learner, read_policy
 from megatron_offload.engine.marks import Marks
 from megatron_offload.engine.observer import Observer
 from megatron_offload.engine.random_states import RandomStates
+from megatron_offload.engine.recipe import taken_apart
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.step import Step
@@ -582,11 +583,12 @@ class PipelineOffloadManager:
         chunk = self._chunk_of_recipes()
         if chunk is None or (preserve_rng_state and self.backend.is_capturing()):
             return function(*inputs)  # a capture can't read the random state
-        devices = (one.device.type for one in inputs if isinstance(one, torch.Tensor))
+        again, parts = taken_apart(function, inputs)
+        devices = (one.device.type for one in parts if isinstance(one, torch.Tensor))
         states = RandomStates(devices) if preserve_rng_state else None
         output = function(*inputs)
         if isinstance(output, torch.Tensor):
-            chunk.add_recipe(output, function, inputs, unit, random_states=states)
+            chunk.add_recipe(output, again, parts, unit, random_states=states)
         return output
 
     @graph_break

@@ -16,13 +16,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+from torch._C._autograd import CreationMeta, _get_creation_meta
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
 
 from megatron_offload.core.profile import GroupKey
-from megatron_offload.engine.group import Block, BlockRef
+from megatron_offload.engine.group import Block, BlockRef, Recipe
 from megatron_offload.engine.random_states import RandomStates
 from megatron_offload.engine.saved_tensor import FORMS, SavedTensor
 from megatron_offload.errors import CorruptionError, StateError
@@ -30,8 +33,57 @@ from megatron_offload.memory.tensor_pool import span_bytes
 
 _SAME = nullcontext()
 
+_KNOWN_FUNCTIONS = ("torch.", "megatron.core.", "transformer_engine.", "megatron_offload.")
+"""Where autograd functions come from that write in place only where PyTorch counts it."""
+
+_MOST_VIEWS = 10
+"""Of which each is a view of the next, that are looked through."""
+
+_HANDED_ON = (CreationMeta.IN_CUSTOM_FUNCTION, CreationMeta.MULTI_OUTPUT_NODE)
+
 _MOST_IN_A_ROW = 3
 """Recipes of which each needs what the one before makes."""
+
+
+def may_be_written(view: torch.Tensor, base: torch.Tensor, maker: int) -> bool:
+    """Whether a view of a tensor has come through an autograd function that isn't known.
+
+    ``maker`` is the id of the node behind which that counts, if it isn't the base's.
+
+    Some let a kernel write to what they are given and hand it on, as Liger's rotary embedding does,
+    and mark nothing as dirty: no version counts that.
+    """
+    if _get_creation_meta(view) not in _HANDED_ON:
+        return False
+    node, end = view.grad_fn, base.grad_fn
+    for _ in range(_MOST_VIEWS):
+        if node is None or node is end or id(node) == maker:
+            break
+        function = getattr(node, "_forward_cls", None)
+        if function is not None and not function.__module__.startswith(_KNOWN_FUNCTIONS):
+            return True
+        node = node.next_functions[0][0] if node.next_functions else None
+    return False
+
+
+def taken_apart(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+) -> tuple[Callable[..., Any], Sequence[Any]]:
+    """Return a call as one of a function that takes what the arguments' lists and dicts hold.
+
+    So tensors in them are inputs as any other, and who changes a list afterwards changes nothing.
+    """
+    containers = [x for x in args if type(x) in (list, tuple, dict)]
+    is_fixed = not kwargs and all(type(x) is tuple for x in containers)
+    if is_fixed and not any(map(torch.is_tensor, pytree.tree_leaves(containers))):
+        return function, args
+    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
+    return partial(_call, function, spec), leaves
+
+
+def _call(function: Callable[..., Any], spec: Any, *leaves: Any) -> Any:
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    return function(*args, **kwargs)
 
 
 class Input(SavedTensor):
@@ -43,7 +95,7 @@ class Input(SavedTensor):
     The alias is the caller's to empty: what counts of it is the version.
     """
 
-    __slots__ = ("_blocks", "_storage_ref", "recipe", "storage_key")
+    __slots__ = ("_blocks", "_requires_grad", "_storage_ref", "recipe", "storage_key")
 
     def __init__(
         self,
@@ -56,6 +108,7 @@ class Input(SavedTensor):
         self.form = FORMS[tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype]
         if not self.is_detached:
             self.alias, self.is_detached = self.alias.detach(), True
+        self._requires_grad = tensor.requires_grad
         self._blocks: Mapping[int, BlockRef] | None = blocks
         storage = tensor.untyped_storage()
         self.storage_key: int = storage._cdata
@@ -81,7 +134,7 @@ class Input(SavedTensor):
             self.block = None
             self.recipe = self.recipe.copy()  # whoever saves the input may still take that itself
             return self.recipe.bind_inputs()
-        if block.flight is not None and block.version != self.version:
+        if not block.is_before_copy and block.version != self.version:
             return "an input was changed in place"
         if block.recipe is not None and block.recipe.depth >= depth:
             return f"more than {_MOST_IN_A_ROW} recipes in a row"
@@ -97,15 +150,22 @@ class Input(SavedTensor):
             return block.recipe.needs()
         return {block.group.key}
 
+    def as_given(self) -> torch.Tensor:
+        """Return the input as the function was given it, made again or reloaded where it has to be.
+
+        By what needs a gradient a product of matrices chooses its kernel, even where grad is off.
+        """
+        return self.unpack().requires_grad_(self._requires_grad)
+
     def unpack(self) -> torch.Tensor:
-        """Return the input, made again or reloaded where it has to be."""
+        """As `as_given`, without saying whether it needs a gradient."""
         block = self.block
         if block is not None and block.released:
             return super().unpack()
-        self.check_version()
-        if block is None:
+        if block is None:  # it is made again as it was, whoever has changed it since
             assert self.recipe is not None
             return self.view_in(self.recipe.run(), 0)
+        self.check_version()
         if block.flight is not None and not block.cancelled:
             block.store.keep_source(block)
         source, form = block.alias, self.form
@@ -140,11 +200,13 @@ class FunctionRecipe:
 
     Attributes:
         depth: how many recipes are run one after another to make this; 0 where it can't be used.
+        instead: how else its output can be made, where this can't.
+        version: version counter of the output when it was made.
     """
 
     __slots__ = (
         *("_autocast", "_device_type", "_form", "_function", "_parts", "_random_states"),
-        *("_reads", "_refusal", "_storage_ref", "_version", "depth", "unit"),
+        *("_reads", "_refusal", "_storage_ref", "depth", "instead", "unit", "version"),
     )
 
     def __init__(
@@ -159,11 +221,12 @@ class FunctionRecipe:
         refusal: str,
     ) -> None:
         self.unit = unit
+        self.instead: Recipe | None = None
         self._function = function
         self._parts = parts
         self._reads = [_Read(tensor, unit) for tensor in reads]
         self._form = output.shape, output.stride(), output.dtype
-        self._version: int = output._version
+        self.version: int = output._version
         storage = output.untyped_storage()
         self._storage_ref = StorageWeakRef(storage)  # as with an `Input`
         self._random_states = random_states
@@ -176,12 +239,19 @@ class FunctionRecipe:
         self.depth = 0 if refusal else depth
         self._refusal = refusal
 
+    def refuse(self, because: str) -> None:
+        """Make nothing with this."""
+        self._refusal = self._refusal or because
+        self.depth = 0
+        if self.instead is not None:
+            self.instead.refuse(because)
+
     def bind(self, block: Block) -> str:
         """Keep the inputs' blocks from here on; return why the block can't be dropped, or nothing.
 
         What an input is made from counts as its input too.
         """
-        version = self._version
+        version = self.version
         for alias in (block.alias, *block.others):
             if alias._version != version:
                 return "it was changed in place"
@@ -196,6 +266,9 @@ class FunctionRecipe:
     def bind_inputs(self) -> str:
         """As `bind`, for an output that nobody saves."""
         refusal = self._refusal
+        for record in self._reads:
+            if record.alias._version != record.version:
+                refusal = refusal or "something that it reads was changed in place"
         for part in self._parts:
             if not refusal and type(part) is Input:
                 refusal = part.bind(self.depth)
@@ -223,7 +296,7 @@ class FunctionRecipe:
                     f"sharded until its own module's backward; leave {self.unit!r} out of what is "
                     "made again"
                 )
-        parts = [part.unpack() if type(part) is Input else part for part in self._parts]
+        parts = [part.as_given() if type(part) is Input else part for part in self._parts]
         has_grad = torch.is_grad_enabled()  # as where a backward makes a graph
         states = self._random_states
         draws_again = _SAME if states is None else states.in_force()

@@ -31,11 +31,13 @@ class Form:
         low, high: the byte range within its storage, from the first element to the end of the last.
         part: of host memory, what takes it as it is; None where that can't be: it is not
             contiguous, or begins at no multiple of `ALIGNMENT_BYTES`.
+        fresh_part: the same, where fresh memory of its size has its strides too. Those of
+            dimensions of size 1 may differ, by which kernels tell channels that come last.
     """
 
     __slots__ = (
-        *("dtype", "high", "is_contiguous", "is_special", "low", "num_bytes", "num_elements"),
-        *("offset", "part", "size", "stride"),
+        *("dtype", "fresh_part", "high", "is_contiguous", "is_special", "low", "num_bytes"),
+        *("num_elements", "offset", "part", "size", "stride"),
     )
 
     def __init__(self, key: FormKey) -> None:
@@ -47,18 +49,21 @@ class Form:
         self.low = self.offset * dtype.itemsize
         last = sum((many - 1) * step for many, step in zip(size, stride, strict=True))
         self.high = self.low + (last + 1) * dtype.itemsize if num_elements else self.low
-        self.is_contiguous = _is_contiguous(size, stride)
+        fresh = _fresh_strides(size)
+        pairs = zip(size, stride, fresh, strict=True)
+        self.is_contiguous = 0 in size or all(many == 1 or a == b for many, a, b in pairs)
         is_whole = self.is_contiguous and self.low % ALIGNMENT_BYTES == 0
         self.part: Part | None = (self.num_bytes, (size, dtype)) if is_whole else None
+        self.fresh_part = self.part if stride == fresh else None
 
 
-def _is_contiguous(size: torch.Size, stride: tuple[int, ...]) -> bool:
-    expected = 1
-    for many, step in zip(reversed(size), reversed(stride), strict=True):
-        if many != 1 and step != expected:
-            return 0 in size
-        expected *= many
-    return True
+def _fresh_strides(size: torch.Size) -> tuple[int, ...]:
+    """Return the strides of fresh memory of a size."""
+    strides, step = [], 1
+    for many in reversed(size):
+        strides.append(step)
+        step *= many
+    return tuple(reversed(strides))
 
 
 class _Forms(dict[FormKey, Form]):
@@ -124,7 +129,7 @@ class SavedTensor:
             return alias.detach() if self.is_detached else alias
         if block.released:
             target, form = block.store.target_of(block), self.form
-            if block.part is form.part and block.reload is not None:
+            if block.part is form.fresh_part and block.reload is not None:
                 return target.detach()  # it is all of the block
             is_whole = target.dtype is form.dtype and target.shape == form.size
             if is_whole and target.stride() == form.stride:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -32,6 +32,7 @@ from megatron_offload.engine.hooks import owner_of_hooks
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.random_states import RandomStates, are_captured
+from megatron_offload.engine.recipe import taken_apart
 
 T = TypeVar("T")
 
@@ -230,10 +231,10 @@ class _Source:
         is_watched = module.training in self._refusals or self._watch is not None
         if is_watched or not torch.is_grad_enabled():
             return
-        tensors = (*args, *kwargs.values(), *module.parameters())
-        devices = {x.device.type for x in tensors if isinstance(x, torch.Tensor)}
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        devices = {x.device.type for x in (*given, *module.parameters())}
         if not are_captured(devices):
-            self._watch = _Watch(module, RandomStates(devices))
+            self._watch = _Watch(module, given, RandomStates(devices))
             self._watch.__enter__()
 
     def end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -295,7 +296,9 @@ def _lasting(tensor: torch.Tensor) -> torch.Tensor:
     bring it back for that layer's backward: too late for what a later layer has saved.
     """
     is_alone = not (dist.is_available() and dist.is_initialized())
-    return tensor if is_alone or tensor.nbytes > _MOST_COPIED_BYTES else tensor.detach().clone()
+    if is_alone or tensor.nbytes > _MOST_COPIED_BYTES:
+        return tensor
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def tell(
@@ -319,10 +322,7 @@ def tell(
         return
     if kind_of(unit) not in manager.config.recompute:
         return
-    containers = [x for x in args if type(x) in (list, tuple, dict)]
-    if kwargs or (containers and any(map(torch.is_tensor, pytree.tree_leaves(containers)))):
-        args, spec = pytree.tree_flatten((args, kwargs or {}))
-        function = partial(_call, function, spec)
+    function, args = taken_apart(function, args, kwargs)
     if holds_constants:
         function = partial(_fill_in, function, tuple(map(_constant, args)))
         args = [x for x in args if _constant(x) is None]
@@ -344,17 +344,15 @@ def _argument(argument: Any) -> Any:
     return _lasting(argument) if is_parameter(argument) else argument
 
 
-def _call(function: Call, spec: Any, *leaves: Any) -> Any:
-    args, kwargs = pytree.tree_unflatten(leaves, spec)
-    return function(*args, **kwargs)
-
-
 class _Watch(TorchDispatchMode):
     """Sees whether a module's forward does what can't be done again."""
 
-    def __init__(self, module: nn.Module, random_states: RandomStates) -> None:
+    def __init__(
+        self, module: nn.Module, given: Sequence[torch.Tensor], random_states: RandomStates
+    ) -> None:
         super().__init__()
-        self._buffers = [(buffer, buffer._version) for buffer in module.buffers()]
+        self._buffers = _versions(module.buffers())
+        self._others = _versions((*given, *module.parameters()))
         self._random_states = random_states
         self._found = ""
 
@@ -374,11 +372,17 @@ class _Watch(TorchDispatchMode):
         """Return what the forward did that can't be done again; nothing where all is well."""
         if any(buffer._version != version for buffer, version in self._buffers):
             return "changes its buffers"
+        if any(tensor._version != version for tensor, version in self._others):
+            return "changes in place what it is given, or its parameters"
         if not self._found and not self._random_states.are_current():  # in a fused kernel
             return "draws random numbers; recomputable() restores their state"
         if not self._found and _is_compiled(output, inputs):
             return "is compiled, and without gradients would be compiled anew"
         return self._found
+
+
+def _versions(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+    return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
 
 
 def _is_compiled(output: Any, inputs: Sequence[Any]) -> bool:

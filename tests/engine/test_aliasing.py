@@ -47,6 +47,8 @@ def make_views():
         "bytes": base.view(torch.uint8)[3:1001],
         "non_contiguous": square[:, 10:20],
         "negative_dimension_order": square.view(4, 16, 64).permute(2, 0, 1),
+        "channels_last": base.as_strided((64, 64, 1, 1), (64, 1, 64, 64)),
+        "one_channel": base.view(4, 16, 64, 1).permute(0, 3, 1, 2),
     }
 
 

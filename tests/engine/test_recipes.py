@@ -303,6 +303,148 @@ def test_what_is_changed_after_the_commit_is_noticed(what, max_inflight_bytes):
     manager.abort()
 
 
+def test_what_needs_a_gradient_needs_it_when_it_is_made_again():
+    """A product of matrices has another kernel where the smaller of the two needs none."""
+
+    def forward(manager, x):
+        def inner(x):
+            longer = x.repeat(9, 1).flatten()[: 5 * 7 * 129].view(5, 7, 129).transpose(0, 1)
+            weight = (longer.sum(0).t() @ longer.sum(0)).cos().t()
+            y = make(manager, torch.matmul, longer, weight)
+            return y.sin().sum() * x + longer.sin().sum() + weight.sin().sum()
+
+        return in_group(manager, inner, x)
+
+    assert check(make_manager(), forward).remade_bytes > 0
+
+
+def test_what_lies_in_a_list_is_an_input_as_any_other():
+    def forward(manager, x):
+        def inner(x):
+            parts = [x.cos(), x.sin()]
+            saved = save(save(x, parts[0]), parts[1])
+            y = make(manager, lambda parts: F.dropout(torch.cat(parts), 0.3), parts)
+            parts.clear()
+            return save(y, y).sum() + saved
+
+        return in_group(manager, inner, x)
+
+    stats = check(make_manager(), forward)
+    assert stats.remade_bytes == 2 * TENSOR_BYTES
+    assert stats.offloaded_bytes > 2 * TENSOR_BYTES  # the list keeps none of them on the device
+
+
+def test_what_is_read_and_changed_before_the_commit_makes_nothing_again():
+    mean = torch.zeros(4)
+
+    def forward(manager, x):
+        def inner(x):
+            y = make(manager, lambda x, mean: x - mean.sum(), x, mean)
+            mean.add_(y.detach().mean())
+            return save(save(x, x), y)
+
+        mean.zero_()
+        return in_group(manager, inner, x)
+
+    manager = make_manager(min_tensor_bytes=64)
+    assert refusals(manager, forward).keys() == {"something that it reads was changed in place"}
+
+
+def test_what_is_made_of_what_was_changed_is_not_made_of_what_was_made_first():
+    def forward(manager, x):
+        def inner(x):
+            y = make(manager, torch.cos, save(x, x)).mul_(2)
+            z = make(manager, lambda y: y * 3.0, y)  # of y as it is now, and nobody saves that
+            return save(z, z)
+
+        return in_group(manager, inner, x)
+
+    assert refusals(make_manager(), forward).keys() == {"an input is not saved"}
+
+
+def test_what_is_made_on_the_way_may_be_changed_behind_the_commit():
+    """Autograd has not saved it, so to change it is allowed."""
+
+    def forward(manager, x):
+        def inner(x):
+            y = make(manager, torch.cos, save(x, x))
+            z = make(manager, lambda y: y * 2.0, y)
+            return y, save(z, z)
+
+        if manager:
+            x = start_group(manager, x, "group")
+        with manager or nullcontext():
+            y, z = inner(x)
+        if manager:
+            z = commit_group(manager, z, "group")
+        return z + y.mul_(3.0)
+
+    assert check(make_manager(), forward).remade_bytes == TENSOR_BYTES
+
+
+class Rotate(torch.autograd.Function):
+    """As Liger's: a kernel writes in place, which nobody is told of."""
+
+    @staticmethod
+    def forward(ctx, q, k):
+        for x in (q, k):
+            x.data.mul_(1.5)
+        return q.transpose(0, 1).transpose(0, 1), k.transpose(0, 1).transpose(0, 1)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return tuple(grad * 1.5 for grad in grads)
+
+
+@pytest.mark.parametrize("then", ["saved", "made of"])
+def test_what_a_kernel_has_written_to_unseen_is_not_made_again(then):
+    def forward(manager, x):
+        def inner(x):
+            norms = [make(manager, lambda x: F.layer_norm(x, (WIDTH,)), save(x, x)) for _ in "qk"]
+            q, k = (x.t() for x in Rotate.apply(*norms))
+            if then == "saved":
+                return q * k
+            return (make(manager, lambda q: q * 2.0, q).sin() + make(manager, torch.neg, k)).sin()
+
+        return in_group(manager, inner, x)
+
+    assert check(make_manager(), forward).remade_bytes == 0
+
+
+class Norm(torch.autograd.Function):
+    """Returns a view of what it has made, as Liger's does."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return F.layer_norm(x.view(-1, WIDTH), (WIDTH,)).view(x.shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0].cos()
+
+
+def test_a_function_of_the_program_may_return_a_view_of_what_it_makes():
+    def forward(manager, x):
+        def inner(x):
+            y = make(manager, Norm.apply, x)
+            return save(y, y) + y.t().sin().t() * y
+
+        return in_group(manager, inner, x)
+
+    assert check(make_manager(), forward).remade_bytes == TENSOR_BYTES
+
+
+def test_what_vmap_has_wrapped_is_saved_as_ever():
+    def forward(manager, x):
+        def norm(row):
+            return make(manager, lambda row: F.layer_norm(row, (WIDTH,)), row)
+
+        return in_group(manager, lambda x: torch.vmap(norm)(save(x, x)).sin(), x)
+
+    assert check(make_manager(), forward).remade_bytes == 0
+
+
 def test_recipes_in_a_row_are_followed_three_deep():
     """Each saves its input. The fourth can't be made of nothing but recipes, so it is moved."""
 

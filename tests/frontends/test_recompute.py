@@ -249,6 +249,11 @@ class Summing(nn.Module):
         return y * x
 
 
+class Adding(nn.Module):
+    def forward(self, x):
+        return x.add_(1).cos()
+
+
 class DroppingLayerNorm(nn.LayerNorm):
     def forward(self, x):
         return F.dropout(super().forward(x), 0.3)
@@ -276,6 +281,7 @@ REFUSED = {
     "a pattern with dropout": ("1*", "draws random numbers", lambda: nn.Dropout(0.5)),
     "a pattern with buffers": ("1*", "changes its buffers", Counting),
     "a pattern with a sum": ("1*", "communicates", Summing),
+    "a pattern with a change": ("1*", "changes in place what it is given", Adding),
     "a norm with dropout": ("norm", "draws random numbers", lambda: DroppingLayerNorm(WIDTH)),
     "a fused norm": ("norm", "draws random numbers", lambda: FusedRMSNorm(WIDTH)),
     "a patched norm": ("norm", "draws random numbers", patched_norm),
@@ -305,6 +311,46 @@ def test_what_cannot_be_done_again_moves_and_says_why(kind, caplog, tmp_path):
         assert "no module here matches 'nothing.*'" in caplog.text
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_small_weights_of_a_job_of_several_give_the_same_product(tmp_path):
+    """They are copied; by what needs a gradient a product of matrices chooses its kernel."""
+
+    class Transposed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(129), nn.Linear(129, 16), nn.Linear(16, 3)
+
+        def forward(self, x):
+            return self.down(self.up(self.norm(x).transpose(0, 1)))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(129, 129), Transposed())
+    x = torch.randn(5, 7, 129)
+    expected = train(model, inputs=x)
+    store = f"file://{tmp_path}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        manager = make_manager(recompute=("norm", "*.up"))
+        with offload_modules(model, ["*"], manager=manager), manager.step():
+            assert_same(expected, train(model, inputs=x))
+        assert units_of(manager.last_profile) == {"*.up"}
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_list_that_is_changed_afterwards_counts_as_it_was():
+    class Repeating(nn.Module):
+        def forward(self, x):
+            sizes = [2, 1]
+            y = x.sin().repeat(sizes)
+            sizes[0] = 3
+            return y.square()
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Repeating(), nn.Linear(WIDTH, 3))
+    expected = train(model)
+    offload = around(model, ("pointwise", "layout"), knows_model=False)
+    assert_same(expected, train(model, offload))
 
 
 def test_a_forward_that_raises_is_no_proof_of_the_next():
@@ -387,6 +433,35 @@ def test_mixed_precision_is_made_again_under_the_same_autocast():
                 assert_same(expected, train(model, offload))
                 assert offload.end_step()
         assert remade_bytes(offload.manager) > 0
+
+
+@pytest.mark.parametrize("units", [(), ("norm", "mlp_act")], ids=["moved", "made again"])
+def test_channels_that_come_last_do_so_where_an_image_is_one_pixel(units):
+    """Strides of dimensions of size 1 tell kernels that, and their sums have another order."""
+    torch.manual_seed(0)
+    parts = [nn.Conv2d(4, 32, 3), nn.AdaptiveAvgPool2d(1), nn.GroupNorm(4, 32), nn.SiLU()]
+    model = nn.Sequential(*parts, nn.Conv2d(32, 3, 1))
+    images = torch.randn(8, 4, 6, 6).to(memory_format=torch.channels_last)
+    expected = train(model, inputs=images)
+    offload = around(model, units, knows_model=False)
+    for _ in range(2):
+        assert_same(expected, train(model, offload, images))
+        assert offload.end_step()
+    assert (remade_bytes(offload.manager) > 0) is bool(units)
+
+
+def test_what_a_norm_cannot_be_made_again_of_its_last_function_can():
+    """In bfloat16 such a norm saves a copy of its input, and not that."""
+    model = make_model().bfloat16()
+    expected = train(model, inputs=make_inputs().bfloat16())
+    remade = []
+    for knows_model in (False, True):
+        offload = around(model, "auto", knows_model=knows_model)
+        for _ in range(2):
+            assert_same(expected, train(model, offload, make_inputs().bfloat16()))
+            assert offload.end_step()
+        remade.append(remade_bytes(offload.manager))
+    assert remade[0] == remade[1] > 0
 
 
 def test_functions_of_a_program_in_plain_pytorch():
