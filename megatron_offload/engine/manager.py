@@ -672,7 +672,9 @@ class PipelineOffloadManager:
 
     @guarded
     def leave_backward(self, group: OffloadGroup, grad: object = None) -> None:
-        """Backward has left a group."""
+        """Backward has left a group, unless it came from inside its forward and will come again."""
+        if group.state is GroupState.RECORDING and group not in self._delayed:
+            return
         for observer in self.observers:
             observer.backward_leaves(group)
         self.decisions.leave_backward(group)
