@@ -16,6 +16,7 @@ from torch import nn
 
 from megatron_offload import OffloadConfig
 from megatron_offload.core.group import GroupState
+from megatron_offload.engine import manager as manager_file
 from megatron_offload.engine.hooks import owner_of_hooks
 from megatron_offload.errors import (
     ConfigError,
@@ -160,6 +161,34 @@ def test_an_evaluation_and_a_dropped_graph_change_nothing():
             dropped = zoo.loss_of(model, inputs(torch.Generator().manual_seed(9)))
         del dropped
         zoo.assert_exact("transformer", offload, steps=1)
+
+
+@pytest.mark.parametrize("has_backward", [True, False])
+def test_a_graph_that_is_kept_for_good_does_not_keep_the_step_from_ending(
+    monkeypatch, has_backward
+):
+    monkeypatch.setattr(manager_file, "_MOST_CHUNKS", 6)
+    offload = make_offload(**TIGHT)
+    model, inputs = zoo.make("views")
+    x = inputs(torch.Generator().manual_seed(9))
+
+    def step(context):
+        with context:
+            loss = zoo.loss_of(model, x)
+        return torch.autograd.grad(loss, list(model.parameters())) if has_backward else [loss]
+
+    expected = step(contextlib.nullcontext())
+    with offload:
+        kept = zoo.loss_of(model, x)
+    for _ in range(20):
+        assert_same(expected, step(offload))
+    assert len(offload.manager._entered) == 1
+    if has_backward:
+        assert offload.manager.step_number > 10
+        assert_same(expected, torch.autograd.grad(kept, list(model.parameters())))
+    del kept
+    offload.end_step()
+    assert_nothing_left(offload.manager)
 
 
 def fail(*_):
