@@ -14,7 +14,7 @@ import zoo
 from programs import KIB, TWO_TIMINGS, assert_nothing_left, assert_same, make_config, make_manager
 from torch import nn
 
-from megatron_offload import OffloadConfig
+from megatron_offload import OffloadConfig, offload_modules
 from megatron_offload.core.group import GroupState
 from megatron_offload.engine import manager as manager_file
 from megatron_offload.engine.hooks import owner_of_hooks
@@ -189,6 +189,45 @@ def test_a_graph_that_is_kept_for_good_does_not_keep_the_step_from_ending(
     del kept
     offload.end_step()
     assert_nothing_left(offload.manager)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"checking": True}, {"retained_device_bytes": KIB}], ids=str
+)
+def test_a_default_device_is_the_program_s_own_affair(settings):
+    model, x = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 3)), torch.randn(8, 32)
+    expected = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+    with torch.device("meta"):
+        offload = make_offload(max_inflight_bytes=0, prefetch_bytes=0, **settings)
+        for _ in range(3):
+            with offload:
+                loss = model(x).square().mean()
+            assert_same(expected, torch.autograd.grad(loss, list(model.parameters())))
+    del loss
+    offload.end_step()
+    assert offload.last_step.reloaded_bytes > 0
+
+
+@pytest.mark.parametrize("is_marked", [False, True])
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_a_model_may_get_its_parameters_in_its_first_forward(is_marked):
+    lazy = nn.LazyLinear(16), nn.LazyBatchNorm1d(), nn.LazyLinear(3)
+    model, x = nn.Sequential(nn.Linear(32, 64), *lazy), torch.randn(8, 32)
+    manager = make_manager()
+    if is_marked:
+        offload_modules(model, ["*"], manager=manager)
+    else:
+        offload = get_act_offloading_ctx_manager(model, warn_if_no_head=False, manager=manager)
+    for _ in range(2):
+        model.zero_grad()
+        with manager.step() if is_marked else offload:
+            loss = model(x).square().mean()
+            loss.backward()
+    assert manager.last_step.offloaded_bytes > 0
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model(x).square().mean().backward()
+    assert_same(expected, [p.grad for p in model.parameters()])
 
 
 def fail(*_):
