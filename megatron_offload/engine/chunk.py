@@ -119,9 +119,10 @@ class ChunkOffloadHandler:
         record = SavedTensor(tensor, group.name)
         if type(tensor) is not torch.Tensor:  # most often a parameter
             return record
-        marks = tensor.__dict__
-        if (marks or tensor._base is not None) and not may_be_activation(tensor):
+        marks, base = tensor.__dict__, tensor._base
+        if (marks or base is not None) and not may_be_activation(tensor):
             return record
+        record.base = id(base)
         stream = transfers.backend.compute_stream()
         if group.unsettled is not self or stream is not self._saves_on:
             self.settle()
@@ -180,11 +181,10 @@ class ChunkOffloadHandler:
             block = None if found is None else found()
             if block is not None and block.storage_key == storage_key:
                 is_before_copy = block.is_before_copy
-                is_inside = block.covers(form.low, form.high)
-                if is_before_copy or (is_inside and block.version == record.version):
+                if is_before_copy or block.has(record):
                     record.block = block
                     if is_before_copy:
-                        block.add(alias, form.low, form.high)
+                        block.add(record)
                         block.ready = None  # told of one of them only, maybe
                     elif block.released:
                         transfers.sources.empty(alias)
@@ -202,9 +202,8 @@ class ChunkOffloadHandler:
                     if high <= storage_bytes <= 2 * (high - form.low):
                         low, high = 0, storage_bytes  # its like may be in between: q, k, v
                 part = high - low, None
-            name, version = record.group_name, record.version
             record.block = block = Block(
-                transfers, group, name, stream, storage_key, version, alias, low, high, part
+                transfers, group, record, stream, storage_key, low, high, part
             )
             blocks[storage_key] = reference = weakref.ref(block)
             references.append(reference)

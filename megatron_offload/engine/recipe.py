@@ -56,6 +56,7 @@ class Input(SavedTensor):
         self.form = FORMS[tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype]
         if not self.is_detached:
             self.alias, self.is_detached = self.alias.detach(), True
+        self.base = id(tensor._base)
         self._blocks: Mapping[int, BlockRef] | None = blocks
         storage = tensor.untyped_storage()
         self.storage_key: int = storage._cdata
@@ -81,7 +82,7 @@ class Input(SavedTensor):
             self.block = None
             self.recipe = self.recipe.copy()  # whoever saves the input may still take that itself
             return self.recipe.bind_inputs()
-        if block.flight is not None and block.version != self.version:
+        if block.flight is not None and not block.has(self):
             return "an input was changed in place"
         if block.recipe is not None and block.recipe.depth >= depth:
             return f"more than {_MOST_IN_A_ROW} recipes in a row"

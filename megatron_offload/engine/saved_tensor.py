@@ -94,13 +94,17 @@ class SavedTensor:
     Attributes:
         alias: the tensor: a leaf itself, as autograd keeps it, else detached, because holding a
             node's own output from that node would be a cycle.
+        base: the identity of what it is a view of: views of one tensor have one version counter.
         block: where its bytes are; None while it stays as it is.
         form: what to come back as; noted before it has a block.
     """
 
+    base: int
     form: Form
 
-    __slots__ = ("__weakref__", "alias", "block", "form", "group_name", "is_detached", "version")
+    __slots__ = (
+        *("__weakref__", "alias", "base", "block", "form", "group_name", "is_detached", "version"),
+    )
 
     def __init__(self, tensor: torch.Tensor, group_name: str) -> None:
         self.version: int = tensor._version
