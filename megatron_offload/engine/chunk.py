@@ -221,7 +221,7 @@ class ChunkOffloadHandler:
     ) -> None:
         """Note how a tensor was made: whoever saves it need not keep its bytes."""
         is_plain = type(output) is torch.Tensor and self.transfers.backend.owns(output)
-        if not is_plain or self.is_small(output):
+        if not is_plain or self.is_small(output) or output.is_inference():  # nothing saves that
             return
         key = output.untyped_storage()._cdata
         refusal, depth = "", 1
@@ -230,7 +230,9 @@ class ChunkOffloadHandler:
         for given in inputs:
             part = given
             is_tensor = isinstance(given, torch.Tensor)
-            if is_tensor and is_parameter(given):
+            if is_tensor and given.is_inference():
+                part, refusal = None, "an input is of inference mode"  # which counts no versions
+            elif is_tensor and is_parameter(given):
                 constants.append(given)
             elif type(given) is torch.Tensor and (given.is_conj() or given.is_neg()):
                 part, refusal = None, "an input is conjugated or negated lazily"  # no form says it
