@@ -208,6 +208,30 @@ def test_a_default_device_is_the_program_s_own_affair(settings):
     assert offload.last_step.reloaded_bytes > 0
 
 
+def test_what_comes_back_during_an_evaluation_is_no_tensor_of_inference_mode():
+    offload = make_offload(max_inflight_bytes=0, prefetch_bytes=4 * KIB, recompute=())
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)))
+    x = torch.randn(8, 32, requires_grad=True)
+
+    def step(context):
+        losses = []
+        for _ in range(2):
+            with context:
+                losses.append(model(x).square().mean())
+        (grad,) = torch.autograd.grad(losses.pop(), x)
+        with torch.inference_mode(), context:  # where groups are left, and others come back
+            model(x)
+        (other,) = torch.autograd.grad(losses.pop(), x, create_graph=True)
+        other.square().sum().backward()
+        return [grad, other.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    for _ in range(3):
+        model.zero_grad()
+        expected = step(contextlib.nullcontext())
+        model.zero_grad()
+        assert_same(expected, step(offload))
+
+
 @pytest.mark.parametrize("is_marked", [False, True])
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_a_model_may_get_its_parameters_in_its_first_forward(is_marked):
