@@ -41,7 +41,8 @@ SOURCES: MutableMapping[torch.Tensor, weakref.ref[torch.Tensor]] = WeakIdKeyDict
 needed. Not an attribute of it, with which it couldn't be pickled."""
 
 
-_NO_BASE = id(None)
+NO_BASE = id(None)
+"""`Record.base` of what is no view."""
 
 
 class Form(Protocol):
@@ -227,7 +228,7 @@ class Block:
         if self.version != record.version or not self.covers(form.low, form.high):
             return False
         is_saved = known.is_contiguous and known.low <= form.low and form.high <= known.high
-        return is_saved or form is known or (record.base == self.base != _NO_BASE)
+        return is_saved or form is known or (record.base == self.base != NO_BASE)
 
     def add(self, record: Record) -> None:
         """Make room for one more record of the storage; only before the copy is issued."""
@@ -240,7 +241,7 @@ class Block:
         if form.is_contiguous and form.low <= known.low and known.high <= form.high:
             self.form, self.version, self.base = form, record.version, record.base
         elif record.base != self.base:
-            self.base = _NO_BASE
+            self.base = NO_BASE
 
     @graph_break
     def __del__(self) -> None:
