@@ -206,7 +206,7 @@ class CudaBackend(Backend):
         if self.is_capturing():
             raise RuntimeError("a CUDA graph is captured")
         if not self._pin_memory:
-            return torch.empty(num_bytes, dtype=torch.uint8)
+            return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         with running_on(self._near_cpus):  # registering is what touches the pages first
             pages = _PinnedPages(num_bytes)
         return torch.frombuffer(pages, dtype=torch.uint8)[:num_bytes]

@@ -282,7 +282,7 @@ class SimulatedBackend(Backend):
         return stream.time_us
 
     def empty_device(self, num_bytes: int) -> torch.Tensor:
-        return self._fresh(torch.empty(num_bytes, dtype=torch.uint8))
+        return self._fresh(torch.empty(num_bytes, dtype=torch.uint8, device="cpu"))
 
     def empty_device_like(self, host: torch.Tensor) -> torch.Tensor:
         region = torch.empty_like(host)
@@ -299,7 +299,7 @@ class SimulatedBackend(Backend):
         return region
 
     def empty_host(self, num_bytes: int) -> torch.Tensor:
-        region = torch.empty(num_bytes, dtype=torch.uint8)
+        region = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         if self._poison:
             region.fill_(_POISON)
         if self._check and num_bytes > 0:

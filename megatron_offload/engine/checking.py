@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from megatron_offload.core.group import GroupState
-from megatron_offload.engine.group import Block, OffloadGroup
+from megatron_offload.engine.group import NO_BASE, Block, OffloadGroup
 from megatron_offload.engine.observer import Observer
 from megatron_offload.errors import CorruptionError
 from megatron_offload.memory.tensor_pool import span_bytes
@@ -32,9 +32,16 @@ class Checker(Observer):
         self._left: WeakKeyDictionary[Block, tuple[_Parts, torch.Tensor]] = WeakKeyDictionary()
 
     def block_leaves(self, block: Block, source: torch.Tensor) -> None:
-        """Sum the parts that hold saved tensors: what lies between them may change any time."""
+        """Sum the parts that hold saved tensors: what lies between them may change any time.
+
+        So may the rest of a row, where a part of it is no view: it has a version of its own.
+        """
         parts: _Parts = []
-        aliases = (block.alias, *block.others)
+        aliases = [
+            alias
+            for alias in (block.alias, *block.others)
+            if block.base != NO_BASE or span_bytes(alias) <= alias.nbytes
+        ]
         spans = ((int(x.storage_offset()) * x.itemsize, span_bytes(x)) for x in aliases)
         for start, size in sorted(spans):
             low = max(start, block.low) - block.low

@@ -137,6 +137,7 @@ class ChunkOffloadHandler:
         marks, base = tensor.__dict__, tensor._base
         if (marks or base is not None) and not may_be_activation(tensor):
             return record
+        record.base = id(base)
         if base is not None and id(base) in self._made:
             self._refuse_what_is_written(tensor, base)
         stream = transfers.backend.compute_stream()
@@ -212,11 +213,10 @@ class ChunkOffloadHandler:
             block = None if found is None else found()
             if block is not None and block.storage_key == storage_key:
                 is_before_copy = block.is_before_copy
-                is_inside = block.covers(form.low, form.high)
-                if is_before_copy or (is_inside and block.version == record.version):
+                if is_before_copy or block.has(record):
                     record.block = block
                     if is_before_copy:
-                        block.add(alias, form.low, form.high)
+                        block.add(record)
                         block.ready = None  # told of one of them only, maybe
                     elif block.released:
                         transfers.sources.empty(alias)
@@ -234,9 +234,8 @@ class ChunkOffloadHandler:
                     if high <= storage_bytes <= 2 * (high - form.low):
                         low, high = 0, storage_bytes  # its like may be in between: q, k, v
                 part = high - low, None
-            name, version = record.group_name, record.version
             record.block = block = Block(
-                transfers, group, name, stream, storage_key, version, alias, low, high, part
+                transfers, group, record, stream, storage_key, low, high, part
             )
             blocks[storage_key] = reference = weakref.ref(block)
             references.append(reference)
@@ -256,6 +255,8 @@ class ChunkOffloadHandler:
         is_plain = type(output) is torch.Tensor and self.transfers.backend.owns(output)
         if not is_plain or self.is_small(output) or is_functorch_wrapped_tensor(output):
             return
+        if output.is_inference():  # nothing saves that
+            return
         base = output._base
         self._made[id(output if base is None else base)] = 0 if base is None else id(output.grad_fn)
         key = output.untyped_storage()._cdata
@@ -265,7 +266,9 @@ class ChunkOffloadHandler:
         for given in inputs:
             part = given
             is_tensor = isinstance(given, torch.Tensor)
-            if is_tensor and is_parameter(given):
+            if is_tensor and given.is_inference():
+                part, refusal = None, "an input is of inference mode"  # which counts no versions
+            elif is_tensor and is_parameter(given):
                 constants.append(given)
             elif type(given) is torch.Tensor and (given.is_conj() or given.is_neg()):
                 part, refusal = None, "an input is conjugated or negated lazily"  # no form says it

@@ -41,6 +41,31 @@ SOURCES: MutableMapping[torch.Tensor, weakref.ref[torch.Tensor]] = WeakIdKeyDict
 needed. Not an attribute of it, with which it couldn't be pickled."""
 
 
+NO_BASE = id(None)
+"""`Record.base` of what is no view."""
+
+
+class Form(Protocol):
+    """What a strided tensor is within its storage."""
+
+    low: int
+    high: int
+    is_contiguous: bool
+
+
+class Record(Protocol):
+    """What stands for a saved tensor."""
+
+    alias: torch.Tensor
+    base: int
+    group_name: str
+    version: int
+
+    @property
+    def form(self) -> Form:
+        """What it is within its storage."""
+
+
 class Store(Protocol):
     """What has the bytes of blocks, and takes them back."""
 
@@ -103,9 +128,11 @@ class Block:
             is issued.
         part: what it takes of host memory, shown as the tensor where one contiguous tensor is all
             of the region.
+        form, base: of the record that tells most of its bytes, as ``version``: the first, or a
+            contiguous one around that.
         alias, others: one detached alias per record, sharing storage and version counter with the
             tensor that was saved. Emptying them is what releases the source.
-        version: version counter of the source when it was first saved.
+        version: version counter of the source when that was saved.
         ready: the event behind its producer, where the program has told.
         stays: whether it was chosen to stay on the device.
         mover: the group that moves it, or would: the last to be committed with it on the device.
@@ -144,21 +171,21 @@ class Block:
         self,
         store: Store,
         group: OffloadGroup,
-        name: str,
+        record: Record,
         stream: Stream,
         storage_key: int,
-        version: int,
-        alias: torch.Tensor,
         low: int,
         high: int,
         part: Part,
     ) -> None:
         self.group = self.mover = group
-        self.name = name
+        self.name = record.group_name
         self.stream = stream
         self.storage_key = storage_key
-        self.version = version
-        self.alias = alias
+        self.version = record.version
+        self.alias = record.alias
+        self.form = record.form
+        self.base = record.base
         self.low = low
         self.high = high
         self.num_bytes = part[0]
@@ -190,13 +217,31 @@ class Block:
         """Whether the byte range lies inside the region."""
         return self.low <= low and high <= self.high
 
-    def add(self, alias: torch.Tensor, low: int, high: int) -> None:
-        """Make room for one more alias of the storage; only before the copy is issued."""
-        self.low = min(self.low, low - low % ALIGNMENT_BYTES)
-        self.high = max(self.high, high)
+    def has(self, record: Record) -> bool:
+        """Whether what was copied are the bytes of a record that was saved after that.
+
+        Between the rows of a view, and between two views, lie bytes that may have been written
+        since. Equal versions say that they were not if all are views of one tensor: parts of a
+        storage may have counters of their own (``unsafe_chunk``, in cells of recurrent networks).
+        """
+        form, known = record.form, self.form
+        if self.version != record.version or not self.covers(form.low, form.high):
+            return False
+        is_saved = known.is_contiguous and known.low <= form.low and form.high <= known.high
+        return is_saved or form is known or (record.base == self.base != NO_BASE)
+
+    def add(self, record: Record) -> None:
+        """Make room for one more record of the storage; only before the copy is issued."""
+        form, known = record.form, self.form
+        self.low = min(self.low, form.low - form.low % ALIGNMENT_BYTES)
+        self.high = max(self.high, form.high)
         self.num_bytes = self.high - self.low
         self.part = self.num_bytes, None
-        self.others += (alias,)
+        self.others += (record.alias,)
+        if form.is_contiguous and form.low <= known.low and known.high <= form.high:
+            self.form, self.version, self.base = form, record.version, record.base
+        elif record.base != self.base:
+            self.base = NO_BASE
 
     @graph_break
     def __del__(self) -> None:

@@ -53,7 +53,8 @@ T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
 _MOST_CHUNKS = 1024
-"""A step of more chunks than this ends by itself as soon as all its graphs are gone."""
+"""A step of more chunks than this ends by itself as soon as the last one's graph is gone: one that
+something keeps alive for good would else let it grow for ever."""
 
 _LOOK_EVERY = 64
 """One step in so many is recorded whole, also what stays: the program may change."""
@@ -68,7 +69,8 @@ _WHOSE_CHUNK = (
 )
 _NO_END = (
     "%d forwards and no end of a step, so nothing was learned from them: take each training step "
-    "inside `with manager.step():`, or call reset() after it. This is said once"
+    "inside `with manager.step():`, or call reset() after it; where a context finds steps itself, "
+    "let go of losses that no backward has used up. This is said once"
 )
 _NO_COMMIT = (
     "nothing moves of groups that are started and never committed, as %s in this step: give "
@@ -354,7 +356,12 @@ class PipelineOffloadManager:
             self.host_pool.forget_events()  # of steps before; whoever captures has waited for them
             self.tensor_pool.clear()
         is_unused = bool(step.committed) and not step.backward_order
-        if (is_unused or len(self._entered) >= _MOST_CHUNKS) and step.is_idle():
+        is_long = len(self._entered) >= _MOST_CHUNKS
+        if is_long:
+            is_over = not any(group.blocks() for group in self._entered[-1].groups)
+        else:
+            is_over = is_unused and step.is_idle()
+        if is_over:
             if not is_unused:
                 self._say_once(_NO_END, len(self._entered))
                 self._last_step = step.finish(names_leaks=False)
@@ -679,7 +686,9 @@ class PipelineOffloadManager:
 
     @guarded
     def leave_backward(self, group: OffloadGroup, grad: object = None) -> None:
-        """Backward has left a group."""
+        """Backward has left a group, unless it came from inside its forward and will come again."""
+        if group.state is GroupState.RECORDING and group not in self._delayed:
+            return
         for observer in self.observers:
             observer.backward_leaves(group)
         self.decisions.leave_backward(group)

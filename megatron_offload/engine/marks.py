@@ -11,6 +11,7 @@ from collections.abc import Container
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 
 from megatron_offload.backends.base import Backend
 
@@ -100,7 +101,7 @@ class Marks:
 
     def add(self, tensor: torch.Tensor) -> None:
         """Mark a tensor, and all that shares its storage."""
-        if is_parameter(tensor):
+        if is_parameter(tensor) or is_lazy(tensor):
             self._parameters[id(tensor)] = tensor
             self._is_old = True
             return
@@ -118,7 +119,8 @@ class Marks:
             for storages in (self._storages, _everywhere):  # some of which may have gone
                 for key in [key for key, ref in list(storages.items()) if ref.expired()]:
                     storages.pop(key, None)
-            found = {parameter.untyped_storage()._cdata for parameter in self._parameters.values()}
+            known = [one for one in self._parameters.values() if not is_lazy(one)]  # without memory
+            found = {parameter.untyped_storage()._cdata for parameter in known}
             self._staying, self._is_old = found.union(self._storages), False
         return self._staying, _everywhere
 

@@ -108,6 +108,7 @@ class Input(SavedTensor):
         self.form = FORMS[tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype]
         if not self.is_detached:
             self.alias, self.is_detached = self.alias.detach(), True
+        self.base = id(tensor._base)
         self._requires_grad = tensor.requires_grad
         self._blocks: Mapping[int, BlockRef] | None = blocks
         storage = tensor.untyped_storage()
@@ -134,7 +135,7 @@ class Input(SavedTensor):
             self.block = None
             self.recipe = self.recipe.copy()  # whoever saves the input may still take that itself
             return self.recipe.bind_inputs()
-        if not block.is_before_copy and block.version != self.version:
+        if not block.is_before_copy and not block.has(self):
             return "an input was changed in place"
         if block.recipe is not None and block.recipe.depth >= depth:
             return f"more than {_MOST_IN_A_ROW} recipes in a row"

@@ -78,6 +78,14 @@ FORMS = _Forms()
 """All that were asked for lately."""
 
 
+def changed_in_place(what: str, version: int, expected: int) -> InPlaceModificationError:
+    """Return the error of a saved tensor that has changed, as torch words it."""
+    return InPlaceModificationError(
+        "one of the variables needed for gradient computation has been modified by an "
+        f"inplace operation: {what} is at version {version}; expected version {expected} instead"
+    )
+
+
 class SavedTensor:
     """The record that stands for one saved tensor in the autograd graph.
 
@@ -91,13 +99,17 @@ class SavedTensor:
     Attributes:
         alias: the tensor: a leaf itself, as autograd keeps it, else detached, because holding a
             node's own output from that node would be a cycle.
+        base: the identity of what it is a view of: views of one tensor have one version counter.
         block: where its bytes are; None while it stays as it is.
         form: what to come back as; noted before it has a block.
     """
 
+    base: int
     form: Form
 
-    __slots__ = ("__weakref__", "alias", "block", "form", "group_name", "is_detached", "version")
+    __slots__ = (
+        *("__weakref__", "alias", "base", "block", "form", "group_name", "is_detached", "version"),
+    )
 
     def __init__(self, tensor: torch.Tensor, group_name: str) -> None:
         self.version: int = tensor._version
@@ -143,11 +155,7 @@ class SavedTensor:
         """Raise `InPlaceModificationError` where the tensor was changed since it was saved."""
         version = self.alias._version
         if version != self.version:
-            raise InPlaceModificationError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: a tensor {self._description()} is at version {version}; "
-                f"expected version {self.version} instead"
-            )
+            raise changed_in_place(f"a tensor {self._description()}", version, self.version)
 
     def view_in(self, memory: torch.Tensor, low: int) -> torch.Tensor:
         """Return the tensor in memory that begins with byte ``low`` of what was its storage."""

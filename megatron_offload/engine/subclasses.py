@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_offload.engine.saved_tensor import SavedTensor
+from megatron_offload.engine.saved_tensor import SavedTensor, changed_in_place
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
@@ -44,13 +44,32 @@ def _is_size_of(tensor: torch.Tensor, part: torch.Tensor) -> bool:
     return tensor.is_nested and not part.is_floating_point()
 
 
+def _hollow(tensor: torch.Tensor, names: list[str]) -> torch.Tensor | None:
+    """Return an alias of a wrapper without its parts, for its version counter; None if none can be.
+
+    What changes a wrapper in place counts on the wrapper alone, not on its parts.
+    """
+    try:
+        alias = tensor.detach()
+        for name in names:
+            if isinstance(getattr(alias, name), torch.Tensor):
+                setattr(alias, name, None)
+    except (AttributeError, TypeError, RuntimeError):  # NotImplementedError is one of the last
+        return None
+    return alias
+
+
 class SavedWrapper:
     """The record that stands for a saved wrapper in the autograd graph; ``pack`` records a part."""
 
-    __slots__ = ("_context", "_kind", "_others", "_parts", "_size", "_stride")
+    __slots__ = (
+        *("_alias", "_context", "_kind", "_others", "_parts", "_size", "_stride", "_version"),
+    )
 
     def __init__(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Any]) -> None:
         names, self._context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        self._version = tensor._version
+        self._alias = _hollow(tensor, names)
         self._kind: Any = type(tensor)
         self._size = tensor.size()
         self._stride = tensor.stride()
@@ -67,8 +86,11 @@ class SavedWrapper:
         """Return a wrapper like the one that was saved, around the parts.
 
         Raises:
-            InPlaceModificationError: a part was changed in place since it was saved.
+            InPlaceModificationError: it or a part was changed in place since it was saved.
         """
+        if self._alias is not None and self._alias._version != self._version:
+            what = f"a {self._kind.__name__} of shape {list(self._size)}"
+            raise changed_in_place(what, self._alias._version, self._version)
         parts = self._others | {name: part.unpack() for name, part in self._parts.items()}
         tensor: torch.Tensor = self._kind.__tensor_unflatten__(
             parts, self._context, self._size, self._stride

@@ -310,6 +310,9 @@ class Transfers:
         self, hosts: Sequence[torch.Tensor], *, may_fail: bool
     ) -> tuple[list[torch.Tensor], list[Event]] | None:
         """Allocate what host tensors come back to; None where that may fail and does."""
+        if torch.is_inference_mode_enabled():  # an evaluation between forward and backward
+            with torch.inference_mode(False):
+                return self._lend_targets(hosts, may_fail=may_fail)
         try:
             return self.tensor_pool.allocate(hosts)
         except torch.OutOfMemoryError:

@@ -173,7 +173,7 @@ class ChunkOffloadHandler:
         elif pin_memory and source.nbytes:
             copy = backend.empty_host(source.nbytes).view(source.dtype).view(source.shape)
         else:
-            copy = torch.empty(source.shape, dtype=source.dtype)
+            copy = torch.empty(source.shape, dtype=source.dtype, device="cpu")
         backend.wait_compute(backend.d2h_stream, Wait.W1)
         done = backend.copy([(copy, source)], backend.d2h_stream, "offload")
         backend.wait(backend.compute_stream(), done, Wait.W2)

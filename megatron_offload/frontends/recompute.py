@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import FrameType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -355,6 +357,12 @@ class _Watch(TorchDispatchMode):
         self._others = _versions((*given, *module.parameters()))
         self._random_states = random_states
         self._found = ""
+        self._known: dict[int, Any] = {}
+        """What it is given, has, or has made, by its memory: alive, so that none gets another's."""
+        self._know((given, *module.parameters(), *module.buffers()))
+
+    def _know(self, tree: Any) -> None:
+        self._known |= {memory: part for part, memory in _memory_in(tree)}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -366,7 +374,13 @@ class _Watch(TorchDispatchMode):
             self._found = f"communicates ({func})"
         elif torch.Tag.nondeterministic_seeded in func.tags:
             self._found = f"draws random numbers ({func}); recomputable() restores their state"
-        return func(*args, **(kwargs or {}))
+        elif func is not torch.ops.aten.lift_fresh.default:  # of a constant that is new
+            is_known = all(memory in self._known for _, memory in _memory_in((args, kwargs)))
+            if not is_known and not _is_in_engine():
+                self._found = f"reads a tensor that is no argument, parameter or buffer ({func})"
+        output = func(*args, **(kwargs or {}))
+        self._know(output)
+        return output
 
     def because(self, output: Any, inputs: Sequence[Any]) -> str:
         """Return what the forward did that can't be done again; nothing where all is well."""
@@ -383,6 +397,25 @@ class _Watch(TorchDispatchMode):
 
 def _versions(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
     return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+
+
+def _is_in_engine() -> bool:
+    """Whether a call is the engine's, in a hook or a finalizer, and not that of a module."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
+        if frame.f_globals.get("__name__", "").startswith("megatron_offload.engine."):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _memory_in(tree: Any) -> Iterator[tuple[torch.Tensor, int]]:
+    """Return the tensors in a tree, each with what tells whose memory it has."""
+    for part in pytree.tree_leaves(tree):
+        if type(part) in (torch.Tensor, nn.Parameter) and part.layout is torch.strided:
+            yield part, part.untyped_storage()._cdata
+        elif isinstance(part, torch.Tensor):
+            yield part, id(part)
 
 
 def _is_compiled(output: Any, inputs: Sequence[Any]) -> bool:

@@ -218,7 +218,7 @@ class HostTensorPool(GPUTensorPool):
     def _make(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         num_bytes = self._calculate_memory_size(shape, dtype)
         if num_bytes == 0:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         region = self.host_pool.allocate(num_bytes, like=(torch.Size(shape), dtype))
         if region is None:
             raise RuntimeError(

@@ -108,6 +108,41 @@ def test_only_the_bytes_between_the_first_and_the_last_view_move():
 
 
 @pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("first", [(0,), (0, 2)])
+def test_parts_with_version_counters_of_their_own_may_be_written_after_a_copy(timing, dim, first):
+    """As the cells of recurrent networks do on a CPU: equal versions say nothing there."""
+    manager, seen = make_manager(timing, prefetch_bytes=0), []
+    manager.begin_chunk()
+    parts = torch.randn(48, 48).unsafe_chunk(3, dim)
+    for index in first:
+        parts[index].sigmoid_()
+    a = offload(manager, [parts[index] for index in first], seen, "a")
+    parts[1].sigmoid_()
+    b = offload(manager, [parts[1]], seen, "b")
+    expected = [parts[1].clone(), *[parts[index].clone() for index in first]]
+    del parts
+    b.backward()
+    a.backward()
+    assert_same(expected, [tensor for tensors in seen for tensor in tensors])
+
+
+@pytest.mark.parametrize("is_view", [True, False])
+def test_what_is_copied_with_a_view_is_not_copied_again(is_view):
+    manager, seen = make_manager(prefetch_bytes=0), []
+    manager.begin_chunk()
+    whole = torch.randn(48, 48)
+    parts = whole.chunk(3, dim=1) if is_view else [whole.view(24, 96), whole, whole.t()]
+    expected = [part.clone() for part in parts]
+    losses = [offload(manager, [part], seen, f"part {at}") for at, part in enumerate(parts)]
+    assert manager.transfers.stats.offloaded_bytes == 48 * 48 * 4
+    del whole, parts
+    for loss in losses:
+        loss.backward()
+    assert_same(expected, [tensor for (tensor,) in seen])
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
 @pytest.mark.parametrize("inflight_bytes", [0, 64 * KIB])
 @pytest.mark.parametrize("parts", [(1024, 1024, 4096), (1000, 500, 4096), (4000, 8, 100)])
 @pytest.mark.parametrize("keep_alive", [False, True])

@@ -230,9 +230,21 @@ def of_conjugate(manager, x):
     return in_group(manager, inner, x)
 
 
+def of_inference(manager, x):
+    with torch.inference_mode():
+        frozen = torch.linspace(0, 1, x.numel()).view(x.shape)
+        make(manager, torch.sin, frozen)  # an evaluation: nothing saves it
+
+    def inner(x):
+        return save(save(x, x), make(manager, torch.add, frozen, x))
+
+    return in_group(manager, inner, x)
+
+
 @pytest.mark.parametrize(
     ("why", "forward"),
     [
+        ("an input is of inference mode", of_inference),
         ("an input is conjugated or negated lazily", of_conjugate),
         ("an input is not saved", of(Half(), saves=False)),
         ("it is a view of an input", of(lambda x: x.t())),
@@ -240,7 +252,7 @@ def of_conjugate(manager, x):
         ("its storage holds more", of(cat_of_halves)),
         ("its storage holds more", of(lambda x: torch.cat([x, x])[:ROWS])),
     ],
-    ids=["lazy", "not saved", "view", "part", "end", "begin"],
+    ids=["inference", "lazy", "not saved", "view", "part", "end", "begin"],
 )
 def test_what_can_not_be_made_again_is_moved_and_counted(why, forward):
     manager = make_manager(checking=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import zoo
-from programs import TWO_TIMINGS, assert_nothing_left, assert_same, make_manager
+from programs import KIB, TWO_TIMINGS, assert_nothing_left, assert_same, make_manager
 from torch import nn
 
 from megatron_offload.engine.learning import tell_pipeline_rank
@@ -141,6 +141,42 @@ def test_hooks_are_taken_off_the_stack_where_a_forward_raises(names):
         assert_nothing_left(manager)
         assert_same(expected, gradients(model))
         manager.reset()
+
+
+class Forces(nn.Module):
+    """Takes gradients of its own in forward, and makes a graph of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        y = self.last(torch.tanh(self.norm(self.first(x))) ** 2)
+        return y * torch.autograd.grad(y.square().sum(), x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("names", [["1"], ["1.first", "1.last"], ["1", "1.norm"], ["*"]])
+@pytest.mark.parametrize("has_room", [False, True])
+@pytest.mark.parametrize("timing", TWO_TIMINGS)
+def test_a_backward_inside_a_forward(timing, has_room, names):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), Forces(), nn.Linear(16, 3))
+    limits = dict.fromkeys(("max_inflight_bytes", "prefetch_bytes"), has_room * 64 * KIB)
+    manager = make_manager(timing, **limits)
+
+    def step():
+        model.zero_grad()
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        model(x).square().mean().backward()
+        return [x.grad, *[p.grad.clone() for p in model.parameters()]]
+
+    expected = step()
+    with offload_modules(model, names, manager=manager):
+        for _ in range(6):
+            with manager.step():
+                assert_same(expected, step())
+            assert_nothing_left(manager)
+    assert has_room or manager.last_step.offloaded_bytes > 0
 
 
 def test_a_name_that_matches_nothing_names_the_nearest():

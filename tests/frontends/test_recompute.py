@@ -353,6 +353,70 @@ def test_a_list_that_is_changed_afterwards_counts_as_it_was():
     assert_same(expected, train(model, offload))
 
 
+class ConditionedLayerNorm(nn.Module):
+    """Its model tells it by an attribute what to multiply by."""
+
+    condition = torch.ones(WIDTH)
+
+    def forward(self, x):
+        return F.layer_norm(x, (WIDTH,)) * self.condition
+
+
+class Conditioned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(WIDTH, WIDTH), ConditionedLayerNorm()
+        self.last = nn.Linear(WIDTH, 3)
+
+    def forward(self, x, condition):
+        self.norm.condition = condition
+        return self.last(self.norm(self.first(x)))
+
+
+def test_what_a_module_is_told_by_an_attribute_counts_as_it_was(caplog):
+    torch.manual_seed(0)
+    model = Conditioned()
+
+    def step(context):
+        model.zero_grad()
+        losses = []
+        for seed in range(3):
+            generator = torch.Generator().manual_seed(seed)
+            x, condition = torch.randn(2, ROWS, WIDTH, generator=generator)
+            with context:
+                losses.append(model(x, condition[0]).square().mean())
+        for loss in losses:
+            loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    offload = around(model, ("norm",), knows_model=True)
+    assert_same(step(contextlib.nullcontext()), step(offload))
+    assert "'norm' moves and isn't made again, since its forward reads a tensor" in caplog.text
+
+
+class ConstantsRMSNorm(OwnRMSNorm):
+    """Reads what it makes itself, views of its parameters, and what it has made of them."""
+
+    def forward(self, hidden_states):
+        scale = torch.tensor([1.0, 2.0]).repeat(WIDTH // 2)
+        weight = (self.weight.data.view(-1) + self.weight.detach()) * torch.arange(WIDTH)
+        return super().forward(hidden_states) * (weight + scale).to(hidden_states.dtype)
+
+
+@pytest.mark.parametrize("min_offload_size", [0, 1024])
+def test_what_a_norm_makes_itself_is_made_again(min_offload_size, caplog):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), ConstantsRMSNorm(WIDTH), nn.Linear(WIDTH, 3))
+    expected = train(model)
+    config = make_config(min_tensor_bytes=min_offload_size)
+    stash = {"max_fwd_stash_size": 1, "warn_if_no_head": False}  # groups end inside the norm
+    offload = get_act_offloading_ctx_manager(model, config=config, **stash)
+    for _ in range(3):
+        assert_same(expected, train(model, offload))
+    offload.end_step()
+    assert "recompute:" not in caplog.text
+    assert remade_bytes(offload.manager) >= ROWS * WIDTH * 4
+
+
 def test_a_forward_that_raises_is_no_proof_of_the_next():
     class RaisingOnceLayerNorm(DroppingLayerNorm):
         has_raised = False

@@ -14,8 +14,9 @@ import zoo
 from programs import KIB, TWO_TIMINGS, assert_nothing_left, assert_same, make_config, make_manager
 from torch import nn
 
-from megatron_offload import OffloadConfig
+from megatron_offload import OffloadConfig, offload_modules
 from megatron_offload.core.group import GroupState
+from megatron_offload.engine import manager as manager_file
 from megatron_offload.engine.hooks import owner_of_hooks
 from megatron_offload.errors import (
     ConfigError,
@@ -160,6 +161,97 @@ def test_an_evaluation_and_a_dropped_graph_change_nothing():
             dropped = zoo.loss_of(model, inputs(torch.Generator().manual_seed(9)))
         del dropped
         zoo.assert_exact("transformer", offload, steps=1)
+
+
+@pytest.mark.parametrize("has_backward", [True, False])
+def test_a_graph_that_is_kept_for_good_does_not_keep_the_step_from_ending(
+    monkeypatch, has_backward
+):
+    monkeypatch.setattr(manager_file, "_MOST_CHUNKS", 6)
+    offload = make_offload(**TIGHT)
+    model, inputs = zoo.make("views")
+    x = inputs(torch.Generator().manual_seed(9))
+
+    def step(context):
+        with context:
+            loss = zoo.loss_of(model, x)
+        return torch.autograd.grad(loss, list(model.parameters())) if has_backward else [loss]
+
+    expected = step(contextlib.nullcontext())
+    with offload:
+        kept = zoo.loss_of(model, x)
+    for _ in range(20):
+        assert_same(expected, step(offload))
+    assert len(offload.manager._entered) == 1
+    if has_backward:
+        assert offload.manager.step_number > 10
+        assert_same(expected, torch.autograd.grad(kept, list(model.parameters())))
+    del kept
+    offload.end_step()
+    assert_nothing_left(offload.manager)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"checking": True}, {"retained_device_bytes": KIB}], ids=str
+)
+def test_a_default_device_is_the_program_s_own_affair(settings):
+    model, x = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 3)), torch.randn(8, 32)
+    expected = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+    with torch.device("meta"):
+        offload = make_offload(max_inflight_bytes=0, prefetch_bytes=0, **settings)
+        for _ in range(3):
+            with offload:
+                loss = model(x).square().mean()
+            assert_same(expected, torch.autograd.grad(loss, list(model.parameters())))
+    del loss
+    offload.end_step()
+    assert offload.last_step.reloaded_bytes > 0
+
+
+def test_what_comes_back_during_an_evaluation_is_no_tensor_of_inference_mode():
+    offload = make_offload(max_inflight_bytes=0, prefetch_bytes=4 * KIB, recompute=())
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)))
+    x = torch.randn(8, 32, requires_grad=True)
+
+    def step(context):
+        losses = []
+        for _ in range(2):
+            with context:
+                losses.append(model(x).square().mean())
+        (grad,) = torch.autograd.grad(losses.pop(), x)
+        with torch.inference_mode(), context:  # where groups are left, and others come back
+            model(x)
+        (other,) = torch.autograd.grad(losses.pop(), x, create_graph=True)
+        other.square().sum().backward()
+        return [grad, other.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    for _ in range(3):
+        model.zero_grad()
+        expected = step(contextlib.nullcontext())
+        model.zero_grad()
+        assert_same(expected, step(offload))
+
+
+@pytest.mark.parametrize("is_marked", [False, True])
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_a_model_may_get_its_parameters_in_its_first_forward(is_marked):
+    lazy = nn.LazyLinear(16), nn.LazyBatchNorm1d(), nn.LazyLinear(3)
+    model, x = nn.Sequential(nn.Linear(32, 64), *lazy), torch.randn(8, 32)
+    manager = make_manager()
+    if is_marked:
+        offload_modules(model, ["*"], manager=manager)
+    else:
+        offload = get_act_offloading_ctx_manager(model, warn_if_no_head=False, manager=manager)
+    for _ in range(2):
+        model.zero_grad()
+        with manager.step() if is_marked else offload:
+            loss = model(x).square().mean()
+            loss.backward()
+    assert manager.last_step.offloaded_bytes > 0
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model(x).square().mean().backward()
+    assert_same(expected, [p.grad for p in model.parameters()])
 
 
 def fail(*_):

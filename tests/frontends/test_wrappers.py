@@ -122,6 +122,24 @@ def test_a_change_of_a_part_is_an_error():
         y.sum().backward()
 
 
+@pytest.mark.parametrize("is_view", [False, True])
+def test_a_change_of_a_wrapper_is_an_error(mesh, is_view):
+    offload = make_offload(**TIGHT)
+    full = torch.randn(40, 40, requires_grad=True)
+    for kind in ("distributed", "two"):
+        with offload:
+            if kind == "two":
+                y = TwoTensor(full, full) * 2
+            else:
+                y = distribute_tensor(full, mesh, [Shard(0)]) * 2
+            z = (y.exp() * y).sum()
+        with torch.no_grad():  # which the parts know nothing of
+            (y[0] if is_view else y).add_(1)
+        with pytest.raises(InPlaceModificationError, match=r"of shape \[40, 40\] is at version 1"):
+            z.backward()
+        del y, z
+
+
 class Pending(TwoTensor):
     """Some collective is still writing its parts."""
 
