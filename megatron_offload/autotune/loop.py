@@ -89,11 +89,8 @@ def tune(manager: PipelineOffloadManager, *, timeout_s: float = 60.0) -> Measure
     """Let a manager's steps find what to move, where its configuration leaves that open.
 
     That is with policy ``auto`` or ``memory_target``, and where nothing is said of what stays. A
-    manager that has a loop keeps it, and a loop follows its manager's configuration.
-
-    Args:
-        manager: whose steps end with `PipelineOffloadManager.reset`.
-        timeout_s: how long a rank waits for the others of its job.
+    manager that has a loop keeps it, and a loop follows its manager's configuration. A rank waits
+    for the others of its job no longer than ``timeout_s``.
     """
     if not isinstance(manager.tuner, MeasuredLoop):
         manager.tuner = MeasuredLoop(timeout_s)

@@ -27,14 +27,8 @@ def default_cap_bytes(
     """Return this process's part of the memory that the machine has free, in bytes.
 
     A control group's limit counts where there is one; its page cache, which it can drop, does not.
-
-    Args:
-        share: what all local ranks together may take, as a part of what is free.
-        environ: where ``LOCAL_WORLD_SIZE`` stands; None takes the process's environment.
-        root: the folder in which ``proc`` and ``sys`` lie.
-
-    Raises:
-        ConfigError: ``LOCAL_WORLD_SIZE`` is not a positive integer.
+    All local ranks together may take a ``share`` of what is free; a ``LOCAL_WORLD_SIZE`` that is no
+    positive integer is a `ConfigError`.
     """
     given = (os.environ if environ is None else environ).get("LOCAL_WORLD_SIZE", "1")
     num_ranks = to_int(given)

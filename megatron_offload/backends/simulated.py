@@ -144,11 +144,7 @@ class SimulatedStream:
 class SimulatedBackend(Backend):
     """Streams, events, copies and memory of a device that is not there.
 
-    Args:
-        config: copy timing, seed, virtual bandwidths, and which checks are on.
-
-    Raises:
-        HazardError: by any call, at an access that no wait orders.
+    Any call raises `HazardError` at an access that no wait orders.
     """
 
     name = "simulated"

@@ -99,11 +99,6 @@ _NOTHING_SEEN = forecast_of(StepProfile((), ()))
 class StepDecisions(Generic[G]):
     """Decides about one rank's groups, step by step.
 
-    Args:
-        actions: does what is decided.
-        window: what is in flight to the host, and the step's clock.
-        budget: how much may be held, and how much lies in between when a group is near.
-
     Attributes:
         committed: the groups whose forward is over, in order.
         backward_order: the groups that backward has reached, in order.
@@ -122,12 +117,7 @@ class StepDecisions(Generic[G]):
         self.begin_step(None)
 
     def begin_step(self, profile: StepProfile | None, forecast: Forecast | None = None) -> None:
-        """Forget the last step and predict along one that was seen to its end, if one was.
-
-        Args:
-            profile: that one.
-            forecast: what it foretells, where that is known already.
-        """
+        """Forget the last step, and predict along one that was seen to its end, if one was."""
         for group in self._groups.values():
             group.held_bytes = 0
         self._groups.clear()
@@ -178,10 +168,8 @@ class StepDecisions(Generic[G]):
     def commit(self, group: G, stays_because: str = "", *, must_move: bool = False) -> None:
         """Decide about a group whose forward is over.
 
-        Args:
-            group: with its bytes.
-            stays_because: why it was chosen to stay; empty where it may move.
-            must_move: offload it unless it was chosen to stay, even where it comes back at once.
+        ``stays_because`` says why it was chosen to stay. Else, where it ``must_move``, it does even
+        if it comes back at once.
         """
         window, actions = self.window, self._actions
         num_bytes, passing_bytes = group.num_bytes, group.passing_bytes

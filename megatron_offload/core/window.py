@@ -21,9 +21,7 @@ G = TypeVar("G", bound=Group)
 class InFlightWindow(Generic[G]):
     """The groups of one rank, from the issue of their copies to the host to their release.
 
-    Args:
-        release: makes the compute stream wait for a group's copies, and frees what they read.
-        budget: how much device memory copies in flight may hold.
+    ``release`` makes the compute stream wait for a group's copies, and frees what they read.
     """
 
     def __init__(self, release: Callable[[G], None], budget: DeviceBudget) -> None:

@@ -53,10 +53,8 @@ def tell_pipeline_rank(source: Callable[[], int] | None) -> None:
 def read_policy(config: OffloadConfig) -> OffloadPlan | RatioPolicy | None:
     """Return what a manager follows in place of the rules of `ModulesPolicy`; None for those.
 
-    A policy that plans by the run's own steps begins with those: everything moves.
-
-    Raises:
-        ConfigError: the plan's file can't be read.
+    A policy that plans by the run's own steps begins with those: everything moves. A plan's file
+    that can't be read is a `ConfigError`.
     """
     policy = config.policy if config.enabled else None
     if isinstance(policy, PlanFileConfig):
@@ -121,9 +119,6 @@ class Learner:
         """Take the rules of the caller's model; they count from the next step on.
 
         What was set in the configuration wins over them, and what a plan says of groups over both.
-
-        Raises:
-            ConfigError: the plan has no such rank.
         """
         if pp_rank is None:
             pp_rank = 0 if _rank_source is None else _rank_source()
@@ -143,10 +138,7 @@ class Learner:
 
         It is compared with the run when the step is over. Limits that the user set stay. None
         follows the rules again. One that ``is_own`` was made from steps of this run, so that one
-        that differs is no error.
-
-        Raises:
-            ConfigError: the plan has no such rank.
+        that differs is no error; a rank that the plan doesn't have is a `ConfigError`.
         """
         self._is_own, self.passing, self.joining = is_own, {}, {}
         if plan is None:
@@ -214,12 +206,10 @@ class Learner:
         shared: Sequence[tuple[GroupKey, GroupKey]] | None = None,
         joining: Joining | None = None,
     ) -> None:
-        """Learn from a step that is over.
+        """Learn from a step that is over, or from the last whole one of the same groups.
 
-        Args:
-            profile: what it has shown, or the last whole one of the same groups.
-            shared: as in `passing_groups`; None where the step was not recorded whole.
-            joining: what of it may be recorded as one; None where some was.
+        ``shared`` is as in `passing_groups`, None where the step was not recorded whole; likewise
+        ``joining``, what of it may be recorded as one, where some was.
         """
         if self._listed:
             profile = self.without_unlisted(profile)

@@ -137,8 +137,7 @@ class PipelineOffloadManager:
     def configure(self, config: OffloadConfig, *, backend: Backend | None = None) -> None:
         """Start anew with other settings, as in the constructor; between steps only.
 
-        Raises:
-            ConfigError: its policy can't be followed; nothing has changed.
+        If the policy can't be followed, a `ConfigError` says so and nothing has changed.
         """
         policy = read_policy(config)
         if hasattr(self, "config"):
@@ -230,12 +229,8 @@ class PipelineOffloadManager:
     def claim(self, *, is_inside: bool = False) -> None:
         """Take the manager for this thread's forwards.
 
-        Args:
-            is_inside: whether the thread that has it is in a forward, as far as the caller knows.
-
-        Raises:
-            StateError: another thread is not done with it, or what is saved may be changed in
-                place, or it was closed.
+        A `StateError`: another thread is not done with it (a caller may know that it ``is_inside``
+        a forward), or what is saved may be changed in place, or it was closed.
         """
         refuse_mutable_saves()
         if self.host_pool.is_closed and self.do_offload:
@@ -296,11 +291,7 @@ class PipelineOffloadManager:
     ) -> OffloadGroup:
         """Open a group of a chunk; tensors saved under the manager's hooks belong to it.
 
-        One that ``may_pass`` by, and does, needs no commit and no backward.
-
-        Raises:
-            StateError: another thread is not done with this manager, or what is saved here may be
-                changed in place.
+        One that ``may_pass`` by, and does, needs no commit and no backward. Errors are `claim`'s.
         """
         refuse_mutable_saves()
         self.guard.refuse_other_threads()
@@ -320,11 +311,7 @@ class PipelineOffloadManager:
         return group
 
     def goes_on(self, chunk: ChunkOffloadHandler, name: str) -> bool:
-        """Whether a group that starts is recorded as one with another, which has its hooks.
-
-        Raises:
-            StateError: as `start_group`.
-        """
+        """Whether a group that starts is recorded as one with another, which has its hooks."""
         if self.decisions.joined is None:
             return False
         refuse_mutable_saves()
@@ -608,12 +595,9 @@ class PipelineOffloadManager:
 
     @graph_break
     def commit(self, group: OffloadGroup, *, delay: bool = False, must_move: bool = False) -> None:
-        """Decide about a group whose forward is over, and issue its copies.
+        """Decide about a group that was closed, unless it ``must_move``, and issue its copies.
 
-        Args:
-            group: the group, closed.
-            delay: leave that to `flush_delayed_groups`.
-            must_move: decide nothing, it moves.
+        ``delay`` leaves that to `flush_delayed_groups`.
         """
         if group.passes_by:
             return

@@ -54,11 +54,7 @@ class SavedWrapper:
         self._others = {name: part for name, part in parts.items() if name not in self._parts}
 
     def unpack(self) -> torch.Tensor:
-        """Return a wrapper like the one that was saved, around the parts.
-
-        Raises:
-            InPlaceModificationError: a part was changed in place since it was saved.
-        """
+        """Return a wrapper like the one that was saved, around the parts."""
         parts = self._others | {name: part.unpack() for name, part in self._parts.items()}
         tensor: torch.Tensor = self._kind.__tensor_unflatten__(
             parts, self._context, self._size, self._stride

@@ -117,8 +117,7 @@ _MOST_ISSUES = 20
 def validate(model: type[T], data: Any, source: str) -> T:
     """Build a model, or a record, from a mapping of plain values, which errors call ``source``.
 
-    Raises:
-        ConfigError: all that is wrong, one line each, with the nearest valid key.
+    A `ConfigError` says all that is wrong, one line each, with the nearest valid key.
     """
     if not isinstance(data, Mapping):
         raise ConfigError(

@@ -171,12 +171,8 @@ class HostRegion:
 class HostPool:
     """Lends pinned host memory by bytes.
 
-    Args:
-        backend: pins the slabs and answers whether events are done.
-        slab_bytes: slabs are at least this large, as far as the cap allows and such can be pinned.
-        cap_bytes: most bytes that may be pinned; None takes `default_cap_bytes` with its errors, 0
-            lends nothing.
-        share: what part of the free memory that is, for all local ranks together.
+    Slabs are at least of ``slab_bytes``, as far as the cap allows and such can be pinned. A cap of
+    None is `default_cap_bytes` of a ``share``, with its errors; one of 0 lends nothing.
     """
 
     def __init__(

@@ -177,9 +177,7 @@ class Chooser:
     def under(self, targets: Sequence[int]) -> OffloadPlan:
         """Return the quickest plan found that keeps each rank within its target.
 
-        Raises:
-            ConfigError: the targets are not as many as the ranks.
-            TargetError: one can't be kept.
+        A `TargetError` says which can't be kept.
         """
         check_targets(targets, len(self._profiles))
         for index, (target, least) in enumerate(zip(targets, self._least_bytes, strict=True)):

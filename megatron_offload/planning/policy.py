@@ -94,10 +94,8 @@ def plan_by_rule(
 ) -> OffloadPlan:
     """Return the plan of all ranks that needs no search: a rule's, or that of a file.
 
-    Profiles are one of each rank, in any order; of a section the rule is what it asks for.
-
-    Raises:
-        ConfigError: the file can't be read or is of another run, or profiles are missing.
+    Profiles are one of each rank, in any order. A `ConfigError`: profiles are missing, or the file
+    can't be read or is of another run.
     """
     if isinstance(rule, PlanFileConfig):
         plan = load_plan(rule.path)

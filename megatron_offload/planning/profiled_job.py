@@ -35,9 +35,6 @@ def job_from_profiles(profiles: Sequence[StepProfile], schedule: Schedule, machi
     Profile steps without stalls (no offload, or little of it): what a group waited for a copy
     can't be told from what it computed. What lies on each rank all the time and temporaries are in
     no profile; where the peak matters, `job_of` counts them into ``static_bytes``.
-
-    Raises:
-        ConfigError: a profile has no times, or other chunks than the schedule.
     """
     if len(profiles) != schedule.num_ranks:
         raise ConfigError(
@@ -246,10 +243,7 @@ def schedule_of(profiles: Sequence[StepProfile]) -> Schedule:
     """Return the schedule of the profiles, in the order of ranks.
 
     It is what they have seen. No profile tells which virtual stage a chunk is of, so with virtual
-    stages it is interleaved 1F1B.
-
-    Raises:
-        ConfigError: the passes of a run with virtual stages came in another order.
+    stages it is interleaved 1F1B, or a `ConfigError`.
     """
     run = profiles[0].run
     seen = [_passes_seen(profile) for profile in profiles]

@@ -168,11 +168,9 @@ class RankWork:
         self.forecast = forecast_of(self.profile)
 
     def replay(self, settings: RankSettings, *, records: bool = False) -> RankProgram:
-        """Return what the rank's streams do in a steady step.
+        """Return what the rank's streams do in a steady step; the settings' units are the work's.
 
-        Args:
-            settings: what it keeps and may hold; its units are those of the work.
-            records: keep labels, memory over the program, and its pieces.
+        ``records`` keeps labels, memory over the program, and its pieces.
         """
         return _Replay(self, settings, records).run()
 

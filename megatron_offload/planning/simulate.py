@@ -63,13 +63,8 @@ def simulate(
 ) -> Simulation:
     """Predict one steady training step.
 
-    Args:
-        job: the step.
-        settings: of each pipeline rank, or the same for all; None offloads nothing.
-        record: keep the spans of all streams and the bytes over time; see `RankResult.trace`.
-
-    Raises:
-        ConfigError: settings are too many or too few, or the schedule's ranks wait in a circle.
+    Settings are of each pipeline rank, or the same for all; None offloads nothing. ``record`` keeps
+    the spans of all streams and the bytes over time; see `RankResult.trace`.
     """
     num_ranks = job.schedule.num_ranks
     if settings is None or isinstance(settings, RankSettings):

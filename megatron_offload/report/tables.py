@@ -37,13 +37,8 @@ def print_offload_summary_table(
     """Print one line for each rank and one column for each group name, on the first rank.
 
     Collective over ``process_group`` where torch.distributed runs; without it this process stands
-    alone.
-
-    Args:
-        total_offload_bytes: this rank's bytes for each group name.
-        local_duplicate_summary: this rank's bytes for each group name that were not moved a second
-            time because another group had saved the same memory; a second table.
-        process_group: who takes part; None is everybody.
+    alone. A second table is of the ``local_duplicate_summary``: what was not moved a second time
+    because another group had saved the same memory.
     """
     from megatron_offload.machine.job_ranks import gather, rank_in  # imports torch
 
