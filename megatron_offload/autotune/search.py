@@ -304,7 +304,6 @@ def can_hold(predicted_bytes: int, capacity_bytes: float) -> bool:
 
 
 def _peak_bytes(plan: OffloadPlan) -> int:
-    """Return what the fullest rank is predicted to take."""
     return max(rank.predicted_peak_bytes or 0 for rank in plan.ranks)
 
 
@@ -314,7 +313,6 @@ def _cost(plan: OffloadPlan) -> float:
 
 
 def _what(plan: OffloadPlan) -> str:
-    """Say what a plan does."""
     moved = _sizes([rank.moved_bytes for rank in plan.ranks])
     kept = _sizes([rank.saved_bytes - rank.moved_bytes for rank in plan.ranks])
     remade = [rank.remade_bytes for rank in plan.ranks]

@@ -473,8 +473,6 @@ class HostTimedBackend(SimulatedBackend):
 
 
 def _timed(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``method`` with the clock stopped inside."""
-
     @functools.wraps(method)
     def call(self: HostTimedBackend, *args: Any, **kw: Any) -> Any:
         with self.uncounted():

@@ -280,7 +280,6 @@ def with_flags(what: str, section: str, given: SourceOptions) -> str:
 
 
 def _read_machine(path: Path) -> dict[str, Any]:
-    """Return the section ``machine`` by the doctor's JSON."""
     data = read_json(path)
     found = data.get("profile") if isinstance(data, dict) else None
     if not isinstance(found, dict) or not found.get("gpus"):

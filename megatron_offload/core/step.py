@@ -60,7 +60,6 @@ class Forecast(NamedTuple):
 
     order: tuple[GroupKey, ...]
     position: dict[GroupKey, int]
-    """Of each in ``order``."""
     bytes_before: list[int]
     """Of all that come before each position."""
     needed_at_bytes: dict[GroupKey, int]

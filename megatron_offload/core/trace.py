@@ -63,7 +63,6 @@ class Span:
     start_us: _Time
     duration_us: _Time
     num_bytes: StrictInt = 0
-    """What a copy moved."""
     wait: str = ""
     """Which of the six waits a stall is, or `PIPELINE_WAIT`."""
 

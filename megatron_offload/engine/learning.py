@@ -24,7 +24,7 @@ from megatron_offload.engine.transfers import Transfers
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.files import load_plan
 from megatron_offload.planning.plan import OffloadPlan
-from megatron_offload.planning.policy import ModulesPolicy, RatioPolicy
+from megatron_offload.planning.policy import ModulesPolicy, plan_by_ratio
 
 _NUM_FITS = 3
 """How often the host pool is cut to what the last step alone used: each of the first needs less
@@ -50,7 +50,7 @@ def tell_pipeline_rank(source: Callable[[], int] | None) -> None:
     _rank_source = source
 
 
-def read_policy(config: OffloadConfig) -> OffloadPlan | RatioPolicy | None:
+def read_policy(config: OffloadConfig) -> OffloadPlan | RatioConfig | None:
     """Return what a manager follows in place of the rules of `ModulesPolicy`; None for those.
 
     A policy that plans by the run's own steps begins with those: everything moves. A plan's file
@@ -59,7 +59,7 @@ def read_policy(config: OffloadConfig) -> OffloadPlan | RatioPolicy | None:
     policy = config.policy if config.enabled else None
     if isinstance(policy, PlanFileConfig):
         return load_plan(policy.path)
-    return RatioPolicy(policy.ratio) if isinstance(policy, RatioConfig) else None
+    return policy if isinstance(policy, RatioConfig) else None
 
 
 class Learner:
@@ -77,7 +77,7 @@ class Learner:
     """
 
     def __init__(
-        self, config: OffloadConfig, policy: OffloadPlan | RatioPolicy | None, transfers: Transfers
+        self, config: OffloadConfig, policy: OffloadPlan | RatioConfig | None, transfers: Transfers
     ) -> None:
         self.policy = ModulesPolicy(fraction=config.fraction)
         self.pp_rank: int | None = None
@@ -103,7 +103,7 @@ class Learner:
         self._planned: tuple[StepProfile, ModulesPolicy] | None = None
         self._largest_bytes = 0
         self._recompute: Sequence[frozenset[str]] | None = None
-        self._ratio = policy if isinstance(policy, RatioPolicy) else None
+        self._ratio = policy.ratio if isinstance(policy, RatioConfig) else None
         self.plan: OffloadPlan | None = None
         if isinstance(policy, OffloadPlan):
             self.follow_plan(policy)
@@ -240,8 +240,10 @@ class Learner:
             if self.pp_rank is not None:
                 self._confirm(self.plan, profile)
             return
-        ratio = self._ratio
-        self.kept = self.policy.plan(profile) if ratio is None else ratio.plan_rank(profile).kept
+        if self._ratio is None:
+            self.kept = self.policy.plan(profile)
+        else:
+            self.kept = plan_by_ratio(self._ratio, profile).kept
         self._chunks = {group.key.chunk for group in profile.groups}
         # By place in a chunk: of the last that has it.
         self._kept_alike = {

@@ -123,12 +123,10 @@ class PipelineOffloadManager:
         self, config: OffloadConfig | None = None, *, backend: Backend | None = None
     ) -> None:
         self.observers: list[Observer] = []
-        """Who is told what happens."""
         self.tuner: Callable[[PipelineOffloadManager], None] | None = None
         """Is called at the end of each `reset`; `megatron_offload.autotune.loop` plans there."""
         self.marks = Marks()
         self.step_number = 0
-        """Steps begun so far."""
         self._last_step: StepStats | None = None
         self._staying_because: list[str] = []
         self.configure(config or OffloadConfig(), backend=backend)

@@ -170,7 +170,6 @@ class Step(StepDecisions[OffloadGroup]):
             self.commit_group(group, "")
 
     def _count(self, group: OffloadGroup) -> None:
-        """Count a group under its name."""
         self._transfers.stats.by_name[group.name].num_groups += 1
 
     # Boundaries

@@ -423,7 +423,6 @@ class HostPool:
         return True
 
     def _refuse(self, num_bytes: int) -> None:
-        """Warn once of why memory is short, with the numbers."""
         stats = self.stats
         pinned, asked = format_bytes(stats.slab_bytes_total), format_bytes(num_bytes)
         is_full = stats.slab_bytes_total + _aligned(num_bytes) > self.cap_bytes

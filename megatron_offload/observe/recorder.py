@@ -228,7 +228,6 @@ class _Recorder(BoundaryTimer):
         )
 
     def _read_gbps(self, direction: Direction) -> float:
-        """Wait for the copies of one direction; return what they got, or 0 if none did."""
         copies = [copy for copy in self.copies if copy.direction == direction]
         us = sum(self._backend.sync_elapsed_us(copy.start, copy.end) for copy in copies)
         return sum(copy.num_bytes for copy in copies) / us / 1e3 if us > 0 else 0.0

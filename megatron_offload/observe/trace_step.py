@@ -34,8 +34,6 @@ def trace_step(manager: PipelineOffloadManager, rank: int = 0) -> Iterator[StepT
 
 
 class _Tracer(BoundaryTimer):
-    """What the streams did between the points that the program has passed."""
-
     def __init__(self, manager: PipelineOffloadManager) -> None:
         super().__init__(manager)
         self._live_bytes: dict[GroupKey, int] = {}

@@ -95,8 +95,6 @@ _Ways: TypeAlias = tuple[_Way, ...]
 
 
 class _Found(NamedTuple):
-    """How long the step of a candidate takes, and what each rank does."""
-
     us: float
     ways: _Ways
     settings: _Settings
@@ -407,13 +405,11 @@ class Chooser:
         return found
 
     def _nothing(self, level: int) -> RankSettings:
-        """Return the settings of a rank that moves nothing."""
         return replace(NO_OFFLOAD, recompute=self._levels[level])
 
     def _settings(
         self, rank: int, one: _Way, moved: Collection[GroupKey] | None = None
     ) -> RankSettings:
-        """Return the settings of a rank that moves these groups, or all it can."""
         recompute = self._levels[one.level]
         live = self._rank(rank, recompute)
         moved = live.keys if moved is None else moved
@@ -465,7 +461,6 @@ class Chooser:
         return self._predicted(plan_of(kind, self._profiles, plans))
 
     def _predicted(self, plan: OffloadPlan) -> OffloadPlan:
-        """Return a plan with what its step would be written in."""
         step = self.simulate(plan)
         us, peaks = step.step_us, [rank.peak_reserved_bytes for rank in step.ranks]
         ranks = (

@@ -82,7 +82,6 @@ class LayerCosts:
         return num_bytes / (self.model.memory_gbps * _MEMORY_SHARE * 1e3)
 
     def _saved(self, *tensor_bytes: int) -> dict[str, Any]:
-        """Return what of saved tensors is large enough to move, and what stays."""
         moving = sum(each for each in tensor_bytes if each >= self.model.min_tensor_bytes)
         return {"num_bytes": moving, "kept_bytes": sum(tensor_bytes) - moving}
 
@@ -143,7 +142,6 @@ class LayerCosts:
     def _pointwise(
         self, name: str, saved: tuple[int, ...], output_bytes: int, forward: float, backward: float
     ) -> GroupWork:
-        """Return the group of what only reads and writes, so many bytes each way."""
         return GroupWork(
             name,
             **self._saved(*saved),

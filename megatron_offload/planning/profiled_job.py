@@ -75,7 +75,6 @@ def _stages_of(rank: int, profile: StepProfile, schedule: Schedule) -> dict[int,
 def _chunks_of(
     rank: int, profile: StepProfile, schedule: Schedule
 ) -> dict[tuple[int, int], _Timed]:
-    """Return the timed groups of each stage and microbatch."""
     if len(profile.times) != len(profile.groups):
         raise ConfigError(
             f"the profile of pipeline rank {rank} holds no times; profile a step with times and "
@@ -273,7 +272,6 @@ def schedule_of(profiles: Sequence[StepProfile]) -> Schedule:
 
 
 def _passes_seen(profile: StepProfile) -> list[tuple[int, PassKind]]:
-    """Return the chunk and the kind of each pass of a timed profile, in their order."""
     begins_us: dict[tuple[int, PassKind], float] = {}
     seen = set(profile.backward_order)
     for group, times in zip(profile.groups, profile.times, strict=False):

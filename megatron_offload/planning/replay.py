@@ -101,7 +101,6 @@ class RankProgram:
     """What one rank's streams have to do, what that moves, and what memory it needs."""
 
     peak_device_bytes: int = 0
-    """The most that is allocated at one time."""
     peak_taken_bytes: int = 0
     """The most that is allocated, or was freed with a message and can't be used yet."""
     peak_reserved_bytes: int = 0
@@ -185,7 +184,6 @@ class RankWork:
                 budget.drop_saved(group.num_bytes)
 
     def _places(self, stage: int) -> _Places:
-        """Return the groups of the next chunk."""
         chunk, order, places = len(self.vp_stages), 0, []
         for work in self.job.stages[stage].groups:
             key = GroupKey(chunk, order if work.is_marked else -1)
@@ -375,7 +373,6 @@ class _Replay:
     def _compute(
         self, one: Pass, profile: GroupProfile, us: float, temp_bytes: int, block_bytes: int = 0
     ) -> None:
-        """Write a group's part of a pass."""
         temp_bytes += self._rank.job.stages[one.stage].buffer_bytes
         if temp_bytes > self._peak_temp_bytes:
             self._peak_temp_bytes = temp_bytes

@@ -54,7 +54,6 @@ class Simulation:
     """What a step was."""
 
     step_us: float
-    """Until the last rank is done."""
     ranks: tuple[RankResult, ...]
 
 
@@ -150,17 +149,13 @@ class _Queue:
         self.rank = rank
         self.name = name
         self.waiting: deque[tuple[int, int]] = deque()
-        """Copies, each with the position of its op."""
         self.copy: tuple[int, int] | None = None
-        """The one that is under way."""
         self.rest_bytes = self.rate = self.start_us = self.since_us = 0.0
         self.end: simpy.Event | None = None
         """When it will be over, as things are."""
 
 
 class _Streams:
-    """One rank's streams, and what becomes of them."""
-
     def __init__(self, index: int, program: RankProgram, *, records: bool) -> None:
         known = {one.name: getattr(program, one.name) for one in fields(RankProgram)}
         self.index = index

@@ -38,7 +38,6 @@ class RunFacts(StrictModel):
     """Whether there was no GPU: times then say nothing about one."""
     ranks: int = Field(ge=1)
     date: datetime
-    """When it was started."""
     versions: dict[str, str] = Field(max_length=100)
     """Of Python and of the packages that decide what a run computes."""
 
