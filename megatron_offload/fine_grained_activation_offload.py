@@ -223,10 +223,7 @@ def fine_grained_offloading_forward_record(event: Event | None = None) -> None:
 def fine_grained_offloading_backward_record(
     tensor: torch.Tensor, event: Event | None = None
 ) -> torch.Tensor:
-    """Return ``tensor`` with a backward that records ``event`` and waits for the reloads.
-
-    The event is the manager's own by default.
-    """
+    """Return ``tensor`` with a backward that records ``event`` and waits for the reloads."""
     return FineGrainedOffloadingBackwardRecordFunction.apply(tensor, event)
 
 

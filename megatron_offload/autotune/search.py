@@ -22,8 +22,7 @@ MOST_PLANNING_S = 10.0
 _MARGIN_SHARE = 96
 """Targets that differ by less than this share are the same; so much is left to spare."""
 
-_NOISE = 0.02
-"""Steps of one program differ by this share; beyond it, what they take longer is lost."""
+_NOISE = 0.02  # steps of one program differ by this share; beyond it, what they take longer is lost
 
 _HOST_BOUND = (
     "; the host is the limit of these steps, and a CUDA graph of the whole step has none "

@@ -43,10 +43,7 @@ def visible_devices() -> tuple[str, ...]:
 
 
 class CudaBackend(Backend):
-    """Streams, events, pinned memory and copies of the current CUDA device.
-
-    Without ``copy_streams`` copies go to the stream that is current now.
-    """
+    """Streams, events, pinned memory and copies of the current CUDA device."""
 
     name = "cuda"
 

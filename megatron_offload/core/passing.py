@@ -31,9 +31,8 @@ def passing_groups(
         profile: a step whose groups were all recorded.
         staying: the groups that are chosen to stay.
         shared: pairs of groups that have saved the same memory.
-        lookahead_bytes: how far ahead of its use what moves comes back: no farther apart are the
-            boundaries behind it.
-        total_bytes: how far behind its issue a copy is released: none is needed later.
+        lookahead_bytes: no farther apart are the boundaries behind what moves.
+        total_bytes: so far behind the issue of a copy none is needed.
     """
     recorded = {group.key for group in profile.groups if group.key not in staying}
     last = {group.key.chunk: group.key for group in sorted(profile.groups)}

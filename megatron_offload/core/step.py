@@ -42,10 +42,7 @@ class Actions(Protocol[_Acted]):
         """Issue a group's copies to the host and put it into the window."""
 
     def cancel(self, group: _Acted, *, is_late: bool) -> None:
-        """Leave a group on the device whose copies are in flight.
-
-        ``is_late`` says that backward has come to it already, so that they were for nothing.
-        """
+        """Leave a group on the device whose copies are in flight; ``is_late``: for nothing."""
 
     def reload(self, group: _Acted, *, is_late: bool) -> bool:
         """Issue a group's copies back to the device; return whether they were issued.
@@ -162,8 +159,6 @@ class StepDecisions(Generic[G]):
         """Return all groups of this step."""
         return dict.fromkeys(self._groups.values())
 
-    # Boundaries
-
     def commit(self, group: G, stays_because: str = "", *, must_move: bool = False) -> None:
         """Decide about a group whose forward is over.
 
@@ -228,8 +223,6 @@ class StepDecisions(Generic[G]):
             is_held = self._actions.reload(group, is_late=is_late)  # else its backward brings it
         if is_held and self.knows(group):
             group.hold()
-
-    # The order of backwards
 
     def _reach(self, group: G) -> bool:
         """Note where backward is; return whether what comes next is another, or has more room."""

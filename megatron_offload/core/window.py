@@ -19,10 +19,7 @@ G = TypeVar("G", bound=Group)
 
 
 class InFlightWindow(Generic[G]):
-    """The groups of one rank, from the issue of their copies to the host to their release.
-
-    ``release`` makes the compute stream wait for a group's copies, and frees what they read.
-    """
+    """The groups of one rank, from the issue of their copies to the host to their ``release``."""
 
     def __init__(self, release: Callable[[G], None], budget: DeviceBudget) -> None:
         self._release = release
@@ -31,8 +28,7 @@ class InFlightWindow(Generic[G]):
         """Group, blocks that are copied, and the reading of the clock behind which it is due."""
         self.step_bytes = 0
         """Bytes of all groups that this step has passed; its clock."""
-        self._past_bytes = 0
-        """Of the steps before."""
+        self._past_bytes = 0  # of the steps before
 
     def begin_step(self) -> None:
         """Let the step's clock begin at zero."""

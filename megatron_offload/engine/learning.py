@@ -33,8 +33,7 @@ than the one before."""
 _NUM_STEPS = 8
 """How many steps are looked at then: pinning is slow, and unpinning waits for the device."""
 
-_LEAST_SURPLUS_SHARE = 0.1
-"""Less of what is pinned stays so."""
+_LEAST_SURPLUS_SHARE = 0.1  # less of what is pinned stays so
 
 _logger = logging.getLogger(__name__)
 
@@ -53,8 +52,7 @@ def tell_pipeline_rank(source: Callable[[], int] | None) -> None:
 def read_policy(config: OffloadConfig) -> OffloadPlan | RatioConfig | None:
     """Return what a manager follows in place of the rules of `ModulesPolicy`; None for those.
 
-    A policy that plans by the run's own steps begins with those: everything moves. A plan's file
-    that can't be read is a `ConfigError`.
+    A policy that plans by the run's own steps begins with those: everything moves.
     """
     policy = config.policy if config.enabled else None
     if isinstance(policy, PlanFileConfig):
@@ -108,18 +106,13 @@ class Learner:
         if isinstance(policy, OffloadPlan):
             self.follow_plan(policy)
 
-    # What is followed
-
     def follow(
         self,
         pp_rank: int | None = None,
         fraction: float | None = None,
         delta_bytes_across_pp_ranks: int | None = None,
     ) -> None:
-        """Take the rules of the caller's model; they count from the next step on.
-
-        What was set in the configuration wins over them, and what a plan says of groups over both.
-        """
+        """Take rules of the caller's model for the steps to come; what was configured wins."""
         if pp_rank is None:
             pp_rank = 0 if _rank_source is None else _rank_source()
         config, given = self._config, self._config.model_fields_set
@@ -197,8 +190,6 @@ class Learner:
                 _logger.warning("a step is not the one that was planned for: %s", error)
         else:
             self._is_plan_confirmed = True
-
-    # What is learned
 
     def learn(
         self,
@@ -293,8 +284,6 @@ class Learner:
         if self._keeps_everything():
             return {}
         return self.profile.bytes_away(self.kept, self._budget.total_bytes)
-
-    # Memory
 
     def _fit_host_pool(self) -> None:
         """Unpin what the last steps didn't need; blocks the host where there is such.

@@ -54,8 +54,7 @@ _logger = logging.getLogger(__name__)
 _MOST_CHUNKS = 1024
 """A step of more chunks than this ends by itself as soon as all its graphs are gone."""
 
-_LOOK_EVERY = 64
-"""One step in so many is recorded whole, also what stays: the program may change."""
+_LOOK_EVERY = 64  # one step in so many is recorded whole, also what stays: the program may change
 
 _NO_CHUNK = (
     "group %r was started outside a chunk, so nothing of it moves: take the step inside "
@@ -185,23 +184,19 @@ class PipelineOffloadManager:
     ) -> ChunkOffloadHandler:
         """Begin the forward of one microbatch on one virtual pipeline stage.
 
-        What is said here wins over the configuration's defaults, and what was set there over it.
+        What is said here wins over the configuration's defaults, and what was set there over it;
+        ``min_tensor_elements`` over ``min_tensor_bytes`` too.
 
         Args:
             vp_stage: virtual pipeline stage; None is 0.
             pp_rank: pipeline rank, whose part of a plan and whose ``delta_bytes_across_pp_ranks``
                 count; None is what `tell_pipeline_rank` was told.
-            min_tensor_elements: smallest tensor that moves, in elements; against
-                ``min_tensor_bytes`` too.
-            fraction: as in the configuration.
+            min_tensor_elements: as in the configuration, like all that is not named here.
+            fraction: likewise.
             delta_bytes_across_pp_ranks: likewise.
             max_inflight_groups: most groups of one name whose device memory is held for their
-                copies, beside ``max_inflight_bytes``: both hold. 0 makes the compute stream wait at
-                every commit. None sets no such bound.
-
-        Raises:
-            ConfigError: a plan is followed that has no such pipeline rank.
-            StateError: as `claim`.
+                copies, beside ``max_inflight_bytes``. 0 makes the compute stream wait at every
+                commit. None sets no such bound.
         """
         self.claim()
         if self.guard.has_failed:
@@ -355,10 +350,7 @@ class PipelineOffloadManager:
 
     @property
     def is_passing(self) -> bool:
-        """Whether this step runs as if there were no offload, since nothing of it would move.
-
-        Not where somebody watches its groups, and not one step in 64.
-        """
+        """Whether nothing of this step is recorded: nothing would move, and nobody watches."""
         return self.learner.moves_nothing and self._looks_away
 
     @property
@@ -639,10 +631,7 @@ class PipelineOffloadManager:
 
     @guarded
     def enter_backward(self, group: OffloadGroup, grads: object = None) -> None:
-        """Backward has reached a group's end: bring it back if no one did, and look ahead.
-
-        ``grads`` are what autograd hands a hook.
-        """
+        """Backward has reached a group's end: bring it back if no one did, and look ahead."""
         chunk = self._chunk
         if chunk is not None and chunk.position == group.key.chunk:
             chunk.forget_recipes()  # its forward is over, and they may keep what is reloaded

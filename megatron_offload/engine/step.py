@@ -104,8 +104,6 @@ class Step(StepDecisions[OffloadGroup]):
         """Whether each group was recorded, and by itself."""
         return not (self.passed or self.num_joined)
 
-    # Groups that are recorded as one
-
     def joinable(self) -> Joining:
         """Return `joining` for steps like this one, of which none were."""
         started = []
@@ -125,10 +123,7 @@ class Step(StepDecisions[OffloadGroup]):
             group.parts = [(group.name, group.key)]
 
     def goes_on(self, key: GroupKey, name: str, around: OffloadGroup | None) -> OffloadGroup | None:
-        """Return the group that started last, where what starts now is recorded as one with it.
-
-        That is ``around`` it, or nothing that is recorded is.
-        """
+        """Return the group that started last, where what starts now is recorded as one with it."""
         group = self.joined
         if group is None or group.parts is None:
             return None
@@ -171,8 +166,6 @@ class Step(StepDecisions[OffloadGroup]):
 
     def _count(self, group: OffloadGroup) -> None:
         self._transfers.stats.by_name[group.name].num_groups += 1
-
-    # Boundaries
 
     def commit_group(
         self, group: OffloadGroup, stays_because: str, *, must_move: bool = False

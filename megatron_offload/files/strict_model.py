@@ -110,15 +110,11 @@ T = TypeVar("T")
 
 _adapter_of = functools.cache(TypeAdapter)
 
-_MOST_ISSUES = 20
-"""So many of a configuration's errors are said one by one."""
+_MOST_ISSUES = 20  # so many of a configuration's errors are said one by one
 
 
 def validate(model: type[T], data: Any, source: str) -> T:
-    """Build a model, or a record, from a mapping of plain values, which errors call ``source``.
-
-    A `ConfigError` says all that is wrong, one line each, with the nearest valid key.
-    """
+    """Build a model, or a record, from a mapping of plain values, which errors call ``source``."""
     if not isinstance(data, Mapping):
         raise ConfigError(
             f"{source} must hold a mapping of keys to values, got a {type(data).__name__}"
@@ -154,10 +150,7 @@ def _refusal(model: Any, data: Any, source: str, error: ValidationError) -> Conf
 
 
 def _place_of(data: Any, loc: Sequence[int | str]) -> tuple[str, str]:
-    """Return the keys that lead to what is wrong, as they were given, and their section's kind.
-
-    A part of ``loc`` that is no key is a section's kind, or one of the types that a value may have.
-    """
+    """Return the keys that lead to what is wrong, as they were given, and their section's kind."""
     keys, kind, kind_of_section = [], "", ""
     for part in loc:
         is_key = isinstance(data, Mapping) and (kind or part != data.get("kind"))

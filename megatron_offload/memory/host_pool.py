@@ -25,8 +25,7 @@ ALIGNMENT_BYTES = 512
 Part: TypeAlias = tuple[int, tuple[torch.Size, torch.dtype] | None]
 """Bytes of a region, and the shape and dtype to show them in; None for flat bytes."""
 
-_MOST_SHOWN = 8
-"""Of the shapes that a program gives the same bytes in turn, so many are kept."""
+_MOST_SHOWN = 8  # of the shapes that a program gives the same bytes in turn, so many are kept
 
 _logger = logging.getLogger(__name__)
 
@@ -208,10 +207,7 @@ class HostPool:
         return region
 
     def allocate_parts(self, parts: Sequence[Part]) -> HostRegion | None:
-        """Lend memory for several tensors, each aligned; None when it is short, uncounted.
-
-        A part without bytes, and a pool that is closed, are a `ValueError`.
-        """
+        """Lend memory for several tensors, each aligned; None when it is short, uncounted."""
         sizes = [num_bytes for num_bytes, _ in parts]
         return self._lend(tuple(parts), sum(map(_aligned, sizes)), min(sizes))
 
@@ -302,10 +298,7 @@ class HostPool:
             piece.event = None
 
     def leave_to_graph(self) -> None:
-        """Lend what is pinned now no more: each replay of a captured graph writes into it.
-
-        It counts as pinned, and is there until `close`, since nobody tells when a graph goes.
-        """
+        """Leave what is pinned to a captured graph, which may replay at any time, until `close`."""
         for piece in chain.from_iterable(self._slabs):
             piece.turn = -1
         self._slabs_of_graphs += self._slabs
@@ -319,10 +312,7 @@ class HostPool:
         return sum(slab.base.nbytes for slab in self._slabs_of_graphs)
 
     def recover(self, count_users: Callable[[HostRegion], int]) -> None:
-        """Put the books right after a call that an exception cut short; no copy is under way.
-
-        ``count_users`` says how many parts of a region stay lent.
-        """
+        """Put the books right after a call that was cut short, by a count of regions' users."""
         stats = self.stats
         stats.in_use_bytes = 0
         stats.slab_bytes_total = self.bytes_of_graphs
@@ -346,10 +336,7 @@ class HostPool:
         self._coalesce()
 
     def close(self) -> None:
-        """Wait for the copies under way and give all slabs back. Twice is fine.
-
-        A region that is still out keeps its slab alive, and may be freed late.
-        """
+        """Wait for the copies under way, and give all slabs back but those that are lent from."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -358,8 +345,6 @@ class HostPool:
         self._slabs_of_graphs.clear()
         self._free.clear()
         self.stats.slab_bytes_total = 0
-
-    # Where a piece comes from when none of its exact size is free.
 
     def _find(self, size_bytes: int) -> _Piece | None:
         """Cut a piece out of the smallest larger one, after coalescing, or out of a new slab."""

@@ -64,11 +64,7 @@ class TensorPool:
         return flat.view(host.dtype).view(host.shape).data  # a view would keep what it is of
 
     def free(self, tensor: torch.Tensor) -> None:
-        """Take a tensor back after its last consumer was queued on the compute stream.
-
-        It was allocated on that one. Where it is not kept, whoever holds it decides how long it
-        lives.
-        """
+        """Take a tensor back once its last consumer is queued on the stream that allocated it."""
         num_bytes = tensor.nbytes
         is_lone = num_owners(tensor.untyped_storage()) <= 2  # the tensor and this line's handle
         if is_lone and self.retained_bytes + num_bytes <= self._limit_bytes:

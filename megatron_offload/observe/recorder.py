@@ -127,8 +127,6 @@ class _Recorder(BoundaryTimer):
             self._backend.pause()
             self.turn()
 
-    # Boundaries
-
     def passed(self, boundary: Boundary, group: OffloadGroup) -> None:
         marks = self._marks.setdefault(group, {})
         # Backward may enter through a graph that is kept, and goes on in what it has entered.
@@ -169,8 +167,6 @@ class _Recorder(BoundaryTimer):
             offloaded_bytes = self._manager.last_step.offloaded_bytes
             self._learned = replace(profile, offloaded_bytes=offloaded_bytes)
             self._num_turns = len(self.turns)
-
-    # The profile
 
     def finish(self) -> StepProfile:
         """Wait for the step's end on the device; return what was seen."""

@@ -25,8 +25,7 @@ from megatron_offload.planning.replay import RankWork
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule, make_schedule
 from megatron_offload.planning.simulate import simulate
 
-_Timed = list[tuple[GroupProfile, GroupTimes]]
-"""The groups of one chunk, in order."""
+_Timed = list[tuple[GroupProfile, GroupTimes]]  # the groups of one chunk, in order
 
 
 def job_from_profiles(profiles: Sequence[StepProfile], schedule: Schedule, machine: Machine) -> Job:
@@ -165,11 +164,7 @@ def job_of(profiles: Sequence[StepProfile], schedule: Schedule, machine: Machine
 
 
 def undisturbed(moved: StepProfile, bare: StepProfile) -> StepProfile:
-    """Return what a step has shown in which nothing moved, with what only another can show.
-
-    That is how quick copies are, and how long it takes to make things again; of both the groups are
-    the same.
-    """
+    """Return a bare step with what only another shows: times of copies, and of making again."""
     seen = replace(bare, d2h_gbps=moved.d2h_gbps, h2d_gbps=moved.h2d_gbps)
     return replace(seen, groups=tuple(group.making_again(()) for group in moved.groups))
 
@@ -220,10 +215,7 @@ FROM_COPIES = "what copies got in the profiled step, on the slowest rank"
 
 
 def slowest_link(profiles: Iterable[StepProfile]) -> Machine | None:
-    """Return links that every rank has to itself, one way each, by what copies of each have got.
-
-    None where in no profile both ways were timed.
-    """
+    """Return links as the slowest rank's copies have got, each way; None if none were timed."""
     rates = [(one.d2h_gbps, one.h2d_gbps) for one in profiles if one.d2h_gbps and one.h2d_gbps]
     if not rates:
         return None

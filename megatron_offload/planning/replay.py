@@ -167,10 +167,7 @@ class RankWork:
         self.forecast = forecast_of(self.profile)
 
     def replay(self, settings: RankSettings, *, records: bool = False) -> RankProgram:
-        """Return what the rank's streams do in a steady step; the settings' units are the work's.
-
-        ``records`` keeps labels, memory over the program, and its pieces.
-        """
+        """Return what the rank's streams do in a steady step; ``records`` keeps labels, pieces."""
         return _Replay(self, settings, records).run()
 
     def tell(self, budget: DeviceBudget, kept: Collection[GroupKey] = ()) -> None:
@@ -440,8 +437,6 @@ class _Replay:
         if group.state is GroupState.RELOADING:
             self._add(OpKind.AWAIT, group.reload, group)
             group.advance(GroupState.RELOADED)
-
-    # Counts
 
     def _issue(self, kind: OpKind, group: WorkGroup) -> int:
         copies = self.program.copy_bytes

@@ -40,10 +40,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The passes of a training step through all stages, in the order of each pipeline rank.
-
-    Ranks that wait for each other for ever are found where they are simulated.
-    """
+    """The passes of a training step through all stages, in the order of each pipeline rank."""
 
     name: str
     num_stages: int

@@ -258,8 +258,6 @@ class _Step:
                 for name, num_bytes in counts.items():
                     trace.counters.append(Counter(name, begun_us[position], num_bytes))
 
-    # Copies
-
     def _begin_copy(self, queue: _Queue) -> None:
         queue.copy = queue.waiting.popleft() if queue.waiting else None
         if queue.copy is not None:
