@@ -18,7 +18,6 @@ import weakref
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -191,12 +190,8 @@ class SimulatedBackend(Backend):
     def compute_stream(self) -> SimulatedStream:
         return self._compute
 
-    def computing_on(self, stream: SimulatedStream) -> AbstractContextManager[None]:
-        is_current = stream is self._compute
-        return contextlib.nullcontext() if is_current else self._computing_on(stream)
-
     @contextlib.contextmanager
-    def _computing_on(self, stream: SimulatedStream) -> Iterator[None]:
+    def computing_on(self, stream: SimulatedStream) -> Iterator[None]:
         before, self._compute = self._compute, stream
         try:
             yield

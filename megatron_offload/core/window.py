@@ -1,9 +1,7 @@
 """The in-flight window: which groups' copies to the host are issued, and when each is released.
 
-Owns the order of release, and the step's clock, the bytes of all groups that the program has
-passed: from the first backward on it says when a release is due.
-
-Invariant: the window is released in the order of issue, so one wait covers all before it.
+Owns the step's clock, which says from the first backward on when a release is due. The window is
+released in the order of issue, so one wait covers all before it.
 """
 
 from __future__ import annotations

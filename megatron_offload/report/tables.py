@@ -123,10 +123,8 @@ class TradeOffPoint(StrictModel):
 
     peak_bytes: int = Field(ge=0, lt=2**63)
     """Peak device memory of the rank that needs most."""
-
     step_time_percent: float = Field(ge=-100.0, le=1e6)
     """Step time against no offload: 3.1 means 3.1 % longer."""
-
     kind: Literal["measured", "predicted", "plan"] = "measured"
     """How it is known; the plan of the file beside it is predicted, too."""
 
@@ -136,7 +134,6 @@ class TradeOff(StrictModel):
 
     memory: str = Field(max_length=200)
     """What ``peak_bytes`` is the peak of, such as "reserved memory"."""
-
     points: Annotated[tuple[TradeOffPoint, ...], Field(min_length=1, max_length=10_000)]
 
     @property
