@@ -749,11 +749,8 @@ class PipelineOffloadManager:
     def follow_plan(self, plan: OffloadPlan | None) -> None:
         """Do what a plan of all pipeline ranks says from the next step on; between steps only.
 
-        None follows the configuration's own rules again.
-
-        Raises:
-            ConfigError: the plan has no such pipeline rank as this, or was made for another run.
-                The step's `reset` raises it where only the step shows that.
+        None follows the configuration's own rules again. A `ConfigError`, of the step's `reset`
+        where only the step shows it: the plan has no such rank, or was made for another run.
         """
         self.learner.follow_plan(plan)
 

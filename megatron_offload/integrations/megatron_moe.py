@@ -28,10 +28,8 @@ def install() -> None:
     """Put this step in the place of megatron-core's own, in this process; twice is once.
 
     Managers that were built before have it too. Megatron's fused kernel, which its experimental
-    mode takes together with ``moe_permute_fusion``, doesn't come by here.
-
-    Raises:
-        IntegrationError: megatron-core is absent, or its step isn't the one this was written for.
+    mode takes together with ``moe_permute_fusion``, doesn't come by here. An `IntegrationError`:
+    megatron-core is absent, or its step isn't the one that this was written for.
     """
     if _exchanged:
         return

@@ -100,9 +100,7 @@ def install() -> None:
 
     ``operation.set_activation_offloading(True)``, and ``operation.activation_offloading`` to read
     and to set. The first setting of such an operation does it too; a second call changes nothing.
-
-    Raises:
-        IntegrationError: TransformerEngine is absent, or its fuser not the one that is known.
+    An `IntegrationError`: TransformerEngine is absent, or its fuser not the one that is known.
     """
     if _exchanged:
         return
