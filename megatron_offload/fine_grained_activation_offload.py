@@ -223,7 +223,7 @@ def fine_grained_offloading_forward_record(event: Event | None = None) -> None:
 def fine_grained_offloading_backward_record(
     tensor: torch.Tensor, event: Event | None = None
 ) -> torch.Tensor:
-    """Return ``tensor`` with a backward that records ``event`` and waits for the reloads."""
+    """Return ``tensor`` with a backward that records the event, or the manager's, and waits."""
     return FineGrainedOffloadingBackwardRecordFunction.apply(tensor, event)
 
 

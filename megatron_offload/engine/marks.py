@@ -88,7 +88,7 @@ class Marks:
             weakref.WeakValueDictionary()
         )
         self._storages: dict[int, StorageWeakRef] = {}
-        self._staying: set[int] = set()  # Those, and where parameters are
+        self._staying: set[int] = set()  # those, and where parameters are
         self._is_old = False
 
     def take_parameters(self, other: Marks) -> None:

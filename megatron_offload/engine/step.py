@@ -123,7 +123,10 @@ class Step(StepDecisions[OffloadGroup]):
             group.parts = [(group.name, group.key)]
 
     def goes_on(self, key: GroupKey, name: str, around: OffloadGroup | None) -> OffloadGroup | None:
-        """Return the group that started last, where what starts now is recorded as one with it."""
+        """Return the group that started last, where what starts now is recorded as one with it.
+
+        That is ``around`` it, or nothing that is recorded is.
+        """
         group = self.joined
         if group is None or group.parts is None:
             return None

@@ -150,7 +150,10 @@ def _refusal(model: Any, data: Any, source: str, error: ValidationError) -> Conf
 
 
 def _place_of(data: Any, loc: Sequence[int | str]) -> tuple[str, str]:
-    """Return the keys that lead to what is wrong, as they were given, and their section's kind."""
+    """Return the keys that lead to what is wrong, as they were given, and their section's kind.
+
+    A part of ``loc`` that is no key is a section's kind, or one of the types that a value may have.
+    """
     keys, kind, kind_of_section = [], "", ""
     for part in loc:
         is_key = isinstance(data, Mapping) and (kind or part != data.get("kind"))

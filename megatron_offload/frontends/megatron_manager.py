@@ -101,6 +101,11 @@ class ChunkOffloadHandler:
 
     Its groups and decisions are the engine's: a call by hand leaves the engine in the state in
     which `fine_grained_offloading_group_start` and its counterpart would.
+
+    Args:
+        min_offloaded_tensor_size: smaller tensors stay on the device; in elements.
+        cpu_tensor_pool: where `offload` takes host memory; by default the manager's pool.
+        max_inflight_offloads: most groups of one name in flight; None sets no bound.
     """
 
     manager: PipelineOffloadManager
@@ -446,8 +451,9 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
     def init_model_chunk_offload_handler(self, *args: Any, **kwargs: Any) -> None:
         """Begin the forward of one microbatch on one virtual pipeline stage.
 
-        The smallest size is in elements. What this package's own configuration sets wins: see the
-        engine's `begin_chunk`.
+        The smallest size is in elements; ``max_inflight_offloads`` bounds the groups of one name in
+        flight (0: the compute stream waits at every commit). What this package's own configuration
+        sets wins: see the engine's `begin_chunk`.
         """
         found = read_arguments("init_model_chunk_offload_handler", args, kwargs)
         chunk = self.engine.begin_chunk(

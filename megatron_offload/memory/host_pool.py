@@ -336,7 +336,10 @@ class HostPool:
         self._coalesce()
 
     def close(self) -> None:
-        """Wait for the copies under way, and give all slabs back but those that are lent from."""
+        """Wait for the copies under way and give all slabs back; what is lent keeps its own.
+
+        A second call does nothing more.
+        """
         if self.is_closed:
             return
         self.is_closed = True

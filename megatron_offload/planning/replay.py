@@ -167,7 +167,10 @@ class RankWork:
         self.forecast = forecast_of(self.profile)
 
     def replay(self, settings: RankSettings, *, records: bool = False) -> RankProgram:
-        """Return what the rank's streams do in a steady step; ``records`` keeps labels, pieces."""
+        """Return what the rank's streams do in a steady step; the settings' units are the work's.
+
+        ``records`` keeps labels, memory over the program, and its pieces.
+        """
         return _Replay(self, settings, records).run()
 
     def tell(self, budget: DeviceBudget, kept: Collection[GroupKey] = ()) -> None:

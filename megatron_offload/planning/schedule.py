@@ -40,7 +40,10 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The passes of a training step through all stages, in the order of each pipeline rank."""
+    """The passes of a training step through all stages, in the order of each pipeline rank.
+
+    Ranks that wait for each other for ever are found where they are simulated.
+    """
 
     name: str
     num_stages: int

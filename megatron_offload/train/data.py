@@ -46,7 +46,10 @@ class TextSource:
     def microbatches(
         self, step: int, count: int, dp_rank: int, device: torch.device
     ) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield one step's microbatches: tokens, labels and positions, int64, on ``device``."""
+        """Yield one step's microbatches, on ``device``.
+
+        All in one is int64 and of shape [micro_batch_size, sequence_length].
+        """
         for index in range(count):
             rows = self.tokens(step, index, dp_rank).to(device)
             positions = torch.arange(rows.shape[1] - 1, device=device).expand(rows.shape[0], -1)
