@@ -51,7 +51,7 @@ def environment(**more):
     return {**os.environ, "OMP_NUM_THREADS": "1", **more}
 
 
-def run(arguments, *, program=("-m", "megatron_offload.cli.main"), **more):
+def run(arguments, *, program=("-m", "megatron_offload"), **more):
     """Run a command; return its status and its standard error."""
     done = subprocess.run(
         [sys.executable, *program, *arguments],

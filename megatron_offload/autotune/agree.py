@@ -31,13 +31,9 @@ def stand_aside(num: int = 1) -> None:
 
 
 class Ranks:
-    """The ranks of a job that ask the same questions, or this process alone.
+    """The ranks of a job that ask the same questions under one ``name``, or this process alone.
 
-    Who comes first answers for all of them, and waits until each has said something.
-
-    Args:
-        name: the same on all of them.
-        timeout_s: how long a rank waits for the others.
+    Who comes first answers for all of them, once each has said something or the time is over.
     """
 
     def __init__(self, name: str, timeout_s: float) -> None:
@@ -66,12 +62,8 @@ class Ranks:
     def ask(self, said: str, answer: Callable[[list[str]], str]) -> str | None:
         """Return what the first rank answers to what all ranks say.
 
-        Args:
-            said: by this rank.
-            answer: is asked on the first rank alone; empty where there is none for all.
-
-        Returns:
-            None where there is none, or the others were not heard in time: `is_alone` from then on.
+        ``answer``, asked there alone, is empty where there is none for all. None: so it was, or the
+        others were not heard in time; `is_alone` from then on.
         """
         if self._store is None:
             return answer([said])

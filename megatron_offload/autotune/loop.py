@@ -37,63 +37,38 @@ from megatron_offload.engine.manager import CAPTURED_TOO_EARLY, PipelineOffloadM
 from megatron_offload.errors import OffloadError, StateError
 from megatron_offload.observe.measure import MeasuredStep, StepTimer
 from megatron_offload.observe.recorder import profile_step
+from megatron_offload.planning import profiled_job
 from megatron_offload.planning.choice import SLOW_LINK_SHARE, Chooser
 from megatron_offload.planning.files import PLANS, PROFILES
 from megatron_offload.planning.job import NO_OFFLOAD, Job, RankSettings
 from megatron_offload.planning.plan import MeasuredCost, OffloadPlan
 from megatron_offload.planning.policy import ModulesPolicy
-from megatron_offload.planning.profiled_job import (
-    FROM_COPIES,
-    bare_peak_bytes,
-    copies_gbps,
-    job_of,
-    schedule_of,
-    slowest_link,
-    undisturbed,
-)
 from megatron_offload.planning.replay import ending_after
 from megatron_offload.planning.schedule import PassKind
 from megatron_offload.planning.simulate import simulate
 
-_MOST_PROGRAMS = 3
-"""So often it begins anew, where a program has changed for good."""
+_MOST_PROGRAMS = 3  # so often it begins anew, where a program has changed for good
 
-_SPARE_SHARE = 16
-"""Of the device's memory, what plans leave to spare."""
+_SPARE_SHARE = 16  # of the device's memory, what plans leave to spare
 
 _MOST_IDLE_SHARE = 0.25
 """Where the device waits for the host at more boundaries, the host is taken to be the limit."""
 
-_COPIES_GBPS = 10_000.0
-"""`Job.copies_gbps` where it isn't measured."""
+_COPIES_GBPS = 10_000.0  # `Job.copies_gbps` where it isn't measured
 
 _logger = logging.getLogger(__name__)
 
-_OTHER_HOST = (
-    "a step was captured with a plan of eager steps, whose limit was the host; a replay has none: "
-    "set whole_step_graph for plans of replays"
-)
-
 _NOT_HEARD = "another rank has nothing that moves, or was not heard within %g s"
 
-_NO_CLOCK = (
-    "policy %r plans by times, and this device has no clock, so everything moves; the simulated "
-    "one has one with simulated.host_time"
-)
-
-_numbers = itertools.count()
-"""Of this process's loops: ranks that run one program count alike."""
+_numbers = itertools.count()  # of this process's loops: ranks that run one program count alike
 
 
 def tune(manager: PipelineOffloadManager, *, timeout_s: float = 60.0) -> MeasuredLoop:
     """Let a manager's steps find what to move, where its configuration leaves that open.
 
     That is with policy ``auto`` or ``memory_target``, and where nothing is said of what stays. A
-    manager that has a loop keeps it, and a loop follows its manager's configuration.
-
-    Args:
-        manager: whose steps end with `PipelineOffloadManager.reset`.
-        timeout_s: how long a rank waits for the others of its job.
+    manager that has a loop keeps it, and a loop follows its manager's configuration. A rank waits
+    for the others of its job no longer than ``timeout_s``.
     """
     if not isinstance(manager.tuner, MeasuredLoop):
         manager.tuner = MeasuredLoop(timeout_s)
@@ -140,7 +115,10 @@ class MeasuredLoop:
                 raise StateError(CAPTURED_TOO_EARLY)
             if self._is_host_bound and not manager.config.whole_step_graph:
                 self._is_host_bound = False  # it is said once
-                _logger.warning(_OTHER_HOST)
+                _logger.warning(
+                    "a step was captured with a plan of eager steps, whose limit was the host; a "
+                    "replay has none: set whole_step_graph for plans of replays"
+                )
             return
         if self._steps is not None:
             self._has_had_groups |= manager.last_step.num_groups > 0
@@ -168,7 +146,11 @@ class MeasuredLoop:
             if not profile.step_us:
                 self.is_settled = True
                 if self._manager.config.policy is not None:
-                    _logger.warning(_NO_CLOCK, self._policy.kind)
+                    _logger.warning(
+                        "policy %r plans by times, and this device has no clock, so everything "
+                        "moves; the simulated one has one with simulated.host_time",
+                        self._policy.kind,
+                    )
                 return
             if self._manager.config.whole_step_graph:
                 bare = yield from self._profiled_bare(profile)
@@ -182,10 +164,7 @@ class MeasuredLoop:
             _logger.warning("the program has changed: everything moves, until a step was profiled")
 
     def _profiled(self, *, stays: bool = False) -> Generator[None, None, StepProfile | None]:
-        """Let a step pass; return what it has shown, None where it can't be told.
-
-        ``stays`` says that it is to move nothing.
-        """
+        """Let a step pass that moves, or ``stays``; return what it has shown, or None."""
         is_replayed = self._manager.config.whole_step_graph
         profiling = profile_step(self._manager, holds_back=is_replayed)
         recorded = self._looking.enter_context(profiling)
@@ -207,7 +186,7 @@ class MeasuredLoop:
         capacity_bytes = self._capacity_bytes
         if capacity_bytes is None:
             return None
-        holds = can_hold(bare_peak_bytes(moved), capacity_bytes)
+        holds = can_hold(profiled_job.bare_peak_bytes(moved), capacity_bytes)
         staying = self._manager.staying("a step without offload is looked at")
         with staying if holds else contextlib.nullcontext():
             yield  # takes its memory anew
@@ -216,10 +195,7 @@ class MeasuredLoop:
         return bare if bare is not None and bare.has_groups_of(moved) else None
 
     def _measured(self, profile: StepProfile) -> Generator[None, None, MeasuredStep | None]:
-        """Let steps pass until enough are measured; return the quickest.
-
-        None where a step comes that is not like the profiled.
-        """
+        """Let enough steps pass; return the quickest, None if one isn't like the profiled."""
         steps: list[MeasuredStep] = []
         while len(steps) < self._num_steps:
             timer = StepTimer(self._manager)
@@ -242,8 +218,8 @@ class MeasuredLoop:
         self._ranks = ranks = Ranks(str(next(_numbers)), self._timeout_s)
         shown, gbps = profile, None
         if bare is not None:
-            shown = undisturbed(profile, bare)
-            gbps = copies_gbps(profile, bare, first.copied_bytes)
+            shown = profiled_job.undisturbed(profile, bare)
+            gbps = profiled_job.copies_gbps(profile, bare, first.copied_bytes)
         text, stage = PROFILES.to_json(shown), profile.run.pp_rank
         said = [stage, first, gbps, text if ranks.is_first_of(str(stage)) else ""]
         answer = ranks.ask(json.dumps(said), self._first_answer)
@@ -271,7 +247,7 @@ class MeasuredLoop:
         size = 1 + max(profile.run.pp_rank for profile in profiles)
         if len(profiles) < size:
             return ""  # a rank without groups has nothing to tell of
-        if slowest_link(profiles) is None:
+        if profiled_job.slowest_link(profiles) is None:
             said = "nothing comes back from the host, so that nothing is planned"
             return json.dumps([None, 1, True, True, said])
         profiles = [replace(one, run=one.run._replace(pp_size=size)) for one in profiles]
@@ -285,8 +261,8 @@ class MeasuredLoop:
 
     def _search_by(self, profiles: Sequence[StepProfile], told_gbps: Sequence[float]) -> PlanSearch:
         config, policy = self._manager.config, self._policy
-        machine = slowest_link(profiles) or Machine()
-        job = job_of(profiles, schedule_of(profiles), machine)
+        machine = profiled_job.slowest_link(profiles) or Machine()
+        job = profiled_job.job_of(profiles, profiled_job.schedule_of(profiles), machine)
         gbps = min(told_gbps, default=_COPIES_GBPS)
         self._job = replace(job, joins=not config.whole_step_graph, copies_gbps=gbps)
         limits = RankSettings(
@@ -317,10 +293,8 @@ class MeasuredLoop:
         is_host_bound = idle_share > _MOST_IDLE_SHARE
         self._is_host_bound |= is_host_bound
         search.note(cost, reserved, is_host_bound=is_host_bound)
-        text = PLANS.to_json(replace(search.plan, bandwidths=FROM_COPIES))
+        text = PLANS.to_json(replace(search.plan, bandwidths=profiled_job.FROM_COPIES))
         return json.dumps([text, search.num_steps, search.is_settled, search.is_kept, search.said])
-
-    # What becomes of the answer.
 
     def _take(self, answer: str) -> bool:
         """Follow the plan of an answer; return whether it stays."""

@@ -22,8 +22,7 @@ MOST_PLANNING_S = 10.0
 _MARGIN_SHARE = 96
 """Targets that differ by less than this share are the same; so much is left to spare."""
 
-_NOISE = 0.02
-"""Steps of one program differ by this share; beyond it, what they take longer is lost."""
+_NOISE = 0.02  # steps of one program differ by this share; beyond it, what they take longer is lost
 
 _HOST_BOUND = (
     "; the host is the limit of these steps, and a CUDA graph of the whole step has none "
@@ -304,7 +303,6 @@ def can_hold(predicted_bytes: int, capacity_bytes: float) -> bool:
 
 
 def _peak_bytes(plan: OffloadPlan) -> int:
-    """Return what the fullest rank is predicted to take."""
     return max(rank.predicted_peak_bytes or 0 for rank in plan.ranks)
 
 
@@ -314,7 +312,6 @@ def _cost(plan: OffloadPlan) -> float:
 
 
 def _what(plan: OffloadPlan) -> str:
-    """Say what a plan does."""
     moved = _sizes([rank.moved_bytes for rank in plan.ranks])
     kept = _sizes([rank.saved_bytes - rank.moved_bytes for rank in plan.ranks])
     remade = [rank.remade_bytes for rank in plan.ranks]

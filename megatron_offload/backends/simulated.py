@@ -18,7 +18,6 @@ import weakref
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -142,14 +141,7 @@ class SimulatedStream:
 
 
 class SimulatedBackend(Backend):
-    """Streams, events, copies and memory of a device that is not there.
-
-    Args:
-        config: copy timing, seed, virtual bandwidths, and which checks are on.
-
-    Raises:
-        HazardError: by any call, at an access that no wait orders.
-    """
+    """A device that is not there; it raises `HazardError` at an access that no wait orders."""
 
     name = "simulated"
     d2h_stream: SimulatedStream
@@ -192,20 +184,14 @@ class SimulatedBackend(Backend):
         """Copies that have really been executed, both ways, one per pair."""
         return self.d2h_stream.num_copies + self.h2d_stream.num_copies
 
-    # The contract.
-
     def owns(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested
 
     def compute_stream(self) -> SimulatedStream:
         return self._compute
 
-    def computing_on(self, stream: SimulatedStream) -> AbstractContextManager[None]:
-        is_current = stream is self._compute
-        return contextlib.nullcontext() if is_current else self._computing_on(stream)
-
     @contextlib.contextmanager
-    def _computing_on(self, stream: SimulatedStream) -> Iterator[None]:
+    def computing_on(self, stream: SimulatedStream) -> Iterator[None]:
         before, self._compute = self._compute, stream
         try:
             yield
@@ -223,10 +209,7 @@ class SimulatedBackend(Backend):
         return event
 
     def wait(self, stream: SimulatedStream, event: SimulatedEvent, why: Wait) -> None:
-        """Make later work on ``stream`` run after ``event``.
-
-        The compute stream, and a copy stream that runs at once, force the event here and now.
-        """
+        """The compute stream, and a copy stream that runs at once, force the event here and now."""
         if stream is self._compute and event.time_us > stream.time_us:
             self.stall_us[why] += event.time_us - stream.time_us
         self.order(stream, event)
@@ -336,8 +319,6 @@ class SimulatedBackend(Backend):
             region.fill_(_POISON)
         self._run_some()
 
-    # When queued work runs.
-
     def _run_to(self, stream: SimulatedStream, position: int) -> None:
         """Execute ``stream``'s queue up to ``position``, and first what its waits ask for."""
         if stream._executed >= position:
@@ -366,8 +347,6 @@ class SimulatedBackend(Backend):
         for stream in (self.d2h_stream, self.h2d_stream):
             if stream._queue and rng.random() >= self._laziness[stream._index]:
                 self._run_to(stream, stream._executed + rng.randint(0, len(stream._queue)))
-
-    # Which wait is missing.
 
     def _number(self, stream: SimulatedStream, writes: bool, label: str, home: str) -> Access:
         """Give the next access its number and set its stream's own clock to it."""
@@ -477,8 +456,6 @@ class HostTimedBackend(SimulatedBackend):
 
 
 def _timed(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``method`` with the clock stopped inside."""
-
     @functools.wraps(method)
     def call(self: HostTimedBackend, *args: Any, **kw: Any) -> Any:
         with self.uncounted():

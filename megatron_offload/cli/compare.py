@@ -32,15 +32,9 @@ from megatron_offload.files.strict_model import write_model
 from megatron_offload.planning.choice import Chooser
 from megatron_offload.report.console import console
 from megatron_offload.report.tables import rank_table
+from megatron_offload.train import records
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.launch import launch
-from megatron_offload.train.records import (
-    COMPARISON_NAME,
-    FOLDERS,
-    Comparison,
-    RunReport,
-    compare_reports,
-)
 from megatron_offload.train.run_folder import PLAN_NAME, rank_files, write_config
 
 
@@ -48,10 +42,10 @@ def run(given: Given) -> int:
     """Compare two runs; return 0 where their bits are the same, else 1."""
     config = read_config(given)
     folder = config.run.output
-    plain, offloaded = (_variant(config, name) for name in FOLDERS)
+    plain, offloaded = (_variant(config, name) for name in records.FOLDERS)
     runs = [("without offload", plain), ("with offload", offloaded)]
     with launch(runs, comparison=folder) as reports:
-        result = compare_reports(*reports)
+        result = records.compare_reports(*reports)
         out = console()
         title = "With offload: bytes of the last step, peaks over usual steps"
         out.print(rank_table(reports[1].peaks(), title))
@@ -59,8 +53,8 @@ def run(given: Given) -> int:
             out.print(f"{name}: {'equal' if equal else 'DIFFERENT'}")
         out.print(f"bitwise identical: {'yes' if result.is_identical else 'no'}", style="bold")
         write_config(config, folder)
-        write_model(folder / COMPARISON_NAME, result)
-        files = (f"findings: {folder / COMPARISON_NAME}", *_plan(folder), _report(folder))
+        write_model(folder / records.COMPARISON_NAME, result)
+        files = (f"findings: {folder / records.COMPARISON_NAME}", *_plan(folder), _report(folder))
         for line in (*files, *_summary(config, reports, result)):
             out.print(line)
     return 0 if result.is_identical else 1
@@ -68,7 +62,7 @@ def run(given: Given) -> int:
 
 def _variant(config: TrainConfig, folder: str) -> TrainConfig:
     """Return the same run with or without offload, whole, writing into a folder of its own."""
-    is_offloaded = folder == FOLDERS[1]
+    is_offloaded = folder == records.FOLDERS[1]
     run: dict[str, Any] = {"output": config.run.output / folder}
     if not is_offloaded:  # there are no groups to look at
         run |= {"trace_step": 0, "profile_step": 0}
@@ -81,7 +75,7 @@ def _variant(config: TrainConfig, folder: str) -> TrainConfig:
 
 
 def _summary(
-    config: TrainConfig, reports: Sequence[RunReport], result: Comparison
+    config: TrainConfig, reports: Sequence[records.RunReport], result: records.Comparison
 ) -> Iterator[str]:
     """Yield what two runs have shown: bits, memory, on a GPU time as well; and what to do next."""
     same = "the same bits come out" if result.is_identical else "NOT the same bits come out"
@@ -102,7 +96,7 @@ def _summary(
 
 def _plan(folder: Path) -> list[str]:
     """Plan from the profiles that the run has left, or predict the plan that it followed."""
-    if not rank_files(folder / FOLDERS[1], "profile"):
+    if not rank_files(folder / records.FOLDERS[1], "profile"):
         return []
     try:
         source = load_source(SourceOptions(folder=folder))

@@ -112,7 +112,3 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

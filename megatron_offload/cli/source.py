@@ -27,13 +27,7 @@ from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.files.strict_model import validate
 from megatron_offload.files.text import read_json
-from megatron_offload.planning import profiled_job
-from megatron_offload.planning.description import (
-    Budgets,
-    JobDescription,
-    Surroundings,
-    load_description,
-)
+from megatron_offload.planning import description, profiled_job
 from megatron_offload.planning.files import load_profile
 from megatron_offload.planning.job import LIMITS, Job, RankSettings
 from megatron_offload.planning.plan import check_profiles
@@ -95,7 +89,7 @@ class Source:
     job: Job
     profiles: tuple[StepProfile, ...]
     """Of each pipeline rank, in order."""
-    around: Surroundings
+    around: description.Surroundings
     memory: str
     """Which memory peaks are of, such as "reserved memory"."""
     machine: str
@@ -108,7 +102,7 @@ class Source:
         """What counts where no plan says something else: the flags', then the run's."""
         flags = self.around.offload
         given: dict[str, Any] = {}
-        for section in (self.recorded.offload if self.recorded else Budgets(), flags):
+        for section in (self.recorded.offload if self.recorded else description.Budgets(), flags):
             given |= section.model_dump(include={*LIMITS}, exclude_unset=True)
         if "recompute" not in flags.model_fields_set:
             return RankSettings(**given)
@@ -213,7 +207,7 @@ class Source:
 class SourceOptions(OptionsWithKeys):
     """What says which job it is. Of a run's folder only the keys of machine and offload count."""
 
-    keys = JobDescription
+    keys = description.JobDescription
 
     folder: CliPositionalArg[Path | None] = None
     """run.output of a train or compare run that had run.profile_step."""
@@ -237,7 +231,7 @@ def load_source(given: SourceOptions) -> Source:
 
 def _described(path: Path, given: SourceOptions) -> Source:
     machine = None if given.machine is None else _read_machine(given.machine)
-    described = load_description(path, given.set, machine=machine)
+    described = description.load_description(path, given.set, machine=machine)
     job = described.job()
     origin = str(given.machine or f"{path}, what it leaves out as measured with four H200s")
     profiles = tuple(profiled_job.profiles_of(job))
@@ -265,7 +259,9 @@ def _profiled(folder: Path, given: SourceOptions) -> Source:
     else:
         section = {}
         origin = "the defaults, measured with four H200s; --machine FILE takes others"
-    around = validate(Surroundings, apply_overrides({"machine": section}, given.set), "--set")
+    around = validate(
+        description.Surroundings, apply_overrides({"machine": section}, given.set), "--set"
+    )
     return Source(
         title=folder.resolve().name,
         job=profiled_job.job_of(profiles, profiled_job.schedule_of(profiles), around.machine),
@@ -284,7 +280,6 @@ def with_flags(what: str, section: str, given: SourceOptions) -> str:
 
 
 def _read_machine(path: Path) -> dict[str, Any]:
-    """Return the section ``machine`` by the doctor's JSON."""
     data = read_json(path)
     found = data.get("profile") if isinstance(data, dict) else None
     if not isinstance(found, dict) or not found.get("gpus"):

@@ -21,13 +21,7 @@ from megatron_offload.core.trace import read_traces, write_traces
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import read_model
 from megatron_offload.report.console import console
-from megatron_offload.train.run_folder import (
-    FACTS_NAME,
-    RunFacts,
-    main_folder,
-    missing_files,
-    rank_files,
-)
+from megatron_offload.train import run_folder
 
 
 class Given(Options):
@@ -39,14 +33,14 @@ class Given(Options):
 
 def run(given: Given) -> int:
     """Write ``trace.json``; return 0."""
-    folder = main_folder(given.folder)
-    paths, facts = rank_files(folder, "trace"), folder / FACTS_NAME
+    folder = run_folder.main_folder(given.folder)
+    paths, facts = run_folder.rank_files(folder, "trace"), folder / run_folder.FACTS_NAME
     if not paths:
         raise ConfigError(f"{given.folder} holds no timelines; set run.trace_step: 4 and run again")
-    num_ranks = read_model(RunFacts, facts).ranks if facts.exists() else 0
+    num_ranks = read_model(run_folder.RunFacts, facts).ranks if facts.exists() else 0
     with writing(path := given.folder / "trace.json"):
         write_traces(path, [one for file in paths for one in read_traces(file)])
     console().print(f"trace: {path}, for https://ui.perfetto.dev")
-    if missing := missing_files(paths, num_ranks):
+    if missing := run_folder.missing_files(paths, num_ranks):
         console().print(f"missing in {folder}: {', '.join(missing)}", style="yellow")
     return 0

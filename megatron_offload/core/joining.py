@@ -37,10 +37,8 @@ def joined_groups(
     those that follow until there is enough. What holds nothing goes on with none that has enough by
     itself: backward would leave that later.
 
-    Args:
-        started: those that were recorded, in the order in which they began.
-        ends: those behind which something asked for all that had been committed.
-        enough_bytes: what `DeviceBudget.joined_bytes` says.
+    Those ``started`` are in their order. Behind ``ends`` something asked for all that had been
+    committed.
     """
     joining: Joining = {}
     last: Started | None = None

@@ -24,36 +24,26 @@ class Machine(StrictModel):
 
     d2h_gbps: _Bandwidth = 55.0
     """To the host, one GPU with the host to itself."""
-
     h2d_gbps: _Bandwidth = 55.0
     """To the device, likewise."""
-
     both_gbps: _Bandwidth = 51.0
     """Each way, when both directions of a GPU run."""
-
     node_gbps: _Bandwidth = 205.0
     """What all GPUs of a node copy together, in and out added."""
-
     node_d2h_gbps: _Bandwidth | None = 164.0
     """The most of it that goes to the host; None sets no such bound."""
-
     node_h2d_gbps: _Bandwidth | None = None
     """The most of it that goes to the devices; None sets no such bound."""
-
     gpus_per_node: int = Field(default=4, ge=1)
     """GPUs that share what a node's copies get: those of pipeline ranks in order, and of each rank
     all that do the same at the same time, such as a tensor-parallel group."""
-
     p2p_gbps: _Bandwidth = 100.0
     """Between neighbouring stages, in 10^9 bytes a second; messages don't slow each other down."""
-
     device_bytes: Bytes | None = None
     """Memory of a GPU; what doesn't fit is said. None leaves it out, but of a described job 139
     GiB, an H200's, count."""
-
     host_bytes: Bytes | None = None
     """Memory of a node that may be pinned; likewise, and of a described job 2 TiB count."""
-
     p2p_latency_us: float = Field(default=10.0, ge=0)
     """Of a message of any size."""
 

@@ -30,7 +30,6 @@ class GroupKey(NamedTuple):
 
     chunk: Amount
     """Position of the chunk among the step's chunks that saved something, in forward order."""
-
     order: Amount
     """Position of the group in its chunk, in the order of the group starts."""
 
@@ -116,20 +115,16 @@ class GroupTimes(NamedTuple):
     started_us: Duration
     committed_us: Duration
     backward_us: Duration
-    """When its backward began."""
     done_us: Duration
-    """When backward had left it."""
 
 
 class RunShape(NamedTuple):
     """Which part of which run a step was seen in: what a plan made from it is good for."""
 
     num_microbatches: Amount = 1
-    """Of one step."""
     pp_rank: Amount = 0
     pp_size: Amount = 1
     vp_size: Amount = 1
-    """Virtual pipeline stages of each rank."""
     rank: Amount = 0
     """Of the process, over all kinds of parallelism."""
     modules: tuple[Name, ...] = ()
@@ -146,51 +141,38 @@ class StepProfile:
 
     groups: tuple[GroupProfile, ...]
     """In the order of their commits."""
-
     backward_order: tuple[GroupKey, ...]
     """In the order in which backward reached the groups' ends."""
-
     backward_at_bytes: tuple[Amount, ...] = ()
     """When that was, for each of them: the bytes of all groups that the step had passed by then, in
     forward and in backward. A clock that is the same in every run and costs nothing to read."""
-
     times: tuple[GroupTimes, ...] = field(default=(), compare=False)
     """For each of the groups, by a clock that stands still while the compute stream waits for a
     copy (`waited_us`); empty where the step was not timed."""
-
     step_us: Duration = field(default=0.0, compare=False)
     """How long the step took on the compute stream, likewise; 0 where it was not timed."""
-
     peak_allocated_bytes: Amount = field(default=0, compare=False)
     """The most of the device's memory that the process had allocated; 0 where nobody told."""
-
     peak_reserved_bytes: Amount = field(default=0, compare=False)
     """Likewise, allocated or cached."""
-
     run: RunShape = field(default=RunShape(), compare=False)
 
     offloaded_bytes: Amount = field(default=0, compare=False)
     """What the step copied to the host."""
-
     waited_us: Duration | None = field(default=None, compare=False)
     """What the compute stream waited for copies, which is in none of the times; None where it is,
     or where the step was not timed."""
-
     d2h_gbps: Duration = field(default=0.0, compare=False)
     """What its copies to the host got; 0 where none were timed."""
-
     h2d_gbps: Duration = field(default=0.0, compare=False)
     """Likewise to the device."""
-
     counts_what_moved: bool = field(default=False, compare=False)
     """Whether the peaks count what was on the host as if it had stayed on the device."""
 
     def bytes_away(self, staying: Collection[GroupKey], device_bytes: int) -> dict[str, int]:
         """Return, by group name, what such a step has off the device when its backward begins.
 
-        Args:
-            staying: groups that never leave.
-            device_bytes: what is needed within so much of the step's clock is there still.
+        What is needed within ``device_bytes`` of the step's clock is there still.
         """
         begins_at = self.backward_at_bytes[0] if self.backward_at_bytes else math.inf
         away = {

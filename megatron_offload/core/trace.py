@@ -42,8 +42,7 @@ class ByteCount(StrEnum):
     is still in flight."""
 
 
-_MAX_TRACE_BYTES = 1024**3
-"""Larger files are no trace of a few steps."""
+_MAX_TRACE_BYTES = 1024**3  # larger files are no trace of a few steps
 
 _Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 _Time = Annotated[_Number, Field(ge=0)]
@@ -63,7 +62,6 @@ class Span:
     start_us: _Time
     duration_us: _Time
     num_bytes: StrictInt = 0
-    """What a copy moved."""
     wait: str = ""
     """Which of the six waits a stall is, or `PIPELINE_WAIT`."""
 

@@ -1,9 +1,7 @@
 """The in-flight window: which groups' copies to the host are issued, and when each is released.
 
-Owns the order of release, and the step's clock, the bytes of all groups that the program has
-passed: from the first backward on it says when a release is due.
-
-Invariant: the window is released in the order of issue, so one wait covers all before it.
+Owns the step's clock, which says from the first backward on when a release is due. The window is
+released in the order of issue, so one wait covers all before it.
 """
 
 from __future__ import annotations
@@ -19,12 +17,7 @@ G = TypeVar("G", bound=Group)
 
 
 class InFlightWindow(Generic[G]):
-    """The groups of one rank, from the issue of their copies to the host to their release.
-
-    Args:
-        release: makes the compute stream wait for a group's copies, and frees what they read.
-        budget: how much device memory copies in flight may hold.
-    """
+    """The groups of one rank, from the issue of their copies to the host to their ``release``."""
 
     def __init__(self, release: Callable[[G], None], budget: DeviceBudget) -> None:
         self._release = release
@@ -33,8 +26,7 @@ class InFlightWindow(Generic[G]):
         """Group, blocks that are copied, and the reading of the clock behind which it is due."""
         self.step_bytes = 0
         """Bytes of all groups that this step has passed; its clock."""
-        self._past_bytes = 0
-        """Of the steps before."""
+        self._past_bytes = 0  # of the steps before
 
     def begin_step(self) -> None:
         """Let the step's clock begin at zero."""

@@ -53,11 +53,7 @@ class Checker(Observer):
         self._left[block] = parts, _sum_of(source, parts)
 
     def block_read(self, block: Block, target: torch.Tensor) -> None:
-        """Compare the sums; the host waits for the result.
-
-        Raises:
-            CorruptionError: a bit differs.
-        """
+        """Compare the sums; the host waits for the result."""
         has_left = block.reload is not None or block.recipe is not None
         if not has_left or block not in self._left:  # or it was compared
             return
@@ -83,10 +79,10 @@ def leaks_of(groups: Iterable[OffloadGroup]) -> tuple[str, ...]:
     """Describe the groups that still hold memory: some graph of the step is alive."""
     found = []
     for group in groups:
-        host_bytes = sum(b.num_bytes for b in group.blocks() if b.host is not None)
-        device_bytes = sum(
-            b.num_bytes for b in group.blocks() if b.reload is not None and b.target is not None
-        )
+        blocks = group.blocks()
+        back = (block for block in blocks if block.reload is not None and block.target is not None)
+        host_bytes = sum(block.num_bytes for block in blocks if block.host is not None)
+        device_bytes = sum(block.num_bytes for block in back)
         if host_bytes or device_bytes:
             left = "backward has left it" if group.state is GroupState.DONE else group.state.name
             found.append(

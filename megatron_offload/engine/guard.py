@@ -89,10 +89,7 @@ class Guard:
 
 
 def guarded(method: F) -> F:
-    """Make a method an entry of the engine, by its object's ``guard``.
-
-    Its arguments are positional, which is quicker.
-    """
+    """Make a method with positional arguments an entry of the engine, by its object's ``guard``."""
 
     @functools.wraps(method)
     @graph_break

@@ -24,7 +24,7 @@ from megatron_offload.engine.transfers import Transfers
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.files import load_plan
 from megatron_offload.planning.plan import OffloadPlan
-from megatron_offload.planning.policy import ModulesPolicy, RatioPolicy
+from megatron_offload.planning.policy import ModulesPolicy, plan_by_ratio
 
 _NUM_FITS = 3
 """How often the host pool is cut to what the last step alone used: each of the first needs less
@@ -33,8 +33,7 @@ than the one before."""
 _NUM_STEPS = 8
 """How many steps are looked at then: pinning is slow, and unpinning waits for the device."""
 
-_LEAST_SURPLUS_SHARE = 0.1
-"""Less of what is pinned stays so."""
+_LEAST_SURPLUS_SHARE = 0.1  # less of what is pinned stays so
 
 _logger = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ def tell_pipeline_rank(source: Callable[[], int] | None) -> None:
     _rank_source = source
 
 
-def read_policy(config: OffloadConfig) -> OffloadPlan | RatioPolicy | None:
+def read_policy(config: OffloadConfig) -> OffloadPlan | RatioConfig | None:
     """Return what a manager follows in place of the rules of `ModulesPolicy`; None for those.
 
     A policy that plans by the run's own steps begins with those: everything moves.
@@ -66,7 +65,7 @@ def read_policy(config: OffloadConfig) -> OffloadPlan | RatioPolicy | None:
     policy = config.policy if config.enabled else None
     if isinstance(policy, PlanFileConfig):
         return load_plan(policy.path)
-    return RatioPolicy(policy.ratio) if isinstance(policy, RatioConfig) else None
+    return policy if isinstance(policy, RatioConfig) else None
 
 
 class Learner:
@@ -84,7 +83,7 @@ class Learner:
     """
 
     def __init__(
-        self, config: OffloadConfig, policy: OffloadPlan | RatioPolicy | None, transfers: Transfers
+        self, config: OffloadConfig, policy: OffloadPlan | RatioConfig | None, transfers: Transfers
     ) -> None:
         self.policy = ModulesPolicy(fraction=config.fraction)
         self.pp_rank: int | None = None
@@ -110,12 +109,10 @@ class Learner:
         self._planned: tuple[StepProfile, ModulesPolicy] | None = None
         self._largest_bytes = 0
         self._recompute: Sequence[frozenset[str]] | None = None
-        self._ratio = policy if isinstance(policy, RatioPolicy) else None
+        self._ratio = policy.ratio if isinstance(policy, RatioConfig) else None
         self.plan: OffloadPlan | None = None
         if isinstance(policy, OffloadPlan):
             self.follow_plan(policy)
-
-    # What is followed
 
     def follow(
         self,
@@ -123,13 +120,7 @@ class Learner:
         fraction: float | None = None,
         delta_bytes_across_pp_ranks: int | None = None,
     ) -> None:
-        """Take the rules of the caller's model; they count from the next step on.
-
-        What was set in the configuration wins over them, and what a plan says of groups over both.
-
-        Raises:
-            ConfigError: the plan has no such rank.
-        """
+        """Take rules of the caller's model for the steps to come; what was configured wins."""
         if pp_rank is None:
             pp_rank = 0 if _rank_source is None else _rank_source()
         config, given = self._config, self._config.model_fields_set
@@ -148,10 +139,7 @@ class Learner:
 
         It is compared with the run when the step is over. Limits that the user set stay. None
         follows the rules again. One that ``is_own`` was made from steps of this run, so that one
-        that differs is no error.
-
-        Raises:
-            ConfigError: the plan has no such rank.
+        that differs is no error; a rank that the plan doesn't have is a `ConfigError`.
         """
         self._is_own, self.passing, self.joining = is_own, {}, {}
         if plan is None:
@@ -211,20 +199,16 @@ class Learner:
         else:
             self._is_plan_confirmed = True
 
-    # What is learned
-
     def learn(
         self,
         profile: StepProfile,
         shared: Sequence[tuple[GroupKey, GroupKey]] | None = None,
         joining: Joining | None = None,
     ) -> None:
-        """Learn from a step that is over.
+        """Learn from a step that is over, or from the last whole one of the same groups.
 
-        Args:
-            profile: what it has shown, or the last whole one of the same groups.
-            shared: as in `passing_groups`; None where the step was not recorded whole.
-            joining: what of it may be recorded as one; None where some was.
+        ``shared`` is as in `passing_groups`, None where the step was not recorded whole; likewise
+        ``joining``, what of it may be recorded as one, where some was.
         """
         if self._listed:
             profile = self.without_unlisted(profile)
@@ -255,8 +239,10 @@ class Learner:
             if self.pp_rank is not None:
                 self._confirm(self.plan, profile)
             return
-        ratio = self._ratio
-        self.kept = self.policy.plan(profile) if ratio is None else ratio.plan_rank(profile).kept
+        if self._ratio is None:
+            self.kept = self.policy.plan(profile)
+        else:
+            self.kept = plan_by_ratio(self._ratio, profile).kept
         self._chunks = {group.key.chunk for group in profile.groups}
         # By place in a chunk: of the last that has it.
         self._kept_alike = {
@@ -306,8 +292,6 @@ class Learner:
         if self._keeps_everything():
             return {}
         return self.profile.bytes_away(self.kept, self._budget.total_bytes)
-
-    # Memory
 
     def _fit_host_pool(self) -> None:
         """Unpin what the last steps didn't need; blocks the host where there is such.

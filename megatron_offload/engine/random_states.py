@@ -64,7 +64,6 @@ def _module(kind: str) -> Any:
 
 
 def _tracker() -> Any:
-    """Return Megatron-core's tracker; None where a job has none."""
     home = sys.modules.get("megatron.core.tensor_parallel.random")
     return getattr(home, "_CUDA_RNG_STATE_TRACKER", None)
 

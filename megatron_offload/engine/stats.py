@@ -14,6 +14,7 @@ class GroupStats:
 
     name: str
     num_groups: int = 0
+    """Groups whose forward is over."""
     offloaded_bytes: int = 0
     """Bytes copied to the host."""
     reloaded_bytes: int = 0
@@ -83,16 +84,12 @@ class StepStats:
     by_name: dict[str, GroupStats] = field(default_factory=_ByName)
     """By group name; of a name that is new, zeros."""
 
+    # Of all names together, each as in `GroupStats`.
     num_groups = _summed("num_groups")
-    """Groups whose forward is over."""
     offloaded_bytes = _summed("offloaded_bytes")
-    """Bytes copied to the host."""
     reloaded_bytes = _summed("reloaded_bytes")
-    """Bytes copied back to the device."""
     remade_bytes = _summed("remade_bytes")
-    """Bytes dropped, to be made again."""
     kept_bytes = _summed("kept_bytes")
-    """Bytes that stayed on the device."""
 
     def metrics(self) -> dict[str, int]:
         """Return the counters by flat names, for TensorBoard and its like; units are in the names.

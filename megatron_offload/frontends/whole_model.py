@@ -227,7 +227,6 @@ def get_act_offloading_ctx_manager(
 
 
 def _find_head(model: nn.Module) -> nn.Module | None:
-    """Return the output head of a model, however it is wrapped."""
     candidates = [model]
     for candidate in candidates:
         for name in _HEADS:

@@ -62,10 +62,7 @@ def examine(
     environ: Mapping[str, str] = os.environ,
     root: Path = Path("/"),
 ) -> Examination:
-    """Look at everything; ``bandwidth`` takes some seconds and wants idle GPUs.
-
-    ``optimizer_bytes`` is what optimizer offload is to keep on the host for a GPU.
-    """
+    """Look at everything; ``bandwidth`` takes some seconds and wants idle GPUs."""
     names: Sequence[str] = ()
     profile = None
     try:

@@ -10,10 +10,7 @@ _Said = TypeVar("_Said")
 
 
 def gather(mine: _Said, group: dist.ProcessGroup | None = None) -> list[_Said]:
-    """Return what every rank of the group says, in the order of ranks; collective.
-
-    Without `torch.distributed` that is ``mine`` alone.
-    """
+    """Return what all ranks of the group say, in their order (collective); alone ``mine``."""
     if not (dist.is_available() and dist.is_initialized()):
         return [mine]
     said = [mine] * dist.get_world_size(group)

@@ -78,10 +78,7 @@ class ComputeTimer(Observer):
         self.turn()
 
     def read_lost_us(self, turns: Sequence[Turn]) -> list[float]:
-        """Wait for these turns; return the time that each has lost until the next, mostly 0.
-
-        It is counted less what two events take anyway.
-        """
+        """Wait for these turns; return what each has lost until the next, less what events take."""
         elapsed_us = self._backend.sync_elapsed_us
         least_us = elapsed_us(*self._empty)
         return [
@@ -186,10 +183,7 @@ class MeasuredStep(NamedTuple):
 
 
 class StepTimer(ComputeTimer):
-    """Measures the first step that ends while it observes a manager; `read` tells what it took.
-
-    The host waits for nothing before that.
-    """
+    """Measures the first step that ends while it observes; the host waits in `read` alone."""
 
     needs_groups = False
 

@@ -127,8 +127,6 @@ class _Recorder(BoundaryTimer):
             self._backend.pause()
             self.turn()
 
-    # Boundaries
-
     def passed(self, boundary: Boundary, group: OffloadGroup) -> None:
         marks = self._marks.setdefault(group, {})
         # Backward may enter through a graph that is kept, and goes on in what it has entered.
@@ -169,8 +167,6 @@ class _Recorder(BoundaryTimer):
             offloaded_bytes = self._manager.last_step.offloaded_bytes
             self._learned = replace(profile, offloaded_bytes=offloaded_bytes)
             self._num_turns = len(self.turns)
-
-    # The profile
 
     def finish(self) -> StepProfile:
         """Wait for the step's end on the device; return what was seen."""
@@ -228,7 +224,6 @@ class _Recorder(BoundaryTimer):
         )
 
     def _read_gbps(self, direction: Direction) -> float:
-        """Wait for the copies of one direction; return what they got, or 0 if none did."""
         copies = [copy for copy in self.copies if copy.direction == direction]
         us = sum(self._backend.sync_elapsed_us(copy.start, copy.end) for copy in copies)
         return sum(copy.num_bytes for copy in copies) / us / 1e3 if us > 0 else 0.0

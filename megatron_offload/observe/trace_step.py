@@ -34,8 +34,6 @@ def trace_step(manager: PipelineOffloadManager, rank: int = 0) -> Iterator[StepT
 
 
 class _Tracer(BoundaryTimer):
-    """What the streams did between the points that the program has passed."""
-
     def __init__(self, manager: PipelineOffloadManager) -> None:
         super().__init__(manager)
         self._live_bytes: dict[GroupKey, int] = {}
@@ -44,8 +42,6 @@ class _Tracer(BoundaryTimer):
         self._last_values: dict[str, float] = {}
         self.turn()
         self._sample()
-
-    # Boundaries
 
     def passed(self, boundary: Boundary, group: OffloadGroup) -> None:
         super().passed(boundary, group)
@@ -68,8 +64,6 @@ class _Tracer(BoundaryTimer):
 
     backward_left = backward_entered
 
-    # Copies and waits
-
     def copy_starts(self, direction: Direction) -> None:
         if direction == "h2d":  # else the host's memory is taken, and nothing is in it yet
             self._sample()
@@ -90,8 +84,6 @@ class _Tracer(BoundaryTimer):
             self._inflight.pop(group, None)
         self._sample(self.turns[-1].time)
 
-    # Counters
-
     def _sample(self, time: Any = None) -> None:
         """Note the counters that have changed, at ``time`` or where the compute stream is now."""
         on_host, in_flight = self._manager.host_pool.stats.in_use_bytes, self._inflight.total()
@@ -110,8 +102,6 @@ class _Tracer(BoundaryTimer):
             time = time if time is not None else self.now()
             self._samples += [(name, time, values[name]) for name in changed]
             self._last_values = values
-
-    # The trace
 
     def finish(self, trace: StepTrace) -> None:
         """Wait for what was recorded and fill a trace with it; spans of a stream don't overlap."""

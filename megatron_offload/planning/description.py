@@ -98,10 +98,8 @@ class Budgets(StrictModel):
 
     max_inflight_bytes: Bytes | None = None
     """Device memory for groups on their way out. None leaves it to the package."""
-
     prefetch_bytes: Bytes | None = None
     """Device memory for groups that are back ahead of their use. None leaves it to the package."""
-
     recompute: NamesField = default(())
     """The units that may be made again; unless set, all that the job has."""
 
@@ -118,7 +116,6 @@ class MeasuredStep(StrictModel):
 
     step_ms: float = Field(gt=0)
     """Of the slowest rank, without offload."""
-
     model: dict[str, Any] = Field(default={})
     """What was other there than in the section ``model``, such as ``hidden`` and ``ffn``."""
 

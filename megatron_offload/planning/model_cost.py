@@ -14,10 +14,8 @@ from megatron_offload.planning.model import ModelDescription
 _SPARED_SHARE = 0.27
 """A GPU at its limit of power runs products slower: for each microsecond in which it only reads and
 writes, which takes that much less power, the products beside it are done so much earlier."""
-_LEAST_TIME = 0.85
-"""Of what products take at that limit: their time at the full clock."""
-_PRODUCT_US = 2.0
-"""What a product takes however small it is."""
+_LEAST_TIME = 0.85  # of what products take at that limit: their time at the full clock
+_PRODUCT_US = 2.0  # what a product takes however small it is
 _ATTENTION_SHARE = 0.72
 """What flash attention gets of what products get, with infinitely long sequences."""
 _ATTENTION_TOKENS = 1200
@@ -27,8 +25,7 @@ _MEMORY_SHARE = 0.83
 _ROTATION = 29
 """What rotating a tensor by kernels of its own costs, in reads or writes of it: they are a dozen,
 and most of them strided."""
-_ACTIVATION = 1.4
-"""What an activation takes more than its traffic does."""
+_ACTIVATION = 1.4  # what an activation takes more than its traffic does
 _GATE_FORWARD, _GATE_BACKWARD = 10.0, 23.0
 """Reads or writes of its output by a gated activation in kernels of its own, strided likewise."""
 _LOSS_FORWARD, _LOSS_BACKWARD = 13.0, 4.6
@@ -82,7 +79,6 @@ class LayerCosts:
         return num_bytes / (self.model.memory_gbps * _MEMORY_SHARE * 1e3)
 
     def _saved(self, *tensor_bytes: int) -> dict[str, Any]:
-        """Return what of saved tensors is large enough to move, and what stays."""
         moving = sum(each for each in tensor_bytes if each >= self.model.min_tensor_bytes)
         return {"num_bytes": moving, "kept_bytes": sum(tensor_bytes) - moving}
 
@@ -143,7 +139,6 @@ class LayerCosts:
     def _pointwise(
         self, name: str, saved: tuple[int, ...], output_bytes: int, forward: float, backward: float
     ) -> GroupWork:
-        """Return the group of what only reads and writes, so many bytes each way."""
         return GroupWork(
             name,
             **self._saved(*saved),

@@ -68,45 +68,32 @@ class ModulesPolicy:
         return rank_plan(profile, policy.plan(profile), "of a module that moves")
 
 
-@dataclass(frozen=True, slots=True)
-class RatioPolicy:
-    """A share of each rank's bytes, in [0, 1], moves: the first of them, to within one group."""
-
-    kind: ClassVar[str] = "ratio"
-
-    ratio: float
-
-    def plan_rank(self, profile: StepProfile) -> RankPlan:
-        """Return the plan of one rank, which needs no other's."""
-        wanted_bytes = self.ratio * sum(group.num_bytes for group in profile.groups)
-        kept: dict[GroupKey, str] = {}
-        passed_bytes = 0
-        for group in profile.groups:
-            passed_bytes += group.num_bytes
-            if group.num_bytes and passed_bytes > wanted_bytes:
-                kept[group.key] = f"behind the first {self.ratio:g} of all bytes"
-        return rank_plan(profile, kept, f"among the first {self.ratio:g} of all bytes")
+def plan_by_ratio(ratio: float, profile: StepProfile) -> RankPlan:
+    """Return the plan of one rank by which a share of its bytes moves: the first, whole groups."""
+    wanted_bytes = ratio * sum(group.num_bytes for group in profile.groups)
+    kept: dict[GroupKey, str] = {}
+    passed_bytes = 0
+    for group in profile.groups:
+        passed_bytes += group.num_bytes
+        if group.num_bytes and passed_bytes > wanted_bytes:
+            kept[group.key] = f"behind the first {ratio:g} of all bytes"
+    return rank_plan(profile, kept, f"among the first {ratio:g} of all bytes")
 
 
 def plan_by_rule(
-    rule: ModulesPolicy | RatioPolicy | ModulesConfig | RatioConfig | PlanFileConfig,
+    rule: ModulesPolicy | ModulesConfig | RatioConfig | PlanFileConfig,
     profiles: Collection[StepProfile],
 ) -> OffloadPlan:
-    """Return the plan of all ranks that needs no search: a rule's, or that of a file.
-
-    Profiles are one of each rank, in any order; of a section the rule is what it asks for.
-
-    Raises:
-        ConfigError: the file can't be read or is of another run, or profiles are missing.
-    """
+    """Return the plan of all ranks by a rule, or of a file; `ConfigError` if of another run."""
     if isinstance(rule, PlanFileConfig):
         plan = load_plan(rule.path)
         for profile in profiles:
             plan.check(profile)
         return plan
-    if isinstance(rule, RatioConfig):
-        rule = RatioPolicy(rule.ratio)
-    elif isinstance(rule, ModulesConfig):
-        rule = ModulesPolicy()
     profiles = check_profiles(profiles)
-    return plan_of(rule.kind, profiles, map(rule.plan_rank, profiles))
+    if isinstance(rule, RatioConfig):
+        ranks = [plan_by_ratio(rule.ratio, profile) for profile in profiles]
+    else:
+        policy = rule if isinstance(rule, ModulesPolicy) else ModulesPolicy()
+        ranks = [policy.plan_rank(profile) for profile in profiles]
+    return plan_of(rule.kind, profiles, ranks)

@@ -101,7 +101,6 @@ class RankProgram:
     """What one rank's streams have to do, what that moves, and what memory it needs."""
 
     peak_device_bytes: int = 0
-    """The most that is allocated at one time."""
     peak_taken_bytes: int = 0
     """The most that is allocated, or was freed with a message and can't be used yet."""
     peak_reserved_bytes: int = 0
@@ -168,11 +167,9 @@ class RankWork:
         self.forecast = forecast_of(self.profile)
 
     def replay(self, settings: RankSettings, *, records: bool = False) -> RankProgram:
-        """Return what the rank's streams do in a steady step.
+        """Return what the rank's streams do in a steady step; the settings' units are the work's.
 
-        Args:
-            settings: what it keeps and may hold; its units are those of the work.
-            records: keep labels, memory over the program, and its pieces.
+        ``records`` keeps labels, memory over the program, and its pieces.
         """
         return _Replay(self, settings, records).run()
 
@@ -187,7 +184,6 @@ class RankWork:
                 budget.drop_saved(group.num_bytes)
 
     def _places(self, stage: int) -> _Places:
-        """Return the groups of the next chunk."""
         chunk, order, places = len(self.vp_stages), 0, []
         for work in self.job.stages[stage].groups:
             key = GroupKey(chunk, order if work.is_marked else -1)
@@ -377,7 +373,6 @@ class _Replay:
     def _compute(
         self, one: Pass, profile: GroupProfile, us: float, temp_bytes: int, block_bytes: int = 0
     ) -> None:
-        """Write a group's part of a pass."""
         temp_bytes += self._rank.job.stages[one.stage].buffer_bytes
         if temp_bytes > self._peak_temp_bytes:
             self._peak_temp_bytes = temp_bytes
@@ -445,8 +440,6 @@ class _Replay:
         if group.state is GroupState.RELOADING:
             self._add(OpKind.AWAIT, group.reload, group)
             group.advance(GroupState.RELOADED)
-
-    # Counts
 
     def _issue(self, kind: OpKind, group: WorkGroup) -> int:
         copies = self.program.copy_bytes

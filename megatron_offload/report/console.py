@@ -15,8 +15,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-_WIDEST = 1 << 16
-"""Columns of what isn't a terminal: more than any table needs."""
+_WIDEST = 1 << 16  # columns of what isn't a terminal: more than any table needs
 
 # All controls but tab and newline, and what turns the direction of writing.
 _CONTROLS = re.compile(

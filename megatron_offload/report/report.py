@@ -75,7 +75,6 @@ class Report:
     ranks: Sequence[Mapping[str, Any]]
     """What each rank moved in the last step, in all and in its ``groups``: numbers by name."""
     step_time_s: Pair
-    """Median over the steps."""
     config: str | None
     """As YAML, what was given of it; None where the run has left none."""
     versions: Mapping[str, str]

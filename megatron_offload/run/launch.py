@@ -120,10 +120,7 @@ def _going_on(bind: Callable[[], None]) -> None:
 
 
 class ToldLoop(MeasuredLoop):
-    """Says once on the first rank what is on, when that is settled.
-
-    Every rank leaves in ``report`` what one step showed.
-    """
+    """Says once on the first rank what is on, and leaves a step of every rank in ``report``."""
 
     def __init__(self, report: Path | None = None) -> None:
         super().__init__(timeout_s=60.0)

@@ -68,8 +68,6 @@ def run_training(
 
 @dataclass(eq=False)
 class _Trainer:
-    """Model, optimizer, scheduler and data of one run on one rank."""
-
     _config: TrainConfig
     _device: torch.device
     _group: torch.distributed.ProcessGroup
@@ -193,7 +191,6 @@ class _Trainer:
         return StepRecord.merge(step, lr, tokens, ranks)
 
     def _is_planning(self) -> bool:
-        """Whether steps are looked at to find what moves."""
         return self._manager is not None and not tune(self._manager).is_settled
 
     def _shape(self) -> RunShape:
@@ -253,7 +250,6 @@ def _forward_step(iterator: Iterator[dict[str, torch.Tensor]], model: Any) -> tu
 
 
 def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Average the losses of shape [micro_batch_size, sequence_length]."""
     loss = losses.mean()
     # The schedule divides its own copy in place.
     return loss, {"loss": loss.detach().clone()}

@@ -38,7 +38,6 @@ class RunFacts(StrictModel):
     """Whether there was no GPU: times then say nothing about one."""
     ranks: int = Field(ge=1)
     date: datetime
-    """When it was started."""
     versions: dict[str, str] = Field(max_length=100)
     """Of Python and of the packages that decide what a run computes."""
 
@@ -98,10 +97,7 @@ def prepare_folder(config: TrainConfig, gpu: str | None, ranks: int) -> None:
 
 
 def write_config(config: TrainConfig, folder: Path) -> None:
-    """Write what was given, which may matter, as a file for ``--config`` that does the same.
-
-    Files that it reads are named so that they are found from any folder.
-    """
+    """Write what was given as a file for ``--config`` that does the same from any folder."""
     given = config.model_dump(mode="json", exclude_unset=True)
     if config.data.text:
         given["data"]["text"] = list(map(os.path.abspath, config.data.text))

@@ -11,10 +11,11 @@ from jobs import RATES, load_model, load_run, measured, ran, run_without
 
 from megatron_offload.cli.main import main
 from megatron_offload.core.machine import Machine
+from megatron_offload.core.policy_config import RatioConfig
 from megatron_offload.files.strict_model import read_model
 from megatron_offload.planning.files import load_plan, load_profile, save_plan, save_profile
 from megatron_offload.planning.job import RankSettings
-from megatron_offload.planning.policy import RatioPolicy, plan_by_rule
+from megatron_offload.planning.policy import plan_by_rule
 from megatron_offload.planning.profiled_job import FROM_COPIES
 from megatron_offload.planning.simulate import settings_of, simulate
 from megatron_offload.report.tables import TradeOff
@@ -299,7 +300,9 @@ def test_nor_is_a_comparison_s_copy_of_it_replaced(tmp_path, capsys):
     run = ran(folder / "with_offload")
     (run / "config.yaml").write_text("offload: {policy: {kind: auto}}")
     profiles = load_run(folder).profiles
-    followed, other = (plan_by_rule(RatioPolicy(ratio), profiles) for ratio in (0.4, 0.8))
+    followed, other = (
+        plan_by_rule(RatioConfig(kind="ratio", ratio=ratio), profiles) for ratio in (0.4, 0.8)
+    )
     save_plan(followed, run / "plan.json")
     path = folder / "plan.json"
     save_plan(replace(followed, bandwidths="predicted anew"), path)

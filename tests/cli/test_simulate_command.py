@@ -10,12 +10,13 @@ import pytest
 from jobs import ROOT, load_model, load_run, ran, run_without
 
 from megatron_offload.cli.main import main
+from megatron_offload.core.policy_config import RatioConfig
 from megatron_offload.core.trace import read_traces
 from megatron_offload.core.units import format_bytes
 from megatron_offload.planning.description import load_description
 from megatron_offload.planning.files import save_plan
 from megatron_offload.planning.job import RankSettings
-from megatron_offload.planning.policy import ModulesPolicy, RatioPolicy, plan_by_rule
+from megatron_offload.planning.policy import ModulesPolicy, plan_by_rule
 from megatron_offload.planning.simulate import settings_of, simulate
 
 pytest.importorskip("simpy")
@@ -58,14 +59,14 @@ def test_what_is_printed_is_what_was_simulated(model, capsys):
 
 def test_a_plan_is_followed_within_given_budgets(model, tmp_path, capsys):
     plan, profiles = tmp_path / "plan.json", load_model(model).profiles
-    save_plan(plan_by_rule(RatioPolicy(0.0), profiles), plan)
+    save_plan(plan_by_rule(RatioConfig(kind="ratio", ratio=0.0), profiles), plan)
     assert run("--model", model, "--plan", plan, "--set", "offload.recompute=[]") == 0
     printed = capsys.readouterr().out
     assert "(+0.00 %)" in printed
     assert all(row[4] == "0 B" for row in rows(printed)[2:])
     assert run("--model", model, "--plan", plan, "--set", "model.num_microbatches=8") == 2
     assert "it is for 4 microbatches, and there are 8" in capsys.readouterr().err
-    save_plan(plan_by_rule(RatioPolicy(1.0), profiles), plan)
+    save_plan(plan_by_rule(RatioConfig(kind="ratio", ratio=1.0), profiles), plan)
     peaks = set()
     for words in ((), ("offload.max_inflight_bytes=8MiB", "offload.prefetch_bytes=16MiB")):
         words = ("--set", "offload.recompute=[]", *words)
@@ -147,7 +148,7 @@ def test_what_is_not_simulated_of_a_run_s_settings_is_said(tmp_path, capsys):
 def test_a_run_is_simulated_with_what_decided_in_it(tmp_path, capsys, kind):
     folder = ran(tmp_path / "run")
     source = load_run(folder)
-    plan = plan_by_rule(RatioPolicy(0.4), source.profiles)
+    plan = plan_by_rule(RatioConfig(kind="ratio", ratio=0.4), source.profiles)
     ranks = [replace(rank, max_inflight_bytes=9 * 2**20) for rank in plan.ranks]
     policy = {"kind": kind}
     if kind == "plan_file":
@@ -183,7 +184,7 @@ def test_a_plan_that_the_run_followed_and_is_gone_is_said(tmp_path, capsys):
 
 def test_a_plan_for_a_run_has_the_run_s_budgets_where_it_sets_none(tmp_path, capsys):
     folder = configured(ran(tmp_path / "run"), max_inflight_bytes="8MiB", prefetch_bytes="16MiB")
-    plan = plan_by_rule(RatioPolicy(1.0), load_run(folder).profiles)
+    plan = plan_by_rule(RatioConfig(kind="ratio", ratio=1.0), load_run(folder).profiles)
     save_plan(plan, tmp_path / "plan.json")
     assert run(folder, "--plan", tmp_path / "plan.json") == 0
     printed = capsys.readouterr().out

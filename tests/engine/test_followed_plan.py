@@ -20,12 +20,13 @@ from programs import (
     run_step,
 )
 
+from megatron_offload.core.policy_config import RatioConfig
 from megatron_offload.core.profile import RunShape
 from megatron_offload.errors import ConfigError
 from megatron_offload.observe.recorder import profile_step
 from megatron_offload.planning.files import save_plan
 from megatron_offload.planning.plan import OffloadPlan, RankPlan, UnitChoice
-from megatron_offload.planning.policy import RatioPolicy, plan_by_rule
+from megatron_offload.planning.policy import plan_by_rule
 
 ORDER = one_forward_one_backward(4, depth=3)
 
@@ -39,7 +40,7 @@ def make_profile(model, order=ORDER):
 
 def make_plan(model, *, share=0.5, num_ranks=1, **limits):
     """Return a plan that moves a share of the bytes, on the last of some pipeline ranks."""
-    plan = plan_by_rule(RatioPolicy(share), [make_profile(model)])
+    plan = plan_by_rule(RatioConfig(kind="ratio", ratio=share), [make_profile(model)])
     ranks = (RankPlan(()),) * (num_ranks - 1) + (replace(plan.ranks[0], **limits),)
     return OffloadPlan(plan.policy, plan.num_microbatches, plan.vp_size, ranks)
 
@@ -186,7 +187,7 @@ def test_what_two_groups_share_makes_no_other_run_of_it():
     recorder = make_manager()
     with profile_step(recorder, run=RunShape(), moves=False) as recorded:
         step(recorder)
-    plan = plan_by_rule(RatioPolicy(1.0), [recorded.profile])
+    plan = plan_by_rule(RatioConfig(kind="ratio", ratio=1.0), [recorded.profile])
     choices = [c._replace(moves=c.name == "second") for c in plan.ranks[0].choices]
     ranks = (replace(plan.ranks[0], choices=tuple(choices)),)
     manager = make_manager()
@@ -235,7 +236,7 @@ def test_each_virtual_stage_makes_again_what_the_plan_says(tmp_path):
     profile = replace(manager.last_profile, run=run)
     units = [UnitChoice(0, "norm", 1, 0.0, True), UnitChoice(0, "act", 1, 0.0, False)]
     units.append(UnitChoice(1, "act", 1, 0.0, True))
-    plan = plan_by_rule(RatioPolicy(1.0), [profile])
+    plan = plan_by_rule(RatioConfig(kind="ratio", ratio=1.0), [profile])
     plan = replace(plan, ranks=(replace(plan.ranks[0], units=tuple(units)),))
     follower = make_follower(plan, tmp_path / "plan.json")
     losses = set()

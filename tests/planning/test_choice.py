@@ -9,13 +9,13 @@ import pytest
 from problems import MIB, make_job, random_job
 
 from megatron_offload.core.machine import Machine
-from megatron_offload.core.policy_config import ModulesConfig, PlanFileConfig
+from megatron_offload.core.policy_config import ModulesConfig, PlanFileConfig, RatioConfig
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError, TargetError
 from megatron_offload.planning.choice import SLOW_LINK_SHARE, Chooser
 from megatron_offload.planning.files import save_plan
 from megatron_offload.planning.job import RankSettings, UnitWork
-from megatron_offload.planning.policy import RatioPolicy, plan_by_rule
+from megatron_offload.planning.policy import plan_by_rule
 from megatron_offload.planning.profiled_job import profiles_of
 from megatron_offload.planning.simulate import settings_of, simulate
 
@@ -123,7 +123,9 @@ def test_targets_profiles_and_plans_have_to_fit_the_job(tmp_path):
         chooser_of(job).under((1 << 40,) * 3)
     with pytest.raises(ConfigError, match="profiles are of 1 pipeline ranks, the job has 2"):
         Chooser(profiles_of(make_job(ranks=1)), job)
-    save_plan(plan_by_rule(RatioPolicy(0.5), profiles_of(job)), tmp_path / "plan.json")
+    save_plan(
+        plan_by_rule(RatioConfig(kind="ratio", ratio=0.5), profiles_of(job)), tmp_path / "plan.json"
+    )
     config = PlanFileConfig(kind="plan_file", path=str(tmp_path / "plan.json"))
     with pytest.raises(ConfigError, match="it is for 2 pipeline ranks, and there are 4"):
         chooser_of(make_job(ranks=4)).plan(config)

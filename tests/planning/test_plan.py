@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from problems import profiles, random_profile
 
+from megatron_offload.core.policy_config import RatioConfig
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.files import PLANS, load_plan, save_plan
@@ -18,10 +19,10 @@ from megatron_offload.planning.plan import (
     check_profiles,
     rank_plan,
 )
-from megatron_offload.planning.policy import RatioPolicy, plan_by_rule
+from megatron_offload.planning.policy import plan_by_rule
 
 PROFILES = profiles(ranks=2, virtual=2, microbatches=4)
-PLAN = plan_by_rule(RatioPolicy(0.5), PROFILES)
+PLAN = plan_by_rule(RatioConfig(kind="ratio", ratio=0.5), PROFILES)
 
 
 def random_plan(rng):
@@ -77,7 +78,9 @@ def test_texts_differ_with_anything_and_are_the_same_for_the_same_plan():
     ]
     for other in others:
         assert PLANS.to_json(other) != PLANS.to_json(PLAN)
-    assert PLANS.to_json(plan_by_rule(RatioPolicy(0.5), PROFILES)) == PLANS.to_json(PLAN)
+    assert PLANS.to_json(
+        plan_by_rule(RatioConfig(kind="ratio", ratio=0.5), PROFILES)
+    ) == PLANS.to_json(PLAN)
 
 
 def with_group(profile, index, **changes):

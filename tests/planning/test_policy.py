@@ -9,7 +9,7 @@ from megatron_offload.core.policy_config import ModulesConfig, PlanFileConfig, R
 from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.files import save_plan
-from megatron_offload.planning.policy import ModulesPolicy, RatioPolicy, plan_by_rule
+from megatron_offload.planning.policy import ModulesPolicy, plan_by_rule
 
 
 def make_profile(chunks=2, groups=4, num_bytes=100):
@@ -70,7 +70,7 @@ def test_a_plan_of_modules_gives_later_ranks_more_to_keep():
 @pytest.mark.parametrize("ratio", [0.0, 0.1, 0.5, 0.999, 1.0])
 def test_a_ratio_moves_that_share_of_the_bytes_to_within_a_group(ratio):
     runs = profiles(ranks=2, virtual=2)
-    for rank in plan_by_rule(RatioPolicy(ratio), runs).ranks:
+    for rank in plan_by_rule(RatioConfig(kind="ratio", ratio=ratio), runs).ranks:
         largest = max(choice.num_bytes for choice in rank.choices)
         assert 0 <= ratio * rank.saved_bytes - rank.moved_bytes < largest
         moves = [choice.moves for choice in rank.choices]
@@ -79,7 +79,7 @@ def test_a_ratio_moves_that_share_of_the_bytes_to_within_a_group(ratio):
 
 def test_a_plan_from_a_file_is_that_plan_for_its_run_alone(tmp_path):
     runs = profiles(ranks=2)
-    plan = plan_by_rule(RatioPolicy(0.5), runs)
+    plan = plan_by_rule(RatioConfig(kind="ratio", ratio=0.5), runs)
     save_plan(plan, tmp_path / "plan.json")
     config = PlanFileConfig(kind="plan_file", path=str(tmp_path / "plan.json"))
     assert plan_by_rule(config, runs) == plan
@@ -94,5 +94,3 @@ def test_a_section_becomes_its_rule():
     policy = ModulesPolicy(modules=("core_attn", "mlp_*"), **numbers)
     assert plan_by_rule(policy, runs) != plan_by_rule(ModulesPolicy(), runs)
     assert plan_by_rule(ModulesConfig(), runs) == plan_by_rule(ModulesPolicy(), runs)
-    share = plan_by_rule(RatioConfig(kind="ratio", ratio=0.3), runs)
-    assert share == plan_by_rule(RatioPolicy(0.3), runs)

@@ -10,6 +10,7 @@ import pytest
 from problems import make_job, random_job
 
 from megatron_offload.core.machine import Machine
+from megatron_offload.core.policy_config import RatioConfig
 from megatron_offload.core.profile import (
     GroupKey,
     GroupProfile,
@@ -20,7 +21,7 @@ from megatron_offload.core.profile import (
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.files import PROFILES
 from megatron_offload.planning.job import NO_OFFLOAD, GroupWork, Job, RankSettings, StageWork
-from megatron_offload.planning.policy import ModulesPolicy, RatioPolicy, plan_by_rule
+from megatron_offload.planning.policy import ModulesPolicy, plan_by_rule
 from megatron_offload.planning.profiled_job import (
     bare_peak_bytes,
     copies_gbps,
@@ -205,7 +206,9 @@ def test_memory_that_leaves_out_what_moved_is_refused():
 def test_a_rank_that_moves_nothing_has_no_engine_and_what_a_plan_keeps_does_not_move():
     job = make_job(ranks=4, virtual=2, microbatches=8)
     runs = profiles_of(job)
-    nothing = settings_of(plan_by_rule(RatioPolicy(0.0), runs), RankSettings(recompute=()))
+    nothing = settings_of(
+        plan_by_rule(RatioConfig(kind="ratio", ratio=0.0), runs), RankSettings(recompute=())
+    )
     assert nothing == [NO_OFFLOAD] * 4
     plan = plan_by_rule(ModulesPolicy(modules=("mlp_*",)), runs)
     step = simulate(job, settings_of(plan))

@@ -6,9 +6,10 @@ import pytest
 from cli.jobs import load_run, ran
 
 from megatron_offload.cli.compare import _plan
+from megatron_offload.core.policy_config import RatioConfig
 from megatron_offload.files.strict_model import read_model
 from megatron_offload.planning.files import load_plan, save_plan
-from megatron_offload.planning.policy import RatioPolicy, plan_by_rule
+from megatron_offload.planning.policy import plan_by_rule
 from megatron_offload.report.tables import TradeOff
 
 pytestmark = pytest.mark.usefixtures("few_candidates")
@@ -32,7 +33,7 @@ def test_profiles_of_the_run_make_a_plan(tmp_path):
 def test_the_plan_that_the_run_followed_stays_and_another_does_not(tmp_path, kind):
     folder = ran(tmp_path / "with_offload")
     path = (folder if kind == "auto" else tmp_path) / "plan.json"
-    plan = plan_by_rule(RatioPolicy(0.5), load_run(folder).profiles)
+    plan = plan_by_rule(RatioConfig(kind="ratio", ratio=0.5), load_run(folder).profiles)
     save_plan(plan, path)
     given = f", path: {path}" if kind == "plan_file" else ""
     (folder / "config.yaml").write_text(f"offload: {{policy: {{kind: {kind}{given}}}}}")

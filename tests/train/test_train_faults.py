@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 FAILING = str(Path(__file__).with_name("failing_rank.py"))
-COMMAND = ("-m", "megatron_offload.cli.main")
+COMMAND = ("-m", "megatron_offload")
 
 
 def for_long(output):
