@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, field_validator
 
 from megatron_offload.core.policy_config import (
     AutoConfig,
@@ -193,15 +193,18 @@ class OffloadConfig(StrictModel):
     def _section_of(cls, policy: Any) -> Any:
         return {"kind": policy} if isinstance(policy, str) else policy
 
-    @field_validator("modules", "recompute")
+    @field_validator("modules")
     @classmethod
-    def _known_names(cls, names: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
-        if info.field_name == "recompute":
-            recompute_patterns(names)
-        elif names:
-            module_patterns(names)
-        else:
+    def _known_modules(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if not names:
             raise ConfigError("no name, so nothing would move; leave it out, or say enabled: false")
+        module_patterns(names)
+        return names
+
+    @field_validator("recompute")
+    @classmethod
+    def _known_units(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        recompute_patterns(names)
         return names
 
     def model_post_init(self, _: Any, /) -> None:
