@@ -5,14 +5,18 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
 
-from random_programs import check
+import random_functions
+import random_programs
 
 
-def test_random_programs_are_exact(fuzz_seed):
+@pytest.mark.parametrize("kind", [random_programs, random_functions], ids=lambda k: k.__name__)
+def test_random_programs_are_exact(kind, fuzz_seed):
     try:
-        check(fuzz_seed)
+        kind.check(fuzz_seed)
     except Exception as error:
         raise AssertionError(
             f"seed {fuzz_seed} fails; again with: "
