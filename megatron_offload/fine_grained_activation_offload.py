@@ -178,9 +178,12 @@ def fine_grained_offloading_group_commit(
 ) -> Tensors:
     """Mark the end of a layer group and issue its copies; outside a chunk this is the identity.
 
-    The ``forced_released_tensors`` are kept alive by something else, and no one reads them again:
-    their storage is emptied once it has been copied. ``delay_offload`` leaves the copies to
-    `fine_grained_offloading_group_flush_delayed_groups`.
+    Args:
+        tensor: one tensor, or a tuple or list; the first that needs a gradient is marked.
+        name: the group's name.
+        forced_released_tensors: tensors that something else keeps alive and that no one reads
+            again: their storage is emptied once it has been copied.
+        delay_offload: leave the copies to `fine_grained_offloading_group_flush_delayed_groups`.
     """
     if DEBUG:
         debug_rank(f"commit of group {name}")
@@ -223,14 +226,20 @@ def fine_grained_offloading_forward_record(event: Event | None = None) -> None:
 def fine_grained_offloading_backward_record(
     tensor: torch.Tensor, event: Event | None = None
 ) -> torch.Tensor:
-    """Return ``tensor`` with a backward that records the event, or the manager's, and waits."""
+    """Return ``tensor`` with a backward that records ``event`` and waits for the reloads.
+
+    The event is the manager's own by default.
+    """
     return FineGrainedOffloadingBackwardRecordFunction.apply(tensor, event)
 
 
 class FineGrainedActivationOffloadingInterface:
     """What Megatron-core's layers call: a context for one group, and the manager's switches.
 
-    Without ``offload`` nothing is recorded, and everything here is the identity.
+    Args:
+        offload: whether the group is recorded; without it everything here is the identity.
+        tensor: the group's input: a tensor, tuple or list.
+        name: the group's name.
     """
 
     def __init__(self, offload: bool, tensor: Any, name: str) -> None:

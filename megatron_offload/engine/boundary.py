@@ -30,7 +30,9 @@ def start_group(manager: PipelineOffloadManager, tensors: Tensors, name: str) ->
     """Open a group: what autograd saves under the manager's hooks belongs to it from here on.
 
     Backward has left the group when the gradient of the first tensor that needs one is complete.
-    Returns ``tensors`` itself: one tensor, a tuple or list of anything, or None.
+
+    Returns:
+        ``tensors`` itself, the group's inputs: one tensor, a tuple or list of anything, or None.
     """
     chunk = manager.chunk_to_record(name)
     if chunk is None or manager.goes_on(chunk, name):
@@ -66,12 +68,20 @@ def commit_group(
     *,
     delay: bool = False,
 ) -> Tensors:
-    """Close a group, and issue its copies or leave them to the manager's `flush_delayed_groups`.
+    """Close a group and issue its copies.
 
     Backward enters the group when the gradient of the first tensor that needs one is complete.
-    Returns ``tensors`` itself, as `start_group` does. A name of None is that of the group that was
-    started last. The ``forced_released_tensors`` are kept alive by something else, and no one reads
-    them again: their storage is emptied at the release, if it is copied.
+
+    Args:
+        manager: whose current chunk holds the group.
+        tensors: the group's outputs: one tensor, a tuple or list of anything, or None.
+        name: the group's name; None closes the group that was started last.
+        forced_released_tensors: tensors that something else keeps alive and that no one reads
+            again: their storage is emptied at the release, if it is copied.
+        delay: leave the copies to `PipelineOffloadManager.flush_delayed_groups`.
+
+    Returns:
+        ``tensors`` itself.
     """
     chunk = manager.cur_forward_chunk()
     group = chunk.close_group(name) if chunk is not None and manager.records() else None

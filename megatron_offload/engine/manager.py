@@ -56,7 +56,8 @@ _MOST_CHUNKS = 1024
 """A step of more chunks than this ends by itself as soon as the last one's graph is gone: one that
 something keeps alive for good would else let it grow for ever."""
 
-_LOOK_EVERY = 64  # one step in so many is recorded whole, also what stays: the program may change
+_LOOK_EVERY = 64
+"""One step in so many is recorded whole, also what stays: the program may change."""
 
 _NO_CHUNK = (
     "group %r was started outside a chunk, so nothing of it moves: take the step inside "
@@ -129,10 +130,12 @@ class PipelineOffloadManager:
         self, config: OffloadConfig | None = None, *, backend: Backend | None = None
     ) -> None:
         self.observers: list[Observer] = []
+        """Who is told what happens."""
         self.tuner: Callable[[PipelineOffloadManager], None] | None = None
         """Is called at the end of each `reset`; `megatron_offload.autotune.loop` plans there."""
         self.marks = Marks()
         self.step_number = 0
+        """Steps begun so far."""
         self._last_step: StepStats | None = None
         self._staying_because: list[str] = []
         self.configure(config or OffloadConfig(), backend=backend)
@@ -141,7 +144,8 @@ class PipelineOffloadManager:
     def configure(self, config: OffloadConfig, *, backend: Backend | None = None) -> None:
         """Start anew with other settings, as in the constructor; between steps only.
 
-        If the policy can't be followed, a `ConfigError` says so and nothing has changed.
+        Raises:
+            ConfigError: its policy can't be followed; nothing has changed.
         """
         policy = read_policy(config)
         if hasattr(self, "config"):
@@ -191,19 +195,23 @@ class PipelineOffloadManager:
     ) -> ChunkOffloadHandler:
         """Begin the forward of one microbatch on one virtual pipeline stage.
 
-        What is said here wins over the configuration's defaults, and what was set there over it;
-        ``min_tensor_elements`` over ``min_tensor_bytes`` too.
+        What is said here wins over the configuration's defaults, and what was set there over it.
 
         Args:
             vp_stage: virtual pipeline stage; None is 0.
             pp_rank: pipeline rank, whose part of a plan and whose ``delta_bytes_across_pp_ranks``
                 count; None is what `tell_pipeline_rank` was told.
-            min_tensor_elements: as in the configuration, like all that is not named here.
-            fraction: likewise.
+            min_tensor_elements: smallest tensor that moves, in elements; against
+                ``min_tensor_bytes`` too.
+            fraction: as in the configuration.
             delta_bytes_across_pp_ranks: likewise.
             max_inflight_groups: most groups of one name whose device memory is held for their
-                copies, beside ``max_inflight_bytes``. 0 makes the compute stream wait at every
-                commit. None sets no such bound.
+                copies, beside ``max_inflight_bytes``: both hold. 0 makes the compute stream wait at
+                every commit. None sets no such bound.
+
+        Raises:
+            ConfigError: a plan is followed that has no such pipeline rank.
+            StateError: as `claim`.
         """
         self.claim()
         if self.guard.has_failed:
@@ -229,8 +237,12 @@ class PipelineOffloadManager:
     def claim(self, *, is_inside: bool = False) -> None:
         """Take the manager for this thread's forwards.
 
-        A `StateError`: another thread is not done with it (a caller may know that it ``is_inside``
-        a forward), or what is saved may be changed in place, or it was closed.
+        Args:
+            is_inside: whether the thread that has it is in a forward, as far as the caller knows.
+
+        Raises:
+            StateError: another thread is not done with it, or what is saved may be changed in
+                place, or it was closed.
         """
         refuse_mutable_saves()
         if self.host_pool.is_closed and self.do_offload:
@@ -292,7 +304,11 @@ class PipelineOffloadManager:
     ) -> OffloadGroup:
         """Open a group of a chunk; tensors saved under the manager's hooks belong to it.
 
-        One that ``may_pass`` by, and does, needs no commit and no backward. Errors are `claim`'s.
+        One that ``may_pass`` by, and does, needs no commit and no backward.
+
+        Raises:
+            StateError: another thread is not done with this manager, or what is saved here may be
+                changed in place.
         """
         refuse_mutable_saves()
         self.guard.refuse_other_threads()
@@ -312,7 +328,11 @@ class PipelineOffloadManager:
         return group
 
     def goes_on(self, chunk: ChunkOffloadHandler, name: str) -> bool:
-        """Whether a group that starts is recorded as one with another, which has its hooks."""
+        """Whether a group that starts is recorded as one with another, which has its hooks.
+
+        Raises:
+            StateError: as `start_group`.
+        """
         if self.decisions.joined is None:
             return False
         refuse_mutable_saves()
@@ -363,7 +383,10 @@ class PipelineOffloadManager:
 
     @property
     def is_passing(self) -> bool:
-        """Whether nothing of this step is recorded: nothing would move, and nobody watches."""
+        """Whether this step runs as if there were no offload, since nothing of it would move.
+
+        Not where somebody watches its groups, and not one step in 64.
+        """
         return self.learner.moves_nothing and self._looks_away
 
     @property
@@ -599,9 +622,12 @@ class PipelineOffloadManager:
 
     @graph_break
     def commit(self, group: OffloadGroup, *, delay: bool = False, must_move: bool = False) -> None:
-        """Decide about a group that was closed, unless it ``must_move``, and issue its copies.
+        """Decide about a group whose forward is over, and issue its copies.
 
-        ``delay`` leaves that to `flush_delayed_groups`.
+        Args:
+            group: the group, closed.
+            delay: leave that to `flush_delayed_groups`.
+            must_move: decide nothing, it moves.
         """
         if group.passes_by:
             return
@@ -645,7 +671,10 @@ class PipelineOffloadManager:
 
     @guarded
     def enter_backward(self, group: OffloadGroup, grads: object = None) -> None:
-        """Backward has reached a group's end: bring it back if no one did, and look ahead."""
+        """Backward has reached a group's end: bring it back if no one did, and look ahead.
+
+        ``grads`` are what autograd hands a hook.
+        """
         chunk = self._chunk
         if chunk is not None and chunk.position == group.key.chunk:
             chunk.forget_recipes()  # its forward is over, and they may keep what is reloaded
@@ -765,8 +794,11 @@ class PipelineOffloadManager:
     def follow_plan(self, plan: OffloadPlan | None) -> None:
         """Do what a plan of all pipeline ranks says from the next step on; between steps only.
 
-        None follows the configuration's own rules again. A `ConfigError`, of the step's `reset`
-        where only the step shows it: the plan has no such rank, or was made for another run.
+        None follows the configuration's own rules again.
+
+        Raises:
+            ConfigError: the plan has no such pipeline rank as this, or was made for another run.
+                The step's `reset` raises it where only the step shows that.
         """
         self.learner.follow_plan(plan)
 

@@ -65,7 +65,11 @@ FORMS = {
 
 
 def read_arguments(function: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call's arguments by name; where they fit both forms, of the more plausible one."""
+    """Return the arguments of a call by their names; `TypeError` where they fit neither form.
+
+    Where they fit both, that one counts in which a stage lies within its size and a name is a text,
+    and the first where both do.
+    """
     readings = []
     for form in FORMS[function]:
         try:
@@ -215,7 +219,10 @@ class ChunkOffloadHandler:
         return engine.start_group(self.chunk, name or "") if engine.records() else None
 
     def on_group_commit_forward(self, *args: Any, **kwargs: Any) -> OffloadGroup | None:
-        """Close a group and issue its copies, if the policy moves it; None where none is open."""
+        """Close a group and issue its copies, if the policy moves it; None where none is open.
+
+        Call forms: ``(forced_released_tensors)``, ``(name, forced_released_tensors)``.
+        """
         found = read_arguments("on_group_commit_forward", args, kwargs)
         return self.commit(found.get("name"), found["forced_released_tensors"])
 
@@ -302,7 +309,10 @@ class ChunkOffloadHandler:
     # The chunk's groups
 
     def find_group_with_name(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the first group of a name, or None: of this chunk, or of ``groups``."""
+        """Return the first group of a name, or None: of this chunk, or of ``groups``.
+
+        Call forms: ``(name, start_index=0)`` and ``(groups, name, start_index=0)``.
+        """
         found = read_arguments("find_group_with_name", args, kwargs)
         groups = found.get("groups", self.chunk.groups)[found["start_index"] :]
         return next((group for group in groups if group.name == found["name"]), None)
@@ -351,7 +361,8 @@ class _Order:
     staged: list[list[ChunkOffloadHandler]] = field(default_factory=list)
     delayed: list[Callable[[], Any]] = field(default_factory=list)
     current: ChunkOffloadHandler | None = None
-    reached: GroupKey | None = None  # what the engine had reached last when `current` was taken
+    reached: GroupKey | None = None
+    """What the engine had reached last when `current` was taken."""
 
 
 class _OneInProcess(type):
@@ -378,7 +389,10 @@ class _OneInProcess(type):
 class PipelineOffloadManager(metaclass=_OneInProcess):
     """Megatron's manager: its documented names, and the engine's for whoever runs a step.
 
-    It holds a given ``engine``, in place of a new one of ``config``.
+    Args:
+        config: what moves and within which bounds.
+        backend: where tensors live; by default what ``config.backend`` names.
+        engine: a manager of the engine to hold, in place of a new one of ``config``.
     """
 
     def __init__(
@@ -451,9 +465,11 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
     def init_model_chunk_offload_handler(self, *args: Any, **kwargs: Any) -> None:
         """Begin the forward of one microbatch on one virtual pipeline stage.
 
-        The smallest size is in elements; ``max_inflight_offloads`` bounds the groups of one name in
-        flight (0: the compute stream waits at every commit). What this package's own configuration
-        sets wins: see the engine's `begin_chunk`.
+        Call forms (`FORMS`): ``(vp_size, vp_stage, min_offloaded_tensor_size)``, and
+        from 0.17 on ``(pp_rank, vp_size, vp_stage, ...)``. The smallest size is in elements;
+        ``max_inflight_offloads`` bounds the groups of one name in flight (0: the compute stream
+        waits at every commit). What this package's own configuration sets wins: see the engine's
+        `begin_chunk`. Arguments that fit neither form are a `TypeError`.
         """
         found = read_arguments("init_model_chunk_offload_handler", args, kwargs)
         chunk = self.engine.begin_chunk(
@@ -571,7 +587,10 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
     # Delayed commits
 
     def push_offload_groups(self, *args: Any, **kwargs: Any) -> None:
-        """Put off a commit until `flush_delayed_groups`; a chunk's own closes its group at once."""
+        """Put off a commit until `flush_delayed_groups`; a chunk's own closes its group at once.
+
+        Call forms: ``(group_hook, forced_released_tensors)``, and with ``name`` between.
+        """
         found = read_arguments("push_offload_groups", args, kwargs)
         hook, forced = found["group_hook"], found["forced_released_tensors"]
         handler = getattr(hook, "__self__", None)

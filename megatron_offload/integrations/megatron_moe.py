@@ -28,8 +28,10 @@ def install() -> None:
     """Put this step in the place of megatron-core's own, in this process; twice is once.
 
     Managers that were built before have it too. Megatron's fused kernel, which its experimental
-    mode takes together with ``moe_permute_fusion``, doesn't come by here. An `IntegrationError`:
-    megatron-core is absent, or its step isn't the one that this was written for.
+    mode takes together with ``moe_permute_fusion``, doesn't come by here.
+
+    Raises:
+        IntegrationError: megatron-core is absent, or its step isn't the one this was written for.
     """
     if _exchanged:
         return
@@ -55,9 +57,17 @@ def indices_to_multihot(
     Where a token has an expert twice the later probability stays: one of the two that Megatron's
     own step may choose, and the one that it does choose on one thread of a CPU.
 
-    Of [num_tokens, topk] local experts, -1 where masked out, and their float32 probabilities it
-    makes the routing map, bool, and the probabilities of all, both [num_tokens, num_local_experts].
-    An index out of range is a RuntimeError; on a GPU it is a device-side assertion.
+    Args:
+        indices: integers, [num_tokens, topk]; the token's local experts, -1 where masked out.
+        probs: float32, [num_tokens, topk].
+        num_local_experts: width of the rows.
+
+    Returns:
+        The routing map, bool, and the probabilities, float32; both [num_tokens, num_local_experts].
+
+    Raises:
+        RuntimeError: an index is out of range; on a GPU it is a device-side assertion instead.
+        TypeError: ``probs`` are not float32, which Megatron's own step refuses too.
     """
     if probs.dtype is not torch.float32:
         raise TypeError(f"probs are {probs.dtype}, must be float32; set moe_router_dtype to fp32")

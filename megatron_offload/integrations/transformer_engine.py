@@ -47,8 +47,15 @@ def operation_groups(
 ) -> AutomaticGroups:
     """Return what moves the tensors of operations that go where nothing around them is moved.
 
-    One for the process, made at the first call, which alone may say how they move: by a ``config``
-    (by default tensors of 1 KiB and more), or by a ``manager`` that nothing else uses.
+    One for the process, made at the first call.
+
+    Args:
+        config: how they move; by default tensors of 1 KiB and more.
+        manager: a manager that nothing else uses, in place of ``config``.
+
+    Raises:
+        ValueError: it exists, and a ``config`` or ``manager`` is given.
+        ConfigError: it sets what can't be followed here.
     """
     global _groups
     if _groups is None:
@@ -69,10 +76,15 @@ def reset_operation_groups() -> None:
 
 
 def set_activation_offloading(module_or_op: nn.Module, enabled: bool | None) -> None:
-    """Decide about what autograd saves while a module, or an operation called as one, runs.
+    """Decide about what autograd saves while a module runs.
 
-    True: it goes to the host, even where nothing around it does. False: it stays. None leaves it to
-    what surrounds it, as without a setting.
+    Args:
+        module_or_op: a module, or an operation that is called as one.
+        enabled: True: it goes to the host, even where nothing around it does. False: it stays. None
+            leaves it to what surrounds it, as without a setting.
+
+    Raises:
+        TypeError: ``module_or_op`` is no module, or ``enabled`` no bool.
     """
     if not isinstance(module_or_op, nn.Module):
         raise TypeError(f"expected a module or an operation, got a {type(module_or_op).__name__}")
@@ -101,7 +113,9 @@ def install() -> None:
 
     ``operation.set_activation_offloading(True)``, and ``operation.activation_offloading`` to read
     and to set. The first setting of such an operation does it too; a second call changes nothing.
-    An `IntegrationError`: TransformerEngine is absent, or its fuser not the one that is known.
+
+    Raises:
+        IntegrationError: TransformerEngine is absent, or its fuser not the one that is known.
     """
     if _exchanged:
         return
@@ -170,10 +184,14 @@ def maybe_mark_activation_offload(module_or_op: nn.Module, *tensors: torch.Tenso
 def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = False) -> None:
     """Say that tensors are complete: their copies need wait for nothing that comes later.
 
-    To be called when their last writer was queued on the compute stream, before they are saved; it
-    holds for the next save alone, and not if they are changed in place before it. Does nothing
-    where nothing around it moves. ``offload_base_tensor`` is accepted for TransformerEngine's sake:
-    views of one storage move as one here in any case.
+    To be called when their last writer was queued, before they are saved; it holds for the next
+    save alone, and not if they are changed in place before it. Does nothing where nothing around it
+    moves.
+
+    Args:
+        *tensors: on the compute stream; None is skipped.
+        offload_base_tensor: accepted for TransformerEngine's sake. Views of one storage move as one
+            here in any case.
     """
     owner = owner_of_hooks()
     if isinstance(owner, _FusedRun):

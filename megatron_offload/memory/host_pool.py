@@ -25,7 +25,8 @@ ALIGNMENT_BYTES = 512
 Part: TypeAlias = tuple[int, tuple[torch.Size, torch.dtype] | None]
 """Bytes of a region, and the shape and dtype to show them in; None for flat bytes."""
 
-_MOST_SHOWN = 8  # of the shapes that a program gives the same bytes in turn, so many are kept
+_MOST_SHOWN = 8
+"""Of the shapes that a program gives the same bytes in turn, so many are kept."""
 
 _logger = logging.getLogger(__name__)
 
@@ -170,8 +171,12 @@ class HostRegion:
 class HostPool:
     """Lends pinned host memory by bytes.
 
-    Slabs are at least of ``slab_bytes``, as far as the cap allows and such can be pinned. A cap of
-    None is `default_cap_bytes` of a ``share``, with its errors; one of 0 lends nothing.
+    Args:
+        backend: pins the slabs and answers whether events are done.
+        slab_bytes: slabs are at least this large, as far as the cap allows and such can be pinned.
+        cap_bytes: most bytes that may be pinned; None takes `default_cap_bytes` with its errors, 0
+            lends nothing.
+        share: what part of the free memory that is, for all local ranks together.
     """
 
     def __init__(
@@ -207,7 +212,10 @@ class HostPool:
         return region
 
     def allocate_parts(self, parts: Sequence[Part]) -> HostRegion | None:
-        """Lend memory for several tensors, each aligned; None when it is short, uncounted."""
+        """Lend memory for several tensors, each aligned; None when it is short, uncounted.
+
+        A part without bytes, and a pool that is closed, are a `ValueError`.
+        """
         sizes = [num_bytes for num_bytes, _ in parts]
         return self._lend(tuple(parts), sum(map(_aligned, sizes)), min(sizes))
 
@@ -298,7 +306,10 @@ class HostPool:
             piece.event = None
 
     def leave_to_graph(self) -> None:
-        """Leave what is pinned to a captured graph, which may replay at any time, until `close`."""
+        """Lend what is pinned now no more: each replay of a captured graph writes into it.
+
+        It counts as pinned, and is there until `close`, since nobody tells when a graph goes.
+        """
         for piece in chain.from_iterable(self._slabs):
             piece.turn = -1
         self._slabs_of_graphs += self._slabs
@@ -312,7 +323,10 @@ class HostPool:
         return sum(slab.base.nbytes for slab in self._slabs_of_graphs)
 
     def recover(self, count_users: Callable[[HostRegion], int]) -> None:
-        """Put the books right after a call that was cut short, by a count of regions' users."""
+        """Put the books right after a call that an exception cut short; no copy is under way.
+
+        ``count_users`` says how many parts of a region stay lent.
+        """
         stats = self.stats
         stats.in_use_bytes = 0
         stats.slab_bytes_total = self.bytes_of_graphs
@@ -336,9 +350,9 @@ class HostPool:
         self._coalesce()
 
     def close(self) -> None:
-        """Wait for the copies under way and give all slabs back; what is lent keeps its own.
+        """Wait for the copies under way and give all slabs back. Twice is fine.
 
-        A second call does nothing more.
+        A region that is still out keeps its slab alive, and may be freed late.
         """
         if self.is_closed:
             return
@@ -348,6 +362,8 @@ class HostPool:
         self._slabs_of_graphs.clear()
         self._free.clear()
         self.stats.slab_bytes_total = 0
+
+    # Where a piece comes from when none of its exact size is free.
 
     def _find(self, size_bytes: int) -> _Piece | None:
         """Cut a piece out of the smallest larger one, after coalescing, or out of a new slab."""
@@ -411,6 +427,7 @@ class HostPool:
         return True
 
     def _refuse(self, num_bytes: int) -> None:
+        """Warn once of why memory is short, with the numbers."""
         stats = self.stats
         pinned, asked = format_bytes(stats.slab_bytes_total), format_bytes(num_bytes)
         is_full = stats.slab_bytes_total + _aligned(num_bytes) > self.cap_bytes

@@ -64,7 +64,11 @@ class TensorPool:
         return flat.view(host.dtype).view(host.shape).data  # a view would keep what it is of
 
     def free(self, tensor: torch.Tensor) -> None:
-        """Take a tensor back once its last consumer is queued on the stream that allocated it."""
+        """Take a tensor back after its last consumer was queued on the compute stream.
+
+        It was allocated on that one. Where it is not kept, whoever holds it decides how long it
+        lives.
+        """
         num_bytes = tensor.nbytes
         is_lone = num_owners(tensor.untyped_storage()) <= 2  # the tensor and this line's handle
         if is_lone and self.retained_bytes + num_bytes <= self._limit_bytes:
@@ -81,6 +85,10 @@ class TensorPool:
 
 class GPUTensorPool:
     """The documented pool of tensors by shape and dtype, for user code and Megatron's call sites.
+
+    Args:
+        device: where tensors are made.
+        pin_memory: make page-locked CPU tensors.
 
     Free tensors are kept until `clear`. Reuse is ordered by the stream that allocates and frees;
     for use across streams there is `TensorPool`.
@@ -123,11 +131,15 @@ class GPUTensorPool:
     def get_pool_status(
         self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
     ) -> dict[str, Any]:
-        """Describe one shape and dtype that was asked for before, or everything.
+        """Describe one shape and dtype, or everything.
 
-        With a shape: ``shape``, ``dtype``, ``total_count``, ``allocated_count``, ``free_count`` and
-        ``utilization`` in percent. Without: ``global_stats``, the counters, and ``pools``, the
-        former for each (shape, dtype).
+        Returns:
+            With a shape: ``shape``, ``dtype``, ``total_count``, ``allocated_count``,
+            ``free_count`` and ``utilization`` in percent. Without: ``global_stats``, the counters,
+            and ``pools``, the former for each (shape, dtype).
+
+        Raises:
+            ValueError: a shape without a dtype, or one that was never asked for.
         """
         lent = self._num_lent()
         if shape is None:

@@ -42,7 +42,9 @@ class Pass:
 class Schedule:
     """The passes of a training step through all stages, in the order of each pipeline rank.
 
-    Ranks that wait for each other for ever are found where they are simulated.
+    Raises:
+        ConfigError: a pass is missing, doubled, of nowhere or too early, or a stage lies on two
+            ranks. Ranks that wait for each other for ever are found where they are simulated.
     """
 
     name: str
@@ -114,6 +116,10 @@ def make_schedule(
     virtual stages of each rank. Microbatches go through a virtual stage in groups: of as many as
     there are ranks, or of ``group_size``, Megatron's ``microbatch_group_size_per_vp_stage``. The
     last may be smaller.
+
+    Raises:
+        ConfigError: there is no such schedule; a group is smaller than there are ranks, or larger
+            than the step.
     """
     if name not in _NAMES:
         raise ConfigError(f"unknown schedule {name!r}{did_you_mean(name, _NAMES)}")

@@ -54,6 +54,7 @@ class Simulation:
     """What a step was."""
 
     step_us: float
+    """Until the last rank is done."""
     ranks: tuple[RankResult, ...]
 
 
@@ -62,8 +63,13 @@ def simulate(
 ) -> Simulation:
     """Predict one steady training step.
 
-    Settings are of each pipeline rank, or the same for all; None offloads nothing. ``record`` keeps
-    the spans of all streams and the bytes over time; see `RankResult.trace`.
+    Args:
+        job: the step.
+        settings: of each pipeline rank, or the same for all; None offloads nothing.
+        record: keep the spans of all streams and the bytes over time; see `RankResult.trace`.
+
+    Raises:
+        ConfigError: settings are too many or too few, or the schedule's ranks wait in a circle.
     """
     num_ranks = job.schedule.num_ranks
     if settings is None or isinstance(settings, RankSettings):
@@ -149,13 +155,17 @@ class _Queue:
         self.rank = rank
         self.name = name
         self.waiting: deque[tuple[int, int]] = deque()
+        """Copies, each with the position of its op."""
         self.copy: tuple[int, int] | None = None
+        """The one that is under way."""
         self.rest_bytes = self.rate = self.start_us = self.since_us = 0.0
         self.end: simpy.Event | None = None
         """When it will be over, as things are."""
 
 
 class _Streams:
+    """One rank's streams, and what becomes of them."""
+
     def __init__(self, index: int, program: RankProgram, *, records: bool) -> None:
         known = {one.name: getattr(program, one.name) for one in fields(RankProgram)}
         self.index = index
@@ -257,6 +267,8 @@ class _Step:
             for position, counts in program.memory:
                 for name, num_bytes in counts.items():
                     trace.counters.append(Counter(name, begun_us[position], num_bytes))
+
+    # Copies
 
     def _begin_copy(self, queue: _Queue) -> None:
         queue.copy = queue.waiting.popleft() if queue.waiting else None

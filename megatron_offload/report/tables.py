@@ -37,8 +37,13 @@ def print_offload_summary_table(
     """Print one line for each rank and one column for each group name, on the first rank.
 
     Collective over ``process_group`` where torch.distributed runs; without it this process stands
-    alone. A second table is of the ``local_duplicate_summary``: what was not moved a second time
-    because another group had saved the same memory.
+    alone.
+
+    Args:
+        total_offload_bytes: this rank's bytes for each group name.
+        local_duplicate_summary: this rank's bytes for each group name that were not moved a second
+            time because another group had saved the same memory; a second table.
+        process_group: who takes part; None is everybody.
     """
     from megatron_offload.machine.job_ranks import gather, rank_in  # imports torch
 
@@ -123,8 +128,10 @@ class TradeOffPoint(StrictModel):
 
     peak_bytes: int = Field(ge=0, lt=2**63)
     """Peak device memory of the rank that needs most."""
+
     step_time_percent: float = Field(ge=-100.0, le=1e6)
     """Step time against no offload: 3.1 means 3.1 % longer."""
+
     kind: Literal["measured", "predicted", "plan"] = "measured"
     """How it is known; the plan of the file beside it is predicted, too."""
 
@@ -134,6 +141,7 @@ class TradeOff(StrictModel):
 
     memory: str = Field(max_length=200)
     """What ``peak_bytes`` is the peak of, such as "reserved memory"."""
+
     points: Annotated[tuple[TradeOffPoint, ...], Field(min_length=1, max_length=10_000)]
 
     @property
