@@ -266,7 +266,10 @@ def find_config(given: str | Path, *, kind: str = "") -> Path:
     """Return the file of ``--config`` or ``--model``: a path, or a name such as ``quickstart``.
 
     What exists, or has a suffix or a folder in it, is a path. Names are of files in the folder
-    ``kind`` of the package's configurations; any other is a `ConfigError`.
+    ``kind`` of the package's configurations.
+
+    Raises:
+        ConfigError: a name that neither is a file nor one of the package's.
     """
     path = Path(given)
     if path.suffix or len(path.parts) != 1 or (path.exists() and not path.is_dir()):
@@ -284,7 +287,11 @@ def find_config(given: str | Path, *, kind: str = "") -> Path:
 
 
 def load_yaml(path: str | Path) -> dict[str, Any]:
-    """Read a YAML file of one mapping of plain values, each key once; else a `ConfigError`."""
+    """Read a YAML file that holds one mapping of plain values, each key once.
+
+    Raises:
+        ConfigError: the file is missing, unreadable, not plain YAML, or not a mapping.
+    """
     text = read_text(path, limit_bytes=MAX_YAML_BYTES)
     try:
         data = parse_yaml(text)
@@ -298,7 +305,11 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Set ``section.key=value`` pairs in a nested mapping; values are read as plain YAML."""
+    """Set ``section.key=value`` pairs in a nested mapping; values are read as plain YAML.
+
+    Raises:
+        ConfigError: a pair without ``=``, an empty key, or a value that is not plain YAML.
+    """
     result: dict[str, Any] = dict(data)
     for item in overrides:
         key, separator, text = item.partition("=")

@@ -19,7 +19,10 @@ def visible_devices() -> tuple[str, ...]:
 
 
 def current_device(config: OffloadConfig) -> Hashable:
-    """Return which device `create_backend` would take now; None for the simulated one."""
+    """Return what tells the device that `create_backend` would take now from others.
+
+    None is the simulated one, or a CUDA device that isn't there, which `create_backend` refuses.
+    """
     from megatron_offload.backends import cuda
 
     return cuda.current_index() if cuda.is_available() and _takes_cuda(config) else None
@@ -32,7 +35,11 @@ def _takes_cuda(config: OffloadConfig) -> bool:
 
 
 def create_backend(config: OffloadConfig, device_index: int | None = None) -> Backend:
-    """Build the backend that ``config.backend`` names, on this CUDA device where one is given."""
+    """Build the backend that ``config.backend`` names; ``auto`` takes CUDA where there is a device.
+
+    ``device_index`` is a CUDA device to make the process's current one first. Without a device that
+    was asked for it is an `IntegrationError`.
+    """
     from megatron_offload.backends.cuda import CudaBackend
     from megatron_offload.backends.simulated import HostTimedBackend, SimulatedBackend
 

@@ -43,7 +43,13 @@ def visible_devices() -> tuple[str, ...]:
 
 
 class CudaBackend(Backend):
-    """Streams, events, pinned memory and copies of the current CUDA device."""
+    """Streams, events, pinned memory and copies of the current CUDA device.
+
+    Args:
+        config: its ``nvtx``, ``pin_memory`` and ``copy_streams`` count. Without the last, copies go
+            to the stream that is current now.
+        device_index: a device to make the process's current one first; None leaves it.
+    """
 
     name = "cuda"
 

@@ -4,6 +4,9 @@ The tightest account counts: the machine's free memory, and the limits of the co
 (version 1, version 2, or both) that this process is in, as far up as can be seen. One that is
 missing, unreadable or makes no sense counts as absent. Memory near a device is a wish, never a
 need: where the kernel doesn't say or refuses, it comes from anywhere.
+
+Nothing that reads the kernel's small files raises: what is absent, unreadable or makes no sense is
+empty text, no number, no members.
 """
 
 from __future__ import annotations
@@ -24,8 +27,14 @@ def default_cap_bytes(
     """Return this process's part of the memory that the machine has free, in bytes.
 
     A control group's limit counts where there is one; its page cache, which it can drop, does not.
-    All local ranks together may take a ``share`` of what is free; a ``LOCAL_WORLD_SIZE`` that is no
-    positive integer is a `ConfigError`.
+
+    Args:
+        share: what all local ranks together may take, as a part of what is free.
+        environ: where ``LOCAL_WORLD_SIZE`` stands; None takes the process's environment.
+        root: the folder in which ``proc`` and ``sys`` lie.
+
+    Raises:
+        ConfigError: ``LOCAL_WORLD_SIZE`` is not a positive integer.
     """
     given = (os.environ if environ is None else environ).get("LOCAL_WORLD_SIZE", "1")
     num_ranks = to_int(given)

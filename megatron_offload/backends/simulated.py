@@ -141,7 +141,14 @@ class SimulatedStream:
 
 
 class SimulatedBackend(Backend):
-    """A device that is not there; it raises `HazardError` at an access that no wait orders."""
+    """Streams, events, copies and memory of a device that is not there.
+
+    Args:
+        config: copy timing, seed, virtual bandwidths, and which checks are on.
+
+    Raises:
+        HazardError: by any call, at an access that no wait orders.
+    """
 
     name = "simulated"
     d2h_stream: SimulatedStream
@@ -184,6 +191,8 @@ class SimulatedBackend(Backend):
         """Copies that have really been executed, both ways, one per pair."""
         return self.d2h_stream.num_copies + self.h2d_stream.num_copies
 
+    # The contract.
+
     def owns(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested
 
@@ -209,7 +218,10 @@ class SimulatedBackend(Backend):
         return event
 
     def wait(self, stream: SimulatedStream, event: SimulatedEvent, why: Wait) -> None:
-        """The compute stream, and a copy stream that runs at once, force the event here and now."""
+        """Make later work on ``stream`` run after ``event``.
+
+        The compute stream, and a copy stream that runs at once, force the event here and now.
+        """
         if stream is self._compute and event.time_us > stream.time_us:
             self.stall_us[why] += event.time_us - stream.time_us
         self.order(stream, event)
@@ -319,6 +331,8 @@ class SimulatedBackend(Backend):
             region.fill_(_POISON)
         self._run_some()
 
+    # When queued work runs.
+
     def _run_to(self, stream: SimulatedStream, position: int) -> None:
         """Execute ``stream``'s queue up to ``position``, and first what its waits ask for."""
         if stream._executed >= position:
@@ -347,6 +361,8 @@ class SimulatedBackend(Backend):
         for stream in (self.d2h_stream, self.h2d_stream):
             if stream._queue and rng.random() >= self._laziness[stream._index]:
                 self._run_to(stream, stream._executed + rng.randint(0, len(stream._queue)))
+
+    # Which wait is missing.
 
     def _number(self, stream: SimulatedStream, writes: bool, label: str, home: str) -> Access:
         """Give the next access its number and set its stream's own clock to it."""

@@ -7,7 +7,8 @@ Both share one total: what the latter leave of it, bytes in flight may take.
 
 from __future__ import annotations
 
-_AUTO_SHARE = 8  # a limit that is not set is this fraction of what a step has saved at its peak
+_AUTO_SHARE = 8
+"""A limit that is not set is this fraction of what a step has saved at its peak."""
 
 _JOINED_SHARE = 4
 """Joined groups have enough with this fraction of both limits, or with `_MOST_JOINED_BYTES`."""
@@ -41,6 +42,8 @@ class DeviceBudget:
         self.inflight_bytes = self.held_bytes = 0
         self._saved_bytes = self._peak_saved_bytes = self._largest_bytes = 0
         self.is_warming_up = False
+
+    # Who sets the limits
 
     def follow_plan(self, max_inflight_bytes: int | None, prefetch_bytes: int | None) -> None:
         """Take a plan's limits; where it sets none, the default follows the steps to come alone."""
@@ -93,6 +96,8 @@ class DeviceBudget:
     def may_stay(self, num_bytes: int) -> bool:
         """Whether a group of this size, still on the device, may wait there for its backward."""
         return self.held_bytes + num_bytes <= self.total_bytes
+
+    # What the step could offload
 
     def begin_step(self, *, is_learned: bool = True) -> None:
         """Count from zero; where a step ``is_learned``, this one's first backward will be known."""

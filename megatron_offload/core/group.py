@@ -90,7 +90,11 @@ class Group(abc.ABC):
         """Whether nothing that it has saved is needed any more."""
 
     def advance(self, to: GroupState) -> None:
-        """Move to state ``to``; `StateError` where the table has no such move."""
+        """Move to state ``to``.
+
+        Raises:
+            StateError: the table has no such move; nothing has changed.
+        """
         if to not in MOVES[self.state]:
             raise StateError(f"group {self.label} can't move from {self.state.name} to {to.name}")
         self.state = to

@@ -37,8 +37,10 @@ def joined_groups(
     those that follow until there is enough. What holds nothing goes on with none that has enough by
     itself: backward would leave that later.
 
-    Those ``started`` are in their order. Behind ``ends`` something asked for all that had been
-    committed.
+    Args:
+        started: those that were recorded, in the order in which they began.
+        ends: those behind which something asked for all that had been committed.
+        enough_bytes: what `DeviceBudget.joined_bytes` says.
     """
     joining: Joining = {}
     last: Started | None = None

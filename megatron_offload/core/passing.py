@@ -27,9 +27,13 @@ def passing_groups(
     are released and asked for at boundaries, so behind what moves there is one now and then, and
     at the end of its chunk.
 
-    The profile's groups were all recorded; those ``shared``, in pairs, have saved the same memory.
-    Boundaries behind what moves are no farther apart than ``lookahead_bytes``, and needed no more
-    than ``total_bytes`` behind the issue of a copy.
+    Args:
+        profile: a step whose groups were all recorded.
+        staying: the groups that are chosen to stay.
+        shared: pairs of groups that have saved the same memory.
+        lookahead_bytes: how far ahead of its use what moves comes back: no farther apart are the
+            boundaries behind it.
+        total_bytes: how far behind its issue a copy is released: none is needed later.
     """
     recorded = {group.key for group in profile.groups if group.key not in staying}
     last = {group.key.chunk: group.key for group in sorted(profile.groups)}

@@ -49,7 +49,11 @@ class MemoryTargetConfig(SolvedConfig):
     """Most device memory that a rank reserves: one size for all pipeline ranks, or a list."""
 
     def targets(self, num_ranks: int) -> tuple[int, ...]:
-        """Return the target of each pipeline rank; `ConfigError` as by `check_targets`."""
+        """Return the target of each pipeline rank.
+
+        Raises:
+            ConfigError: there are several, and not as many as ranks.
+        """
         target = self.target_bytes
         if isinstance(target, int):
             return (int(target),) * num_ranks

@@ -172,7 +172,9 @@ class StepProfile:
     def bytes_away(self, staying: Collection[GroupKey], device_bytes: int) -> dict[str, int]:
         """Return, by group name, what such a step has off the device when its backward begins.
 
-        What is needed within ``device_bytes`` of the step's clock is there still.
+        Args:
+            staying: groups that never leave.
+            device_bytes: what is needed within so much of the step's clock is there still.
         """
         begins_at = self.backward_at_bytes[0] if self.backward_at_bytes else math.inf
         away = {

@@ -42,7 +42,10 @@ class Actions(Protocol[_Acted]):
         """Issue a group's copies to the host and put it into the window."""
 
     def cancel(self, group: _Acted, *, is_late: bool) -> None:
-        """Leave a group on the device whose copies are in flight; ``is_late``: for nothing."""
+        """Leave a group on the device whose copies are in flight.
+
+        ``is_late`` says that backward has come to it already, so that they were for nothing.
+        """
 
     def reload(self, group: _Acted, *, is_late: bool) -> bool:
         """Issue a group's copies back to the device; return whether they were issued.
@@ -95,6 +98,11 @@ _NOTHING_SEEN = forecast_of(StepProfile((), ()))
 class StepDecisions(Generic[G]):
     """Decides about one rank's groups, step by step.
 
+    Args:
+        actions: does what is decided.
+        window: what is in flight to the host, and the step's clock.
+        budget: how much may be held, and how much lies in between when a group is near.
+
     Attributes:
         committed: the groups whose forward is over, in order.
         backward_order: the groups that backward has reached, in order.
@@ -113,7 +121,12 @@ class StepDecisions(Generic[G]):
         self.begin_step(None)
 
     def begin_step(self, profile: StepProfile | None, forecast: Forecast | None = None) -> None:
-        """Forget the last step, and predict along one that was seen to its end, if one was."""
+        """Forget the last step and predict along one that was seen to its end, if one was.
+
+        Args:
+            profile: that one.
+            forecast: what it foretells, where that is known already.
+        """
         for group in self._groups.values():
             group.held_bytes = 0
         self._groups.clear()
@@ -159,11 +172,15 @@ class StepDecisions(Generic[G]):
         """Return all groups of this step."""
         return dict.fromkeys(self._groups.values())
 
+    # Boundaries
+
     def commit(self, group: G, stays_because: str = "", *, must_move: bool = False) -> None:
         """Decide about a group whose forward is over.
 
-        ``stays_because`` says why it was chosen to stay. Else, where it ``must_move``, it does even
-        if it comes back at once.
+        Args:
+            group: with its bytes.
+            stays_because: why it was chosen to stay; empty where it may move.
+            must_move: offload it unless it was chosen to stay, even where it comes back at once.
         """
         window, actions = self.window, self._actions
         num_bytes, passing_bytes = group.num_bytes, group.passing_bytes
@@ -223,6 +240,8 @@ class StepDecisions(Generic[G]):
             is_held = self._actions.reload(group, is_late=is_late)  # else its backward brings it
         if is_held and self.knows(group):
             group.hold()
+
+    # The order of backwards
 
     def _reach(self, group: G) -> bool:
         """Note where backward is; return whether what comes next is another, or has more room."""

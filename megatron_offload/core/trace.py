@@ -42,7 +42,8 @@ class ByteCount(StrEnum):
     is still in flight."""
 
 
-_MAX_TRACE_BYTES = 1024**3  # larger files are no trace of a few steps
+_MAX_TRACE_BYTES = 1024**3
+"""Larger files are no trace of a few steps."""
 
 _Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 _Time = Annotated[_Number, Field(ge=0)]

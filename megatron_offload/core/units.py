@@ -12,7 +12,12 @@ def byte_unit(size_bytes: float) -> tuple[int, str]:
 
 
 def format_bytes(size_bytes: float | None, digits: int = 1) -> str:
-    """Return a size, of so many digits, with a unit that keeps it short; ``-`` for None."""
+    """Return a size with a unit that keeps it short; ``-`` for None.
+
+    Args:
+        size_bytes: may be below 0.
+        digits: behind the point, except of single bytes.
+    """
     if size_bytes is None:
         return "-"
     scale, name = byte_unit(size_bytes)

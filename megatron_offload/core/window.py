@@ -17,7 +17,12 @@ G = TypeVar("G", bound=Group)
 
 
 class InFlightWindow(Generic[G]):
-    """The groups of one rank, from the issue of their copies to the host to their ``release``."""
+    """The groups of one rank, from the issue of their copies to the host to their release.
+
+    Args:
+        release: makes the compute stream wait for a group's copies, and frees what they read.
+        budget: how much device memory copies in flight may hold.
+    """
 
     def __init__(self, release: Callable[[G], None], budget: DeviceBudget) -> None:
         self._release = release
@@ -26,7 +31,8 @@ class InFlightWindow(Generic[G]):
         """Group, blocks that are copied, and the reading of the clock behind which it is due."""
         self.step_bytes = 0
         """Bytes of all groups that this step has passed; its clock."""
-        self._past_bytes = 0  # of the steps before
+        self._past_bytes = 0
+        """Of the steps before."""
 
     def begin_step(self) -> None:
         """Let the step's clock begin at zero."""

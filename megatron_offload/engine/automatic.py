@@ -42,7 +42,8 @@ class _Forward:
     group: OffloadGroup | None = None
     num_tensors: int = 0
     num_bytes: int = 0
-    total_bytes: int = 0  # of all its groups
+    total_bytes: int = 0
+    """Of all its groups."""
 
 
 @dataclass(slots=True, eq=False)

@@ -53,7 +53,11 @@ class Checker(Observer):
         self._left[block] = parts, _sum_of(source, parts)
 
     def block_read(self, block: Block, target: torch.Tensor) -> None:
-        """Compare the sums; the host waits for the result."""
+        """Compare the sums; the host waits for the result.
+
+        Raises:
+            CorruptionError: a bit differs.
+        """
         has_left = block.reload is not None or block.recipe is not None
         if not has_left or block not in self._left:  # or it was compared
             return

@@ -89,7 +89,10 @@ class Guard:
 
 
 def guarded(method: F) -> F:
-    """Make a method with positional arguments an entry of the engine, by its object's ``guard``."""
+    """Make a method an entry of the engine, by its object's ``guard``.
+
+    Its arguments are positional, which is quicker.
+    """
 
     @functools.wraps(method)
     @graph_break

@@ -33,7 +33,8 @@ than the one before."""
 _NUM_STEPS = 8
 """How many steps are looked at then: pinning is slow, and unpinning waits for the device."""
 
-_LEAST_SURPLUS_SHARE = 0.1  # less of what is pinned stays so
+_LEAST_SURPLUS_SHARE = 0.1
+"""Less of what is pinned stays so."""
 
 _logger = logging.getLogger(__name__)
 
@@ -114,13 +115,21 @@ class Learner:
         if isinstance(policy, OffloadPlan):
             self.follow_plan(policy)
 
+    # What is followed
+
     def follow(
         self,
         pp_rank: int | None = None,
         fraction: float | None = None,
         delta_bytes_across_pp_ranks: int | None = None,
     ) -> None:
-        """Take rules of the caller's model for the steps to come; what was configured wins."""
+        """Take the rules of the caller's model; they count from the next step on.
+
+        What was set in the configuration wins over them, and what a plan says of groups over both.
+
+        Raises:
+            ConfigError: the plan has no such rank.
+        """
         if pp_rank is None:
             pp_rank = 0 if _rank_source is None else _rank_source()
         config, given = self._config, self._config.model_fields_set
@@ -139,7 +148,10 @@ class Learner:
 
         It is compared with the run when the step is over. Limits that the user set stay. None
         follows the rules again. One that ``is_own`` was made from steps of this run, so that one
-        that differs is no error; a rank that the plan doesn't have is a `ConfigError`.
+        that differs is no error.
+
+        Raises:
+            ConfigError: the plan has no such rank.
         """
         self._is_own, self.passing, self.joining = is_own, {}, {}
         if plan is None:
@@ -199,16 +211,20 @@ class Learner:
         else:
             self._is_plan_confirmed = True
 
+    # What is learned
+
     def learn(
         self,
         profile: StepProfile,
         shared: Sequence[tuple[GroupKey, GroupKey]] | None = None,
         joining: Joining | None = None,
     ) -> None:
-        """Learn from a step that is over, or from the last whole one of the same groups.
+        """Learn from a step that is over.
 
-        ``shared`` is as in `passing_groups`, None where the step was not recorded whole; likewise
-        ``joining``, what of it may be recorded as one, where some was.
+        Args:
+            profile: what it has shown, or the last whole one of the same groups.
+            shared: as in `passing_groups`; None where the step was not recorded whole.
+            joining: what of it may be recorded as one; None where some was.
         """
         if self._listed:
             profile = self.without_unlisted(profile)
@@ -292,6 +308,8 @@ class Learner:
         if self._keeps_everything():
             return {}
         return self.profile.bytes_away(self.kept, self._budget.total_bytes)
+
+    # Memory
 
     def _fit_host_pool(self) -> None:
         """Unpin what the last steps didn't need; blocks the host where there is such.

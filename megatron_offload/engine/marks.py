@@ -18,7 +18,8 @@ from megatron_offload.backends.base import Backend
 _OPT_OUT_MARKS = ("_do_not_offload", "_TE_do_not_offload", "_is_buffer")
 _SETTING = "offloading_activation"
 
-_everywhere: dict[int, StorageWeakRef] = {}  # the storages that no manager moves
+_everywhere: dict[int, StorageWeakRef] = {}
+"""The storages that no manager moves."""
 
 
 def mark_everywhere(tensor: torch.Tensor) -> None:
@@ -89,7 +90,8 @@ class Marks:
             weakref.WeakValueDictionary()
         )
         self._storages: dict[int, StorageWeakRef] = {}
-        self._staying: set[int] = set()  # those, and where parameters are
+        self._staying: set[int] = set()
+        """Those, and where parameters are."""
         self._is_old = False
 
     def take_parameters(self, other: Marks) -> None:

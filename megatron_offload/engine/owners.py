@@ -42,7 +42,10 @@ class ForeignOwners:
 
 
 def is_held_elsewhere(block: Block) -> bool | None:
-    """Whether something else keeps a block to which backward has come; None if it may have left."""
+    """Whether something else keeps a block on the device, when backward has come to it.
+
+    None where it left, or may have.
+    """
     if block.flight is None and block.released:  # it was dropped, to be made again
         return block.live_source() is not None or None
     if block.flight is None:

@@ -104,6 +104,8 @@ class Step(StepDecisions[OffloadGroup]):
         """Whether each group was recorded, and by itself."""
         return not (self.passed or self.num_joined)
 
+    # Groups that are recorded as one
+
     def joinable(self) -> Joining:
         """Return `joining` for steps like this one, of which none were."""
         started = []
@@ -169,6 +171,8 @@ class Step(StepDecisions[OffloadGroup]):
 
     def _count(self, group: OffloadGroup) -> None:
         self._transfers.stats.by_name[group.name].num_groups += 1
+
+    # Boundaries
 
     def commit_group(
         self, group: OffloadGroup, stays_because: str, *, must_move: bool = False

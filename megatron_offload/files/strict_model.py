@@ -117,11 +117,16 @@ T = TypeVar("T")
 
 _adapter_of = functools.cache(TypeAdapter)
 
-_MOST_ISSUES = 20  # so many of a configuration's errors are said one by one
+_MOST_ISSUES = 20
+"""So many of a configuration's errors are said one by one."""
 
 
 def validate(model: type[T], data: Any, source: str) -> T:
-    """Build a model, or a record, from a mapping of plain values, which errors call ``source``."""
+    """Build a model, or a record, from a mapping of plain values, which errors call ``source``.
+
+    Raises:
+        ConfigError: all that is wrong, one line each, with the nearest valid key.
+    """
     if not isinstance(data, Mapping):
         raise ConfigError(
             f"{source} must hold a mapping of keys to values, got a {type(data).__name__}"

@@ -56,7 +56,12 @@ def engine_of(manager: Any) -> Any:
 def followed(
     door: str, config: OffloadConfig | None, manager: Any, default: OffloadConfig | None = None
 ) -> tuple[PipelineOffloadManager | None, OffloadConfig]:
-    """Return the manager that a front door was given, if any, and the settings to follow."""
+    """Return the manager that a front door was given, if any, and the settings to follow.
+
+    Raises:
+        ValueError: both a config and a manager are given.
+        ConfigError: something is set that this door can't follow, or the config is something else.
+    """
     if manager is not None and config is not None:
         raise ValueError("give a config or a manager, not both")
     if config is not None and not isinstance(config, OffloadConfig):

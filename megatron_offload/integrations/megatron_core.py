@@ -158,7 +158,10 @@ def _saving_arguments(theirs: Call, ctx: Any, run_function: Call, owner: Any, *a
 
 
 def _noting_inputs(theirs: Call, self: Any, *inputs: torch.Tensor | None) -> Any:
-    """Note from what a node's inputs are detached, which nobody reads again for its backward."""
+    """Note from what the inputs of a node of overlapped microbatches are detached.
+
+    The node before keeps that for its backward, which doesn't read it.
+    """
     run = self.forward_func
 
     def noting(*detached: torch.Tensor | None) -> Any:

@@ -33,6 +33,9 @@ def cpu_bridges() -> Iterator[None]:
 
     Import whatever of megatron-core is needed before entering: modules that are loaded later keep
     the plain torch. Contexts may nest.
+
+    Raises:
+        RuntimeError: there is a CUDA device, so that no bridge is wanted.
     """
     if torch.cuda.is_available():
         raise RuntimeError("cpu_bridges() is for machines without a CUDA device; this one has one")

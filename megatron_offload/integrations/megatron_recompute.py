@@ -66,7 +66,10 @@ def stand_ins() -> Iterator[tuple[Any, Any]]:
 
 
 def wrap_methods(exchanged: Exchanges, others: Iterable[tuple[str, str, str, Call]]) -> None:
-    """Put calls that tell, and these ``others``, around methods of megatron-core's classes."""
+    """Put calls that tell, or let others tell, around methods of megatron-core's classes.
+
+    ``others`` are more of them: module, class, method and what is called in its place.
+    """
     for module, class_name, name, call in (
         *others,
         ("transformer.mlp", "MLP", "forward", _letting_functions_tell),

@@ -28,7 +28,10 @@ class BandwidthError(OffloadError, RuntimeError):
 
 
 def measure_gpus(num_gpus: int, *, timeout_s: float = 120.0) -> tuple[CopyRates, ...]:
-    """Measure GPUs in another process, so that this opens no device; or raise `BandwidthError`."""
+    """Measure GPUs by `measure_copies` in another process, so that this one opens no device.
+
+    One that fails, or takes longer than ``timeout_s``, is a `BandwidthError`.
+    """
     command = [sys.executable, "-m", __name__, str(num_gpus)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -67,7 +70,10 @@ def measure_copies(
 def median_rates(
     links: Sequence[Link], *names: str, before_each: Callable[[], None] = lambda: None
 ) -> list[list[float]]:
-    """Return each link's median bandwidth each way in GB/s, of a few rounds in which all copy."""
+    """Return each link's median bandwidth in each direction over a few rounds, in GB/s.
+
+    All copy at once; ``before_each`` is called before each round.
+    """
     rounds = []
     for _ in range(3):
         before_each()

@@ -62,7 +62,10 @@ def examine(
     environ: Mapping[str, str] = os.environ,
     root: Path = Path("/"),
 ) -> Examination:
-    """Look at everything; ``bandwidth`` takes some seconds and wants idle GPUs."""
+    """Look at everything; ``bandwidth`` takes some seconds and wants idle GPUs.
+
+    ``optimizer_bytes`` is what optimizer offload is to keep on the host for a GPU.
+    """
     names: Sequence[str] = ()
     profile = None
     try:

@@ -10,7 +10,10 @@ _Said = TypeVar("_Said")
 
 
 def gather(mine: _Said, group: dist.ProcessGroup | None = None) -> list[_Said]:
-    """Return what all ranks of the group say, in their order (collective); alone ``mine``."""
+    """Return what every rank of the group says, in the order of ranks; collective.
+
+    Without `torch.distributed` that is ``mine`` alone.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return [mine]
     said = [mine] * dist.get_world_size(group)

@@ -48,7 +48,8 @@ from megatron_offload.planning.simulate import (
 
 _NUM_ROOMS = 10
 
-_NUM_TARGETS = 64  # the range of targets is cut into so many by the search for the least memory
+_NUM_TARGETS = 64
+"""The range of targets is cut into so many by the search for the least memory."""
 
 SLOW_LINK_SHARE = 0.8
 """Of the bandwidth of copies, what a plan has to do with. One that was to cost four H200s 0.5 % at
@@ -61,7 +62,8 @@ _Kind: TypeAlias = tuple[str, int]
 _Change: TypeAlias = tuple[set[GroupKey], set[_Kind], tuple[float, float]]
 """Groups and kinds that a rank treats otherwise, and how much of each of its limits it has."""
 
-_Settings: TypeAlias = tuple[RankSettings, ...]  # of each rank
+_Settings: TypeAlias = tuple[RankSettings, ...]
+"""Of each rank."""
 
 
 class _Way(NamedTuple):
@@ -72,7 +74,8 @@ class _Way(NamedTuple):
     level: int = 0
     """How many kinds of bytes are made again; where fewer keep the target alone, so many."""
     order: int = 0
-    split: float = 0.5  # what of the room is for groups that come back
+    split: float = 0.5
+    """What of the room is for groups that come back."""
 
     def variants(self, most_level: int) -> list[list[_Way]]:
         """Return what is tried around it: rooms, levels, orders, and splits."""
@@ -87,7 +90,8 @@ class _Way(NamedTuple):
         ]
 
 
-_Ways: TypeAlias = tuple[_Way, ...]  # a candidate: one of each rank
+_Ways: TypeAlias = tuple[_Way, ...]
+"""A candidate: one of each rank."""
 
 
 class _Found(NamedTuple):
@@ -99,8 +103,12 @@ class _Found(NamedTuple):
 class Chooser:
     """Finds what is made again, what moves, and in how much room, by simulating few candidates.
 
-    The room that ``limits`` leave open is chosen, and nothing is made again but what they have. A
-    plan has to do with a ``link_share`` of the bandwidth of copies: 1 where it is measured.
+    Args:
+        profiles: of each pipeline rank, in any order.
+        job: their step.
+        limits: what a user has set; the room that it leaves open is chosen. Nothing is made
+            again but what its ``recompute`` has.
+        link_share: of the bandwidth of copies, what a plan has to do with: 1 where it is measured.
 
     Attributes:
         without: the step without offload.
@@ -165,7 +173,12 @@ class Chooser:
         self.highest_bytes = max(rank.peak_reserved_bytes for rank in self.without.ranks)
 
     def under(self, targets: Sequence[int]) -> OffloadPlan:
-        """Return the quickest plan found that keeps each rank in its target; else `TargetError`."""
+        """Return the quickest plan found that keeps each rank within its target.
+
+        Raises:
+            ConfigError: the targets are not as many as the ranks.
+            TargetError: one can't be kept.
+        """
         check_targets(targets, len(self._profiles))
         for index, (target, least) in enumerate(zip(targets, self._least_bytes, strict=True)):
             if self._peak(index, NO_OFFLOAD) > target and least > target:
@@ -179,7 +192,10 @@ class Chooser:
         return self._plan("memory_target", self._quickest(targets), wanted)
 
     def within(self, most_slowdown_percent: float) -> OffloadPlan:
-        """Return the plan of the least peak that costs no more time, with a slower link too."""
+        """Return the plan with the least peak of the fullest rank that costs no more time.
+
+        It does so with a slower link, too.
+        """
         limit_us = self.without.step_us * (1 + most_slowdown_percent / 100)
         lowest, highest = self.lowest_bytes, self.highest_bytes
         too_low, kept = -1, _NUM_TARGETS
@@ -203,7 +219,10 @@ class Chooser:
         return self._plan("auto", best, [f"{least} of the step's time"] * num_ranks)
 
     def plan(self, config: PolicyConfig) -> OffloadPlan:
-        """Return the plan that a section of a configuration asks for, with what it would bring."""
+        """Return the plan that a section of a configuration asks for, with what it would bring.
+
+        A rule decides on the groups as the profiled steps had them.
+        """
         if isinstance(config, AutoConfig):
             return self.within(config.most_slowdown_percent)
         if isinstance(config, MemoryTargetConfig):
@@ -359,6 +378,8 @@ class Chooser:
         limits = {x: int(s * y) for x, s, y in zip(LIMITS, shares, sizes, strict=True)}
         return replace(settings, kept=settings.kept ^ keys, **limits | self._user_limits)
 
+    # Candidates
+
     def _choose(self, rank: int, target: int, one: _Way) -> RankSettings:
         """Return what a rank does to keep a target, with the largest room that this leaves it."""
         if self._peak(rank, self._nothing(one.level)) <= target:
@@ -458,7 +479,10 @@ def _replay_planned(work: RankWork, settings: RankSettings) -> RankProgram:
 
 
 def _kinds_of(job: Job) -> list[tuple[str, int]]:
-    """Return units by virtual stage, those first that free most for the time of a remake."""
+    """Return the kinds of bytes that can be made again, those first that free most for their time.
+
+    A kind is a unit of a virtual stage, the same on all ranks.
+    """
     found: set[tuple[str, int]] = set()
     num_bytes, us = defaultdict[str, int](int), defaultdict[str, float](float)
     for rank in range(job.schedule.num_ranks):

@@ -84,7 +84,13 @@ def plan_by_rule(
     rule: ModulesPolicy | ModulesConfig | RatioConfig | PlanFileConfig,
     profiles: Collection[StepProfile],
 ) -> OffloadPlan:
-    """Return the plan of all ranks by a rule, or of a file; `ConfigError` if of another run."""
+    """Return the plan of all ranks that needs no search: a rule's, or that of a file.
+
+    Profiles are one of each rank, in any order; of a section the rule is what it asks for.
+
+    Raises:
+        ConfigError: the file can't be read or is of another run, or profiles are missing.
+    """
     if isinstance(rule, PlanFileConfig):
         plan = load_plan(rule.path)
         for profile in profiles:

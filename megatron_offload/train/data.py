@@ -46,9 +46,10 @@ class TextSource:
     def microbatches(
         self, step: int, count: int, dp_rank: int, device: torch.device
     ) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield one step's microbatches, on ``device``.
+        """Yield one step's microbatches.
 
-        All in one is int64 and of shape [micro_batch_size, sequence_length].
+        Each holds ``tokens`` and ``labels`` of shape [micro_batch_size, sequence_length] and
+        ``position_ids`` of the same shape, int64, on ``device``.
         """
         for index in range(count):
             rows = self.tokens(step, index, dp_rank).to(device)

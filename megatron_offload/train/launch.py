@@ -55,8 +55,12 @@ def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunRepor
     """Take every run in turn on all ranks; their folders are locked inside this context.
 
     The runs agree in ``parallel`` and in the device; ``comparison`` is the folder of the comparison
-    that they are for, if they are. Yields a report of each. A `ConfigError` comes before anything
-    is started.
+    that they are for, if they are. Yields a report of each.
+
+    Raises:
+        ConfigError: a run that can't be started; nothing was.
+        RankFailedError: a rank failed.
+        StoppedError: a signal ended the run.
     """
     require("megatron.core")
     from megatron_offload.train.parallel import check_device

@@ -39,7 +39,10 @@ _WEIGHT_DECAY = 0.01
 def open_model_parallel(
     config: TrainConfig, device: torch.device
 ) -> Iterator[torch.distributed.ProcessGroup]:
-    """Split ranks into pipelines, and seed; yields a gloo group over all, for plain numbers."""
+    """Split the ranks into pipelines and seed every generator; on a CPU also opens the bridges.
+
+    Yields a gloo group over all ranks, for plain numbers.
+    """
     virtual = config.parallel.virtual
     with contextlib.ExitStack() as stack:
         stack.enter_context(megatron_cpu.recompute_without_transformer_engine())

@@ -30,7 +30,10 @@ def check_device(config: TrainConfig, ranks: int) -> str:
 
 @contextlib.contextmanager
 def open_process_group(kind: str, timeout_s: float = 600.0) -> Iterator[torch.device]:
-    """Join all ranks, by the environment that a launcher set, inside; yields this one's device."""
+    """Join all ranks, from the environment that a launcher set; leaves the group at the end.
+
+    Yields this rank's device.
+    """
     local_rank = int(os.environ["LOCAL_RANK"])
     # cuBLAS and TransformerEngine read these once; without them equal runs may differ in bits.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

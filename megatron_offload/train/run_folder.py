@@ -97,7 +97,10 @@ def prepare_folder(config: TrainConfig, gpu: str | None, ranks: int) -> None:
 
 
 def write_config(config: TrainConfig, folder: Path) -> None:
-    """Write what was given as a file for ``--config`` that does the same from any folder."""
+    """Write what was given, which may matter, as a file for ``--config`` that does the same.
+
+    Files that it reads are named so that they are found from any folder.
+    """
     given = config.model_dump(mode="json", exclude_unset=True)
     if config.data.text:
         given["data"]["text"] = list(map(os.path.abspath, config.data.text))
