@@ -19,7 +19,7 @@ def compared(tmp_path_factory):
     words = [f"{s}.{key}={json.dumps(v)}" for s, keys in TINY.items() for key, v in keys.items()]
     words += ["offload.fraction=0.5", "run.trace_step=3", "run.steps=4", f"run.output={output}"]
     done = subprocess.run(
-        [sys.executable, "-m", "megatron_offload.cli.main", "compare", "--set", *words],
+        [sys.executable, "-m", "megatron_offload", "compare", "--set", *words],
         capture_output=True,
         text=True,
         timeout=200,
