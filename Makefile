@@ -1,7 +1,7 @@
 # Two commands do everything on a fresh machine: `make quickstart` and `make test`.
 # `make test-all` runs every test, for before a release: some 20 minutes on 2 cores.
 PYTHON ?= python3
-# Any torch >= 2.7 works; this is the version that the numbers in the documents were made with.
+# Any torch >= 2.9 works; this is the version that the numbers in the documents were made with.
 TORCH ?= torch==2.13.0
 MEGATRON ?= megatron-core==0.16.1
 # The later megatron-core asks for Python 3.12; its wheel also runs unpacked on 3.11, beside triton.
