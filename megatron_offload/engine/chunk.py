@@ -207,6 +207,8 @@ class ChunkOffloadHandler:
                 continue
             record.form = form
             if not record.is_detached:
+                if not alias.requires_grad and (recipe := self._recipe_of(storage_key)) is not None:
+                    recipe.refuse_without_graph()
                 record.alias = alias = alias.detach()  # which may be emptied meanwhile
                 record.is_detached = True
             found = blocks.get(storage_key)
@@ -321,13 +323,16 @@ class ChunkOffloadHandler:
         """Use no recipe for what a view shows, if a kernel may have written there since."""
         if not may_be_written(view, base, self._made[id(base)]):
             return
-        key = view.untyped_storage()._cdata
-        block = self._find_block(key)
-        recipe: Recipe | None = self._recipes.get(key)
-        if recipe is None and block is not None and not block.released:
-            recipe = block.recipe
+        recipe = self._recipe_of(view.untyped_storage()._cdata)
         if recipe is not None:
             recipe.refuse("an autograd function has handed it on, and may have written to it")
+
+    def _recipe_of(self, storage_key: int) -> Recipe | None:
+        """Return how what a storage holds was made, where that was noted and is not in use yet."""
+        block = self._find_block(storage_key)
+        if block is not None and block.recipe is not None and not block.released:
+            return block.recipe
+        return self._recipes.get(storage_key)
 
     def is_small(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of the backend's device is too small to move."""

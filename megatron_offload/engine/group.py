@@ -273,6 +273,9 @@ class Recipe(Protocol):
     def refuse(self, because: str) -> None:
         """Make nothing with this."""
 
+    def refuse_without_graph(self) -> None:
+        """Make nothing with this, if what it made had a graph; it was saved without."""
+
     def needs(self) -> set[GroupKey]:
         """Return the groups whose bytes have to be on the device before `run`."""
 

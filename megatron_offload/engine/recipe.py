@@ -206,8 +206,17 @@ class FunctionRecipe:
     """
 
     __slots__ = (
-        *("_autocast", "_device_type", "_form", "_function", "_parts", "_random_states"),
-        *("_reads", "_refusal", "_storage_ref", "depth", "instead", "unit", "version"),
+        *("_autocast", "_device_type", "_form", "_function", "_has_graph", "_parts"),
+        *(
+            "_random_states",
+            "_reads",
+            "_refusal",
+            "_storage_ref",
+            "depth",
+            "instead",
+            "unit",
+            "version",
+        ),
     )
 
     def __init__(
@@ -227,6 +236,7 @@ class FunctionRecipe:
         self._parts = parts
         self._reads = [_Read(tensor, unit) for tensor in reads]
         self._form = output.shape, output.stride(), output.dtype
+        self._has_graph = output.requires_grad
         self.version: int = output._version
         storage = output.untyped_storage()
         self._storage_ref = StorageWeakRef(storage)  # as with an `Input`
@@ -246,6 +256,15 @@ class FunctionRecipe:
         self.depth = 0
         if self.instead is not None:
             self.instead.refuse(because)
+
+    def refuse_without_graph(self) -> None:
+        """Make nothing with this, if what it made had a graph; it was saved without.
+
+        So does an autograd function whose kernel has written to it first, as some losses do that
+        leave their gradient where the logits were: no version counts that.
+        """
+        if self._has_graph:
+            self.refuse("it was detached before it was saved, and may have been written to")
 
     def bind(self, block: Block) -> str:
         """Keep the inputs' blocks from here on; return why the block can't be dropped, or nothing.

@@ -43,7 +43,7 @@ class Save(torch.autograd.Function):
 
 
 def save(x, *tensors):
-    return Save.apply(x, *(tensor.detach() for tensor in tensors))
+    return Save.apply(x, *tensors)
 
 
 def rows(seed=0):
@@ -421,6 +421,36 @@ def test_what_a_kernel_has_written_to_unseen_is_not_made_again(then):
         return in_group(manager, inner, x)
 
     assert check(make_manager(), forward).remade_bytes == 0
+
+
+class Overwrite(torch.autograd.Function):
+    """As Liger's losses: a kernel leaves the gradient where the logits were."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        loss = logits.exp().sum()
+        logits.data.exp_()
+        ctx.save_for_backward(logits.detach())
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0]
+
+
+@pytest.mark.parametrize("is_saved_before", [False, True])
+def test_what_is_saved_detached_is_not_made_again(is_saved_before):
+    def forward(manager, x):
+        def inner(x):
+            logits = make(manager, torch.tanh, save(x, x))
+            if is_saved_before:
+                x = save(x, logits)
+            return x + Overwrite.apply(logits)
+
+        return in_group(manager, inner, x)
+
+    because = "it was detached before it was saved, and may have been written to"
+    assert refusals(make_manager(), forward) == {because: TENSOR_BYTES}
 
 
 class Norm(torch.autograd.Function):
