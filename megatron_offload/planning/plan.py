@@ -77,8 +77,10 @@ class RankPlan:
     choices: tuple[GroupChoice, ...]
     """One for each group of its step, in the order of their commits."""
     max_inflight_bytes: Amount | None = None
-    """As in ``OffloadConfig``, like the next."""
+    """Device memory for groups on their way to the host: how late each is released. None leaves it
+    to the engine, as in ``OffloadConfig``."""
     prefetch_bytes: Amount | None = None
+    """The same for groups that are back ahead of their use."""
     predicted_peak_bytes: Amount | None = None
     predicted_step_us: Duration | None = None
     measured_peak_bytes: Amount | None = None
@@ -194,7 +196,10 @@ def by_stage(kinds: Iterable[tuple[str, int]]) -> tuple[frozenset[str], ...]:
 def rank_plan(
     profile: StepProfile, kept: Mapping[GroupKey, str], moved: str, **settings: Any
 ) -> RankPlan:
-    """Return the plan of a rank: what stays and why, why all else moves, and more ``settings``."""
+    """Return the plan of a rank from what stays, with reasons, and the reason of all that moves.
+
+    Groups without bytes stay anyway; ``settings`` are further attributes of `RankPlan`.
+    """
     choices = []
     for group in profile.groups:
         key = group.key

@@ -25,7 +25,8 @@ from megatron_offload.planning.replay import RankWork
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule, make_schedule
 from megatron_offload.planning.simulate import simulate
 
-_Timed = list[tuple[GroupProfile, GroupTimes]]  # the groups of one chunk, in order
+_Timed = list[tuple[GroupProfile, GroupTimes]]
+"""The groups of one chunk, in order."""
 
 
 def job_from_profiles(profiles: Sequence[StepProfile], schedule: Schedule, machine: Machine) -> Job:
@@ -34,6 +35,9 @@ def job_from_profiles(profiles: Sequence[StepProfile], schedule: Schedule, machi
     Profile steps without stalls (no offload, or little of it): what a group waited for a copy
     can't be told from what it computed. What lies on each rank all the time and temporaries are in
     no profile; where the peak matters, `job_of` counts them into ``static_bytes``.
+
+    Raises:
+        ConfigError: a profile has no times, or other chunks than the schedule.
     """
     if len(profiles) != schedule.num_ranks:
         raise ConfigError(
@@ -164,7 +168,11 @@ def job_of(profiles: Sequence[StepProfile], schedule: Schedule, machine: Machine
 
 
 def undisturbed(moved: StepProfile, bare: StepProfile) -> StepProfile:
-    """Return a bare step with what only another shows: times of copies, and of making again."""
+    """Return what a step has shown in which nothing moved, with what only another can show.
+
+    That is how quick copies are, and how long it takes to make things again; of both the groups are
+    the same.
+    """
     seen = replace(bare, d2h_gbps=moved.d2h_gbps, h2d_gbps=moved.h2d_gbps)
     return replace(seen, groups=tuple(group.making_again(()) for group in moved.groups))
 
@@ -215,7 +223,10 @@ FROM_COPIES = "what copies got in the profiled step, on the slowest rank"
 
 
 def slowest_link(profiles: Iterable[StepProfile]) -> Machine | None:
-    """Return links as the slowest rank's copies have got, each way; None if none were timed."""
+    """Return links that every rank has to itself, one way each, by what copies of each have got.
+
+    None where in no profile both ways were timed.
+    """
     rates = [(one.d2h_gbps, one.h2d_gbps) for one in profiles if one.d2h_gbps and one.h2d_gbps]
     if not rates:
         return None
@@ -234,7 +245,10 @@ def schedule_of(profiles: Sequence[StepProfile]) -> Schedule:
     """Return the schedule of the profiles, in the order of ranks.
 
     It is what they have seen. No profile tells which virtual stage a chunk is of, so with virtual
-    stages it is interleaved 1F1B, or a `ConfigError`.
+    stages it is interleaved 1F1B.
+
+    Raises:
+        ConfigError: the passes of a run with virtual stages came in another order.
     """
     run = profiles[0].run
     seen = [_passes_seen(profile) for profile in profiles]

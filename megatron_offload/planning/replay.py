@@ -167,9 +167,11 @@ class RankWork:
         self.forecast = forecast_of(self.profile)
 
     def replay(self, settings: RankSettings, *, records: bool = False) -> RankProgram:
-        """Return what the rank's streams do in a steady step; the settings' units are the work's.
+        """Return what the rank's streams do in a steady step.
 
-        ``records`` keeps labels, memory over the program, and its pieces.
+        Args:
+            settings: what it keeps and may hold; its units are those of the work.
+            records: keep labels, memory over the program, and its pieces.
         """
         return _Replay(self, settings, records).run()
 
@@ -440,6 +442,8 @@ class _Replay:
         if group.state is GroupState.RELOADING:
             self._add(OpKind.AWAIT, group.reload, group)
             group.advance(GroupState.RELOADED)
+
+    # Counts
 
     def _issue(self, kind: OpKind, group: WorkGroup) -> int:
         copies = self.program.copy_bytes
