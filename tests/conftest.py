@@ -25,7 +25,7 @@ LEAST_SEEDS = 3
 
 def pytest_addoption(parser):
     parser.addoption("--quick", action="store_true", help="leave out slow tests and repetitions")
-    parser.addoption("--fuzz", type=int, help="how many random programs to run; 300, quick 60")
+    parser.addoption("--fuzz", type=int, help="random programs of each kind; 300, quick 30")
     parser.addoption("--every-line", type=int, help="interrupt a step at each n-th of its lines")
     parser.addoption("--fuzz-first-seed", type=int, default=0, help="seed of the first of them")
 
@@ -33,7 +33,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     options = config.option
     if options.fuzz is None:
-        options.fuzz = 60 if options.quick else 300
+        options.fuzz = 30 if options.quick else 300
     if options.every_line is None:
         options.every_line = 1511 if options.quick else 151
 

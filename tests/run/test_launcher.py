@@ -174,6 +174,7 @@ def test_uninstall_puts_megatrons_functions_back(launch, version):
     assert found["restored"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_scripts_own_help_lists_our_flags(launch, version):
     done = launch(version, str(PROGRAM), "--help")
