@@ -115,16 +115,20 @@ class GroupTimes(NamedTuple):
     started_us: Duration
     committed_us: Duration
     backward_us: Duration
+    """When its backward began."""
     done_us: Duration
+    """When backward had left it."""
 
 
 class RunShape(NamedTuple):
     """Which part of which run a step was seen in: what a plan made from it is good for."""
 
     num_microbatches: Amount = 1
+    """Of one step."""
     pp_rank: Amount = 0
     pp_size: Amount = 1
     vp_size: Amount = 1
+    """Virtual pipeline stages of each rank."""
     rank: Amount = 0
     """Of the process, over all kinds of parallelism."""
     modules: tuple[Name, ...] = ()

@@ -24,7 +24,7 @@ from megatron_offload.engine.hooks import is_in_backward, owner_of_hooks
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_opted_out, may_be_activation
 from megatron_offload.engine.saved_tensor import SavedTensor
-from megatron_offload.engine.subclasses import SavedWrapper, is_wrapper
+from megatron_offload.engine.subclasses import SavedWrapper, hollow, is_wrapper
 
 _LEAST_GROUP_BYTES = 1 << 20
 _GROUP_SHARE = 32
@@ -173,7 +173,9 @@ class AutomaticGroups:
         if is_in_backward() or torch.compiler.is_compiling():  # a recompute is needed at once
             return SavedTensor(tensor, self.name)
         if is_wrapper(tensor) and not is_opted_out(tensor):
-            return SavedWrapper(tensor, self.pack)
+            alias = hollow(tensor)
+            if alias is not None:
+                return SavedWrapper(tensor, alias, self.pack)
         group = forward.group
         if group is None:
             start = self.manager.start_group

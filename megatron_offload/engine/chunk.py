@@ -32,7 +32,7 @@ from megatron_offload.engine.subclasses import is_wrapper, plain_parts
 from megatron_offload.engine.transfers import Transfers
 
 _TOO_SMALL = "smaller than what moves (min_tensor_bytes, min_tensor_elements)"
-_IN_PARTS = "made of other tensors, which groups leave whole; OffloadActivations moves the parts"
+_IN_PARTS = "made of other tensors, which groups leave whole; OffloadActivations moves parts it can"
 _OF_OTHER_CLASS = "of a class of tensors that doesn't say what it is made of"
 
 READY_MARK = "_offload_ready"

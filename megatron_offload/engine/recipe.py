@@ -37,7 +37,7 @@ _KNOWN_FUNCTIONS = ("torch.", "megatron.core.", "transformer_engine.", "megatron
 """Where autograd functions come from that write in place only where PyTorch counts it."""
 
 _MOST_VIEWS = 10
-"""Of which each is a view of the next, that are looked through."""
+"""Of which each is a view of the next, that are looked through; behind more anything may be."""
 
 _HANDED_ON = (CreationMeta.IN_CUSTOM_FUNCTION, CreationMeta.MULTI_OUTPUT_NODE)
 
@@ -58,12 +58,12 @@ def may_be_written(view: torch.Tensor, base: torch.Tensor, maker: int) -> bool:
     node, end = view.grad_fn, base.grad_fn
     for _ in range(_MOST_VIEWS):
         if node is None or node is end or id(node) == maker:
-            break
+            return False
         function = getattr(node, "_forward_cls", None)
         if function is not None and not function.__module__.startswith(_KNOWN_FUNCTIONS):
             return True
         node = node.next_functions[0][0] if node.next_functions else None
-    return False
+    return True
 
 
 def taken_apart(
@@ -207,16 +207,8 @@ class FunctionRecipe:
 
     __slots__ = (
         *("_autocast", "_device_type", "_form", "_function", "_has_graph", "_parts"),
-        *(
-            "_random_states",
-            "_reads",
-            "_refusal",
-            "_storage_ref",
-            "depth",
-            "instead",
-            "unit",
-            "version",
-        ),
+        *("_random_states", "_reads", "_refusal", "_storage_ref", "depth", "instead", "unit"),
+        "version",
     )
 
     def __init__(

@@ -44,32 +44,41 @@ def _is_size_of(tensor: torch.Tensor, part: torch.Tensor) -> bool:
     return tensor.is_nested and not part.is_floating_point()
 
 
-def _hollow(tensor: torch.Tensor, names: list[str]) -> torch.Tensor | None:
-    """Return an alias of a wrapper without its parts, for its version counter; None if none can be.
+def hollow(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return an alias of a wrapper without its parts, for its version counter.
 
-    What changes a wrapper in place counts on the wrapper alone, not on its parts.
+    What changes a wrapper in place counts on the wrapper alone, not on its parts. None where its
+    class makes no such alias: then it has to stay whole, or a change would go unnoticed.
     """
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    alias = tensor.detach()
+    if alias is tensor:
+        return None
     try:
-        alias = tensor.detach()
         for name in names:
             if isinstance(getattr(alias, name), torch.Tensor):
                 setattr(alias, name, None)
-    except (AttributeError, TypeError, RuntimeError):  # NotImplementedError is one of the last
+    except (AttributeError, TypeError):  # they are read-only, or no None
         return None
     return alias
 
 
 class SavedWrapper:
-    """The record that stands for a saved wrapper in the autograd graph; ``pack`` records a part."""
+    """The record that stands for a saved wrapper in the autograd graph.
+
+    ``alias`` is the wrapper's `hollow` one; ``pack`` records a part.
+    """
 
     __slots__ = (
         *("_alias", "_context", "_kind", "_others", "_parts", "_size", "_stride", "_version"),
     )
 
-    def __init__(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Any]) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, alias: torch.Tensor, pack: Callable[[torch.Tensor], Any]
+    ) -> None:
         names, self._context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         self._version = tensor._version
-        self._alias = _hollow(tensor, names)
+        self._alias = alias
         self._kind: Any = type(tensor)
         self._size = tensor.size()
         self._stride = tensor.stride()
@@ -88,7 +97,7 @@ class SavedWrapper:
         Raises:
             InPlaceModificationError: it or a part was changed in place since it was saved.
         """
-        if self._alias is not None and self._alias._version != self._version:
+        if self._alias._version != self._version:
             what = f"a {self._kind.__name__} of shape {list(self._size)}"
             raise changed_in_place(what, self._alias._version, self._version)
         parts = self._others | {name: part.unpack() for name, part in self._parts.items()}

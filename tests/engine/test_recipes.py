@@ -408,13 +408,15 @@ class Rotate(torch.autograd.Function):
         return tuple(grad * 1.5 for grad in grads)
 
 
-@pytest.mark.parametrize("then", ["saved", "made of"])
+@pytest.mark.parametrize("then", ["saved", "made of", "viewed often"])
 def test_what_a_kernel_has_written_to_unseen_is_not_made_again(then):
     def forward(manager, x):
         def inner(x):
             norms = [make(manager, lambda x: F.layer_norm(x, (WIDTH,)), save(x, x)) for _ in "qk"]
             q, k = (x.t() for x in Rotate.apply(*norms))
-            if then == "saved":
+            for _ in range(12 if then == "viewed often" else 0):
+                q, k = q.t(), k.t()
+            if then != "made of":
                 return q * k
             return (make(manager, lambda q: q * 2.0, q).sin() + make(manager, torch.neg, k)).sin()
 

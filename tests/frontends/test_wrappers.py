@@ -111,6 +111,27 @@ def test_what_backward_was_handed_outlives_the_release():
         assert torch.equal(back.b, full)
 
 
+def test_a_wrapper_that_cannot_be_emptied_stays_whole(monkeypatch):
+    def refuse_none(wrapper, name, value):
+        if value is None and name in ("a", "b"):
+            raise AttributeError(name)
+        object.__setattr__(wrapper, name, value)
+
+    monkeypatch.setattr(TwoTensor, "__setattr__", refuse_none)
+    offload, full = make_offload(**TIGHT), torch.randn(40, 40)
+    back = saved_and_back(offload, lambda: TwoTensor(full.clone(), full.clone()))
+    assert torch.equal(back.a, full)
+    by_name = offload.last_step.by_name["activations"]
+    assert (by_name.offloaded_bytes, by_name.kept_bytes) == (0, 2 * full.nbytes)
+    with offload:
+        x = torch.randn(40, 40, requires_grad=True)
+        wrapper = TwoTensor(x, x.clone()).sin()
+        y = Keep.apply(x, wrapper)
+    wrapper.add_(1)
+    with pytest.raises(InPlaceModificationError):
+        y.sum().backward()
+
+
 def test_a_change_of_a_part_is_an_error():
     offload = make_offload()
     x = torch.ones(3, requires_grad=True)
