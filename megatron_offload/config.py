@@ -54,15 +54,13 @@ RECOMPUTE_UNITS: tuple[str, ...] = (
     "rope",
     "mla_up",
     "moe_permute",
-    "pointwise",
-    "cast",
-    "layout",
 )
 """What backward can make again by name, other than modules (docs/recompute.md); ``mlp_fc1`` only
 where a plan says so."""
 
-AUTO_UNITS = ("norm", "mlp_act", "pointwise", "cast", "layout")
-"""What plain PyTorch's operations can tell of."""
+MEGATRON_RECOMPUTE = ("norm", "mlp_act", "mlp_fc1")
+"""What is made again in a Megatron job unless something is set: its classes are known, and so is
+who reads what they make."""
 
 _STAYING = {"fraction", "delta_bytes_across_pp_ranks"}
 """Keys by which groups stay on the device."""
@@ -106,10 +104,10 @@ class OffloadConfig(StrictModel):
     """Which groups move: names out of `MODULES`, or patterns of names holding a dot or ``*``. The
     trainer marks these. Elsewhere a group stays whose name is not among them, if they were set."""
 
-    recompute: NamesField = default(("norm", "mlp_act", "mlp_fc1"))
+    recompute: NamesField = default(())
     """What backward makes again in place of moving it: units out of `RECOMPUTE_UNITS`, and modules
-    by patterns of names holding a dot or ``*``. None of them: ``()``. In plain PyTorch ``auto``
-    stands for norms, activations, pointwise operations, casts and copies of another layout."""
+    by patterns of names holding a dot or ``*``. Where it isn't set nothing is, but for
+    `MEGATRON_RECOMPUTE` in a Megatron job, once installed; ``()`` is nothing there too."""
 
     fraction: float = Field(default=1.0, ge=0.0, le=1.0)
     """Share of each chunk's groups that moves, earliest first."""
@@ -180,13 +178,6 @@ class OffloadConfig(StrictModel):
     """Put an NVTX range with the group's name around the issue of its copies, for Nsight."""
 
     simulated: SimulatedConfig = SimulatedConfig()
-
-    @field_validator("recompute", mode="before")
-    @classmethod
-    def _auto_units(cls, names: Any) -> Any:
-        if isinstance(names, (list, tuple)) and "auto" in names:
-            raise ConfigError("'auto' stands for a list by itself; write recompute: auto")
-        return AUTO_UNITS if names == "auto" else names
 
     @field_validator("policy", mode="before")
     @classmethod

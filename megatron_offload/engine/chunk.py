@@ -16,6 +16,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from megatron_offload.backends.base import Stream
 from megatron_offload.core.profile import GroupKey
+from megatron_offload.engine.call_state import has_modes
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import ALIGNMENT_BYTES, Block, OffloadGroup, Recipe, Rules
 from megatron_offload.engine.marks import (
@@ -26,7 +27,7 @@ from megatron_offload.engine.marks import (
     may_be_activation,
 )
 from megatron_offload.engine.random_states import RandomStates
-from megatron_offload.engine.recipe import FunctionRecipe, Input, may_be_written
+from megatron_offload.engine.recipe import FunctionRecipe, Input, lasting, may_be_written
 from megatron_offload.engine.saved_tensor import FORMS, SavedTensor
 from megatron_offload.engine.subclasses import is_wrapper, plain_parts
 from megatron_offload.engine.transfers import Transfers
@@ -251,9 +252,17 @@ class ChunkOffloadHandler:
         inputs: Sequence[Any],
         unit: str,
         reads: Sequence[torch.Tensor] = (),
+        *,
         random_states: RandomStates | None = None,
+        keeps_grad: bool = False,
+        refusal: str = "",
     ) -> None:
-        """Note how a tensor was made: whoever saves it need not keep its bytes."""
+        """Note how a tensor was made: whoever saves it need not keep its bytes.
+
+        What the function ``reads`` besides its inputs, such as parameters, must be as it was: a
+        change before the backward raises `InPlaceModificationError`. The others are as in
+        `FunctionRecipe`.
+        """
         is_plain = type(output) is torch.Tensor and self.transfers.backend.owns(output)
         if not is_plain or self.is_small(output) or is_functorch_wrapped_tensor(output):
             return
@@ -262,7 +271,7 @@ class ChunkOffloadHandler:
         base = output._base
         self._made[id(output if base is None else base)] = 0 if base is None else id(output.grad_fn)
         key = output.untyped_storage()._cdata
-        refusal, depth = "", 1
+        depth = 1
         parts: list[Any] = []
         constants = list(reads)
         for given in inputs:
@@ -271,7 +280,8 @@ class ChunkOffloadHandler:
             if is_tensor and given.is_inference():
                 part, refusal = None, "an input is of inference mode"  # which counts no versions
             elif is_tensor and is_parameter(given):
-                constants.append(given)
+                part = given if has_modes() else lasting(given)
+                constants.append(part)
             elif type(given) is torch.Tensor and (given.is_conj() or given.is_neg()):
                 part, refusal = None, "an input is conjugated or negated lazily"  # no form says it
             elif is_tensor:
@@ -287,9 +297,8 @@ class ChunkOffloadHandler:
                 if made is not None and made.depth >= depth:
                     depth = made.depth + 1
             parts.append(part)
-        recipe = FunctionRecipe(
-            function, parts, constants, output, unit, random_states, depth, refusal
-        )
+        what = function, parts, constants, output, unit, random_states, depth, refusal
+        recipe = FunctionRecipe(*what, keeps_grad=keeps_grad)
         block = self._find_block(key)
         earlier = self._recipes.get(key) if block is None else block.recipe
         if earlier is not None and earlier.version == recipe.version:

@@ -7,7 +7,7 @@ leave a manager whose next step is right.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -151,6 +151,9 @@ class PipelineOffloadManager:
         if hasattr(self, "config"):
             self.close()
         self.config = config
+        self.recompute: tuple[str, ...] = config.recompute
+        """What is made again: what the configuration says, or a library's integration where that
+        says nothing."""
         self.backend = backend or create_backend(config)
         self.host_pool = HostPool(
             self.backend,
@@ -295,7 +298,7 @@ class PipelineOffloadManager:
         """Return a chunk for a caller who opens and commits its groups by hand."""
         rules = Rules(min_tensor_bytes, min_tensor_elements)
         rules.recompute = self.learner.recompute(vp_stage)
-        rules.configured = self.config.recompute
+        rules.configured = self.recompute
         return ChunkOffloadHandler(self.transfers, self.marks, rules, vp_stage)
 
     @graph_break
@@ -572,8 +575,9 @@ class PipelineOffloadManager:
         """Call a cheap function, and let backward make its output again from its inputs.
 
         Where autograd saves the output in a group, its memory is dropped at the group's commit, and
-        neither kept nor copied. Whatever is saved of the inputs is; the function is called with the
-        same bytes in backward, without grad. Where no group is recorded it is just called.
+        neither kept nor copied. Whatever is saved of the inputs is; in backward the function is
+        called with the same bytes, under the same autocast, grad mode and switches of torch. Where
+        no group is recorded, or a mode of dispatch or of functions is entered, it is just called.
 
         Args:
             function: returns one tensor, in memory of its own, and does nothing else: it neither
@@ -595,7 +599,8 @@ class PipelineOffloadManager:
         states = RandomStates(devices) if preserve_rng_state else None
         output = function(*inputs)
         if isinstance(output, torch.Tensor):
-            chunk.add_recipe(output, again, parts, unit, random_states=states)
+            how: dict[str, Any] = {"random_states": states, "keeps_grad": True}
+            chunk.add_recipe(output, again, parts, unit, **how)
         return output
 
     @graph_break
@@ -605,16 +610,15 @@ class PipelineOffloadManager:
         function: Callable[..., torch.Tensor],
         *inputs: Any,
         unit: str,
-        reads: Sequence[torch.Tensor] = (),
+        **how: Any,
     ) -> None:
-        """Let backward make an output again that ``function(*inputs)`` has made, drawing nothing.
+        """Let backward make an output again that ``function(*inputs)`` has made.
 
-        See `recomputable`. What the function ``reads`` besides, such as its module's parameters, is
-        given too: a change of one before the backward raises `InPlaceModificationError`.
+        See `recomputable`; ``how`` are arguments of `ChunkOffloadHandler.add_recipe`.
         """
         chunk = self._chunk_of_recipes()
         if chunk is not None:
-            chunk.add_recipe(output, function, inputs, unit, reads)
+            chunk.add_recipe(output, function, inputs, unit, **how)
 
     def _chunk_of_recipes(self) -> ChunkOffloadHandler | None:
         is_recorded = self._chunk is not None and self.do_offload and self.notes_recipes

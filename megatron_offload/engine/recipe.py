@@ -3,7 +3,7 @@
 A recipe is noted for an output that exists, and found by its live storage. The block that the
 output is saved in takes it; at the group's commit it is bound to the blocks of its inputs, and the
 bytes are dropped. What is made again is what the forward made: the same function, of the same
-bytes, under the same autocast, from the same random state.
+bytes, under the same `CallState`, from the same random state.
 
     SavedTensor -> Block -> FunctionRecipe -> Input -> Block of what it is made from
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,13 +25,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from megatron_offload.core.profile import GroupKey
+from megatron_offload.engine.call_state import MODES, CallState, has_modes
 from megatron_offload.engine.group import Block, BlockRef, Recipe
 from megatron_offload.engine.random_states import RandomStates
 from megatron_offload.engine.saved_tensor import FORMS, SavedTensor
 from megatron_offload.errors import CorruptionError, StateError
 from megatron_offload.memory.tensor_pool import span_bytes
-
-_SAME = nullcontext()
 
 _KNOWN_FUNCTIONS = ("torch.", "megatron.core.", "transformer_engine.", "megatron_offload.")
 """Where autograd functions come from that write in place only where PyTorch counts it."""
@@ -43,6 +42,20 @@ _HANDED_ON = (CreationMeta.IN_CUSTOM_FUNCTION, CreationMeta.MULTI_OUTPUT_NODE)
 
 _MOST_IN_A_ROW = 3
 """Recipes of which each needs what the one before makes."""
+
+_MOST_COPIED_BYTES = 1 << 20
+
+
+def lasting(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that holds a parameter's values until backward: a copy where it is small.
+
+    A library may take a parameter away after its own layer, and bring it back for that layer's
+    backward, too late for what a later layer has saved; and no version counts what is written
+    through ``.data``, as where weights are clipped or averaged.
+    """
+    if tensor.nbytes > _MOST_COPIED_BYTES:
+        return tensor
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def may_be_written(view: torch.Tensor, base: torch.Tensor, maker: int) -> bool:
@@ -197,6 +210,7 @@ class FunctionRecipe:
         output: what it has made.
         unit: the kind of recipe, by which it is counted, configured and planned.
         random_states: as they were before; None where it draws nothing.
+        keeps_grad: whether grad mode counts for it; see `CallState`.
         refusal: why it can't be used, if that is known already.
 
     Attributes:
@@ -206,9 +220,8 @@ class FunctionRecipe:
     """
 
     __slots__ = (
-        *("_autocast", "_device_type", "_form", "_function", "_has_graph", "_parts"),
-        *("_random_states", "_reads", "_refusal", "_storage_ref", "depth", "instead", "unit"),
-        "version",
+        *("_form", "_function", "_has_graph", "_parts", "_random_states", "_reads", "_refusal"),
+        *("_state", "_storage_ref", "depth", "instead", "unit", "version"),
     )
 
     def __init__(
@@ -221,6 +234,8 @@ class FunctionRecipe:
         random_states: RandomStates | None,
         depth: int,
         refusal: str,
+        *,
+        keeps_grad: bool = False,
     ) -> None:
         self.unit = unit
         self.instead: Recipe | None = None
@@ -233,8 +248,9 @@ class FunctionRecipe:
         storage = output.untyped_storage()
         self._storage_ref = StorageWeakRef(storage)  # as with an `Input`
         self._random_states = random_states
-        self._device_type = output.device.type
-        self._autocast = _autocast_state(self._device_type)
+        self._state = CallState(keeps_grad=keeps_grad)
+        if has_modes():
+            refusal = refusal or MODES
         if output.storage_offset() or storage.nbytes() > span_bytes(output):
             refusal = refusal or "its storage holds more"
         if depth > _MOST_IN_A_ROW:
@@ -309,16 +325,11 @@ class FunctionRecipe:
                     "made again"
                 )
         parts = [part.as_given() if type(part) is Input else part for part in self._parts]
-        has_grad = torch.is_grad_enabled()  # as where a backward makes a graph
         states = self._random_states
-        draws_again = _SAME if states is None else states.in_force()
-        autocast: AbstractContextManager[Any] = _SAME
-        if self._autocast != _autocast_state(self._device_type):
-            is_on, dtype, keeps_casts = self._autocast or (False, None, True)
-            how: dict[str, Any] = {"enabled": is_on, "dtype": dtype, "cache_enabled": keeps_casts}
-            autocast = torch.autocast(self._device_type, **how)
-        with torch.no_grad() if has_grad else _SAME, autocast, draws_again:
-            made: torch.Tensor = self._function(*parts)
+        with nullcontext() if states is None else states.in_force():
+            made: torch.Tensor = self._state.run(self._function, *parts)
+        if type(made) is torch.Tensor:
+            made = made.detach()
         is_tensor = type(made) is torch.Tensor and made.storage_offset() == 0
         if not is_tensor or (made.shape, made.stride(), made.dtype) != self._form:
             found = (
@@ -330,10 +341,3 @@ class FunctionRecipe:
                 "dtype) in forward: the function must make the same tensor each time it is called"
             )
         return made
-
-
-def _autocast_state(device_type: str) -> tuple[bool, torch.dtype | None, bool] | None:
-    """Return how autocast is set; None where it is off."""
-    if not torch.is_autocast_enabled(device_type):
-        return None
-    return True, torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()

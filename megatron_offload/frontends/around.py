@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any, Self
 
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_offload.config import AUTO_UNITS, OffloadConfig, recompute_patterns
+from megatron_offload.config import OffloadConfig, recompute_patterns
 from megatron_offload.engine.automatic import AutomaticGroups, unpack
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import ConfigError
-from megatron_offload.frontends.recompute import recompute_functions, told_by_integrations
+from megatron_offload.frontends.recompute import told_by_integrations
 
 _ALL_MOVES = "it takes what autograd saves, whatever module that is; offload_modules() goes by name"
 _RATIO = "offload_ratio says what moves; give that, or use OffloadActivations"
@@ -21,6 +20,7 @@ _BY_RANK = {
 }
 _UNFOLLOWED: dict[str, dict[str, str]] = {
     "OffloadActivations": {"modules": _ALL_MOVES, **_BY_RANK},
+    "get_act_offloading_ctx_manager": {"modules": _ALL_MOVES, **_BY_RANK},
     "CPUOffload": {
         "modules": _ALL_MOVES,
         **dict.fromkeys(("policy", "fraction", *_BY_RANK), _RATIO),
@@ -36,13 +36,15 @@ _UNFOLLOWED: dict[str, dict[str, str]] = {
 A manager by hand, `offload_modules`, megatron-core's call sites and the trainer follow all."""
 
 _BY_NAME = "*"
-_MEGATRON = ("norm", "mlp_act", "mlp_fc1", "rope", "mla_up", "moe_permute", _BY_NAME)
+_MODULES = ("norm", "mlp_act", _BY_NAME)
+_MEGATRON = (*_MODULES, "mlp_fc1", "rope", "mla_up", "moe_permute")
 _RECOMPUTED = {
-    "OffloadActivations": AUTO_UNITS,
-    "CPUOffload": AUTO_UNITS,
-    "offload_pipeline": (*AUTO_UNITS, _BY_NAME),
+    "OffloadActivations": (),
+    "get_act_offloading_ctx_manager": _MODULES,
+    "CPUOffload": (),
+    "offload_pipeline": _MODULES,
     "operation_groups": (),
-    "offload_modules": ("norm", "mlp_act", "mlp_fc1", _BY_NAME),
+    "offload_modules": (*_MODULES, "mlp_fc1"),
     "megatron_core.install()": _MEGATRON,
 }
 """By door what it can make again."""
@@ -98,24 +100,16 @@ class AroundForwards(saved_tensors_hooks):
     a tensor stays on the device. ``where`` are arguments of `AutomaticGroups.begin`.
     """
 
-    def __init__(self, groups: AutomaticGroups, *, knows_model: bool = False, **where: Any) -> None:
+    def __init__(self, groups: AutomaticGroups, **where: Any) -> None:
         super().__init__(groups.pack, unpack)
         self._groups = groups
         self._where = where
-        self._functions: list[AbstractContextManager[Any]] = []
-        self.knows_model = knows_model
-        """Whether the model's modules have their hooks."""
 
     def __enter__(self) -> Self:  # type: ignore[override]  # torch's returns nothing
         self._groups.begin(**self._where)
-        functions = recompute_functions(self._groups.manager, besides_modules=self.knows_model)
-        self._functions.append(functions)
-        functions.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._functions:
-            self._functions.pop().__exit__(None, None, None)
         self._groups.end(has_failed=any(part is not None for part in exception))
 
     @property

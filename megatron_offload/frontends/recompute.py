@@ -1,71 +1,69 @@
-"""What backward makes again: modules by unit and name, functions of plain PyTorch, and by hand.
+"""What backward makes again: modules by class and by name, and by hand.
 
 Each of them tells the manager from what and how it made its output; the rest is the engine's.
-Modules are found by their names, and have hooks that leave copies of them alone.
+Classes are known by their exact names, in which nobody's own code is; others count where a pattern
+names the module. Hooks leave copies of modules alone.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
-import sys
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
-from types import FrameType
+from types import MethodType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.config import recompute_patterns
 from megatron_offload.core.profile import kind_of
 from megatron_offload.engine.automatic import AutomaticGroups
+from megatron_offload.engine.call_state import MODES, has_modes
 from megatron_offload.engine.exchanges import Call
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.hooks import owner_of_hooks
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.random_states import RandomStates, are_captured
-from megatron_offload.engine.recipe import taken_apart
+from megatron_offload.engine.recipe import lasting, taken_apart
 
 T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 
-_ACTIVATIONS = (nn.GELU, nn.SiLU, nn.Mish, nn.Softplus, nn.Hardswish, nn.LeakyReLU)
-"""Those whose backward saves their input; one that saves its output would need more, not less."""
+_KNOWN = {
+    "norm": """
+        torch.nn.modules.normalization.LayerNorm torch.nn.modules.normalization.RMSNorm
+        megatron.core.fusions.fused_layer_norm.FusedLayerNorm
+        megatron.core.transformer.torch_norm.L2Norm
+        transformer_engine.pytorch.module.layernorm.LayerNorm
+        transformer_engine.pytorch.module.rmsnorm.RMSNorm""",
+    "mlp_act": """
+        torch.nn.modules.activation.GELU torch.nn.modules.activation.SiLU
+        torch.nn.modules.activation.Mish torch.nn.modules.activation.Softplus
+        torch.nn.modules.activation.Hardswish torch.nn.modules.activation.LeakyReLU""",
+    "mlp_fc1": """
+        megatron.core.tensor_parallel.layers.ColumnParallelLinear
+        megatron.core.extensions.transformer_engine.TEColumnParallelLinear
+        megatron.core.extensions.transformer_engine.TELayerNormColumnParallelLinear""",
+}
+"""Classes that do nothing but compute, of what they are given and have, by the unit that they are.
 
+Of activations those whose backward saves their input: one that saves its output would need more."""
 
-def functions_of_torch(**names: str) -> dict[Call, str]:
-    """Return torch's own functions and methods of the names of each unit, with that unit."""
-    units = {name: unit for unit, its_names in names.items() for name in its_names.split()}
-    homes = torch, nn.functional, torch._C._nn, *torch.Tensor.__mro__[:2]
-    named = [(f, getattr(f, "__name__", "")) for home in homes for f in vars(home).values()]
-    return {function: units[name] for function, name in named if name in units}
-
-
-_FUNCTIONS = functions_of_torch(
-    norm="layer_norm rms_norm group_norm",
-    mlp_act="gelu silu mish softplus hardswish leaky_relu",
-    pointwise="mul add sub __rsub__ div __rdiv__ neg pow square sin cos",
-    cast="to float half bfloat16 double type type_as",
-    layout="contiguous reshape flatten repeat cat stack",
-)
-"""None of them draws random numbers or communicates."""
-
-_TRUSTED = ("torch.nn.", "megatron.core.", "transformer_engine.")
-"""Where norms and activations come from that are known to do nothing but compute."""
+_UNIT_OF = {name: unit for unit, names in _KNOWN.items() for name in names.split()}
 
 _SHARED_ID = RemovableHandle(OrderedDict()).id
-_MOST_COPIED_BYTES = 1 << 20
 
 told_by_integrations: set[str] = set()
 """Units that a library's functions tell of as long as an integration is installed."""
@@ -73,15 +71,13 @@ told_by_integrations: set[str] = set()
 FindManager = Callable[[], PipelineOffloadManager | None]
 
 
-def unit_of(module: nn.Module) -> str | None:
-    """Return the unit of a module by its class: ``norm``, ``mlp_act``, or None."""
-    name = type(module).__name__
-    if next(module.children(), None) is not None or next(module.buffers(), None) is not None:
-        return None
-    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or name.endswith(("LayerNorm", "RMSNorm")):
-        return "norm"
-    is_named = re.search("GELU|SiLU|Mish", name) and next(module.parameters(), None) is None
-    return "mlp_act" if is_named or isinstance(module, _ACTIVATIONS) else None
+def unit_of(path: str, module: nn.Module) -> str | None:
+    """Return the unit of a module of a known class: ``norm``, ``mlp_act``, one of ``mlp_fc1``."""
+    kind = type(module)
+    unit = _UNIT_OF.get(f"{kind.__module__}.{kind.__qualname__}")
+    if unit == "mlp_fc1":
+        return f"{unit}:{path}" if _is_plain_fc1(path, module) else None
+    return unit
 
 
 _GLOBS = {".**": r"(?:\.[^.]+)*", "**.": r"(?:[^.]+\.)*", "**": ".*", "*": "[^.]*", "?": "[^.]"}
@@ -155,8 +151,9 @@ def adopt_model(
     """Keep a model's parameters and buffers, and let what its modules make be made again."""
     for tensor in (*model.parameters(), *model.buffers()):
         manager.mark_not_offload(tensor)
-    units = manager.config.recompute
-    return recompute_modules(named_modules(model), units, find_manager or (lambda: manager))
+    return recompute_modules(
+        named_modules(model), manager.recompute, find_manager or (lambda: manager)
+    )
 
 
 def recompute_modules(
@@ -164,10 +161,8 @@ def recompute_modules(
 ) -> list[RemovableHandle]:
     """Let what these modules make be made again, where ``units`` name them or their kind.
 
-    The hooks of an earlier call on the same modules go. What isn't known to do nothing but compute
-    is watched when it runs for the first time, in training and in evaluation; where it can't be
-    made again it is left as it is, and a warning says why. ``find_manager`` returns whose forward
-    it is when one of them has run; None: nobody's.
+    The hooks of an earlier call on the same modules go. ``find_manager`` returns whose forward it
+    is when one of them has run; None: nobody's.
     """
     patterns = {pattern: expression_of(pattern) for pattern in recompute_patterns(units)}
     for pattern, expression in patterns.items():
@@ -175,18 +170,15 @@ def recompute_modules(
             _logger.warning("recompute: no module here matches %r", pattern)
     handles = []
     for path, module in modules.items():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # no hook of it runs
         own = hooks_of(_Source, module)
-        unit = next((name for name, e in patterns.items() if e.fullmatch(path)), None)
-        # Not one whose forward somebody has exchanged.
-        is_known = type(module).__module__.startswith(_TRUSTED) and "forward" not in vars(module)
-        is_known &= unit is None
-        unit = unit or unit_of(module)
-        if unit is None and _is_plain_fc1(path, module):
-            unit, is_known = f"mlp_fc1:{path}", False
-        if unit is None or kind_of(unit) not in units:
+        named = next((name for name, e in patterns.items() if e.fullmatch(path)), "")
+        unit = named or unit_of(path, module) or ""
+        if kind_of(unit) not in units:
             continue
-        source = _Source(path, unit, find_manager, is_known=is_known)
-        if not is_known:
+        source = _Source(unit, find_manager, type(module), is_known=not named)
+        if named:
             own.append(module.register_forward_pre_hook(EagerHook(source.begin), with_kwargs=True))
             _share_id(own[0], last=True)
         own.append(module.register_forward_hook(source.hook, with_kwargs=True, always_call=True))
@@ -217,90 +209,122 @@ def _share_id(handle: RemovableHandle, *, last: bool) -> None:
 
 
 class _Source:
-    """The hooks of one module that tell how its output was made."""
+    """The hooks of one module that tell how its output was made.
 
-    def __init__(self, path: str, unit: str, find_manager: FindManager, *, is_known: bool) -> None:
-        self.path = path
+    One that is known draws no random numbers, changes nothing, and never asks for the grad mode.
+    """
+
+    def __init__(
+        self, unit: str, find_manager: FindManager, kind: type[nn.Module], *, is_known: bool
+    ) -> None:
         self.unit = unit
         self.find_manager = find_manager
         self.hook = EagerHook(self.end)
-        self._watch: _Watch | None = None
-        self._refusals = {True: "", False: ""} if is_known else {}
-        """By what `training` was, why it isn't made again, or nothing."""
+        self._kind = kind
+        self._is_known = is_known
+        self._begun: list[tuple[list[tuple[torch.Tensor, int]], RandomStates | None]] = []
+        """Of each forward under way the versions of what it has and is given, and from what it
+        draws."""
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Watch what the module does, if nobody has yet."""
-        is_watched = module.training in self._refusals or self._watch is not None
-        if is_watched or not torch.is_grad_enabled():
-            return
+        """Note what a forward may change."""
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        devices = {x.device.type for x in (*given, *module.parameters())}
-        if not are_captured(devices):
-            self._watch = _Watch(module, given, RandomStates(devices))
-            self._watch.__enter__()
+        has = *given, *module.parameters(), *module.buffers()
+        devices = {x.device.type for x in has} - {"meta"}
+        versions = [(x, x._version) for x in has if not x.is_inference()]
+        self._begun.append((versions, None if are_captured(devices) else RandomStates(devices)))
 
     def end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Tell the manager how the output was made."""
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.__exit__(None, None, None)
-            if output is None:  # it has raised
-                return
-            because = watch.because(output, (*args, *kwargs.values()))
-            self._refusals[module.training] = because
-            if because:
-                text = "recompute: %r moves and isn't made again, since its forward %s"
-                _logger.warning(text, self.path, because)
+        versions, states = self._begun.pop() if self._begun else ([], None)
+        is_one = isinstance(output, torch.Tensor)
+        made = output if is_one or not isinstance(output, (tuple, list)) else output[0]
+        if type(made) is not torch.Tensor or is_functorch_wrapped_tensor(made):
+            return  # or it has raised
         manager = self.find_manager()
         if manager is None or not manager.records() or not manager.may_make_again(self.unit):
             return
-        if self._refusals.get(module.training, "nobody has watched it"):
-            return
+        refusal = MODES if has_modes() else self._refusal(module)
+        if not refusal and any(tensor._version != version for tensor, version in versions):
+            refusal = "its module changes its buffers, or in place what it is given"
+        if not (self._is_known or refusal or states):
+            refusal = "its module may draw random numbers, whose state can't be read"
+        if states is not None and states.are_current():
+            states = None
+        reads: list[torch.Tensor] = []
+        function: Call = _nothing
+        if not refusal:
+            forward = type(module).forward
+            twin = _twin_of(module, reads)
+            function = partial(_call_twin, twin, forward, not is_one)
+        tell(
+            manager,
+            made,
+            function,
+            args,
+            kwargs,
+            self.unit,
+            reads,
+            random_states=states,
+            keeps_grad=not self._is_known,
+            refusal=refusal,
+        )
+
+    def _refusal(self, module: nn.Module) -> str:
+        """Return why a module's output can't be made again by its forward, or nothing."""
+        if type(module) is not self._kind or "forward" in vars(module):
+            return "its module's forward was exchanged"
         if next(iter(module._forward_hooks.values())) is not self.hook:
-            return  # another that runs before this one may have replaced the output
-        is_one = isinstance(output, torch.Tensor)
-        made = output if is_one or not isinstance(output, (tuple, list)) else output[0]
-        function, reads = _forward_of(module, picks_first=not is_one)
-        tell(manager, made, function, args, kwargs, self.unit, reads)
+            return "another forward hook comes first, and may have replaced it"
+        if torch_module._global_forward_hooks:
+            return "a global forward hook may have replaced it"
+        return next(filter(None, map(_hidden_state, module.modules())), "")
 
 
-def _forward_of(module: nn.Module, *, picks_first: bool) -> tuple[Call, list[torch.Tensor]]:
-    """Return a module's forward with its parameters, buffers and flags of now, and the former."""
-    forward = module.forward
-    reads: list[torch.Tensor] = []
-    state: list[tuple[dict[str, Any], str, Any]] = []
-    for part in module.modules():
-        state.append((vars(part), "training", part.training))
-        for tensors in (part._parameters, part._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    reads.append(_lasting(tensor))
-                    state.append((tensors, name, reads[-1]))
-
-    def run_again(*args: Any, **kwargs: Any) -> Any:
-        before = [(owner, name, owner[name]) for owner, name, _ in state]
-        try:
-            for owner, name, value in state:
-                owner[name] = value
-            result = forward(*args, **kwargs)
-        finally:
-            for owner, name, value in before:
-                owner[name] = value
-        return result[0] if picks_first else result
-
-    return run_again, reads
+_INNER = set(vars(nn.Module()))
+"""What each module has, besides what its class gives it."""
 
 
-def _lasting(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that holds a parameter's values until backward.
+def _hidden_state(module: nn.Module) -> str:
+    """Return what of a module's attributes is no state that a twin of it has, or nothing."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "its module has a part in TorchScript"
+    own = vars(module)
+    for name in own.keys() - _INNER:
+        value = own[name]
+        if isinstance(value, (bool, int, float, str)) or value is None:
+            continue
+        if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
+            return "its module has a method as an attribute"
+        if any(isinstance(part, torch.Tensor) for part in pytree.tree_leaves(value)):
+            return "its module reads a tensor that is an attribute of it"
+    return ""
 
-    Where there are several processes a library may take a parameter away after its own layer, and
-    bring it back for that layer's backward: too late for what a later layer has saved.
-    """
-    is_alone = not (dist.is_available() and dist.is_initialized())
-    if is_alone or tensor.nbytes > _MOST_COPIED_BYTES:
-        return tensor
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+def _twin_of(module: nn.Module, reads: list[torch.Tensor]) -> nn.Module:
+    """Return a module with the attributes that one has now; add its tensors to ``reads``."""
+    twin: nn.Module = object.__new__(type(module))
+    own = vars(twin)
+    for name, value in vars(module).items():
+        is_state = name not in _INNER and type(value) in (list, dict, tuple, OrderedDict, set)
+        own[name] = value if not is_state else pytree.tree_map(copy.copy, value)
+    for name in ("_parameters", "_buffers"):
+        own[name] = {key: None if t is None else lasting(t) for key, t in own[name].items()}
+        reads += (tensor for tensor in own[name].values() if tensor is not None)
+    own["_modules"] = {
+        name: None if child is None else _twin_of(child, reads)
+        for name, child in module._modules.items()
+    }
+    return twin
+
+
+def _call_twin(twin: nn.Module, forward: Call, picks_first: bool, *args: Any, **kwargs: Any) -> Any:
+    result = forward(twin, *args, **kwargs)
+    return result[0] if picks_first else result
+
+
+def _nothing(*_: Any, **__: Any) -> Any:
+    raise AssertionError("a refused recipe is never run")
 
 
 def tell(
@@ -313,156 +337,47 @@ def tell(
     reads: Sequence[torch.Tensor] = (),
     *,
     holds_constants: bool = False,
+    random_states: RandomStates | None = None,
+    keeps_grad: bool = False,
+    refusal: str = "",
 ) -> None:
     """Tell a manager how an output was made, if it is one plain tensor and grad is on.
 
     Arguments that hold tensors are taken apart. ``holds_constants`` keeps what needs no gradient
     until backward, as what is shared by layers; otherwise it is made use of where autograd saves
-    it, like any other tensor.
+    it, like any other tensor. The others are `PipelineOffloadManager.made_by`'s.
     """
     if type(output) is not torch.Tensor or not torch.is_grad_enabled():
         return
-    if kind_of(unit) not in manager.config.recompute:
+    if kind_of(unit) not in manager.recompute:
         return
     function, args = taken_apart(function, args, kwargs)
     if holds_constants:
         function = partial(_fill_in, function, tuple(map(_constant, args)))
         args = [x for x in args if _constant(x) is None]
-    manager.made_by(output, function, *map(_argument, args), unit=unit, reads=reads)
+    manager.made_by(
+        output,
+        function,
+        *args,
+        unit=unit,
+        reads=reads,
+        random_states=random_states,
+        keeps_grad=keeps_grad,
+        refusal=refusal,
+    )
 
 
 def _constant(argument: Any) -> Any:
     """Return an argument in a tuple where it is no activation with a gradient."""
+    if is_parameter(argument):
+        return (lasting(argument),)
     is_input = isinstance(argument, torch.Tensor) and argument.requires_grad
-    return None if is_input and not is_parameter(argument) else (_argument(argument),)
+    return None if is_input else (argument,)
 
 
 def _fill_in(function: Call, constants: Sequence[Any], *inputs: Any) -> Any:
     rest = iter(inputs)
     return function(*(next(rest) if one is None else one[0] for one in constants))
-
-
-def _argument(argument: Any) -> Any:
-    return _lasting(argument) if is_parameter(argument) else argument
-
-
-class _Watch(TorchDispatchMode):
-    """Sees whether a module's forward does what can't be done again."""
-
-    def __init__(
-        self, module: nn.Module, given: Sequence[torch.Tensor], random_states: RandomStates
-    ) -> None:
-        super().__init__()
-        self._buffers = _versions(module.buffers())
-        self._others = _versions((*given, *module.parameters()))
-        self._random_states = random_states
-        self._found = ""
-        self._known: dict[int, Any] = {}
-        """What it is given, has, or has made, by its memory: alive, so that none gets another's."""
-        self._know((given, *module.parameters(), *module.buffers()))
-
-    def _know(self, tree: Any) -> None:
-        self._known |= {memory: part for part, memory in _memory_in(tree)}
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let what is compiled be compiled: else the compiler passes it by for good."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "c10d_functional", "_c10d_functional", "symm_mem"):
-            self._found = f"communicates ({func})"
-        elif torch.Tag.nondeterministic_seeded in func.tags:
-            self._found = f"draws random numbers ({func}); recomputable() restores their state"
-        elif func is not torch.ops.aten.lift_fresh.default:  # of a constant that is new
-            is_known = all(memory in self._known for _, memory in _memory_in((args, kwargs)))
-            if not is_known and not _is_in_engine():
-                self._found = f"reads a tensor that is no argument, parameter or buffer ({func})"
-        output = func(*args, **(kwargs or {}))
-        self._know(output)
-        return output
-
-    def because(self, output: Any, inputs: Sequence[Any]) -> str:
-        """Return what the forward did that can't be done again; nothing where all is well."""
-        if any(buffer._version != version for buffer, version in self._buffers):
-            return "changes its buffers"
-        if any(tensor._version != version for tensor, version in self._others):
-            return "changes in place what it is given, or its parameters"
-        if not self._found and not self._random_states.are_current():  # in a fused kernel
-            return "draws random numbers; recomputable() restores their state"
-        if not self._found and _is_compiled(output, inputs):
-            return "is compiled, and without gradients would be compiled anew"
-        return self._found
-
-
-def _versions(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
-    return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
-
-
-def _is_in_engine() -> bool:
-    """Whether a call is the engine's, in a hook or a finalizer, and not that of a module."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
-        if frame.f_globals.get("__name__", "").startswith("megatron_offload.engine."):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _memory_in(tree: Any) -> Iterator[tuple[torch.Tensor, int]]:
-    """Return the tensors in a tree, each with what tells whose memory it has."""
-    for part in pytree.tree_leaves(tree):
-        if type(part) in (torch.Tensor, nn.Parameter) and part.layout is torch.strided:
-            yield part, part.untyped_storage()._cdata
-        elif isinstance(part, torch.Tensor):
-            yield part, id(part)
-
-
-def _is_compiled(output: Any, inputs: Sequence[Any]) -> bool:
-    """Whether a compiled graph lies between a module's inputs and its output."""
-    done = {x.grad_fn for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor)}
-    waiting = [x.grad_fn for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in done:
-            continue
-        if node.name() == "CompiledFunctionBackward":
-            return True
-        done.add(node)
-        waiting += [before for before, _ in node.next_functions]
-    return False
-
-
-class RecomputeFunctions(TorchFunctionMode):
-    """While it is entered, torch's functions tell a manager how they made their outputs."""
-
-    def __init__(self, manager: PipelineOffloadManager, units: Mapping[Call, str]) -> None:
-        super().__init__()
-        self._manager = manager
-        self._units = units
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        unit = self._units.get(func)
-        if unit is None or type(output) is not torch.Tensor or torch.compiler.is_compiling():
-            return output
-        is_new = output._base is None and not any(output is x for x in args)
-        if is_new and output.requires_grad:
-            tell(self._manager, output, func, args, kwargs, unit)
-        return output
-
-
-def recompute_functions(
-    manager: PipelineOffloadManager, *, besides_modules: bool
-) -> AbstractContextManager[Any]:
-    """Return what lets functions be made again while it is entered, where any should be now.
-
-    ``besides_modules`` says that `recompute_modules` serves the kinds of modules.
-    """
-    wanted = set(manager.config.recompute) - ({"norm", "mlp_act"} if besides_modules else set())
-    units = {function: unit for function, unit in _FUNCTIONS.items() if unit in wanted}
-    may = bool(units) and manager.notes_recipes
-    return RecomputeFunctions(manager, units) if may else nullcontext()
 
 
 @graph_break

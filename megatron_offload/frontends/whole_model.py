@@ -64,6 +64,8 @@ class OffloadActivations(AroundForwards):
             something is of another type.
     """
 
+    _door = "OffloadActivations"
+
     def __init__(
         self,
         use_pin_memory: bool = True,
@@ -80,7 +82,7 @@ class OffloadActivations(AroundForwards):
             raise ValueError(f"max_fwd_stash_size must be at least 1, got {max_fwd_stash_size}")
         if min_offload_size < 0:
             raise ValueError(f"min_offload_size can't be negative, got {min_offload_size}")
-        manager, settings = followed("OffloadActivations", config, manager)
+        manager, settings = followed(self._door, config, manager)
 
         def settle(argument: str, value: Any, default: Any, key: str) -> Any:
             is_fixed = manager is not None and key != "min_tensor_bytes"
@@ -119,6 +121,12 @@ class OffloadActivations(AroundForwards):
     def close(self) -> None:
         """Give all memory back; a second call does nothing more."""
         self.manager.close()
+
+
+class _OffloadModel(OffloadActivations):
+    """The same for a model that is known, whose modules tell how they made what they return."""
+
+    _door = "get_act_offloading_ctx_manager"
 
 
 def _make(
@@ -211,9 +219,8 @@ def get_act_offloading_ctx_manager(
     if not enable_activation_offloading:
         inspect.signature(OffloadActivations).bind(**options)  # else a wrong one would show later
         return NoOffload()
-    context = OffloadActivations(**options)
+    context = _OffloadModel(**options)
     adopt_model(model, context.manager, manager_in_force)
-    context.knows_model = True
     head = _find_head(model)
     if head is not None:
         _keep_on_device(head)

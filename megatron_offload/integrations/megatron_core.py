@@ -19,7 +19,13 @@ from torch import nn
 
 import megatron_offload.fine_grained_activation_offload as facade
 from megatron_offload.autotune.loop import MeasuredLoop, tune
-from megatron_offload.config import EXTRA_MODULES, LAYER_INPUT, OffloadConfig, module_patterns
+from megatron_offload.config import (
+    EXTRA_MODULES,
+    LAYER_INPUT,
+    MEGATRON_RECOMPUTE,
+    OffloadConfig,
+    module_patterns,
+)
 from megatron_offload.core.policy_config import MemoryTargetConfig
 from megatron_offload.engine.exchanges import Call, Exchanges
 from megatron_offload.engine.group import SOURCES
@@ -225,8 +231,10 @@ def _is_ours(name: str) -> bool:
 
 def _marking(theirs: Callable[[Any], None], self: Any) -> None:
     """Before a model's forward, hook the modules of which Megatron's own call sites don't tell."""
-    theirs(self)
     manager = PipelineOffloadManager.get_instance()
+    if "recompute" not in manager.config.model_fields_set:
+        manager.recompute = MEGATRON_RECOMPUTE
+    theirs(self)
     known_for, marked = _marked.get(self, (None, None))
     if marked is None or known_for is not manager.config or marked.manager is not manager:
         config, names = self.config, self.config.offload_modules
@@ -243,7 +251,7 @@ def _marking(theirs: Callable[[Any], None], self: Any) -> None:
             refuse_unserved("megatron_core.install()", manager.config)
             if isinstance(manager.config.policy, MemoryTargetConfig):
                 manager.config.policy.targets(pipeline("world_size"))  # as many as there are ranks
-            units, find_manager = manager.config.recompute, PipelineOffloadManager.get_instance
+            units, find_manager = manager.recompute, PipelineOffloadManager.get_instance
             marked.remove_later(recompute_modules(named_modules(self), units, find_manager))
         _marked[self] = manager.config, marked
     is_full = self.config.recompute_granularity == "full"  # of which more is told above

@@ -19,12 +19,7 @@ from megatron_offload.config import LAYER_INPUT
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.exchanges import Call, Exchanges, around
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.frontends.recompute import (
-    RecomputeFunctions,
-    functions_of_torch,
-    tell,
-    told_by_integrations,
-)
+from megatron_offload.frontends.recompute import tell, told_by_integrations
 
 _FUSED = {
     "fusions.fused_bias_gelu": ("bias_gelu_impl",),
@@ -38,8 +33,10 @@ _LATENT = "transformer.multi_latent_attention"
 _NEXT_TOKENS = "transformer.multi_token_prediction"
 _SEGMENTS = "_checkpointed_forward"
 
-_PARTS = functions_of_torch(mlp_act="gelu silu mul add to")
-"""What an activation is made of where it isn't fused."""
+_ACTIVATIONS = {nn.functional.gelu, nn.functional.silu}
+"""Functions of torch that are activations by themselves; Megatron's own are in `_OWN`."""
+
+_OWN = "megatron.core.activations"
 
 _in_segments: list[nn.Module] = []
 """The module whose layers run in checkpoints now, where the inputs of these are groups."""
@@ -72,8 +69,8 @@ def wrap_methods(exchanged: Exchanges, others: Iterable[tuple[str, str, str, Cal
     """
     for module, class_name, name, call in (
         *others,
-        ("transformer.mlp", "MLP", "forward", _letting_functions_tell),
-        ("transformer.moe.experts", "TEGroupedMLP", "forward", _letting_functions_tell),
+        ("transformer.mlp", "MLP", "forward", _letting_activation_tell),
+        ("transformer.moe.experts", "TEGroupedMLP", "forward", _letting_activation_tell),
         (_LATENT, "MLASelfAttention", "get_query_key_value_tensors", _projecting),
         ("transformer.transformer_block", "TransformerBlock", _SEGMENTS, _by_segments),
         (_NEXT_TOKENS, "MultiTokenPredictionLayer", _SEGMENTS, _by_segments),
@@ -154,29 +151,28 @@ def _grouping(theirs: Call, *args: Any, **kwargs: Any) -> Any:
     return commit_group(manager, outputs, LAYER_INPUT, received)
 
 
-def _letting_functions_tell(theirs: Call, self: Any, *args: Any, **kwargs: Any) -> Any:
-    manager, config = _manager(), self.config
-    is_fused = config.bias_activation_fusion or config.use_te_activation_func
-    may = "mlp_act" in manager.config.recompute and manager.may_make_again("mlp_act")
-    if is_fused or not may or not manager.records():
+def _letting_activation_tell(theirs: Call, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let the activation of an MLP tell, where Megatron calls it by itself and it is known."""
+    manager, own, config = _manager(), vars(self), self.config
+    is_other = (  # fused, or not called by this name, or compared with what it may be
+        config.bias_activation_fusion or config.use_te_activation_func or config.gated_linear_unit
+    ) or getattr(config, "use_fused_weighted_squared_relu", False)
+    activate: Any = None if torch.compiler.is_compiling() else own.get("activation_func")
+    is_known = activate in _ACTIVATIONS or getattr(activate, "__module__", "") == _OWN
+    may = "mlp_act" in manager.recompute and manager.may_make_again("mlp_act")
+    if is_other or not (is_known and may and manager.records()):
         return theirs(self, *args, **kwargs)
-    own = vars(self)
-    activate = None if torch.compiler.is_compiling() else own.get("activation_func")
-    scales = len(args) > 1 or kwargs.get("per_token_scale") is not None  # as experts do
-    if activate and not scales and not config.gated_linear_unit:
-        own["activation_func"] = partial(_telling, "mlp_act", activate)  # all there is to tell
-        try:
-            return theirs(self, *args, **kwargs)
-        finally:
-            own["activation_func"] = activate
-    with RecomputeFunctions(manager, _PARTS):
+    own["activation_func"] = partial(_telling, "mlp_act", activate)
+    try:
         return theirs(self, *args, **kwargs)
+    finally:
+        own["activation_func"] = activate
 
 
 def _projecting(theirs: Call, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Let the place where Megatron's own ``mla_up_proj`` would be checkpointed tell instead."""
     manager, config = _manager(), self.config
-    is_told = "mla_up" in manager.config.recompute and not self.recompute_up_proj
+    is_told = "mla_up" in manager.recompute and not self.recompute_up_proj
     has_more = config.fp8 or config.fp4 or config.sequence_parallel  # state, communication
     if not is_told or has_more or not manager.records():
         return theirs(self, *args, **kwargs)

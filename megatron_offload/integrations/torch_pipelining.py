@@ -35,7 +35,7 @@ class PipelineOffload(Exchanges):
             self.remove_later(adopt_model(stage.submod, manager))
             where = {"vp_stage": place, "pp_rank": stage.group_rank}
             name = f"stage {stage.stage_index}"
-            context = AroundForwards(groups, knows_model=True, name=name, **where)
+            context = AroundForwards(groups, name=name, **where)
             self.wrap(stage, "forward_one_chunk", partial(_run_forward, stage, context))
         self.wrap(schedule, "step", partial(_run_step, schedule, groups))
 

@@ -1,0 +1,140 @@
+"""What a call runs under besides its arguments, so that it can run again under the same.
+
+Grad mode, autocast, modes of dispatch and of functions, and torch's own switches, by which kernels
+are chosen. Random states are in `megatron_offload.engine.random_states`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch._C._autograd import (
+    _pop_saved_tensors_default_hooks,
+    _push_saved_tensors_default_hooks,
+)
+from torch.overrides import _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _disable_current_modes
+
+MODES = "a mode of dispatch or of functions was entered, which may change what it computes"
+"""Why what ran where `has_modes` can't run again."""
+
+_Switch = tuple[Callable[[], Any], Callable[..., Any]]
+"""Reads it, and sets it to what was read."""
+
+_NAMED = """cudnn_enabled cudnn_benchmark cudnn_deterministic mkldnn_enabled mkldnn_deterministic
+    nnpack_enabled blas_preferred_backend cublas_allow_fp16_accumulation
+    cublas_allow_fp16_reduced_precision_reduction cublas_allow_bf16_reduced_precision_reduction
+    sdp_priority_order flash_sdp_enabled mem_efficient_sdp_enabled math_sdp_enabled
+    cudnn_sdp_enabled"""
+"""Switches of ``torch._C``, as ``_get_`` and ``_set_`` end, but for the last four: of these
+``_set_sdp_use_flash`` is the first one's."""
+
+_PRECISIONS = (
+    *(("generic", "all"), ("cuda", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn")),
+    *(("mkldnn", "all"), ("mkldnn", "matmul"), ("mkldnn", "conv"), ("mkldnn", "rnn")),
+)
+"""Of float32, by backend and kind of operation."""
+
+
+def _set_deterministic(mode: int) -> None:
+    torch._C._set_deterministic_algorithms(mode > 0, warn_only=mode == 1)
+
+
+def _set_of(name: str) -> Callable[..., Any]:
+    kernel = name.removesuffix("_sdp_enabled")
+    setter = getattr(torch._C, f"_set_{name}" if kernel == name else f"_set_sdp_use_{kernel}")
+    return lambda value: setter(*value) if isinstance(value, tuple) else setter(value)
+
+
+def _switches() -> Iterator[_Switch]:
+    yield torch.get_default_dtype, torch.set_default_dtype
+    yield torch.get_deterministic_debug_mode, _set_deterministic
+    for kind in ("cpu", "cuda"):
+        yield (
+            partial(torch.is_autocast_enabled, kind),
+            partial(torch.set_autocast_enabled, kind),
+        )
+        yield partial(torch.get_autocast_dtype, kind), partial(torch.set_autocast_dtype, kind)
+    for name in _NAMED.split():
+        if hasattr(torch._C, f"_get_{name}"):  # not every version has all
+            yield getattr(torch._C, f"_get_{name}"), _set_of(name)
+    for backend, kind in _PRECISIONS:
+        yield (
+            partial(torch._C._get_fp32_precision_getter, backend, kind),
+            partial(torch._C._set_fp32_precision_setter, backend, kind),
+        )
+
+
+_SWITCHES = tuple(_switches())
+_GETTERS = tuple(read for read, _ in _SWITCHES)
+
+
+def _device_context() -> DeviceContext | None:
+    """Return the mode behind ``torch.set_default_device``, which lies below all others."""
+    mode = torch._C._get_function_stack_at(0) if torch._C._len_torch_function_stack() else None
+    return mode if isinstance(mode, DeviceContext) else None
+
+
+def has_modes() -> bool:
+    """Whether a mode is entered that may change what a function computes, and how."""
+    num_functions = torch._C._len_torch_function_stack()
+    if num_functions and _device_context() is not None:
+        num_functions -= 1
+    return bool(num_functions or torch._C._len_torch_dispatch_stack())
+
+
+def _drop(tensor: torch.Tensor) -> Any:
+    """Keep nothing of a graph that nobody goes back through; a pack hook."""
+
+
+class CallState:
+    """The state as it is when this is made.
+
+    Args:
+        keeps_grad: whether grad mode counts. A function that is known not to ask for it runs
+            quicker without.
+    """
+
+    __slots__ = ("_device_context", "_has_grad", "_values")
+
+    def __init__(self, *, keeps_grad: bool) -> None:
+        self._values = [read() for read in _GETTERS]
+        self._has_grad = keeps_grad and torch.is_grad_enabled()
+        self._device_context = _device_context()
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function under this state; afterwards all is as it was before."""
+        with ExitStack() as undo:
+            values = [read() for read in _GETTERS]
+            if values != self._values:
+                for (_, put), now, then in zip(_SWITCHES, values, self._values, strict=True):
+                    if now != then:
+                        undo.callback(put, now)
+                        put(then)
+            if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+                # Casts of weights in the cache would outlive this call.
+                undo.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+                torch.set_autocast_cache_enabled(False)
+            self._exchange_modes(undo)
+            undo.enter_context(torch.set_grad_enabled(self._has_grad))
+            if self._has_grad:
+                _push_saved_tensors_default_hooks(_drop, _drop)
+                undo.callback(_pop_saved_tensors_default_hooks)
+            return function(*args)
+
+    def _exchange_modes(self, undo: ExitStack) -> None:
+        """Leave the modes of now, which were not there."""
+        if torch._C._len_torch_dispatch_stack():
+            undo.enter_context(_disable_current_modes())
+        num_functions = torch._C._len_torch_function_stack()
+        if num_functions > 1 or self._device_context is not _device_context():
+            for _ in range(num_functions):
+                undo.callback(_push_mode, _pop_mode())
+            if self._device_context is not None:
+                _push_mode(self._device_context)
+                undo.callback(_pop_mode)
