@@ -14,13 +14,12 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import TypeAlias
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_offload.core.group import GroupState
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import OffloadGroup
-from megatron_offload.engine.hooks import is_in_backward, owner_of_hooks
+from megatron_offload.engine.hooks import is_in_backward, owner_of, owner_of_hooks, put_on, take_off
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_opted_out, may_be_activation
 from megatron_offload.engine.saved_tensor import SavedTensor
@@ -37,7 +36,7 @@ class _Forward:
     """What lies between one `AutomaticGroups.begin` and its `end`; no hooks: no records."""
 
     chunk: ChunkOffloadHandler
-    hooks: saved_tensors_hooks | None
+    has_hooks: bool
     name: str
     group: OffloadGroup | None = None
     num_tensors: int = 0
@@ -111,13 +110,13 @@ class AutomaticGroups:
             chunk.rules.min_tensor_bytes = self.min_tensor_bytes
         chunk.rules.max_inflight_blocks = self.max_inflight_tensors
         chunk.rules.should_offload = self.should_offload
-        hooks = None
+        has_hooks = False
         if self.manager.is_passing:
             self.manager.pass_by()
-        elif self.manager.do_offload:
-            hooks = saved_tensors_hooks(self.pack, unpack)
-            hooks.__enter__()
-        self._forwards.append(_Forward(chunk, hooks, name or self.name))
+        elif self.manager.do_offload and not self.manager.is_hidden():
+            has_hooks = True
+            put_on(self.pack, unpack)
+        self._forwards.append(_Forward(chunk, has_hooks, name or self.name))
 
     @graph_break
     def end(self, *, has_failed: bool = False) -> None:
@@ -125,13 +124,16 @@ class AutomaticGroups:
         if not self._forwards:
             return
         forward = self._forwards.pop()
-        if forward.hooks is not None:
-            forward.hooks.__exit__()
+        if forward.has_hooks:
+            take_off(self._is_mine)
         if has_failed:
             forward.chunk.close_group(forward.name)
         else:
             self._commit(forward)
         forward.chunk.forget_recipes()  # they hold what they are bound to
+
+    def _is_mine(self, pack: Callable[..., object]) -> bool:
+        return owner_of(pack) is self
 
     @property
     def chunk(self) -> ChunkOffloadHandler | None:
@@ -144,7 +146,7 @@ class AutomaticGroups:
         A keyboard interrupt at the last line of a ``with`` statement's entry skips its exit.
         """
         while owner_of_hooks() is self:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+            take_off(self._is_mine)
             if self._forwards:
                 self._forwards.pop()
 
@@ -168,7 +170,7 @@ class AutomaticGroups:
     def pack(self, tensor: torch.Tensor) -> Packed:
         """Record a tensor that autograd saves; the pack hook."""
         forward = self._forwards[-1] if self._forwards else None  # between two lines of `begin`
-        if forward is None or forward.hooks is None:
+        if forward is None or not forward.has_hooks:
             return SavedTensor(tensor, self.name)
         if is_in_backward() or torch.compiler.is_compiling():  # a recompute is needed at once
             return SavedTensor(tensor, self.name)

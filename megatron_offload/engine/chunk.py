@@ -210,8 +210,7 @@ class ChunkOffloadHandler:
             if not record.is_detached:
                 if not alias.requires_grad and (recipe := self._recipe_of(storage_key)) is not None:
                     recipe.refuse_without_graph()
-                record.alias = alias = alias.detach()  # which may be emptied meanwhile
-                record.is_detached = True
+                alias = record.detach()
             found = blocks.get(storage_key)
             block = None if found is None else found()
             if block is not None and block.storage_key == storage_key:

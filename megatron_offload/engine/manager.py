@@ -29,6 +29,7 @@ from megatron_offload.engine.group import OffloadGroup, Rules
 from megatron_offload.engine.guard import Guard, guarded
 from megatron_offload.engine.hooks import (
     HookStack,
+    are_hooks_others,
     is_in_backward,
     is_recording,
     refuse_mutable_saves,
@@ -266,7 +267,7 @@ class PipelineOffloadManager:
         if self.is_passing:
             self.pass_by()
             return None
-        if not (self.do_offload and is_recording()):
+        if not self.do_offload or self.is_hidden() or not is_recording():
             return None
         chunk, since = self._chunk, self._begun_at_backward
         is_over = since is not None and since != len(self.decisions.backward_order)
@@ -278,6 +279,12 @@ class PipelineOffloadManager:
             chunk = self.begin_chunk()
             self._begun_at_backward = len(self.decisions.backward_order)
         return chunk
+
+    def is_hidden(self) -> bool:
+        """Whether hooks of others are in force, so that a group that starts here is none."""
+        is_hidden = torch.is_grad_enabled() and are_hooks_others() and not is_in_backward()
+        self.transfers.stats.num_hidden_groups += is_hidden
+        return is_hidden
 
     def _say_once(self, message: str, *values: object) -> None:
         if message not in self._said:
@@ -524,7 +531,7 @@ class PipelineOffloadManager:
         with self.guard.lock:
             self._hooks.clear()
             self._delayed.clear()
-            self.guard.put_off.clear()
+            self.guard.left.clear()
             self.decisions.abandon()
             if self.guard.has_failed:
                 self.learner.restart()
