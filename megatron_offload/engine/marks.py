@@ -81,6 +81,14 @@ def has_own_bytes(tensor: torch.Tensor) -> bool:
     return not is_lazy and not tensor.is_quantized and tensor.nbytes > 0
 
 
+def is_held(leaf: torch.Tensor, num_known: int = 1) -> bool:
+    """Whether C++ code has this very tensor, of which no gradient is asked, besides those known.
+
+    One of them is Python. So does a receive that was begun and not waited for, and a node of no group that has saved it.
+    """
+    return not leaf.requires_grad and leaf._use_count() > num_known  # type: ignore[attr-defined]
+
+
 class Marks:
     """The marks of one manager; nothing is kept alive by one."""
 
