@@ -447,8 +447,8 @@ def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _bytes(region: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor's bytes, whatever its dtype can do."""
-    return region.view(-1).view(torch.uint8)
+    """Return a contiguous tensor's bytes, whatever its dtype can do; no version counts a change."""
+    return region.data.view(-1).view(torch.uint8)
 
 
 class HostTimedBackend(SimulatedBackend):

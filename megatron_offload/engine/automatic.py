@@ -113,7 +113,7 @@ class AutomaticGroups:
         has_hooks = False
         if self.manager.is_passing:
             self.manager.pass_by()
-        elif self.manager.do_offload and not self.manager.is_hidden():
+        elif self.manager.do_offload and not (is_in_backward() or self.manager.is_hidden()):
             has_hooks = True
             put_on(self.pack, unpack)
         self._forwards.append(_Forward(chunk, has_hooks, name or self.name))

@@ -17,7 +17,6 @@ from torch._C._autograd import (
 )
 
 from megatron_offload.engine.saved_tensor import SavedTensor
-from megatron_offload.errors import StateError
 
 
 def is_in_backward() -> bool:
@@ -25,18 +24,18 @@ def is_in_backward() -> bool:
     return _current_graph_task_id() != -1
 
 
-def are_hooks_others() -> bool:
-    """Whether the hooks of saved tensors in force are none of this package's.
+def others_hooks() -> str:
+    """Return whose module has set the hooks of saved tensors in force, if not this package's.
 
     A checkpoint counts what is saved inside it in forward and again in its rerun, another may
     compress; what they rely on isn't known, so nothing is taken from under them.
     """
     hooks = _top_saved_tensors_default_hooks(True)
-    return hooks is not None and not _function_of(hooks[0]).startswith("megatron_offload.")
-
-
-def _function_of(pack: Callable[..., Any]) -> str:
-    return getattr(pack.func if isinstance(pack, partial) else pack, "__module__", None) or ""
+    if hooks is None:
+        return ""
+    pack = hooks[0].func if isinstance(hooks[0], partial) else hooks[0]
+    owner = getattr(pack, "__module__", None) or "something"
+    return "" if owner.startswith("megatron_offload.") else owner
 
 
 def is_recording(*, needs_grad: bool = True) -> bool:
@@ -46,21 +45,7 @@ def is_recording(*, needs_grad: bool = True) -> bool:
     """
     if _current_graph_task_id() != -1 or (needs_grad and not is_grad_enabled()):
         return False
-    return not are_hooks_others()
-
-
-def refuse_mutable_saves() -> None:
-    """Raise `StateError` inside ``torch.autograd.graph.allow_mutation_on_saved_tensors``.
-
-    It keeps each saved tensor on the device and hands backward the value at the time of saving, by
-    hooks that those of a group would hide from what is saved.
-    """
-    hooks = _top_saved_tensors_default_hooks(True)
-    if hooks and getattr(hooks[0], "__qualname__", "").startswith("_swap_with_cloned."):
-        raise StateError(
-            "offload was asked for inside allow_mutation_on_saved_tensors(), which keeps all that "
-            "is saved on the device, so nothing would leave it; use one of the two"
-        )
+    return not others_hooks()
 
 
 def owner_of_hooks() -> Any:

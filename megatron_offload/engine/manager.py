@@ -29,10 +29,9 @@ from megatron_offload.engine.group import OffloadGroup, Rules
 from megatron_offload.engine.guard import Guard, guarded
 from megatron_offload.engine.hooks import (
     HookStack,
-    are_hooks_others,
     is_in_backward,
     is_recording,
-    refuse_mutable_saves,
+    others_hooks,
 )
 from megatron_offload.engine.learning import Learner, read_policy
 from megatron_offload.engine.marks import Marks
@@ -76,6 +75,10 @@ _NO_END = (
 _NO_COMMIT = (
     "nothing moves of groups that are started and never committed, as %s in this step: give "
     "group_commit() the name that group_start() was given. This is said once"
+)
+_HIDDEN = (
+    "hooks of saved tensors that %s has set are in force, so nothing moves of what is saved inside "
+    "them: what they rely on isn't known. This is said once"
 )
 CAPTURED_TOO_EARLY = (
     "a step was captured into a graph while it is looked at: trace, profile and check others; "
@@ -245,10 +248,8 @@ class PipelineOffloadManager:
             is_inside: whether the thread that has it is in a forward, as far as the caller knows.
 
         Raises:
-            StateError: another thread is not done with it, or what is saved may be changed in
-                place, or it was closed.
+            StateError: another thread is not done with it, or it was closed.
         """
-        refuse_mutable_saves()
         if self.host_pool.is_closed and self.do_offload:
             raise StateError(
                 "close() has given the memory of this context or manager back: make a new one, or "
@@ -282,9 +283,11 @@ class PipelineOffloadManager:
 
     def is_hidden(self) -> bool:
         """Whether hooks of others are in force, so that a group that starts here is none."""
-        is_hidden = torch.is_grad_enabled() and are_hooks_others() and not is_in_backward()
-        self.transfers.stats.num_hidden_groups += is_hidden
-        return is_hidden
+        others = others_hooks() if torch.is_grad_enabled() and not is_in_backward() else ""
+        self.transfers.stats.num_hidden_groups += bool(others)
+        if others not in ("", "torch.utils.checkpoint"):
+            self._say_once(_HIDDEN, others)
+        return bool(others)
 
     def _say_once(self, message: str, *values: object) -> None:
         if message not in self._said:
@@ -317,10 +320,8 @@ class PipelineOffloadManager:
         One that ``may_pass`` by, and does, needs no commit and no backward.
 
         Raises:
-            StateError: another thread is not done with this manager, or what is saved here may be
-                changed in place.
+            StateError: another thread is not done with this manager.
         """
-        refuse_mutable_saves()
         self.guard.refuse_other_threads()
         if chunk.position is None:
             self.enter_chunk(chunk)
@@ -345,7 +346,6 @@ class PipelineOffloadManager:
         """
         if self.decisions.joined is None:
             return False
-        refuse_mutable_saves()
         self.guard.refuse_other_threads()
         around = chunk.open_groups[-1] if chunk.open_groups else None
         group = self.decisions.goes_on(chunk.next_key, name, around)

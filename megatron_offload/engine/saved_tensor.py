@@ -189,7 +189,7 @@ class SavedTensor:
         leaf = self.leaf()
         if leaf is not None:
             leaf._fix_weakref()  # type: ignore[attr-defined]  # its Python object may be going
-            if leaf.untyped_storage().nbytes() >= self.form.high:
+            if not block.released or leaf.untyped_storage().data_ptr() == block.address:
                 return leaf
         if block.handed is None:
             block.handed = {}

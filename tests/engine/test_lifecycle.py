@@ -86,7 +86,9 @@ def test_a_dropped_graph_leaves_nothing(timing, inflight_bytes):
     manager.flush_delayed_groups()
     assert manager.host_pool.stats.in_use_bytes > 0
     del loss
-    assert manager.host_pool.stats.in_use_bytes == 0, "host memory goes with the graph, at once"
+    assert manager.state_of()["host bytes"] == 0, (
+        "host memory goes with the graph, by the next call"
+    )
     for _ in range(2):
         check_steps(model, manager, ORDER)
         forward(model, manager)  # before the next, which has learned an order
@@ -431,12 +433,13 @@ def test_other_hooks_inside_a_group_and_around_it_keep_their_tensors(timing):
         return torch.autograd.grad(y.sum(), x)
 
     expected = run(None)
+    without = seen.copy()
     seen.clear()
     manager.begin_chunk()
     assert_same(expected, run(manager))
-    assert len(seen) == 3, "the one before, the one inside, the one after"
+    assert seen == without, "a group that would hide them is none"
     manager.reset()
-    assert manager.last_step.reloaded_bytes > 0
+    assert (manager.last_step.num_groups, manager.last_step.num_hidden_groups) == (0, 1)
     assert_nothing_left(manager)
 
 
