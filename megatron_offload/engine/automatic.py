@@ -198,7 +198,7 @@ class AutomaticGroups:
         forward.num_bytes += tensor.nbytes
         forward.total_bytes += tensor.nbytes
         if self._is_full(forward):
-            forward.chunk.saving = getattr(saved, "record", None)
+            forward.chunk.saving = tensor
             self._commit(forward)
             forward.chunk.saving = None
         return saved

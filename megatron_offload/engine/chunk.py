@@ -61,8 +61,8 @@ class ChunkOffloadHandler:
     open_groups: list[OffloadGroup] = field(default_factory=list, init=False)
     not_started: set[str] = field(default_factory=set, init=False)
     """Names of which a group was to be closed and none was open."""
-    saving: SavedTensor | None = field(default=None, init=False)
-    """The record of what autograd is saving just now, and so has itself, twice."""
+    saving: torch.Tensor | None = field(default=None, init=False)
+    """What autograd is saving just now, and so has itself, twice."""
     _saved: list[weakref.ref[SavedTensor]] = field(default_factory=list, init=False)
     """Since the last `settle`: all in this group, on this stream."""
     _saves_in: OffloadGroup | None = field(default=None, init=False)
@@ -147,7 +147,9 @@ class ChunkOffloadHandler:
             self._refuse_what_is_written(tensor, base)
         stream = transfers.backend.compute_stream()
         if group.unsettled is not self or stream is not self._saves_on:
+            self.saving = tensor
             self.settle()
+            self.saving = None
             self._saves_in, self._saves_on = group, stream
             group.unsettled = self
         self._saved.append(weakref.ref(record))
@@ -206,7 +208,7 @@ class ChunkOffloadHandler:
                 continue
             is_small = form.num_bytes < least_bytes or form.num_elements < least_elements
             if is_small or (
-                not record.is_detached and is_held(alias, 3 if record is self.saving else 1)
+                not record.is_detached and is_held(alias, 3 if alias is self.saving else 1)
             ):
                 if storage_key not in self._counted_keys and self._find_block(storage_key) is None:
                     self._counted_keys.add(storage_key)  # else it was counted, or moves

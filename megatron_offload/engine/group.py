@@ -111,6 +111,10 @@ class Reload:
     is_read_elsewhere: bool = False
 
 
+def _nothing(lease: Lease) -> None:
+    """Take nothing back: of one whose making was interrupted."""
+
+
 class Lease(weakref.ref["Block"]):
     """What a block has to give back, and what tells that the block has gone.
 
@@ -125,13 +129,11 @@ class Lease(weakref.ref["Block"]):
         target: what it came back to, where that is more than memory.
     """
 
-    __slots__ = ("group", "region", "reload", "take_back", "target")
-
-    take_back: Callable[[Lease], None]
+    take_back: Callable[[Lease], None] = staticmethod(_nothing)
     group: OffloadGroup
-    region: HostRegion | None
-    reload: Reload | None
-    target: torch.Tensor | None
+    region: HostRegion | None = None
+    reload: Reload | None = None
+    target: torch.Tensor | None = None
 
 
 def count_together(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -225,8 +225,7 @@ class Transfers:
 
     def _lend(self, block: Block, group: OffloadGroup, region: HostRegion) -> None:
         block.lease = lease = Lease(block, self.guard.left.append)
-        lease.take_back = self.free
-        lease.group, lease.region, lease.reload, lease.target = block.group, region, None, None
+        lease.take_back, lease.group, lease.region = self.free, block.group, region
         self._leases.add(lease)
 
     def _tell_of_leaving(
