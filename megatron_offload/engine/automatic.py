@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
+from operator import eq
 from typing import TypeAlias
 
 import torch
@@ -33,10 +35,10 @@ host as much as several tensors."""
 
 @dataclass(slots=True)
 class _Forward:
-    """What lies between one `AutomaticGroups.begin` and its `end`; no hooks: no records."""
+    """What lies between one `AutomaticGroups.begin` and its `end`; no pack hook: no records."""
 
     chunk: ChunkOffloadHandler
-    has_hooks: bool
+    pack: Callable[[torch.Tensor], object] | None
     name: str
     group: OffloadGroup | None = None
     num_tensors: int = 0
@@ -110,13 +112,13 @@ class AutomaticGroups:
             chunk.rules.min_tensor_bytes = self.min_tensor_bytes
         chunk.rules.max_inflight_blocks = self.max_inflight_tensors
         chunk.rules.should_offload = self.should_offload
-        has_hooks = False
+        pack = None
         if self.manager.is_passing:
             self.manager.pass_by()
         elif self.manager.do_offload and not (is_in_backward() or self.manager.is_hidden()):
-            has_hooks = True
-            put_on(self.pack, unpack)
-        self._forwards.append(_Forward(chunk, has_hooks, name or self.name))
+            pack = self.pack
+            put_on(pack, unpack)
+        self._forwards.append(_Forward(chunk, pack, name or self.name))
 
     @graph_break
     def end(self, *, has_failed: bool = False) -> None:
@@ -124,16 +126,13 @@ class AutomaticGroups:
         if not self._forwards:
             return
         forward = self._forwards.pop()
-        if forward.has_hooks:
-            take_off(self._is_mine)
+        if forward.pack is not None:
+            take_off(partial(eq, forward.pack))
         if has_failed:
             forward.chunk.close_group(forward.name)
         else:
             self._commit(forward)
         forward.chunk.forget_recipes()  # they hold what they are bound to
-
-    def _is_mine(self, pack: Callable[..., object]) -> bool:
-        return owner_of(pack) is self
 
     @property
     def chunk(self) -> ChunkOffloadHandler | None:
@@ -146,7 +145,7 @@ class AutomaticGroups:
         A keyboard interrupt at the last line of a ``with`` statement's entry skips its exit.
         """
         while owner_of_hooks() is self:
-            take_off(self._is_mine)
+            take_off(lambda pack: owner_of(pack) is self)
             if self._forwards:
                 self._forwards.pop()
 
@@ -170,7 +169,7 @@ class AutomaticGroups:
     def pack(self, tensor: torch.Tensor) -> Packed:
         """Record a tensor that autograd saves; the pack hook."""
         forward = self._forwards[-1] if self._forwards else None  # between two lines of `begin`
-        if forward is None or not forward.has_hooks:
+        if forward is None or forward.pack is None:
             return SavedTensor(tensor, self.name)
         if is_in_backward() or torch.compiler.is_compiling():  # a recompute is needed at once
             return SavedTensor(tensor, self.name)
