@@ -138,7 +138,15 @@ def _make(
     )
 
 
-_idle: dict[Hashable, list[AutomaticGroups]] = {}
+class _Lent(weakref.ref[object]):
+    """What a context has while it lives; the callback is in C, where no interrupt is lost."""
+
+    groups: AutomaticGroups
+    pool: HostPool
+
+
+_lent: set[_Lent] = set()
+_idle: dict[Hashable, list[_Lent]] = {}
 """What contexts that are gone have left for the next of the same settings: the process's, because
 the documented form makes a context for each step, and pins and learns once all the same."""
 
@@ -147,22 +155,22 @@ def _lend(context: object, config: OffloadConfig, *sizes: int) -> AutomaticGroup
     """Return what moves the tensors of a context, for as long as that exists."""
     settings = (config.model_dump_json(), frozenset(config.model_fields_set))
     left = _idle.setdefault((threading.get_ident(), current_device(config), settings, sizes), [])
-    try:
-        groups = left.pop()
-        groups.manager.enable_offload()
-    except IndexError:
+    groups: AutomaticGroups | None = None
+    while left and groups is None:
+        lent = left.pop()
+        _lent.discard(lent)
+        if lent.groups.manager.host_pool is lent.pool and not lent.pool.is_closed:
+            groups = lent.groups  # else it was configured anew
+    if groups is None:
         # The settings have changed, maybe, and nobody may come for what the others have pinned.
-        for other in [groups for idle in list(_idle.values()) for groups in idle]:
-            other.manager.trim()
+        for other in [lent for idle in list(_idle.values()) for lent in idle]:
+            other.groups.manager.trim()
         groups = _make(PipelineOffloadManager(config), *sizes)
-    weakref.finalize(context, _take_back, groups, left, groups.manager.host_pool).atexit = False
+    groups.manager.enable_offload()
+    lent = _Lent(context, left.append)
+    lent.groups, lent.pool = groups, groups.manager.host_pool
+    _lent.add(lent)
     return groups
-
-
-def _take_back(groups: AutomaticGroups, left: list[AutomaticGroups], pool: HostPool) -> None:
-    """Keep what a context had for the next one, unless it was closed or configured anew."""
-    if groups.manager.host_pool is pool and not pool.is_closed:
-        left.append(groups)
 
 
 class NoOpManager(saved_tensors_hooks):
