@@ -51,7 +51,8 @@ CAPTURED = [case for case in MOVES if "captured" in case]
 BOTH = {"norm", "mlp_act"}
 REMADE = {
     **dict.fromkeys(("gelu", "gelu-fused", "gated-fused", "moe-gated-fused"), BOTH),
-    **dict.fromkeys(("gated", "moe-gated"), {"norm"}),  # by parts that have no name
+    "gated": {"norm"},  # by parts that have no name
+    "moe-gated": {"norm"},
     "moe-permute": BOTH | {"moe_permute"},
     "rope": BOTH | {"rope"},
     "latent": BOTH | {"mla_up"},
