@@ -24,6 +24,8 @@ from megatron_offload.frontends.whole_model import (
 )
 from megatron_offload.integrations import transformer_engine as policy
 
+UNITS = ("norm", "**.norm", "**.linear_fc1")
+
 
 class OwnLayerNorm(nn.LayerNorm):
     """Of a class that isn't known."""
@@ -94,7 +96,7 @@ def train(model, *, context=None, step=contextlib.nullcontext, rows=(16, 16, 24)
 
 
 def eager_bytes(names):
-    model, manager = make_model(), make_manager()
+    model, manager = make_model(), make_manager(recompute=UNITS)
     offload_modules(model, names, manager=manager)
     train(model, step=manager.step)
     return manager.last_step.offloaded_bytes
@@ -103,7 +105,7 @@ def eager_bytes(names):
 def check_modules(part, names, order, timing="late"):
     backend = "aot_eager"
     expected = train(compile_part(make_model(), part, backend))
-    model, manager = make_model(), make_manager(timing)
+    model, manager = make_model(), make_manager(timing, recompute=UNITS)
     if order == "marked first":
         hooks = offload_modules(model, names, manager=manager)
         model = compile_part(model, part, backend)
@@ -159,7 +161,7 @@ def test_the_layers_around_marks_are_still_graphs(norm_class, monkeypatch):
     from torch._dynamo.testing import CompileCounterWithBackend
 
     monkeypatch.setattr(Layer, "norm_class", norm_class)
-    model, manager = make_model(), make_manager(recompute=("norm", "*.norm"))
+    model, manager = make_model(), make_manager(recompute=UNITS)
     offload_modules(model, ["layers.*"], manager=manager)
     counter = CompileCounterWithBackend("eager")
     train(torch.compile(model, backend=counter), step=manager.step, rows=(16, 16))
