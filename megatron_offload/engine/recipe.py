@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.call_state import MODES, CallState, has_modes
 from megatron_offload.engine.group import Block, BlockRef, Recipe
+from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.random_states import RandomStates
 from megatron_offload.engine.saved_tensor import FORMS, SavedTensor
 from megatron_offload.errors import CorruptionError, StateError
@@ -55,7 +56,12 @@ def lasting(tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.nbytes > _MOST_COPIED_BYTES:
         return tensor
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    copied = tensor.detach().clone()
+    if not is_parameter(tensor):
+        return copied.requires_grad_(tensor.requires_grad)
+    copied = torch.nn.Parameter(copied, tensor.requires_grad)
+    vars(copied).update(vars(tensor))
+    return copied
 
 
 def may_be_written(view: torch.Tensor, base: torch.Tensor, maker: int) -> bool:

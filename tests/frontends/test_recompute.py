@@ -306,7 +306,7 @@ def patched_norm():
 REFUSED = {
     "changes a buffer": (OWN, CountingLayerNorm, "its module changes its buffers"),
     "changes what it is given": (OWN, Adding, "its module changes its buffers"),
-    "holds a method": (OWN, WithMethod, "its module has a method as an attribute"),
+    "holds a method": (OWN, WithMethod, "its module has a function as an attribute"),
     "holds a tensor": (OWN, ConditionedLayerNorm, "its module reads a tensor that is an attribute"),
     "holds a script": (OWN, scripted, "its module has a part in TorchScript"),
     "weight made anew": ("norm", norm_of_a_network, "its module reads a tensor that is an attrib"),
