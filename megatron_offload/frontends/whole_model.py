@@ -9,6 +9,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Hashable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from megatron_offload.backends import current_device
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.graph_break import graph_break
+from megatron_offload.engine.hooks import others_hooks
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.stats import StepStats
@@ -256,17 +258,17 @@ def _find_head(model: nn.Module) -> nn.Module | None:
 
 
 def _keep_on_device(module: nn.Module) -> None:
-    """Run every forward of a module inside `NoOpManager`."""
-    entered: list[NoOpManager] = []
+    """Run every forward of a module inside `NoOpManager`, but under hooks of others."""
+    entered: list[AbstractContextManager[None]] = []
 
     def enter(module: nn.Module, args: Any) -> None:
-        hooks = NoOpManager()
+        hooks = contextlib.nullcontext() if others_hooks() else NoOpManager()
         hooks.__enter__()
         entered.append(hooks)
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         if entered:  # else another hook has raised before ours ran
-            entered.pop().__exit__()
+            entered.pop().__exit__(None, None, None)
 
     handles = hooks_of(NoOpManager, module)
     handles.append(module.register_forward_pre_hook(ModuleHook(enter)))
