@@ -310,9 +310,6 @@ class ChunkOffloadHandler:
         what = function, parts, constants, output, unit, random_states, depth, refusal
         recipe = FunctionRecipe(*what, keeps_grad=keeps_grad)
         block = self._find_block(key)
-        earlier = self._recipes.get(key) if block is None else block.recipe
-        if earlier is not None and earlier.version == recipe.version:
-            recipe.instead = earlier  # as the last function in a norm, whose input is there
         if block is None:
             self._recipes[key] = recipe
         elif block.is_before_copy:
