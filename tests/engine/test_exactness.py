@@ -52,14 +52,16 @@ def kept_graph(group):
 
 
 def read_again_in_backward(group):
-    x, v = torch.rand(SIZE), torch.rand(SIZE, requires_grad=True)
-    p = torch.rand(SIZE, requires_grad=True)
-    p.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
+    x, v, p = torch.rand(SIZE), *(torch.rand(SIZE, requires_grad=True) for _ in range(2))
+
+    def halve(p):
+        p.grad.mul_(0.5)
 
     def run(v):
         made = x * 3
-        return (made * v).sum() + Precomputed.apply(v, p, made)
+        return Precomputed.apply(made * v, p, made)
 
+    p.register_post_accumulate_grad_hook(halve)
     group(run, v).backward()
     return [v.grad, p.grad]
 
@@ -115,13 +117,15 @@ def workspace(group):
 
 
 def parts_with_counters_of_their_own(group):
-    x, w, v = torch.rand(2, SIZE), *(torch.rand(1, SIZE, requires_grad=True) for _ in range(2))
+    x, w, v = torch.rand(2, SIZE), torch.rand(2, SIZE, requires_grad=True), torch.rand(1, SIZE)
+    v.requires_grad_()
     whole = (x * 1).mul_(2)
     _, part = whole.unsafe_chunk(2, 0)
     log = group(lambda a: a * w, whole)
     part.mul_(3)
     del whole
     y = group(lambda a: a * v, part)
+    del part
     y.sum().backward()
     return [v.grad, log]
 
