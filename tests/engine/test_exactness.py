@@ -120,7 +120,7 @@ def parts_with_counters_of_their_own(group):
     x, w, v = torch.rand(2, SIZE), torch.rand(2, SIZE, requires_grad=True), torch.rand(1, SIZE)
     v.requires_grad_()
     whole = (x * 1).mul_(2)
-    _, part = whole.unsafe_chunk(2, 0)
+    part = whole.unsafe_chunk(2, 0)[1]
     log = group(lambda a: a * w, whole)
     part.mul_(3)
     del whole
