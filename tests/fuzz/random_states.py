@@ -287,8 +287,9 @@ class Model(nn.Module):
     def set_hooks(self, rng, share):
         """Set some hooks; return their handles."""
         handles = []
-        for module in (m for m in self.modules() if not isinstance(m, torch.jit.ScriptModule)):
-            if module is self or rng.random() > share:
+        for name, module in self.named_modules():
+            is_fixed = isinstance(module, torch.jit.ScriptModule) or "parametrizations" in name
+            if is_fixed or module is self or rng.random() > share:
                 continue
             kind = rng.randrange(5)
             if kind == 0:
@@ -331,9 +332,9 @@ class Model(nn.Module):
 
 
 AFTER_ACCUMULATION = (
-    lambda p: p.grad.mul_(0.5),
-    lambda p: p.data.sub_(p.grad, alpha=0.01),
-    lambda p: setattr(p, "grad", p.grad * 2),
+    lambda p: p.grad is None or p.grad.mul_(0.5),
+    lambda p: p.grad is None or p.data.sub_(p.grad, alpha=0.01),
+    lambda p: p.grad is None or setattr(p, "grad", p.grad * 2),
 )
 
 
@@ -456,7 +457,7 @@ def attributes_of(model):
         for name, module in model.named_modules()
         for key, value in sorted(vars(module).items())
         if key[0] != "_" and isinstance(value, (bool, int, float, list, dict, tuple))
-        if key not in ("is_marked", "ops")
+        if key not in ("is_marked", "ops") and (key != "counts" or not name)
     ]
 
 
