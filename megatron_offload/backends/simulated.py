@@ -252,7 +252,7 @@ class SimulatedBackend(Backend):
             # The engine may empty the source's tensor, not its storage, before the copy runs.
             stream._queue += [(to, source.detach()) for to, source in pairs]
         else:
-            torch._foreach_copy_(destinations, sources)
+            torch._foreach_copy_(list(map(_bytes, destinations)), list(map(_bytes, sources)))
             stream.num_copies += len(pairs)
         stream.time_us += num_bytes * stream._us_per_byte
         self._run_some()
@@ -286,7 +286,7 @@ class SimulatedBackend(Backend):
     def _fresh(self, region: torch.Tensor) -> torch.Tensor:
         """Count fresh memory as used by the compute stream up to now (W6)."""
         if self._poison:
-            region.view(-1).view(torch.uint8).fill_(_POISON)
+            _bytes(region).fill_(_POISON)
         if self._check:
             label, home = f"empty_device({region.nbytes})", self._compute.name
             self._access(self._device, region, self._compute, True, label, home)
@@ -328,7 +328,7 @@ class SimulatedBackend(Backend):
             label = f"after free of {label}"
             self._access(self._device, region, self._compute, True, label)
         if self._poison and sole_owner:
-            region.fill_(_POISON)
+            _bytes(region).fill_(_POISON)
         self._run_some()
 
     # When queued work runs.
@@ -341,15 +341,16 @@ class SimulatedBackend(Backend):
         while unfinished:
             stream, position = unfinished[-1]
             while stream._executed < position:
-                operation = stream._queue[0]
-                if not isinstance(operation, SimulatedEvent):
-                    _copy(*operation)
-                    stream.num_copies += 1
-                elif operation.stream._executed < operation.position:
+                operation: Any = stream._queue[0]
+                is_wait = isinstance(operation, SimulatedEvent)
+                if is_wait and operation.stream._executed < operation.position:
                     unfinished.append((operation.stream, operation.position))
                     break
-                stream._queue.popleft()
+                stream._queue.popleft()  # first: a copy that fails does so once
                 stream._executed += 1
+                if not is_wait:
+                    _copy(*operation)
+                    stream.num_copies += 1
             else:
                 unfinished.pop()
 
@@ -440,9 +441,14 @@ def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
     """Copy bytes; what a device would read where the source's storage was emptied meanwhile."""
     start = source.storage_offset() * source.itemsize
     if source.untyped_storage().nbytes() >= start + source.nbytes:
-        destination.copy_(source)
+        _bytes(destination).copy_(_bytes(source))
     else:
-        destination.fill_(_POISON)
+        _bytes(destination).fill_(_POISON)
+
+
+def _bytes(region: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor's bytes, whatever its dtype can do; no version counts a change."""
+    return region.data.view(-1).view(torch.uint8)
 
 
 class HostTimedBackend(SimulatedBackend):

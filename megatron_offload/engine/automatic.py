@@ -11,16 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
+from operator import eq
 from typing import TypeAlias
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_offload.core.group import GroupState
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import OffloadGroup
-from megatron_offload.engine.hooks import is_in_backward, owner_of_hooks
+from megatron_offload.engine.hooks import is_in_backward, owner_of, owner_of_hooks, put_on, take_off
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_opted_out, may_be_activation
 from megatron_offload.engine.saved_tensor import SavedTensor
@@ -34,10 +35,10 @@ host as much as several tensors."""
 
 @dataclass(slots=True)
 class _Forward:
-    """What lies between one `AutomaticGroups.begin` and its `end`; no hooks: no records."""
+    """What lies between one `AutomaticGroups.begin` and its `end`; no pack hook: no records."""
 
     chunk: ChunkOffloadHandler
-    hooks: saved_tensors_hooks | None
+    pack: Callable[[torch.Tensor], object] | None
     name: str
     group: OffloadGroup | None = None
     num_tensors: int = 0
@@ -111,13 +112,13 @@ class AutomaticGroups:
             chunk.rules.min_tensor_bytes = self.min_tensor_bytes
         chunk.rules.max_inflight_blocks = self.max_inflight_tensors
         chunk.rules.should_offload = self.should_offload
-        hooks = None
+        pack = None
         if self.manager.is_passing:
             self.manager.pass_by()
-        elif self.manager.do_offload:
-            hooks = saved_tensors_hooks(self.pack, unpack)
-            hooks.__enter__()
-        self._forwards.append(_Forward(chunk, hooks, name or self.name))
+        elif self.manager.do_offload and not (is_in_backward() or self.manager.is_hidden()):
+            pack = self.pack
+            put_on(pack, unpack)
+        self._forwards.append(_Forward(chunk, pack, name or self.name))
 
     @graph_break
     def end(self, *, has_failed: bool = False) -> None:
@@ -125,8 +126,8 @@ class AutomaticGroups:
         if not self._forwards:
             return
         forward = self._forwards.pop()
-        if forward.hooks is not None:
-            forward.hooks.__exit__()
+        if forward.pack is not None:
+            take_off(partial(eq, forward.pack))
         if has_failed:
             forward.chunk.close_group(forward.name)
         else:
@@ -144,7 +145,7 @@ class AutomaticGroups:
         A keyboard interrupt at the last line of a ``with`` statement's entry skips its exit.
         """
         while owner_of_hooks() is self:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+            take_off(lambda pack: owner_of(pack) is self)
             if self._forwards:
                 self._forwards.pop()
 
@@ -168,7 +169,7 @@ class AutomaticGroups:
     def pack(self, tensor: torch.Tensor) -> Packed:
         """Record a tensor that autograd saves; the pack hook."""
         forward = self._forwards[-1] if self._forwards else None  # between two lines of `begin`
-        if forward is None or forward.hooks is None:
+        if forward is None or forward.pack is None:
             return SavedTensor(tensor, self.name)
         if is_in_backward() or torch.compiler.is_compiling():  # a recompute is needed at once
             return SavedTensor(tensor, self.name)
@@ -196,7 +197,9 @@ class AutomaticGroups:
         forward.num_bytes += tensor.nbytes
         forward.total_bytes += tensor.nbytes
         if self._is_full(forward):
+            forward.chunk.saving = tensor
             self._commit(forward)
+            forward.chunk.saving = None
         return saved
 
     def _is_full(self, forward: _Forward) -> bool:

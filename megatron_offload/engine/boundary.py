@@ -101,11 +101,22 @@ def commit_group(
 
 
 def _first_with_grad(tensors: torch.Tensor | Sequence[Any] | None) -> torch.Tensor | None:
-    """Return the first activation that needs a gradient; parameters outlive every graph."""
+    """Return the first activation that needs a gradient; parameters outlive every graph.
+
+    In place of a view whose base may have been changed since that base: to ask for the view's node
+    would make it now, before others that come before it.
+    """
     if type(tensors) is torch.Tensor:  # much the most frequent, and no parameter
-        return tensors if tensors.requires_grad else None
+        if not tensors.requires_grad:
+            return None
+        base = tensors._base
+        return tensors if base is None or not tensors._version else _alone(base)
     for tensor in (tensors,) if isinstance(tensors, torch.Tensor) else tensors or ():
         is_tensor = isinstance(tensor, torch.Tensor)
         if is_tensor and tensor.requires_grad and not is_parameter(tensor):
-            return tensor
+            return tensor if tensor._base is None or not tensor._version else _alone(tensor._base)
     return None
+
+
+def _alone(base: torch.Tensor) -> torch.Tensor | None:
+    return base if base.requires_grad and not is_parameter(base) else None

@@ -22,6 +22,7 @@ from megatron_offload.engine.group import ALIGNMENT_BYTES, Block, OffloadGroup, 
 from megatron_offload.engine.marks import (
     Marks,
     has_own_bytes,
+    is_held,
     is_opted_out,
     is_parameter,
     may_be_activation,
@@ -33,6 +34,7 @@ from megatron_offload.engine.subclasses import is_wrapper, plain_parts
 from megatron_offload.engine.transfers import Transfers
 
 _TOO_SMALL = "smaller than what moves (min_tensor_bytes, min_tensor_elements)"
+_HELD = "something beside the program has it too, such as a collective that may write to it yet"
 _IN_PARTS = "made of other tensors, which groups leave whole; OffloadActivations moves parts it can"
 _OF_OTHER_CLASS = "of a class of tensors that doesn't say what it is made of"
 
@@ -59,6 +61,8 @@ class ChunkOffloadHandler:
     open_groups: list[OffloadGroup] = field(default_factory=list, init=False)
     not_started: set[str] = field(default_factory=set, init=False)
     """Names of which a group was to be closed and none was open."""
+    saving: torch.Tensor | None = field(default=None, init=False)
+    """What autograd is saving just now, and so has itself, twice."""
     _saved: list[weakref.ref[SavedTensor]] = field(default_factory=list, init=False)
     """Since the last `settle`: all in this group, on this stream."""
     _saves_in: OffloadGroup | None = field(default=None, init=False)
@@ -143,7 +147,9 @@ class ChunkOffloadHandler:
             self._refuse_what_is_written(tensor, base)
         stream = transfers.backend.compute_stream()
         if group.unsettled is not self or stream is not self._saves_on:
+            self.saving = tensor
             self.settle()
+            self.saving = None
             self._saves_in, self._saves_on = group, stream
             group.unsettled = self
         self._saved.append(weakref.ref(record))
@@ -200,18 +206,20 @@ class ChunkOffloadHandler:
             form = forms[alias.shape, alias.stride(), alias.storage_offset(), alias.dtype]
             if form.is_special and not has_own_bytes(alias):
                 continue
-            if form.num_bytes < least_bytes or form.num_elements < least_elements:
+            is_small = form.num_bytes < least_bytes or form.num_elements < least_elements
+            if is_small or (
+                not record.is_detached and is_held(alias, 3 if alias is self.saving else 1)
+            ):
                 if storage_key not in self._counted_keys and self._find_block(storage_key) is None:
                     self._counted_keys.add(storage_key)  # else it was counted, or moves
                     by_name = transfers.stats.by_name[record.group_name]
-                    by_name.keep(form.num_bytes, _TOO_SMALL)
+                    by_name.keep(form.num_bytes, _TOO_SMALL if is_small else _HELD)
                 continue
             record.form = form
             if not record.is_detached:
                 if not alias.requires_grad and (recipe := self._recipe_of(storage_key)) is not None:
                     recipe.refuse_without_graph()
-                record.alias = alias = alias.detach()  # which may be emptied meanwhile
-                record.is_detached = True
+                alias = record.detach()
             found = blocks.get(storage_key)
             block = None if found is None else found()
             if block is not None and block.storage_key == storage_key:

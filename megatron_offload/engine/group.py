@@ -1,7 +1,8 @@
 """A layer group, and the blocks of memory that it saves.
 
 Lifetimes are the memory management. A record holds its block and a group refers to its blocks
-weakly, so memory on host and device goes with the last record, whatever became of the backward:
+weakly, so memory goes with the last record, whatever became of the backward; that on the host with
+the next call of the engine:
 
     autograd graph -> SavedTensor -> Block -> host region | reload target
     sources in flight -> aliases of the source, until the compute stream has waited for the copy
@@ -19,6 +20,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch._C._autograd import _unsafe_set_version_counter
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
@@ -27,7 +29,6 @@ from megatron_offload.backends.base import Event, Stream
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import Group
 from megatron_offload.core.profile import GroupKey, RemadeUnit
-from megatron_offload.engine.graph_break import graph_break
 
 if TYPE_CHECKING:
     from megatron_offload.memory.host_pool import HostRegion, Part
@@ -69,10 +70,6 @@ class Record(Protocol):
 class Store(Protocol):
     """What has the bytes of blocks, and takes them back."""
 
-    takes_targets: bool
-    """Whether it is told of each block that goes, and not only of one that has host memory, or
-    whose reload nobody has waited for."""
-
     def target_of(self, block: Block) -> torch.Tensor:
         """Return what a released block comes back to, ordered before what the program does next."""
 
@@ -81,9 +78,6 @@ class Store(Protocol):
 
     def read(self, block: Block, memory: torch.Tensor) -> None:
         """Know that the program reads the memory of a block now, on whatever stream."""
-
-    def free(self, block: Block) -> None:
-        """Take back what a block holds that no one will read any more; from its finalizer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -110,9 +104,49 @@ class Reload:
     event: Event
     stream: Stream
     """On which its targets were allocated, and are read if backward keeps to forward's streams."""
+    targets: Sequence[torch.Tensor]
+    """What it writes to, until that stream has waited for it."""
     is_waited: bool = False
-    """Whether that stream has waited for it."""
+    """Whether it has."""
     is_read_elsewhere: bool = False
+
+
+def _nothing(lease: Lease) -> None:
+    """Take nothing back: of one whose making was interrupted."""
+
+
+class Lease(weakref.ref["Block"]):
+    """What a block has to give back, and what tells that the block has gone.
+
+    As a weak reference it has a callback. That is code in C, since Python lets an interrupt pass
+    that comes while a finalizer of its own runs.
+
+    Attributes:
+        take_back: is called with it once the block has gone.
+        group: the block's.
+        region: the host memory that it has a part of.
+        reload: the bulk reload by which it has come back.
+        target: what it came back to, where that is more than memory.
+    """
+
+    take_back: Callable[[Lease], None] = staticmethod(_nothing)
+    group: OffloadGroup
+    region: HostRegion | None = None
+    reload: Reload | None = None
+    target: torch.Tensor | None = None
+
+
+def count_together(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have one version counter, by which a change of one is one of the other.
+
+    Parts of a storage may have counters of their own: of ``unsafe_chunk``, as cells of recurrent
+    networks use it, or of ``.data``.
+    """
+    version = one._version
+    _unsafe_set_version_counter((one,), (version + 1,))
+    is_same = other._version == version + 1
+    _unsafe_set_version_counter((one,), (version,))
+    return is_same
 
 
 class Block:
@@ -141,12 +175,15 @@ class Block:
         kept_bytes: what of it is counted as kept on the device.
         flight: the copies to the host that its own was issued with, once it was.
         address: where the storage lay then.
-        host: its bytes in host memory, which is a part of ``region``.
+        lease: what it has to give back, from its copy to the host on.
+        host: its bytes in host memory.
         cancelled: whether it stays on the device although the copy was issued.
         forced_by: tensors that may hold its storage then, which is emptied all the same.
         storage_ref: the storage, where something else still held it at the release.
         was_reached: whether backward has come to a group that has it.
-        target: what it comes back to.
+        target: what it comes back to; ``target_version`` when it was read first.
+        handed: by form, what stands for leaves that were saved in it. While the block has it too,
+            autograd takes none of them for a gradient that is its own.
         recipe: how it is made again, once it was dropped without a copy; till its group's commit,
             how it could be.
         made: what it was made as, and on which stream: no wait orders another behind that.
@@ -158,8 +195,10 @@ class Block:
     ready: Event | None = None
     flight: Flight | None = None
     host: torch.Tensor | None = None
-    region: HostRegion | None = None
+    lease: Lease | None = None
     target: torch.Tensor | None = None
+    target_version: int | None = None
+    handed: dict[Form, torch.Tensor] | None = None
     reload: Reload | None = None
     storage_ref: StorageWeakRef | None = None
     recipe: Recipe | None = None
@@ -191,7 +230,19 @@ class Block:
         self.num_bytes = part[0]
         self.part = part
         self.index = len(group.references)
-        self.store = store  # last: without it there is nothing to give back
+        self.store = store
+
+    @property
+    def region(self) -> HostRegion | None:
+        """The host memory that has its bytes, alone or with others."""
+        return None if self.lease is None else self.lease.region
+
+    def give_back_region(self) -> HostRegion:
+        """Return the host memory, which the block has no longer."""
+        region = self.region
+        assert region is not None
+        self.lease.region = self.host = None  # type: ignore[union-attr]
+        return region
 
     @property
     def identity(self) -> tuple[GroupKey, int]:
@@ -221,11 +272,12 @@ class Block:
         """Whether what was copied are the bytes of a record that was saved after that.
 
         Between the rows of a view, and between two views, lie bytes that may have been written
-        since. Equal versions say that they were not if all are views of one tensor: parts of a
-        storage may have counters of their own (``unsafe_chunk``, in cells of recurrent networks).
+        since. Equal versions say that they were not if all are counted together.
         """
         form, known = record.form, self.form
         if self.version != record.version or not self.covers(form.low, form.high):
+            return False
+        if not all(count_together(alias, record.alias) for alias in (self.alias, *self.others)):
             return False
         is_saved = known.is_contiguous and known.low <= form.low and form.high <= known.high
         return is_saved or form is known or (record.base == self.base != NO_BASE)
@@ -242,18 +294,6 @@ class Block:
             self.form, self.version, self.base = form, record.version, record.base
         elif record.base != self.base:
             self.base = NO_BASE
-
-    @graph_break
-    def __del__(self) -> None:
-        # Any thread's garbage collection may be here, between any two lines of the engine.
-        try:
-            store = self.store
-        except AttributeError:  # an interrupted construction
-            return
-        reload = self.reload
-        has_bytes = self.region is not None or (reload is not None and not reload.is_waited)
-        if has_bytes or store.takes_targets:
-            store.free(self)
 
 
 BlockRef = weakref.ref[Block]

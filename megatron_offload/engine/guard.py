@@ -3,7 +3,7 @@
 Three things can come between any two lines of the engine: a garbage collection that frees a graph
 with its blocks, another thread, and an exception (memory that can't be had, a keyboard interrupt).
 
-- A block that dies while a call runs, in whichever thread, is put off until the next call begins.
+- What a block has left that dies, in whichever thread, is taken back when the next call begins.
 - Autograd's own threads enter as the user's do; the second of them waits. Forwards belong to one
   thread at a time, which has claimed the engine; another is refused.
 - After an exception all copies are waited for before anything is unwound, so that no copy touches
@@ -35,11 +35,11 @@ class Guard:
     """The lock of one manager; ``settle`` waits on the host, where a call fails, for all copies.
 
     ``is_mine`` says whether the calling thread holds it: entries don't call entries, so what asks
-    is a finalizer, or code of others that the engine has called. ``put_off`` is what to do when the
-    next call begins.
+    is code of others that the engine has called. ``left`` are leases of blocks that have
+    gone, which the next call takes back first.
     """
 
-    __slots__ = ("_settle", "_thread", "has_failed", "is_mine", "lock", "put_off")
+    __slots__ = ("_settle", "_thread", "has_failed", "is_mine", "left", "lock")
 
     def __init__(self, settle: Callable[[], None]) -> None:
         self._settle = settle
@@ -48,7 +48,7 @@ class Guard:
         # What the standard library's own Condition asks; a count of ours could be interrupted.
         self.is_mine: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]
         self.has_failed = False
-        self.put_off: deque[Callable[[], None]] = deque()
+        self.left: deque[Any] = deque()
 
     def claim(self, is_busy: Callable[[], bool]) -> None:
         """Give the engine to the calling thread; `StateError` if another is in a forward."""
@@ -102,10 +102,10 @@ def guarded(method: F) -> F:
             guard.refuse_nesting(method.__name__)
         with guard.lock:
             try:
-                put_off = guard.put_off
-                while put_off:
-                    put_off[0]()
-                    put_off.popleft()
+                left = guard.left
+                while left:
+                    left[0].take_back(left[0])
+                    left.popleft()
                 return method(self, *args)
             except OffloadError:
                 raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from torch._C._autograd import (
 )
 
 from megatron_offload.engine.saved_tensor import SavedTensor
-from megatron_offload.errors import StateError
 
 
 def is_in_backward() -> bool:
@@ -24,33 +24,28 @@ def is_in_backward() -> bool:
     return _current_graph_task_id() != -1
 
 
+def others_hooks() -> str:
+    """Return whose module has set the hooks of saved tensors in force, if not this package's.
+
+    A checkpoint counts what is saved inside it in forward and again in its rerun, another may
+    compress; what they rely on isn't known, so nothing is taken from under them.
+    """
+    hooks = _top_saved_tensors_default_hooks(True)
+    if hooks is None:
+        return ""
+    pack = hooks[0].func if isinstance(hooks[0], partial) else hooks[0]
+    owner = getattr(pack, "__module__", None) or "something"
+    return "" if owner.startswith("megatron_offload.") else owner
+
+
 def is_recording(*, needs_grad: bool = True) -> bool:
-    """Whether what is saved here and now is saved for a backward, and not recomputed.
+    """Whether what is saved here and now is saved for a backward, and by this package's rules.
 
     An autograd function saves with grad switched off; ``needs_grad`` says that this isn't one.
-
-    Not inside a non-reentrant ``torch.utils.checkpoint``: it counts what is saved inside it in
-    forward and again in the recompute, so nothing may be taken from under it; and what it drops
-    needs no offload.
     """
     if _current_graph_task_id() != -1 or (needs_grad and not is_grad_enabled()):
         return False
-    hooks = _top_saved_tensors_default_hooks(True)
-    return hooks is None or hooks[0].__module__ != "torch.utils.checkpoint"
-
-
-def refuse_mutable_saves() -> None:
-    """Raise `StateError` inside ``torch.autograd.graph.allow_mutation_on_saved_tensors``.
-
-    It keeps each saved tensor on the device and hands backward the value at the time of saving, by
-    hooks that those of a group would hide from what is saved.
-    """
-    hooks = _top_saved_tensors_default_hooks(True)
-    if hooks and getattr(hooks[0], "__qualname__", "").startswith("_swap_with_cloned."):
-        raise StateError(
-            "offload was asked for inside allow_mutation_on_saved_tensors(), which keeps all that "
-            "is saved on the device, so nothing would leave it; use one of the two"
-        )
+    return not others_hooks()
 
 
 def owner_of_hooks() -> Any:
@@ -64,6 +59,26 @@ def owner_of(pack: Callable[..., Any]) -> Any:
     return getattr(pack.func if isinstance(pack, partial) else pack, "__self__", None)
 
 
+def take_off(is_one: Callable[[Any], bool], *, all_of_them: bool = False) -> None:
+    """Take hooks of saved tensors off, wherever they lie by now: the last, or all.
+
+    Others stay as they are, and in their order. ``is_one`` is asked with pack hooks.
+    """
+    others: list[Any] = []
+    while (hooks := _top_saved_tensors_default_hooks(True)) is not None:
+        _pop_saved_tensors_default_hooks()
+        if not is_one(hooks[0]):
+            others.append(hooks)
+        elif not all_of_them:
+            break
+    for both in reversed(others):
+        put_on(*both)
+
+
+put_on = _push_saved_tensors_default_hooks
+"""Put a pack and an unpack hook in force."""
+
+
 class HookStack:
     """The hooks of one manager, whose ``transfers`` their owners have, in order of ``with`` blocks.
 
@@ -72,27 +87,29 @@ class HookStack:
 
     def __init__(self, transfers: object) -> None:
         self._transfers = transfers
-        self._are_in_force: list[bool] = []
+        self._packs: list[Callable[[torch.Tensor], SavedTensor] | None] = []
 
     def __len__(self) -> int:
-        return len(self._are_in_force)
+        return len(self._packs)
 
     def push(self, pack: Callable[[torch.Tensor], SavedTensor] | None) -> None:
         """Let ``pack`` record what autograd saves from here on; None leaves all as it is."""
         # First, so that none is in force that isn't known here.
-        self._are_in_force.append(pack is not None)
+        self._packs.append(pack)
         if pack is not None:
-            _push_saved_tensors_default_hooks(pack, SavedTensor.unpack)
+            put_on(pack, SavedTensor.unpack)
 
     def pop(self) -> None:
         """Undo the last `push`; nothing where `clear` has done it."""
-        if self._are_in_force:
-            if self._are_in_force[-1]:
-                _pop_saved_tensors_default_hooks()
-            self._are_in_force.pop()
+        if self._packs:
+            if self._packs[-1] is not None:
+                take_off(partial(is_, self._packs[-1]))
+            self._packs.pop()
 
     def clear(self) -> None:
-        """Take this manager's hooks off the top of autograd's, whoever was to do that."""
-        self._are_in_force.clear()
-        while getattr(owner_of_hooks(), "transfers", None) is self._transfers:
-            _pop_saved_tensors_default_hooks()
+        """Take all of this manager's hooks off, whoever was to do that."""
+        self._packs.clear()
+        take_off(
+            lambda pack: getattr(owner_of(pack), "transfers", None) is self._transfers,
+            all_of_them=True,
+        )

@@ -31,7 +31,7 @@ from megatron_offload.engine.hooks import (
     HookStack,
     is_in_backward,
     is_recording,
-    refuse_mutable_saves,
+    others_hooks,
 )
 from megatron_offload.engine.learning import Learner, read_policy
 from megatron_offload.engine.marks import Marks
@@ -75,6 +75,10 @@ _NO_END = (
 _NO_COMMIT = (
     "nothing moves of groups that are started and never committed, as %s in this step: give "
     "group_commit() the name that group_start() was given. This is said once"
+)
+_HIDDEN = (
+    "hooks of saved tensors that %s has set are in force, so nothing moves of what is saved inside "
+    "them: what they rely on isn't known. This is said once"
 )
 CAPTURED_TOO_EARLY = (
     "a step was captured into a graph while it is looked at: trace, profile and check others; "
@@ -244,10 +248,8 @@ class PipelineOffloadManager:
             is_inside: whether the thread that has it is in a forward, as far as the caller knows.
 
         Raises:
-            StateError: another thread is not done with it, or what is saved may be changed in
-                place, or it was closed.
+            StateError: another thread is not done with it, or it was closed.
         """
-        refuse_mutable_saves()
         if self.host_pool.is_closed and self.do_offload:
             raise StateError(
                 "close() has given the memory of this context or manager back: make a new one, or "
@@ -266,7 +268,7 @@ class PipelineOffloadManager:
         if self.is_passing:
             self.pass_by()
             return None
-        if not (self.do_offload and is_recording()):
+        if not self.do_offload or self.is_hidden() or not is_recording():
             return None
         chunk, since = self._chunk, self._begun_at_backward
         is_over = since is not None and since != len(self.decisions.backward_order)
@@ -278,6 +280,14 @@ class PipelineOffloadManager:
             chunk = self.begin_chunk()
             self._begun_at_backward = len(self.decisions.backward_order)
         return chunk
+
+    def is_hidden(self) -> bool:
+        """Whether hooks of others are in force, so that a group that starts here is none."""
+        others = others_hooks() if torch.is_grad_enabled() and not is_in_backward() else ""
+        self.transfers.stats.num_hidden_groups += bool(others)
+        if others not in ("", "torch.utils.checkpoint"):
+            self._say_once(_HIDDEN, others)
+        return bool(others)
 
     def _say_once(self, message: str, *values: object) -> None:
         if message not in self._said:
@@ -310,10 +320,8 @@ class PipelineOffloadManager:
         One that ``may_pass`` by, and does, needs no commit and no backward.
 
         Raises:
-            StateError: another thread is not done with this manager, or what is saved here may be
-                changed in place.
+            StateError: another thread is not done with this manager.
         """
-        refuse_mutable_saves()
         self.guard.refuse_other_threads()
         if chunk.position is None:
             self.enter_chunk(chunk)
@@ -338,7 +346,6 @@ class PipelineOffloadManager:
         """
         if self.decisions.joined is None:
             return False
-        refuse_mutable_saves()
         self.guard.refuse_other_threads()
         around = chunk.open_groups[-1] if chunk.open_groups else None
         group = self.decisions.goes_on(chunk.next_key, name, around)
@@ -524,7 +531,7 @@ class PipelineOffloadManager:
         with self.guard.lock:
             self._hooks.clear()
             self._delayed.clear()
-            self.guard.put_off.clear()
+            self.guard.left.clear()
             self.decisions.abandon()
             if self.guard.has_failed:
                 self.learner.restart()

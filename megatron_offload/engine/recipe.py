@@ -120,7 +120,8 @@ class Input(SavedTensor):
         super().__init__(tensor, unit)
         self.form = FORMS[tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype]
         if not self.is_detached:
-            self.alias, self.is_detached = self.alias.detach(), True
+            self.detach()
+            self.leaf = None  # what a function takes isn't handed to autograd
         self.base = id(tensor._base)
         self._requires_grad = tensor.requires_grad
         self._blocks: Mapping[int, BlockRef] | None = blocks

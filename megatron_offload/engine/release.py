@@ -8,7 +8,7 @@ released when, `megatron_offload.core.window` decides.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from weakref import ref
@@ -142,12 +142,11 @@ class Sources:
         Its source is held until the copy is done, its host memory goes back now: the next copy into
         it is queued on the same stream.
         """
-        flight, region = block.flight, block.region
-        if region is None or flight is None or block.cancelled or block.released:
+        flight = block.flight
+        if block.region is None or flight is None or block.cancelled or block.released:
             return
         block.cancelled = True
-        block.host = block.region = None
-        self._host_pool.free(region, None)
+        self._host_pool.free(block.give_back_region(), None)
         if flight.num_bytes:
             self.budget.inflight_bytes -= block.num_bytes
             flight.num_bytes -= block.num_bytes
@@ -159,11 +158,15 @@ class Sources:
 
 
 def _has_no_other(storage: torch.UntypedStorage, owners: Iterable[ref[torch.Tensor]]) -> bool:
-    """Whether nothing has a storage but these tensors and what they are views of.
+    """Whether nothing has a storage but these tensors and what they are views of, in Python alone.
 
-    Another tensor may be read: an input that a norm before the group has saved, say.
+    Another tensor may be read, an input that a norm before the group has saved, say; and so may one
+    of these that a node of no group has saved.
     """
     alive = [tensor for owner in owners if (tensor := owner()) is not None]
     alive += [tensor._base for tensor in alive if tensor._base is not None]
-    known = {id(tensor) for tensor in alive if tensor.untyped_storage()._cdata == storage._cdata}
-    return num_owners(storage) <= len(known) + 1  # the Python handle
+    known = {id(x): x for x in alive if x.untyped_storage()._cdata == storage._cdata}
+    if num_owners(storage) > len(known) + 1:  # the Python handle
+        return False
+    views = Counter(id(x._base) for x in known.values() if x._base is not None)
+    return all(x._use_count() == 1 + views[key] for key, x in known.items())  # type: ignore[attr-defined]

@@ -5,6 +5,8 @@ It finds its data through its own block, never by position, and knows nothing of
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 
 from megatron_offload.engine.graph_break import graph_break
@@ -102,21 +104,34 @@ class SavedTensor:
         base: the identity of what it is a view of: views of one tensor have one version counter.
         block: where its bytes are; None while it stays as it is.
         form: what to come back as; noted before it has a block.
+        leaf: where the alias of a tensor without a gradient was taken, that tensor: autograd itself
+            keeps no alias of it.
     """
 
     base: int
     form: Form
+    leaf: weakref.ref[torch.Tensor] | None
 
     __slots__ = (
-        *("__weakref__", "alias", "base", "block", "form", "group_name", "is_detached", "version"),
+        *("__weakref__", "alias", "base", "block", "form", "group_name", "is_detached", "leaf"),
+        "version",
     )
 
     def __init__(self, tensor: torch.Tensor, group_name: str) -> None:
         self.version: int = tensor._version
         self.block: Block | None = None
+        self.leaf = None
         self.group_name = group_name
         self.is_detached = is_detached = not tensor.is_leaf
         self.alias = tensor.detach() if is_detached else tensor
+
+    def detach(self) -> torch.Tensor:
+        """Take an alias of a leaf, which may be emptied, and return it."""
+        leaf = self.alias
+        if not leaf.requires_grad:
+            self.leaf = weakref.ref(leaf)
+        self.alias, self.is_detached = leaf.detach(), True
+        return self.alias
 
     def _description(self) -> str:
         if self.block is None:
@@ -140,16 +155,45 @@ class SavedTensor:
         if block is None:  # it may get one yet
             return alias.detach() if self.is_detached else alias
         if block.released:
-            target, form = block.store.target_of(block), self.form
-            if block.part is form.fresh_part and block.reload is not None:
-                return target.detach()  # it is all of the block
-            is_whole = target.dtype is form.dtype and target.shape == form.size
-            if is_whole and target.stride() == form.stride:
-                return target.detach()
-            return self.view_in(target, block.low)
-        if block.flight is not None and not block.cancelled:
-            block.store.keep_source(block)
-        return alias.detach()  # the alias itself may be emptied, whoever holds what this returns
+            found = self._in_target(block, block.store.target_of(block))
+        else:
+            if block.flight is not None and not block.cancelled:
+                block.store.keep_source(block)
+            found = alias.detach()  # the alias itself may be emptied, whoever holds this
+        return found if self.leaf is None else self._as_leaf(block, found)
+
+    def _in_target(self, block: Block, target: torch.Tensor) -> torch.Tensor:
+        """Return the tensor in what its block came back to; only a backward can have written there.
+
+        Whoever is handed a part of it counts its changes together with the others.
+        """
+        form, version = self.form, target._version
+        if block.target_version is None:
+            block.target_version = version
+        elif block.target_version != version:
+            what = f"a tensor {self._description()}"
+            raise changed_in_place(f"{what} by a backward,", version, block.target_version)
+        if block.part is form.fresh_part and block.reload is not None:
+            return target.detach()  # it is all of the block
+        is_whole = target.dtype is form.dtype and target.shape == form.size
+        if is_whole and target.stride() == form.stride:
+            return target.detach()
+        return self.view_in(target, block.low)
+
+    def _as_leaf(self, block: Block, found: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that something else has too, if autograd's own would be.
+
+        What nobody else has it may take as it is for the gradient of a leaf.
+        """
+        assert self.leaf is not None
+        leaf = self.leaf()
+        if leaf is not None:
+            leaf._fix_weakref()  # type: ignore[attr-defined]  # its Python object may be going
+            if not block.released or leaf.untyped_storage().data_ptr() == block.address:
+                return leaf
+        if block.handed is None:
+            block.handed = {}
+        return block.handed.setdefault(self.form, found)
 
     def check_version(self) -> None:
         """Raise `InPlaceModificationError` where the tensor was changed since it was saved."""
@@ -162,5 +206,7 @@ class SavedTensor:
         form = self.form
         shift = memory.storage_offset() * memory.itemsize - low
         offset = form.offset + shift // form.dtype.itemsize
-        view = torch.empty(0, dtype=form.dtype, device=memory.device)
-        return view.set_(memory.untyped_storage(), offset, form.size, form.stride)
+        if memory.dtype is not form.dtype:
+            flat = memory.detach().view(-1).view(torch.uint8)
+            memory = flat[: flat.numel() - flat.numel() % form.dtype.itemsize].view(form.dtype)
+        return memory.as_strided(form.size, form.stride, offset).detach()

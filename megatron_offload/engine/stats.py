@@ -64,6 +64,9 @@ class StepStats:
     num_memory_shortages: int = 0
     """Reloads for which the device had no memory at first. All in flight was released then; one
     that was ahead of its time came later where that did not suffice."""
+    num_hidden_groups: int = 0
+    """Groups that were not made, because hooks of saved tensors of others were in force: of a
+    checkpoint, or of what compresses."""
     held_elsewhere_bytes: int = 0
     """Released bytes whose storage something else kept alive, so that nothing was freed."""
     peak_host_bytes: int = 0

@@ -11,7 +11,6 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby, repeat
 from typing import Any
 from weakref import ref
@@ -23,8 +22,7 @@ from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import OFFLOADING, ON_HOST, RELOADED, RELOADING, RESIDENT
 from megatron_offload.core.profile import RemadeUnit, is_cheap
 from megatron_offload.core.window import InFlightWindow
-from megatron_offload.engine.graph_break import graph_break
-from megatron_offload.engine.group import Block, Flight, OffloadGroup, Reload
+from megatron_offload.engine.group import Block, Flight, Lease, OffloadGroup, Reload
 from megatron_offload.engine.guard import Guard, guarded
 from megatron_offload.engine.observer import Observer
 from megatron_offload.engine.owners import ForeignOwners
@@ -44,7 +42,7 @@ class Transfers:
     """Moves blocks between device and host for all groups of one manager.
 
     Attributes:
-        guard: held by whoever calls; `keep_source`, `target_of` and `free` take it themselves.
+        guard: held by whoever calls; `keep_source` and `target_of` take it themselves.
         sources: what is being copied to the host, of the groups in ``window``.
     """
 
@@ -62,6 +60,9 @@ class Transfers:
         self.dropped_bytes = 0  # off the device, to be made again
         self.owners = ForeignOwners()
         self.takes_targets = self.tensor_pool.keeps or self.backend.observes
+        self._leases: set[Lease] = set()
+        """Of blocks that have something to give back; kept here, since nobody is told by one that
+        goes together with its block."""
         self._shared_bytes = self.host_pool.slab_bytes // _SLAB_SHARE
 
     # Device to host
@@ -188,7 +189,8 @@ class Transfers:
         produced: list[Event] = []
         num_bytes, is_ready = 0, True
         for block, region, host in zip(moving, regions, hosts, strict=False):
-            block.region, block.host, block.flight = region, host, flight
+            self._lend(block, group, region)
+            block.host, block.flight = host, flight
             num_bytes += block.num_bytes
             by_name[block.name].offloaded_bytes += block.num_bytes
             if block.ready is None:
@@ -220,6 +222,11 @@ class Transfers:
             self.window.limit_groups(group.name, rules.max_inflight_groups)
         if rules.max_inflight_blocks is not None:
             self.window.limit_blocks(rules.max_inflight_blocks)
+
+    def _lend(self, block: Block, group: OffloadGroup, region: HostRegion) -> None:
+        block.lease = lease = Lease(block, self.guard.left.append)
+        lease.take_back, lease.group, lease.region = self.free, block.group, region
+        self._leases.add(lease)
 
     def _tell_of_leaving(
         self, group: OffloadGroup, blocks: Sequence[Block], sources: Sequence[torch.Tensor]
@@ -349,17 +356,23 @@ class Transfers:
         event = backend.copy(pairs, h2d_stream, self._label(group))
         for observer in observers:
             observer.copy_issued("h2d", pairs, group)
-        reload = Reload(event, backend.compute_stream())
-        read = [block.region for block in blocks]
+        reload = Reload(event, backend.compute_stream(), targets)
+        read: list[HostRegion] = []
         by_name = self.stats.by_name
         for block, target in zip(blocks, targets, strict=True):
-            block.reload = reload
             block.target = target  # from here on this is the copy that counts
-            block.host = block.region = None
+            read.append(block.give_back_region())
+            self._note_reload(block, reload)
             by_name[block.name].reloaded_bytes += block.num_bytes
         for region, parts in groupby(read):
-            assert region is not None
             self.host_pool.free(region, event, len(list(parts)))
+
+    def _note_reload(self, block: Block, reload: Reload) -> None:
+        block.reload = reload
+        assert block.lease is not None
+        block.lease.reload = reload
+        if self.takes_targets:
+            block.lease.target = block.target
 
     def _revive(self, block: Block) -> bool:
         """Take a block's bytes from its source where something else has kept that alive.
@@ -370,10 +383,8 @@ class Transfers:
         source = block.live_source()
         if source is None:
             return False
-        assert block.region is not None
-        region, block.region, block.host = block.region, None, None
         block.target = source
-        self.host_pool.free(region, None)
+        self.host_pool.free(block.give_back_region(), None)
         self.stats.held_elsewhere_bytes += block.num_bytes
         return True
 
@@ -474,7 +485,7 @@ class Transfers:
         for observer in self.observers:
             observer.wait_issued(Wait.W4, group)
         if is_home:
-            reload.is_waited = True
+            reload.is_waited, reload.targets = True, ()
         else:
             reload.is_read_elsewhere = True
             backend.read_on(stream, target)
@@ -492,41 +503,24 @@ class Transfers:
         """Keep a block on the device for a reader who is there before its release."""
         self.sources.cancel(block)
 
-    @graph_break
-    def free(self, block: Block) -> None:
-        """Take back what a block holds that no one will read any more; from its finalizer.
-
-        What dies while a call of the engine runs is put off until the next begins. The block itself
-        must not be kept for that: whoever looks would find it alive.
-        """
-        guard = self.guard
-        if guard.is_mine() or not guard.lock.acquire(False):
-            left = block.group, block.region, block.target, block.reload
-            guard.put_off.append(partial(self._free, *left))
-            return
-        try:
-            self._free(block.group, block.region, block.target, block.reload)
-        except BaseException:
-            guard.fail()  # Python reports it and goes on
-            raise
-        finally:
-            guard.lock.release()
-
-    def _free(
-        self,
-        group: OffloadGroup,
-        region: HostRegion | None,
-        target: torch.Tensor | None,
-        reload: Reload | None,
-    ) -> None:
+    def free(self, lease: Lease) -> None:
+        """Take back what a block has left that no one will read any more."""
+        region, reload, target = lease.region, lease.reload, lease.target
         if region is not None:
             self.host_pool.free(region, None)
-        if target is None or reload is None:
-            return
+        if reload is not None and (target is not None or not reload.is_waited):
+            self._free_target(lease.group, reload, target)
+        self._leases.discard(lease)
+
+    def _free_target(
+        self, group: OffloadGroup, reload: Reload, target: torch.Tensor | None
+    ) -> None:
         with self.backend.computing_on(reload.stream):  # to which the memory goes back
             if not reload.is_waited:
                 # Nobody read it there; still the copy must not write into what was handed on.
-                self._wait(reload, group, target)
+                self._wait(reload, group, reload.targets[0])
+            if target is None:
+                return
             if self.backend.observes:
                 sole_owner = num_owners(target.untyped_storage()) == 2  # target and the handle
                 self.backend.note_freed(target, group.label, sole_owner=sole_owner)
@@ -556,12 +550,15 @@ class Transfers:
         self.window.abandon()
         self.sources.abandon()
         self.dropped_bytes = 0
+        self._leases = {lease for lease in self._leases if lease() is not None}
         for group in groups:
             group.moving, group.dropped_bytes = (), {}
             # A failed backward may leave its graph alive for long: its data goes now.
             for block in group.blocks():
                 block.cancelled = True
-                block.host = block.region = None
+                block.host = None
+                if block.lease is not None:
+                    block.lease.region = None
                 if block.reload is not None or block.recipe is not None:
                     block.target = block.made = block.recipe = None
         self.host_pool.recover(_count_users)

@@ -225,6 +225,33 @@ def _taking_our_names(theirs: Callable[[Any], None], self: Any) -> None:
         self.offload_modules = list(names)
 
 
+_WITHOUT_WEIGHTS = {"core_attn", "attn_norm", "mlp_norm", "mlp_act", "moe_act", LAYER_INPUT}
+"""Groups in which no linear layer saves its weight."""
+
+
+def _refusing_lost_marks(
+    theirs: Call, self: Any, config: Any, ddp_config: Any, module: nn.Module, *args: Any, **kw: Any
+) -> None:
+    """Refuse what no hook of saved tensors can keep: what is set on a saved parameter.
+
+    Under any hook backward gets another object for it. Megatron's own linear layers say on their
+    saved weight that they have summed its gradient, and its overlapped reduction asks for that.
+    """
+    marks_weights = config.gradient_accumulation_fusion and ddp_config.overlap_grad_reduce
+    if config.fine_grained_activation_offloading and marks_weights:
+        local = "megatron.core.tensor_parallel.layers"
+        names = sorted({*config.offload_modules} - _WITHOUT_WEIGHTS)
+        if names and any(type(part).__module__ == local for part in module.modules()):
+            raise ConfigError(
+                f"offload_modules {', '.join(names)} hold linear layers of Megatron's own, which "
+                "note on their saved weights that gradient_accumulation_fusion has summed a "
+                "gradient; overlap_grad_reduce asks for that, and what autograd saves loses it "
+                "under hooks. Set gradient_accumulation_fusion=False or overlap_grad_reduce=False, "
+                f"take TransformerEngine's layers, or name {', '.join(sorted(_WITHOUT_WEIGHTS))}"
+            )
+    theirs(self, config, ddp_config, module, *args, **kw)
+
+
 def _is_ours(name: str) -> bool:
     return name in EXTRA_MODULES or "." in name or "*" in name
 
@@ -275,7 +302,9 @@ def _look_for_names(manager: PipelineOffloadManager, names: Iterable[str]) -> No
         _seen_in[manager] = number
 
 
+_DATA_PARALLEL = "distributed.distributed_data_parallel"
 _METHODS = (
+    (_DATA_PARALLEL, "DistributedDataParallel", "__init__", _refusing_lost_marks),
     ("pipeline_parallel.utils", "ScheduleNode", "_forward", _noting_inputs),
     ("models.common.utils", "TransformerLayerNode", "detach", _noting_source),
     ("models.gpt.fine_grained_callables", "TransformerLayerNode", "detach", _noting_source),

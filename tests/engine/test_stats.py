@@ -21,6 +21,7 @@ NAMES = [
     "refused_bytes",
     "num_unpinnable_blocks",
     "num_memory_shortages",
+    "num_hidden_groups",
     "held_elsewhere_bytes",
     "peak_host_bytes",
     "peak_away_bytes",

@@ -6,12 +6,11 @@ import contextlib
 
 import pytest
 import torch
-from programs import TIMINGS, assert_nothing_left, assert_same, make_manager
+from programs import TIMINGS, assert_nothing_left, assert_same, in_group, make_manager
 from torch import nn
 from torch.autograd import forward_ad
 
 from megatron_offload.engine.boundary import commit_group, start_group
-from megatron_offload.errors import StateError
 from megatron_offload.frontends.whole_model import OffloadActivations
 
 
@@ -111,26 +110,24 @@ def test_torch_s_own_refusal_of_hooks_leaves_a_clean_context(order):
     assert_nothing_left(manager)
 
 
-@pytest.mark.parametrize("door", ["whole", "marks", "group"])
-def test_offload_is_refused_where_saved_tensors_may_be_changed(door):
+@pytest.mark.parametrize("door", ["whole", "group"])
+def test_what_hooks_of_others_keep_is_left_to_them_and_counted(door, caplog):
     manager = make_manager()
     context = OffloadActivations(min_offload_size=0, manager=manager)
-    if door == "group":
-        manager.begin_chunk()
-    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+    with torch.autograd.graph.allow_mutation_on_saved_tensors(), manager.step():
         x = torch.ones(64, requires_grad=True)
         y = x.clone()
-        enter = {
-            "whole": context.__enter__,
-            "marks": manager.begin_chunk,
-            "group": lambda: start_group(manager, y, "group"),
-        }[door]
-        with pytest.raises(StateError, match="use one of the two"):
-            enter()
-        z = y.square()
+        if door == "whole":
+            with context:
+                z = y.square()
+        else:
+            z = in_group(manager, torch.square, y)
         y.sin_()
         z.sum().backward()
+        stats = manager.last_step
     assert torch.equal(x.grad, torch.full((64,), 2.0))
+    assert (stats.num_groups, stats.num_hidden_groups) == (0, 1)
+    assert "torch.autograd.graph has set" in caplog.text
     assert_nothing_left(manager)
 
 
