@@ -1,4 +1,4 @@
-"""Modules, functions, hooks and modes as users write them, that change what isn't a tensor."""
+"""What users' programs are made of that change what isn't a tensor: modules, functions, modes."""
 
 from __future__ import annotations
 
@@ -10,79 +10,73 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import parametrizations
+from torch.nn.utils import weight_norm as hooked_weight_norm
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from megatron_offload import recomputable
 
 ROWS, WIDTH = 16, 24
 
 
-class SaveView(torch.autograd.Function):
-    """Save a tensor by several views of it."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x.reshape(-1), x.transpose(0, -1), x[1:])
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, grad):
-        flat, transposed, rest = ctx.saved_tensors
-        return grad * transposed.transpose(0, -1).cos() + flat.mean() * rest.mean()
+def function_of(forward, backward):
+    parts = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type("Own", (torch.autograd.Function,), parts).apply
 
 
-class Pass(torch.autograd.Function):
-    """Hand on what it is given."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 1
+def save_views(ctx, x):
+    ctx.save_for_backward(x.reshape(-1), x.transpose(0, -1), x[1:])
+    return x * 1
 
 
-class Scale(torch.autograd.Function):
-    """Change what it is given in place, and say so."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.mark_dirty(x)
-        return x.mul_(1.25)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 1.25
+def use_views(ctx, grad):
+    flat, transposed, rest = ctx.saved_tensors
+    return grad * transposed.t().cos() + flat.mean() * rest.mean()
 
 
-RETURNED = {
-    "saved": lambda ctx, grad: ctx.saved_tensors[0],
-    "view of saved": lambda ctx, grad: ctx.saved_tensors[0].view(-1).view(grad.shape),
-    "gradient": lambda ctx, grad: grad,
-    "view of gradient": lambda ctx, grad: grad[:],
-    "nothing": lambda ctx, grad: None,
-    "made in forward": lambda ctx, grad: ctx.made,
-    "saved, written": lambda ctx, grad: ctx.saved_tensors[0].mul_(grad),
-    "saved, written, not returned": lambda ctx, grad: grad * ctx.saved_tensors[0].add_(1).cos(),
-    "gradient's copy, written": lambda ctx, grad: grad.clone().mul_(ctx.saved_tensors[0]),
-}
+def save_own(ctx, x):
+    made = x.detach().cos()
+    ctx.save_for_backward(made)
+    return x * 1.5
 
 
-class Returns(torch.autograd.Function):
-    """Save what nobody else has; what backward does with that is one of `RETURNED`."""
+def make_gradient(ctx, x):
+    ctx.made = x.detach().cos()
+    return x * 1.5
 
-    @staticmethod
-    def forward(ctx, x, kind):
-        ctx.kind, made = kind, x.detach().cos()
-        if kind == "made in forward":
-            ctx.made = made
-        else:
-            ctx.save_for_backward(made)
-        return x * 1.5
 
-    @staticmethod
-    def backward(ctx, grad):
-        return RETURNED[ctx.kind](ctx, grad), None
+RETURNS = (
+    function_of(save_own, lambda ctx, grad: ctx.saved_tensors[0]),
+    function_of(save_own, lambda ctx, grad: ctx.saved_tensors[0].view(-1).view(grad.shape)),
+    function_of(save_own, lambda ctx, grad: grad),
+    function_of(save_own, lambda ctx, grad: grad[:]),
+    function_of(save_own, lambda ctx, grad: None),
+    function_of(save_own, lambda ctx, grad: ctx.saved_tensors[0].mul_(grad)),
+    function_of(save_own, lambda ctx, grad: grad * ctx.saved_tensors[0].add_(1).cos()),
+    function_of(save_own, lambda ctx, grad: grad.clone().mul_(ctx.saved_tensors[0])),
+    function_of(make_gradient, lambda ctx, grad: ctx.made),
+)
+views = function_of(save_views, use_views)
+handed_on = function_of(lambda ctx, x: x, lambda ctx, grad: grad * 1)
+scaled_in_place = function_of(
+    lambda ctx, x: ctx.mark_dirty(x) or x.mul_(1.25), lambda ctx, grad: grad * 1.25
+)
+
+
+class Does(nn.Module):
+    """Is what a function does; has its parts and attributes."""
+
+    def __init__(self, function, **has):
+        super().__init__()
+        self.function = function
+        for name, value in has.items():
+            setattr(self, name, value)
+
+    def forward(self, x):
+        return self.function(self, x)
 
 
 class CountedNorm(nn.LayerNorm):
@@ -120,74 +114,12 @@ class OwnNorm(nn.Module):
         return y * self.pair[0] + (y * y if self.options["squares"] else y.cos()) * self.pair[1]
 
     def change(self, rng):
-        kind = rng.randrange(6)
-        if kind == 0:
-            self.task = 1 - self.task
-        elif kind == 1:
-            self.scales[self.task] *= 1.5
-        elif kind == 2:
-            self.options["shift"][0] += 0.25
-        elif kind == 3:
-            self.options["squares"] = not self.options["squares"]
-        elif kind == 4:
-            self.scales, self.eps = [0.75, 1.25], 1e-3
-        else:
-            self.pair = self.pair[1], self.pair[0]
-
-
-class Hyper(nn.Module):
-    """Its weight is a plain attribute, which another module makes before each call."""
-
-    def __init__(self):
-        super().__init__()
-        self.maker = nn.Linear(WIDTH, WIDTH)
-        self.weight = None
-
-    def forward(self, x):
-        self.weight = self.maker(x.mean(0)).tanh()
-        return F.rms_norm(x * self.weight, (WIDTH,), self.weight)
-
-
-class ReadsTensor(nn.Module):
-    """Reads a tensor that is an attribute, and no buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.factor = torch.rand(WIDTH)
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.linear(x * self.factor).sin()
-
-    def change(self, rng):
-        self.factor = self.factor * 1.5 + rng.random()
-
-
-class AsksGrad(nn.Module):
-    """Computes something else where no gradients are asked for."""
-
-    def forward(self, x):
-        return F.silu(x) * 2 if torch.is_grad_enabled() else F.silu(x) * 3
-
-
-class Average(nn.Module):
-    """Keeps a running mean in a buffer, which is another tensor after each call."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(WIDTH))
-
-    def forward(self, x):
-        self.mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
-        return F.gelu(x - self.mean) * (self.mean + 1)
-
-
-class Pair(nn.Module):
-    """Returns a tuple, of which one is a view of the other."""
-
-    def forward(self, x):
-        y = x.sin() * x
-        return y, y[:, :3]
+        self.task = rng.randrange(2)
+        self.scales[self.task] *= 1.5
+        self.options["shift"][0] += 0.25
+        self.options["squares"] = not self.options["squares"]
+        if rng.random() < 0.5:
+            self.scales, self.eps, self.pair = [0.75, 1.25], 1e-3, self.pair[::-1]
 
 
 class Block(nn.Module):
@@ -203,10 +135,6 @@ class Block(nn.Module):
         y += x
         return y
 
-    def change(self, rng):
-        self.norm.change(rng)
-        self.dropout.p = rng.choice((0.0, 0.1, 0.4))
-
 
 @functools.cache
 def _script():
@@ -218,15 +146,112 @@ def _script():
     return script
 
 
-class HasScript(nn.Module):
-    """Has a part in TorchScript."""
+def with_made_weight(m, x):
+    m.weight = m.maker(x.mean(0)).tanh()
+    return F.rms_norm(x * m.weight, (WIDTH,), m.weight)
 
-    def __init__(self):
-        super().__init__()
-        self.script, self.norm = copy.deepcopy(_script()), nn.LayerNorm(WIDTH)
 
-    def forward(self, x):
-        return self.script(self.norm(x)) * 2
+def with_running_mean(m, x):
+    m.mean = m.mean * 0.9 + x.detach().mean(0) * 0.1
+    return F.gelu(x - m.mean) * (m.mean + 1)
+
+
+def linear():
+    return nn.Linear(WIDTH, WIDTH)
+
+
+PARTS = {
+    "layer_norm": lambda: nn.LayerNorm(WIDTH),
+    "rms_norm": lambda: nn.RMSNorm(WIDTH),
+    "batch_norm": lambda: nn.BatchNorm1d(WIDTH),
+    "gelu": nn.GELU,
+    "silu": lambda: nn.SiLU(inplace=True),
+    "leaky": lambda: nn.LeakyReLU(0.1),
+    "mish": nn.Mish,
+    "counted_norm": lambda: CountedNorm(WIDTH),
+    "warm_gelu": WarmGELU,
+    "own_norm": OwnNorm,
+    "block": Block,
+    "hyper": lambda: Does(with_made_weight, maker=linear(), weight=None),
+    "mean": lambda: Does(with_running_mean, mean=nn.Buffer(torch.zeros(WIDTH))),
+    "reads_tensor": lambda: Does(lambda m, x: (x * m.factor).sin(), factor=torch.rand(WIDTH)),
+    "asks_grad": lambda: Does(lambda m, x: F.silu(x) * (2 if torch.is_grad_enabled() else 3)),
+    "pair": lambda: Does(lambda m, x: (lambda y: (y, y[:, :3]))(x.sin() * x)),
+    "script": lambda: Does(lambda m, x: m.script(x) * 2, script=copy.deepcopy(_script())),
+    "dropout": lambda: nn.Dropout(0.3),
+    "linear": linear,
+    "weight_norm": lambda: parametrizations.weight_norm(linear()),
+    "hooked_weight_norm": lambda: hooked_weight_norm(linear()),
+    "spectral_norm": lambda: parametrizations.spectral_norm(linear()),
+}
+
+
+def through_data(s, x):
+    y = F.linear(x, s.weight)
+    y.data.mul_(1.5)
+    return y.sin() * y
+
+
+def with_workspace(s, x):
+    s.workspace.data.copy_(x.detach())
+    unused = x * s.workspace
+    s.workspace.data.mul_(2)
+    return x * s.workspace.clone() + unused.detach()
+
+
+def unsafe_parts(s, x):
+    a, b = F.linear(x, s.weight).unsafe_chunk(2, -1)
+    a.mul_(2)
+    return torch.cat([a.sin(), b.cos() * b], -1)
+
+
+def stale_view(s, x):
+    y = F.linear(x, s.weight)
+    view = y.view(-1)
+    y.mul_(2)
+    return view.view(x.shape) if s.number % 2 else view.view(x.shape).sin() * y
+
+
+def slice_changed(s, x):
+    y = F.gelu(x)
+    y[:, :2].mul_(3)
+    return y.sin()
+
+
+def inner_gradient(s, x):
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        (grad,) = torch.autograd.grad((leaf.sin() * leaf).sum(), leaf)
+    return x * grad
+
+
+def in_context(context, function, x):
+    with context:
+        return function(x)
+
+
+def hooked(s, x):
+    y = x.cos() * x
+    if y.requires_grad:
+        y.register_hook(lambda grad: None if grad is None else grad * 1.5)
+    return y
+
+
+def as_complex(s, x):
+    pairs = torch.view_as_complex(x.reshape(ROWS, -1, 2))
+    return torch.view_as_real((pairs * 1.5j).conj() * pairs.conj().sin()).flatten(-2)
+
+
+def created(x):
+    return F.gelu(x) * torch.linspace(0, 1, WIDTH).cos() * (2 if torch.is_grad_enabled() else 3)
+
+
+def cheap(x, weight):
+    return F.gelu(F.linear(x, weight)) * x
+
+
+def number_of(x):
+    return float((x.sin() * x.cos()).mean())
 
 
 def numbered_checkpoint(function, x):
@@ -238,17 +263,62 @@ def numbered_checkpoint(function, x):
         num_saved += 1
         return num_saved - 1
 
-    def keep(tensor):
-        again.append(tensor.detach())
-
     def unpack(number):
         if not again:
-            with torch.enable_grad(), saved_tensors_hooks(keep, lambda _: None):
+            keep = saved_tensors_hooks(lambda x: again.append(x.detach()), lambda _: None)
+            with torch.enable_grad(), keep:
                 function(x.detach().requires_grad_())
         return again[number]
 
-    with saved_tensors_hooks(pack, unpack):
-        return function(x)
+    return in_context(saved_tensors_hooks(pack, unpack), function, x)
+
+
+FUNCTIONS = {
+    "linear": lambda s, x: F.linear(x, s.weight),
+    "square": lambda s, x: x * x,
+    "thrice": lambda s, x: x * s.weight[0] + x.cos() * x.mean(-1, keepdim=True),
+    "tanh": lambda s, x: x.tanh(),
+    "softmax": lambda s, x: F.softmax(x, -1) * 4,
+    "gelu": lambda s, x: F.gelu(x, approximate="tanh"),
+    "in place": lambda s, x: (F.linear(x, s.weight).relu_() * 2).add_(x),
+    "residual": lambda s, x: F.gelu(x).add_(x),
+    "slice changed": slice_changed,
+    "stale view": stale_view,
+    "through data": through_data,
+    "workspace": with_workspace,
+    "unsafe parts": unsafe_parts,
+    "parts": lambda s, x: (lambda a, b, c: torch.cat([a * b, b * c, c.sin()], 1))(*x.chunk(3, 1)),
+    "part": lambda s, x: (x * 2).split(8, 1)[1].sin().repeat(1, 3),
+    "only part": lambda s, x: F.linear(x, s.weight).split(ROWS)[0],
+    "expand": lambda s, x: x * x[:, :1].expand(ROWS, WIDTH),
+    "expanded": lambda s, x: x.sin()[:1].expand(ROWS, WIDTH),
+    "transposed": lambda s, x: (x.t() * s.weight[:, :ROWS]).t(),
+    "reshaped": lambda s, x: x.t().reshape(ROWS, WIDTH) * x,
+    "strided": lambda s, x: x[:, ::2].repeat(1, 2) * x.flip(0),
+    "int8": lambda s, x: x * (x.detach() * 20).to(torch.int8) * 0.1,
+    "bool": lambda s, x: torch.where(x > 0, x * (x < 1), -x).masked_fill(x > 2, 0.5),
+    "complex": as_complex,
+    "index": lambda s, x: x[torch.arange(ROWS).flip(0)] * x,
+    "double": lambda s, x: x.double().sin().mul(x),
+    "dropout": lambda s, x: F.dropout(x, 0.3),
+    "views": lambda s, x: views(x),
+    "pass": lambda s, x: handed_on(F.silu(x)) * 2,
+    "scale": lambda s, x: scaled_in_place(F.gelu(x)) * 2,
+    "returns": lambda s, x: RETURNS[s.number % len(RETURNS)](x),
+    "returns to a leaf": lambda s, x: x * RETURNS[s.number % len(RETURNS)](s.leaf),
+    "no grad": lambda s, x: x * in_context(torch.no_grad(), number_of, x),
+    "inference": lambda s, x: x * in_context(torch.inference_mode(), number_of, x),
+    "inner gradient": inner_gradient,
+    "foreign": lambda s, x: in_context(s.foreign(), lambda x: F.gelu(x.sin()) * x, x),
+    "tensor hook": hooked,
+    "checkpoint": lambda s, x: checkpoint(cheap, x, s.weight, use_reentrant=s.number % 2 == 0),
+    "numbered checkpoint": lambda s, x: numbered_checkpoint(lambda y: cheap(y, s.weight), x),
+    "by hand": lambda s, x: recomputable(cheap, x, s.weight),
+    "by hand, created": lambda s, x: recomputable(created, x) * x,
+    "by hand, dropout": lambda s, x: x * recomputable(lambda y: F.dropout(y.sin(), 0.2), x),
+    "by hand, a list": lambda s, x: recomputable(lambda xs: torch.cat(xs, -1)[:, ::2] * 1, [x, -x]),
+}
+MAY_RAISE = (lambda s, x: x.sigmoid().mul_(2), lambda s, x: x * 1 if x.is_leaf else x.add_(0.5))
 
 
 class OtherResults(TorchDispatchMode):
@@ -259,14 +329,7 @@ class OtherResults(TorchDispatchMode):
         self.counts = counts
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func.overloadpacket not in OTHERS:
-            return result
-        self.counts[str(func)] += 1
-        return result * 1.125
-
-
-OTHERS = {torch.ops.aten.mul, torch.ops.aten.gelu, torch.ops.aten.addmm, torch.ops.aten.sin}
+        return _other(self.counts, func, func.overloadpacket, args, kwargs)
 
 
 class OtherFunctions(TorchFunctionMode):
@@ -277,11 +340,21 @@ class OtherFunctions(TorchFunctionMode):
         self.counts = counts
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func not in (F.gelu, F.silu, F.linear, torch.Tensor.mul, torch.Tensor.sin):
-            return result
-        self.counts[func.__name__] += 1
-        return result * 1.125
+        return _other(self.counts, func, func, args, kwargs)
+
+
+_OTHERS = {
+    *(torch.ops.aten.mul, torch.ops.aten.gelu, torch.ops.aten.addmm, torch.ops.aten.sin),
+    *(F.gelu, F.silu, F.linear, torch.Tensor.mul, torch.Tensor.sin),
+}
+
+
+def _other(counts, func, kind, args, kwargs):
+    result = func(*args, **(kwargs or {}))
+    if kind not in _OTHERS:
+        return result
+    counts[str(kind)] += 1
+    return result * 1.125
 
 
 @contextmanager
@@ -294,38 +367,68 @@ def switched(read, put, value):
         put(before)
 
 
-def lossy(counts):
-    """Foreign hooks that keep float32 as float16."""
-
-    def pack(tensor):
+def foreign(counts, pack, unpack):
+    def counted(tensor):
         counts["packed"] += 1
-        return tensor.dtype, tensor.half() if tensor.dtype is torch.float32 else tensor
+        return pack(tensor)
 
-    return saved_tensors_hooks(pack, lambda packed: packed[1].to(packed[0]))
-
-
-def cloning(counts):
-    """Foreign hooks that keep copies, and count."""
-
-    def pack(tensor):
-        counts["packed"] += 1
-        return tensor.detach().clone()
-
-    return saved_tensors_hooks(pack, lambda packed: packed)
+    return saved_tensors_hooks(counted, unpack)
 
 
-MODES = {
-    "autocast": lambda counts: torch.autocast("cpu", torch.bfloat16),
-    "autocast without cache": lambda _: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
-    "no autocast": lambda counts: torch.autocast("cpu", enabled=False),
-    "no mkldnn": lambda counts: torch.backends.mkldnn.flags(enabled=False),
-    "double": lambda counts: switched(
-        torch.get_default_dtype, torch.set_default_dtype, torch.float64
-    ),
-    "deterministic": lambda counts: switched(
-        torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, 1
-    ),
-    "dispatch": OtherResults,
-    "functions": OtherFunctions,
-}
-FOREIGN = {"lossy": lossy, "cloning": cloning}
+def _halved(tensor):
+    return tensor.dtype, tensor.half() if tensor.dtype is torch.float32 else tensor
+
+
+FOREIGN = (
+    lambda counts: foreign(counts, _halved, lambda packed: packed[1].to(packed[0])),
+    lambda counts: foreign(counts, lambda x: x.detach().clone(), lambda packed: packed),
+)
+_DTYPE = torch.get_default_dtype, torch.set_default_dtype
+_DEBUG = torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode
+MODES = (
+    lambda counts: torch.autocast("cpu", torch.bfloat16),
+    lambda counts: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+    lambda counts: torch.autocast("cpu", enabled=False),
+    lambda counts: torch.backends.mkldnn.flags(enabled=False),
+    lambda counts: switched(*_DTYPE, torch.float64),
+    lambda counts: switched(*_DEBUG, 1),
+    OtherResults,
+    OtherFunctions,
+    *FOREIGN,
+)
+
+
+def _scaled(given, factor):
+    if isinstance(given, tuple):
+        return tuple(None if x is None else x * factor for x in given)
+    return given * factor
+
+
+def _global_hook(module, counts):
+    kind = type(module)
+    return register_module_forward_hook(
+        lambda m, args, out: out * 1.5 if type(m) is kind is nn.GELU else None
+    )
+
+
+def _after_accumulation(module, change):
+    handles = [
+        parameter.register_post_accumulate_grad_hook(
+            lambda parameter: None if parameter.grad is None else change(parameter)
+        )
+        for parameter in module.parameters(recurse=False)
+    ]
+    return handles[0] if handles else None
+
+
+HOOKS = (
+    lambda m, counts: m.register_forward_hook(lambda m, args, out: _scaled(out, 1.25)),
+    lambda m, counts: m.register_forward_pre_hook(lambda m, args: _scaled(args, 0.75)),
+    lambda m, counts: m.register_forward_pre_hook(lambda m, a: a and (a[0] + 0.1,), prepend=True),
+    lambda m, counts: m.register_forward_pre_hook(lambda m, a: counts.update([type(m).__name__])),
+    lambda m, counts: m.register_full_backward_hook(lambda m, grads, _: _scaled(grads, 1.5)),
+    lambda m, counts: _after_accumulation(m, lambda p: p.grad.mul_(0.5)),
+    lambda m, counts: _after_accumulation(m, lambda p: p.data.sub_(p.grad, alpha=0.01)),
+    lambda m, counts: _after_accumulation(m, lambda p: setattr(p, "grad", p.grad * 2)),
+    _global_hook,
+)
