@@ -181,6 +181,12 @@ class Block(nn.Module):
         return manager.recomputable(drop_some, x) if manager else drop_some(x)
 
 
+class ColumnParallelLinear(nn.Linear):
+    """Passes for Megatron's, whose output a plan may make again."""
+
+    __module__ = "megatron.core.tensor_parallel.layers"
+
+
 def make_model(*, layers=3, width=32, seed=0, recomputes=False):
     torch.manual_seed(seed)
     return nn.ModuleList(Block(width, recomputes) for _ in range(layers))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_offload.config import AUTO_UNITS, OffloadConfig, apply_overrides, load_yaml
+from megatron_offload.config import OffloadConfig, apply_overrides, load_yaml
 from megatron_offload.errors import ConfigError
 from megatron_offload.files import strict_yaml
 from megatron_offload.files.strict_model import validate
@@ -223,12 +223,9 @@ def test_a_plan_s_file_may_be_a_path():
         OffloadConfig(policy={"kind": "plan_file", "path": ""})
 
 
-def test_one_name_stands_for_a_list_of_it_and_auto_for_its_own():
+def test_one_name_stands_for_a_list_of_it():
     one = OffloadConfig(modules="mlp_fc1", recompute="norm")
     assert (one.modules, one.recompute) == (("mlp_fc1",), ("norm",))
-    assert OffloadConfig(recompute="auto").recompute == AUTO_UNITS
     for names in ("nrm", ["nrm"]):
         with pytest.raises(ConfigError, match="called 'nrm'; did you mean 'norm'"):
             OffloadConfig(recompute=names)
-    with pytest.raises(ConfigError, match="write recompute: auto"):
-        OffloadConfig(recompute=["auto"])

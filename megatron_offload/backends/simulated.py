@@ -341,6 +341,9 @@ class SimulatedBackend(Backend):
         while unfinished:
             stream, position = unfinished[-1]
             while stream._executed < position:
+                if not stream._queue:  # an interrupt has kept one from being counted
+                    stream._executed = position
+                    break
                 operation: Any = stream._queue[0]
                 is_wait = isinstance(operation, SimulatedEvent)
                 if is_wait and operation.stream._executed < operation.position:

@@ -18,6 +18,7 @@ from typing import TypeAlias
 import torch
 
 from megatron_offload.core.group import GroupState
+from megatron_offload.engine.call_state import apart, has_modes
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import OffloadGroup
@@ -147,7 +148,7 @@ class AutomaticGroups:
         while owner_of_hooks() is self:
             take_off(lambda pack: owner_of(pack) is self)
             if self._forwards:
-                self._forwards.pop()
+                self._forwards.pop().chunk.close_group(None)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -168,6 +169,8 @@ class AutomaticGroups:
     @graph_break
     def pack(self, tensor: torch.Tensor) -> Packed:
         """Record a tensor that autograd saves; the pack hook."""
+        if has_modes():
+            return apart(self.pack, tensor)
         forward = self._forwards[-1] if self._forwards else None  # between two lines of `begin`
         if forward is None or forward.pack is None:
             return SavedTensor(tensor, self.name)

@@ -88,6 +88,21 @@ def has_modes() -> bool:
     return bool(num_functions or torch._C._len_torch_dispatch_stack())
 
 
+def leave_modes(undo: ExitStack) -> None:
+    """Leave all modes that are entered, until ``undo`` enters them again."""
+    if torch._C._len_torch_dispatch_stack():
+        undo.enter_context(_disable_current_modes())
+    for _ in range(torch._C._len_torch_function_stack()):
+        undo.callback(_push_mode, _pop_mode())
+
+
+def apart(function: Callable[..., Any], *args: Any) -> Any:
+    """Call what a mode of the program must not see, as it is no part of that."""
+    with ExitStack() as undo:
+        leave_modes(undo)
+        return function(*args)
+
+
 def _drop(tensor: torch.Tensor) -> Any:
     """Keep nothing of a graph that nobody goes back through; a pack hook."""
 
@@ -120,21 +135,12 @@ class CallState:
                 # Casts of weights in the cache would outlive this call.
                 undo.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
                 torch.set_autocast_cache_enabled(False)
-            self._exchange_modes(undo)
+            leave_modes(undo)
+            if self._device_context is not None:
+                _push_mode(self._device_context)
+                undo.callback(_pop_mode)
             undo.enter_context(torch.set_grad_enabled(self._has_grad))
             if self._has_grad:
                 _push_saved_tensors_default_hooks(_drop, _drop)
                 undo.callback(_pop_saved_tensors_default_hooks)
             return function(*args)
-
-    def _exchange_modes(self, undo: ExitStack) -> None:
-        """Leave the modes of now, which were not there."""
-        if torch._C._len_torch_dispatch_stack():
-            undo.enter_context(_disable_current_modes())
-        num_functions = torch._C._len_torch_function_stack()
-        if num_functions > 1 or self._device_context is not _device_context():
-            for _ in range(num_functions):
-                undo.callback(_push_mode, _pop_mode())
-            if self._device_context is not None:
-                _push_mode(self._device_context)
-                undo.callback(_pop_mode)

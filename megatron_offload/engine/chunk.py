@@ -16,7 +16,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from megatron_offload.backends.base import Stream
 from megatron_offload.core.profile import GroupKey
-from megatron_offload.engine.call_state import has_modes
+from megatron_offload.engine.call_state import apart, has_modes
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import ALIGNMENT_BYTES, Block, OffloadGroup, Recipe, Rules
 from megatron_offload.engine.marks import (
@@ -130,6 +130,8 @@ class ChunkOffloadHandler:
         Returns:
             The record that autograd keeps; `SavedTensor.unpack` gives the tensor back.
         """
+        if has_modes():
+            return apart(self.pack, group, tensor)
         transfers = self.transfers
         if transfers.observers and not is_parameter(tensor):
             for observer in transfers.observers:

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch._C._autograd import _unsafe_set_version_counter
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -29,6 +28,7 @@ from megatron_offload.backends.base import Event, Stream
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import Group
 from megatron_offload.core.profile import GroupKey, RemadeUnit
+from megatron_offload.memory.storage_ref import StorageRef
 
 if TYPE_CHECKING:
     from megatron_offload.memory.host_pool import HostRegion, Part
@@ -200,7 +200,7 @@ class Block:
     target_version: int | None = None
     handed: dict[Form, torch.Tensor] | None = None
     reload: Reload | None = None
-    storage_ref: StorageWeakRef | None = None
+    storage_ref: StorageRef | None = None
     recipe: Recipe | None = None
     made: tuple[Stream, torch.Tensor] | None = None
     stays = cancelled = released = was_reached = False

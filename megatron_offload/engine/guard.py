@@ -23,6 +23,7 @@ from collections.abc import Callable
 from threading import RLock
 from typing import Any, TypeVar, cast
 
+from megatron_offload.engine.call_state import apart, has_modes
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.errors import OffloadError, StateError
 
@@ -106,7 +107,7 @@ def guarded(method: F) -> F:
                 while left:
                     left[0].take_back(left[0])
                     left.popleft()
-                return method(self, *args)
+                return apart(method, self, *args) if has_modes() else method(self, *args)
             except OffloadError:
                 raise
             except BaseException:

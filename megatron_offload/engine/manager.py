@@ -283,8 +283,9 @@ class PipelineOffloadManager:
 
     def is_hidden(self) -> bool:
         """Whether hooks of others are in force, so that a group that starts here is none."""
-        others = others_hooks() if torch.is_grad_enabled() and not is_in_backward() else ""
-        self.transfers.stats.num_hidden_groups += bool(others)
+        others = "" if is_in_backward() else others_hooks()
+        if others and torch.is_grad_enabled():
+            self.transfers.stats.num_hidden_groups += 1
         if others not in ("", "torch.utils.checkpoint"):
             self._say_once(_HIDDEN, others)
         return bool(others)

@@ -10,16 +10,16 @@ import weakref
 from collections.abc import Container
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
 from megatron_offload.backends.base import Backend
+from megatron_offload.memory.storage_ref import StorageRef
 from megatron_offload.memory.tensor_pool import num_owners
 
 _OPT_OUT_MARKS = ("_do_not_offload", "_TE_do_not_offload", "_is_buffer")
 _SETTING = "offloading_activation"
 
-_everywhere: dict[int, StorageWeakRef] = {}
+_everywhere: dict[int, StorageRef] = {}
 """The storages that no manager moves."""
 
 
@@ -28,7 +28,7 @@ def mark_everywhere(tensor: torch.Tensor) -> None:
     tensor._do_not_offload = True  # type: ignore[attr-defined]
     if type(tensor) is torch.Tensor:
         storage = tensor.untyped_storage()
-        _everywhere[storage._cdata] = StorageWeakRef(storage)
+        _everywhere[storage._cdata] = StorageRef(storage)
 
 
 def take_back(tensor: torch.Tensor) -> None:
@@ -102,7 +102,7 @@ class Marks:
         self._parameters: weakref.WeakValueDictionary[int, torch.Tensor] = (
             weakref.WeakValueDictionary()
         )
-        self._storages: dict[int, StorageWeakRef] = {}
+        self._storages: dict[int, StorageRef] = {}
         self._staying: set[int] = set()
         """Those, and where parameters are."""
         self._is_old = False
@@ -119,7 +119,7 @@ class Marks:
             self._is_old = True
             return
         storage = tensor.untyped_storage()
-        self._storages[storage._cdata] = StorageWeakRef(storage)
+        self._storages[storage._cdata] = StorageRef(storage)
         self._staying.add(storage._cdata)
 
     def begin_step(self) -> None:

@@ -54,4 +54,5 @@ def is_held_elsewhere(block: Block) -> bool | None:
         own = [block.target]  # it was to leave, and its source was still there
     else:
         return None
+    own += (block.handed or {}).values()
     return num_owners(own[0].untyped_storage()) > len(own) + 1  # and this line's handle

@@ -21,15 +21,16 @@ from typing import Any
 
 import torch
 from torch._C._autograd import CreationMeta, _get_creation_meta
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.call_state import MODES, CallState, has_modes
 from megatron_offload.engine.group import Block, BlockRef, Recipe
+from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.random_states import RandomStates
 from megatron_offload.engine.saved_tensor import FORMS, SavedTensor
 from megatron_offload.errors import CorruptionError, StateError
+from megatron_offload.memory.storage_ref import StorageRef
 from megatron_offload.memory.tensor_pool import span_bytes
 
 _KNOWN_FUNCTIONS = ("torch.", "megatron.core.", "transformer_engine.", "megatron_offload.")
@@ -55,7 +56,12 @@ def lasting(tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.nbytes > _MOST_COPIED_BYTES:
         return tensor
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    copied = tensor.detach().clone()
+    if not is_parameter(tensor):
+        return copied.requires_grad_(tensor.requires_grad)
+    copied = torch.nn.Parameter(copied, tensor.requires_grad)
+    vars(copied).update(vars(tensor))
+    return copied
 
 
 def may_be_written(view: torch.Tensor, base: torch.Tensor, maker: int) -> bool:
@@ -128,7 +134,7 @@ class Input(SavedTensor):
         storage = tensor.untyped_storage()
         self.storage_key: int = storage._cdata
         # While this is held no other storage has the identity by which the block is found.
-        self._storage_ref = StorageWeakRef(storage)
+        self._storage_ref = StorageRef(storage)
         self.recipe = recipe
 
     def _description(self) -> str:
@@ -247,7 +253,7 @@ class FunctionRecipe:
         self._has_graph = output.requires_grad
         self.version: int = output._version
         storage = output.untyped_storage()
-        self._storage_ref = StorageWeakRef(storage)  # as with an `Input`
+        self._storage_ref = StorageRef(storage)  # as with an `Input`
         self._random_states = random_states
         self._state = CallState(keeps_grad=keeps_grad)
         if has_modes():

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from weakref import ref
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_offload.backends.base import Backend, Stream, Wait
 from megatron_offload.core.budget import DeviceBudget
@@ -22,6 +21,7 @@ from megatron_offload.core.group import OFFLOADING, ON_HOST
 from megatron_offload.engine.group import Block, Flight, OffloadGroup
 from megatron_offload.engine.observer import Observer
 from megatron_offload.memory.host_pool import HostPool, HostRegion
+from megatron_offload.memory.storage_ref import StorageRef
 from megatron_offload.memory.tensor_pool import num_owners, use_count_of
 
 
@@ -89,7 +89,7 @@ class Sources:
                 storage.resize_(0)
                 block.storage_key = 0
             else:
-                block.storage_ref = StorageWeakRef(storage)
+                block.storage_ref = StorageRef(storage)
             if block.region is not region or block.name is not name:
                 if region is not None:
                     self._host_pool.count_alone(region, name, name_bytes)
@@ -118,7 +118,7 @@ class Sources:
         if is_sole_owner:
             block.storage_key = 0
         else:
-            block.storage_ref = StorageWeakRef(storage)
+            block.storage_ref = StorageRef(storage)
 
     def _note_freed(
         self, storage: torch.UntypedStorage, label: str, stream: Stream, *, is_sole_owner: bool

@@ -9,6 +9,7 @@ import weakref
 
 import torch
 
+from megatron_offload.engine.call_state import apart, has_modes
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import ALIGNMENT_BYTES, Block
 from megatron_offload.errors import InPlaceModificationError
@@ -148,6 +149,8 @@ class SavedTensor:
             InPlaceModificationError: the tensor was changed in place since it was saved. With
                 hooks set autograd skips this check of its own, so it is made here.
         """
+        if has_modes():
+            return apart(self.unpack)
         alias = self.alias
         if alias._version != self.version:
             self.check_version()

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from megatron_offload.autotune.loop import tune
@@ -164,6 +165,8 @@ def _find(modules: Mapping[str, nn.Module], kind: _Kind) -> list[str]:
 
 
 def _has_forward(module: nn.Module) -> bool:
+    if isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
+        return False
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 

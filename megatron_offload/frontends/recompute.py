@@ -15,13 +15,14 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.nn.modules import module as torch_module
+from torch.nn.modules.module import _global_forward_hooks as GLOBAL_HOOKS
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
@@ -208,10 +209,22 @@ def _share_id(handle: RemovableHandle, *, last: bool) -> None:
     handle.id = _SHARED_ID
 
 
+class _Begun(NamedTuple):
+    """A forward under way of a module that a pattern names."""
+
+    refusal: str
+    twin: nn.Module | None
+    reads: Sequence[torch.Tensor]
+    versions: Sequence[tuple[torch.Tensor, int]]
+    """Of what it has and is given."""
+    states: RandomStates | None
+
+
 class _Source:
     """The hooks of one module that tell how its output was made.
 
-    One that is known draws no random numbers, changes nothing, and never asks for the grad mode.
+    One that is known draws no random numbers, changes nothing, and never asks for the grad mode. Of
+    others the state is noted when their forward begins, and what they change is seen at its end.
     """
 
     def __init__(
@@ -222,67 +235,93 @@ class _Source:
         self.hook = EagerHook(self.end)
         self._kind = kind
         self._is_known = is_known
-        self._begun: list[tuple[list[tuple[torch.Tensor, int]], RandomStates | None]] = []
-        """Of each forward under way the versions of what it has and is given, and from what it
-        draws."""
+        self._begun: list[_Begun | None] = []
+
+    def _manager(self) -> PipelineOffloadManager | None:
+        manager = self.find_manager()
+        wants = manager is not None and manager.records() and manager.may_make_again(self.unit)
+        return manager if wants else None
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note what a forward may change."""
-        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        """Note what a forward begins with, and may change."""
+        begun = None
+        if self._manager() is not None:
+            given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            if not any(map(is_functorch_wrapped_tensor, given)):
+                begun = self._note(module, given)
+        self._begun.append(begun)
+
+    def _note(self, module: nn.Module, given: Sequence[torch.Tensor]) -> _Begun:
         has = *given, *module.parameters(), *module.buffers()
         devices = {x.device.type for x in has} - {"meta"}
+        refusal = self._refusal(module)
+        if are_captured(devices):
+            refusal = refusal or "its module may draw random numbers, whose state can't be read"
+        if refusal:
+            return _Begun(refusal, None, (), (), None)
+        reads: list[torch.Tensor] = []
+        twin = _twin_of(module, reads)
         versions = [(x, x._version) for x in has if not x.is_inference()]
-        self._begun.append((versions, None if are_captured(devices) else RandomStates(devices)))
+        return _Begun("", twin, reads, versions, RandomStates(devices))
 
     def end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Tell the manager how the output was made."""
-        versions, states = self._begun.pop() if self._begun else ([], None)
+        begun = self._begun.pop() if self._begun else None
         is_one = isinstance(output, torch.Tensor)
         made = output if is_one or not isinstance(output, (tuple, list)) else output[0]
         if type(made) is not torch.Tensor or is_functorch_wrapped_tensor(made):
             return  # or it has raised
-        manager = self.find_manager()
-        if manager is None or not manager.records() or not manager.may_make_again(self.unit):
+        manager = self._manager()
+        if manager is None or (begun is None and not self._is_known):
             return
-        refusal = MODES if has_modes() else self._refusal(module)
-        if not refusal and any(tensor._version != version for tensor, version in versions):
-            refusal = "its module changes its buffers, or in place what it is given"
-        if not (self._is_known or refusal or states):
-            refusal = "its module may draw random numbers, whose state can't be read"
+        if begun is None:
+            reads: list[torch.Tensor] = []
+            refusal = self._refusal(module)
+            begun = _Begun(refusal, None if refusal else _twin_of(module, reads), reads, (), None)
+        refusal, states = begun.refusal or self._hooked(module), begun.states
+        if any(tensor._version != version for tensor, version in begun.versions):
+            refusal = refusal or "its module changes its buffers, or in place what it is given"
         if states is not None and states.are_current():
             states = None
-        reads: list[torch.Tensor] = []
-        function: Call = _nothing
-        if not refusal:
-            forward = type(module).forward
-            twin = _twin_of(module, reads)
-            function = partial(_call_twin, twin, forward, not is_one)
         tell(
             manager,
             made,
-            function,
+            partial(_call_twin, begun.twin, type(module).forward, not is_one),
             args,
             kwargs,
             self.unit,
-            reads,
+            begun.reads,
             random_states=states,
             keeps_grad=not self._is_known,
             refusal=refusal,
         )
 
-    def _refusal(self, module: nn.Module) -> str:
-        """Return why a module's output can't be made again by its forward, or nothing."""
-        if type(module) is not self._kind or "forward" in vars(module):
-            return "its module's forward was exchanged"
+    def _hooked(self, module: nn.Module) -> str:
+        """Return why an output may not be what the forward has returned, or nothing."""
         if next(iter(module._forward_hooks.values())) is not self.hook:
             return "another forward hook comes first, and may have replaced it"
-        if torch_module._global_forward_hooks:
-            return "a global forward hook may have replaced it"
-        return next(filter(None, map(_hidden_state, module.modules())), "")
+        return "a global forward hook may have replaced it" if GLOBAL_HOOKS else ""
+
+    def _refusal(self, module: nn.Module) -> str:
+        """Return why a module's output can't be made again by its forward, or nothing."""
+        if has_modes():
+            return MODES
+        if type(module) is not self._kind or "forward" in vars(module):
+            return "its module's forward was exchanged"
+        parts = iter(module.modules())
+        return next(filter(None, [_hidden_state(next(parts)), *map(_hidden_part, parts)]), "")
 
 
 _INNER = set(vars(nn.Module()))
 """What each module has, besides what its class gives it."""
+
+
+def _hidden_part(module: nn.Module) -> str:
+    """Return what of a part of a module can't run again, or nothing."""
+    hooks = *module._forward_pre_hooks.values(), *module._forward_hooks.values()
+    if not all(isinstance(hook, ModuleHook) for hook in hooks):
+        return "a part of its module has forward hooks"
+    return _hidden_state(module)
 
 
 def _hidden_state(module: nn.Module) -> str:
@@ -294,10 +333,12 @@ def _hidden_state(module: nn.Module) -> str:
         value = own[name]
         if isinstance(value, (bool, int, float, str)) or value is None:
             continue
-        if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
-            return "its module has a method as an attribute"
-        if any(isinstance(part, torch.Tensor) for part in pytree.tree_leaves(value)):
-            return "its module reads a tensor that is an attribute of it"
+        for part in pytree.tree_leaves(value):
+            if isinstance(part, (torch.Tensor, np.ndarray)):
+                return "its module reads a tensor that is an attribute of it"
+            is_bound = isinstance(part, MethodType) and isinstance(part.__self__, nn.Module)
+            if is_bound or isinstance(part, partial) or getattr(part, "__closure__", None):
+                return "its module has a function as an attribute that may know it"
     return ""
 
 
@@ -318,13 +359,11 @@ def _twin_of(module: nn.Module, reads: list[torch.Tensor]) -> nn.Module:
     return twin
 
 
-def _call_twin(twin: nn.Module, forward: Call, picks_first: bool, *args: Any, **kwargs: Any) -> Any:
+def _call_twin(
+    twin: nn.Module | None, forward: Call, picks_first: bool, *args: Any, **kwargs: Any
+) -> Any:
     result = forward(twin, *args, **kwargs)
     return result[0] if picks_first else result
-
-
-def _nothing(*_: Any, **__: Any) -> Any:
-    raise AssertionError("a refused recipe is never run")
 
 
 def tell(

@@ -9,6 +9,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Hashable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from megatron_offload.backends import current_device
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.graph_break import graph_break
+from megatron_offload.engine.hooks import others_hooks
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.stats import StepStats
@@ -138,7 +140,15 @@ def _make(
     )
 
 
-_idle: dict[Hashable, list[AutomaticGroups]] = {}
+class _Lent(weakref.ref[object]):
+    """What a context has while it lives; the callback is in C, where no interrupt is lost."""
+
+    groups: AutomaticGroups
+    pool: HostPool
+
+
+_lent: set[_Lent] = set()
+_idle: dict[Hashable, list[_Lent]] = {}
 """What contexts that are gone have left for the next of the same settings: the process's, because
 the documented form makes a context for each step, and pins and learns once all the same."""
 
@@ -147,22 +157,22 @@ def _lend(context: object, config: OffloadConfig, *sizes: int) -> AutomaticGroup
     """Return what moves the tensors of a context, for as long as that exists."""
     settings = (config.model_dump_json(), frozenset(config.model_fields_set))
     left = _idle.setdefault((threading.get_ident(), current_device(config), settings, sizes), [])
-    try:
-        groups = left.pop()
-        groups.manager.enable_offload()
-    except IndexError:
+    groups: AutomaticGroups | None = None
+    while left and groups is None:
+        lent = left.pop()
+        _lent.discard(lent)
+        if lent.groups.manager.host_pool is lent.pool and not lent.pool.is_closed:
+            groups = lent.groups  # else it was configured anew
+    if groups is None:
         # The settings have changed, maybe, and nobody may come for what the others have pinned.
-        for other in [groups for idle in list(_idle.values()) for groups in idle]:
-            other.manager.trim()
+        for other in [lent for idle in list(_idle.values()) for lent in idle]:
+            other.groups.manager.trim()
         groups = _make(PipelineOffloadManager(config), *sizes)
-    weakref.finalize(context, _take_back, groups, left, groups.manager.host_pool).atexit = False
+    groups.manager.enable_offload()
+    lent = _Lent(context, left.append)
+    lent.groups, lent.pool = groups, groups.manager.host_pool
+    _lent.add(lent)
     return groups
-
-
-def _take_back(groups: AutomaticGroups, left: list[AutomaticGroups], pool: HostPool) -> None:
-    """Keep what a context had for the next one, unless it was closed or configured anew."""
-    if groups.manager.host_pool is pool and not pool.is_closed:
-        left.append(groups)
 
 
 class NoOpManager(saved_tensors_hooks):
@@ -248,17 +258,17 @@ def _find_head(model: nn.Module) -> nn.Module | None:
 
 
 def _keep_on_device(module: nn.Module) -> None:
-    """Run every forward of a module inside `NoOpManager`."""
-    entered: list[NoOpManager] = []
+    """Run every forward of a module inside `NoOpManager`, but under hooks of others."""
+    entered: list[AbstractContextManager[None]] = []
 
     def enter(module: nn.Module, args: Any) -> None:
-        hooks = NoOpManager()
+        hooks = contextlib.nullcontext() if others_hooks() else NoOpManager()
         hooks.__enter__()
         entered.append(hooks)
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         if entered:  # else another hook has raised before ours ran
-            entered.pop().__exit__()
+            entered.pop().__exit__(None, None, None)
 
     handles = hooks_of(NoOpManager, module)
     handles.append(module.register_forward_pre_hook(ModuleHook(enter)))

@@ -84,6 +84,7 @@ def install(config: OffloadConfig | None = None, tuner: MeasuredLoop | None = No
                 exchanged.replace(their_class, name, member)
         wrap_methods(exchanged, _METHODS)
         exchanged.on_undo(_marked.clear)
+        exchanged.on_undo(_forget_recompute)
         exchanged.on_undo(_seen_in.clear)
         tell_pipeline_rank(pipeline)  # the calls of megatron-core 0.16 don't say it
         exchanged.on_undo(functools.partial(tell_pipeline_rank, None))
@@ -128,6 +129,12 @@ uninstall = exchanged.undo
 
 is_installed = exchanged.__bool__
 """Whether `install` is in effect."""
+
+
+def _forget_recompute() -> None:
+    manager = PipelineOffloadManager.instance
+    if manager is not None:
+        manager.recompute = manager.config.recompute
 
 
 def _put_back_copies(back: dict[int, Any]) -> None:

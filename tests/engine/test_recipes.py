@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -15,6 +15,8 @@ from programs import (
     in_group,
     make_manager,
 )
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from megatron_offload import CPUOffload, OffloadActivations, recomputable
@@ -592,6 +594,97 @@ def test_autocast_of_the_forward_is_that_of_backward():
     assert check(manager, forward).remade_bytes == TENSOR_BYTES
 
 
+def asks_grad_mode(x):
+    return x.cos() if torch.is_grad_enabled() else x.sin()
+
+
+def asks_backend(x):
+    return x.cos() if torch.backends.mkldnn.enabled else x.sin()
+
+
+def asks_default_dtype(x):
+    return x.cos() if torch.get_default_dtype() == torch.float32 else x.sin()
+
+
+def asks_default_device(x):
+    return x.cos() if torch.ones(WIDTH).is_meta else x.sin()
+
+
+@contextmanager
+def other_default_dtype():
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def within(context, forward):
+    """Return a forward in a context that backward isn't in."""
+
+    def inside(manager, x):
+        with context():
+            return forward(manager, x)
+
+    return inside
+
+
+@pytest.mark.parametrize(
+    ("function", "context"),
+    [
+        (asks_grad_mode, nullcontext),
+        (asks_grad_mode, torch.no_grad),
+        (asks_backend, lambda: torch.backends.mkldnn.flags(enabled=False)),
+        (asks_default_dtype, other_default_dtype),
+        (asks_default_device, lambda: torch.device("meta")),
+    ],
+    ids=["grad", "no grad", "backend", "default dtype", "default device"],
+)
+def test_a_function_that_asks_for_a_switch_finds_that_of_the_forward(function, context):
+    def forward(manager, x):
+        def inner(x):
+            with context():
+                y = make(manager, function, x)
+            return save(save(x, x), y)
+
+        return in_group(manager, inner, x)
+
+    assert check(make_manager(checking=True), forward).remade_bytes == TENSOR_BYTES
+
+
+class HalvesCosines(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        return made * 0.5 if function is torch.ops.aten.cos.default else made
+
+
+class TakesSines(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return (torch.sin if function is torch.cos else function)(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [HalvesCosines, TakesSines])
+def test_what_a_mode_has_changed_is_not_made_again_without_it(mode):
+    manager = make_manager()
+    because = "a mode of dispatch or of functions was entered, which may change what it computes"
+    assert refusals(manager, within(mode, of(torch.cos))) == {because: TENSOR_BYTES}
+
+
+def test_a_small_parameter_that_is_written_to_unseen_counts_as_it_was():
+    def forward(manager, x):
+        scale = torch.nn.Parameter(torch.ones(WIDTH))
+
+        def inner(x):
+            y = make(manager, torch.mul, x, scale)
+            return save(save(x, x), y)
+
+        y = in_group(manager, inner, x)
+        scale.data.fill_(2.0)
+        return y
+
+    assert check(make_manager(checking=True), forward).remade_bytes == TENSOR_BYTES
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_nothing_is_noted_inside_a_checkpoint_or_its_recompute(reentrant):
     def forward(manager, x):
@@ -641,17 +734,16 @@ def test_an_error_of_the_function_is_the_program_s_and_harms_nothing():
     manager, fails = make_manager(), []
 
     def function(x):
-        if fails and not torch.is_grad_enabled():
+        if fails and fails.pop():
             torch.rand(3)
             raise ValueError("not now")
         return x.cos()
 
     expected = run(None, of(function))
     for aborts in (True, False):
-        fails.append(1)
+        fails += [True, False]  # taken from the end: not in forward, but in backward
         with pytest.raises(ValueError, match="not now"):
             run(manager, of(function))
-        fails.clear()
         if aborts:
             manager.abort()
         assert_same(expected, run(manager, of(function)))
@@ -724,13 +816,16 @@ def test_what_the_program_keeps_is_not_made_again_and_next_time_not_dropped():
 
 
 def test_a_parameter_without_memory_is_named():
-    weight = torch.nn.Parameter(torch.ones(WIDTH))
+    weight = torch.nn.Parameter(torch.ones(1 << 19))  # more than is copied
     manager = make_manager()
     manager.begin_chunk()
 
+    def scale(x, weight):
+        return x * weight[:WIDTH]
+
     def inner(x):
-        y = x.detach() * weight.detach()
-        manager.made_by(y, lambda x, weight: x * weight, x.detach(), weight, unit="scale")
+        y = scale(x.detach(), weight.detach())
+        manager.made_by(y, scale, x.detach(), weight, unit="scale")
         return save(save(x, x), y)
 
     y = in_group(manager, inner, rows() * 1.0)

@@ -11,12 +11,21 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from programs import TWO_TIMINGS, assert_nothing_left, assert_same, make_config, make_manager
+from programs import (
+    TWO_TIMINGS,
+    ColumnParallelLinear,
+    assert_nothing_left,
+    assert_same,
+    make_config,
+    make_manager,
+)
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_offload import (
-    CPUOffload,
     OffloadActivations,
     OffloadConfig,
     get_act_offloading_ctx_manager,
@@ -25,18 +34,21 @@ from megatron_offload import (
 from megatron_offload.config import RECOMPUTE_UNITS
 from megatron_offload.core.policy_config import ModulesConfig
 from megatron_offload.errors import ConfigError
+from megatron_offload.frontends.around import _RECOMPUTED, refuse_unserved
 from megatron_offload.frontends.recompute import unit_of
 from megatron_offload.observe.recorder import profile_step
 from megatron_offload.planning.plan import UnitChoice, plan_of
 from megatron_offload.planning.policy import plan_by_rule
 
 ROWS, WIDTH = 16, 32
+OWN = "**own_norm"
+NAMED = ("norm", "mlp_act", OWN)
 
 
 class OwnRMSNorm(nn.Module):
     """As Hugging Face's models write it."""
 
-    def __init__(self, width, eps=1e-6):
+    def __init__(self, width=WIDTH, eps=1e-6):
         super().__init__()
         self.weight = nn.Parameter(torch.rand(width) + 0.5)
         self.eps = eps
@@ -71,6 +83,19 @@ def make_model(**settings):
     return nn.Sequential(*(Gated(**settings) for _ in range(3)), nn.Linear(WIDTH, 3))
 
 
+def around_part(part):
+    """A model in which the part has what comes before and after it saved."""
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    for name, module in (
+        ("first", nn.Linear(WIDTH, WIDTH)),
+        ("own_norm", part()),
+        ("last", nn.Linear(WIDTH, 3)),
+    ):
+        model.add_module(name, module)
+    return model
+
+
 def make_inputs():
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
 
@@ -80,34 +105,33 @@ def train(model, context=None, inputs=None):
     torch.manual_seed(2)
     model.zero_grad()
     x = make_inputs() if inputs is None else inputs
-    if context is None:
+    with context or contextlib.nullcontext():
         loss = model(x).float().square().mean()
-    else:
-        with context:
-            loss = model(x).float().square().mean()
     loss.backward()
     return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
 
 
-def around(model, recompute, *, knows_model, timing="late", **settings):
-    config = make_config(timing, recompute=recompute, **settings)
-    if knows_model:
-        return get_act_offloading_ctx_manager(model, config=config, warn_if_no_head=False)
-    return OffloadActivations(config=config)
+def around(model, units, timing="late", **settings):
+    named = {} if units is None else {"recompute": units}  # None: as unless it is set
+    config = make_config(timing, **named, **settings)
+    return get_act_offloading_ctx_manager(model, config=config, warn_if_no_head=False)
 
 
 def remade_bytes(manager):
     return sum(group.remade_bytes for group in manager.last_step.by_name.values())
 
 
-@pytest.mark.parametrize("knows_model", [True, False])
+def units_of(profile):
+    return {unit.unit for group in profile.groups for unit in group.remade}
+
+
 @pytest.mark.parametrize("timing", TWO_TIMINGS)
-def test_each_choice_of_units_gives_the_bits_and_more_of_them_move_less(timing, knows_model):
+def test_each_choice_of_units_gives_the_bits_and_more_of_them_move_less(timing):
     model = make_model()
     expected = train(model)
     moved = []
-    for units in ((), ("mlp_act",), ("norm", "mlp_act"), "auto"):
-        offload = around(model, units, knows_model=knows_model, timing=timing, checking=True)
+    for units in ((), ("mlp_act",), ("norm", "mlp_act"), NAMED):
+        offload = around(model, units, timing, checking=True)
         for _ in range(3):
             assert_same(expected, train(model, offload))
             assert offload.end_step()
@@ -117,40 +141,33 @@ def test_each_choice_of_units_gives_the_bits_and_more_of_them_move_less(timing, 
     assert moved == sorted(set(moved), reverse=True)
 
 
-def test_all_that_norms_and_activations_make_of_what_is_saved_leaves():
+@pytest.mark.parametrize(("units", "times"), [(("norm", "mlp_act"), 3), (NAMED, 4)])
+def test_all_that_named_modules_make_of_what_is_saved_leaves(units, times):
     model = make_model()
-    offload = around(model, ("norm", "mlp_act"), knows_model=True, min_tensor_bytes=ROWS * WIDTH)
+    offload = around(model, units, min_tensor_bytes=ROWS * WIDTH)
     train(model, offload)
     assert offload.end_step()
-    own = 3 * 4 * ROWS * WIDTH
-    assert remade_bytes(offload.manager) == own + own + 2 * own
+    assert remade_bytes(offload.manager) == times * 3 * 4 * ROWS * WIDTH
 
 
-def test_the_default_makes_norms_and_activations_again():
-    assert OffloadConfig().recompute == ("norm", "mlp_act", "mlp_fc1")
-    model = make_model()
-    offload = OffloadActivations(manager=make_manager())
-    train(model, offload)
-    assert offload.end_step()
-    assert remade_bytes(offload.manager) > 0
+def test_nothing_is_made_again_unless_it_is_named():
+    assert OffloadConfig().recompute == ()
+    model, manager = make_model(), make_manager()
+    for offload in (
+        OffloadActivations(config=make_config()),
+        get_act_offloading_ctx_manager(model, config=make_config(), warn_if_no_head=False),
+    ):
+        train(model, offload)
+        assert offload.end_step()
+        assert remade_bytes(offload.manager) == 0
+    with offload_modules(model, ["*"], manager=manager):
+        group_step(model, manager)
+    assert remade_bytes(manager) == 0
 
 
-def test_a_share_counts_what_is_left_to_move():
-    model = make_model()
-    expected = train(model)
-    try:
-        offload = CPUOffload(1.0, "remade", make_config())
-        for _ in range(2):
-            assert_same(expected, train(model, offload))
-            assert offload.end_step()
-        assert remade_bytes(offload._groups.manager) > 0
-    finally:
-        CPUOffload.forget("remade")
-
-
-def group_step(model, manager):
+def group_step(model, manager, inputs=None):
     with manager.step():
-        found = train(model)
+        found = train(model, inputs=inputs)
     assert_nothing_left(manager)
     return found
 
@@ -163,8 +180,7 @@ def test_modules_by_name_are_made_again_where_groups_are(timing):
     with offload_modules(model, ["*"], manager=manager):
         for _ in range(3):
             assert_same(expected, group_step(model, manager))
-        units = {unit.unit for group in manager.last_profile.groups for unit in group.remade}
-        assert units == {"norm", "*.act"}
+        assert units_of(manager.last_profile) == {"norm", "*.act"}
         assert remade_bytes(manager) > 0
     assert not any(module._forward_hooks for module in model.modules())
 
@@ -172,12 +188,11 @@ def test_modules_by_name_are_made_again_where_groups_are(timing):
 def test_a_pattern_takes_a_module_of_any_kind():
     model = make_model()
     expected = train(model)
-    manager = make_manager(recompute=("?.mix", "*.down"))
+    manager = make_manager(recompute=("?.gate", "*.up"))
     with offload_modules(model, ["*"], manager=manager):
         for _ in range(2):
             assert_same(expected, group_step(model, manager))
-    units = {unit.unit for group in manager.last_profile.groups for unit in group.remade}
-    assert units <= {"?.mix", "*.down"}
+    assert units_of(manager.last_profile) == {"?.gate", "*.up"}
 
 
 class Mlp(nn.Module):
@@ -185,7 +200,7 @@ class Mlp(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.linear_fc1 = nn.Linear(WIDTH, 4 * WIDTH)
+        self.linear_fc1 = ColumnParallelLinear(WIDTH, 4 * WIDTH)
         self.act = nn.GELU()
         self.linear_fc2 = nn.Linear(4 * WIDTH, WIDTH)
 
@@ -202,16 +217,12 @@ class Layer(nn.Module):
         return self.mlp(x)
 
 
-def units_of(profile):
-    return {unit.unit for group in profile.groups for unit in group.remade}
-
-
 @pytest.mark.parametrize("timing", TWO_TIMINGS)
 def test_a_matrix_product_is_made_again_in_the_layers_that_a_plan_says(timing):
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer() for _ in range(3)))
     expected = train(model)
-    manager = make_manager(timing)
+    manager = make_manager(timing, recompute=("mlp_act", "mlp_fc1"))
     with offload_modules(model, ["*.mlp.*"], manager=manager):
         assert_same(expected, group_step(model, manager))
         assert units_of(manager.last_profile) == {"mlp_act"}  # to tell of others is work
@@ -232,21 +243,14 @@ def test_a_matrix_product_is_made_again_in_the_layers_that_a_plan_says(timing):
             assert more_bytes == len(chosen) * 4 * ROWS * 4 * WIDTH
 
 
-class Counting(nn.Module):
+class CountingLayerNorm(nn.Module):
     def __init__(self):
         super().__init__()
         self.register_buffer("count", torch.zeros(()))
 
     def forward(self, x):
         self.count += 1
-        return x * self.count
-
-
-class Summing(nn.Module):
-    def forward(self, x):
-        y = x.clone()
-        torch.distributed.all_reduce(y)
-        return y * x
+        return x.sin() * self.count
 
 
 class Adding(nn.Module):
@@ -254,21 +258,43 @@ class Adding(nn.Module):
         return x.add_(1).cos()
 
 
-class DroppingLayerNorm(nn.LayerNorm):
+class WithMethod(OwnRMSNorm):
+    """Remembers one of its methods, which would have its own state."""
+
+    def __init__(self):
+        super().__init__()
+        self.run = super().forward
+
     def forward(self, x):
-        return F.dropout(super().forward(x), 0.3)
+        return self.run(x)
 
 
-class FusedRMSNorm(nn.RMSNorm):
-    """Draws where torch doesn't see it, as a kernel of its own would."""
+class ConditionedLayerNorm(nn.Module):
+    """A tensor that is no buffer, as where a model sets a condition."""
+
+    def __init__(self):
+        super().__init__()
+        self.condition = torch.linspace(0, 1, WIDTH)
 
     def forward(self, x):
-        with _disable_current_modes():
-            return F.dropout(super().forward(x), 0.3)
+        return F.layer_norm(x, (WIDTH,)) * self.condition
 
 
-class SummingRMSNorm(Summing):
-    pass
+def scripted():
+    return nn.Sequential(OwnRMSNorm(), torch.jit.script(nn.Sequential(nn.GELU())))
+
+
+def norm_of_a_network():
+    """Its weight comes anew with each call, as of a network for it, of pruning, or with dropout."""
+    norm = nn.LayerNorm(WIDTH)
+    norm.raw = nn.Parameter(norm.weight.detach())
+    del norm._parameters["weight"]
+    norm.register_forward_pre_hook(lambda n, _: setattr(n, "weight", F.dropout(n.raw, 0.5)))
+    return norm
+
+
+def norm():
+    return nn.LayerNorm(WIDTH)
 
 
 def patched_norm():
@@ -278,42 +304,276 @@ def patched_norm():
 
 
 REFUSED = {
-    "a pattern with dropout": ("1*", "draws random numbers", lambda: nn.Dropout(0.5)),
-    "a pattern with buffers": ("1*", "changes its buffers", Counting),
-    "a pattern with a sum": ("1*", "communicates", Summing),
-    "a pattern with a change": ("1*", "changes in place what it is given", Adding),
-    "a norm with dropout": ("norm", "draws random numbers", lambda: DroppingLayerNorm(WIDTH)),
-    "a fused norm": ("norm", "draws random numbers", lambda: FusedRMSNorm(WIDTH)),
-    "a patched norm": ("norm", "draws random numbers", patched_norm),
-    "a norm with a sum": ("norm", "communicates", SummingRMSNorm),
+    "changes a buffer": (OWN, CountingLayerNorm, "its module changes its buffers"),
+    "changes what it is given": (OWN, Adding, "its module changes its buffers"),
+    "holds a method": (OWN, WithMethod, "its module has a function as an attribute"),
+    "holds a tensor": (OWN, ConditionedLayerNorm, "its module reads a tensor that is an attribute"),
+    "holds a script": (OWN, scripted, "its module has a part in TorchScript"),
+    "weight made anew": ("norm", norm_of_a_network, "its module reads a tensor that is an attrib"),
+    "exchanged forward": ("norm", patched_norm, "its module's forward was exchanged"),
 }
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_be_done_again_moves_and_says_why(kind, caplog, tmp_path):
-    unit, because, part = REFUSED[kind]
+def test_a_module_that_cannot_run_again_is_moved_and_counted(kind, caplog):
+    unit, part, because = REFUSED[kind]
+    plain, model = around_part(part), around_part(part)
+    assert_same(train(plain), train(model, around(model, None)))
+    manager = make_manager(recompute=(unit, "nothing.*"))
+    with caplog.at_level(logging.WARNING), offload_modules(model, ["*"], manager=manager):
+        for _ in range(2):
+            assert_same(train(plain), group_step(model, manager))
+    stats = manager.last_step
+    assert stats.remade_bytes == 0
+    assert [reason for reason in stats.refused_recipe_bytes if reason.startswith(because)]
+    assert "no module here matches 'nothing.*'" in caplog.text
 
-    def make():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), part(), nn.Linear(WIDTH, 3))
 
-    store = f"file://{tmp_path}/store"
-    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+class EmulatesBfloat16(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        return made.bfloat16().float() if function is torch.ops.aten.gelu.default else made
+
+
+class TanhGelu(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        more = {"approximate": "tanh"} if function is F.gelu else {}
+        return function(*args, **{**(kwargs or {}), **more})
+
+
+@contextlib.contextmanager
+def rounding_outputs():
+    hook = register_module_forward_hook(lambda m, i, o: (o * 16).round() / 16 + o - o.detach())
     try:
-        plain, model = make(), make()
-        manager = make_manager(recompute=(unit, "nothing.*"))
-        with offload_modules(model, ["*"], manager=manager), caplog.at_level(logging.WARNING):
-            for _ in range(2):
-                assert_same(train(plain), group_step(model, manager))
-        assert remade_bytes(manager) == 0
-        told = f"'1' moves and isn't made again, since its forward {because}"
-        assert caplog.text.count(told) == 1
-        assert "no module here matches 'nothing.*'" in caplog.text
+        yield
     finally:
-        torch.distributed.destroy_process_group()
+        hook.remove()
 
 
-def test_small_weights_of_a_job_of_several_give_the_same_product(tmp_path):
+@pytest.mark.parametrize("is_outside", [True, False])
+@pytest.mark.parametrize("mode", [EmulatesBfloat16, TanhGelu, rounding_outputs])
+def test_what_a_mode_around_the_forward_changes_is_not_made_again(mode, is_outside):
+    model = around_part(nn.GELU)
+
+    def within(context):
+        both = (mode(), context) if is_outside else (context, mode())
+        stack = contextlib.ExitStack()
+        for one in both:
+            stack.enter_context(one)
+        return stack
+
+    for units in (None, NAMED):
+        expected = train(model, within(contextlib.nullcontext()))
+        offload = around(model, units)
+        assert_same(expected, train(model, within(offload)))
+        assert offload.end_step()
+        assert offload.last_step.remade_bytes == 0
+
+
+class TaskLayerNorm(nn.Module):
+    """Of its own weights takes those of the task, which is a number."""
+
+    task = 0
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(2, WIDTH))
+
+    def forward(self, x):
+        return F.layer_norm(x, (WIDTH,), self.weight[self.task])
+
+
+class ListedLayerNorm(TaskLayerNorm):
+    """Is told by what a list holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.tasks = [0]
+
+    def forward(self, x):
+        self.task = self.tasks[0]
+        return super().forward(x)
+
+
+def with_dropout():
+    return nn.Sequential(OwnRMSNorm(), nn.Dropout())
+
+
+def another_weight(part, i):
+    part.weight = nn.Parameter(torch.full((2, WIDTH), 1.0 + i))
+
+
+STATES = {
+    "a number": (TaskLayerNorm, lambda part, i: setattr(part, "task", i)),
+    "a list": (ListedLayerNorm, lambda part, i: part.tasks.__setitem__(0, i)),
+    "of a known class": (nn.LeakyReLU, lambda part, i: setattr(part, "negative_slope", 0.1 + i)),
+    "a rate": (with_dropout, lambda part, i: setattr(part[1], "p", i / 3)),
+    "its mode": (with_dropout, lambda part, i: part.train(bool(i))),
+    "weights": (OwnRMSNorm, lambda part, i: part.weight.data.fill_(1.0 + i)),
+    "weights of a known class": (norm, lambda part, i: part.weight.data.fill_(1.0 + i)),
+    "other weights": (TaskLayerNorm, another_weight),
+}
+
+
+@pytest.mark.parametrize("units", [None, (OWN,), ("norm", "mlp_act")])
+@pytest.mark.parametrize("kind", STATES)
+def test_what_a_module_had_counts_where_it_changes_between_forwards(kind, units):
+    part, change = STATES[kind]
+
+    def gradients(context):
+        model = around_part(part)
+        offload = context(model)
+        losses = []
+        for i in (0, 1):
+            torch.manual_seed(i)
+            change(model.own_norm, i)
+            with offload:
+                losses.append(model(make_inputs() + i).square().mean())
+        sum(losses).backward()
+        named = model.first.weight, model.last.weight
+        return [p.grad for p in named], offload
+
+    expected, _ = gradients(lambda _: contextlib.nullcontext())
+    found, offload = gradients(lambda model: around(model, units))
+    assert_same(expected, found)
+    assert offload.end_step()
+    is_known = "known class" in kind and units is not None
+    assert (offload.last_step.remade_bytes > 0) is (units == (OWN,) or is_known)
+
+
+class GradModeRMSNorm(OwnRMSNorm):
+    """Has another kernel where no gradient is needed."""
+
+    def forward(self, x):
+        if torch.is_grad_enabled():
+            return F.layer_norm(x, (WIDTH,), self.weight)
+        return super().forward(x)
+
+
+class BackendRMSNorm(OwnRMSNorm):
+    def forward(self, x):
+        return super().forward(x) * (1.0 if torch.backends.mkldnn.enabled else 2.0)
+
+
+class WarmingLayerNorm(nn.LayerNorm):
+    """Warms up by its calls."""
+
+    calls = 0
+
+    def __init__(self):
+        super().__init__(WIDTH)
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * min(1.0, self.calls / 10)
+
+
+@pytest.mark.parametrize("units", [None, (OWN,), ("norm", "mlp_act")])
+@pytest.mark.parametrize("part", [GradModeRMSNorm, BackendRMSNorm, WarmingLayerNorm])
+def test_a_module_runs_again_as_in_its_forward_and_leaves_no_trace(part, units):
+    plain, model = around_part(part), around_part(part)
+    offload = around(model, units)
+    for _ in range(3):
+        with torch.backends.mkldnn.flags(enabled=False):
+            losses = [plain(make_inputs()).square().mean()]
+            with offload:
+                losses.append(model(make_inputs()).square().mean())
+        for one, loss in zip((plain, model), losses, strict=True):
+            one.zero_grad()
+            loss.backward()
+        assert_same([p.grad for p in plain.parameters()], [p.grad for p in model.parameters()])
+        assert offload.end_step()
+    assert (remade_bytes(offload.manager) > 0) is (units == (OWN,))
+    assert getattr(model.own_norm, "calls", 3) == 3
+
+
+def per_sample(model):
+    return torch.vmap(model)(torch.randn(5, 4, WIDTH)).square().mean()
+
+
+def tangent(model):
+    x = torch.randn(4, WIDTH)
+    out, slope = torch.func.jvp(model, (x,), (torch.ones_like(x),))
+    return (out * slope).mean()
+
+
+def fake(model):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model(torch.randn(4, WIDTH)).square().mean()
+    return sum(p.sum() for p in model.parameters())
+
+
+@pytest.mark.parametrize("units", [None, NAMED])
+@pytest.mark.parametrize("forward", [per_sample, tangent, fake])
+def test_a_first_forward_of_another_kind_needs_nothing(forward, units):
+    expected, found = [], []
+    for grads, is_on in ((expected, False), (found, True)):
+        model = make_model()
+        torch.manual_seed(1)
+        with around(model, units) if is_on else contextlib.nullcontext():
+            loss = forward(model)
+        loss.backward()
+        grads += [p.grad for p in model.parameters()]
+    assert_same(expected, found)
+
+
+def test_frozen_weights_that_are_there_for_the_forward_alone_count_as_they_were():
+    def make():
+        model = around_part(OwnRMSNorm)
+        norm = model.own_norm.requires_grad_(False)
+        weight, away = norm.weight, nn.Parameter(torch.empty(WIDTH, device="meta"), False)
+        norm.register_forward_pre_hook(lambda n, _: n._parameters.update(weight=weight))
+        norm.register_forward_hook(lambda n, *_: n._parameters.update(weight=away))
+        return model
+
+    def gradients(context):
+        model = make()
+        with context(model):
+            loss = model(make_inputs()).square().mean()
+        loss.backward()
+        return [p.grad for p in (*model.first.parameters(), *model.last.parameters())]
+
+    expected = gradients(lambda _: contextlib.nullcontext())
+    for units in (None, (OWN,)):
+        assert_same(expected, gradients(lambda model, units=units: around(model, units)))
+
+
+@pytest.mark.parametrize("units", [None, NAMED])
+def test_a_scripted_model_or_part_is_taken_as_it_is(units):
+    scripted_part = torch.jit.script(nn.Sequential(nn.LayerNorm(WIDTH), nn.SiLU()))
+    for model in (scripted_part, nn.Sequential(nn.Linear(WIDTH, WIDTH), scripted_part)):
+        for _ in range(3):  # it optimises itself
+            expected = train(model)
+        assert_same(expected, train(model, around(model, units)))
+    manager = make_manager(recompute=units or ())
+    with offload_modules(model, ["0"], manager=manager):
+        assert_same(expected, group_step(model, manager))
+
+
+class ConstantsRMSNorm(OwnRMSNorm):
+    """Reads what it makes itself, views of its parameters, and what it has made of them."""
+
+    def forward(self, hidden_states):
+        scale = torch.tensor([1.0, 2.0]).repeat(WIDTH // 2)
+        weight = (self.weight.data.view(-1) + self.weight.detach()) * torch.arange(WIDTH)
+        made = super().forward(hidden_states) * (weight + scale).to(hidden_states.dtype)
+        return F.dropout(made, 0.3)
+
+
+@pytest.mark.parametrize("min_tensor_bytes", [0, 1024])
+def test_what_a_norm_makes_and_draws_itself_is_made_again(min_tensor_bytes):
+    model = around_part(ConstantsRMSNorm)
+    expected = train(model)
+    config = make_config(min_tensor_bytes=min_tensor_bytes, recompute=OWN)
+    stash = {"max_fwd_stash_size": 1, "warn_if_no_head": False}  # groups end inside the norm
+    offload = get_act_offloading_ctx_manager(model, config=config, **stash)
+    for _ in range(3):
+        assert_same(expected, train(model, offload))
+    offload.end_step()
+    assert remade_bytes(offload.manager) >= ROWS * WIDTH * 4
+
+
+def test_small_weights_give_the_same_product():
     """They are copied; by what needs a gradient a product of matrices chooses its kernel."""
 
     class Transposed(nn.Module):
@@ -328,112 +588,31 @@ def test_small_weights_of_a_job_of_several_give_the_same_product(tmp_path):
     model = nn.Sequential(nn.Linear(129, 129), Transposed())
     x = torch.randn(5, 7, 129)
     expected = train(model, inputs=x)
-    store = f"file://{tmp_path}/store"
-    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    try:
-        manager = make_manager(recompute=("norm", "*.up"))
-        with offload_modules(model, ["*"], manager=manager), manager.step():
-            assert_same(expected, train(model, inputs=x))
-        assert units_of(manager.last_profile) == {"*.up"}
-    finally:
-        torch.distributed.destroy_process_group()
+    manager = make_manager(recompute=("norm", "*.up"))
+    with offload_modules(model, ["*"], manager=manager):
+        assert_same(expected, group_step(model, manager, x))
+    assert units_of(manager.last_profile) == {"*.up"}
 
 
-def test_a_list_that_is_changed_afterwards_counts_as_it_was():
-    class Repeating(nn.Module):
-        def forward(self, x):
-            sizes = [2, 1]
-            y = x.sin().repeat(sizes)
-            sizes[0] = 3
-            return y.square()
-
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Repeating(), nn.Linear(WIDTH, 3))
-    expected = train(model)
-    offload = around(model, ("pointwise", "layout"), knows_model=False)
-    assert_same(expected, train(model, offload))
-
-
-class ConditionedLayerNorm(nn.Module):
-    """Its model tells it by an attribute what to multiply by."""
-
-    condition = torch.ones(WIDTH)
-
-    def forward(self, x):
-        return F.layer_norm(x, (WIDTH,)) * self.condition
-
-
-class Conditioned(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm = nn.Linear(WIDTH, WIDTH), ConditionedLayerNorm()
-        self.last = nn.Linear(WIDTH, 3)
-
-    def forward(self, x, condition):
-        self.norm.condition = condition
-        return self.last(self.norm(self.first(x)))
-
-
-def test_what_a_module_is_told_by_an_attribute_counts_as_it_was(caplog):
-    torch.manual_seed(0)
-    model = Conditioned()
-
-    def step(context):
-        model.zero_grad()
-        losses = []
-        for seed in range(3):
-            generator = torch.Generator().manual_seed(seed)
-            x, condition = torch.randn(2, ROWS, WIDTH, generator=generator)
-            with context:
-                losses.append(model(x, condition[0]).square().mean())
-        for loss in losses:
-            loss.backward()
-        return [p.grad.clone() for p in model.parameters()]
-
-    offload = around(model, ("norm",), knows_model=True)
-    assert_same(step(contextlib.nullcontext()), step(offload))
-    assert "'norm' moves and isn't made again, since its forward reads a tensor" in caplog.text
-
-
-class ConstantsRMSNorm(OwnRMSNorm):
-    """Reads what it makes itself, views of its parameters, and what it has made of them."""
-
-    def forward(self, hidden_states):
-        scale = torch.tensor([1.0, 2.0]).repeat(WIDTH // 2)
-        weight = (self.weight.data.view(-1) + self.weight.detach()) * torch.arange(WIDTH)
-        return super().forward(hidden_states) * (weight + scale).to(hidden_states.dtype)
-
-
-@pytest.mark.parametrize("min_offload_size", [0, 1024])
-def test_what_a_norm_makes_itself_is_made_again(min_offload_size, caplog):
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), ConstantsRMSNorm(WIDTH), nn.Linear(WIDTH, 3))
-    expected = train(model)
-    config = make_config(min_tensor_bytes=min_offload_size)
-    stash = {"max_fwd_stash_size": 1, "warn_if_no_head": False}  # groups end inside the norm
-    offload = get_act_offloading_ctx_manager(model, config=config, **stash)
-    for _ in range(3):
-        assert_same(expected, train(model, offload))
-    offload.end_step()
-    assert "recompute:" not in caplog.text
-    assert remade_bytes(offload.manager) >= ROWS * WIDTH * 4
-
-
-def test_a_forward_that_raises_is_no_proof_of_the_next():
-    class RaisingOnceLayerNorm(DroppingLayerNorm):
+def test_a_forward_that_raises_leaves_nothing_to_the_next():
+    class RaisingOnce(OwnRMSNorm):
         has_raised = False
 
         def forward(self, x):
+            torch.rand(3)
             if not self.has_raised:
                 self.has_raised = True
                 raise ZeroDivisionError
-            return super().forward(x)
+            return F.dropout(super().forward(x), 0.3)
 
-    model = nn.Sequential(RaisingOnceLayerNorm(WIDTH), nn.Linear(WIDTH, 3))
-    manager = make_manager()
+    model = around_part(RaisingOnce)
+    manager = make_manager(recompute=OWN)
     with offload_modules(model, ["*"], manager=manager):
         with pytest.raises(ZeroDivisionError):
             group_step(model, manager)
         found = group_step(model, manager)
     assert_same(train(model), found)
+    assert remade_bytes(manager) > 0
 
 
 def test_what_another_hook_makes_of_an_output_is_saved_as_ever():
@@ -444,38 +623,21 @@ def test_what_another_hook_makes_of_an_output_is_saved_as_ever():
         return model
 
     plain, model = make(), make()
-    manager = make_manager()
+    manager = make_manager(recompute=("norm",))
     with offload_modules(model, ["*"], manager=manager):
-        model[2].norm.register_forward_hook(lambda *_: _[-1] * 3, prepend=True)
-        plain[2].norm.register_forward_hook(lambda *_: _[-1] * 3, prepend=True)
+        for one in (plain, model):
+            one[2].norm.register_forward_hook(lambda *_: _[-1] * 3, prepend=True)
         for _ in range(2):
             assert_same(train(plain), group_step(model, manager))
-    assert remade_bytes(manager) > 0
-
-
-def test_a_flag_or_weight_that_is_changed_in_between_counts_as_it_was():
-    torch.manual_seed(0)
-    model = nn.Sequential(OwnRMSNorm(WIDTH), nn.Linear(WIDTH, 3))
-    first = nn.Linear(WIDTH, WIDTH)
-    manager = make_manager()
-    full = nn.Sequential(first, *model)
-    expected = train(full)
-    with offload_modules(full, ["*"], manager=manager), manager.step():
-        torch.manual_seed(2)
-        full.zero_grad()
-        loss = full(make_inputs()).float().square().mean()
-        weight = full[1].weight
-        full.eval()
-        full[1].weight = nn.Parameter(torch.zeros(WIDTH))
-        loss.backward()
-        full[1].weight = weight
-    assert_same(expected, [loss.detach(), *(p.grad for p in full.parameters())])
+    assert remade_bytes(manager) == ROWS * WIDTH * 4
+    reasons = manager.last_step.refused_recipe_bytes
+    assert "another forward hook comes first, and may have replaced it" in reasons
 
 
 def test_copies_of_a_model_and_evaluation_in_between_change_nothing():
     model = make_model()
     expected = train(model)
-    manager = make_manager(recompute=("norm", "mlp_act", "*.down"))
+    manager = make_manager(recompute=(*NAMED, "*.up"))
     with offload_modules(model, ["*"], manager=manager):
         other = copy.deepcopy(model)
         for _ in range(2):
@@ -485,21 +647,26 @@ def test_copies_of_a_model_and_evaluation_in_between_change_nothing():
             assert_same(expected, group_step(model, manager))
             assert_same(expected, train(other))
         assert_same(expected, group_step(model, manager))
+    assert units_of(manager.last_profile) == {*NAMED, "*.up"}
 
 
 def test_mixed_precision_is_made_again_under_the_same_autocast():
     model = make_model()
-    for units in (("norm", "mlp_act"), "auto"):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            expected = train(model)
-            offload = around(model, units, knows_model=False)
-            for _ in range(2):
-                assert_same(expected, train(model, offload))
-                assert offload.end_step()
-        assert remade_bytes(offload.manager) > 0
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = train(model)
+    offload = around(model, NAMED)
+    for _ in range(2):
+        with torch.autocast("cpu", dtype=torch.bfloat16), offload:
+            torch.manual_seed(2)
+            loss = model(make_inputs()).float().square().mean()
+        model.zero_grad()
+        loss.backward()
+        assert_same(expected, [loss.detach(), *(p.grad for p in model.parameters())])
+        assert offload.end_step()
+    assert remade_bytes(offload.manager) > 0
 
 
-@pytest.mark.parametrize("units", [(), ("norm", "mlp_act")], ids=["moved", "made again"])
+@pytest.mark.parametrize("units", [(), ("mlp_act", "2*")], ids=["moved", "made again"])
 def test_channels_that_come_last_do_so_where_an_image_is_one_pixel(units):
     """Strides of dimensions of size 1 tell kernels that, and their sums have another order."""
     torch.manual_seed(0)
@@ -507,107 +674,46 @@ def test_channels_that_come_last_do_so_where_an_image_is_one_pixel(units):
     model = nn.Sequential(*parts, nn.Conv2d(32, 3, 1))
     images = torch.randn(8, 4, 6, 6).to(memory_format=torch.channels_last)
     expected = train(model, inputs=images)
-    offload = around(model, units, knows_model=False)
+    offload = around(model, units)
     for _ in range(2):
         assert_same(expected, train(model, offload, images))
         assert offload.end_step()
     assert (remade_bytes(offload.manager) > 0) is bool(units)
 
 
-def test_what_a_norm_cannot_be_made_again_of_its_last_function_can():
-    """In bfloat16 such a norm saves a copy of its input, and not that."""
-    model = make_model().bfloat16()
-    expected = train(model, inputs=make_inputs().bfloat16())
-    remade = []
-    for knows_model in (False, True):
-        offload = around(model, "auto", knows_model=knows_model)
-        for _ in range(2):
-            assert_same(expected, train(model, offload, make_inputs().bfloat16()))
-            assert offload.end_step()
-        remade.append(remade_bytes(offload.manager))
-    assert remade[0] == remade[1] > 0
-
-
-def test_functions_of_a_program_in_plain_pytorch():
-    class Functional(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-            self.scale = nn.Parameter(torch.rand(WIDTH))
-
-        def forward(self, x):
-            y = F.layer_norm(x, (WIDTH,), self.scale)
-            y = F.gelu(self.one(y), approximate="tanh")
-            y = torch.cat([y * self.scale, F.silu(y).clone()], dim=-1).transpose(0, 1).contiguous()
-            y = F.dropout(self.two(y.transpose(0, 1)), 0.2) ** 2
-            y = F.silu(y.mul(2.0), inplace=True)
-            return (1 - y) / (2 + y * y)
-
-    torch.manual_seed(0)
-    model = nn.Sequential(Functional(), Functional(), nn.Linear(WIDTH, 3))
-    expected = train(model)
-    offload = around(model, "auto", knows_model=False, checking=True)
-    for _ in range(3):
-        assert_same(expected, train(model, offload))
-        assert offload.end_step()
-    units = {u.unit for g in offload.manager.last_profile.groups for u in g.remade}
-    assert units >= {"norm", "mlp_act", "pointwise"}
-
-
-def test_another_library_s_function_of_a_known_name_is_not_made_again():
-    def gelu(x):
-        if torch.overrides.has_torch_function_unary(x):
-            return torch.overrides.handle_torch_function(gelu, (x,), x)
-        return F.dropout(x.sin(), 0.4)
-
-    def gradient(context):
-        torch.manual_seed(2)
-        x = make_inputs().requires_grad_()
-        with context:
-            loss = (gelu(x * 2) ** 2).sum()
-        loss.backward()
-        return [x.grad]
-
-    offload = OffloadActivations(config=make_config(recompute=("mlp_act",)))
-    assert_same(gradient(contextlib.nullcontext()), gradient(offload))
-    assert offload.end_step()
-    assert remade_bytes(offload.manager) == 0
-
-
 def test_units_of_modules():
-    assert unit_of(nn.LayerNorm(4)) == unit_of(nn.RMSNorm(4)) == unit_of(OwnRMSNorm(4)) == "norm"
-    assert unit_of(nn.GELU()) == unit_of(nn.SiLU()) == "mlp_act"
-    for module in (nn.ReLU(), nn.Linear(2, 2), nn.Dropout(), nn.BatchNorm1d(4), make_model()):
-        assert unit_of(module) is None
+    linear = ColumnParallelLinear(4, 4)
+    assert unit_of("", nn.LayerNorm(4)) == unit_of("", nn.RMSNorm(4)) == "norm"
+    assert unit_of("", nn.GELU()) == unit_of("", nn.SiLU()) == "mlp_act"
+    assert unit_of("mlp.linear_fc1", linear) == "mlp_fc1:mlp.linear_fc1"
+    assert unit_of("linear_qkv", linear) is unit_of("mlp.linear_fc1", nn.Linear(4, 4)) is None
+    for module in (OwnRMSNorm(), WarmingLayerNorm(), nn.ReLU(), nn.BatchNorm1d(4), make_model()):
+        assert unit_of("", module) is None
 
 
-@pytest.mark.parametrize("name", ["nrom", "mlp-act", "LayerNorm"])
+@pytest.mark.parametrize("name", ["nrom", "mlp-act", "LayerNorm", "auto", "pointwise"])
 def test_an_unknown_unit_is_refused(name):
     with pytest.raises(ValueError, match=f"nothing that can be made again is called '{name}'"):
         OffloadConfig(recompute=[name])
 
 
-DOORS = {
-    "OffloadActivations": lambda config: OffloadActivations(config=config),
-    "CPUOffload": lambda config: CPUOffload(0.5, "refused", config),
-    "offload_modules": lambda config: offload_modules(
-        make_model(), ["*"], manager=make_manager(recompute=config.recompute)
-    ),
-}
-SERVED = {
-    "OffloadActivations": {"norm", "mlp_act", "pointwise", "cast", "layout"},
-    "CPUOffload": {"norm", "mlp_act", "pointwise", "cast", "layout"},
-    "offload_modules": {"norm", "mlp_act", "mlp_fc1", "*.norm"},
-}
-
-
-@pytest.mark.parametrize("door", DOORS)
-def test_what_a_door_cannot_make_again_it_refuses(door):
-    for unit in (*RECOMPUTE_UNITS, "*.norm"):
-        config = make_config(recompute=(unit,))
-        if unit in SERVED[door]:
-            DOORS[door](config)
-            CPUOffload.forget("refused")
-        else:
-            with pytest.raises(ConfigError, match=rf"can't make '{re.escape(unit)}' again; \w+"):
-                DOORS[door](config)
+def test_what_a_door_cannot_make_again_it_refuses():
+    by_name = {"norm", "mlp_act", "*.norm"}
+    served = {
+        "OffloadActivations": set(),
+        "CPUOffload": set(),
+        "operation_groups": set(),
+        "get_act_offloading_ctx_manager": by_name,
+        "offload_pipeline": by_name,
+        "offload_modules": by_name | {"mlp_fc1"},
+        "megatron_core.install()": {*RECOMPUTE_UNITS, "*.norm"},
+    }
+    assert served.keys() == _RECOMPUTED.keys()
+    for door, units in served.items():
+        for unit in (*RECOMPUTE_UNITS, "*.norm"):
+            config = make_config(recompute=(unit,))
+            if unit in units:
+                refuse_unserved(door, config)
+            else:
+                with pytest.raises(ConfigError, match=rf"can't make '{re.escape(unit)}' again; \w"):
+                    refuse_unserved(door, config)

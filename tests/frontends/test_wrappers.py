@@ -8,7 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
-from programs import TWO_TIMINGS, assert_nothing_left, assert_same, make_manager
+from programs import (
+    TWO_TIMINGS,
+    ColumnParallelLinear,
+    assert_nothing_left,
+    assert_same,
+    make_manager,
+)
 from test_whole_model import TIGHT, make_offload
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -296,7 +302,7 @@ class Mlp(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.linear_fc1, self.linear_fc2 = nn.Linear(32, 128), nn.Linear(128, 32)
+        self.linear_fc1, self.linear_fc2 = ColumnParallelLinear(32, 128), nn.Linear(128, 32)
         self.act = nn.GELU()
 
     def forward(self, x):
@@ -310,7 +316,7 @@ def test_no_matrix_product_is_to_be_made_again_of_a_weight_that_may_be_away(mesh
     if is_sharded:
         for part in (model.mlp.linear_fc1, model.mlp.linear_fc2, model):
             fully_shard(part, mesh=mesh)
-    manager = make_manager()
+    manager = make_manager(recompute=("mlp_act", "mlp_fc1"))
     with offload_modules(model, ["mlp.*"], manager=manager), profile_step(manager) as recorded:
         with manager.step():
             model(torch.ones(16, 32)).sum().backward()

@@ -70,5 +70,4 @@ def test_shares_are_exact_and_so_are_bits(model, ratios):
             wanted = ratio * CPUOffload._tags[tag].total_bytes
             largest = 4 * WIDTH * ROWS * 2
             assert abs(offload.last_step.offloaded_bytes - wanted) <= largest
-            assert offload.last_step.remade_bytes == LAYERS * largest  # what GELU makes
     assert CPUOffload._tags["first"].total_bytes > LAYERS * largest

@@ -93,6 +93,8 @@ CASES = {
     "kept-bytes": {"delta_offload_bytes_across_pp_ranks": 1 << 14},
     "wait-at-commit": {"fine_grained_offloading_max_inflight_offloads": 0},
     "one-in-flight": {"fine_grained_offloading_max_inflight_offloads": 1},
+    "by-default": {"add_bias_linear": True, "remakes": None},
+    "none-again": {"add_bias_linear": True, "remakes": ()},
     "gelu": {"add_bias_linear": True, "remakes": REMADE},
     "gelu-fused": {"bias_activation_fusion": True, "remakes": REMADE},
     "gated": {**GATED, "remakes": REMADE},
@@ -341,6 +343,7 @@ def run_case(case, *, built_first):
     from megatron_offload.integrations import megatron_core
 
     overrides = dict(CASES[case])
+    marks_mlp = "remakes" in overrides
     remakes = overrides.pop("remakes", None)
     known = {*TransformerConfig.__dataclass_fields__, *MLATransformerConfig.__dataclass_fields__}
     if not set(overrides) <= known:
@@ -366,7 +369,7 @@ def run_case(case, *, built_first):
     else:
         model = build_model(build_config(overrides, offload=True))
     marks = contextlib.nullcontext()
-    if remakes is not None:  # Megatron's own call sites leave most of the MLP out
+    if marks_mlp:  # Megatron's own call sites leave most of the MLP out
         marks = offload_modules(model, ["decoder.layers.*.mlp"])
     with marks:
         found, counts = train(model, case, manager)

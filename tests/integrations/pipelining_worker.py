@@ -103,6 +103,7 @@ def train(name, device, options, config):
     if offload is not None:
         left = {k: v for k, v in offload.manager.state_of().items() if v}
         assert not left, left
+        assert offload.last_step.remade_bytes > 0
         offload.remove()
         assert "step" not in vars(schedule)
         assert not any("forward_one_chunk" in vars(stage) for stage in stages)
@@ -115,11 +116,12 @@ def config_of(timing, options):
             "max_inflight_bytes": options.inflight,
             "prefetch_bytes": options.prefetch or "128MiB",
         }
-        return OffloadConfig(backend="cuda", min_tensor_bytes=0, **budgets)
+        return OffloadConfig(backend="cuda", min_tensor_bytes=0, recompute=("norm",), **budgets)
     return OffloadConfig(
         backend="simulated",
         simulated=SimulatedConfig(copy_timing=timing),
         min_tensor_bytes=0,
+        recompute=("norm",),
         max_inflight_bytes=0,
         prefetch_bytes=options.prefetch or "16KiB",
         host_memory_bytes="1GiB",

@@ -50,8 +50,10 @@ MOVES = {
 CAPTURED = [case for case in MOVES if "captured" in case]
 BOTH = {"norm", "mlp_act"}
 REMADE = {
-    **dict.fromkeys(("gelu", "gelu-fused", "gated", "gated-fused", "moe-gated"), BOTH),
-    "moe-gated-fused": BOTH,
+    "none-again": set(),
+    **dict.fromkeys(("by-default", "gelu", "gelu-fused", "gated-fused", "moe-gated-fused"), BOTH),
+    "gated": {"norm"},  # by parts that have no name
+    "moe-gated": {"norm"},
     "moe-permute": BOTH | {"moe_permute"},
     "rope": BOTH | {"rope"},
     "latent": BOTH | {"mla_up"},

@@ -398,7 +398,6 @@ def test_the_plug_in_alone_installs_the_defaults(plugged):
     [
         ("modles=[x]", "unknown key 'modles'; did you mean 'modules'"),
         ("recompute=[nrom]", "'nrom'; did you mean 'norm'"),
-        ("recompute=[pointwise]", "can't make 'pointwise' again"),
         ("policy.kind=plan_file policy.path=/nowhere", "/nowhere"),
         ("modules=[]", "'modules': no name, so nothing would move"),
     ],

@@ -1,0 +1,43 @@
+"""A weak reference to a storage, that no interrupt can hurt.
+
+PyTorch's own, ``StorageWeakRef``, gives its handle back in a finalizer in Python, which swallows an
+interrupt that comes while it runs. Here a callback in C notes which handles are left, and the next
+reference that is made gives them back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+
+import torch
+
+
+class _Handle(weakref.ref["StorageRef"]):
+    cdata = 0
+
+
+_alive: set[_Handle] = set()
+"""Kept here: one that went together with its reference would tell nobody."""
+
+_left: deque[_Handle] = deque()
+
+
+class StorageRef:
+    """While it lives no other storage gets the identity, ``cdata``, of this one."""
+
+    __slots__ = ("__weakref__", "cdata")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        while _left:
+            handle = _left.popleft()
+            _alive.discard(handle)
+            torch.UntypedStorage._free_weak_ref(handle.cdata)
+        self.cdata: int = storage._weak_ref()  # type: ignore[assignment]
+        handle = _Handle(self, _left.append)
+        handle.cdata = self.cdata
+        _alive.add(handle)
+
+    def expired(self) -> bool:
+        """Whether the storage has gone."""
+        return bool(torch.UntypedStorage._expired(self.cdata))
