@@ -311,7 +311,7 @@ FUNCTIONS = {
     "inner gradient": inner_gradient,
     "foreign": lambda s, x: in_context(s.foreign(), lambda x: F.gelu(x.sin()) * x, x),
     "tensor hook": hooked,
-    "checkpoint": lambda s, x: checkpoint(cheap, x, s.weight, use_reentrant=s.number % 2 == 0),
+    "checkpoint": lambda s, x: checkpoint(cheap, x, s.weight, use_reentrant=s.number % 4 == 0),
     "numbered checkpoint": lambda s, x: numbered_checkpoint(lambda y: cheap(y, s.weight), x),
     "by hand": lambda s, x: recomputable(cheap, x, s.weight),
     "by hand, created": lambda s, x: recomputable(created, x) * x,
@@ -376,7 +376,8 @@ def foreign(counts, pack, unpack):
 
 
 def _halved(tensor):
-    return tensor.dtype, tensor.half() if tensor.dtype is torch.float32 else tensor
+    alias = tensor.detach()
+    return alias.dtype, alias.half() if alias.dtype is torch.float32 else alias
 
 
 FOREIGN = (
@@ -412,13 +413,12 @@ def _global_hook(module, counts):
 
 
 def _after_accumulation(module, change):
-    handles = [
-        parameter.register_post_accumulate_grad_hook(
-            lambda parameter: None if parameter.grad is None else change(parameter)
-        )
-        for parameter in module.parameters(recurse=False)
-    ]
-    return handles[0] if handles else None
+    def hook(parameter):
+        if parameter.grad is not None:
+            change(parameter)
+
+    weight = next(module.parameters(), None)
+    return None if weight is None else weight.register_post_accumulate_grad_hook(hook)
 
 
 HOOKS = (
