@@ -12,7 +12,7 @@ one another, as in ``prefetch_bytes=2GiB|1GiB``, are those of pipeline ranks 0, 
     ours-target  the same for a size, as in ours-target:policy.target_bytes=20GiB
     ours-recompute
                  all of attention and MLP moved, but the default units, which are made again; or as
-                 in ours-recompute:recompute=norm+mlp_act+rope
+                 in ours-recompute:recompute=norm+mlp_act
     ours-inputs  the inputs of layers moved, with --full-recompute, which is for all modes
     ours-all     all of attention and MLP moved
     ours-five    Megatron's five modules of a dense layer (or --modules) moved

@@ -47,18 +47,11 @@ EXTRA_MODULES = ("mlp_fc1", "mlp_act", "mlp_fc2", "expert_fc2", "shared_experts"
 
 MODULES: tuple[str, ...] = MEGATRON_MODULES + EXTRA_MODULES
 
-RECOMPUTE_UNITS: tuple[str, ...] = (
-    "norm",
-    "mlp_act",
-    "mlp_fc1",
-    "rope",
-    "mla_up",
-    "moe_permute",
-)
+RECOMPUTE_UNITS: tuple[str, ...] = ("norm", "mlp_act", "mlp_fc1")
 """What backward can make again by name, other than modules (docs/recompute.md); ``mlp_fc1`` only
 where a plan says so."""
 
-MEGATRON_RECOMPUTE = ("norm", "mlp_act", "mlp_fc1")
+MEGATRON_RECOMPUTE = RECOMPUTE_UNITS
 """What is made again in a Megatron job unless something is set: its classes are known, and so is
 who reads what they make."""
 

@@ -95,7 +95,7 @@ SETS = {
 PAIRS = {"a2a": "ep", "deepep": "ep", "overlap": "ep", "tp": "tp", "cp": "cp", "dp": "dp"}
 """What two ranks of each pipeline rank share, where it isn't 1."""
 
-AGAIN = dict.fromkeys(("layer", "again"), ("norm", "mlp_act", "rope", "moe_permute"))
+AGAIN = dict.fromkeys(("layer", "again"), ("norm", "mlp_act"))
 """By set the units that are made again."""
 
 SIZES = {

@@ -149,9 +149,7 @@ class ChunkOffloadHandler:
             self._refuse_what_is_written(tensor, base)
         stream = transfers.backend.compute_stream()
         if group.unsettled is not self or stream is not self._saves_on:
-            self.saving = tensor
-            self.settle()
-            self.saving = None
+            self._settle_within(tensor)
             self._saves_in, self._saves_on = group, stream
             group.unsettled = self
         self._saved.append(weakref.ref(record))
@@ -177,10 +175,15 @@ class ChunkOffloadHandler:
     def _take_ready_mark(self, tensor: torch.Tensor, record: SavedTensor) -> None:
         told = tensor.__dict__.pop(READY_MARK, None)  # once: who writes to it tells again
         if told is not None and told[0] == record.version:
-            self.settle()
+            self._settle_within(tensor)
             block = record.block
             if block is not None and block.alias is record.alias:
                 block.ready = told[1]
+
+    def _settle_within(self, tensor: torch.Tensor) -> None:
+        self.saving = tensor
+        self.settle()
+        self.saving = None
 
     def settle(self) -> None:
         """Find the blocks of what was saved since this was called last.
@@ -310,9 +313,6 @@ class ChunkOffloadHandler:
         what = function, parts, constants, output, unit, random_states, depth, refusal
         recipe = FunctionRecipe(*what, keeps_grad=keeps_grad)
         block = self._find_block(key)
-        earlier = self._recipes.get(key) if block is None else block.recipe
-        if earlier is not None and earlier.version == recipe.version:
-            recipe.instead = earlier  # as the last function in a norm, whose input is there
         if block is None:
             self._recipes[key] = recipe
         elif block.is_before_copy:

@@ -305,7 +305,6 @@ class Recipe(Protocol):
     unit: str
     depth: int
     version: int
-    instead: Recipe | None
 
     def bind(self, block: Block) -> str:
         """Keep what they are made from; return why the block can't be dropped, or nothing."""

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.call_state import MODES, CallState, has_modes
-from megatron_offload.engine.group import Block, BlockRef, Recipe
+from megatron_offload.engine.group import Block, BlockRef
 from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.random_states import RandomStates
 from megatron_offload.engine.saved_tensor import FORMS, SavedTensor
@@ -222,13 +222,12 @@ class FunctionRecipe:
 
     Attributes:
         depth: how many recipes are run one after another to make this; 0 where it can't be used.
-        instead: how else its output can be made, where this can't.
         version: version counter of the output when it was made.
     """
 
     __slots__ = (
         *("_form", "_function", "_has_graph", "_parts", "_random_states", "_reads", "_refusal"),
-        *("_state", "_storage_ref", "depth", "instead", "unit", "version"),
+        *("_state", "_storage_ref", "depth", "unit", "version"),
     )
 
     def __init__(
@@ -245,7 +244,6 @@ class FunctionRecipe:
         keeps_grad: bool = False,
     ) -> None:
         self.unit = unit
-        self.instead: Recipe | None = None
         self._function = function
         self._parts = parts
         self._reads = [_Read(tensor, unit) for tensor in reads]
@@ -269,8 +267,6 @@ class FunctionRecipe:
         """Make nothing with this."""
         self._refusal = self._refusal or because
         self.depth = 0
-        if self.instead is not None:
-            self.instead.refuse(because)
 
     def refuse_without_graph(self) -> None:
         """Make nothing with this, if what it made had a graph; it was saved without.

@@ -169,4 +169,8 @@ def _has_no_other(storage: torch.UntypedStorage, owners: Iterable[ref[torch.Tens
     if num_owners(storage) > len(known) + 1:  # the Python handle
         return False
     views = Counter(id(x._base) for x in known.values() if x._base is not None)
-    return all(x._use_count() == 1 + views[key] for key, x in known.items())  # type: ignore[attr-defined]
+    for key, x in known.items():
+        has_accumulator = x.is_leaf and x.requires_grad  # the node that sums its gradient has it
+        if x._use_count() > 1 + views[key] + has_accumulator:  # type: ignore[attr-defined]
+            return False
+    return True

@@ -111,8 +111,7 @@ class Transfers:
         is_dropped = block.released  # with a group before this, which shares it
         num_bytes = block.num_bytes
         if not is_dropped:
-            while (refusal := recipe.bind(block)) and recipe.instead is not None:
-                block.recipe = recipe = recipe.instead
+            refusal = recipe.bind(block)
             if self.owners.knows(block):
                 refusal = refusal or "something else keeps it alive"
             if refusal:

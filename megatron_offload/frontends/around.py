@@ -11,7 +11,6 @@ from megatron_offload.engine.automatic import AutomaticGroups, unpack
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import ConfigError
-from megatron_offload.frontends.recompute import told_by_integrations
 
 _ALL_MOVES = "it takes what autograd saves, whatever module that is; offload_modules() goes by name"
 _RATIO = "offload_ratio says what moves; give that, or use OffloadActivations"
@@ -37,7 +36,6 @@ A manager by hand, `offload_modules`, megatron-core's call sites and the trainer
 
 _BY_NAME = "*"
 _MODULES = ("norm", "mlp_act", _BY_NAME)
-_MEGATRON = (*_MODULES, "mlp_fc1", "rope", "mla_up", "moe_permute")
 _RECOMPUTED = {
     "OffloadActivations": (),
     "get_act_offloading_ctx_manager": _MODULES,
@@ -45,7 +43,7 @@ _RECOMPUTED = {
     "offload_pipeline": _MODULES,
     "operation_groups": (),
     "offload_modules": (*_MODULES, "mlp_fc1"),
-    "megatron_core.install()": _MEGATRON,
+    "megatron_core.install()": (*_MODULES, "mlp_fc1"),
 }
 """By door what it can make again."""
 
@@ -84,9 +82,7 @@ def refuse_unserved(door: str, config: OffloadConfig) -> None:
     """Refuse with a `ConfigError` what is to be made again and this front door can't."""
     patterns = recompute_patterns(config.recompute)
     for name in config.recompute if "recompute" in config.model_fields_set else ():
-        if (_BY_NAME if name in patterns else name) in _RECOMPUTED[door]:
-            continue
-        if door != "offload_modules" or name not in told_by_integrations:
+        if (_BY_NAME if name in patterns else name) not in _RECOMPUTED[door]:
             others = [other for other, served in _RECOMPUTED.items() if name in served]
             raise ConfigError(
                 f"{door} can't make {name!r} again; {' and '.join(others) or 'offload_modules'} can"

@@ -34,7 +34,6 @@ from megatron_offload.engine.exchanges import Call
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.hooks import owner_of_hooks
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.random_states import RandomStates, are_captured
 from megatron_offload.engine.recipe import lasting, taken_apart
 
@@ -65,9 +64,6 @@ Of activations those whose backward saves their input: one that saves its output
 _UNIT_OF = {name: unit for unit, names in _KNOWN.items() for name in names.split()}
 
 _SHARED_ID = RemovableHandle(OrderedDict()).id
-
-told_by_integrations: set[str] = set()
-"""Units that a library's functions tell of as long as an integration is installed."""
 
 FindManager = Callable[[], PipelineOffloadManager | None]
 
@@ -290,7 +286,7 @@ class _Source:
             args,
             kwargs,
             self.unit,
-            begun.reads,
+            reads=begun.reads,
             random_states=states,
             keeps_grad=not self._is_known,
             refusal=refusal,
@@ -373,50 +369,18 @@ def tell(
     args: Any,
     kwargs: Any,
     unit: str,
-    reads: Sequence[torch.Tensor] = (),
-    *,
-    holds_constants: bool = False,
-    random_states: RandomStates | None = None,
-    keeps_grad: bool = False,
-    refusal: str = "",
+    **how: Any,
 ) -> None:
     """Tell a manager how an output was made, if it is one plain tensor and grad is on.
 
-    Arguments that hold tensors are taken apart. ``holds_constants`` keeps what needs no gradient
-    until backward, as what is shared by layers; otherwise it is made use of where autograd saves
-    it, like any other tensor. The others are `PipelineOffloadManager.made_by`'s.
+    Arguments that hold tensors are taken apart; ``how`` is as in `PipelineOffloadManager.made_by`.
     """
     if type(output) is not torch.Tensor or not torch.is_grad_enabled():
         return
     if kind_of(unit) not in manager.recompute:
         return
     function, args = taken_apart(function, args, kwargs)
-    if holds_constants:
-        function = partial(_fill_in, function, tuple(map(_constant, args)))
-        args = [x for x in args if _constant(x) is None]
-    manager.made_by(
-        output,
-        function,
-        *args,
-        unit=unit,
-        reads=reads,
-        random_states=random_states,
-        keeps_grad=keeps_grad,
-        refusal=refusal,
-    )
-
-
-def _constant(argument: Any) -> Any:
-    """Return an argument in a tuple where it is no activation with a gradient."""
-    if is_parameter(argument):
-        return (lasting(argument),)
-    is_input = isinstance(argument, torch.Tensor) and argument.requires_grad
-    return None if is_input else (argument,)
-
-
-def _fill_in(function: Call, constants: Sequence[Any], *inputs: Any) -> Any:
-    rest = iter(inputs)
-    return function(*(next(rest) if one is None else one[0] for one in constants))
+    manager.made_by(output, function, *args, unit=unit, **how)
 
 
 @graph_break

@@ -19,7 +19,7 @@ from megatron_offload.config import LAYER_INPUT
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.exchanges import Call, Exchanges, around
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.frontends.recompute import tell, told_by_integrations
+from megatron_offload.frontends.recompute import tell
 
 _FUSED = {
     "fusions.fused_bias_gelu": ("bias_gelu_impl",),
@@ -29,7 +29,6 @@ _FUSED = {
 }
 """Activations with bias, gate and weights fused, by the module that defines them."""
 
-_LATENT = "transformer.multi_latent_attention"
 _NEXT_TOKENS = "transformer.multi_token_prediction"
 _SEGMENTS = "_checkpointed_forward"
 
@@ -46,15 +45,11 @@ _manager = PipelineOffloadManager.get_instance
 
 def stand_ins() -> Iterator[tuple[Any, Any]]:
     """Yield functions of megatron-core's, each with the one that stands in for it."""
-    activation = partial(_telling, "mlp_act")
     calls: tuple[tuple[str, str, Call], ...] = (
-        *((module, name, activation) for module, names in _FUSED.items() for name in names),
-        ("models.common.embeddings.rope_utils", "apply_rotary_pos_emb", partial(_telling, "rope")),
+        *((module, name, _telling) for module, names in _FUSED.items() for name in names),
         ("tensor_parallel.random", "checkpoint", _grouping),
         ("extensions.transformer_engine", "te_checkpoint", _grouping),
         ("recompute", "checkpointed_forward", _by_segments),
-        ("transformer.moe.moe_utils", "permute", _permuting),
-        ("transformer.moe.moe_utils", "sort_chunks_by_idxs", _sorting),
     )
     for module, name, call in calls:
         theirs = getattr(_module(module), name, None)
@@ -71,15 +66,12 @@ def wrap_methods(exchanged: Exchanges, others: Iterable[tuple[str, str, str, Cal
         *others,
         ("transformer.mlp", "MLP", "forward", _letting_activation_tell),
         ("transformer.moe.experts", "TEGroupedMLP", "forward", _letting_activation_tell),
-        (_LATENT, "MLASelfAttention", "get_query_key_value_tensors", _projecting),
         ("transformer.transformer_block", "TransformerBlock", _SEGMENTS, _by_segments),
         (_NEXT_TOKENS, "MultiTokenPredictionLayer", _SEGMENTS, _by_segments),
     ):
         owner = getattr(_module(module), class_name, None)
         if owner is not None and name in vars(owner):
             exchanged.wrap(owner, name, call)
-    exchanged.on_undo(told_by_integrations.clear)
-    told_by_integrations.update(("rope", "mla_up", "moe_permute"))
 
 
 def _module(name: str) -> Any:
@@ -92,35 +84,10 @@ def _module(name: str) -> Any:
 # What is called in the place of megatron-core's functions: each is given its own first.
 
 
-def _telling(unit: str, theirs: Call, *args: Any, **kwargs: Any) -> Any:
+def _telling(theirs: Call, *args: Any, **kwargs: Any) -> Any:
     output = theirs(*args, **kwargs)
-    tell(_manager(), output, theirs, args, kwargs, unit, holds_constants=True)
+    tell(_manager(), output, theirs, args, kwargs, "mlp_act")
     return output
-
-
-def _permuting(theirs: Call, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    result = theirs(tokens, *args, **kwargs)
-    if not (kwargs.get("fused") or any(args[3:4])):
-        again, rows = torch.index_select, result[2]
-        tell(_manager(), result[0], again, (tokens, 0, rows), {}, "moe_permute")
-    return result
-
-
-def _sorting(
-    theirs: Call,
-    input: torch.Tensor,  # noqa: A002 - as theirs
-    split_sizes: torch.Tensor,
-    sorted_idxs: torch.Tensor,
-    probs: Any = None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    def sort_again(chunks: torch.Tensor) -> Any:
-        return theirs(chunks, split_sizes, sorted_idxs, None, *args, **kwargs)[0]
-
-    result = theirs(input, split_sizes, sorted_idxs, probs, *args, **kwargs)
-    tell(_manager(), result[0], sort_again, (input,), {}, "moe_permute")
-    return result
 
 
 def _by_segments(theirs: Call, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -162,40 +129,8 @@ def _letting_activation_tell(theirs: Call, self: Any, *args: Any, **kwargs: Any)
     may = "mlp_act" in manager.recompute and manager.may_make_again("mlp_act")
     if is_other or not (is_known and may and manager.records()):
         return theirs(self, *args, **kwargs)
-    own["activation_func"] = partial(_telling, "mlp_act", activate)
+    own["activation_func"] = partial(_telling, activate)
     try:
         return theirs(self, *args, **kwargs)
     finally:
         own["activation_func"] = activate
-
-
-def _projecting(theirs: Call, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Let the place where Megatron's own ``mla_up_proj`` would be checkpointed tell instead."""
-    manager, config = _manager(), self.config
-    is_told = "mla_up" in manager.recompute and not self.recompute_up_proj
-    has_more = config.fp8 or config.fp4 or config.sequence_parallel  # state, communication
-    if not is_told or has_more or not manager.records():
-        return theirs(self, *args, **kwargs)
-
-    def project(_: Any, run_function: Call, *inputs: Any) -> Any:
-        outputs = run_function(*inputs)
-        made: dict[int, torch.Tensor] = {}
-
-        def again(place: int, *args: Any) -> torch.Tensor:
-            if place not in made:  # one run makes all of them
-                made.update(enumerate(run_function(*args)))
-            return made.pop(place)
-
-        for place, output in enumerate(outputs):
-            function = partial(again, place)
-            tell(manager, output, function, inputs, {}, "mla_up", reads, holds_constants=True)
-        return outputs
-
-    reads = [tensor for child in self.children() for tensor in child.parameters()]
-    with Exchanges() as exchanged:
-        exchanged.replace(
-            _module("tensor_parallel.random").CheckpointWithoutOutput, "checkpoint", project
-        )
-        exchanged.replace(self, "recompute_up_proj", True)
-        exchanged.replace(self, "qkv_up_checkpoint", None)
-        return theirs(self, *args, **kwargs)

@@ -244,12 +244,7 @@ class LayerCosts:
             replace(group, name=f"shared {group.name}", units=(), is_marked=False)
             for group in shared
         ]
-        permuted = (UnitWork("moe_permute", routed, self._traffic(hidden + routed)),)
-        # Where tokens come from other GPUs, copying them again would communicate.
-        units = permuted if model.expert_parallel == 1 else ()
-        fc1 = self._linear(
-            "expert_fc1", model.hidden, width, (routed,), units=units, experts=experts
-        )
+        fc1 = self._linear("expert_fc1", model.hidden, width, (routed,), experts=experts)
         act = self._activation("moe_act", fc1_bytes, act_bytes)
         units = (UnitWork("moe_act", act_bytes, act.forward_us),)
         fc2 = self._linear(

@@ -108,8 +108,8 @@ def test_a_mode_carries_its_settings():
     assert bench_peers.read_mode("ours-all", ["mlp_act"])["modules"] == list(bench_peers.ALL)
     spec = bench_peers.read_mode("ours-auto:policy.most_slowdown_percent=8")
     assert spec["options"] == ["policy.kind=auto", "policy.most_slowdown_percent=8"]
-    spec = bench_peers.read_mode("ours-recompute:recompute=norm+rope")
-    assert spec["options"] == ["policy.kind=modules", "recompute=[norm, rope]"]
+    spec = bench_peers.read_mode("ours-recompute:recompute=norm+mlp_act")
+    assert spec["options"] == ["policy.kind=modules", "recompute=[norm, mlp_act]"]
     assert bench_peers.read_mode("ours:recompute=")["options"] == [
         "policy.kind=modules",
         "recompute=[]",

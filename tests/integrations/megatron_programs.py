@@ -101,8 +101,6 @@ CASES = {
     "gated-fused": {**GATED, "bias_activation_fusion": True, "remakes": REMADE},
     "moe-gated": {**MOE, **GATED, "remakes": REMADE},
     "moe-gated-fused": {**MOE, **GATED, "bias_activation_fusion": True, "remakes": REMADE},
-    "moe-permute": {**MOE, "remakes": REMADE | {"moe_permute"}},
-    "rope": {"remakes": REMADE | {"rope"}},
     "latent": {
         "multi_latent_attention": True,
         "q_lora_rank": 16,
@@ -112,7 +110,7 @@ CASES = {
         "v_head_dim": 16,
         "rope_type": "rope",
         "normalization": "LayerNorm",
-        "remakes": REMADE | {"mla_up"},
+        "remakes": REMADE,
     },
     "delayed": {
         **MOE,

@@ -54,9 +54,7 @@ REMADE = {
     **dict.fromkeys(("by-default", "gelu", "gelu-fused", "gated-fused", "moe-gated-fused"), BOTH),
     "gated": {"norm"},  # by parts that have no name
     "moe-gated": {"norm"},
-    "moe-permute": BOTH | {"moe_permute"},
-    "rope": BOTH | {"rope"},
-    "latent": BOTH | {"mla_up"},
+    "latent": BOTH,
 }
 STAYS = ["nothing-listed-is-large", "full-recompute"]
 LATER_ONLY = {
