@@ -146,6 +146,15 @@ def _script():
     return script
 
 
+def scripted():
+    script = _script()
+    with torch.no_grad():  # else the copy's weights are no leaves
+        script = copy.deepcopy(script)
+    for parameter in script.parameters():
+        parameter.requires_grad_()
+    return script
+
+
 def with_made_weight(m, x):
     m.weight = m.maker(x.mean(0)).tanh()
     return F.rms_norm(x * m.weight, (WIDTH,), m.weight)
@@ -177,7 +186,7 @@ PARTS = {
     "reads_tensor": lambda: Does(lambda m, x: (x * m.factor).sin(), factor=torch.rand(WIDTH)),
     "asks_grad": lambda: Does(lambda m, x: F.silu(x) * (2 if torch.is_grad_enabled() else 3)),
     "pair": lambda: Does(lambda m, x: (lambda y: (y, y[:, :3]))(x.sin() * x)),
-    "script": lambda: Does(lambda m, x: m.script(x) * 2, script=copy.deepcopy(_script())),
+    "script": lambda: Does(lambda m, x: m.script(x) * 2, script=scripted()),
     "dropout": lambda: nn.Dropout(0.3),
     "linear": linear,
     "weight_norm": lambda: parametrizations.weight_norm(linear()),
