@@ -200,9 +200,7 @@ class AutomaticGroups:
         forward.num_bytes += tensor.nbytes
         forward.total_bytes += tensor.nbytes
         if self._is_full(forward):
-            forward.chunk.saving = tensor
             self._commit(forward)
-            forward.chunk.saving = None
         return saved
 
     def _is_full(self, forward: _Forward) -> bool:

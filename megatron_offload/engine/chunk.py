@@ -22,7 +22,6 @@ from megatron_offload.engine.group import ALIGNMENT_BYTES, Block, OffloadGroup, 
 from megatron_offload.engine.marks import (
     Marks,
     has_own_bytes,
-    is_held,
     is_opted_out,
     is_parameter,
     may_be_activation,
@@ -34,7 +33,6 @@ from megatron_offload.engine.subclasses import is_wrapper, plain_parts
 from megatron_offload.engine.transfers import Transfers
 
 _TOO_SMALL = "smaller than what moves (min_tensor_bytes, min_tensor_elements)"
-_HELD = "something beside the program has it too, such as a collective that may write to it yet"
 _IN_PARTS = "made of other tensors, which groups leave whole; OffloadActivations moves parts it can"
 _OF_OTHER_CLASS = "of a class of tensors that doesn't say what it is made of"
 
@@ -61,8 +59,6 @@ class ChunkOffloadHandler:
     open_groups: list[OffloadGroup] = field(default_factory=list, init=False)
     not_started: set[str] = field(default_factory=set, init=False)
     """Names of which a group was to be closed and none was open."""
-    saving: torch.Tensor | None = field(default=None, init=False)
-    """What autograd is saving just now, and so has itself, twice."""
     _saved: list[weakref.ref[SavedTensor]] = field(default_factory=list, init=False)
     """Since the last `settle`: all in this group, on this stream."""
     _saves_in: OffloadGroup | None = field(default=None, init=False)
@@ -149,7 +145,7 @@ class ChunkOffloadHandler:
             self._refuse_what_is_written(tensor, base)
         stream = transfers.backend.compute_stream()
         if group.unsettled is not self or stream is not self._saves_on:
-            self._settle_within(tensor)
+            self.settle()
             self._saves_in, self._saves_on = group, stream
             group.unsettled = self
         self._saved.append(weakref.ref(record))
@@ -175,15 +171,10 @@ class ChunkOffloadHandler:
     def _take_ready_mark(self, tensor: torch.Tensor, record: SavedTensor) -> None:
         told = tensor.__dict__.pop(READY_MARK, None)  # once: who writes to it tells again
         if told is not None and told[0] == record.version:
-            self._settle_within(tensor)
+            self.settle()
             block = record.block
             if block is not None and block.alias is record.alias:
                 block.ready = told[1]
-
-    def _settle_within(self, tensor: torch.Tensor) -> None:
-        self.saving = tensor
-        self.settle()
-        self.saving = None
 
     def settle(self) -> None:
         """Find the blocks of what was saved since this was called last.
@@ -211,14 +202,11 @@ class ChunkOffloadHandler:
             form = forms[alias.shape, alias.stride(), alias.storage_offset(), alias.dtype]
             if form.is_special and not has_own_bytes(alias):
                 continue
-            is_small = form.num_bytes < least_bytes or form.num_elements < least_elements
-            if is_small or (
-                not record.is_detached and is_held(alias, 3 if alias is self.saving else 1)
-            ):
+            if form.num_bytes < least_bytes or form.num_elements < least_elements:
                 if storage_key not in self._counted_keys and self._find_block(storage_key) is None:
                     self._counted_keys.add(storage_key)  # else it was counted, or moves
                     by_name = transfers.stats.by_name[record.group_name]
-                    by_name.keep(form.num_bytes, _TOO_SMALL if is_small else _HELD)
+                    by_name.keep(form.num_bytes, _TOO_SMALL)
                 continue
             record.form = form
             if not record.is_detached:

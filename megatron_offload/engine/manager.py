@@ -105,6 +105,10 @@ class PipelineOffloadManager:
     instance: PipelineOffloadManager | None = None
     """The process's manager: None before it was asked for; may be set to another."""
 
+    usual_recompute: tuple[str, ...] = ()
+    """What the process's manager makes again where its configuration doesn't say: nothing, unless a
+    library is integrated whose classes are known."""
+
     at_first_use: Callable[[PipelineOffloadManager], None] | None = None
     """Is called with that one once it is made."""
 
@@ -155,9 +159,6 @@ class PipelineOffloadManager:
         if hasattr(self, "config"):
             self.close()
         self.config = config
-        self.recompute: tuple[str, ...] = config.recompute
-        """What is made again: what the configuration says, or a library's integration where that
-        says nothing."""
         self.backend = backend or create_backend(config)
         self.host_pool = HostPool(
             self.backend,
@@ -792,6 +793,14 @@ class PipelineOffloadManager:
             self.backend.trim_device()
 
     # What is asked for
+
+    @property
+    def recompute(self) -> tuple[str, ...]:
+        """What is made again, by unit and pattern."""
+        is_usual = self is PipelineOffloadManager.instance and (
+            "recompute" not in self.config.model_fields_set
+        )
+        return self.usual_recompute if is_usual else self.config.recompute
 
     @property
     def is_staying(self) -> bool:

@@ -14,7 +14,6 @@ from torch.nn.parameter import is_lazy
 
 from megatron_offload.backends.base import Backend
 from megatron_offload.memory.storage_ref import StorageRef
-from megatron_offload.memory.tensor_pool import num_owners
 
 _OPT_OUT_MARKS = ("_do_not_offload", "_TE_do_not_offload", "_is_buffer")
 _SETTING = "offloading_activation"
@@ -80,18 +79,6 @@ def has_own_bytes(tensor: torch.Tensor) -> bool:
     """
     is_lazy = tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor()
     return not is_lazy and not tensor.is_quantized and tensor.nbytes > 0
-
-
-def is_held(leaf: torch.Tensor, num_known: int = 1) -> bool:
-    """Whether C++ code has this very tensor, of which no gradient is asked, besides those known.
-
-    One of them is Python, others are views of it, which have its memory too. So does a receive that
-    was begun and not waited for, and a node of no group that has saved it.
-    """
-    if leaf.requires_grad or leaf._use_count() <= num_known:  # type: ignore[attr-defined]
-        return False
-    num_others = num_owners(leaf.untyped_storage()) - 2  # itself, and this line's handle
-    return bool(leaf._use_count() > num_known + num_others)  # type: ignore[attr-defined]
 
 
 class Marks:

@@ -304,10 +304,14 @@ class _Source:
             return MODES
         if type(module) is not self._kind or "forward" in vars(module):
             return "its module's forward was exchanged"
+        if self._is_known:
+            own = (x for x in vars(module).values() if isinstance(x, torch.Tensor))
+            return _READS_MORE if any(x.requires_grad for x in own) else ""
         parts = iter(module.modules())
         return next(filter(None, [_hidden_state(next(parts)), *map(_hidden_part, parts)]), "")
 
 
+_READS_MORE = "its module reads a tensor that is an attribute of it"
 _INNER = set(vars(nn.Module()))
 """What each module has, besides what its class gives it."""
 
@@ -331,7 +335,7 @@ def _hidden_state(module: nn.Module) -> str:
             continue
         for part in pytree.tree_leaves(value):
             if isinstance(part, (torch.Tensor, np.ndarray)):
-                return "its module reads a tensor that is an attribute of it"
+                return _READS_MORE
             is_bound = isinstance(part, MethodType) and isinstance(part.__self__, nn.Module)
             if is_bound or isinstance(part, partial) or getattr(part, "__closure__", None):
                 return "its module has a function as an attribute that may know it"

@@ -84,7 +84,7 @@ def install(config: OffloadConfig | None = None, tuner: MeasuredLoop | None = No
                 exchanged.replace(their_class, name, member)
         wrap_methods(exchanged, _METHODS)
         exchanged.on_undo(_marked.clear)
-        exchanged.on_undo(_forget_recompute)
+        exchanged.replace(PipelineOffloadManager, "usual_recompute", MEGATRON_RECOMPUTE)
         exchanged.on_undo(_seen_in.clear)
         tell_pipeline_rank(pipeline)  # the calls of megatron-core 0.16 don't say it
         exchanged.on_undo(functools.partial(tell_pipeline_rank, None))
@@ -129,12 +129,6 @@ uninstall = exchanged.undo
 
 is_installed = exchanged.__bool__
 """Whether `install` is in effect."""
-
-
-def _forget_recompute() -> None:
-    manager = PipelineOffloadManager.instance
-    if manager is not None:
-        manager.recompute = manager.config.recompute
 
 
 def _put_back_copies(back: dict[int, Any]) -> None:
@@ -266,8 +260,6 @@ def _is_ours(name: str) -> bool:
 def _marking(theirs: Callable[[Any], None], self: Any) -> None:
     """Before a model's forward, hook the modules of which Megatron's own call sites don't tell."""
     manager = PipelineOffloadManager.get_instance()
-    if "recompute" not in manager.config.model_fields_set:
-        manager.recompute = MEGATRON_RECOMPUTE
     theirs(self)
     known_for, marked = _marked.get(self, (None, None))
     if marked is None or known_for is not manager.config or marked.manager is not manager:
