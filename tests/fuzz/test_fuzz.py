@@ -9,11 +9,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import random_functions
 import random_programs
+import random_states
 
 
-@pytest.mark.parametrize("kind", [random_programs, random_functions], ids=lambda k: k.__name__)
+@pytest.mark.parametrize("kind", [random_programs, random_states], ids=lambda k: k.__name__)
 def test_random_programs_are_exact(kind, fuzz_seed):
     try:
         kind.check(fuzz_seed)
