@@ -349,7 +349,7 @@ def test_what_lies_in_a_list_is_an_input_as_any_other():
 
 
 def test_what_is_read_and_changed_before_the_commit_makes_nothing_again():
-    mean = torch.zeros(4)
+    mean = torch.zeros(1 << 19)  # larger than what is copied
 
     def forward(manager, x):
         def inner(x):
