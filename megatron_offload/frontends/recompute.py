@@ -244,9 +244,7 @@ class _Source:
         if self._manager() is not None:
             given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
             if not all(map(_is_plain, (*args, *kwargs.values()))):
-                begun = _Begun(
-                    "its module is given an object that it may change", None, (), (), None
-                )
+                begun = _Begun("it is given an object that may change", None, (), (), None)
             elif not any(map(is_functorch_wrapped_tensor, given)):
                 begun = self._note(module, given)
         self._begun.append(begun)
@@ -302,7 +300,7 @@ class _Source:
         """Return why an output may not be what the forward has returned, or nothing."""
         if next(iter(module._forward_hooks.values())) is not self.hook:
             return "another forward hook comes first, and may have replaced it"
-        return "a global forward hook may have replaced it" if any(GLOBAL_HOOKS) else ""
+        return "a global forward hook may have replaced it" if any(_GLOBAL_HOOKS) else ""
 
     def _refusal(self, module: nn.Module) -> str:
         """Return why a module's output can't be made again by its forward, or nothing."""
@@ -314,22 +312,22 @@ class _Source:
         if self._is_known:
             own = (x for x in vars(module).values() if isinstance(x, torch.Tensor))
             return _READS_MORE if any(x.requires_grad for x in own) else ""
-        parts = iter(module.modules())
-        return next(filter(None, [_hidden_state(next(parts)), *map(_hidden_part, parts)]), "")
+        _, *parts = module.modules()
+        return next(filter(None, (_hidden_state(module), *map(_hidden_part, parts))), "")
 
 
 _READS_MORE = "its module reads a tensor that is an attribute of it"
-GLOBAL_HOOKS = _global_forward_hooks, _global_forward_pre_hooks
+_GLOBAL_HOOKS = _global_forward_hooks, _global_forward_pre_hooks
 _INNER = set(vars(nn.Module()))
 """What each module has, besides what its class gives it."""
 
 
 def _is_patched(kind: type[nn.Module]) -> bool:
-    """Whether the forward of a class is code of another file than the class that it is in."""
-    home = next(one for one in kind.__mro__ if "forward" in vars(one))
+    """Whether the forward of a class of torch's is code of another file; others may be wrapped."""
+    if not kind.__module__.startswith("torch.nn."):
+        return False
     code = getattr(kind.forward, "__code__", None)
-    file = getattr(sys.modules.get(home.__module__), "__file__", None)
-    return file is not None and getattr(code, "co_filename", "") != file
+    return getattr(code, "co_filename", "") != sys.modules[kind.__module__].__file__
 
 
 def _is_plain(argument: Any) -> bool:
