@@ -15,7 +15,7 @@ import contextlib
 import functools
 import random
 import weakref
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -69,32 +69,34 @@ class Shadow:
     """
 
     def __init__(self) -> None:
-        self._starts = [0]
-        self._uses: list[dict[tuple[str, bool], Access]] = [{}]
+        self._intervals: list[tuple[int, dict[tuple[str, bool], Access]]] = [(0, {})]
+        """Start and uses of each, in one list: an interrupt leaves no half of a change."""
+
+    def _at(self, border: int) -> int:
+        """Return the index of the first interval that doesn't start before a border."""
+        return bisect_left(self._intervals, (border,))
 
     def _cut(self, start: int, end: int) -> slice:
         """Split intervals at both borders; return where those within lie."""
         for border in (start, end):
-            at = bisect_left(self._starts, border)
-            if self._starts[at : at + 1] != [border]:
-                self._starts.insert(at, border)
-                self._uses.insert(at, dict(self._uses[at - 1]))
-        return slice(bisect_left(self._starts, start), bisect_left(self._starts, end))
+            at = self._at(border)
+            if at == len(self._intervals) or self._intervals[at][0] != border:
+                self._intervals.insert(at, (border, dict(self._intervals[at - 1][1])))
+        return slice(self._at(start), self._at(end))
 
     def earlier_uses(self, start: int, end: int) -> list[Access]:
         """Return the accesses on record for ``[start, end)``, oldest first."""
-        first, last = bisect_right(self._starts, start) - 1, bisect_left(self._starts, end)
-        return sorted({access for uses in self._uses[first:last] for access in uses.values()})
+        within = self._intervals[self._at(start + 1) - 1 : self._at(end)]
+        return sorted({access for _, uses in within for access in uses.values()})
 
     def replace(self, start: int, end: int, access: Access | None) -> None:
         """Forget all of ``[start, end)`` but ``access``."""
-        within = self._cut(start, end)
-        self._starts[within] = [start]
-        self._uses[within] = [{} if access is None else {(access.stream, access.writes): access}]
+        uses = {} if access is None else {(access.stream, access.writes): access}
+        self._intervals[self._cut(start, end)] = [(start, uses)]
 
     def add(self, start: int, end: int, access: Access) -> None:
         """Put ``access`` beside what is on record for ``[start, end)``."""
-        for uses in self._uses[self._cut(start, end)]:
+        for _, uses in self._intervals[self._cut(start, end)]:
             uses[access.stream, access.writes] = access
 
 
@@ -327,7 +329,7 @@ class SimulatedBackend(Backend):
         if self._check:
             label = f"after free of {label}"
             self._access(self._device, region, self._compute, True, label)
-        if self._poison and sole_owner:
+        if self._poison and sole_owner and region.untyped_storage().resizable():  # torch's own
             _bytes(region).fill_(_POISON)
         self._run_some()
 
@@ -451,7 +453,9 @@ def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
 
 def _bytes(region: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor's bytes, whatever its dtype can do; no version counts a change."""
-    return region.data.view(-1).view(torch.uint8)
+    first = region.storage_offset() * region.itemsize
+    flat = torch.empty(0, dtype=torch.uint8, device="cpu")
+    return flat.set_(region.untyped_storage(), first, (region.nbytes,), (1,))
 
 
 class HostTimedBackend(SimulatedBackend):

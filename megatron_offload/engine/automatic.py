@@ -176,6 +176,8 @@ class AutomaticGroups:
             return SavedTensor(tensor, self.name)
         if is_in_backward() or torch.compiler.is_compiling():  # a recompute is needed at once
             return SavedTensor(tensor, self.name)
+        if self._is_full(forward):  # not before: a kernel may fill what it saves behind that
+            self._commit(forward)
         if is_wrapper(tensor) and not is_opted_out(tensor):
             alias = hollow(tensor)
             if alias is not None:
@@ -199,8 +201,6 @@ class AutomaticGroups:
         # Of the tensor: what its block has left depends on what is made again.
         forward.num_bytes += tensor.nbytes
         forward.total_bytes += tensor.nbytes
-        if self._is_full(forward):
-            self._commit(forward)
         return saved
 
     def _is_full(self, forward: _Forward) -> bool:

@@ -275,7 +275,11 @@ class ChunkOffloadHandler:
         depth = 1
         parts: list[Any] = []
         constants = list(reads)
+        known: dict[int, Any] = {}
         for given in inputs:
+            if id(given) in known:  # it is one for the function too
+                parts.append(known[id(given)])
+                continue
             part = given
             is_tensor = isinstance(given, torch.Tensor)
             if is_tensor and given.is_inference():
@@ -288,9 +292,10 @@ class ChunkOffloadHandler:
             elif is_tensor:
                 part, made = self._input_of(given, unit)
                 if part is None:
-                    constants.append(given)
-                    part = given.detach()  # to hold a graph from one of its records is a cycle
-                    part.requires_grad_(given.requires_grad)
+                    part = given if has_modes() else lasting(given)
+                    part = part.detach()  # to hold a graph from one of its records is a cycle
+                    constants.append(part)
+                    part = part.requires_grad_(given.requires_grad)
                     if is_wrapper(given):
                         refusal = "an input is made of several tensors"
                 elif part.storage_key == key:
@@ -298,6 +303,8 @@ class ChunkOffloadHandler:
                 if made is not None and made.depth >= depth:
                     depth = made.depth + 1
             parts.append(part)
+            if isinstance(given, torch.Tensor):
+                known[id(given)] = part
         what = function, parts, constants, output, unit, random_states, depth, refusal
         recipe = FunctionRecipe(*what, keeps_grad=keeps_grad)
         block = self._find_block(key)

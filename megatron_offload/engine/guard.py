@@ -95,6 +95,13 @@ def guarded(method: F) -> F:
     Its arguments are positional, which is quicker.
     """
 
+    def call(guard: Guard, *args: Any) -> Any:
+        left = guard.left
+        while left:
+            left[0].take_back(left[0])
+            left.popleft()
+        return method(*args)
+
     @functools.wraps(method)
     @graph_break
     def entry(self: Any, *args: Any) -> Any:
@@ -103,11 +110,9 @@ def guarded(method: F) -> F:
             guard.refuse_nesting(method.__name__)
         with guard.lock:
             try:
-                left = guard.left
-                while left:
-                    left[0].take_back(left[0])
-                    left.popleft()
-                return apart(method, self, *args) if has_modes() else method(self, *args)
+                if has_modes():
+                    return apart(call, guard, self, *args)
+                return call(guard, self, *args)
             except OffloadError:
                 raise
             except BaseException:

@@ -291,7 +291,8 @@ class FunctionRecipe:
     def copy(self) -> FunctionRecipe:
         """Return one that can be bound by itself."""
         copied = copy.copy(self)
-        copied._parts = [copy.copy(part) if type(part) is Input else part for part in self._parts]
+        copies = {id(part): copy.copy(part) for part in self._parts if type(part) is Input}
+        copied._parts = [copies.get(id(part), part) for part in self._parts]
         return copied
 
     def bind_inputs(self) -> str:
@@ -300,9 +301,8 @@ class FunctionRecipe:
         for record in self._reads:
             if record.alias._version != record.version:
                 refusal = refusal or "something that it reads was changed in place"
-        for part in self._parts:
-            if not refusal and type(part) is Input:
-                refusal = part.bind(self.depth)
+        for part in {id(part): part for part in self._parts if type(part) is Input}.values():
+            refusal = refusal or part.bind(self.depth)
         return refusal
 
     def needs(self) -> set[GroupKey]:
@@ -327,7 +327,8 @@ class FunctionRecipe:
                     f"sharded until its own module's backward; leave {self.unit!r} out of what is "
                     "made again"
                 )
-        parts = [part.as_given() if type(part) is Input else part for part in self._parts]
+        given = {id(part): part.as_given() for part in self._parts if type(part) is Input}
+        parts = [given.get(id(part), part) for part in self._parts]
         states = self._random_states
         with nullcontext() if states is None else states.in_force():
             made: torch.Tensor = self._state.run(self._function, *parts)

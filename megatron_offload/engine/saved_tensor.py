@@ -11,7 +11,7 @@ import torch
 
 from megatron_offload.engine.call_state import apart, has_modes
 from megatron_offload.engine.graph_break import graph_break
-from megatron_offload.engine.group import ALIGNMENT_BYTES, Block
+from megatron_offload.engine.group import ALIGNMENT_BYTES, Block, count_together
 from megatron_offload.errors import InPlaceModificationError
 from megatron_offload.memory.host_pool import Part
 
@@ -173,7 +173,7 @@ class SavedTensor:
         form, version = self.form, target._version
         if block.target_version is None:
             block.target_version = version
-        elif block.target_version != version:
+        elif block.target_version != version and self._counts_with(block):
             what = f"a tensor {self._description()}"
             raise changed_in_place(f"{what} by a backward,", version, block.target_version)
         if block.part is form.fresh_part and block.reload is not None:
@@ -182,6 +182,10 @@ class SavedTensor:
         if is_whole and target.stride() == form.stride:
             return target.detach()
         return self.view_in(target, block.low)
+
+    def _counts_with(self, block: Block) -> bool:
+        """Whether a change of any part of a block is one of this; else it may be another's."""
+        return all(count_together(self.alias, one) for one in (block.alias, *block.others))
 
     def _as_leaf(self, block: Block, found: torch.Tensor) -> torch.Tensor:
         """Return a tensor that something else has too, if autograd's own would be.

@@ -7,9 +7,9 @@ names the module. Hooks leave copies of modules alone.
 
 from __future__ import annotations
 
-import copy
 import logging
 import re
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import nullcontext
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.nn.modules.module import _global_forward_hooks as GLOBAL_HOOKS
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
@@ -176,7 +176,7 @@ def recompute_modules(
             continue
         source = _Source(unit, find_manager, type(module), is_known=not named)
         if named:
-            own.append(module.register_forward_pre_hook(EagerHook(source.begin), with_kwargs=True))
+            own.append(module.register_forward_pre_hook(source.pre_hook, with_kwargs=True))
             _share_id(own[0], last=True)
         own.append(module.register_forward_hook(source.hook, with_kwargs=True, always_call=True))
         _share_id(own[-1], last=False)
@@ -228,8 +228,8 @@ class _Source:
     ) -> None:
         self.unit = unit
         self.find_manager = find_manager
-        self.hook = EagerHook(self.end)
-        self._kind = kind
+        self.hook, self.pre_hook = EagerHook(self.end), EagerHook(self.begin)
+        self._kind, self._forward = kind, kind.forward
         self._is_known = is_known
         self._begun: list[_Begun | None] = []
 
@@ -243,7 +243,11 @@ class _Source:
         begun = None
         if self._manager() is not None:
             given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-            if not any(map(is_functorch_wrapped_tensor, given)):
+            if not all(map(_is_plain, (*args, *kwargs.values()))):
+                begun = _Begun(
+                    "its module is given an object that it may change", None, (), (), None
+                )
+            elif not any(map(is_functorch_wrapped_tensor, given)):
                 begun = self._note(module, given)
         self._begun.append(begun)
 
@@ -251,6 +255,8 @@ class _Source:
         has = *given, *module.parameters(), *module.buffers()
         devices = {x.device.type for x in has} - {"meta"}
         refusal = self._refusal(module)
+        if next(reversed(module._forward_pre_hooks.values())) is not self.pre_hook:
+            refusal = refusal or "another forward pre-hook comes later, and may change its module"
         if are_captured(devices):
             refusal = refusal or "its module may draw random numbers, whose state can't be read"
         if refusal:
@@ -296,13 +302,14 @@ class _Source:
         """Return why an output may not be what the forward has returned, or nothing."""
         if next(iter(module._forward_hooks.values())) is not self.hook:
             return "another forward hook comes first, and may have replaced it"
-        return "a global forward hook may have replaced it" if GLOBAL_HOOKS else ""
+        return "a global forward hook may have replaced it" if any(GLOBAL_HOOKS) else ""
 
     def _refusal(self, module: nn.Module) -> str:
         """Return why a module's output can't be made again by its forward, or nothing."""
         if has_modes():
             return MODES
-        if type(module) is not self._kind or "forward" in vars(module):
+        is_own = type(module) is self._kind and self._kind.forward is self._forward
+        if not is_own or "forward" in vars(module) or (self._is_known and _is_patched(self._kind)):
             return "its module's forward was exchanged"
         if self._is_known:
             own = (x for x in vars(module).values() if isinstance(x, torch.Tensor))
@@ -312,8 +319,27 @@ class _Source:
 
 
 _READS_MORE = "its module reads a tensor that is an attribute of it"
+GLOBAL_HOOKS = _global_forward_hooks, _global_forward_pre_hooks
 _INNER = set(vars(nn.Module()))
 """What each module has, besides what its class gives it."""
+
+
+def _is_patched(kind: type[nn.Module]) -> bool:
+    """Whether the forward of a class is code of another file than the class that it is in."""
+    home = next(one for one in kind.__mro__ if "forward" in vars(one))
+    code = getattr(kind.forward, "__code__", None)
+    file = getattr(sys.modules.get(home.__module__), "__file__", None)
+    return file is not None and getattr(code, "co_filename", "") != file
+
+
+def _is_plain(argument: Any) -> bool:
+    """Whether a call can change nothing of an argument but tensors, whose versions tell."""
+    if type(argument) in (list, tuple):
+        return all(map(_is_plain, argument))
+    if type(argument) is dict:
+        return all(map(_is_plain, argument.values()))
+    kinds = torch.Tensor, bool, int, float, complex, str, torch.dtype, torch.device, torch.Size
+    return argument is None or isinstance(argument, kinds) or callable(argument)
 
 
 def _hidden_part(module: nn.Module) -> str:
@@ -328,6 +354,10 @@ def _hidden_state(module: nn.Module) -> str:
     """Return what of a module's attributes is no state that a twin of it has, or nothing."""
     if isinstance(module, torch.jit.ScriptModule):
         return "its module has a part in TorchScript"
+    if hasattr(type(module), "__del__") or any(
+        vars(k).get("__slots__") for k in type(module).__mro__
+    ):
+        return "its module has a finalizer or slots"
     own = vars(module)
     for name in own.keys() - _INNER:
         value = own[name]
@@ -336,27 +366,45 @@ def _hidden_state(module: nn.Module) -> str:
         for part in pytree.tree_leaves(value):
             if isinstance(part, (torch.Tensor, np.ndarray)):
                 return _READS_MORE
+            if isinstance(part, (nn.Module, torch.Generator)):
+                return "its module has a module or a generator as a plain attribute"
             is_bound = isinstance(part, MethodType) and isinstance(part.__self__, nn.Module)
             if is_bound or isinstance(part, partial) or getattr(part, "__closure__", None):
                 return "its module has a function as an attribute that may know it"
     return ""
 
 
-def _twin_of(module: nn.Module, reads: list[torch.Tensor]) -> nn.Module:
-    """Return a module with the attributes that one has now; add its tensors to ``reads``."""
+def _twin_of(
+    module: nn.Module, reads: list[torch.Tensor], twins: dict[int, nn.Module] | None = None
+) -> nn.Module:
+    """Return a module with the attributes that one has now and no hooks.
+
+    Its tensors are added to ``reads``. ``twins`` are those of parts, by `id`: one may have several
+    names.
+    """
+    twins = {} if twins is None else twins
+    if id(module) in twins:
+        return twins[id(module)]
     twin: nn.Module = object.__new__(type(module))
+    twins[id(module)] = twin
     own = vars(twin)
     for name, value in vars(module).items():
-        is_state = name not in _INNER and type(value) in (list, dict, tuple, OrderedDict, set)
-        own[name] = value if not is_state else pytree.tree_map(copy.copy, value)
+        if name in _INNER:
+            own[name] = OrderedDict() if name.endswith("_hooks") else value
+        else:
+            own[name] = pytree.tree_map(_copy_set, value)
     for name in ("_parameters", "_buffers"):
         own[name] = {key: None if t is None else lasting(t) for key, t in own[name].items()}
         reads += (tensor for tensor in own[name].values() if tensor is not None)
     own["_modules"] = {
-        name: None if child is None else _twin_of(child, reads)
+        name: None if child is None else _twin_of(child, reads, twins)
         for name, child in module._modules.items()
     }
     return twin
+
+
+def _copy_set(value: Any) -> Any:
+    return set(value) if type(value) is set else value
 
 
 def _call_twin(

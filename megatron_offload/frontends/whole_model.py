@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import threading
 import warnings
 import weakref
 from collections.abc import Hashable
-from contextlib import AbstractContextManager
+from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from megatron_offload.backends import current_device
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.graph_break import graph_break
-from megatron_offload.engine.hooks import others_hooks
+from megatron_offload.engine.hooks import others_hooks, put_on, take_off
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.stats import StepStats
@@ -116,7 +116,7 @@ class OffloadActivations(AroundForwards):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy, of a module that has one or out of a file, has memory of its own and no marks.
-        make = functools.partial(type(self), config=self.manager.config)
+        make = partial(type(self), config=self.manager.config)
         sizes = self.max_fwd_stash_size, self.min_tensor_size_bytes
         return make, (self.use_pin_memory, self.use_streams, *sizes)
 
@@ -258,17 +258,14 @@ def _find_head(model: nn.Module) -> nn.Module | None:
 
 
 def _keep_on_device(module: nn.Module) -> None:
-    """Run every forward of a module inside `NoOpManager`, but under hooks of others."""
-    entered: list[AbstractContextManager[None]] = []
+    """Run every forward of a module as inside `NoOpManager`, but for hooks of others."""
 
     def enter(module: nn.Module, args: Any) -> None:
-        hooks = contextlib.nullcontext() if others_hooks() else NoOpManager()
-        hooks.__enter__()
-        entered.append(hooks)
+        if not others_hooks():
+            put_on(_keep_head, SavedTensor.unpack)
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        if entered:  # else another hook has raised before ours ran
-            entered.pop().__exit__(None, None, None)
+        take_off(partial(is_, _keep_head), all_of_them=True)  # with what an interrupt has left
 
     handles = hooks_of(NoOpManager, module)
     handles.append(module.register_forward_pre_hook(ModuleHook(enter)))
@@ -279,3 +276,8 @@ def _keep_on_device(module: nn.Module) -> None:
 def _keep(tensor: torch.Tensor) -> SavedTensor:
     # Not the tensor itself: one that its own node saves would never be freed.
     return SavedTensor(tensor, "kept")
+
+
+@graph_break
+def _keep_head(tensor: torch.Tensor) -> SavedTensor:
+    return SavedTensor(tensor, "head")

@@ -32,10 +32,8 @@ _FUSED = {
 _NEXT_TOKENS = "transformer.multi_token_prediction"
 _SEGMENTS = "_checkpointed_forward"
 
-_ACTIVATIONS = {nn.functional.gelu, nn.functional.silu}
-"""Functions of torch that are activations by themselves; Megatron's own are in `_OWN`."""
-
-_OWN = "megatron.core.activations"
+_activations = {id(nn.functional.gelu), id(nn.functional.silu)}
+"""The functions that are known as activations; Megatron's own are added at the installation."""
 
 _in_segments: list[nn.Module] = []
 """The module whose layers run in checkpoints now, where the inputs of these are groups."""
@@ -62,6 +60,8 @@ def wrap_methods(exchanged: Exchanges, others: Iterable[tuple[str, str, str, Cal
 
     ``others`` are more of them: module, class, method and what is called in its place.
     """
+    own = vars(_module("activations")).values()
+    _activations.update(id(one) for one in own if callable(one))
     for module, class_name, name, call in (
         *others,
         ("transformer.mlp", "MLP", "forward", _letting_activation_tell),
@@ -125,7 +125,7 @@ def _letting_activation_tell(theirs: Call, self: Any, *args: Any, **kwargs: Any)
         config.bias_activation_fusion or config.use_te_activation_func or config.gated_linear_unit
     ) or getattr(config, "use_fused_weighted_squared_relu", False)
     activate: Any = None if torch.compiler.is_compiling() else own.get("activation_func")
-    is_known = activate in _ACTIVATIONS or getattr(activate, "__module__", "") == _OWN
+    is_known = id(activate) in _activations
     may = "mlp_act" in manager.recompute and manager.may_make_again("mlp_act")
     if is_other or not (is_known and may and manager.records()):
         return theirs(self, *args, **kwargs)

@@ -384,8 +384,8 @@ def test_the_checks_stay_small_over_many_steps():
             backend.note_freed(region, "x", sole_owner=False)
             ready = reload(backend, buffer, region, d2h_done)
             backend.wait(backend.compute_stream(), ready, Wait.W4)
-    assert len(backend._host._starts) < 200
-    assert len(backend._device._starts) < 400
+    assert len(backend._host._intervals) < 200
+    assert len(backend._device._intervals) < 400
 
 
 # Virtual time.
