@@ -129,6 +129,7 @@ class Lease(weakref.ref["Block"]):
         target: what it came back to, where that is more than memory.
     """
 
+    __hash__ = object.__hash__  # a weak reference's own needs what it refers to
     take_back: Callable[[Lease], None] = staticmethod(_nothing)
     group: OffloadGroup
     region: HostRegion | None = None

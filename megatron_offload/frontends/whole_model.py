@@ -143,6 +143,7 @@ def _make(
 class _Lent(weakref.ref[object]):
     """What a context has while it lives; the callback is in C, where no interrupt is lost."""
 
+    __hash__ = object.__hash__  # a weak reference's own needs what it refers to
     groups: AutomaticGroups
     pool: HostPool
 

@@ -14,6 +14,7 @@ import torch
 
 
 class _Handle(weakref.ref["StorageRef"]):
+    __hash__ = object.__hash__  # a weak reference's own needs what it refers to
     cdata = 0
 
 
@@ -32,7 +33,8 @@ class StorageRef:
         while _left:
             handle = _left.popleft()
             _alive.discard(handle)
-            torch.UntypedStorage._free_weak_ref(handle.cdata)
+            if handle.cdata:  # else its making was interrupted
+                torch.UntypedStorage._free_weak_ref(handle.cdata)
         self.cdata: int = storage._weak_ref()  # type: ignore[assignment]
         handle = _Handle(self, _left.append)
         handle.cdata = self.cdata
