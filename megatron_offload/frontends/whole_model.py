@@ -144,8 +144,8 @@ class _Lent(weakref.ref[object]):
     """What a context has while it lives; the callback is in C, where no interrupt is lost."""
 
     __hash__ = object.__hash__  # a weak reference's own needs what it refers to
-    groups: AutomaticGroups
-    pool: HostPool
+    groups: AutomaticGroups | None = None
+    pool: HostPool | None = None
 
 
 _lent: set[_Lent] = set()
@@ -162,12 +162,14 @@ def _lend(context: object, config: OffloadConfig, *sizes: int) -> AutomaticGroup
     while left and groups is None:
         lent = left.pop()
         _lent.discard(lent)
-        if lent.groups.manager.host_pool is lent.pool and not lent.pool.is_closed:
-            groups = lent.groups  # else it was configured anew
+        found = lent.groups  # None of one whose making was interrupted
+        if found and found.manager.host_pool is lent.pool and not found.manager.host_pool.is_closed:
+            groups = found  # else it was configured anew
     if groups is None:
         # The settings have changed, maybe, and nobody may come for what the others have pinned.
         for other in [lent for idle in list(_idle.values()) for lent in idle]:
-            other.groups.manager.trim()
+            if other.groups is not None:
+                other.groups.manager.trim()
         groups = _make(PipelineOffloadManager(config), *sizes)
     groups.manager.enable_offload()
     lent = _Lent(context, left.append)
