@@ -1,101 +1,118 @@
-"""One answer on all ranks of a job, through the store that the job has anyway.
+"""One answer on all ranks of a job, through the store that the job has anyway; nobody waits for it.
 
-No collective is called, so nothing can come between those of the program; and nobody waits for
-longer than a given time, whatever another rank does.
+Each rank puts down what it has and goes on. The first looks between its steps whether all have, and
+answers; an answer says behind how many steps from what was put down it is taken, so that ranks
+which take their steps together take it together. No collective is called.
 """
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Callable, Sequence
+import base64
+import json
+import zlib
+from collections.abc import Callable, Generator, Iterator
 
 import torch.distributed as dist
 
-_LONGEST_NAP_S = 0.02
+_MOST_BYTES = 4 << 20
+"""What goes into the store at once: more breaks it for the job itself."""
 
-_ASIDE = "aside"
+_NUM_STEPS_AHEAD = 3
+"""An answer is taken so many steps behind the one in which it is given: all have it by then."""
 
+_MOST_STEPS_HEARD = 8
+"""So many steps behind its own the first waits for what ranks have that may be without groups."""
 
-def _job_store() -> dist.Store | None:
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return None
-    return dist.PrefixStore("megatron_offload", dist.distributed_c10d._get_default_store())
-
-
-def stand_aside(num: int = 1) -> None:
-    """Let those who ask wait for this rank no more, which has nothing to say; -1 takes it back."""
-    store = _job_store()
-    if store is not None:
-        store.add(_ASIDE, num)
+_MOST_STEPS_WAITED = 64
+"""Behind so many steps no answer comes any more."""
 
 
 class Ranks:
-    """The ranks of a job that ask the same questions under one ``name``, or this process alone.
+    """The ranks of a job that look for a plan under one ``name``, or this process alone.
 
-    Who comes first answers for all of them, once each has said something or the time is over.
+    Who puts something down first answers. Others count once they have put something down.
     """
 
-    def __init__(self, name: str, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._num_asked = 0
-        self._job, self._place = _job_store(), 0
+    def __init__(self, name: str) -> None:
         self._store: dist.Store | None = None
-        if self._job is not None:
-            self._store = dist.PrefixStore(name, self._job)
+        self._place = self._number = self._waited = 0
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            job = dist.distributed_c10d._get_default_store()
+            self._store = dist.PrefixStore(f"megatron_offload/{name}", job)
             self._place = self._store.add("ranks", 1) - 1
+        self._num_ranks = 1
 
     @property
     def answers(self) -> bool:
         """Whether this rank does, for all or for itself."""
-        return self._store is None or self._place == 0
+        return self._place == 0
 
     @property
     def is_alone(self) -> bool:
-        """Whether there are no others, or they are not heard any more."""
+        """Whether there are no others."""
         return self._store is None
 
     def is_first_of(self, kind: str) -> bool:
         """Whether no other rank has asked this about ``kind`` before."""
         return self._store is None or self._store.add(f"of/{kind}", 1) == 1
 
-    def ask(self, said: str, answer: Callable[[list[str]], str]) -> str | None:
-        """Return what the first rank answers to what all ranks say.
+    def ask(self, said: str, answer: Callable[[list[str]], str]) -> Iterator[str | None]:
+        """Yield what the first rank answers to what all ranks say; before that, None for each step.
 
-        ``answer``, asked there alone, is empty where there is none for all. None: so it was, or the
-        others were not heard in time; `is_alone` from then on.
+        ``answer`` is called there alone. Empty is what never comes, or is too large.
+
+        Raises:
+            torch.distributed.DistError: the job's store is gone.
         """
         if self._store is None:
-            return answer([said])
-        number, place = self._num_asked, self._place
-        self._num_asked += 1
-        others, found = None, ""
-        with contextlib.suppress(TimeoutError, dist.DistError):  # the store's own host may be gone
-            if place:
-                self._store.set(f"{number}/{place}", said)
-                (found,) = self._hear(lambda: [f"{number}/answer"])
-            else:
-                others = self._hear(lambda: [f"{number}/{other}" for other in self._others()])
-        if not place:
-            found = "" if others is None else answer([said, *others])
-            with contextlib.suppress(dist.DistError):
-                self._store.set(f"{number}/answer", found)
-        if not found:
-            self._store = None
-        return found or None
+            yield answer([said])
+            return
+        number, own = self._number, f"{self._number}/{self._place}"
+        self._number += 1
+        if self.answers:
+            others = yield from self._hear(number)
+            found = _packed(answer([said, *others]))
+            self._store.set(
+                f"{number}/answer", json.dumps([self._waited + _NUM_STEPS_AHEAD, found])
+            )
+        else:
+            self._store.set(own, _packed(said))
+            self._waited = 0
+            while not self._store.check([f"{number}/answer"]):
+                if self._waited >= _MOST_STEPS_WAITED:
+                    yield ""
+                    return
+                self._waited += 1
+                yield None
+        num_steps, text = json.loads(self._store.get(f"{number}/answer"))
+        while self._waited < num_steps:
+            self._waited += 1
+            yield None
+        yield _unpacked(text)
 
-    def _others(self) -> range:
-        """Return the places of those who answer to the first, less who stands aside by now."""
-        assert self._job is not None
-        return range(1, dist.get_world_size() - self._job.add(_ASIDE, 0))
-
-    def _hear(self, keys_now: Callable[[], Sequence[str]]) -> list[str]:
-        """Return what is there under the keys, once all is, else raise `TimeoutError`."""
+    def _hear(self, number: int) -> Generator[None, None, list[str]]:
+        """Let steps pass until the others have put something down; return what they have."""
         assert self._store is not None
-        ends_s, nap_s = time.monotonic() + self._timeout_s, 1e-4
-        while (keys := list(keys_now())) and not self._store.check(keys):
-            if time.monotonic() > ends_s:
-                raise TimeoutError
-            time.sleep(nap_s)
-            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
-        return [self._store.get(key).decode() for key in keys]
+        self._waited = 0
+        while True:
+            is_over = self._waited >= _MOST_STEPS_HEARD
+            if number == 0:
+                self._num_ranks = self._store.add("ranks", 0)
+            keys = [f"{number}/{place}" for place in range(1, self._num_ranks)]
+            is_whole = number > 0 or self._num_ranks == dist.get_world_size()
+            if is_over:
+                keys = [key for key in keys if self._store.check([key])]
+            if is_over or (is_whole and (not keys or self._store.check(keys))):
+                return [_unpacked(self._store.get(key).decode()) for key in keys]
+            self._waited += 1
+            yield None
+
+
+def _packed(text: str) -> str:
+    """Return a text as one that is much shorter, of few characters; empty where it is too long."""
+    packed = base64.b85encode(zlib.compress(text.encode(), 6)).decode()
+    return packed if len(packed) <= _MOST_BYTES else ""
+
+
+def _unpacked(text: str) -> str:
+    return zlib.decompress(base64.b85decode(text)).decode() if text else ""

@@ -1,16 +1,14 @@
-"""The measured loop: a run finds by its own steps what to keep, and what to move.
+"""The measured loop: a run finds by its own steps what to move, and whether anything pays.
 
-    first three steps   everything moves or is made again; memory is pinned, and taken anew
-    the fourth, fifth   are profiled and measured
-    then, per plan      one takes its memory anew, the next is measured; three plans at most
+    the first step      all stays that the device has room for; its kernels are loaded
+    the second          is profiled likewise, and short copies behind it time the link
+    then, per plan      one step takes its memory, the next is measured; three plans at most
 
-Before plans for replays of a graph two steps move nothing, where the device can hold that, and the
-second is profiled too; a third takes its memory anew. What replays cost no step of the loop shows.
-
-It begins from the side that fits and keeps where steps wait. What a plan costs is told by what its
-own steps have lost; only where the device waits for the host some are taken without offload, and
-the quickest of three counts. Only steps that are looked at are timed. Exactness depends on nothing
-here: what goes wrong costs a warning, and everything goes on moving.
+What a plan costs is told by what its own steps have lost, and where the device waits for the host
+by what the engine takes of the host's time. Few steps are looked at, and they may take little
+longer; where that can't be kept, or nothing pays, nothing moves and no step has a hook any more. A
+program whose steps have other groups for good, need more memory than any before or have run out of
+it is looked at again. Exactness depends on nothing here.
 
 A rank that waits for a copy, or makes something again, often loses what it would have waited for
 another rank anyway. So what each pass has lost is put into the simulated step without offload: as
@@ -23,18 +21,22 @@ import contextlib
 import itertools
 import json
 import logging
+import math
 import weakref
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 
-from megatron_offload.autotune.agree import Ranks, stand_aside
-from megatron_offload.autotune.search import MOST_PLANNING_S, PlanSearch, can_hold, search_of
-from megatron_offload.config import OffloadConfig
+import torch.distributed as dist
+
+from megatron_offload.autotune.agree import Ranks
+from megatron_offload.autotune.search import MOST_PLANNING_S, PlanSearch, search_of
 from megatron_offload.core.machine import Machine
 from megatron_offload.core.profile import StepProfile
 from megatron_offload.engine.learning import Learner
 from megatron_offload.engine.manager import CAPTURED_TOO_EARLY, PipelineOffloadManager
 from megatron_offload.errors import OffloadError, StateError
+from megatron_offload.machine.bandwidth import BandwidthError, Link, median_rates
+from megatron_offload.machine.job_ranks import rank_in
 from megatron_offload.observe.measure import MeasuredStep, StepTimer
 from megatron_offload.observe.recorder import profile_step
 from megatron_offload.planning import profiled_job
@@ -47,73 +49,94 @@ from megatron_offload.planning.replay import ending_after
 from megatron_offload.planning.schedule import PassKind
 from megatron_offload.planning.simulate import simulate
 
-_MOST_PROGRAMS = 3  # so often it begins anew, where a program has changed for good
+_MOST_PROGRAMS = 3
+"""So often it begins anew, where a program has changed for good."""
+
+_MOST_STEPS = 12
+"""So many steps are looked at, unless the program changes for good or runs out of memory."""
+
+_MOST_LONGER = 0.5
+"""All of them together may take so much longer than without."""
 
 _SPARE_SHARE = 16  # of the device's memory, what plans leave to spare
 
 _MOST_IDLE_SHARE = 0.25
 """Where the device waits for the host at more boundaries, the host is taken to be the limit."""
 
-_COPIES_GBPS = 10_000.0  # `Job.copies_gbps` where it isn't measured
+_GROWN_SHARE = 4
+"""A step that needs more memory than any before, by more than this part of what one saves, is
+longer."""
+
+_PROBE_BYTES = 32 << 20
+"""What one of the copies moves that time the link."""
 
 _logger = logging.getLogger(__name__)
 
-_NOT_HEARD = "another rank has nothing that moves, or was not heard within %g s"
+_ADVICE = (
+    ". 'policy: {kind: auto, most_slowdown_percent: 5}' lets it cost more, 'memory_target' says "
+    "how much memory there is, and 'policy: modules' offloads everything"
+)
+_NO_CLOCK = (
+    "there is no GPU here, and on the simulated device nothing can be won. 'policy: modules' "
+    "offloads everything all the same, and simulated.host_time gives that device a clock to plan by"
+)
 
-_numbers = itertools.count()  # of this process's loops: ranks that run one program count alike
+_numbers = itertools.count()  # of this process's searches: ranks that run one program count alike
 
 
-def tune(manager: PipelineOffloadManager, *, timeout_s: float = 60.0) -> MeasuredLoop:
+def tune(manager: PipelineOffloadManager, loop: MeasuredLoop | None = None) -> MeasuredLoop:
     """Let a manager's steps find what to move, where its configuration leaves that open.
 
     That is with policy ``auto`` or ``memory_target``, and where nothing is said of what stays. A
-    manager that has a loop keeps it, and a loop follows its manager's configuration. A rank waits
-    for the others of its job no longer than ``timeout_s``.
+    manager that has a loop keeps it, unless one is given; it follows the manager's configuration.
     """
-    if not isinstance(manager.tuner, MeasuredLoop):
-        manager.tuner = MeasuredLoop(timeout_s)
-    return manager.tuner
+    found = loop or manager.tuner
+    if not isinstance(found, MeasuredLoop):
+        found = MeasuredLoop()
+    if manager.tuner is not found:
+        manager.tuner = found
+        found.begin(manager)
+    return found
 
 
 class MeasuredLoop:
     """What `tune` gives a manager.
 
     Attributes:
-        plan: what is followed, with what was measured of it; None while everything moves.
+        plan: what is followed, with what was measured of it; None where there is none.
         is_settled: whether no more steps are looked at.
         said: how it has settled, in one line.
     """
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self) -> None:
         self.plan: OffloadPlan | None = None
         self.is_settled = False
         self.said = ""
-        self._timeout_s = timeout_s
-        self._config: OffloadConfig | None = None
-        self._steps: Generator[None, None, None] | None = None
         self._looking = contextlib.ExitStack()
-        self._is_host_bound = self._is_aside = self._has_had_groups = False
-        self._known: StepProfile | None = None
         self._followed: OffloadPlan | None = None
+        self._profile: StepProfile | None = None
+
+    def begin(self, manager: PipelineOffloadManager) -> None:
+        """Begin anew, between two steps, with what the manager's configuration leaves open."""
+        with contextlib.suppress(StateError):
+            self._looking.close()
+        self._manager = weakref.proxy(manager)  # which holds this: no circle
+        self.plan = self._followed = self._profile = None
+        self._steps: Generator[None, None, None] | None = None
+        self.said, self._is_host_bound = "", False
+        policy = manager.config.tuned_policy
+        self.is_settled = policy is None
+        if policy is not None:
+            self._policy = policy
+            self._steps = self._take_steps()
+            next(self._steps)
 
     def __call__(self, manager: PipelineOffloadManager) -> None:
         """Look back at the step that has ended, and prepare for the next."""
-        if manager.config is not self._config:
-            with contextlib.suppress(StateError):
-                self._looking.close()
-            self._config = manager.config
-            self._manager = weakref.proxy(manager)  # which holds this: no circle
-            self.plan = self._followed = self._known = self._steps = None
-            self.said, self._is_host_bound = "", False
-            policy = manager.config.tuned_policy
-            self.is_settled = policy is None
-            if policy is not None:
-                self._policy = policy
-                self._steps = self._take_steps()
         if manager.last_step.is_captured:
             if manager.last_step.num_groups and not self.is_settled:
                 raise StateError(CAPTURED_TOO_EARLY)
-            if self._is_host_bound and not manager.config.whole_step_graph:
+            if self._is_host_bound and self.plan and not manager.config.whole_step_graph:
                 self._is_host_bound = False  # it is said once
                 _logger.warning(
                     "a step was captured with a plan of eager steps, whose limit was the host; a "
@@ -121,149 +144,192 @@ class MeasuredLoop:
                 )
             return
         if self._steps is not None:
-            self._has_had_groups |= manager.last_step.num_groups > 0
-            if self._has_had_groups is self._is_aside:  # others would wait for a rank without any
-                self._is_aside = not self._has_had_groups
-                stand_aside(1 if self._is_aside else -1)
-            self._has_stayed = manager.is_staying
             next(self._steps, None)
 
     # What is done behind each step; a step passes at each yield.
 
     def _take_steps(self) -> Generator[None, None, None]:
         for _ in range(_MOST_PROGRAMS):
-            while not self._learner.is_steady:
-                yield
-            rules = self._learner.policy
-            if self._manager.config.policy is None and rules != ModulesPolicy():
-                self.is_settled = True  # the model's own settings say what stays
-                return
-            self.is_settled = False
-            yield  # its memory was just trimmed
-            profile = bare = None
-            while profile is None:
-                profile = yield from self._profiled()
-            if not profile.step_us:
+            self._num_looked, self._longer_us, self._bare_us = 0, 0.0, 0.0
+            self._learner.open()
+            yield
+            if self._manager.config.policy is None and self._learner.policy != ModulesPolicy():
+                self._learner.follow_plan(None)  # the model's own settings say what stays
                 self.is_settled = True
-                if self._manager.config.policy is not None:
-                    _logger.warning(
-                        "policy %r plans by times, and this device has no clock, so everything "
-                        "moves; the simulated one has one with simulated.host_time",
-                        self._policy.kind,
-                    )
                 return
-            if self._manager.config.whole_step_graph:
-                bare = yield from self._profiled_bare(profile)
-            yield from self._plan(profile, bare)
-            while not self._is_other(profile):
-                if self._is_led:
-                    self.is_settled = True
-                    return
-                yield
-            self._follow(None)
-            _logger.warning("the program has changed: everything moves, until a step was profiled")
+            is_other = False
+            while not is_other:
+                self.is_settled, self._followed = False, None
+                yield from self._find_plan()
+                self._num_ooms = self._manager.num_out_of_memory
+                self._peak_bytes = self._manager.backend.peak_allocated_bytes()
+                while not self._needs_more():
+                    if self._is_led:
+                        self.is_settled = True
+                        return
+                    is_other = self._profile is not None and self._is_other(self._profile)
+                    if is_other:
+                        break
+                    yield
+                self._learner.open()
+        self._stop("its steps have other groups again and again", _ADVICE)
 
-    def _profiled(self, *, stays: bool = False) -> Generator[None, None, StepProfile | None]:
-        """Let a step pass that moves, or ``stays``; return what it has shown, or None."""
-        is_replayed = self._manager.config.whole_step_graph
-        profiling = profile_step(self._manager, holds_back=is_replayed)
-        recorded = self._looking.enter_context(profiling)
-        yield
-        try:
-            self._looking.close()
-        except StateError:
-            return None
-        if self._has_stayed != stays:
-            return None
-        return self._learner.without_unlisted(recorded.profile)
+    def _needs_more(self) -> bool:
+        """Whether a step has run out of memory, or nothing moves and one is longer than any."""
+        if self._profile is None:
+            return False
+        if self._manager.num_out_of_memory > self._num_ooms:
+            self._num_looked, self._longer_us = 0, 0.0
+            return True
+        peak_bytes = self._manager.backend.peak_allocated_bytes()
+        saved_bytes = self._profile.saved_bytes
+        has_grown = self._peak_bytes and peak_bytes > self._peak_bytes + saved_bytes // _GROWN_SHARE
+        is_longer = self._learner.is_longer or has_grown
+        return bool(is_longer) and self._learner.moves_nothing and self._may_look
 
-    def _profiled_bare(self, moved: StepProfile) -> Generator[None, None, StepProfile | None]:
-        """Let steps pass that move nothing, and return what the last has shown.
+    @property
+    def _may_look(self) -> bool:
+        """Whether another step may be looked at."""
+        most_us = _MOST_LONGER * _MOST_STEPS * self._bare_us
+        return self._num_looked < _MOST_STEPS and self._longer_us <= most_us
 
-        None where the device can't hold such a step; as many pass all the same, for other ranks
-        may hold theirs. None pass where nobody knows.
-        """
-        capacity_bytes = self._capacity_bytes
-        if capacity_bytes is None:
-            return None
-        holds = can_hold(profiled_job.bare_peak_bytes(moved), capacity_bytes)
-        staying = self._manager.staying("a step without offload is looked at")
-        with staying if holds else contextlib.nullcontext():
-            yield  # takes its memory anew
-            bare = yield from self._profiled(stays=True)
-        yield  # likewise
-        return bare if bare is not None and bare.has_groups_of(moved) else None
-
-    def _measured(self, profile: StepProfile) -> Generator[None, None, MeasuredStep | None]:
-        """Let enough steps pass; return the quickest, None if one isn't like the profiled."""
-        steps: list[MeasuredStep] = []
-        while len(steps) < self._num_steps:
-            timer = StepTimer(self._manager)
-            with self._manager.observed_by(timer):
-                yield
-            if self._is_other(profile) or self._is_led:
-                return None
-            is_like = profile.has_groups_of(self._learner.profile or profile)
-            if timer.has_ended and is_like and not self._has_stayed:
-                steps.append(timer.read())
-        quickest = min(steps, key=lambda step: step.step_us)
-        return quickest._replace(reserved_bytes=steps[-1].reserved_bytes)
-
-    def _plan(self, profile: StepProfile, bare: StepProfile | None) -> Generator[None, None, None]:
-        """Agree on a plan, measure what it costs, and correct it, until one stays."""
-        self._num_steps = 1
-        first = yield from self._measured(profile)
-        if first is None:
+    def _find_plan(self) -> Generator[None, None, None]:
+        """Look at a step in which all stays, then agree on a plan, measure and correct it."""
+        recorded = None
+        while recorded is None:
+            if not self._may_look:
+                self._stop("no step came to its end of those that were looked at", "")
+                return
+            step, recorded = yield from self._look(profiles=True)
+        profile = self._profile = self._learner.without_unlisted(recorded)
+        if not profile.step_us:
+            self._stop(_NO_CLOCK, "")
             return
-        self._ranks = ranks = Ranks(str(next(_numbers)), self._timeout_s)
-        shown, gbps = profile, None
-        if bare is not None:
-            shown = profiled_job.undisturbed(profile, bare)
-            gbps = profiled_job.copies_gbps(profile, bare, first.copied_bytes)
-        text, stage = PROFILES.to_json(shown), profile.run.pp_rank
-        said = [stage, first, gbps, text if ranks.is_first_of(str(stage)) else ""]
-        answer = ranks.ask(json.dumps(said), self._first_answer)
-        if answer is None:
-            _logger.warning("%s; this one plans alone", _NOT_HEARD % self._timeout_s)
-            answer = ranks.ask(json.dumps([stage, first, gbps, text]), self._first_answer)
-        while answer is not None and not self._take(answer):
-            yield  # the first behind a change takes its memory anew
-            step = yield from self._measured(profile)
-            if step is None:
+        self._is_host_bound = step.idle_share > _MOST_IDLE_SHARE
+        self._bare_us = profile.step_us - self._is_host_bound * min(
+            step.host_us, profile.step_us / 2
+        )
+        self._longer_us += profile.step_us - self._bare_us
+        gbps = None
+        if self._manager.config.whole_step_graph:  # in a replay it counts what copies slow
+            self._learner.follow_plan(None)
+            moved, recorded = yield from self._look(profiles=True)
+            if recorded is not None and recorded.has_groups_of(profile):
+                gbps = profiled_job.copies_gbps(recorded, profile, moved.copied_bytes)
+        try:
+            yield from self._agree_on_plan(profile, step, gbps)
+        except dist.DistError as error:
+            self._stop(f"the job's store can't be asked what other ranks do ({error})", "")
+
+    def _agree_on_plan(
+        self, profile: StepProfile, step: MeasuredStep, gbps: float | None
+    ) -> Generator[None, None, None]:
+        if not profile.offloaded_bytes:
+            self._learner.move_nothing()  # until there is an answer
+        ranks = self._ranks = Ranks(str(next(_numbers)))
+        stage = profile.run.pp_rank
+        rates = self._measure_link()
+        text = PROFILES.to_json(replace(profile, d2h_gbps=rates[0], h2d_gbps=rates[1]))
+        text = text if ranks.is_first_of(str(stage)) else ""
+        said, answer = [stage, step, False, gbps, text], self._first_answer
+        while True:
+            found = None
+            for found in ranks.ask(json.dumps(said), answer):
+                if found is None:
+                    yield
+            if not found:
+                self._stop("no plan came that the ranks have agreed on", "")
+            if not found or self._take(found):
                 return
-            answer = ranks.ask(json.dumps([stage, step]), self._next_answer)
-            if answer is None:
-                _logger.warning("%s; this one keeps its plan", _NOT_HEARD % self._timeout_s)
-                self._settle("the plan that was last agreed on stays")
+            for _ in range(2):  # the first behind a change takes its memory
+                step, _ = yield from self._look()
+                if self._is_other(profile) or self._is_led:
+                    return
+            said, answer = [stage, step, not self._may_look], self._next_answer
+
+    def _look(
+        self, *, profiles: bool = False
+    ) -> Generator[None, None, tuple[MeasuredStep, StepProfile | None]]:
+        """Let a step pass; return what it took, and its profile if it was whole."""
+        manager, is_replayed = self._manager, self._manager.config.whole_step_graph
+        self._num_looked += 1
+        with contextlib.ExitStack() as looking:
+            timer = StepTimer(manager)
+            looking.enter_context(manager.observed_by(timer))
+            looking.enter_context(timer.clock.adding_up())
+            if profiles:
+                profiling = profile_step(manager, holds_back=is_replayed)
+                recorded = looking.enter_context(profiling)
+            self._looking = looking.pop_all()
+        yield
+        profile = None
+        with contextlib.suppress(StateError):
+            self._looking.close()
+            profile = recorded.profile if profiles else None
+        if not timer.has_ended:  # nothing of this rank moves, or an exception has ended it
+            reserved_bytes = manager.backend.reserved_bytes()
+            return MeasuredStep(0.0, [], 0, reserved_bytes, 0.0, 0.0), None
+        step, shown = timer.read(), self._learner.profile
+        if self._bare_us and shown is not None and self._profile is not None:
+            share = shown.saved_bytes / max(1, self._profile.saved_bytes)
+            self._longer_us += step.step_us - self._bare_us * share
+        return step, profile
+
+    def _measure_link(self) -> tuple[float, float]:
+        """Return what copies get to the host and back, in GB/s; zeros where none can be made."""
+        backend = self._manager.backend
+        num_bytes = min(_PROBE_BYTES, int(self._manager.config.host_slab_bytes))
+        try:
+            link = Link(backend, num_bytes)
+            (d2h_gbps,), (h2d_gbps,) = (median_rates([link], way)[0] for way in ("d2h", "h2d"))
+        except BandwidthError:
+            return 0.0, 0.0
+        return d2h_gbps, h2d_gbps
 
     # What the rank that answers does.
 
     def _first_answer(self, texts: Sequence[str]) -> str:
         """Plan by the profiles of all ranks; each pipeline rank's comes once, others are empty."""
-        *_, told_gbps, found = zip(*map(json.loads, texts), strict=True)
+        _, steps, _, told_gbps, found = zip(*map(json.loads, texts), strict=True)
         profiles = [PROFILES.parse(text, "the profile of a rank") for text in found if text]
-        if self._ranks.is_alone:
+        is_alone = self._ranks.is_alone
+        if is_alone:
             profiles = [replace(one, run=one.run._replace(pp_rank=0)) for one in profiles]
         size = 1 + max(profile.run.pp_rank for profile in profiles)
         if len(profiles) < size:
-            return ""  # a rank without groups has nothing to tell of
+            return self._nothing("a pipeline rank has nothing that could move")
         if profiled_job.slowest_link(profiles) is None:
-            said = "nothing comes back from the host, so that nothing is planned"
-            return json.dumps([None, 1, True, True, said])
+            return self._nothing("no host memory can be pinned")
         profiles = [replace(one, run=one.run._replace(pp_size=size)) for one in profiles]
         profiles.sort(key=lambda profile: profile.run.pp_rank)
+        worst = max((MeasuredStep(*step) for step in steps), key=_host_percent)
+        limit = getattr(self._policy, "most_slowdown_percent", math.inf)
+        needed_bytes = max(profile.peak_reserved_bytes for profile in profiles)
+        fits = needed_bytes + needed_bytes // 8 <= (self._capacity_bytes or math.inf)
+        if _host_percent(worst) > limit and fits and not self._manager.config.whole_step_graph:
+            return self._nothing(
+                "the host launches these steps hardly faster than the device runs them, and to "
+                f"record what is saved takes it {_host_percent(worst):.1f} % of a step; at most "
+                f"{limit:g} % is wanted"
+            )
+        planning_s = min(MOST_PLANNING_S, max(0.25, 2e-6 * profiles[0].step_us))
         try:
-            with ending_after(MOST_PLANNING_S):
-                self._search = self._search_by(profiles, [one for one in told_gbps if one])
+            with ending_after(planning_s):
+                self._search = self._search_by(profiles, [x for x in told_gbps if x], planning_s)
             return self._next_answer(texts)
         except OffloadError as error:
-            return json.dumps([None, 1, True, False, f"no plan can be made: {error}"])
+            return self._nothing(f"no plan can be made: {error}")
 
-    def _search_by(self, profiles: Sequence[StepProfile], told_gbps: Sequence[float]) -> PlanSearch:
+    def _nothing(self, why: str) -> str:
+        return json.dumps([None, True, False, f"{why}{_ADVICE}"])
+
+    def _search_by(
+        self, profiles: Sequence[StepProfile], told_gbps: Sequence[float], planning_s: float
+    ) -> PlanSearch:
         config, policy = self._manager.config, self._policy
         machine = profiled_job.slowest_link(profiles) or Machine()
         job = profiled_job.job_of(profiles, profiled_job.schedule_of(profiles), machine)
-        gbps = min(told_gbps, default=_COPIES_GBPS)
+        gbps = min(told_gbps, default=math.inf)
         self._job = replace(job, joins=not config.whole_step_graph, copies_gbps=gbps)
         limits = RankSettings(
             max_inflight_bytes=config.max_inflight_bytes, prefetch_bytes=config.prefetch_bytes
@@ -271,59 +337,74 @@ class MeasuredLoop:
         is_measured = policy.kind == "auto" and policy.measured_plans > 0
         share = 1.0 if is_measured and not config.whole_step_graph else SLOW_LINK_SHARE
         chooser = Chooser(profiles, self._job, limits, link_share=share)
-        search = search_of(chooser, policy, self._capacity_bytes)
+        search = search_of(chooser, policy, self._capacity_bytes, planning_s)
         search.for_replays = config.whole_step_graph
         return search
 
     def _next_answer(self, texts: Sequence[str]) -> str:
         """Take what the step of a plan has shown, and correct it."""
         by_rank: dict[int, list[MeasuredStep]] = {}
-        for stage, step, *_ in map(json.loads, texts):
+        is_over = False
+        for stage, step, takes_too_long, *_ in map(json.loads, texts):
             by_rank.setdefault(0 if self._ranks.is_alone else stage, []).append(MeasuredStep(*step))
+            is_over |= takes_too_long
+        if is_over:
+            return self._nothing("to look for a plan takes these steps too long")
         reserved = [
             max((step.reserved_bytes or 0 for step in by_rank.get(rank, ())), default=0) or None
             for rank in range(len(self._job.static_bytes))
         ]
-        cost, search = cost_of(self._job, by_rank), self._search
-        idle_share = max(step.idle_share for steps in by_rank.values() for step in steps)
-        _logger.debug(
-            "%s is lost, %s bytes are reserved, %.2f of boundaries wait for the host",
-            *(cost, reserved, idle_share),
-        )
-        is_host_bound = idle_share > _MOST_IDLE_SHARE
-        self._is_host_bound |= is_host_bound
+        search, steps = self._search, list(itertools.chain(*by_rank.values()))
+        is_host_bound = max(step.idle_share for step in steps) > _MOST_IDLE_SHARE
+        if search.plan.does_something:
+            cost = cost_of(self._job, by_rank)
+        else:  # it is what the others are compared with
+            cost = MeasuredCost(max(step.step_us for step in steps), 0.0)
         search.note(cost, reserved, is_host_bound=is_host_bound)
+        said = search.said
+        if search.is_settled and not search.plan.does_something and self._policy.kind == "auto":
+            limit = self._policy.most_slowdown_percent
+            why = f"{search.cheapest_cost()}, and at most {limit:g} % is wanted"
+            return self._nothing(why)
         text = PLANS.to_json(replace(search.plan, bandwidths=profiled_job.FROM_COPIES))
-        return json.dumps([text, search.num_steps, search.is_settled, search.is_kept, search.said])
+        return json.dumps([text, search.is_settled, search.is_kept, said])
 
     def _take(self, answer: str) -> bool:
         """Follow the plan of an answer; return whether it stays."""
-        text, self._num_steps, is_settled, is_kept, said = json.loads(answer)
-        if text is not None:
-            plan = PLANS.parse(text, "the answer")
-            missing = 1 + (self._learner.pp_rank or 0) - plan.pp_size
-            if missing > 0:  # it was made by this rank alone
-                plan = replace(plan, ranks=plan.ranks * (1 + missing))
-            self._follow(plan)
-        if is_settled:
-            self._settle(said, logging.INFO if is_kept else logging.WARNING)
-        return bool(is_settled)
-
-    def _follow(self, plan: OffloadPlan | None) -> None:
+        text, is_settled, is_kept, said = json.loads(answer)
+        if text is None:
+            self._stop(said, "")
+            return True
+        plan = PLANS.parse(text, "the answer")
+        missing = 1 + (self._learner.pp_rank or 0) - plan.pp_size
+        if missing > 0:  # it was made by this rank alone
+            plan = replace(plan, ranks=plan.ranks * (1 + missing))
         before, self.plan = self.plan, plan
-        if plan is None or before is None or not plan.is_like(before):
+        if before is None or not plan.is_like(before) or self._followed is None:
             self._followed = plan
             self._learner.follow_plan(plan, is_own=True)
             self._manager.backend.trim_device()  # what is reserved is seen from here on
-
-    def _settle(self, said: str, level: int = logging.INFO) -> None:
-        self.is_settled, self.said = True, said
-        if self._learner.moves_nothing:
-            self._manager.trim()  # no step comes that would unpin what the first have pinned
-        else:
+        if is_settled:
+            self.is_settled, self.said = True, said
             self._manager.backend.trim_device()  # what only other plans, and looking, needed
-        if self._ranks.answers:
-            _logger.log(level, "%s: %s", self._policy.kind, said)
+            if self._ranks.answers:
+                level = logging.INFO if is_kept else logging.WARNING
+                _logger.log(level, "%s: %s", self._policy.kind, said)
+        return bool(is_settled)
+
+    def _stop(self, why: str, advice: str) -> None:
+        """Let nothing move from here on but what the device has no room for; say why, once."""
+        self.is_settled, self.plan, self._followed = True, None, None
+        if self._profile is not None and self._profile.offloaded_bytes:
+            what = "only what the device has no room for is offloaded"
+            self._learner.open()
+        else:
+            what = "nothing is offloaded"
+            self._learner.move_nothing()
+            self._manager.trim()  # no step comes that would unpin what the first have pinned
+        self.said = f"{what}: {why}{advice}"
+        if rank_in() == 0:
+            _logger.warning("%s", self.said)
 
     @property
     def _capacity_bytes(self) -> int | None:
@@ -342,13 +423,15 @@ class MeasuredLoop:
 
     def _is_other(self, profile: StepProfile) -> bool:
         """Whether the steps are others by now than the one that was profiled, for good."""
-        learner = self._learner
-        if learner.profile is None or learner.profile is self._known:
-            return False
-        if profile.has_groups_of(learner.profile):
-            self._known = learner.profile
-            return False
-        return learner.is_steady
+        shown = self._learner.profile
+        return shown is not None and not profile.has_groups_of(shown) and self._learner.is_steady
+
+
+def _host_percent(step: MeasuredStep) -> float:
+    """Return how much longer the engine's own work makes a step, where the host is the limit."""
+    if step.idle_share <= _MOST_IDLE_SHARE:
+        return 0.0
+    return 100 * step.host_us / max(step.step_us - step.host_us, 1.0)
 
 
 def cost_of(job: Job, shown: Mapping[int, Sequence[MeasuredStep]]) -> MeasuredCost:
@@ -366,5 +449,7 @@ def cost_of(job: Job, shown: Mapping[int, Sequence[MeasuredStep]]) -> MeasuredCo
                 for one in passes
             )
         settings.append(replace(NO_OFFLOAD, lost_us=lost_us))
-    step_us = max(step.step_us for steps in shown.values() for step in steps)
-    return MeasuredCost(step_us, simulate(job, settings).step_us - simulate(job).step_us)
+    everyone = [step for steps in shown.values() for step in steps]
+    longer_us = simulate(job, settings).step_us - simulate(job).step_us
+    longer_us += max(step.host_us * (step.idle_share > _MOST_IDLE_SHARE) for step in everyone)
+    return MeasuredCost(max(step.step_us for step in everyone), longer_us)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, ModulesConfig
+from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig
 from megatron_offload.core.profile import kind_of
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import TargetError
@@ -21,8 +22,6 @@ MOST_PLANNING_S = 10.0
 
 _MARGIN_SHARE = 96
 """Targets that differ by less than this share are the same; so much is left to spare."""
-
-_NOISE = 0.02  # steps of one program differ by this share; beyond it, what they take longer is lost
 
 _HOST_BOUND = (
     "; the host is the limit of these steps, and a CUDA graph of the whole step has none "
@@ -37,20 +36,21 @@ class PlanSearch(ABC):
     """Asks a chooser for few plans, one after the other, until one stays.
 
     Attributes:
-        plan: what is to be followed; at first what the first steps have done.
-        num_steps: of how many steps that follow it the quickest is to be noted.
+        plan: what is to be followed; at first nothing moves.
         is_settled: whether it stays.
         is_kept: whether it keeps what was promised.
         said: what there is to say of it, for people.
         for_replays: whether steps will be replays of a graph, in which the host takes no time.
     """
 
-    def __init__(self, chooser: Chooser, policy: AutoConfig | MemoryTargetConfig) -> None:
-        self.plan = replace(chooser.plan(ModulesConfig()), policy=policy.kind)
-        self.num_steps, self.is_settled, self.is_kept, self.said = 1, False, True, ""
-        self._chooser = chooser
+    def __init__(
+        self, chooser: Chooser, policy: AutoConfig | MemoryTargetConfig, planning_s: float
+    ) -> None:
+        self._chooser, self._kind = chooser, policy.kind
+        self.plan = self._under(chooser.highest_bytes)
+        self.is_settled, self.is_kept, self.said = False, True, ""
         self._num_left = policy.measured_plans
-        self._left_s = MOST_PLANNING_S
+        self._left_s = planning_s
         self._tried: list[OffloadPlan] = []
         self.for_replays = self._is_host_bound = self._predicts = False
 
@@ -100,9 +100,27 @@ class PlanSearch(ABC):
             self.said = f"{_what(self.plan)}{promise}"
             return
         self.plan = plan
-        if is_first and not (self._num_left and plan.moved_bytes):
+        if is_first and not (self._num_left and plan.does_something):
             self.is_settled, self.said = True, f"{_what(plan)}, as predicted"
         self._num_left -= 1
+
+    def cheapest_cost(self) -> str:
+        """Return in words what the cheapest plan costs that does anything."""
+        tried = [plan for plan in self._tried if plan.does_something]
+        if tried:
+            return f"the cheapest plan that was tried costs {min(tried, key=_cost).measured}"
+        highest_bytes = self._chooser.highest_bytes
+        with contextlib.suppress(OutOfTimeError, TargetError), ending_after(self._left_s):
+            plan = self._under(highest_bytes - highest_bytes // 32)
+            percent = self._chooser.slowdown_percent(plan)
+            return f"a plan that frees a little is predicted to cost {percent:.3g} %"
+        return "no plan was found in the time that planning may take"
+
+    def _under(self, target_bytes: int) -> OffloadPlan:
+        targets = (max(self._chooser.lowest_bytes, target_bytes),) * len(
+            self._chooser.without.ranks
+        )
+        return replace(self._chooser.under(targets), policy=self._kind)
 
     @abstractmethod
     def _next(self) -> OffloadPlan | None:
@@ -129,47 +147,27 @@ class CostSearch(PlanSearch):
     the last is found without predictions: cost is taken to grow evenly with what is freed. It grows
     faster the less memory is left, so that is quick enough.
 
-    What waits and makings again have lost tells small costs well, and nothing of the host's: where
-    that launches too slowly, all the engine does takes the step's time. So where that is seen and
-    the device can hold a step without offload, some are measured, others may take hardly longer
-    than those and what they have lost, and no more is predicted. Where the device has always work,
-    a step's time isn't looked at: the first steps behind a change take longer than later ones.
+    What waits and makings again have lost tells small costs well; where the device waits for the
+    host, what the engine takes of the host's time is lost as well. A step's own time isn't looked
+    at: the first steps behind a change take longer than later ones.
     """
 
-    def __init__(self, chooser: Chooser, policy: AutoConfig, capacity_bytes: int | None) -> None:
-        super().__init__(chooser, policy)
+    def __init__(
+        self,
+        chooser: Chooser,
+        policy: AutoConfig,
+        planning_s: float,
+        capacity_bytes: int | None,
+    ) -> None:
+        super().__init__(chooser, policy, planning_s)
         self._limit = policy.most_slowdown_percent
         self._capacity_bytes = math.inf if capacity_bytes is None else capacity_bytes
-        self._bare: OffloadPlan | None = None
-        """Under which nothing moves; with its cost once that is known."""
-
-    def _beside_bare(self, plan: OffloadPlan) -> OffloadPlan:
-        """Return a plan whose cost has what its step takes longer than one without offload."""
-        cost, bare = plan.measured, None if self._bare is None else self._bare.measured
-        if cost is None or bare is None:
-            return plan
-        longer_us = cost.step_us - (1 + _NOISE) * bare.step_us
-        return replace(plan, measured=cost._replace(lost_us=max(cost.lost_us, longer_us)))
-
-    def _go_on(self) -> None:
-        if self._bare is not None and self._bare.measured is None:
-            self._bare = self._tried.pop()
-        self._tried = [self._beside_bare(plan) for plan in self._tried]
-        self.plan = self._tried[-1]
-        highest_bytes = self._chooser.highest_bytes
-        may_look = self._is_host_bound and self._bare is None and self._num_left > 0
-        may_look &= can_hold(highest_bytes, self._capacity_bytes)
-        if may_look and self._capacity_bytes < math.inf:
-            self.plan = self._bare = self._under(highest_bytes)
-            self._num_left -= 1
-            self.num_steps = 3  # the host may do other work, too
-        else:
-            super()._go_on()
 
     def _next(self) -> OffloadPlan | None:
         chooser, tried = self._chooser, self._tried
         asked, step, most = self._between([chooser.slowdown_percent(plan) for plan in tried])
-        can_predict = not self._bare and (self._num_left != 1 or any(map(self._is_quick, tried)))
+        did_well = any(plan.does_something for plan in filter(self._is_quick, tried))
+        can_predict = did_well or self._num_left != 1
         for more in (step, 2 * step, 4 * step) if can_predict else ():
             if asked + more >= most:
                 break
@@ -177,8 +175,6 @@ class CostSearch(PlanSearch):
             if self._is_better(plan):
                 return plan
         freed, more, most = self._between([chooser.highest_bytes - _peak_bytes(p) for p in tried])
-        if self._bare and self._num_left == 1:
-            more /= 2  # few groups need as many boundaries, and are no neighbours
         plan = self._fitting(self._under(chooser.highest_bytes - int(freed + more)))
         return plan if most < math.inf and self._is_better(plan) else None
 
@@ -201,13 +197,9 @@ class CostSearch(PlanSearch):
             return plan
         return self._under(int(self._capacity_bytes))
 
-    def _under(self, target_bytes: int) -> OffloadPlan:
-        targets = (max(self._chooser.lowest_bytes, target_bytes),) * len(self._tried[0].ranks)
-        return replace(self._chooser.under(targets), policy="auto")
-
     def _is_better(self, plan: OffloadPlan) -> bool:
         """Whether it is new, and takes less than those that were quick enough."""
-        if any(map(plan.is_like, self._tried)) or (self._bare and plan.is_like(self._bare)):
+        if any(map(plan.is_like, self._tried)):
             return False
         margin_bytes = self._chooser.highest_bytes // _MARGIN_SHARE
         quick = filter(self._is_quick, self._tried)
@@ -219,6 +211,8 @@ class CostSearch(PlanSearch):
     def _rating(self, plan: OffloadPlan) -> tuple[float, ...]:
         reserved = [rank.measured_peak_bytes or 0 for rank in plan.ranks]
         most_bytes = max(reserved) if all(reserved) else _peak_bytes(plan)
+        if _peak_bytes(plan) > self._capacity_bytes:
+            return math.inf, most_bytes
         return (0.0 if self._is_quick(plan) else _cost(plan)), most_bytes
 
     def _instead(self) -> OffloadPlan:
@@ -238,10 +232,18 @@ class MemorySearch(PlanSearch):
     is not planned for again.
     """
 
-    def __init__(self, chooser: Chooser, policy: MemoryTargetConfig) -> None:
-        super().__init__(chooser, policy)
+    def __init__(
+        self,
+        chooser: Chooser,
+        policy: MemoryTargetConfig,
+        planning_s: float,
+        capacity_bytes: int | None,
+    ) -> None:
+        super().__init__(chooser, policy, planning_s)
         num_ranks = len(self.plan.ranks)
-        self._wanted_bytes = self._planned = policy.targets(num_ranks)
+        most_bytes = max(chooser.lowest_bytes, capacity_bytes or sys.maxsize)
+        wanted = policy.targets(num_ranks)
+        self._wanted_bytes = self._planned = tuple(min(each, most_bytes) for each in wanted)
         self._least_missed: list[int | None] = [None] * num_ranks
 
     def _next(self) -> OffloadPlan | None:
@@ -289,17 +291,18 @@ class MemorySearch(PlanSearch):
 
 
 def search_of(
-    chooser: Chooser, policy: AutoConfig | MemoryTargetConfig, capacity_bytes: int | None
+    chooser: Chooser,
+    policy: AutoConfig | MemoryTargetConfig,
+    capacity_bytes: int | None,
+    planning_s: float = MOST_PLANNING_S,
 ) -> PlanSearch:
-    """Return the search that a policy asks for; a rank can reserve ``capacity_bytes`` at most."""
+    """Return the search that a policy asks for.
+
+    A rank can reserve ``capacity_bytes`` at most; planning takes so much of a core's time.
+    """
     if isinstance(policy, AutoConfig):
-        return CostSearch(chooser, policy, capacity_bytes)
-    return MemorySearch(chooser, policy)
-
-
-def can_hold(predicted_bytes: int, capacity_bytes: float) -> bool:
-    """Whether so much that a device is predicted to reserve fits, should it be somewhat more."""
-    return predicted_bytes + predicted_bytes // 8 <= capacity_bytes
+        return CostSearch(chooser, policy, planning_s, capacity_bytes)
+    return MemorySearch(chooser, policy, planning_s, capacity_bytes)
 
 
 def _peak_bytes(plan: OffloadPlan) -> int:

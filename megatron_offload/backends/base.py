@@ -130,6 +130,18 @@ class Backend(abc.ABC):
         """Return what is allocated and reserved, by the order of the host's calls, if known."""
         return None
 
+    def gauge(self) -> float:
+        """Return what grows the more in a forward the longer that is: memory, or time."""
+        return 0.0
+
+    def peak_allocated_bytes(self) -> int:
+        """Return the most memory that was in use so far; 0 where nobody knows."""
+        return 0
+
+    def num_out_of_memory(self) -> int:
+        """Return how often memory could not be had so far."""
+        return 0
+
     def trim_device(self) -> None:
         """Hand device memory that is cached and unused back; may block the host."""
         return

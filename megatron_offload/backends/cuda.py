@@ -193,6 +193,16 @@ class CudaBackend(Backend):
         kinds = "allocated_bytes", "reserved_bytes"
         return DeviceMemory(*(found[kind]["all"]["current"] for kind in kinds))
 
+    def gauge(self) -> float:
+        return float(self.memory().allocated_bytes)
+
+    def peak_allocated_bytes(self) -> int:
+        found = torch.cuda.memory_stats_as_nested_dict(self.device)
+        return int(found["allocated_bytes"]["all"]["peak"]) if found else 0
+
+    def num_out_of_memory(self) -> int:
+        return int(torch.cuda.memory_stats_as_nested_dict(self.device).get("num_ooms", 0))
+
     def trim_device(self) -> None:
         torch.cuda.empty_cache()
 

@@ -278,6 +278,9 @@ class SimulatedBackend(Backend):
     def timestamp(self, stream: SimulatedStream) -> float:
         return stream.time_us
 
+    def gauge(self) -> float:
+        return self._compute.time_us
+
     def empty_device(self, num_bytes: int) -> torch.Tensor:
         return self._fresh(torch.empty(num_bytes, dtype=torch.uint8, device="cpu"))
 
@@ -469,6 +472,9 @@ class HostTimedBackend(SimulatedBackend):
         super().__init__(config)
         self._depth = 0
         self._left_at_s = perf_counter()
+
+    def has_passed(self, event: Any) -> bool:
+        return False  # what the host takes is the device's own time: nobody waits
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:

@@ -173,6 +173,11 @@ class StepProfile:
     counts_what_moved: bool = field(default=False, compare=False)
     """Whether the peaks count what was on the host as if it had stayed on the device."""
 
+    @property
+    def saved_bytes(self) -> int:
+        """What all groups save: it grows with a step's size."""
+        return sum(group.saved_bytes for group in self.groups)
+
     def bytes_away(self, staying: Collection[GroupKey], device_bytes: int) -> dict[str, int]:
         """Return, by group name, what such a step has off the device when its backward begins.
 

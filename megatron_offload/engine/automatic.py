@@ -8,7 +8,7 @@ step each, and those of a pipeline are one together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
@@ -41,7 +41,14 @@ class _Forward:
     chunk: ChunkOffloadHandler
     pack: Callable[[torch.Tensor], object] | None
     name: str
+    ends: Collection[int]
+    """Behind how many tensors its groups end, and it itself, by a forward before; none: by size."""
+    gauge: float
+    """The backend's, when it began."""
     group: OffloadGroup | None = None
+    num_saved: int = 0
+    """Of all its groups."""
+    ended: list[int] = field(default_factory=list)
     num_tensors: int = 0
     num_bytes: int = 0
     total_bytes: int = 0
@@ -94,6 +101,8 @@ class AutomaticGroups:
     on_step: Callable[[], None] | None = None
     _forwards: list[_Forward] = field(default_factory=list, init=False)
     _reached: dict[OffloadGroup, None] = field(default_factory=dict, init=False)
+    _ends: dict[tuple[str, int, int], Collection[int]] = field(default_factory=dict, init=False)
+    """By name, virtual stage and search for a plan, where the first forward's groups have ended."""
 
     @graph_break
     def begin(
@@ -119,7 +128,11 @@ class AutomaticGroups:
         elif self.manager.do_offload and not (is_in_backward() or self.manager.is_hidden()):
             pack = self.pack
             put_on(pack, unpack)
-        self._forwards.append(_Forward(chunk, pack, name or self.name))
+        name = name or self.name
+        learner = self.manager.learner
+        ends = self._ends.get((name, chunk.vp_stage, learner.num_searches), ())
+        gauge = self.manager.backend.gauge() if learner.num_searches else 0.0
+        self._forwards.append(_Forward(chunk, pack, name, ends, gauge))
 
     @graph_break
     def end(self, *, has_failed: bool = False) -> None:
@@ -133,6 +146,12 @@ class AutomaticGroups:
             forward.chunk.close_group(forward.name)
         else:
             self._commit(forward)
+            learner = self.manager.learner
+            if learner.num_searches:
+                learner.note_forward(self.manager.backend.gauge() - forward.gauge)
+            if learner.num_searches and forward.num_saved and not forward.ends:
+                key = forward.name, forward.chunk.vp_stage, learner.num_searches
+                self._ends[key] = {*forward.ended, forward.num_saved}
         forward.chunk.forget_recipes()  # they hold what they are bound to
 
     @property
@@ -177,7 +196,9 @@ class AutomaticGroups:
         if is_in_backward() or torch.compiler.is_compiling():  # a recompute is needed at once
             return SavedTensor(tensor, self.name)
         if self._is_full(forward):  # not before: a kernel may fill what it saves behind that
+            forward.ended.append(forward.num_saved)
             self._commit(forward)
+        forward.num_saved += 1
         if is_wrapper(tensor) and not is_opted_out(tensor):
             alias = hollow(tensor)
             if alias is not None:
@@ -204,6 +225,8 @@ class AutomaticGroups:
         return saved
 
     def _is_full(self, forward: _Forward) -> bool:
+        if forward.ends and forward.num_saved < max(forward.ends):
+            return forward.num_saved in forward.ends  # the same groups, whatever their sizes are
         num_tensors, num_bytes = forward.num_tensors, forward.num_bytes
         most = self.max_inflight_tensors
         if num_bytes < _LEAST_GROUP_BYTES:

@@ -25,6 +25,7 @@ from typing import Any, TypeVar, cast
 
 from megatron_offload.engine.call_state import apart, has_modes
 from megatron_offload.engine.graph_break import graph_break
+from megatron_offload.engine.host_clock import HostClock
 from megatron_offload.errors import OffloadError, StateError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -100,7 +101,8 @@ def guarded(method: F) -> F:
         while left:
             left[0].take_back(left[0])
             left.popleft()
-        return method(*args)
+        clock = HostClock.running
+        return method(*args) if clock is None else clock.time(method, *args)
 
     @functools.wraps(method)
     @graph_break

@@ -16,6 +16,7 @@ from torch._C._autograd import (
     _top_saved_tensors_default_hooks,
 )
 
+from megatron_offload.engine.host_clock import HostClock, TimedHook
 from megatron_offload.engine.saved_tensor import SavedTensor
 
 
@@ -31,7 +32,7 @@ def others_hooks() -> str:
     compress; what they rely on isn't known, so nothing is taken from under them.
     """
     hooks = _top_saved_tensors_default_hooks(True)
-    if hooks is None:
+    if hooks is None or isinstance(hooks[0], TimedHook):
         return ""
     pack = hooks[0].func if isinstance(hooks[0], partial) else hooks[0]
     owner = getattr(pack, "__module__", None) or "something"
@@ -56,6 +57,7 @@ def owner_of_hooks() -> Any:
 
 def owner_of(pack: Callable[..., Any]) -> Any:
     """Return the object whose method a pack hook is; None where it is no method."""
+    pack = _untimed(pack)
     return getattr(pack.func if isinstance(pack, partial) else pack, "__self__", None)
 
 
@@ -67,16 +69,24 @@ def take_off(is_one: Callable[[Any], bool], *, all_of_them: bool = False) -> Non
     others: list[Any] = []
     while (hooks := _top_saved_tensors_default_hooks(True)) is not None:
         _pop_saved_tensors_default_hooks()
-        if not is_one(hooks[0]):
+        if not is_one(_untimed(hooks[0])):
             others.append(hooks)
         elif not all_of_them:
             break
     for both in reversed(others):
-        put_on(*both)
+        _push_saved_tensors_default_hooks(*both)
 
 
-put_on = _push_saved_tensors_default_hooks
-"""Put a pack and an unpack hook in force."""
+def _untimed(hook: Any) -> Any:
+    return hook.hook if isinstance(hook, TimedHook) else hook
+
+
+def put_on(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+    """Put a pack and an unpack hook in force."""
+    clock = HostClock.running
+    if clock is not None:
+        pack, unpack = TimedHook(pack, clock), TimedHook(unpack, clock)
+    _push_saved_tensors_default_hooks(pack, unpack)
 
 
 class HookStack:

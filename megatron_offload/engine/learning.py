@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -32,6 +32,13 @@ than the one before."""
 
 _NUM_STEPS = 8
 """How many steps are looked at then: pinning is slow, and unpinning waits for the device."""
+
+_OPEN_SHARE = 0.6
+"""Of the device's memory, what may be in use while all that is saved stays: what comes besides, at
+the head of a model and in backward, is not known yet."""
+
+_LONGER = 1.5
+"""A forward that is so many times as long as those that were looked at may be another matter."""
 
 _LEAST_SURPLUS_SHARE = 0.1
 """Less of what is pinned stays so."""
@@ -80,7 +87,10 @@ class Learner:
         passing: those that need not be recorded, as long as steps are steady.
         joining: those that are recorded as one, likewise.
         is_steady: whether the last two steps had the same groups.
-        moves_nothing: whether a plan of this run's own lets this rank move and make again nothing.
+        is_open: whether what moves is still looked for: all stays that the device has room for.
+        num_searches: how often that was begun.
+        is_longer: whether a forward of which nothing moved was longer than all that were seen then.
+        moves_nothing: whether nothing moves or is made again, by what this run's steps have shown.
     """
 
     def __init__(
@@ -94,7 +104,10 @@ class Learner:
         self._kept_alike: dict[tuple[int, str], str] = {}
         self.passing: dict[GroupKey, GroupProfile] = {}
         self.joining: Joining = {}
-        self.is_steady = self.moves_nothing = False
+        self.is_steady = self.is_open = self.moves_nothing = False
+        self.num_searches = 0
+        self.is_longer = False
+        self._longest = 0.0
         self._config = config
         self._listed = listed = config.modules if "modules" in config.model_fields_set else ()
         self._has_seen_names = False
@@ -154,18 +167,18 @@ class Learner:
             ConfigError: the plan has no such rank.
         """
         self._is_own, self.passing, self.joining = is_own, {}, {}
+        self.is_open = self.moves_nothing = False
         if plan is None:
             self.plan = self._planned = self._recompute = None
-            self.moves_nothing = False
             self._budget.follow_plan(None, None)
             self.kept = {}
             if self.profile is not None:
                 self._choose(self.profile)
             return
         self.plan = plan
-        self._is_plan_confirmed, self._is_other_run_said = is_own, False
+        self._is_plan_confirmed = self._is_other_run_said = False
         self._begin_plan(self.pp_rank)
-        if is_own and not self.moves_nothing:  # else others may follow that need what is pinned
+        if is_own:
             self._num_fits_left = _NUM_FITS - 1
 
     def _begin_plan(self, pp_rank: int | None) -> None:
@@ -180,7 +193,27 @@ class Learner:
         rank = plan.ranks[pp_rank]
         self._budget.follow_plan(rank.max_inflight_bytes, rank.prefetch_bytes)
         self.kept, self._recompute = dict(rank.kept), rank.recompute
+        self._note_kept((choice.key, choice.name) for choice in rank.choices)
         self.moves_nothing = self._is_own and not rank.moved_bytes and not self.makes_again
+
+    def open(self) -> None:
+        """Let all stay that the device has room for, until it is known what is to move."""
+        self.follow_plan(None)
+        self.is_open, self._recompute = True, ()
+        self.num_searches += 1
+        self.is_longer = False
+
+    def move_nothing(self) -> None:
+        """Let nothing move nor be made again from here on."""
+        self.follow_plan(None)
+        self.moves_nothing, self._recompute = True, ()
+
+    def note_forward(self, gauge: float) -> None:
+        """Note a forward that is over, by how much `Backend.gauge` has grown in it."""
+        if self.is_open:
+            self._longest = max(self._longest, gauge)
+        elif gauge > _LONGER * self._longest:
+            self.is_longer = self.moves_nothing
 
     def recompute(self, vp_stage: int) -> frozenset[str] | None:
         """Return the units that a virtual stage makes again; None for all but dear ones."""
@@ -252,18 +285,20 @@ class Learner:
 
     def _choose(self, profile: StepProfile) -> None:
         if self.plan is not None:
-            if self.pp_rank is not None:
+            if self.pp_rank is not None and not self._is_own:
                 self._confirm(self.plan, profile)
             return
         if self._ratio is None:
             self.kept = self.policy.plan(profile)
         else:
             self.kept = plan_by_ratio(self._ratio, profile).kept
-        self._chunks = {group.key.chunk for group in profile.groups}
-        # By place in a chunk: of the last that has it.
-        self._kept_alike = {
-            (group.key.order, group.name): self.kept.get(group.key, "") for group in profile.groups
-        }
+        self._note_kept((group.key, group.name) for group in profile.groups)
+
+    def _note_kept(self, known: Iterable[tuple[GroupKey, str]]) -> None:
+        """Note what stays by place in a chunk, of the last that has it, for chunks that are new."""
+        known = list(known)
+        self._chunks = {key.chunk for key, _ in known}
+        self._kept_alike = {(key.order, name): self.kept.get(key, "") for key, name in known}
 
     def restart(self) -> None:
         """Learn anew what the step looks like; what is followed stays, and what was kept."""
@@ -275,8 +310,10 @@ class Learner:
         """Return why a group is to stay on the device; empty where it may move."""
         if self._is_unlisted(group.name):
             return "its name is not among OffloadConfig.modules"
-        default = "beyond the fraction 0 of its chunk" if self._keeps_everything() else ""
-        if not default and self.plan is None and group.key.chunk not in self._chunks:
+        if self.is_open:
+            return "" if self._is_short_of_memory() else "what moves is still looked for"
+        default = "beyond the fraction 0 of its chunk" if self.keeps_everything else ""
+        if not default and group.key.chunk not in self._chunks:
             default = self._kept_alike.get((group.key.order, group.name), "")
         return self.kept.get(group.key, default)
 
@@ -298,14 +335,22 @@ class Learner:
         )
         return replace(profile, groups=tuple(groups))
 
-    def _keeps_everything(self) -> bool:
+    @property
+    def keeps_everything(self) -> bool:
+        """Whether each group stays by the rules, whatever it has."""
         return self.policy.fraction == 0.0 and self._ratio is None and self.plan is None
+
+    def _is_short_of_memory(self) -> bool:
+        capacity_bytes, memory = self._backend.capacity_bytes(), self._backend.memory()
+        if capacity_bytes is None or memory is None:
+            return False
+        return memory.allocated_bytes > _OPEN_SHARE * capacity_bytes
 
     def bytes_away(self, last_step: StepStats) -> dict[str, int]:
         """Return the bytes off the device at the peak, per group name."""
         if self.profile is None or self.is_steady:
             return {k: v for k, v in last_step.peak_away_bytes_by_name.items() if v}
-        if self._keeps_everything():
+        if self.keeps_everything or self.moves_nothing:
             return {}
         return self.profile.bytes_away(self.kept, self._budget.total_bytes)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 
@@ -91,6 +91,16 @@ _NO_TUNER = (
 )
 
 
+class Tuner(Protocol):
+    """Finds by a manager's steps what is to move, as `megatron_offload.autotune.loop` does."""
+
+    def begin(self, manager: PipelineOffloadManager) -> None:
+        """Begin anew: the manager has another configuration."""
+
+    def __call__(self, manager: PipelineOffloadManager) -> None:
+        """Look back at a step that has ended."""
+
+
 class PipelineOffloadManager:
     """Holds one `ChunkOffloadHandler` per microbatch and virtual pipeline stage in flight.
 
@@ -132,6 +142,8 @@ class PipelineOffloadManager:
         # Models tell their parameters once, in the first forward of all.
         new.marks.take_parameters(old.marks)
         new.tuner = old.tuner
+        if new.tuner is not None:
+            new.tuner.begin(new)
         PipelineOffloadManager.instance = new
 
     def __init__(
@@ -139,11 +151,12 @@ class PipelineOffloadManager:
     ) -> None:
         self.observers: list[Observer] = []
         """Who is told what happens."""
-        self.tuner: Callable[[PipelineOffloadManager], None] | None = None
-        """Is called at the end of each `reset`; `megatron_offload.autotune.loop` plans there."""
+        self.tuner: Tuner | None = None
+        """Finds what is to move."""
         self.marks = Marks()
         self.step_number = 0
         """Steps begun so far."""
+        self._num_failed_allocations = 0
         self._last_step: StepStats | None = None
         self._staying_because: list[str] = []
         self.configure(config or OffloadConfig(), backend=backend)
@@ -187,6 +200,8 @@ class PipelineOffloadManager:
         self._said: set[str] = set()
         self.decisions = Step(self.transfers, self.learner)
         self._begin_step()
+        if self.tuner is not None:
+            self.tuner.begin(self)
 
     # The step
 
@@ -397,9 +412,12 @@ class PipelineOffloadManager:
     def is_passing(self) -> bool:
         """Whether this step runs as if there were no offload, since nothing of it would move.
 
-        Not where somebody watches its groups, and not one step in 64.
+        Not where somebody watches its groups.
         """
-        return self.learner.moves_nothing and self._looks_away
+        learner = self.learner
+        if not (learner.moves_nothing or (learner.keeps_everything and not self.recompute)):
+            return False
+        return not self._is_looked_at
 
     @property
     def _looks_away(self) -> bool:
@@ -412,11 +430,8 @@ class PipelineOffloadManager:
         return any(observer.needs_groups for observer in self.observers)
 
     def pass_by(self) -> None:
-        """Tell who watches that a group would start here, and is none."""
-        if self.do_offload and is_recording():
-            self._has_passed = True
-            for observer in self.observers:
-                observer.passed_by()
+        """Note that a group would start here, and is none."""
+        self._has_passed |= self.do_offload and is_recording()
 
     def records(self) -> bool:
         """Whether groups are recorded here and now: with grad, and not where is recomputed."""
@@ -431,8 +446,7 @@ class PipelineOffloadManager:
     def notes_recipes(self) -> bool:
         """Whether it matters how outputs are made: not where groups pass by and none is remade."""
         learner = self.learner
-        passes = learner.moves_nothing or bool(learner.passing)
-        return learner.makes_again or not (passes and self._looks_away)
+        return learner.makes_again or not (learner.passing and self._looks_away)
 
     @graph_break
     def reset(self) -> None:
@@ -479,9 +493,6 @@ class PipelineOffloadManager:
                 self.tensor_pool.clear()
         elif self.decisions.backward_order:
             self._learn()
-        elif self.is_passing:
-            for observer in self.observers:
-                observer.step_passed_by()
         self._begin_step()
 
     def _say_what_is_open(self) -> None:
@@ -516,7 +527,8 @@ class PipelineOffloadManager:
         surrounding, self._is_in_step = self._is_in_step, True
         try:
             yield self
-        except BaseException:
+        except BaseException as error:
+            self.note_failure(error)
             self.abort()
             raise
         finally:
@@ -539,6 +551,15 @@ class PipelineOffloadManager:
                 self.learner.restart()
                 self.guard.has_failed = False
             self._begin_step()
+
+    def note_failure(self, error: BaseException | None) -> None:
+        """Count what has ended a forward, if memory could not be had."""
+        self._num_failed_allocations += isinstance(error, torch.OutOfMemoryError)
+
+    @property
+    def num_out_of_memory(self) -> int:
+        """How often memory could not be had so far, as far as it is known."""
+        return self._num_failed_allocations + self.backend.num_out_of_memory()
 
     @guarded
     def trim(self) -> int:

@@ -78,11 +78,5 @@ class Observer:
     def wait_issued(self, why: Wait, group: OffloadGroup) -> None:
         """The compute stream waits: in W2 for a group's offload, whose source is then released."""
 
-    def passed_by(self) -> None:
-        """A forward comes to where a group would start, in a step of which nothing is recorded."""
-
-    def step_passed_by(self) -> None:
-        """Such a step is over."""
-
     def step_ended(self, profile: StepProfile) -> None:
         """A step with a backward is over and nothing is in flight; ``last_step`` counts it."""

@@ -106,7 +106,9 @@ class AroundForwards(saved_tensors_hooks):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._groups.end(has_failed=any(part is not None for part in exception))
+        error = next((part for part in exception if isinstance(part, BaseException)), None)
+        self._groups.manager.note_failure(error)
+        self._groups.end(has_failed=error is not None)
 
     @property
     def last_step(self) -> StepStats:

@@ -58,6 +58,7 @@ class OffloadActivations(AroundForwards):
             of ``pin_memory``, ``copy_streams`` and ``min_tensor_bytes`` counts where the argument
             above is left at its default.
         manager: a manager of one's own, which nothing else uses, in place of ``config``.
+        model: whose forwards these are: a context for another looks for a plan of its own.
 
     Raises:
         ValueError: ``max_fwd_stash_size`` is less than 1, ``min_offload_size`` is negative, or both
@@ -77,6 +78,7 @@ class OffloadActivations(AroundForwards):
         *,
         config: OffloadConfig | None = None,
         manager: PipelineOffloadManager | None = None,
+        model: nn.Module | None = None,
     ) -> None:
         _check_switch("use_pin_memory", use_pin_memory)
         _check_switch("use_streams", use_streams)
@@ -110,7 +112,7 @@ class OffloadActivations(AroundForwards):
         else:
             given = settings.model_dump(exclude_unset=True)
             given |= {"pin_memory": self.use_pin_memory, "copy_streams": self.use_streams}
-            groups = _lend(self, OffloadConfig.model_validate(given), *sizes)
+            groups = _lend(self, model, OffloadConfig.model_validate(given), *sizes)
         self.manager = groups.manager
         super().__init__(groups)
 
@@ -146,6 +148,7 @@ class _Lent(weakref.ref[object]):
     __hash__ = object.__hash__  # a weak reference's own needs what it refers to
     groups: AutomaticGroups | None = None
     pool: HostPool | None = None
+    model: weakref.ref[nn.Module] | None = None
 
 
 _lent: set[_Lent] = set()
@@ -154,8 +157,11 @@ _idle: dict[Hashable, list[_Lent]] = {}
 the documented form makes a context for each step, and pins and learns once all the same."""
 
 
-def _lend(context: object, config: OffloadConfig, *sizes: int) -> AutomaticGroups:
+def _lend(
+    context: object, model: nn.Module | None, config: OffloadConfig, *sizes: int
+) -> AutomaticGroups:
     """Return what moves the tensors of a context, for as long as that exists."""
+    of_model = None if model is None else weakref.ref(model)
     settings = (config.model_dump_json(), frozenset(config.model_fields_set))
     left = _idle.setdefault((threading.get_ident(), current_device(config), settings, sizes), [])
     groups: AutomaticGroups | None = None
@@ -165,6 +171,8 @@ def _lend(context: object, config: OffloadConfig, *sizes: int) -> AutomaticGroup
         found = lent.groups  # None of one whose making was interrupted
         if found and found.manager.host_pool is lent.pool and not found.manager.host_pool.is_closed:
             groups = found  # else it was configured anew
+            if lent.model != of_model and groups.manager.tuner is not None:
+                groups.manager.tuner.begin(groups.manager)
     if groups is None:
         # The settings have changed, maybe, and nobody may come for what the others have pinned.
         for other in [lent for idle in list(_idle.values()) for lent in idle]:
@@ -173,7 +181,7 @@ def _lend(context: object, config: OffloadConfig, *sizes: int) -> AutomaticGroup
         groups = _make(PipelineOffloadManager(config), *sizes)
     groups.manager.enable_offload()
     lent = _Lent(context, left.append)
-    lent.groups, lent.pool = groups, groups.manager.host_pool
+    lent.groups, lent.pool, lent.model = groups, groups.manager.host_pool, of_model
     _lent.add(lent)
     return groups
 
@@ -232,7 +240,7 @@ def get_act_offloading_ctx_manager(
     if not enable_activation_offloading:
         inspect.signature(OffloadActivations).bind(**options)  # else a wrong one would show later
         return NoOffload()
-    context = _OffloadModel(**options)
+    context = _OffloadModel(model=model, **options)
     adopt_model(model, context.manager, manager_in_force)
     head = _find_head(model)
     if head is not None:

@@ -105,8 +105,7 @@ def _begin(
     PipelineOffloadManager.at_first_use = None
     if config is not None:
         manager.configure(config)
-    manager.tuner = tuner or manager.tuner
-    tune(manager)
+    tune(manager, tuner)
 
 
 def exchange_everywhere(pairs: Iterable[tuple[Any, Any]]) -> None:

@@ -14,6 +14,7 @@ import torch
 from megatron_offload.backends.base import Pair, Wait
 from megatron_offload.core.profile import GroupKey, StepProfile
 from megatron_offload.engine.group import Block, OffloadGroup
+from megatron_offload.engine.host_clock import HostClock
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Direction, Observer
 from megatron_offload.observe.live_bytes import LiveActivationMeter
@@ -172,7 +173,7 @@ class MeasuredStep(NamedTuple):
     """From the start of its first group to its end."""
     lost_us: list[list[float]]
     """What went into waiting for copies and making tensors again: by chunk, in its forward and in
-    its backward. Empty where the step passed by."""
+    its backward."""
     copied_bytes: int
     """To the host and back."""
     reserved_bytes: int | None
@@ -180,15 +181,21 @@ class MeasuredStep(NamedTuple):
     idle_share: float
     """Of the boundaries of its groups, those at which the device had come to the one before: most,
     where it waits for the host. Where groups have passed by in between, neither counts."""
+    host_us: float
+    """What the engine took of the host's time, as far as it is timed: pinning memory too."""
 
 
 class StepTimer(ComputeTimer):
-    """Measures the first step that ends while it observes; the host waits in `read` alone."""
+    """Measures the first step that ends while it observes; the host waits in `read` alone.
+
+    ``clock`` adds up the host's time meanwhile.
+    """
 
     needs_groups = False
 
     def __init__(self, manager: PipelineOffloadManager) -> None:
         super().__init__(manager)
+        self.clock = HostClock()
         self._began: Any = None
         self._ended: Any = None
         self._num_chunks = self._num_turns = self._copied_bytes = 0
@@ -206,6 +213,7 @@ class StepTimer(ComputeTimer):
         self.at = "forward", group
         if group.key == (0, 0) and not self.has_ended:
             self.restart()  # what was passed so far, such as an evaluation, is no part of it
+            self.clock.us = 0.0
             self._began = self.now()
             self._num_boundaries = self._num_idle = 0
         self._look(group)
@@ -228,19 +236,11 @@ class StepTimer(ComputeTimer):
 
     def step_ended(self, profile: StepProfile) -> None:
         if self._began is not None and not self.has_ended:
-            self._ended = self.now()
+            self._ended, self._host_us = self.now(), self.clock.us
             self._num_turns = len(self.turns)
             self._num_chunks = 1 + max(group.key.chunk for group in profile.groups)
             stats = self._manager.last_step
             self._copied_bytes = stats.offloaded_bytes + stats.reloaded_bytes
-
-    def passed_by(self) -> None:
-        if self._began is None:
-            self._began = self.now()
-
-    def step_passed_by(self) -> None:
-        if self._began is not None and not self.has_ended:
-            self._ended = self.now()
 
     def read(self) -> MeasuredStep:
         """Wait for the step's end on the device; return what was seen."""
@@ -258,4 +258,5 @@ class StepTimer(ComputeTimer):
             if group is not None:
                 lost_us[group.key.chunk][kind == "backward"] += us
         idle_share = self._num_idle / max(1, self._num_boundaries)
-        return MeasuredStep(step_us, lost_us, self._copied_bytes, reserved_bytes, idle_share)
+        sizes = self._copied_bytes, reserved_bytes
+        return MeasuredStep(step_us, lost_us, *sizes, idle_share, self._host_us)

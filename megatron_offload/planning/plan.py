@@ -137,6 +137,11 @@ class OffloadPlan:
         return sum(rank.moved_bytes for rank in self.ranks)
 
     @property
+    def does_something(self) -> bool:
+        """Whether anything moves, or is made again, on any rank."""
+        return any(rank.moved_bytes or rank.remade_bytes for rank in self.ranks)
+
+    @property
     def pp_size(self) -> int:
         """Pipeline ranks."""
         return len(self.ranks)

@@ -123,7 +123,7 @@ class ToldLoop(MeasuredLoop):
     """Says once on the first rank what is on, and leaves a step of every rank in ``report``."""
 
     def __init__(self, report: Path | None = None) -> None:
-        super().__init__(timeout_s=60.0)
+        super().__init__()
         self._report = report
         self._telling: Generator[None, None, None] | None = None
 
