@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
@@ -47,15 +47,6 @@ def open_process_group(kind: str, timeout_s: float = 600.0) -> Iterator[torch.de
         device_id=device if kind == "cuda" else None,
     )
     torch.set_num_threads(1)  # ranks share the cores, and sums on a CPU hang on the number
-    with closing(torch.distributed.destroy_process_group):
-        yield device
-
-
-@contextlib.contextmanager
-def closing(close: Callable[[], None]) -> Iterator[None]:
-    """Close connections at the end, unless there is an error.
-
-    Others would fail of that, and might be reported, before the error itself is written down.
-    """
-    yield
-    close()
+    yield device
+    # Not behind an error: others would fail of that, and might be reported, before it is written.
+    torch.distributed.destroy_process_group()
