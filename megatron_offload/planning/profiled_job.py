@@ -39,10 +39,6 @@ def job_from_profiles(profiles: Sequence[StepProfile], schedule: Schedule, machi
     Raises:
         ConfigError: a profile has no times, or other chunks than the schedule.
     """
-    if len(profiles) != schedule.num_ranks:
-        raise ConfigError(
-            f"the schedule has {schedule.num_ranks} ranks, profiles are of {len(profiles)}"
-        )
     stages: dict[int, StageWork] = {}
     for rank, profile in enumerate(profiles):
         stages |= _stages_of(rank, profile, schedule)
