@@ -40,17 +40,24 @@ from megatron_offload.machine.bandwidth import BLOCK_BYTES, Link, median_rates
 from megatron_offload.train.data import digest
 
 
+class _LinkBesideOthers(Link):
+    """Copies when all ranks do."""
+
+    def start(self, *names):
+        dist.barrier()
+        super().start(*names)
+
+
 def measure_link():
     """Return what all ranks together get of the link to the host, before there is a model.
 
     That is this rank's GB/s: ``d2h`` and ``h2d`` alone, ``both_d2h`` and ``both_h2d`` at once, of
     plain blocks, page-locked as this package takes them.
     """
-    links = [Link(cuda.CudaBackend(), BLOCK_BYTES)]
+    links = [_LinkBesideOthers(cuda.CudaBackend(), BLOCK_BYTES)]
     median_rates(links, "d2h", "h2d")  # a link that was idle may have to wake
     ((d2h,),), ((h2d,),), ((both_d2h, both_h2d),) = (
-        median_rates(links, *names, before_each=dist.barrier)
-        for names in (("d2h",), ("h2d",), ("d2h", "h2d"))
+        median_rates(links, *names) for names in (("d2h",), ("h2d",), ("d2h", "h2d"))
     )
     return {"d2h": d2h, "h2d": h2d, "both_d2h": both_d2h, "both_h2d": both_h2d}
 

@@ -59,17 +59,17 @@ def recompute_without_transformer_engine() -> Iterator[None]:
     """Let selective recompute of norms run where TransformerEngine is not installed.
 
     megatron-core's ``CheckpointWithoutOutput`` takes its own default, ``fp8=False``, for "in fp8"
-    and then asks TransformerEngine whether it really is. Here the answer is no.
+    and then asks TransformerEngine whether it really is.
     """
-    from megatron.core.tensor_parallel import random as module
+    from megatron.core.tensor_parallel import random
+
+    def without_fp8(init: Call, self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.fp8 = False
 
     with Exchanges() as exchanged:
-        if not hasattr(module, "FP8GlobalStateManager"):
-            answer = types.SimpleNamespace(is_fp8_enabled=lambda: False)
-            exchanged.replace(module, "FP8GlobalStateManager", answer)
-        for name in ("activation_recompute_forward", "fp8_autocast"):
-            if not hasattr(module, name):
-                exchanged.replace(module, name, lambda *_, **__: contextlib.nullcontext())
+        if not hasattr(random, "FP8GlobalStateManager"):
+            exchanged.wrap(random.CheckpointWithoutOutput, "__init__", without_fp8)
         yield
 
 

@@ -9,7 +9,7 @@ import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -67,16 +67,13 @@ def measure_copies(
     )
 
 
-def median_rates(
-    links: Sequence[Link], *names: str, before_each: Callable[[], None] = lambda: None
-) -> list[list[float]]:
+def median_rates(links: Sequence[Link], *names: str) -> list[list[float]]:
     """Return each link's median bandwidth in each direction over a few rounds, in GB/s.
 
-    All copy at once; ``before_each`` is called before each round.
+    All copy at once.
     """
     rounds = []
     for _ in range(3):
-        before_each()
         for link in links:
             link.start(*names)
         rounds.append([link.finish() for link in links])

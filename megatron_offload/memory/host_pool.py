@@ -206,7 +206,7 @@ class HostPool:
         self, num_bytes: int, like: tuple[torch.Size, torch.dtype] | None = None
     ) -> HostRegion | None:
         """Lend ``num_bytes``, or return None when memory is short, which is warned of once."""
-        region = self._lend(((num_bytes, like),), _aligned(num_bytes), num_bytes)
+        region = self.allocate_parts([(num_bytes, like)])
         if region is None:
             self._refuse(num_bytes)
         return region
@@ -216,16 +216,11 @@ class HostPool:
 
         A part without bytes, and a pool that is closed, are a `ValueError`.
         """
-        sizes = [num_bytes for num_bytes, _ in parts]
-        return self._lend(tuple(parts), sum(map(_aligned, sizes)), min(sizes))
-
-    def _lend(
-        self, parts: tuple[Part, ...], size_bytes: int, least_bytes: int
-    ) -> HostRegion | None:
-        if least_bytes < 1:
+        if any(num_bytes < 1 for num_bytes, _ in parts):
             raise ValueError(f"a region has at least one byte, got {parts}")
         if self.is_closed:
             raise ValueError("the host pool is closed")
+        size_bytes, key = sum([_aligned(num_bytes) for num_bytes, _ in parts]), tuple(parts)
         same_size = self._free.get(size_bytes)
         piece = same_size.popleft() if same_size else self._find(size_bytes)
         if piece is None:
@@ -234,7 +229,7 @@ class HostPool:
         stats.in_use_bytes += size_bytes
         if stats.in_use_bytes > stats.peak_in_use_bytes:
             stats.peak_in_use_bytes = stats.in_use_bytes
-        views = piece.views.get(parts) or piece.show(parts)
+        views = piece.views.get(key) or piece.show(key)
         region = piece.region = HostRegion(piece, views, size_bytes, piece.event, len(parts))
         return region
 

@@ -172,14 +172,6 @@ class Job:
     """What copies take of the device's memory bandwidth, kernels lack: so many bytes copied cost
     them a second, which no wait shows."""
 
-    def __post_init__(self) -> None:
-        schedule, stages, static = self.schedule, len(self.stages), len(self.static_bytes)
-        if stages != schedule.num_stages or static != schedule.num_ranks:
-            raise ConfigError(
-                f"job: the schedule has {schedule.num_stages} stages, and {stages} are described; "
-                f"it has {schedule.num_ranks} ranks, static_bytes are given for {static}"
-            )
-
     def making_again(self, rank: int, recompute: Sequence[Collection[str]] | None) -> Job:
         """Return the same step, with units of a rank made again as `RankSettings` says."""
         stages, chosen = list(self.stages), dict(enumerate(recompute or ()))

@@ -39,10 +39,6 @@ def job_from_profiles(profiles: Sequence[StepProfile], schedule: Schedule, machi
     Raises:
         ConfigError: a profile has no times, or other chunks than the schedule.
     """
-    if len(profiles) != schedule.num_ranks:
-        raise ConfigError(
-            f"the schedule has {schedule.num_ranks} ranks, profiles are of {len(profiles)}"
-        )
     stages: dict[int, StageWork] = {}
     for rank, profile in enumerate(profiles):
         stages |= _stages_of(rank, profile, schedule)
@@ -248,7 +244,8 @@ def schedule_of(profiles: Sequence[StepProfile]) -> Schedule:
     stages it is interleaved 1F1B.
 
     Raises:
-        ConfigError: the passes of a run with virtual stages came in another order.
+        ConfigError: the passes of a run with virtual stages came in another order, or one rank has
+            seen more microbatches than another.
     """
     run = profiles[0].run
     seen = [_passes_seen(profile) for profile in profiles]
@@ -269,12 +266,13 @@ def schedule_of(profiles: Sequence[StepProfile]) -> Schedule:
         return schedule
     if not all(seen):
         return make_schedule("1f1b", run.pp_size, run.num_microbatches)
+    if len(set(map(len, seen))) > 1:
+        raise ConfigError("pipeline ranks have seen different numbers of microbatches")
     ranks = (
         tuple(Pass(stage, kind, chunk) for chunk, kind in passes)
         for stage, passes in enumerate(seen)
     )
-    num_chunks = len({chunk for chunk, _ in seen[0]})
-    return Schedule("as profiled", run.pp_size, num_chunks, tuple(ranks))
+    return Schedule("as profiled", run.pp_size, len(seen[0]) // 2, tuple(ranks))
 
 
 def _passes_seen(profile: StepProfile) -> list[tuple[int, PassKind]]:

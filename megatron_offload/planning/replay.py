@@ -109,8 +109,6 @@ class RankProgram:
     """The most that lies on the host, from the issue of an offload to that of its reload."""
     offloaded_bytes: int = 0
     reloaded_bytes: int = 0
-    returned_bytes: int = 0
-    """The part of ``offloaded_bytes`` whose memory was still there when it was needed."""
     num_late: int = 0
     """Reloads that were issued only when their backward had begun."""
     remade_bytes: int = 0
@@ -425,7 +423,6 @@ class _Replay:
         group.advance(GroupState.RESIDENT)
         self._budget.inflight_bytes -= group.num_bytes
         self._count(host_bytes=-group.num_bytes)
-        self.program.returned_bytes += group.num_bytes
 
     def reload(self, group: WorkGroup, *, is_late: bool) -> bool:
         self.program.num_late += is_late

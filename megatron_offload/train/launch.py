@@ -17,15 +17,19 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_offload.errors import ConfigError, OffloadError, TargetError, require
 from megatron_offload.report.console import console
 from megatron_offload.train.config import TrainConfig, check_ranks
 from megatron_offload.train.records import COMPARISON_NAME, RunReport
 from megatron_offload.train.run_folder import check_output, locked
+
+if TYPE_CHECKING:
+    import torch
 
 Runs = Sequence[tuple[str, TrainConfig]]
 """Runs to take one after the other in the same processes, each with its title."""
@@ -63,8 +67,6 @@ def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunRepor
         StoppedError: a signal ended the run.
     """
     require("megatron.core")
-    from megatron_offload.train.parallel import check_device
-
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ConfigError(
             "this starts its own ranks: call it without torchrun; over several machines train a "
@@ -74,7 +76,7 @@ def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunRepor
     ranks = first.parallel.ranks or first.parallel.pipeline
     for _, config in runs:
         check_ranks(config, ranks)
-    kind = check_device(first, ranks)
+    kind = _check_device(first, ranks)
     folder = comparison or first.run.output
     # Made only where no earlier run is: they mark a comparison.
     inside = [config.run.output for _, config in runs if comparison]
@@ -164,8 +166,6 @@ def _rank_main(runs: Runs, kind: str) -> list[RunReport]:
             raise SystemExit(128 + signal.SIGINT)
     # megatron-core says on every import which optional libraries it does without.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
-    from megatron_offload.train.parallel import open_process_group
-
     reports: list[RunReport] = []
     with open_process_group(kind, runs[0][1].run.timeout_s) as device:
         # Only now: TransformerEngine, which it imports, looks at the environment and the device.
@@ -180,3 +180,45 @@ def _rank_main(runs: Runs, kind: str) -> list[RunReport]:
                 time.sleep(3.0)  # another rank has failed: the launcher must see it first
             raise
     return reports
+
+
+def _check_device(config: TrainConfig, ranks: int) -> str:
+    """Return ``"cuda"`` or ``"cpu"`` for a run of so many processes on this machine."""
+    import torch
+
+    wanted = config.run.device
+    found = torch.cuda.device_count()
+    if wanted == "auto":
+        wanted = "cuda" if found else "cpu"
+    if wanted == "cuda" and found < ranks:
+        raise ConfigError(
+            f"{ranks} ranks on this machine need as many CUDA devices, and it has {found}; "
+            f"lower parallel.ranks or set run.device: cpu"
+        )
+    return wanted
+
+
+@contextlib.contextmanager
+def open_process_group(kind: str, timeout_s: float = 600.0) -> Iterator[torch.device]:
+    """Join all ranks, from the environment that a launcher set; leaves the group at the end.
+
+    Yields this rank's device.
+    """
+    import torch
+
+    local_rank = int(os.environ["LOCAL_RANK"])
+    # cuBLAS and TransformerEngine read these once; without them equal runs may differ in bits.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    device = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    torch.distributed.init_process_group(
+        "nccl" if kind == "cuda" else "gloo",
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if kind == "cuda" else None,
+    )
+    torch.set_num_threads(1)  # ranks share the cores, and sums on a CPU hang on the number
+    yield device
+    # Not behind an error: others would fail of that, and might be reported, before it is written.
+    torch.distributed.destroy_process_group()

@@ -30,7 +30,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_offload.integrations import megatron_cpu
 from megatron_offload.train.config import TrainConfig
-from megatron_offload.train.parallel import closing
 
 _WEIGHT_DECAY = 0.01
 
@@ -62,14 +61,14 @@ def open_model_parallel(
         )
         timeout = timedelta(seconds=config.run.timeout_s)
         host_group = torch.distributed.new_group(timeout=timeout, backend="gloo")
-        stack.enter_context(closing(parallel_state.destroy_model_parallel))
-        stack.enter_context(closing(lambda: torch.distributed.destroy_process_group(host_group)))
         # Stages hold different layers and data-parallel ranks drop different units.
         seed = config.run.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
         seed += 10_000 * parallel_state.get_data_parallel_rank()
         torch.manual_seed(seed)
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
         yield host_group
+        torch.distributed.destroy_process_group(host_group)
+        parallel_state.destroy_model_parallel()
 
 
 def build_chunks(config: TrainConfig, device: torch.device) -> list[DistributedDataParallel]:

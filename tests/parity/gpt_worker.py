@@ -20,9 +20,9 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.files.strict_model import validate
 from megatron_offload.machine.job_ranks import gather
 from megatron_offload.train.config import TrainConfig
+from megatron_offload.train.launch import open_process_group
 from megatron_offload.train.loop import counters_of, open_offload
 from megatron_offload.train.model import build_chunks, open_model_parallel
-from megatron_offload.train.parallel import open_process_group
 
 ATTENTION = ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"]
 MLP = ["mlp_fc1", "mlp_act", "mlp_fc2"]

@@ -110,8 +110,6 @@ def test_what_no_profile_can_tell_is_refused():
     untimed = [replace(profile, times=()) for profile in timed]
     with pytest.raises(ConfigError, match="no times"):
         job_from_profiles(untimed, job.schedule, MACHINE)
-    with pytest.raises(ConfigError, match="2 ranks, profiles are of 1"):
-        job_from_profiles(timed[:1], job.schedule, MACHINE)
     with pytest.raises(ConfigError, match="the profile has 4 chunks, the schedule 6"):
         job_from_profiles(timed, make_schedule("1f1b", 2, 6), MACHINE)
 
@@ -195,6 +193,12 @@ def test_virtual_stages_are_interleaved_1f1b_or_refused(group_size):
     other = Schedule("breadth first", 4, 4, tuple(map(tuple, breadth_first)))
     with pytest.raises(ConfigError, match="rank 0 runs its virtual stages in another order"):
         schedule_of(profiles_of(replace(job, schedule=other)))
+
+
+def test_ranks_that_have_seen_other_numbers_of_microbatches_are_refused():
+    first, second = (profiles_of(make_job(microbatches=number)) for number in (4, 6))
+    with pytest.raises(ConfigError, match="different numbers of microbatches"):
+        schedule_of([first[0], second[1]])
 
 
 def test_memory_that_leaves_out_what_moved_is_refused():

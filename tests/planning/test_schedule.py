@@ -9,14 +9,14 @@ from problems import peak_in_flight
 
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.job import GroupWork, Job, StageWork
-from megatron_offload.planning.schedule import Pass, PassKind, Schedule, make_schedule
+from megatron_offload.planning.schedule import Pass, PassKind, make_schedule
 from megatron_offload.planning.simulate import simulate
 
 NAMES = ("gpipe", "1f1b", "interleaved")
 
 
 def words(schedule, rank):
-    return " ".join(map(str, schedule.ranks[rank]))
+    return " ".join(f"{one.stage}{one.kind}{one.microbatch}" for one in schedule.ranks[rank])
 
 
 def test_small_schedules_are_the_published_ones():
@@ -28,14 +28,6 @@ def test_small_schedules_are_the_published_ones():
     assert words(make_schedule("interleaved", 2, 2, 2), 0) == "0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1"
     assert words(make_schedule("interleaved", 2, 4, 2), 1) == (
         "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3"
-    )
-
-
-def passes(text):
-    """Return what each rank runs, a line each, of words such as ``2F0``."""
-    return tuple(
-        tuple(Pass(int(one[0]), PassKind(one[1]), int(one[2])) for one in line.split())
-        for line in text.split("/")
     )
 
 
@@ -52,6 +44,12 @@ def test_every_size_is_whole_and_can_run(name, num_ranks):
         (1, 2, 4) if name == "interleaved" else (1,), (1, 2, 3, 6)
     ):
         schedule = make(name, num_ranks, num_virtual, factor)
+        wanted = itertools.product(
+            range(schedule.num_stages), PassKind, range(schedule.num_microbatches)
+        )
+        found = [one for passes in schedule.ranks for one in passes]
+        assert len(found) == len(set(found))
+        assert set(found) == {Pass(*one) for one in wanted}
         stage = StageWork((GroupWork("g", 0, 1.0, 2.0),))
         job = Job(schedule, (stage,) * schedule.num_stages, (0,) * num_ranks)
         work_us = 3 * schedule.num_stages * schedule.num_microbatches
@@ -117,30 +115,6 @@ def test_1f1b_is_torch_s_own():
             )
             theirs = [str(one) for one in operations if one is not None]
             assert theirs == words(schedule, rank).split()
-
-
-def test_a_schedule_of_one_s_own():
-    v_shaped = Schedule("v", 4, 1, passes("0F0 3F0 3B0 0B0/1F0 2F0 2B0 1B0"))
-    assert v_shaped.stages_of(0) == (0, 3)
-
-
-@pytest.mark.parametrize(
-    ("text", "num_microbatches", "reason"),
-    [
-        ("", 1, "rank 0 has nothing to do"),
-        ("0F0 0B0/", 1, "rank 1 has nothing to do"),
-        ("0F0 0B0/1F0", 1, "1B0 comes 0 times"),
-        ("0F0 0B0/1F0 1B0 1B0", 1, "1B0 comes 2 times"),
-        ("0F0 0B0/1F0 2B0", 1, "has each pass once"),
-        ("0F0 0B0/1F0 1B1", 1, "of 2 stages and 1 microbatches"),
-        ("0F0 1F0/0B0 1B0", 1, "is on ranks 0 and 1"),
-        ("0B0 0F0/1F0 1B0", 1, "rank 0 can't run 0B0 before 0F0"),
-        ("0F0 0B0/1F0 1B0", 0, "at least one rank, one stage and one microbatch"),
-    ],
-)
-def test_what_can_t_run(text, num_microbatches, reason):
-    with pytest.raises(ConfigError, match=reason):
-        Schedule("x", 2, num_microbatches, passes(text))
 
 
 @pytest.mark.parametrize(

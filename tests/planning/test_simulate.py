@@ -204,7 +204,7 @@ def test_what_holds_for_every_step(seed):
     step_us = pytest.approx(simulation.step_us, rel=1e-12)
     assert simulate(job, settings).step_us == step_us, "recorded or not"
     for rank, plain in zip(simulation.ranks, without.ranks, strict=True):
-        assert rank.offloaded_bytes == rank.reloaded_bytes + rank.returned_bytes
+        assert rank.offloaded_bytes >= rank.reloaded_bytes
         assert rank.compute_us == pytest.approx(plain.compute_us)
         lost_us = sum(rank.stall_us.values())
         assert rank.end_us == pytest.approx(rank.compute_us + lost_us)
