@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
+
+from processes import run_python
 
 from megatron_offload.train import launch
 
@@ -53,14 +53,7 @@ def environment(**more):
 
 def run(arguments, *, program=("-m", "megatron_offload"), **more):
     """Run a command; return its status and its standard error."""
-    done = subprocess.run(
-        [sys.executable, *program, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-        env=environment(**more),
-    )
+    done = run_python(*program, *arguments, OMP_NUM_THREADS="1", **more)
     return done.returncode, done.stderr
 
 

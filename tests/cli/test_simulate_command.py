@@ -7,13 +7,13 @@ import re
 from dataclasses import replace
 
 import pytest
-from jobs import ROOT, load_model, load_run, ran, run_without
+from jobs import load_model, load_run, ran, run_without
+from processes import ROOT
 
 from megatron_offload.cli.main import main
 from megatron_offload.core.policy_config import RatioConfig
 from megatron_offload.core.trace import read_traces
 from megatron_offload.core.units import format_bytes
-from megatron_offload.planning.description import load_description
 from megatron_offload.planning.files import save_plan
 from megatron_offload.planning.job import RankSettings
 from megatron_offload.planning.policy import ModulesPolicy, plan_by_rule
@@ -209,12 +209,7 @@ def test_a_plan_for_a_run_has_the_run_s_budgets_where_it_sets_none(tmp_path, cap
 )
 def test_bad_input_is_one_line_and_status_2(tmp_path, model, capsys, words, expected):
     (tmp_path / "trainer.yaml").write_text("model: {}\nparallel: {}\nrun: {}\noffload: {}")
-    (tmp_path / "rates.yaml").write_text("d2h_gbps: -1")
-    places = {
-        "MODEL": model,
-        "TRAINER": tmp_path / "trainer.yaml",
-        "RATES": tmp_path / "rates.yaml",
-    }
+    places = {"MODEL": model, "TRAINER": tmp_path / "trainer.yaml"}
     assert run(*(places.get(word, word) for word in words)) == 2
     error = capsys.readouterr().err
     assert re.search(expected, error)
@@ -226,12 +221,6 @@ def test_simulating_needs_no_torch(model, tmp_path):
     status, printed, _ = run_without(words, "torch")
     assert status == 0
     assert printed.endswith("imported:\n")
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "models").glob("*.yaml")), ids=str)
-def test_the_descriptions_that_come_along_are_jobs(path, capsys):
-    described_job = load_description(path)
-    assert described_job.job().schedule.num_ranks == described_job.model.pipeline_parallel
 
 
 def test_the_benchmark_job_takes_the_step_that_was_measured():

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
+from processes import run_python
 from programs import assert_nothing_left, assert_same, make_config, make_manager
 from torch import nn
 from zoo import Mlp
@@ -297,8 +296,6 @@ def test_a_full_graph_is_refused_with_where_to_read_on():
 @pytest.mark.slow
 def test_the_compiler_is_not_imported_by_those_who_compile_nothing():
     names = ", ".join(megatron_offload.__all__)
-    code = (
-        f"import sys; from megatron_offload import {names}; print('torch._dynamo' in sys.modules)"
-    )
-    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    code = f"import sys; from megatron_offload import {names}; "
+    found = run_python("-c", f"{code}print('torch._dynamo' in sys.modules)")
     assert found.stdout == "False\n"

@@ -9,9 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import json
-import os
-import subprocess
 import sys
 import time
 import types
@@ -19,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import found_by, path_to, run_python
 from torch.utils.cpp_extension import get_default_build_root
 
 from megatron_offload import OffloadConfig, PipelineOffloadManager
@@ -26,9 +24,7 @@ from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.errors import ConfigError, IntegrationError
 from megatron_offload.integrations import megatron_core
 
-ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("megatron_programs.py")
-LATER = Path(os.environ.get("MEGATRON_CORE_LATER", ROOT / ".venv" / "megatron-core-later"))
 
 ATTENTION = {"attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"}
 INPUTS = ("inputs", "inputs-of-two-layers", "inputs-in-shares")
@@ -82,30 +78,14 @@ def drop_stale_locks():
 
 @functools.cache
 def outcome(run):
-    """Run a process; return what it found, or how it failed."""
+    """Run a process; return what became of it."""
     version, order = run
-    path = [str(LATER)] if version == "later" else []
     drop_stale_locks()
-    try:
-        done = subprocess.run(
-            [sys.executable, str(PROGRAM), order, *RUNS[run]],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([*path, str(ROOT)])},
-            capture_output=True,
-            text=True,
-            timeout=280,
-            check=True,
-        )
-    except subprocess.SubprocessError as error:
-        return f"{error}\n{error.stderr}"
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_python(PROGRAM, order, *RUNS[run], path=path_to(version))
 
 
 def finding(run):
-    if run[0] == "later" and not LATER.is_dir():
-        pytest.skip(f"no later megatron-core in {LATER}; set MEGATRON_CORE_LATER to its folder")
-    found = outcome(run)
-    assert isinstance(found, dict), found
-    return found
+    return found_by(outcome(run))
 
 
 def param(run, *case):

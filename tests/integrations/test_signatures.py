@@ -8,16 +8,14 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
-import os
 from pathlib import Path
 
 import pytest
+from processes import LATER, later
 
 from megatron_offload import fine_grained_activation_offload as facade
 from megatron_offload.frontends import megatron_manager as forms
 
-ROOT = Path(__file__).parents[2]
-LATER = Path(os.environ.get("MEGATRON_CORE_LATER", ROOT / ".venv" / "megatron-core-later"))
 SOURCE = Path("megatron/core/pipeline_parallel/fine_grained_activation_offload.py")
 
 DOCUMENTED = {
@@ -68,10 +66,7 @@ VALUES = {
 
 def source_of(version):
     if version == "later":
-        path = LATER / SOURCE
-        if not path.is_file():
-            pytest.skip(f"no later megatron-core in {LATER}; set MEGATRON_CORE_LATER")
-        return path
+        return later() / SOURCE
     spec = importlib.util.find_spec("megatron")
     folders = list(spec.submodule_search_locations) if spec is not None else []
     for folder in folders:

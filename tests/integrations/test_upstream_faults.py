@@ -12,17 +12,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 import re
-import subprocess
 import sys
 from collections import deque
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+from processes import ROOT, found_by, path_to, run_python
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
@@ -559,29 +557,9 @@ def main(*names):
 # The tests
 
 
-ROOT = Path(__file__).parents[2]
-LATER = Path(os.environ.get("MEGATRON_CORE_LATER", ROOT / ".venv" / "megatron-core-later"))
-
-
-@functools.cache
-def outcome():
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(LATER), str(ROOT)])},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def findings():
-    if not LATER.is_dir():
-        pytest.skip(f"no later megatron-core in {LATER}; `make test` puts one there")
-    return outcome()
+    return found_by(run_python("-W", "ignore", __file__, path=path_to("later")))
 
 
 RIGHT = {"equal": True, "error": ""}
