@@ -206,7 +206,8 @@ def build_model(config):
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.moe import moe_utils
 
-    LocalSpecProvider.grouped_mlp_modules = grouped_experts
+    if config.moe_grouped_gemm:
+        LocalSpecProvider.grouped_mlp_modules = grouped_experts
     if config.multi_latent_attention:
         from megatron.core.transformer import multi_latent_attention
 

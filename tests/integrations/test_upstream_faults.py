@@ -15,14 +15,17 @@ import json
 import re
 import sys
 from collections import deque
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from processes import ROOT, found_by, path_to, run_python
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
+
+sys.path.append(str(Path(__file__).parents[1]))
+from processes import ROOT, found_by, path_to, run_python
 
 KIB = 1024
 
