@@ -106,6 +106,13 @@ def test_a_job_of_profiles_has_their_peaks_and_takes_their_time(virtual):
         assert two.peak_reserved_bytes == one.peak_reserved_bytes
 
 
+def test_what_something_else_holds_of_a_group_never_moves():
+    (profile,) = profiles_of(make_job(ranks=1))
+    held = tuple(group._replace(elsewhere_bytes=5) for group in profile.groups)
+    again = job_from_profiles([replace(profile, groups=held)], schedule_of([profile]), Machine())
+    assert [work.kept_bytes for work in again.stages[0].groups if work.is_marked] == [5] * 5
+
+
 @pytest.mark.parametrize("job", [make_job(ranks=3, microbatches=6), make_job(name="gpipe")])
 def test_a_schedule_is_what_was_seen(job):
     assert schedule_of(profiles_of(job)).ranks == job.schedule.ranks
