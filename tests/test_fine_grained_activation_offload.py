@@ -389,24 +389,6 @@ def test_any_other_hook_is_called_at_the_flush(manager):
 # Handler and autograd functions, called one by one
 
 
-def test_a_handler_of_its_own_and_the_autograd_functions(manager, x, weight):
-    chunk = ChunkOffloadHandler(0, manager.cpu_tensor_pool)
-    assert chunk.cpu_tensor_pool is manager.cpu_tensor_pool
-    assert chunk.min_offloaded_tensor_size == 0
-    assert chunk.d2h_stream is manager.d2h_stream
-    assert chunk.h2d_stream is manager.h2d_stream
-    y = FineGrainedOffloadingGroupStartFunction.apply(x, chunk, "g")
-    with torch.autograd.graph.saved_tensors_hooks(chunk.tensor_push, chunk.tensor_pop):
-        y = torch.tanh(y @ weight)
-    y = FineGrainedOffloadingGroupCommitFunction.apply(y, chunk, "g", [], False)
-    y.sum().backward()
-    (group,) = chunk.offload_groups
-    assert group.state is GroupState.DONE
-    manager.reset()
-    assert_exact(x, weight, num_layers=1)
-    assert manager.last_step.offloaded_bytes > 0
-
-
 def test_entry_points_out_of_turn_say_so(manager):
     chunk = begin(manager)
     with pytest.raises(StateError, match="on_group_start_forward first"):
@@ -815,11 +797,13 @@ def test_a_pool_that_is_full_says_so(manager):
 
 
 def test_boundaries_are_autograd_functions(manager, x, weight):
-    begin(manager)
-    chunk = manager.cur_forward_chunk()
+    chunk = ChunkOffloadHandler(0, manager.cpu_tensor_pool)
+    assert chunk.cpu_tensor_pool is manager.cpu_tensor_pool
+    assert chunk.min_offloaded_tensor_size == 0
+    assert (chunk.d2h_stream, chunk.h2d_stream) == (manager.d2h_stream, manager.h2d_stream)
     y = FineGrainedOffloadingGroupStartFunction.apply(x, chunk, "g")
     assert type(y.grad_fn).__name__ == "FineGrainedOffloadingGroupStartFunctionBackward"
-    with manager:
+    with torch.autograd.graph.saved_tensors_hooks(chunk.tensor_push, chunk.tensor_pop):
         y = torch.tanh(y @ weight)
     y = FineGrainedOffloadingGroupCommitFunction.apply(
         y, cur_forward_chunk=chunk, name="g", forced_released_tensors=[], delay_offload=True

@@ -82,6 +82,12 @@ def test_damaged_ones_are_errors(tmp_path, capsys):
     (folder / "config.yaml").unlink()
     (folder / "run.json").write_text("[]")
     assert main(["report", str(folder)]) == 2
+    (folder / "run.json").unlink()
+    for points in ("[]", '[{"label": "x", "peak_bytes": 1, "step_time_percent": "1e999"}]'):
+        (folder / "tradeoff.json").write_text(f'{{"memory": "m", "points": {points}}}')
+        capsys.readouterr()
+        assert main(["report", str(folder)]) == 2
+        assert "'points" in capsys.readouterr().err
 
 
 def test_the_page_s_folder_is_made(tmp_path):
