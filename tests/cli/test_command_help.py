@@ -7,7 +7,7 @@ import re
 import sys
 
 import pytest
-from jobs import run_without
+from jobs import ran, run_without
 from processes import run_python
 
 from megatron_offload.cli.main import COMMANDS, main
@@ -108,6 +108,16 @@ def test_bad_input_is_found_without_torch():
     assert status == 2, error
     assert "did you mean 'layers'" in error
     assert printed == "imported:\n"
+
+
+@pytest.mark.parametrize(
+    "words", ["plan RUN --max-cost 1", "simulate --model RUN/job.yaml --trace RUN/trace.json"]
+)
+def test_planning_and_simulating_need_no_torch(words, tmp_path):
+    words = words.replace("RUN", str(ran(tmp_path))).split()
+    status, printed, _ = run_without(words, "torch")
+    assert status == 0
+    assert printed.endswith("imported:\n")
 
 
 def test_the_version_needs_next_to_nothing():

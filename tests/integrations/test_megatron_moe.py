@@ -211,24 +211,20 @@ def test_training_has_the_bits_of_megatrons_own(settings, monkeypatch):
     ]
 
 
-def test_uninstall_puts_back_what_was_found():
+def someones(self, indices, probs):
+    return MEGATRONS(self, indices, probs)
+
+
+@pytest.mark.parametrize("found", [MEGATRONS, someones])
+def test_uninstall_puts_back_what_was_found(found, monkeypatch):
+    monkeypatch.setattr(DeepepManager, "_indices_to_multihot", found)
     before = dict(vars(DeepepManager))
     for _ in range(2):
         megatron_moe.install()
-        assert DeepepManager._indices_to_multihot is not MEGATRONS
+        assert DeepepManager._indices_to_multihot is not found
     for _ in range(2):
         megatron_moe.uninstall()
         assert dict(vars(DeepepManager)) == before
-
-
-def test_what_someone_else_put_there_comes_back(monkeypatch):
-    def someones(self, indices, probs):
-        return MEGATRONS(self, indices, probs)
-
-    monkeypatch.setattr(DeepepManager, "_indices_to_multihot", someones)
-    megatron_moe.install()
-    megatron_moe.uninstall()
-    assert DeepepManager._indices_to_multihot is someones
 
 
 def test_managers_built_before_and_subclasses_have_it_unless_they_have_their_own():

@@ -74,9 +74,9 @@ class Work(torch.autograd.Function):
 class Program:
     """Two microbatches through groups a and b, with work before, between and behind them."""
 
-    def __init__(self, *, metered=True, **settings):
+    def __init__(self, *, metered=True, backend_type=SimulatedBackend, **settings):
         config = make_config(**settings)
-        self.backend = SimulatedBackend(config.simulated)
+        self.backend = backend_type(config.simulated)
         self.manager = PipelineOffloadManager(config, backend=self.backend)
         if metered:
             self.meter = LiveActivationMeter()
@@ -202,16 +202,8 @@ class Telling(SimulatedBackend):
         self.current += int(us)
 
 
-def make_telling():
-    program = Program()
-    config = make_config()
-    program.backend = Telling(config.simulated)
-    program.manager.configure(config, backend=program.backend)
-    return program
-
-
 def test_a_device_that_tells_of_its_memory_is_asked():
-    program = make_telling()
+    program = Program(backend_type=Telling)
     with profile_step(program.manager, moves=False) as recorded:
         program.step()
         program.backend.current = 7000  # of an optimizer, say
@@ -219,7 +211,7 @@ def test_a_device_that_tells_of_its_memory_is_asked():
 
 
 def test_what_a_step_without_offload_reserved_besides_is_given_back():
-    program = make_telling()
+    program = Program(backend_type=Telling)
     with contextlib.suppress(InjectedError), profile_step(program.manager, moves=False):
         raise InjectedError
     assert program.backend.num_trims == 1
