@@ -169,11 +169,6 @@ WANTED = {"examples/trl_sft.py": "trl"}
 """Packages that not every environment of the tests has, by the script that wants one."""
 
 
-def wanted(command: str) -> list[str]:
-    """Return the packages without which a command is skipped."""
-    return [package for script, package in WANTED.items() if script in command]
-
-
 SLOW_PREFIXES = (
     *EXAMPLES,
     *SMALLER,

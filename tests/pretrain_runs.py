@@ -6,18 +6,14 @@ import os
 import random
 import re
 import socket
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
+from processes import ROOT, later, run_python
 
-ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "megatron_pretrain.py"
-LATER = Path(os.environ.get("MEGATRON_CORE_LATER", ROOT / ".venv" / "megatron-core-later"))
-"""The later megatron-core, whose wheel brings `megatron.training`."""
 
 SMALL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64 "
@@ -47,10 +43,8 @@ def free_port() -> int:
 
 def environment() -> dict[str, str]:
     """Return the environment of a job that runs where the later megatron-core is."""
-    if not LATER.is_dir():
-        pytest.skip(f"no later megatron-core in {LATER}; `make test` puts one there")
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    folders = [ROOT / "tests" / "no_cuda", LATER, ROOT, *filter(None, given)]
+    folders = [ROOT / "tests" / "no_cuda", later(), ROOT, *filter(None, given)]
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith("NVTE_")},
         "CUDA_VISIBLE_DEVICES": "",
@@ -101,13 +95,7 @@ def pretrain(
     command = [*(torchrun if ranks > 1 else ()), *(launcher if launched is not None else ())]
     if launched is None and ranks > 1:
         command.pop()
-    done = subprocess.run(
-        [sys.executable, *(["-m"] if command else ()), *command, EXAMPLE, *map(str, words)],
-        env=environment() if env is None else env,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    env = environment() if env is None else env
+    done = run_python(*(["-m"] if command else ()), *command, EXAMPLE, *words, env=env, path=())
     assert done.returncode == 0, done.stderr[-6000:]
     return Printed(done.stdout + done.stderr)

@@ -1,21 +1,18 @@
 """scripts/check_bitwise.py: that it says yes on two CPU processes, and that it can say no."""
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from processes import ROOT, later, run_python
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+sys.path.insert(0, str(ROOT / "scripts"))
 
 import check_bitwise
 from check_bitwise import judge, settle, summary
 
 from megatron_offload.config import MODULES
 
-ROOT = Path(__file__).resolve().parent.parent
 ON_CPU = ("--device", "cpu", "--tiny")
 
 PLAN = """
@@ -71,27 +68,17 @@ def found(first=None, moved=2**20, offloaded=2**20, left=None, remade=2**20, hel
     }
 
 
-def run(tmp_path, *arguments, do=None, later=False):
+def run(tmp_path, *arguments, do=None, is_later=False):
     """Run the script; return its exit code, its rows by id, and what it printed."""
     places = []
     if do is not None:
         (tmp_path / "sitecustomize.py").write_text(PLAN.replace("DO", do))
-        places.append(str(tmp_path))
-    if later:
-        folder = os.environ.get("MEGATRON_CORE_LATER", ROOT / ".venv" / "megatron-core-later")
-        if not Path(folder, "megatron").is_dir():
-            pytest.skip(f"no later megatron-core in {folder}; `make test` puts one there")
-        places.append(str(folder))
+        places.append(tmp_path)
+    if is_later:
+        places.append(later())
     output = tmp_path / "out"
-    script = ROOT / "scripts" / "check_bitwise.py"
-    result = subprocess.run(
-        [sys.executable, str(script), *ON_CPU, *arguments, "--output", str(output)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(places)},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    words = (*ON_CPU, *arguments, "--output", output)
+    result = run_python(check_bitwise.__file__, *words, path=places)
     assert not result.stderr, result.stderr
     report = json.loads((output / "check_bitwise.json").read_text())
     assert report["running"] is None
@@ -212,24 +199,25 @@ def test_every_combination_says_yes(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("later", [False, True])
-def test_every_other_model_says_yes(tmp_path, later):
+@pytest.mark.parametrize("is_later", [False, True])
+def test_every_other_model_says_yes(tmp_path, is_later):
     models = sorted(set(check_bitwise.SETS) - {"dense", "moe", "fused"})
     only = ("--models", *models, "--only", "*:again", "*:layer", "*:five*")
-    code, rows, printed = run(tmp_path, "--vpp", "1", "2", "--dtypes", "bf16", *only, later=later)
+    words = ("--vpp", "1", "2", "--dtypes", "bf16", *only)
+    code, rows, printed = run(tmp_path, *words, is_later=is_later)
     check_yes(code, rows, printed)
     left_out = {row["model"] for row in rows.values() if row["status"] == "left out"}
     steps = [rows[f"vpp1 bf16 {model}:none"]["steps"] for model in ("a2a", "overlap")]
     assert steps[0] == steps[1]
     missing = {"cp", "deepep", *check_bitwise._FP8}
-    assert left_out == (missing if later else missing | {"hybrid"})
+    assert left_out == (missing if is_later else missing | {"hybrid"})
 
 
 @pytest.mark.slow
 def test_a_later_megatron_core_says_yes(tmp_path):
     names = ("five+mlp", "five+experts", "layer", "router")
     only = ("--models", "dense", "moe", "--only", *(f"*:{name}" for name in names))
-    check_yes(*run(tmp_path, "--vpp", "1", "2", "--dtypes", "bf16", *only, later=True))
+    check_yes(*run(tmp_path, "--vpp", "1", "2", "--dtypes", "bf16", *only, is_later=True))
 
 
 @pytest.mark.slow

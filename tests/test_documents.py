@@ -83,8 +83,8 @@ def cases(pairs):
 
 
 def run_case(command, folder, request, monkeypatch):
-    for package in documents.wanted(command):
-        if not is_installed(package):
+    for script, package in documents.WANTED.items():
+        if script in command and not is_installed(package):
             pytest.skip(f"no {package}")
     if documents.wants_run(command):
         request.getfixturevalue("quickstart_run")

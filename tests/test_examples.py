@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from documents import ROOT
+from processes import ROOT, run_python, torchrun
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = ROOT / "examples"
 SMALL = "--layers 2 --hidden 64 --ffn 128 --heads 4 --kv-heads 2 --vocabulary 128 --sequence 128"
 
 
@@ -29,13 +26,7 @@ def test_a_long_context_has_the_same_losses_in_all_modes(kind, tmp_path):
     modes = ["none", "offload", "save_on_cpu", "checkpoint", "checkpoint+offload"]
     output = tmp_path / "found.json"
     words = [*SMALL.split(), "--steps", "2", *kind, "--output", output, "--modes", *modes]
-    ran = subprocess.run(
-        [sys.executable, EXAMPLES / "long_context.py", *words],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=tmp_path,
-    )
+    ran = run_python(EXAMPLES / "long_context.py", *words, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     found = json.loads(output.read_text())["modes"]
     assert list(found) == modes
@@ -45,33 +36,17 @@ def test_a_long_context_has_the_same_losses_in_all_modes(kind, tmp_path):
 
 
 def test_without_a_gpu_the_longest_is_not_looked_for(tmp_path):
-    ran = subprocess.run(
-        [sys.executable, EXAMPLES / "long_context.py", "--layers", "1"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=tmp_path,
-        env={"CUDA_VISIBLE_DEVICES": "", "PATH": ""},
-    )
+    words, env = ("--layers", "1"), {"CUDA_VISIBLE_DEVICES": "", "PATH": ""}
+    ran = run_python(EXAMPLES / "long_context.py", *words, cwd=tmp_path, env=env)
     assert ran.returncode == 2
     assert "give --sequence" in ran.stderr
 
 
 def lines_of(name, ranks, *words):
     """Return the lines of losses that an example prints, and the others."""
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    ran = subprocess.run(
-        [sys.executable, *launcher, EXAMPLES / name, "--steps", "4", *words],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
-        },
-    )
+    start = run_python if ranks == 1 else functools.partial(torchrun, ranks)
+    on_cpu = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    ran = start(EXAMPLES / name, "--steps", "4", *words, **on_cpu)
     assert ran.returncode == 0, ran.stderr
     lines = ran.stdout.splitlines()
     losses = [line for line in lines if line.startswith("step ")]

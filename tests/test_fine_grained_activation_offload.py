@@ -309,13 +309,6 @@ def test_the_bound_counts_each_name_alone(manager, x, weight):
     assert_exact(x, weight, num_layers=4)
 
 
-def test_pop_forward_chunk_is_the_current_chunk(manager):
-    chunk = begin(manager)
-    assert isinstance(chunk, ChunkOffloadHandler)
-    assert manager.pop_forward_chunk("any") is chunk
-    assert manager.pop_forward_chunk() is chunk
-
-
 def test_cur_backward_chunk_is_the_one_whose_backward_runs(manager, x, weight):
     first = begin(manager)
     y = layer(x, weight)
@@ -387,24 +380,6 @@ def test_any_other_hook_is_called_at_the_flush(manager):
 
 
 # Handler and autograd functions, called one by one
-
-
-def test_a_handler_of_its_own_and_the_autograd_functions(manager, x, weight):
-    chunk = ChunkOffloadHandler(0, manager.cpu_tensor_pool)
-    assert chunk.cpu_tensor_pool is manager.cpu_tensor_pool
-    assert chunk.min_offloaded_tensor_size == 0
-    assert chunk.d2h_stream is manager.d2h_stream
-    assert chunk.h2d_stream is manager.h2d_stream
-    y = FineGrainedOffloadingGroupStartFunction.apply(x, chunk, "g")
-    with torch.autograd.graph.saved_tensors_hooks(chunk.tensor_push, chunk.tensor_pop):
-        y = torch.tanh(y @ weight)
-    y = FineGrainedOffloadingGroupCommitFunction.apply(y, chunk, "g", [], False)
-    y.sum().backward()
-    (group,) = chunk.offload_groups
-    assert group.state is GroupState.DONE
-    manager.reset()
-    assert_exact(x, weight, num_layers=1)
-    assert manager.last_step.offloaded_bytes > 0
 
 
 def test_entry_points_out_of_turn_say_so(manager):
@@ -565,7 +540,9 @@ def test_a_chunk_driven_by_hand_is_exact(manager, x, era, issue):
     arguments = (0, 1, 0, 0) if is_later else (1, 0, 0)
     for _ in range(2):
         manager.init_model_chunk_offload_handler(*arguments)
-        handler = manager.pop_forward_chunk("mlp")
+        handler = manager.pop_forward_chunk(*(["mlp"] if is_later else []))
+        assert isinstance(handler, ChunkOffloadHandler)
+        assert handler is manager.cur_forward_chunk()
         assert manager.front_backward_chunk("mlp") is None, "no group was started"
         y, layers = x, []
         for weight in weights:
@@ -815,11 +792,13 @@ def test_a_pool_that_is_full_says_so(manager):
 
 
 def test_boundaries_are_autograd_functions(manager, x, weight):
-    begin(manager)
-    chunk = manager.cur_forward_chunk()
+    chunk = ChunkOffloadHandler(0, manager.cpu_tensor_pool)
+    assert chunk.cpu_tensor_pool is manager.cpu_tensor_pool
+    assert chunk.min_offloaded_tensor_size == 0
+    assert (chunk.d2h_stream, chunk.h2d_stream) == (manager.d2h_stream, manager.h2d_stream)
     y = FineGrainedOffloadingGroupStartFunction.apply(x, chunk, "g")
     assert type(y.grad_fn).__name__ == "FineGrainedOffloadingGroupStartFunctionBackward"
-    with manager:
+    with torch.autograd.graph.saved_tensors_hooks(chunk.tensor_push, chunk.tensor_pop):
         y = torch.tanh(y @ weight)
     y = FineGrainedOffloadingGroupCommitFunction.apply(
         y, cur_forward_chunk=chunk, name="g", forced_released_tensors=[], delay_offload=True

@@ -7,8 +7,6 @@ import os
 import re
 import runpy
 import shutil
-import subprocess
-import sys
 import threading
 from functools import partial
 from html import unescape
@@ -17,7 +15,7 @@ from importlib.util import find_spec
 
 import pytest
 import yaml
-from documents import ROOT
+from processes import ROOT, run_python
 
 import megatron_offload
 from megatron_offload.cli import main as cli
@@ -37,14 +35,8 @@ def entries(menu):
 
 
 def build(folder, into):
-    return subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", into],
-        cwd=folder,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+    words = ("-m", "mkdocs", "build", "--strict", "--site-dir", into)
+    return run_python(*words, cwd=folder, NO_MKDOCS_2_WARNING="1")
 
 
 @pytest.fixture(scope="module")

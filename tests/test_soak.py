@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import subprocess
 import sys
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 import torch
+from processes import ROOT, run_python
 
-ROOT = Path(__file__).parent.parent
-SCRIPTS = ROOT / "scripts"
+sys.path.insert(0, str(ROOT / "scripts"))
 
+from soak import Soak
 
-def load_script(name):
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+SHORT = Namespace(device="cpu", steps=20, check_interval=5, error_share=0.0, seed=3)
 
 
 @pytest.mark.slow
 def test_a_short_soak_finds_nothing(tmp_path):
     options = ["--device", "cpu", "--steps", "200", "--error-share", "0.3", "--output", tmp_path]
-    result = subprocess.run(
-        [sys.executable, SCRIPTS / "soak.py", *options],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
+    result = run_python(ROOT / "scripts" / "soak.py", *options)
     report = json.loads((tmp_path / "soak.json").read_text())
     assert report["steps_that_differ"] == [], result.stdout
     assert report["grown"] == {}, result.stdout
@@ -44,9 +32,7 @@ def test_a_short_soak_finds_nothing(tmp_path):
 
 
 def test_a_lost_bit_is_seen(monkeypatch):
-    soak = load_script("soak").Soak(
-        Namespace(device="cpu", steps=20, check_interval=5, error_share=0.0, seed=3)
-    )
+    soak = Soak(SHORT)
     copy = soak.manager.backend.copy
 
     def copy_badly(pairs, stream, label):
@@ -62,9 +48,7 @@ def test_a_lost_bit_is_seen(monkeypatch):
 
 
 def test_growth_is_seen_and_what_comes_back_is_none():
-    soak = load_script("soak").Soak(
-        Namespace(device="cpu", steps=20, check_interval=5, error_share=0.0, seed=3)
-    )
+    soak = Soak(SHORT)
     soak.memory = [
         {"step": n, "left": 0, "live_blocks": n > 70, "pinned_bytes": n, "reserved_bytes": n % 30}
         for n in range(80)

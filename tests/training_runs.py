@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
+from processes import run_python
+
+from megatron_offload.core.profile import GroupKey
+from megatron_offload.planning.plan import GroupChoice, OffloadPlan, RankPlan
 from megatron_offload.train import launch
 
 TINY = {
@@ -25,6 +27,12 @@ TINY = {
     "run": {"steps": 6, "device": "cpu"},
     "offload": {"enabled": False, "modules": ["core_attn", "mlp_act"], "min_tensor_bytes": 0},
 }
+
+
+def small_plan(*, ranks=1, microbatches=1, virtual=1):
+    """Return a plan by which one group of each rank moves."""
+    choice = GroupChoice(GroupKey(0, 0), "mlp_act", 64, True, "frees most")
+    return OffloadPlan("auto", microbatches, virtual, (RankPlan((choice,)),) * ranks)
 
 
 def words(output, *settings):
@@ -53,14 +61,7 @@ def environment(**more):
 
 def run(arguments, *, program=("-m", "megatron_offload"), **more):
     """Run a command; return its status and its standard error."""
-    done = subprocess.run(
-        [sys.executable, *program, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-        env=environment(**more),
-    )
+    done = run_python(*program, *arguments, OMP_NUM_THREADS="1", **more)
     return done.returncode, done.stderr
 
 

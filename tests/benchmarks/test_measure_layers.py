@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from processes import ROOT, run_python
 
 pytest.importorskip("megatron.core")
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "measure_layers.py"
+SCRIPT = ROOT / "benchmarks" / "measure_layers.py"
 # Of a torchrun around the tests the script must see nothing.
 OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -20,10 +18,11 @@ OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 @pytest.mark.slow
 def test_steps_of_every_shape_are_timed_and_what_comes_too_late_is_said(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name not in OWN}
-    command = [sys.executable, str(SCRIPT), "--device", "cpu", "--warmup", "1", "--steps", "2"]
+    command = (SCRIPT, "--device", "cpu", "--warmup", "1", "--steps", "2")
     for limit, output in (("600", tmp_path / "a.json"), ("0", tmp_path / "b.json")):
-        words = ["--shapes", "gated", "2048", "--limit", limit, "--output", str(output)]
-        subprocess.run([*command, *words], env=environment, check=True, timeout=120)
+        words = ("--shapes", "gated", "2048", "--limit", limit, "--output", output)
+        done = run_python(*command, *words, env=environment)
+        assert done.returncode == 0, done.stderr
     shapes = json.loads((tmp_path / "a.json").read_text())["shapes"]
     assert list(shapes) == ["gated", "2048"]
     for shape in shapes.values():

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+
+from processes import run_python
 
 from megatron_offload.cli.source import SourceOptions, load_source
 from megatron_offload.planning.description import load_description
 from megatron_offload.planning.files import save_profile
 from megatron_offload.planning.profiled_job import profiles_of
-
-ROOT = Path(__file__).parent.parent.parent
 
 SMALL = """\
 model:
@@ -96,12 +92,5 @@ def run_without(words, *absent):
         f"print('imported:', *(n for n in ('torch', 'megatron.core') if sys.modules.get(n)))\n"
         "sys.exit(status)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-        env={**os.environ, "COLUMNS": "120"},
-    )
+    done = run_python("-c", program, COLUMNS="120")
     return done.returncode, done.stdout, done.stderr

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 import re
-import subprocess
 import sys
 
 import pytest
-from jobs import run_without
+from jobs import ran, run_without
+from processes import run_python
 
 from megatron_offload.cli.main import COMMANDS, main
 from megatron_offload.files.strict_model import _sections_at
@@ -110,14 +110,22 @@ def test_bad_input_is_found_without_torch():
     assert printed == "imported:\n"
 
 
+@pytest.mark.parametrize(
+    "words", ["plan RUN --max-cost 1", "simulate --model RUN/job.yaml --trace RUN/trace.json"]
+)
+def test_planning_and_simulating_need_no_torch(words, tmp_path):
+    words = words.replace("RUN", str(ran(tmp_path))).split()
+    status, printed, _ = run_without(words, "torch")
+    assert status == 0
+    assert printed.endswith("imported:\n")
+
+
 def test_the_version_needs_next_to_nothing():
     program = (
         "import sys, megatron_offload.cli.main as cli\ntry: cli.main(['--version'])\n"
         "finally: print({'torch', 'pydantic', 'numpy'} & set(sys.modules))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
+    done = run_python("-c", program)
     assert done.stdout.endswith("\nset()\n")
 
 
@@ -141,9 +149,7 @@ def test_an_interrupt_while_it_starts_is_one_line(module):
         "from megatron_offload.__main__ import main\n"
         "sys.exit(main(['plan', '--model', 'x']))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=100
-    )
+    done = run_python("-c", program)
     assert (done.returncode, done.stderr) == (130, "megatron-offload: interrupted\n")
 
 
@@ -155,8 +161,6 @@ def test_an_interrupt_once_all_is_done_changes_nothing(words, status):
         "atexit.register(os.kill, os.getpid(), signal.SIGINT)\n"
         "sys.exit(main())\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, *words], capture_output=True, text=True, check=False
-    )
+    done = run_python("-c", program, *words)
     assert done.returncode == status
     assert "Interrupt" not in done.stderr

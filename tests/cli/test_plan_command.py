@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from jobs import RATES, load_model, load_run, measured, ran, run_without
+from jobs import RATES, load_model, load_run, measured, ran
 
 from megatron_offload.cli.main import main
 from megatron_offload.core.machine import Machine
@@ -271,13 +271,6 @@ def test_bad_input_is_one_line_and_status_2(tmp_path, model, capsys, words, expe
     error = capsys.readouterr().err
     assert re.search(expected, error)
     assert error.startswith("megatron-offload")
-
-
-def test_planning_needs_no_torch(tmp_path):
-    folder = ran(tmp_path / "run")
-    status, printed, _ = run_without(["plan", folder, "--max-cost", "1"], "torch")
-    assert status == 0
-    assert printed.endswith("imported:\n")
 
 
 @pytest.mark.slow

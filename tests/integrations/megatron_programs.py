@@ -22,7 +22,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.reductions import StorageWeakRef
 
 sys.path.append(str(Path(__file__).parents[1]))
 from programs import Capturing
@@ -206,7 +205,8 @@ def build_model(config):
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.moe import moe_utils
 
-    LocalSpecProvider.grouped_mlp_modules = grouped_experts
+    if config.moe_grouped_gemm:
+        LocalSpecProvider.grouped_mlp_modules = grouped_experts
     if config.multi_latent_attention:
         from megatron.core.transformer import multi_latent_attention
 
@@ -426,45 +426,21 @@ def check_tracker():
 def check_inputs():
     """Move the inputs of ``CheckpointWithoutOutput``, as ``install`` saves them and as Megatron."""
     from megatron.core.tensor_parallel import random
+    from test_upstream_faults import Ours, Without, attempt, norm_inputs
 
-    from megatron_offload import OffloadConfig, PipelineOffloadManager, group_commit, group_start
-
-    norm, linear = torch.nn.LayerNorm(64), torch.nn.Linear(64, 64)
-    manager = PipelineOffloadManager.get_instance()
-
-    def train(**settings):
-        found, kept = [], []
-        settings = {"backend": "simulated", "min_tensor_bytes": 0, "recompute": (), **settings}
-        manager.configure(OffloadConfig(max_inflight_bytes=0, fraction=1.0, **settings))
-        for step in range(3):
-            torch.manual_seed(step)
-            x = h = torch.randn(256, 64, requires_grad=True)
-            inputs = []
-            with manager.step():
-                manager.begin_chunk()
-                for _ in range(6):
-                    h = group_start(h * 2, "attn_norm")
-                    inputs.append(StorageWeakRef(h.untyped_storage()))
-                    checkpoint = random.CheckpointWithoutOutput()
-                    with manager:
-                        y = checkpoint.checkpoint(norm, h)
-                    out = linear(y)
-                    checkpoint.discard_output_and_register_recompute(out)
-                    h = group_commit(out, "attn_norm")
-                    del y, out
-                kept.append(sum(not one.expired() for one in inputs))
-                h.sum().backward()
-            found.append(x.grad)
-        return found, kept, manager.last_step.held_elsewhere_bytes
-
-    expected, without, _ = train(enabled=False)
-    found, mended, held_bytes = train()
+    alive = {}
+    steps = norm_inputs(alive)
+    expected = attempt(Without(), steps)
+    side = Ours(max_inflight_bytes=0)
+    found = attempt(side, steps)
+    held_bytes = side.manager.last_step.held_elsewhere_bytes
+    side.name = "unmended"
     function = random.CheckpointWithoutOutputFunction
     with mock.patch.object(function, "forward", staticmethod(function.forward.__wrapped__)):
-        _, theirs, _ = train()
+        attempt(side, steps)
     return {
         "equal": all(map(torch.equal, expected, found)),
-        "kept": {"without": without, "mended": mended, "theirs": theirs},
+        "kept": alive,
         "held_bytes": held_bytes,
     }
 

@@ -9,7 +9,8 @@ import ast
 import re
 
 import pytest
-from test_signatures import LATER, ROOT, SOURCE, source_of
+from processes import LATER, ROOT
+from test_signatures import SOURCE, source_of
 
 from megatron_offload import fine_grained_activation_offload as facade
 from megatron_offload.run import launch

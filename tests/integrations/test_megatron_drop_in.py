@@ -9,9 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import json
-import os
-import subprocess
 import sys
 import time
 import types
@@ -19,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import found_by, path_to, run_python
 from torch.utils.cpp_extension import get_default_build_root
 
 from megatron_offload import OffloadConfig, PipelineOffloadManager
@@ -26,9 +24,7 @@ from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.errors import ConfigError, IntegrationError
 from megatron_offload.integrations import megatron_core
 
-ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("megatron_programs.py")
-LATER = Path(os.environ.get("MEGATRON_CORE_LATER", ROOT / ".venv" / "megatron-core-later"))
 
 ATTENTION = {"attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"}
 INPUTS = ("inputs", "inputs-of-two-layers", "inputs-in-shares")
@@ -82,29 +78,15 @@ def drop_stale_locks():
 
 @functools.cache
 def outcome(run):
-    """Run a process; return what it found, or how it failed."""
+    """Run a process; return what became of it."""
     version, order = run
-    path = [str(LATER)] if version == "later" else []
     drop_stale_locks()
-    try:
-        done = subprocess.run(
-            [sys.executable, str(PROGRAM), order, *RUNS[run]],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([*path, str(ROOT)])},
-            capture_output=True,
-            text=True,
-            timeout=280,
-            check=True,
-        )
-    except subprocess.SubprocessError as error:
-        return f"{error}\n{error.stderr}"
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_python(PROGRAM, order, *RUNS[run], path=path_to(version))
 
 
 def finding(run):
-    if run[0] == "later" and not LATER.is_dir():
-        pytest.skip(f"no later megatron-core in {LATER}; set MEGATRON_CORE_LATER to its folder")
-    found = outcome(run)
-    assert isinstance(found, dict), found
+    found = found_by(outcome(run))
+    assert found["version"].startswith("0.16.") == (run[0] == "0.16")
     return found
 
 
@@ -195,12 +177,6 @@ def test_each_unit_is_made_again(run, case):
 
 
 @by_run
-def test_the_version_is_the_one_meant(run):
-    version = finding(run)["version"]
-    assert version.startswith("0.16.") == (run[0] == "0.16")
-
-
-@by_run
 def test_install_exchanges_every_reference(run):
     references = finding(run)["references"]
     assert references["num_shared"] >= 14
@@ -229,8 +205,8 @@ def test_inputs_of_checkpoints_without_output_leave_the_device(run):
     found = finding(run)["inputs"]
     assert found["equal"]
     kept = found["kept"]
-    assert kept["without"] == kept["theirs"] == [6, 6, 6]
-    assert kept["mended"] == [2, 2, 2], "the last two are needed soon"
+    assert kept["without"] == kept["unmended"] == [6, 6, 6]
+    assert kept["ours"] == [2, 2, 2], "the last two are needed soon"
     assert found["held_bytes"] == 0
 
 
@@ -254,15 +230,19 @@ def not_installed():
 
 
 @pytest.mark.usefixtures("not_installed")
-def test_without_megatron_core_the_error_says_how_to_get_it(monkeypatch):
-    def absent(name):
-        raise ModuleNotFoundError("No module named 'megatron'", name="megatron")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("megatron", r"named 'megatron'; pip install 'megatron-offload\[megatron\]'"),
+        ("packaging", "No module named 'packaging'"),  # which megatron-core itself lacks
+    ],
+)
+def test_the_error_says_what_is_absent_and_how_to_get_it(name, said, monkeypatch):
+    def absent(_):
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
     monkeypatch.setattr(importlib, "import_module", absent)
-    with pytest.raises(
-        IntegrationError,
-        match=r"No module named 'megatron'; pip install 'megatron-offload\[megatron\]'",
-    ):
+    with pytest.raises(IntegrationError, match=said):
         megatron_core.install()
 
 
@@ -274,22 +254,6 @@ def test_an_older_megatron_core_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, megatron_core._MODULE, raising=False)
     with pytest.raises(IntegrationError, match=r"0\.16 or later.*megatron\.core\.pipeline"):
         megatron_core.install()
-
-
-@pytest.mark.usefixtures("not_installed")
-def test_what_megatron_core_itself_lacks_is_not_hidden(monkeypatch):
-    def broken(name):
-        raise ModuleNotFoundError("No module named 'packaging'", name="packaging")
-
-    monkeypatch.setattr(importlib, "import_module", broken)
-    with pytest.raises(IntegrationError, match="packaging"):
-        megatron_core.install()
-
-
-@pytest.mark.usefixtures("not_installed")
-def test_uninstall_alone_does_nothing():
-    megatron_core.uninstall()
-    assert not megatron_core.is_installed()
 
 
 def test_calls_that_dont_say_their_pipeline_rank_get_megatrons(monkeypatch):
@@ -318,6 +282,14 @@ def test_calls_that_dont_say_their_pipeline_rank_get_megatrons(monkeypatch):
     assert rank_of(1, None) == 0
 
 
+def configured(*modules, **options):
+    """Return a model with a configuration."""
+    model = torch.nn.Sequential(*modules)
+    options = {"recompute_granularity": None, "recompute_method": None, **options}
+    model.config = types.SimpleNamespace(**options)
+    return model
+
+
 def test_before_cuda_begins_the_manager_is_left_alone_until_the_first_forward(monkeypatch):
     """A job says its device later; until then each rank would take memory on the first."""
     monkeypatch.setattr(PipelineOffloadManager, "instance", None)
@@ -330,12 +302,7 @@ def test_before_cuda_begins_the_manager_is_left_alone_until_the_first_forward(mo
         assert PipelineOffloadManager.instance is None
         megatron_core.install()
         found = []
-        model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-        model.config = types.SimpleNamespace(
-            offload_modules=["core_attn", "*.0", "layers.*"],
-            recompute_granularity=None,
-            recompute_method=None,
-        )
+        model = configured(torch.nn.Linear(2, 2), offload_modules=["core_attn", "*.0", "layers.*"])
         note = functools.partial(
             megatron_core._marking,
             lambda _: found.append(PipelineOffloadManager.get_instance().config),
@@ -351,6 +318,14 @@ def test_before_cuda_begins_the_manager_is_left_alone_until_the_first_forward(mo
         megatron_core.uninstall()
 
 
+@pytest.fixture
+def installed():
+    megatron_core.install(OffloadConfig(backend="simulated"))
+    yield
+    megatron_core.uninstall()
+
+
+@pytest.mark.usefixtures("installed")
 def test_layers_are_refused_where_only_their_parts_are_called():
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -358,20 +333,9 @@ def test_layers_are_refused_where_only_their_parts_are_called():
     options |= {"num_moe_experts": 2, "expert_model_parallel_size": 2}
     options |= {"moe_token_dispatcher_type": "alltoall", "overlap_moe_expert_parallel_comm": True}
     options |= {"fine_grained_activation_offloading": True}
-    megatron_core.install(OffloadConfig(backend="simulated"))
-    try:
-        assert TransformerConfig(**options, offload_modules=["mlp_fc1"]).offload_modules
-        with pytest.raises(ConfigError, match="calls the parts of layers"):
-            TransformerConfig(**options, offload_modules=["mlp_fc1", "layer"])
-    finally:
-        megatron_core.uninstall()
-
-
-@pytest.fixture
-def installed():
-    megatron_core.install(OffloadConfig(backend="simulated"))
-    yield
-    megatron_core.uninstall()
+    assert TransformerConfig(**options, offload_modules=["mlp_fc1"]).offload_modules
+    with pytest.raises(ConfigError, match="calls the parts of layers"):
+        TransformerConfig(**options, offload_modules=["mlp_fc1", "layer"])
 
 
 @pytest.mark.usefixtures("installed")
@@ -392,9 +356,8 @@ def test_inputs_of_layers_are_refused_where_no_layer_is_made_again(granularity):
 @pytest.mark.parametrize("method", ["uniform", "block"])
 @pytest.mark.parametrize("names", [["layer_input"], ["core_attn"], ["layer_input", "core_attn"]])
 def test_names_that_can_move_nothing_under_full_recompute_are_told_of(names, method, caplog):
-    model = torch.nn.Module()
     options = {"recompute_granularity": "full", "recompute_method": method}
-    model.config = types.SimpleNamespace(offload_modules=names, **options)
+    model = configured(offload_modules=names, **options)
     note = functools.partial(megatron_core._marking, lambda _: None)
     note(model)
     note(model)
@@ -408,24 +371,16 @@ def test_other_targets_than_pipeline_ranks_are_refused_in_the_first_forward(targ
     policy = {"kind": "memory_target", "target_bytes": targets}
     config = OffloadConfig(backend="simulated", policy=policy)
     PipelineOffloadManager.get_instance().configure(config)
-    model = torch.nn.Module()
-    model.config = types.SimpleNamespace(
-        offload_modules=[], recompute_granularity=None, recompute_method=None
-    )
     refused = pytest.raises(ConfigError, match="2 memory targets are given for 1 pipeline ranks")
     with refused if is_refused else contextlib.nullcontext():
-        megatron_core._marking(lambda _: None, model)
+        megatron_core._marking(lambda _: None, configured(offload_modules=[]))
 
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_names_under_which_nothing_is_saved_are_told_of_once(evaluates, caplog):
     manager = PipelineOffloadManager.get_instance()
-    model = torch.nn.Module()
-    names = ["core_attn", "expert_fc1"]
-    model.config = types.SimpleNamespace(
-        offload_modules=names, recompute_granularity=None, recompute_method=None
-    )
+    model = configured(offload_modules=["core_attn", "expert_fc1"])
     note = functools.partial(megatron_core._marking, lambda _: None)
     for _ in range(4):
         with manager.step():

@@ -5,15 +5,13 @@ Run with another megatron-core first on PYTHONPATH, the same tests hold for that
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from host_syncs import HostSyncs
+from processes import LATER, ROOT, path_to, run_python
 
 pytest.importorskip("megatron.core")
 
@@ -35,9 +33,6 @@ from moe_programs import (
 
 from megatron_offload.errors import IntegrationError
 from megatron_offload.integrations import megatron_moe
-
-ROOT = Path(__file__).parents[2]
-LATER = Path(os.environ.get("MEGATRON_CORE_LATER", ROOT / ".venv" / "megatron-core-later"))
 
 DeepepManager = token_dispatcher._DeepepManager
 
@@ -216,24 +211,20 @@ def test_training_has_the_bits_of_megatrons_own(settings, monkeypatch):
     ]
 
 
-def test_uninstall_puts_back_what_was_found():
+def someones(self, indices, probs):
+    return MEGATRONS(self, indices, probs)
+
+
+@pytest.mark.parametrize("found", [MEGATRONS, someones])
+def test_uninstall_puts_back_what_was_found(found, monkeypatch):
+    monkeypatch.setattr(DeepepManager, "_indices_to_multihot", found)
     before = dict(vars(DeepepManager))
     for _ in range(2):
         megatron_moe.install()
-        assert DeepepManager._indices_to_multihot is not MEGATRONS
+        assert DeepepManager._indices_to_multihot is not found
     for _ in range(2):
         megatron_moe.uninstall()
         assert dict(vars(DeepepManager)) == before
-
-
-def test_what_someone_else_put_there_comes_back(monkeypatch):
-    def someones(self, indices, probs):
-        return MEGATRONS(self, indices, probs)
-
-    monkeypatch.setattr(DeepepManager, "_indices_to_multihot", someones)
-    megatron_moe.install()
-    megatron_moe.uninstall()
-    assert DeepepManager._indices_to_multihot is someones
 
 
 def test_managers_built_before_and_subclasses_have_it_unless_they_have_their_own():
@@ -297,22 +288,11 @@ def test_a_megatron_core_without_the_step_is_named(missing, monkeypatch):
 def test_all_of_this_holds_for_the_later_megatron_core():
     if str(LATER) in token_dispatcher.__file__:
         pytest.skip("this is the later one")
-    if not LATER.is_dir():
-        pytest.skip(f"no later megatron-core in {LATER}; set MEGATRON_CORE_LATER to its folder")
     program = (
         "import sys, pytest, megatron.core\n"
         f"assert megatron.core.__file__.startswith({str(LATER)!r})\n"
         f"sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', {__file__!r}]))\n"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(LATER), str(ROOT)])}
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=ROOT,
-        check=False,
-        timeout=280,
-    )
+    result = run_python("-W", "ignore", "-c", program, path=path_to("later"), cwd=ROOT)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
     assert "1 skipped" in result.stdout, "the later one left out more than this test"

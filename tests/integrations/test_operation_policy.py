@@ -54,11 +54,12 @@ BYTES = {"fc1": ROWS * WIDTH * 4, "act": ROWS * 4 * WIDTH * 4, "fc2": ROWS * 4 *
 
 
 def gradients(model, *, around=None):
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(ROWS, WIDTH, generator=generator).requires_grad_()
+    model.zero_grad()
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
     with around or contextlib.nullcontext():
         loss = model(x).square().mean()
-    return torch.autograd.grad(loss, [x, *model.parameters()])
+    loss.backward()
+    return [x.grad, *(p.grad.clone() for p in model.parameters())]
 
 
 @pytest.mark.parametrize(
@@ -165,18 +166,11 @@ def test_a_checkpoint_keeps_what_is_its_own(use_reentrant, manager):
             return checkpoint(self.inner, x * 2.0, use_reentrant=use_reentrant)
 
     outer = Outer()
-    expected = gradients_by_backward(outer)
+    expected = gradients(outer)
     policy.set_activation_offloading(model.act, True)
     for _ in range(2):
-        assert_same(expected, gradients_by_backward(outer))
+        assert_same(expected, gradients(outer))
     assert not manager.decisions.groups()
-
-
-def gradients_by_backward(model):
-    model.zero_grad()
-    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    model(x).square().mean().backward()
-    return [x.grad, *[p.grad.clone() for p in model.parameters()]]
 
 
 def test_a_setting_survives_copies_pickles_and_loaded_weights(manager):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from processes import torchrun
 from programs import TWO_TIMINGS, make_manager
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -32,15 +30,7 @@ CASES = [f"{name}/{timing}" for name in SCHEDULES for timing in TWO_TIMINGS]
 
 
 def run_worker(output, *words):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *launcher, str(WORKER), str(output), *words],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        check=False,
-    )
+    done = torchrun(2, WORKER, output, *words, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(output.read_text())
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
 from documents import ROOT, blocks
-from test_megatron_drop_in import LATER
+from processes import found_by, path_to, run_python
 
 PROGRAM = Path(__file__).parent / "plugged_in_program.py"
 KEYS = {"fine_grained_activation_offloading", "offload_modules"}
@@ -102,20 +99,9 @@ def run(tmp_path_factory):
 
     @functools.cache
     def outcome(version):
-        first = [str(LATER)] if version == "later" else []
-        done = subprocess.run(
-            [sys.executable, str(PROGRAM), json.dumps(plans)],
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join([*first, str(ROOT), str(folder)]),
-                "MEGATRON_OFFLOAD_SET": f"policy.kind=modules {SMALL}",
-            },
-            capture_output=True,
-            text=True,
-            timeout=280,
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1])
+        settings = {"MEGATRON_OFFLOAD_SET": f"policy.kind=modules {SMALL}"}
+        path = (*path_to(version), folder)
+        return found_by(run_python(PROGRAM, json.dumps(plans), path=path, **settings))
 
     return outcome
 
@@ -124,8 +110,6 @@ def run(tmp_path_factory):
 @pytest.mark.parametrize("version", ["0.16", "later"])
 @pytest.mark.parametrize("trainer", READ)
 def test_a_page_s_lines_move_what_they_name_and_change_no_bit(run, version, trainer):
-    if version == "later" and not LATER.is_dir():
-        pytest.skip(f"no later megatron-core in {LATER}")
     found = run(version)
     assert found["version"].startswith("0.16") == (version == "0.16")
     one = found["trainers"][trainer]

@@ -12,9 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 import re
-import subprocess
 import sys
 from collections import deque
 from pathlib import Path
@@ -25,6 +23,9 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
+
+sys.path.append(str(Path(__file__).parents[1]))
+from processes import ROOT, found_by, path_to, run_python
 
 KIB = 1024
 
@@ -356,12 +357,11 @@ def early_end(num_layers=1):
     return compare(steps)
 
 
-def pinned_inputs():
-    """#6553: inputs of recomputed norms that are still on the device once all is copied."""
+def norm_inputs(alive):
+    """Return steps; ``alive`` gets how many norms' inputs each leaves on the device."""
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
     norm, linear = torch.nn.LayerNorm(32), torch.nn.Linear(32, 32, bias=False)
-    alive = {}
 
     def steps(program):
         gradients = []
@@ -387,7 +387,13 @@ def pinned_inputs():
             program.side.end_step()
         return gradients
 
-    return {**compare(steps, max_inflight_bytes=0), "alive": alive}
+    return steps
+
+
+def pinned_inputs():
+    """#6553: inputs of recomputed norms that stay on the device."""
+    alive = {}
+    return {**compare(norm_inputs(alive), max_inflight_bytes=0), "alive": alive}
 
 
 def segments(*, again=True):
@@ -559,36 +565,14 @@ def main(*names):
 # The tests
 
 
-ROOT = Path(__file__).parents[2]
-LATER = Path(os.environ.get("MEGATRON_CORE_LATER", ROOT / ".venv" / "megatron-core-later"))
-
-
-@functools.cache
-def outcome():
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(LATER), str(ROOT)])},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def findings():
-    if not LATER.is_dir():
-        pytest.skip(f"no later megatron-core in {LATER}; `make test` puts one there")
-    return outcome()
+    found = found_by(run_python("-W", "ignore", __file__, path=path_to("later")))
+    assert found["version"].startswith("0.19."), "which has the faults"
+    return found
 
 
 RIGHT = {"equal": True, "error": ""}
-
-
-def test_the_version_is_the_one_that_has_the_faults(findings):
-    assert findings["version"].startswith("0.19.")
 
 
 def test_7398_an_inline_reload_does_not_race_its_own_copy(findings):

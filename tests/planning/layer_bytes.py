@@ -5,15 +5,16 @@ Run in a process of its own, because megatron-core holds process groups in globa
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
-import tempfile
 from collections import Counter
+from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
+
+sys.path.append(str(Path(__file__).parents[1] / "integrations"))
+from megatron_programs import build_config, build_model, load_megatron, one_process
 
 HIDDEN, FFN, EXPERT_FFN, SEQUENCE, MICROBATCH = 256, 1024, 384, 64, 2
 EXPERTS, CHOSEN, HEADS = 4, 2, 4
@@ -52,32 +53,23 @@ def group_of(module: str, case: str) -> str:
 
 def saved_bytes(case: str) -> Counter[str]:
     """Build one layer, run its forward, and count storages by group."""
-    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    model_parallel_cuda_manual_seed(0, force_reset_rng=True)
     options = {"bias_activation_fusion": False, **CASES[case]}
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
-        ffn_hidden_size=FFN,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        add_bias_linear=False,
-        use_cpu_initialization=True,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        params_dtype=torch.bfloat16,
-        bf16=True,
-        **options,
+    config = build_config(
+        {
+            "num_layers": 1,
+            "hidden_size": HIDDEN,
+            "num_attention_heads": HEADS,
+            "ffn_hidden_size": FFN,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            "add_bias_linear": False,
+            "params_dtype": torch.bfloat16,
+            "bf16": True,
+            **options,
+        },
+        offload=False,
     )
-    spec = gpt_layer_specs.get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, normalization="LayerNorm"
-    )
-    model = GPTModel(config, spec, 128, SEQUENCE, position_embedding_type="rope")
+    model = build_model(config)
     entered = [""]
     for name, module in model.named_modules():
         module.register_forward_pre_hook(lambda *_, name=name: entered.append(name))
@@ -100,20 +92,9 @@ def saved_bytes(case: str) -> Counter[str]:
 
 
 def main() -> None:
-    for name in ("models.gpt.gpt_layer_specs", "optimizer", "pipeline_parallel.schedules"):
-        importlib.import_module(f"megatron.core.{name}")
-    from megatron.core import parallel_state
-    from megatron.core.transformer.moe import moe_utils
-
-    from megatron_offload.integrations.megatron_cpu import cpu_bridges
-
-    vars(moe_utils).setdefault("te_general_gemm", None)
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        with cpu_bridges():
-            parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
-            found = {case: saved_bytes(case) for case in CASES}
-        dist.destroy_process_group()
+    load_megatron()
+    with one_process():
+        found = {case: saved_bytes(case) for case in CASES}
     sys.stdout.write("\n" + json.dumps(found) + "\n")
 
 

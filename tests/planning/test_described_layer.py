@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import layer_bytes
 import pytest
+from processes import found_by, run_python
 
 from megatron_offload.files.strict_model import validate
 from megatron_offload.planning.model import ModelDescription
@@ -42,16 +37,7 @@ EXPERTS = {
 @pytest.fixture(scope="module")
 def saved():
     # Dynamo would compile Megatron's fused functions, whose saved tensors are the same.
-    environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1"}
-    done = subprocess.run(
-        [sys.executable, str(Path(layer_bytes.__file__))],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return found_by(run_python(layer_bytes.__file__, TORCHDYNAMO_DISABLE="1"))
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from megatron_offload.core.profile import (
 )
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.files import PROFILES
-from megatron_offload.planning.job import NO_OFFLOAD, GroupWork, Job, RankSettings, StageWork
+from megatron_offload.planning.job import NO_OFFLOAD, RankSettings
 from megatron_offload.planning.policy import ModulesPolicy, plan_by_rule
 from megatron_offload.planning.profiled_job import (
     bare_peak_bytes,
@@ -32,86 +32,18 @@ from megatron_offload.planning.profiled_job import (
     schedule_of,
     undisturbed,
 )
-from megatron_offload.planning.replay import RankWork
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule, make_schedule
 from megatron_offload.planning.simulate import settings_of, simulate
 
-MACHINE = Machine(p2p_latency_us=7.0, p2p_gbps=1.0)
-
-
-def stage(number):
-    return StageWork(
-        (
-            GroupWork("embedding", 0, 13.0, 5.0 + number, is_marked=False),
-            GroupWork("attention", 1000 + number, 100.0, 210.0, kept_bytes=50),
-            GroupWork("residual", 0, 3.0, 2.0, is_marked=False),
-            GroupWork("mlp", 4000, 150.0 + number, 300.0),
-            GroupWork("head", 0, 0.0, 11.0, is_marked=False),
-        ),
-        output_bytes=2000,
-    )
-
-
-def with_gaps(job):
-    """Return what the engine would have seen of a step, by the times of a recorded simulation."""
-    profiles = []
-    for rank, result in enumerate(simulate(marked_all(job), record=True).ranks):
-        spans = {(s.label, s.kind): s for s in result.trace.of("compute") if s.kind != "stall"}
-        profile = RankWork(job, rank).profile
-        works = {work.name: work for s in job.stages for work in s.groups}
-        times, groups = [], []
-        for group in profile.groups:
-            label = f"{group.name}[chunk {group.key.chunk}, group {group.key.order * 2 + 1}]"
-            forward, backward = spans[label, "forward"], spans[label, "backward"]
-            times.append(
-                GroupTimes(forward.start_us, forward.end_us, backward.start_us, backward.end_us)
-            )
-            groups.append(group._replace(elsewhere_bytes=works[group.name].kept_bytes))
-        profiles.append(replace(profile, groups=tuple(groups), times=tuple(times)))
-    return profiles
-
-
-def marked_all(job):
-    """Return the job with labels for all parts, as spans of it have them."""
-    stages = tuple(
-        replace(s, groups=tuple(replace(work, is_marked=True) for work in s.groups))
-        for s in job.stages
-    )
-    return replace(job, stages=stages)
-
-
-@pytest.mark.parametrize(
-    "schedule", [make_schedule("1f1b", 3, 6), make_schedule("interleaved", 2, 4, 2)]
-)
-def test_a_profiled_step_takes_the_time_that_it_took(schedule):
-    stages = tuple(stage(number) for number in range(schedule.num_stages))
-    job = Job(schedule, stages, (0,) * schedule.num_ranks, MACHINE)
-    again = job_from_profiles(with_gaps(job), schedule, MACHINE)
-    before, after = simulate(job), simulate(again)
-    # Work behind a rank's last group is before its next pass, so messages leave that much sooner.
-    assert after.step_us == pytest.approx(before.step_us, rel=0.02)
-    for one, two in zip(before.ranks, after.ranks, strict=True):
-        assert two.compute_us == pytest.approx(one.compute_us, rel=0.02)
-        assert two.peak_device_bytes == one.peak_device_bytes
-
-
-def test_waiting_for_the_pipeline_is_no_work():
-    schedule = make_schedule("1f1b", 4, 8)
-    job = Job(schedule, tuple(stage(0) for _ in range(4)), (0,) * 4, MACHINE)
-    again = job_from_profiles(with_gaps(job), schedule, MACHINE)
-    first = simulate(job).ranks[0]
-    assert first.stall_us["pipeline"] > 0.2 * first.compute_us
-    assert simulate(again).ranks[0].compute_us == pytest.approx(first.compute_us, rel=0.02)
-
 
 def test_what_no_profile_can_tell_is_refused():
-    job = Job(make_schedule("1f1b", 2, 4), (stage(0), stage(1)), (0, 0), MACHINE)
-    timed = with_gaps(job)
+    job = make_job()
+    timed = profiles_of(job)
     untimed = [replace(profile, times=()) for profile in timed]
     with pytest.raises(ConfigError, match="no times"):
-        job_from_profiles(untimed, job.schedule, MACHINE)
+        job_from_profiles(untimed, job.schedule, job.machine)
     with pytest.raises(ConfigError, match="the profile has 4 chunks, the schedule 6"):
-        job_from_profiles(timed, make_schedule("1f1b", 2, 6), MACHINE)
+        job_from_profiles(timed, make_schedule("1f1b", 2, 6), job.machine)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -172,18 +104,22 @@ def test_a_job_of_profiles_has_their_peaks_and_takes_their_time(virtual):
         assert two.peak_reserved_bytes == one.peak_reserved_bytes
 
 
-@pytest.mark.parametrize("schedule", [make_schedule("1f1b", 3, 6), make_schedule("gpipe", 2, 4)])
-def test_a_schedule_is_what_was_seen(schedule):
-    stages = tuple(stage(number) for number in range(schedule.num_stages))
-    job = Job(schedule, stages, (0,) * schedule.num_ranks, MACHINE)
-    assert schedule_of(profiles_of(job)).ranks == schedule.ranks
+def test_what_something_else_holds_of_a_group_never_moves():
+    (profile,) = profiles_of(make_job(ranks=1))
+    held = tuple(group._replace(elsewhere_bytes=5) for group in profile.groups)
+    again = job_from_profiles([replace(profile, groups=held)], schedule_of([profile]), Machine())
+    assert [work.kept_bytes for work in again.stages[0].groups if work.is_marked] == [5] * 5
+
+
+@pytest.mark.parametrize("job", [make_job(ranks=3, microbatches=6), make_job(name="gpipe")])
+def test_a_schedule_is_what_was_seen(job):
+    assert schedule_of(profiles_of(job)).ranks == job.schedule.ranks
 
 
 @pytest.mark.parametrize("group_size", [2, 4])
 def test_virtual_stages_are_interleaved_1f1b_or_refused(group_size):
     schedule = make_schedule("interleaved", 2, 4, 2, group_size)
-    stages = tuple(stage(number) for number in range(4))
-    job = Job(schedule, stages, (0, 0), MACHINE)
+    job = replace(make_job(virtual=2), schedule=schedule)
     assert schedule_of(profiles_of(job)) == schedule
     breadth_first = [  # as torch's ScheduleLoopedBFS
         [Pass(stage, PassKind.FORWARD, m) for stage in (rank, rank + 2) for m in range(4)]
@@ -204,7 +140,7 @@ def test_ranks_that_have_seen_other_numbers_of_microbatches_are_refused():
 def test_memory_that_leaves_out_what_moved_is_refused():
     moved = [replace(one, offloaded_bytes=9) for one in profiles_of(make_job())]
     with pytest.raises(ConfigError, match=r"rank 0 .* moved 9 bytes, which its memory doesn't"):
-        job_of(moved, make_schedule("1f1b", 2, 4), MACHINE)
+        job_of(moved, make_schedule("1f1b", 2, 4), Machine())
 
 
 def test_a_rank_that_moves_nothing_has_no_engine_and_what_a_plan_keeps_does_not_move():

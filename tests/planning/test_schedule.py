@@ -136,9 +136,3 @@ def test_1f1b_is_torch_s_own():
 def test_sizes_that_no_schedule_has(arguments, reason):
     with pytest.raises(ConfigError, match=reason):
         make_schedule(*arguments)
-
-
-def test_many_ranks():
-    schedule = make_schedule("interleaved", 64, 256, 4)
-    assert schedule.num_stages == 256
-    assert peak_in_flight(schedule, 0) == 2 * 63 + 3 * 64 + 1

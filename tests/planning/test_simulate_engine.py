@@ -290,14 +290,20 @@ RARE = (
 )
 
 
-@pytest.mark.parametrize("seed", [*range(60), *RARE])
-def test_the_simulator_does_what_the_engine_does_at_the_same_times(seed):
-    seen, simulation, _ = both(seed)
+def check(seed, **options):
+    seen, simulation, job = both(seed, **options)
     rank = simulation.ranks[0]
-    assert_same_decisions(seen, rank)
+    units = [unit for stage in job.stages for group in stage.groups for unit in group.units]
+    assert_same_decisions(seen, rank, units)
+    assert rank.remade_bytes == seen.remade_bytes
     assert simulation.step_us == pytest.approx(seen.step_us, rel=1e-9)
     assert rank.stall_us[RELEASE] == pytest.approx(seen.release_us, abs=1e-6)
     assert rank.stall_us[RELOAD] == pytest.approx(seen.reload_us, abs=1e-6)
+
+
+@pytest.mark.parametrize("seed", [*range(60), *RARE])
+def test_the_simulator_does_what_the_engine_does_at_the_same_times(seed):
+    check(seed)
 
 
 def test_in_more_room_small_groups_are_joined():
@@ -328,11 +334,4 @@ def test_where_pinned_memory_is_tight_the_decisions_are_the_same():
     ("room", "joins"), [(1, True), (4, True), (4, False)], ids=["", "joined", "captured"]
 )
 def test_what_is_made_again_is_simulated_too(seed, room, joins):
-    seen, simulation, job = both(seed, joins=joins, with_units=True, room=room)
-    rank = simulation.ranks[0]
-    units = [unit for stage in job.stages for group in stage.groups for unit in group.units]
-    assert_same_decisions(seen, rank, units)
-    assert rank.remade_bytes == seen.remade_bytes
-    assert simulation.step_us == pytest.approx(seen.step_us, rel=1e-9)
-    assert rank.stall_us[RELEASE] == pytest.approx(seen.release_us, abs=1e-6)
-    assert rank.stall_us[RELOAD] == pytest.approx(seen.reload_us, abs=1e-6)
+    check(seed, joins=joins, with_units=True, room=room)

@@ -11,13 +11,13 @@ import functools
 import importlib
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from documents import blocks
+from processes import ROOT, path_to, run_python
 from torch import nn
 
 from megatron_offload import OffloadConfig, PipelineOffloadManager
@@ -28,9 +28,7 @@ from megatron_offload.integrations import megatron_core
 from megatron_offload.run import launch as launching
 from megatron_offload.run.flags import read_flags
 
-ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("launcher_program.py")
-LATER = Path(os.environ.get("MEGATRON_CORE_LATER", ROOT / ".venv" / "megatron-core-later"))
 VERSIONS = ("0.16", "later")
 
 STAND_IN = {
@@ -79,7 +77,7 @@ OUR_NAMES = ["--offload-modules", "core_attn", "mlp_fc1", "decoder.layers.*.mlp"
 
 @pytest.fixture(scope="session")
 def paths(tmp_path_factory):
-    """By version, where Python finds megatron."""
+    """By version, what is beside megatron-core."""
     folder = tmp_path_factory.mktemp("launcher")
     later, older = folder / "later", folder / "0.16"
     later.mkdir()
@@ -91,29 +89,16 @@ def paths(tmp_path_factory):
     training.mkdir(parents=True)
     for name, text in STAND_IN.items():
         (training / name).write_text(text)
-    return {
-        "0.16": [os.environ.get("MEGATRON_LM", str(older))],
-        "later": [str(LATER), str(later)],
-    }
+    return {"0.16": os.environ.get("MEGATRON_LM", older), "later": later}
 
 
 @pytest.fixture(scope="session")
 def launch(paths):
     @functools.cache
     def run(version, *words, entry="megatron_offload.run"):
-        if version == "later" and not LATER.is_dir():
-            pytest.skip(f"no later megatron-core in {LATER}; set MEGATRON_CORE_LATER")
         environment = {name: x for name, x in os.environ.items() if not name.startswith("NVTE_")}
-        environment["PYTHONPATH"] = os.pathsep.join([*paths[version], str(ROOT)])
-        return subprocess.run(
-            [sys.executable, "-m", entry, *words],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=False,
-            cwd=ROOT.parent,
-        )
+        path = (paths[version], *path_to(version))
+        return run_python("-m", entry, *words, path=path, env=environment, cwd=ROOT.parent)
 
     return run
 

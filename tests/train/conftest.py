@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import pytest
-from training_runs import TINY, be_the_rank, environment, words
+from processes import run_python
+from training_runs import be_the_rank, words
 
 from megatron_offload.cli import main as cli
 
@@ -16,16 +13,9 @@ from megatron_offload.cli import main as cli
 def compared(tmp_path_factory):
     """A comparison in which all kinds of things happen, and what it printed; read-only."""
     output = tmp_path_factory.mktemp("compared") / "run"
-    words = [f"{s}.{key}={json.dumps(v)}" for s, keys in TINY.items() for key, v in keys.items()]
-    words += ["offload.fraction=0.5", "run.trace_step=3", "run.steps=4", f"run.output={output}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_offload", "compare", "--set", *words],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        env=environment(),
-    )
+    settings = ("offload.fraction=0.5", "run.trace_step=3", "run.steps=4")
+    command = ("-m", "megatron_offload", "compare", *words(output, *settings)[1:])
+    done = run_python(*command, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout + done.stderr
     return output, done.stdout
 

@@ -7,15 +7,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from training_runs import small_plan
 
 from megatron_offload.cli import report
 from megatron_offload.cli.main import main
-from megatron_offload.core.profile import GroupKey
 from megatron_offload.core.trace import Span, StepTrace, read_traces, write_traces
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import write_model
 from megatron_offload.planning.files import save_plan
-from megatron_offload.planning.plan import GroupChoice, OffloadPlan, RankPlan
 from megatron_offload.report.tables import TradeOff, TradeOffPoint
 from megatron_offload.train.records import RankStep, StepRecord
 from megatron_offload.train.run_folder import RunFacts
@@ -57,13 +56,6 @@ def write_run(folder, config="", *, facts=True):
     return folder
 
 
-def write_plan(path):
-    choice = GroupChoice(GroupKey(0, 0), "mlp_act", 64, True, "frees most")
-    plan = OffloadPlan("auto", 2, 1, (RankPlan((choice,)), RankPlan((choice,))))
-    save_plan(plan, path)
-    return plan
-
-
 def test_configuration_and_facts_that_are_missing_are_gaps_that_the_page_names(tmp_path):
     folder = write_run(tmp_path / "run", facts=False)
     assert main(["report", str(folder)]) == 0
@@ -82,6 +74,12 @@ def test_damaged_ones_are_errors(tmp_path, capsys):
     (folder / "config.yaml").unlink()
     (folder / "run.json").write_text("[]")
     assert main(["report", str(folder)]) == 2
+    (folder / "run.json").unlink()
+    for points in ("[]", '[{"label": "x", "peak_bytes": 1, "step_time_percent": "1e999"}]'):
+        (folder / "tradeoff.json").write_text(f'{{"memory": "m", "points": {points}}}')
+        capsys.readouterr()
+        assert main(["report", str(folder)]) == 2
+        assert "'points" in capsys.readouterr().err
 
 
 def test_the_page_s_folder_is_made(tmp_path):
@@ -114,7 +112,7 @@ def test_a_plan_that_the_run_did_not_follow_and_its_curve_are_on_the_page(tmp_pa
         ),
     )
     write_model(folder / "tradeoff.json", TradeOff(memory="saved activations", points=points))
-    write_plan(folder / "plan.json")
+    save_plan(small_plan(ranks=2), folder / "plan.json")
     assert report.read_report(folder).tradeoff.points == points, "no time was measured"
     page = report.write_page(folder).read_text()
     assert "the plan (auto)" in page
@@ -125,7 +123,8 @@ def test_a_plan_that_the_run_did_not_follow_and_its_curve_are_on_the_page(tmp_pa
 def test_a_plan_that_the_run_followed_is_said_to_be(tmp_path, kind):
     given = ", path: gone.json" if kind == "plan_file" else ""
     folder = write_run(tmp_path / "run", f"offload: {{policy: {{kind: {kind}{given}}}}}")
-    plan = write_plan(folder / "plan.json")
+    plan = small_plan(ranks=2)
+    save_plan(plan, folder / "plan.json")
     found = report.read_report(folder)
     assert found.plan == plan
     assert found.plan_is_followed
@@ -135,7 +134,8 @@ def test_a_plan_that_the_run_followed_is_said_to_be(tmp_path, kind):
 def test_a_plan_that_was_made_of_a_comparison_later_is_none_that_the_run_followed(tmp_path):
     folder = tmp_path / "run"
     main = write_run(folder / "with_offload", "offload: {policy: {kind: auto}}")
-    later = write_plan(folder / "plan.json")
+    later = small_plan(ranks=2)
+    save_plan(later, folder / "plan.json")
     assert report._plan(main, folder) == (later, False)
     rank = later.ranks[0]
     stays = replace(rank, choices=(rank.choices[0]._replace(moves=False),))

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 
 import pytest
+from training_runs import small_plan
 
 from megatron_offload.config import load_yaml
-from megatron_offload.core.profile import GroupKey
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import validate
 from megatron_offload.planning.files import load_plan, save_plan
-from megatron_offload.planning.plan import GroupChoice, OffloadPlan, RankPlan
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.records import RankStep, StepRecord, open_log
 from megatron_offload.train.run_folder import check_output, locked, prepare_folder
@@ -95,8 +94,7 @@ def test_the_plan_that_is_followed_lies_in_the_folder_and_an_earlier_one_does_no
 ):
     (tmp_path / "texts").mkdir()
     monkeypatch.chdir(tmp_path)
-    choice = GroupChoice(GroupKey(0, 0), "mlp_act", 64, True, "frees most")
-    plan = OffloadPlan("auto", 1, 1, (RankPlan((choice,)),))
+    plan = small_plan()
     save_plan(plan, "mine.json")
     folder = tmp_path / "run"
     folder.mkdir()

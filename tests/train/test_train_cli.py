@@ -61,8 +61,6 @@ def test_a_key_is_a_flag_too(file):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--set", "model.layrs=4"], "did you mean 'layers'"),
-        (["--set", "nonsense"], "a setting is key=value"),
         (["--offload-modules", "core_atn"], "did you mean 'core_attn'"),
         (["--activation-offload-fraction", "2"], "offload.fraction"),
         (["--min-offloaded-tensor-size", "-1"], "offload.min_tensor_elements"),

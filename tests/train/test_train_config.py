@@ -3,12 +3,11 @@
 import re
 
 import pytest
+from training_runs import small_plan
 
-from megatron_offload.core.profile import GroupKey
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import validate
 from megatron_offload.planning.files import save_plan
-from megatron_offload.planning.plan import GroupChoice, OffloadPlan, RankPlan
 from megatron_offload.train.config import TrainConfig, check_ranks
 
 
@@ -95,8 +94,8 @@ def test_missing_data_are_refused(tmp_path):
 )
 def test_a_plan_of_another_pipeline_is_refused_before_anything_starts(tmp_path, sizes, expected):
     path = tmp_path / "plan.json"
-    choice = GroupChoice(GroupKey(0, 0), "mlp_act", 64, True, "frees most")
-    save_plan(OffloadPlan("auto", *sizes, (RankPlan((choice,)),)), path)
+    microbatches, virtual = sizes
+    save_plan(small_plan(microbatches=microbatches, virtual=virtual), path)
     offload = {"policy": {"kind": "plan_file", "path": str(path)}}
     sections = {"data": {"microbatches": 4}, "offload": offload}
     if expected is None:

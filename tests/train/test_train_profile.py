@@ -86,7 +86,9 @@ def test_a_traced_step_changes_no_bit_and_is_the_one_that_was_asked_for(train, t
     trace = read_traces(tmp_path / "traced/trace_0.json")[0]
     lines = (tmp_path / "traced/steps.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines]
-    assert trace.num_bytes["d2h"] == steps[2]["ranks"][0]["offloaded_bytes"] > 0
+    (rank,) = steps[2]["ranks"]
+    assert trace.num_bytes["d2h"] == rank["offloaded_bytes"] > 0
+    assert trace.num_bytes["h2d"] == rank["reloaded_bytes"]
     kinds = {span.kind for span in trace.of("compute")}
     assert {"forward", "backward", "other"} <= kinds
     assert {ByteCount.LIVE, ByteCount.HELD} <= {counter.name for counter in trace.counters}

@@ -64,6 +64,7 @@ def test_without_an_end_all_whole_lines_are_read(tmp_path):
         (lambda lines: [b"\xff\n", *lines], "line 1 is not plain JSON"),
         (lambda lines: [lines[0].replace(b'"step": 1', b'"step": "x"')], "line 1: 'step'"),
         (lambda lines: [lines[0].replace(b'"loss": ', b'"loss": "z", "x": ')], "'loss'"),
+        (lambda lines: [lines[0].replace(b'"kept_bytes": ', b'"kept_bytes": "z", "x": ')], "kept_"),
         (lambda lines: [lines[0].replace(b'"ranks": [', b'"ranks": [7, ')], "'ranks.0'"),
         (lambda lines: [b"[" * 1000 + b"]" * 1000 + b"\n"], "recursion limit"),
     ],
