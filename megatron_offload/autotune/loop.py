@@ -330,7 +330,7 @@ class MeasuredLoop:
         machine = profiled_job.slowest_link(profiles) or Machine()
         job = profiled_job.job_of(profiles, profiled_job.schedule_of(profiles), machine)
         gbps = min(told_gbps, default=math.inf)
-        self._job = replace(job, joins=not config.whole_step_graph, copies_gbps=gbps)
+        self._job = replace(job, copies_gbps=gbps)
         limits = RankSettings(
             max_inflight_bytes=config.max_inflight_bytes, prefetch_bytes=config.prefetch_bytes
         )

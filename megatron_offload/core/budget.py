@@ -10,10 +10,10 @@ from __future__ import annotations
 _AUTO_SHARE = 8
 """A limit that is not set is this fraction of what a step has saved at its peak."""
 
-_JOINED_SHARE = 4
-"""Joined groups have enough with this fraction of both limits, or with `_MOST_JOINED_BYTES`."""
+_GROUP_SHARE = 4
+"""A group that is cut by size has at most this fraction of both limits, if both are set."""
 
-_MOST_JOINED_BYTES = 64 * 1024**2
+_MOST_GROUP_BYTES = 64 * 1024**2
 """A copy of so much takes longer than the host needs for a group, so that more gains nothing."""
 
 
@@ -23,19 +23,18 @@ class DeviceBudget:
     Each limit is the user's; else a plan's; else the default, which follows the step.
     ``total_bytes`` is both together, and ``lookahead_bytes`` how far ahead, by the step's clock,
     what is on the host is looked at for its reload: twice what may come back, since backward of one
-    half hides the reload of the other. Groups that follow one another are joined until they
-    have ``joined_bytes``, which no plan makes more than ``most_joined_bytes``. It
-    ``is_warming_up`` until the first backward of a step that was seen before.
+    half hides the reload of the other. A group that is cut by size has ``most_group_bytes`` at
+    most. It ``is_warming_up`` until the first backward of a step that was seen before.
     """
 
     def __init__(
         self, max_inflight_bytes: int | None = None, prefetch_bytes: int | None = None
     ) -> None:
         self._user = max_inflight_bytes, prefetch_bytes
-        self.most_joined_bytes = _MOST_JOINED_BYTES
+        self.most_group_bytes = _MOST_GROUP_BYTES
         if max_inflight_bytes is not None and prefetch_bytes is not None:
-            share_bytes = (max_inflight_bytes + prefetch_bytes) // _JOINED_SHARE
-            self.most_joined_bytes = min(share_bytes, _MOST_JOINED_BYTES)
+            share_bytes = (max_inflight_bytes + prefetch_bytes) // _GROUP_SHARE
+            self.most_group_bytes = min(share_bytes, _MOST_GROUP_BYTES)
         self._plan: tuple[int | None, int | None] = None, None
         self._default = 0, 0
         self._choose_limits()
@@ -75,7 +74,6 @@ class DeviceBudget:
         self.prefetch_bytes = self._default[1] if prefetch_bytes is None else prefetch_bytes
         self.total_bytes = total = self.max_inflight_bytes + self.prefetch_bytes
         self.lookahead_bytes = min(2 * self.prefetch_bytes or total, total)
-        self.joined_bytes = min(total // _JOINED_SHARE, self.most_joined_bytes)
 
     @property
     def clock_runs(self) -> bool:

@@ -55,8 +55,6 @@ class Group(abc.ABC):
 
     Attributes:
         num_bytes: bytes that moving the group copies; set at commit.
-        first_key: of several that are recorded as one, the key of the first that ended; its own is
-            that of the last.
         staying_bytes: bytes besides that were chosen to stay; set at commit.
         committed_at_bytes: when its forward ended, by the step's clock.
         held_bytes: what it takes of the budget just now.
@@ -67,7 +65,6 @@ class Group(abc.ABC):
     num_bytes = staying_bytes = committed_at_bytes = held_bytes = 0
     needs: tuple[GroupKey, ...] = ()
     state = RECORDING
-    first_key: GroupKey | None = None
 
     def __init__(self, key: GroupKey, name: str, budget: DeviceBudget) -> None:
         self.key = key

@@ -161,7 +161,7 @@ class StepDecisions(Generic[G]):
         self.window.pass_boundary(max(0, foreseen.get(key, 0) - self.window.step_bytes))
 
     def start(self, group: G) -> None:
-        """Take note of a group whose forward has begun, or goes on under another key."""
+        """Take note of a group whose forward has begun."""
         self._groups[group.key] = group
 
     def knows(self, group: G) -> bool:
@@ -185,7 +185,7 @@ class StepDecisions(Generic[G]):
         window, actions = self.window, self._actions
         num_bytes, passing_bytes = group.num_bytes, group.passing_bytes
         if self.passed:
-            self._catch_up(group.first_key or group.key, self._forecast.committed_at_bytes)
+            self._catch_up(group.key, self._forecast.committed_at_bytes)
         group.committed_at_bytes = window.step_bytes
         self.committed.append(group)
         moving_bytes = 0 if stays_because else num_bytes

@@ -233,7 +233,7 @@ class AutomaticGroups:
             return most is not None and num_tensors >= most
         if most is not None and num_tensors >= most // 2:  # as many may be in flight meanwhile
             return True
-        most_bytes = self.manager.budget.most_joined_bytes
+        most_bytes = self.manager.budget.most_group_bytes
         return num_bytes >= min(forward.total_bytes // _GROUP_SHARE, most_bytes)
 
     def _commit(self, forward: _Forward) -> None:

@@ -35,12 +35,11 @@ def start_group(manager: PipelineOffloadManager, tensors: Tensors, name: str) ->
         ``tensors`` itself, the group's inputs: one tensor, a tuple or list of anything, or None.
     """
     chunk = manager.chunk_to_record(name)
-    if chunk is None or manager.goes_on(chunk, name):
+    if chunk is None:
         return tensors
     group = manager.start_group(chunk, name, may_pass=True)
     if group.passes_by:
         return tensors
-    manager.decisions.started(group)
     tensor = _first_with_grad(tensors)
     if tensor is None:
         return tensors
@@ -89,8 +88,6 @@ def commit_group(
         return tensors
     if forced_released_tensors:
         group.force(forced_released_tensors)
-    if group.parts and manager.decisions.ends_part(group):
-        return tensors
     manager.commit(group, delay=delay)
     tensor = _first_with_grad(tensors)
     if tensor is not None and tensor.grad_fn is not None:

@@ -80,20 +80,14 @@ class ChunkOffloadHandler:
         """Open a group."""
         group = OffloadGroup(self.next_key, name, self.transfers.budget, self.rules)
         self.groups.append(group)
-        self.reopen(group)
-        return group
-
-    def reopen(self, group: OffloadGroup) -> None:
-        """Let a group go on as the next."""
         self.open_groups.append(group)
         self.num_groups += 1
+        return group
 
     def close_group(self, name: str | None) -> OffloadGroup | None:
         """Take the open group of this name that was started last; None where there is none."""
         for index in range(len(self.open_groups) - 1, -1, -1):
             if name is None or self.open_groups[index].name == name:
-                for inner in self.open_groups[index + 1 :]:  # it ends before they do
-                    inner.may_join = self.open_groups[index].may_join = False
                 return self.open_groups.pop(index)
         if name is not None:
             self.not_started.add(name)

@@ -360,10 +360,6 @@ class OffloadGroup(Group):
         dropped_bytes: what of it is off the device to be made again, until backward comes to it,
             by name.
         passes_by: whether nothing of it is recorded.
-        is_inside: whether it began inside another that is recorded.
-        may_join: whether others may be recorded as one with it; what follows is of one that is.
-        parts: names and keys of those that have begun and not ended, from the outermost on.
-        last_key: the key of the one that began last.
         shares_with: groups before it that have saved some of its memory too.
         forced: tensors that something else keeps alive and nobody reads again.
         unsettled: who has records of it that have found no blocks yet.
@@ -372,9 +368,7 @@ class OffloadGroup(Group):
     elsewhere_bytes = shared_bytes = 0
     dropped_bytes: Mapping[str, int] = MappingProxyType({})
     moving: Sequence[Block] = ()
-    passes_by = is_inside = may_join = False
-    parts: list[tuple[str, GroupKey]] | None = None
-    last_key: GroupKey
+    passes_by = False
     shares_with: tuple[GroupKey, ...] = ()
     remade: tuple[RemadeUnit, ...] = ()
     leaf_hook: RemovableHandle | None = None

@@ -14,7 +14,6 @@ from fnmatch import fnmatchcase
 from functools import cache
 
 from megatron_offload.config import OffloadConfig
-from megatron_offload.core.joining import Joining
 from megatron_offload.core.passing import passing_groups
 from megatron_offload.core.policy_config import PlanFileConfig, RatioConfig
 from megatron_offload.core.profile import GroupKey, GroupProfile, RunShape, StepProfile
@@ -85,7 +84,6 @@ class Learner:
         pp_rank: the pipeline rank whose rules count; None before the first chunk.
         kept: groups that the policy keeps on the device, each with the reason.
         passing: those that need not be recorded, as long as steps are steady.
-        joining: those that are recorded as one, likewise.
         is_steady: whether the last two steps had the same groups.
         is_open: whether what moves is still looked for: all stays that the device has room for.
         num_searches: how often that was begun.
@@ -103,7 +101,6 @@ class Learner:
         self._chunks: set[int] = set()
         self._kept_alike: dict[tuple[int, str], str] = {}
         self.passing: dict[GroupKey, GroupProfile] = {}
-        self.joining: Joining = {}
         self.is_steady = self.is_open = self.moves_nothing = False
         self.num_searches = 0
         self.is_longer = False
@@ -166,7 +163,7 @@ class Learner:
         Raises:
             ConfigError: the plan has no such rank.
         """
-        self._is_own, self.passing, self.joining = is_own, {}, {}
+        self._is_own, self.passing = is_own, {}
         self.is_open = self.moves_nothing = False
         if plan is None:
             self.plan = self._planned = self._recompute = None
@@ -250,14 +247,12 @@ class Learner:
         self,
         profile: StepProfile,
         shared: Sequence[tuple[GroupKey, GroupKey]] | None = None,
-        joining: Joining | None = None,
     ) -> None:
         """Learn from a step that is over.
 
         Args:
             profile: what it has shown, or the last whole one of the same groups.
             shared: as in `passing_groups`; None where the step was not recorded whole.
-            joining: what of it may be recorded as one; None where some was.
         """
         if self._listed:
             profile = self.without_unlisted(profile)
@@ -272,7 +267,7 @@ class Learner:
         elif before is not None:
             self._owners.known.clear()
         if self._planned != (profile, self.policy):
-            self._planned, self.passing, joining = (profile, self.policy), {}, {}
+            self._planned, self.passing = (profile, self.policy), {}
             self._choose(profile)
             moving = (g.num_bytes for g in profile.groups if g.key not in self.kept)
             self._largest_bytes = max(moving, default=0)
@@ -280,8 +275,6 @@ class Learner:
         if shared is not None and self.kept:
             ahead = self._budget.lookahead_bytes, self._budget.total_bytes
             self.passing = passing_groups(profile, self.kept, shared, *ahead)
-        if joining is not None:  # those between which some will pass by show in the next step
-            self.joining = {} if shared is not None and self.passing else joining
 
     def _choose(self, profile: StepProfile) -> None:
         if self.plan is not None:
@@ -303,7 +296,7 @@ class Learner:
     def restart(self) -> None:
         """Learn anew what the step looks like; what is followed stays, and what was kept."""
         self.profile = self._planned = None
-        self.is_steady, self.passing, self.joining = False, {}, {}
+        self.is_steady, self.passing = False, {}
         self._owners.known.clear()
 
     def keeps_because(self, group: OffloadGroup) -> str:

@@ -347,28 +347,10 @@ class PipelineOffloadManager:
         if may_pass and is_free and self.decisions.passes_by(group):
             group.passes_by = True  # none around it would record what it saves
             return group
-        group.is_inside = not is_free
-        if self.decisions.waiting is not None:  # for another than this
-            self._commit_waiting()
         for observer in self.observers:
             observer.group_starts(group)
         self.decisions.start(group)
         return group
-
-    def goes_on(self, chunk: ChunkOffloadHandler, name: str) -> bool:
-        """Whether a group that starts is recorded as one with another, which has its hooks.
-
-        Raises:
-            StateError: as `start_group`.
-        """
-        if self.decisions.joined is None:
-            return False
-        self.guard.refuse_other_threads()
-        around = chunk.open_groups[-1] if chunk.open_groups else None
-        group = self.decisions.goes_on(chunk.next_key, name, around)
-        if group is not None:
-            chunk.reopen(group)
-        return group is not None
 
     @guarded
     def enter_chunk(self, chunk: ChunkOffloadHandler) -> None:
@@ -399,8 +381,6 @@ class PipelineOffloadManager:
         # In a graph boundaries cost the host nothing, and each is one more to bring back at.
         if not self._entered and self._looks_away and not self.backend.is_capturing():
             step.passing = self.learner.passing
-            if not self._staying_because:
-                step.joining = self.learner.joining
         self._entered.append(chunk)
         chunk.position = len(self._entered) - 1
 
@@ -510,7 +490,7 @@ class PipelineOffloadManager:
         run = RunShape(max(1, len(chunks) // vp_size), pp_rank, pp_rank + 1, vp_size)
         step, profile = self.decisions, self.learner.profile
         is_other = step.is_other()
-        if profile is None or is_other or step.is_whole:
+        if profile is None or is_other or not step.passed:
             profile = replace(step.profile(), run=run)
         for observer in self.observers:
             observer.step_ended(profile)
@@ -518,8 +498,7 @@ class PipelineOffloadManager:
             self.learner.restart()
         elif not self._staying_because:  # how a step goes that moves nothing is no lesson
             pairs = ((other, one.key) for one in step.committed for other in one.shares_with)
-            joining = None if step.num_joined else step.joinable()
-            self.learner.learn(profile, list(pairs) if step.is_whole else None, joining)
+            self.learner.learn(profile, None if step.passed else list(pairs))
 
     @contextmanager
     def step(self) -> Iterator[PipelineOffloadManager]:
@@ -669,7 +648,6 @@ class PipelineOffloadManager:
             observer.group_commits(group, is_delayed=delay)
         if delay:
             group.settle()  # its chunk's recipes are gone by then
-            group.may_join = False
             self._delayed.append(group)
         else:
             self._commit(group, must_move)
@@ -697,11 +675,6 @@ class PipelineOffloadManager:
         for group in delayed:
             if group.state is GroupState.RECORDING:
                 self.commit(group)
-        self._commit_waiting()
-
-    @guarded
-    def _commit_waiting(self) -> None:
-        self.decisions.commit_waiting()
 
     @guarded
     def enter_backward(self, group: OffloadGroup, grads: object = None) -> None:
@@ -743,7 +716,6 @@ class PipelineOffloadManager:
     @guarded
     def join_offloads(self) -> None:
         """Make the compute stream wait for all copies to the host, and release their sources."""
-        self.decisions.commit_waiting()
         self.window.drain()
 
     @guarded

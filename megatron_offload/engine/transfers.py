@@ -75,7 +75,7 @@ class Transfers:
         group.settle()
         moving: list[Block] = []
         owners, chooses = self.owners, group.rules.should_offload
-        knows_any = bool(owners.known) and group.first_key is None
+        knows_any = bool(owners.known)
         num_bytes = 0
         for found in group.references:
             block = found()

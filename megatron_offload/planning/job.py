@@ -166,8 +166,6 @@ class Job:
     largest temporaries of the rank, which is an estimate and no more."""
     optimizer_host_bytes: tuple[int, ...] = ()
     """Per pipeline rank: what optimizer offload keeps on the host; none for nothing."""
-    joins: bool = True
-    """Whether groups that leave together are recorded as one: not in a graph of the step."""
     copies_gbps: float = math.inf
     """What copies take of the device's memory bandwidth, kernels lack: so many bytes copied cost
     them a second, which no wait shows."""

@@ -163,25 +163,6 @@ def job_of(profiles: Sequence[StepProfile], schedule: Schedule, machine: Machine
     return replace(job, static_bytes=tuple(static), unused_bytes=0)
 
 
-def undisturbed(moved: StepProfile, bare: StepProfile) -> StepProfile:
-    """Return what a step has shown in which nothing moved, with what only another can show.
-
-    That is how quick copies are, and how long it takes to make things again; of both the groups are
-    the same.
-    """
-    seen = replace(bare, d2h_gbps=moved.d2h_gbps, h2d_gbps=moved.h2d_gbps)
-    return replace(seen, groups=tuple(group.making_again(()) for group in moved.groups))
-
-
-def bare_peak_bytes(profile: StepProfile) -> int:
-    """Return what a step would reserve that neither moves nor makes again anything.
-
-    What was made again is in no peak of a profile; at the first backward there is most of it.
-    """
-    made_again = profile.bytes_away({group.key for group in profile.groups}, 0)
-    return profile.peak_reserved_bytes + sum(made_again.values())
-
-
 def copies_gbps(moved: StepProfile, bare: StepProfile, copied_bytes: int) -> float:
     """Return `Job.copies_gbps`, by two steps of the same groups; in one so many bytes were copied.
 

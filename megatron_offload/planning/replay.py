@@ -1,7 +1,7 @@
 """What the engine does in a steady step on one rank, call by call: no times, only the order.
 
-`core.step.StepDecisions` decides here as in the engine, over the passes of a schedule, about what
-`core.joining` makes of its groups; what it asks for is written down. So what moves, where the
+`core.step.StepDecisions` decides here as in the engine, over the passes of a schedule; what it asks
+for is written down. So what moves, where the
 compute stream waits, and every peak of memory follow from here, whatever the copies cost;
 `megatron_offload.planning.simulate` adds the times.
 
@@ -26,7 +26,6 @@ from typing import NamedTuple, TypeAlias
 
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import Group, GroupState, label_of
-from megatron_offload.core.joining import Started, joined_groups
 from megatron_offload.core.profile import GroupKey, GroupProfile, RemadeUnit, StepProfile
 from megatron_offload.core.step import StepDecisions, forecast_of
 from megatron_offload.core.trace import ByteCount
@@ -234,31 +233,22 @@ def replay(job: Job, rank: int, settings: RankSettings, *, records: bool = False
 
 
 class WorkGroup(Group):
-    """A group with the indices of its copies in the program; it may be several, joined.
+    """A group with the indices of its copies in the program.
 
     Attributes:
-        keys: theirs.
-        droppable_bytes: what is made again of those that are over, until all are.
-        spent_bytes: of those that backward has left, what a copy to the host still reads.
+        spent_bytes: what a copy to the host still reads of one that backward has left.
     """
 
     is_spent = False
     is_in_window = False
     offload = reload = -1
-    spent_bytes = droppable_bytes = 0
+    spent_bytes = 0
 
     def __init__(self, profile: GroupProfile, budget: DeviceBudget) -> None:
         super().__init__(profile.key, profile.name, budget)
-        self.first_key = profile.key
-        self.keys: list[GroupKey] = []
-
-    def go_on(self, profile: GroupProfile) -> None:
-        """Begin, or go on with the next."""
-        self.key, self.name = profile.key, profile.name
-        self.keys.append(self.key)
-        self.num_bytes += profile.num_bytes
+        self.num_bytes = profile.num_bytes
         if profile.remade:
-            needs = {*self.needs, *profile.needs}.difference(self.keys)
+            needs = {*profile.needs}.difference([profile.key])
             self.needs = tuple(sorted(needs, reverse=True))
 
 
@@ -289,12 +279,6 @@ class _Replay:
             if None in (settings.max_inflight_bytes, settings.prefetch_bytes):
                 rank.tell(self._budget, settings.kept)
             self._decisions.begin_step(rank.profile, rank.forecast)
-            started = (
-                Started(one.key, one.name, one.saved_bytes, False, one.key not in settings.kept)
-                for one in rank.profile.groups
-            )
-            enough_bytes = self._budget.joined_bytes if rank.job.joins else 0
-            self._joining = joined_groups(started, (), enough_bytes)
 
     def run(self) -> RankProgram:
         for index, (one, places, pending) in enumerate(self._rank.passes):
@@ -326,32 +310,23 @@ class _Replay:
     def _forward(self, one: Pass, places: _Places) -> None:
         settings = self._settings
         chunk = self._chunks[one.stage, one.microbatch] = []
-        goes_on: WorkGroup | None = None
         for profile, work in places:
             group = None
             if work.is_marked and settings.offloads:
-                group = goes_on or WorkGroup(profile, self._budget)
-                group.go_on(profile)
+                group = WorkGroup(profile, self._budget)
                 self._decisions.start(group)
             chunk.append((profile, work, group))
             self._count(work.num_bytes + work.kept_bytes)  # what it leaves there
             self._compute(one, profile, work.forward_us, work.forward_temp_bytes)
             if group is not None:
-                goes_on = group if profile.key in self._joining else None
-                if goes_on is not None:  # what is made again is there until they are committed
-                    group.droppable_bytes += profile.saved_bytes - profile.num_bytes
-                    self._count(profile.saved_bytes - profile.num_bytes)
-                else:
-                    self._count(-group.droppable_bytes)
-                    is_kept = profile.key in settings.kept
-                    self._decisions.commit(group, "the plan keeps it" if is_kept else "")
+                is_kept = profile.key in settings.kept
+                self._decisions.commit(group, "the plan keeps it" if is_kept else "")
 
     def _backward(self, one: Pass) -> None:
         chunk = self._chunks.pop((one.stage, one.microbatch))
         for profile, work, group in reversed(chunk):
             if group is not None:
-                if profile.key == group.key:
-                    self._decisions.enter_backward(group)
+                self._decisions.enter_backward(group)
                 self._await_reload(group)
             for unit in work.remade:
                 self.program.remade_bytes += unit.num_bytes
@@ -367,8 +342,7 @@ class _Replay:
             self._count(-work.kept_bytes - (0 if is_read else work.num_bytes))
             if group is not None:
                 group.spent_bytes += work.num_bytes * is_read
-                if profile.key == group.first_key:
-                    self._decisions.leave_backward(group)
+                self._decisions.leave_backward(group)
 
     def _compute(
         self, one: Pass, profile: GroupProfile, us: float, temp_bytes: int, block_bytes: int = 0
@@ -402,7 +376,7 @@ class _Replay:
         group.advance(GroupState.OFFLOADING)
         group.offload = self._issue(OpKind.OFFLOAD, group)
         self.program.offloaded_bytes += group.num_bytes
-        self.program.moved += group.keys
+        self.program.moved.append(group.key)
         self._count(host_bytes=group.num_bytes)
         self._budget.inflight_bytes += group.num_bytes
         group.is_in_window = True
