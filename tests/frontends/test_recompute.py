@@ -173,26 +173,17 @@ def group_step(model, manager, inputs=None):
 
 
 @pytest.mark.parametrize("timing", TWO_TIMINGS)
-def test_modules_by_name_are_made_again_where_groups_are(timing):
+@pytest.mark.parametrize("units", [("norm", "*.act"), ("?.gate", "*.up")])
+def test_modules_by_name_are_made_again_where_groups_are(timing, units):
     model = make_model()
     expected = train(model)
-    manager = make_manager(timing, recompute=("norm", "*.act"))
+    manager = make_manager(timing, recompute=units)
     with offload_modules(model, ["*"], manager=manager):
         for _ in range(3):
             assert_same(expected, group_step(model, manager))
-        assert units_of(manager.last_profile) == {"norm", "*.act"}
+        assert units_of(manager.last_profile) == set(units)
         assert remade_bytes(manager) > 0
     assert not any(module._forward_hooks for module in model.modules())
-
-
-def test_a_pattern_takes_a_module_of_any_kind():
-    model = make_model()
-    expected = train(model)
-    manager = make_manager(recompute=("?.gate", "*.up"))
-    with offload_modules(model, ["*"], manager=manager):
-        for _ in range(2):
-            assert_same(expected, group_step(model, manager))
-    assert units_of(manager.last_profile) == {"?.gate", "*.up"}
 
 
 class Mlp(nn.Module):
@@ -450,11 +441,6 @@ class GradModeRMSNorm(OwnRMSNorm):
         return super().forward(x)
 
 
-class BackendRMSNorm(OwnRMSNorm):
-    def forward(self, x):
-        return super().forward(x) * (1.0 if torch.backends.mkldnn.enabled else 2.0)
-
-
 class WarmingLayerNorm(nn.LayerNorm):
     """Warms up by its calls."""
 
@@ -469,15 +455,14 @@ class WarmingLayerNorm(nn.LayerNorm):
 
 
 @pytest.mark.parametrize("units", [None, (OWN,), ("norm", "mlp_act")])
-@pytest.mark.parametrize("part", [GradModeRMSNorm, BackendRMSNorm, WarmingLayerNorm])
+@pytest.mark.parametrize("part", [GradModeRMSNorm, WarmingLayerNorm])
 def test_a_module_runs_again_as_in_its_forward_and_leaves_no_trace(part, units):
     plain, model = around_part(part), around_part(part)
     offload = around(model, units)
     for _ in range(3):
-        with torch.backends.mkldnn.flags(enabled=False):
-            losses = [plain(make_inputs()).square().mean()]
-            with offload:
-                losses.append(model(make_inputs()).square().mean())
+        losses = [plain(make_inputs()).square().mean()]
+        with offload:
+            losses.append(model(make_inputs()).square().mean())
         for one, loss in zip((plain, model), losses, strict=True):
             one.zero_grad()
             loss.backward()
@@ -648,37 +633,6 @@ def test_copies_of_a_model_and_evaluation_in_between_change_nothing():
             assert_same(expected, train(other))
         assert_same(expected, group_step(model, manager))
     assert units_of(manager.last_profile) == {*NAMED, "*.up"}
-
-
-def test_mixed_precision_is_made_again_under_the_same_autocast():
-    model = make_model()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected = train(model)
-    offload = around(model, NAMED)
-    for _ in range(2):
-        with torch.autocast("cpu", dtype=torch.bfloat16), offload:
-            torch.manual_seed(2)
-            loss = model(make_inputs()).float().square().mean()
-        model.zero_grad()
-        loss.backward()
-        assert_same(expected, [loss.detach(), *(p.grad for p in model.parameters())])
-        assert offload.end_step()
-    assert remade_bytes(offload.manager) > 0
-
-
-@pytest.mark.parametrize("units", [(), ("mlp_act", "2*")], ids=["moved", "made again"])
-def test_channels_that_come_last_do_so_where_an_image_is_one_pixel(units):
-    """Strides of dimensions of size 1 tell kernels that, and their sums have another order."""
-    torch.manual_seed(0)
-    parts = [nn.Conv2d(4, 32, 3), nn.AdaptiveAvgPool2d(1), nn.GroupNorm(4, 32), nn.SiLU()]
-    model = nn.Sequential(*parts, nn.Conv2d(32, 3, 1))
-    images = torch.randn(8, 4, 6, 6).to(memory_format=torch.channels_last)
-    expected = train(model, inputs=images)
-    offload = around(model, units)
-    for _ in range(2):
-        assert_same(expected, train(model, offload, images))
-        assert offload.end_step()
-    assert (remade_bytes(offload.manager) > 0) is bool(units)
 
 
 def test_units_of_modules():
