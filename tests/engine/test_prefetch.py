@@ -169,19 +169,3 @@ def test_what_a_second_pass_will_need_again_leaves_the_room_to_what_is_ahead():
     # Of 25 groups. The input is found to be held by the program, and the clock differs by it.
     assert max(late) <= 2
     assert_nothing_left(manager)
-
-
-def test_a_graph_that_outlives_its_step_does_not_move_the_clock_of_the_next():
-    manager = make_manager()
-    groups = AutomaticGroups(manager, "layer", finds_steps=False)
-    model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
-    x = torch.randn(32, 32)
-    with groups.step():
-        groups.begin()
-        loss = model(x).square().sum()
-        groups.end()
-        assert manager.window.step_bytes > 0
-    assert manager.last_step.offloaded_bytes > 0
-    loss.backward()
-    groups.leave_spent()
-    assert manager.window.step_bytes == 0
