@@ -109,27 +109,17 @@ def test_a_graph_that_outlives_its_step_keeps_its_data(timing):
 
 
 @pytest.mark.parametrize("timing", TIMINGS)
-def test_backward_twice_with_retain_graph(timing):
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_backward_twice_with_retain_graph_and_of_a_part(is_whole, timing):
     model, manager = make_model(), make_manager(timing)
-    parameters = list(model.parameters())
+    parameters = list((model if is_whole else model[-1]).parameters())
+    expected = torch.autograd.grad(forward(model, None), parameters)
     loss = forward(model, manager)
-    first = torch.autograd.grad(loss, parameters, retain_graph=True)
-    assert_same(first, torch.autograd.grad(loss, parameters, retain_graph=True))
+    for _ in range(2):
+        assert_same(expected, torch.autograd.grad(loss, parameters, retain_graph=True))
     manager.reset()
-    assert_same(first, torch.autograd.grad(loss, parameters))
+    assert_same(expected, torch.autograd.grad(loss, parameters))
     del loss
-    assert_nothing_left(manager)
-
-
-@pytest.mark.parametrize("timing", TIMINGS)
-def test_gradients_of_a_part_of_the_graph(timing):
-    model, manager = make_model(), make_manager(timing)
-    last = list(model[-1].parameters())
-    expected = [g.clone() for g in torch.autograd.grad(forward(model, manager), last)]
-    loss = forward(model, manager)
-    assert_same(expected, torch.autograd.grad(loss, last))
-    del loss
-    manager.reset()
     assert_nothing_left(manager)
 
 
