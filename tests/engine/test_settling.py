@@ -68,20 +68,6 @@ def test_what_was_emptied_before_the_groups_end_stays():
     assert_same(expected, torch.autograd.grad(y.sum(), x))
 
 
-def test_a_group_inside_another_shares_with_it_what_that_has_saved_before():
-    manager = make_manager()
-    chunk = manager.begin_chunk()
-    x = torch.randn(KIB)
-    outer = manager.start_group(chunk, "outer")
-    first = chunk.pack(outer, x)
-    inner = manager.start_group(chunk, "inner")
-    second = chunk.pack(inner, x[16:])
-    assert inner.blocks() == [first.block]
-    assert second.block is first.block
-    assert first.block.group is outer
-    assert inner.shares_with == (outer.key,)
-
-
 def test_each_tensor_belongs_to_the_stream_on_which_it_was_saved():
     manager = make_manager()
     backend = manager.backend

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import re
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -84,14 +85,8 @@ def make_model(**settings):
 def around_part(part):
     """A model in which the part has what comes before and after it saved."""
     torch.manual_seed(0)
-    model = nn.Sequential()
-    for name, module in (
-        ("first", nn.Linear(WIDTH, WIDTH)),
-        ("own_norm", part()),
-        ("last", nn.Linear(WIDTH, 3)),
-    ):
-        model.add_module(name, module)
-    return model
+    parts = {"first": nn.Linear(WIDTH, WIDTH), "own_norm": part(), "last": nn.Linear(WIDTH, 3)}
+    return nn.Sequential(OrderedDict(parts))
 
 
 def make_inputs():

@@ -370,9 +370,7 @@ class Program:
         late = []
         for segment in self.segments:
             x = self._run_segment(manager, weights, segment, x, late)
-        if fail == "raise in forward":
-            raise InjectedError
-        if fail and manager:
+        if fail == "raise in group" and manager:
             x = start_group(manager, x, "failing")
             with manager:
                 raise InjectedError
@@ -390,11 +388,8 @@ class Program:
         residual = x
         grouped = manager is not None and segment.group is not None
         if grouped:
-            x = (
-                start_group(manager, (x, None), segment.group)[0]
-                if segment.as_tuple
-                else (start_group(manager, x, segment.group))
-            )
+            given = start_group(manager, (x, None) if segment.as_tuple else x, segment.group)
+            x = given[0] if segment.as_tuple else given
             manager.__enter__()
         try:
             for op, index in segment.ops:
