@@ -150,13 +150,6 @@ def test_a_missing_wait_gives_a_wrong_value_in_the_timing_made_for_it(wait, timi
     assert backend.hazards == []
 
 
-def test_the_missing_wait_is_named_even_where_the_value_happens_to_be_right():
-    backend = make("eager", without=[Wait.W3])
-    target, value = host_buffer_is_read(backend)
-    assert torch.equal(target, filled(value))
-    assert [hazard.wait for hazard in backend.hazards] == [Wait.W3]
-
-
 # What counts as ordered.
 
 
@@ -245,28 +238,6 @@ def test_memory_at_a_reused_address_starts_a_history_of_its_own():
         d2h_done = offload(backend, region, host[: region.nbytes])
         backend.wait(backend.compute_stream(), d2h_done, Wait.W2)
         backend.note_freed(region, "x", sole_owner=True)
-
-
-def test_hazards_don_t_depend_on_the_timing():
-    def reports(timing):
-        found = []
-        for program in PROGRAMS.values():
-            backend = make(timing, without=[Wait.W2, Wait.W4])
-            program(backend)
-            found += backend.hazards
-        return found
-
-    expected = reports("eager")
-    assert {hazard.wait for hazard in expected} == {Wait.W2, Wait.W4}
-    for timing in TIMINGS:
-        assert reports(timing) == expected
-
-
-def test_without_the_check_nothing_is_found():
-    backend = make(check_hazards=False, without=list(Wait), on_hazard="raise")
-    for program in PROGRAMS.values():
-        program(backend)
-    assert backend.hazards == []
 
 
 # When copies happen.

@@ -13,7 +13,6 @@ from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.marks import _everywhere, mark_everywhere, take_back
 from megatron_offload.engine.saved_tensor import FORMS
 from megatron_offload.errors import InPlaceModificationError
-from megatron_offload.memory.tensor_pool import span_bytes
 
 
 class Keep(Function):
@@ -310,7 +309,8 @@ def test_bits_survive_whatever_the_dtype(dtype):
 
 @pytest.mark.parametrize("timing", TIMINGS)
 @pytest.mark.parametrize("when", ["before commit", "while in flight", "after release"])
-def test_a_change_in_place_after_saving_is_the_error_that_autograd_gives(when, timing):
+@pytest.mark.parametrize("what", ["input", "output"])
+def test_a_change_in_place_after_saving_is_the_error_that_autograd_gives(what, when, timing):
     inflight_bytes = 64 * KIB if when == "while in flight" else 0
 
     def program(manager):
@@ -318,12 +318,13 @@ def test_a_change_in_place_after_saving_is_the_error_that_autograd_gives(when, t
         w = torch.ones(1024, requires_grad=True)
         y = start_group(manager, w, "g") if manager else w
         with manager or torch.enable_grad():
-            y = y * x
+            y = y * x if what == "input" else y.exp()
+        changed = {"input": x, "output": y.detach()}[what]
         if when == "before commit":
-            x.add_(1)
+            changed.add_(1)
         y = commit_group(manager, y, "g") if manager else y
         if when != "before commit":
-            x.add_(1)
+            changed.add_(1)
         return y.sum()
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -334,18 +335,6 @@ def test_a_change_in_place_after_saving_is_the_error_that_autograd_gives(when, t
         program(manager).backward()
     manager.abort()
     assert_nothing_left(manager)
-
-
-def test_a_change_in_place_of_an_output_that_is_needed_is_seen_too():
-    manager = make_manager()
-    manager.begin_chunk()
-    x = start_group(manager, torch.randn(1024, requires_grad=True), "g")
-    with manager:
-        y = x.exp()
-    y.add_(1)
-    y = commit_group(manager, y, "g")
-    with pytest.raises(InPlaceModificationError):
-        y.sum().backward()
 
 
 def test_a_parameter_whose_data_is_replaced_counts_with_what_it_has_then():
@@ -415,25 +404,9 @@ def test_bytes_that_groups_share_are_counted_once(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "view",
-    [
-        torch.zeros(()),
-        torch.zeros(3, 4),
-        torch.zeros(3, 4).t(),
-        torch.zeros(4, 1, 5).transpose(0, 1),
-        torch.zeros(8, 8)[2:, 1::3],
-        torch.zeros(1, 6).expand(4, 6),
-        torch.zeros(600)[128:],
-        torch.zeros(600, dtype=torch.float64)[3:],
-        torch.zeros(4, 6).as_strided((3, 4), (1, 2), 2),
-        torch.zeros(2, 0, 3).transpose(0, 2),
-    ],
+    ("view", "is_shown"),
+    [(torch.ones(600)[128:], True), (torch.ones(600)[3:], False), (torch.ones(3, 4).t(), False)],
 )
-def test_a_form_says_of_a_view_what_torch_does(view):
+def test_host_memory_shows_as_it_was_what_is_contiguous_and_aligned(view, is_shown):
     form = FORMS[view.shape, view.stride(), view.storage_offset(), view.dtype]
-    low = view.storage_offset() * view.itemsize
-    assert (form.size, form.stride, form.dtype) == (view.shape, view.stride(), view.dtype)
-    assert (form.num_bytes, form.num_elements) == (view.nbytes, view.numel())
-    assert (form.low, form.high) == (low, low + span_bytes(view))
-    assert form.is_contiguous == view.is_contiguous()
-    assert (form.part is not None) == (view.is_contiguous() and low % 512 == 0)
+    assert (form.part is not None) is is_shown

@@ -16,7 +16,6 @@ from programs import (
 )
 from torch import nn
 
-from megatron_offload.core.group import GroupState
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.observer import Observer
 
@@ -39,46 +38,6 @@ def test_a_learned_order_leaves_no_late_reload():
         run_step(model, manager, ORDER)
         assert manager.last_step.num_late_reloads == 0
         assert manager.last_step.reloaded_bytes > 0
-
-
-@pytest.mark.parametrize("budget_bytes", [0, 12 * KIB, 40 * KIB, 100 * KIB])
-def test_reloaded_and_not_consumed_stays_within_the_budget(budget_bytes, monkeypatch):
-    model, manager = make_model(), make_manager(prefetch_bytes=budget_bytes)
-    largest = 0
-    seen = []
-    reload = manager.transfers.reload
-
-    def watch(group, **options):
-        issued = reload(group, **options)
-        waiting = [
-            g
-            for g in manager.decisions.groups()
-            if g.state in (GroupState.RELOADING, GroupState.RELOADED)
-        ]
-        seen.append(sum(g.num_bytes for g in waiting))
-        return issued
-
-    monkeypatch.setattr(manager.transfers, "reload", watch)
-    for _ in range(3):
-        run_step(model, manager, ORDER)
-        largest = max(g.num_bytes for g in manager.last_profile.groups)
-        seen.clear()
-    run_step(model, manager, ORDER)
-    assert not seen or max(seen) <= max(budget_bytes, 2 * largest)
-
-
-def test_what_fits_into_the_budget_at_the_turning_point_is_not_copied_for_nothing():
-    model, manager = (
-        make_model(),
-        make_manager(prefetch_bytes=16 * KIB, max_inflight_bytes=24 * KIB),
-    )
-    order = [("F", 0), ("B", 0)]
-    run_step(model, manager, order)
-    assert manager.last_step.num_early_returns > 0
-    run_step(model, manager, order)
-    moved = manager.last_step.offloaded_bytes
-    everything = sum(g.num_bytes for g in manager.last_profile.groups)
-    assert 0 < moved < everything
 
 
 @pytest.mark.parametrize("timing", TIMINGS)
@@ -169,19 +128,3 @@ def test_what_a_second_pass_will_need_again_leaves_the_room_to_what_is_ahead():
     # Of 25 groups. The input is found to be held by the program, and the clock differs by it.
     assert max(late) <= 2
     assert_nothing_left(manager)
-
-
-def test_a_graph_that_outlives_its_step_does_not_move_the_clock_of_the_next():
-    manager = make_manager()
-    groups = AutomaticGroups(manager, "layer", finds_steps=False)
-    model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
-    x = torch.randn(32, 32)
-    with groups.step():
-        groups.begin()
-        loss = model(x).square().sum()
-        groups.end()
-        assert manager.window.step_bytes > 0
-    assert manager.last_step.offloaded_bytes > 0
-    loss.backward()
-    groups.leave_spent()
-    assert manager.window.step_bytes == 0

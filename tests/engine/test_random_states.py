@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import types
 
+import pytest
 import torch
 
 from megatron_offload.engine.random_states import RandomStates
@@ -29,10 +30,14 @@ class Tracker:
         return torch.cat([torch.rand(3), *drawn])
 
 
-def test_the_host_and_the_tracker_draw_again_and_go_on_where_they_were(monkeypatch):
-    tracker = Tracker()
-    home = types.SimpleNamespace(_CUDA_RNG_STATE_TRACKER=tracker)
+@pytest.fixture
+def tracker(monkeypatch):
+    home = types.SimpleNamespace(_CUDA_RNG_STATE_TRACKER=Tracker())
     monkeypatch.setitem(sys.modules, "megatron.core.tensor_parallel.random", home)
+    return home._CUDA_RNG_STATE_TRACKER
+
+
+def test_the_host_and_the_tracker_draw_again_and_go_on_where_they_were(tracker):
     states = RandomStates({"cpu"})
     assert states.are_current()
     first, generator = tracker.draw(), tracker.states_["graph"]
@@ -46,18 +51,13 @@ def test_the_host_and_the_tracker_draw_again_and_go_on_where_they_were(monkeypat
     assert not torch.equal(tracker.draw(), first)
 
 
-def test_what_is_drawn_from_the_tracker_alone_counts(monkeypatch):
-    home = types.SimpleNamespace(_CUDA_RNG_STATE_TRACKER=Tracker())
-    monkeypatch.setitem(sys.modules, "megatron.core.tensor_parallel.random", home)
+def test_what_is_drawn_from_the_tracker_alone_counts(tracker):
     states = RandomStates()
-    torch.rand(3, generator=home._CUDA_RNG_STATE_TRACKER.states_["graph"])
+    torch.rand(3, generator=tracker.states_["graph"])
     assert not states.are_current()
 
 
-def test_states_that_are_written_into_and_set_are_drawn_from(monkeypatch):
-    tracker = Tracker()
-    home = types.SimpleNamespace(_CUDA_RNG_STATE_TRACKER=tracker)
-    monkeypatch.setitem(sys.modules, "megatron.core.tensor_parallel.random", home)
+def test_states_that_are_written_into_and_set_are_drawn_from(tracker):
     kept = {name: state.clone() for name, state in RandomStates().tensors().items()}
     assert kept.keys() == {"cpu", "megatron.plain", "megatron.graph"}
     first = tracker.draw()

@@ -7,21 +7,11 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from programs import (
-    KIB,
-    TIMINGS,
-    assert_nothing_left,
-    assert_same,
-    in_group,
-    make_manager,
-)
+from programs import KIB, TIMINGS, assert_nothing_left, assert_same, in_group, make_manager
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from megatron_offload import CPUOffload, OffloadActivations, recomputable
-from megatron_offload.engine.boundary import commit_group, start_group
-from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import CorruptionError, InPlaceModificationError, StateError
 
 ROWS, WIDTH = 16, 32
@@ -48,8 +38,8 @@ def save(x, *tensors):
     return Save.apply(x, *tensors)
 
 
-def rows(seed=0):
-    generator = torch.Generator().manual_seed(seed)
+def rows():
+    generator = torch.Generator().manual_seed(0)
     return torch.randn(ROWS, WIDTH, generator=generator).requires_grad_()
 
 
@@ -94,6 +84,11 @@ def norm_then_linear(manager, x):
         return make(manager, F.gelu, y @ weight) @ weight
 
     return x + in_group(manager, mlp, y, "mlp")
+
+
+def one_group(inner):
+    """Return a forward of one group, which runs ``inner(manager, x)``."""
+    return lambda manager, x: in_group(manager, lambda x: inner(manager, x), x)
 
 
 BUDGETS = [
@@ -145,29 +140,25 @@ def test_its_memory_is_free_from_the_commit_on():
 
 @pytest.mark.parametrize("wrong", ["eps", "random state"])
 def test_checking_mode_names_a_wrong_recipe(wrong):
+    @one_group
     def forward(manager, x):
-        def mlp(x):
-            y = F.dropout(F.layer_norm(save(x, x), (WIDTH,), eps=1e-5), 0.3)
-            if manager and wrong == "eps":
-                manager.made_by(y, lambda x: F.layer_norm(x, (WIDTH,), eps=1e-6), x, unit="norm")
-            elif manager:
-                manager.made_by(y, dropout_of_norm, x, unit="norm")
-            return save(y, y)
-
-        return in_group(manager, mlp, x)
+        y = F.dropout(F.layer_norm(save(x, x), (WIDTH,), eps=1e-5), 0.3)
+        if manager and wrong == "eps":
+            manager.made_by(y, lambda x: F.layer_norm(x, (WIDTH,), eps=1e-6), x, unit="norm")
+        elif manager:
+            manager.made_by(y, dropout_of_norm, x, unit="norm")
+        return save(y, y)
 
     with pytest.raises(CorruptionError, match=r"was made again \('norm'\) with other bits"):
         run(make_manager(checking=True), forward)
 
 
 def test_another_kind_of_tensor_is_refused():
+    @one_group
     def forward(manager, x):
-        def mlp(x):
-            y = F.gelu(save(x, x))
-            manager.made_by(y, lambda x: x.double(), x, unit="act")
-            return save(y, y)
-
-        return in_group(manager, mlp, x)
+        y = F.gelu(save(x, x))
+        manager.made_by(y, lambda x: x.double(), x, unit="act")
+        return save(y, y)
 
     with pytest.raises(CorruptionError, match=r"float64.*float32"):
         run(make_manager(), forward)
@@ -202,15 +193,11 @@ def refusals(manager, forward):
 
 def of(function, *, saves=True, unit="by_hand"):
     """Return a forward of one group that saves what ``function`` makes of what is saved."""
-
-    def forward(manager, x):
-        def inner(x):
-            y = make(manager, function, x if saves else x * 1.0, unit=unit)
-            return save(save(x, x), y)
-
-        return in_group(manager, inner, x)
-
-    return forward
+    return one_group(
+        lambda manager, x: save(
+            save(x, x), make(manager, function, x if saves else x * 1.0, unit=unit)
+        )
+    )
 
 
 class Half(torch.nn.Module):
@@ -222,25 +209,20 @@ def cat_of_halves(x):
     return torch.cat([x, x])[ROWS:]
 
 
+@one_group
 def of_conjugate(manager, x):
-    def inner(x):
-        source = torch.complex(x, x)
-        lazy = source.detach().conj()
-        y = make(manager, lambda lazy: (lazy * 1j).real + 0.0, lazy)
-        return save(save(x, source.detach().real), y)
-
-    return in_group(manager, inner, x)
+    source = torch.complex(x, x)
+    lazy = source.detach().conj()
+    y = make(manager, lambda lazy: (lazy * 1j).real + 0.0, lazy)
+    return save(save(x, source.detach().real), y)
 
 
+@one_group
 def of_inference(manager, x):
     with torch.inference_mode():
         frozen = torch.linspace(0, 1, x.numel()).view(x.shape)
         make(manager, torch.sin, frozen)  # an evaluation: nothing saves it
-
-    def inner(x):
-        return save(save(x, x), make(manager, torch.add, frozen, x))
-
-    return in_group(manager, inner, x)
+    return save(save(x, x), make(manager, torch.add, frozen, x))
 
 
 @pytest.mark.parametrize(
@@ -264,16 +246,14 @@ def test_what_can_not_be_made_again_is_moved_and_counted(why, forward):
 
 def test_what_was_changed_before_the_commit_is_moved():
     def changed(what):
+        @one_group
         def forward(manager, x):
-            def inner(x):
-                before = save(x, x)
-                y = make(manager, torch.cos, before.detach())
-                first = save(x, y) if what == "data" else 1
-                data = y.data  # whose changes are counted apart
-                {"output": y, "input": before.detach(), "data": data}[what].add_(1)
-                return save(x, before) * first * save(x, data if what == "data" else y)
-
-            return in_group(manager, inner, x)
+            before = save(x, x)
+            y = make(manager, torch.cos, before.detach())
+            first = save(x, y) if what == "data" else 1
+            data = y.data  # whose changes are counted apart
+            {"output": y, "input": before.detach(), "data": data}[what].add_(1)
+            return save(x, before) * first * save(x, data if what == "data" else y)
 
         return forward
 
@@ -302,10 +282,7 @@ def test_what_is_changed_after_the_commit_is_noticed(what, max_inflight_bytes):
         # Who saves the input is left out of the backward below: of itself it would notice.
         return save(x, y), save(x, tensors["input"])
 
-    x = start_group(manager, rows(), "g")
-    with manager:
-        y, other = inner(x)
-    y, other = commit_group(manager, (y, other), "g")
+    y, other = in_group(manager, inner, rows())
     assert manager.transfers.stats.remade_bytes == TENSOR_BYTES
     with torch.no_grad():
         tensors[what].add_(1)
@@ -320,28 +297,24 @@ def test_what_is_changed_after_the_commit_is_noticed(what, max_inflight_bytes):
 def test_what_needs_a_gradient_needs_it_when_it_is_made_again():
     """A product of matrices has another kernel where the smaller of the two needs none."""
 
+    @one_group
     def forward(manager, x):
-        def inner(x):
-            longer = x.repeat(9, 1).flatten()[: 5 * 7 * 129].view(5, 7, 129).transpose(0, 1)
-            weight = (longer.sum(0).t() @ longer.sum(0)).cos().t()
-            y = make(manager, torch.matmul, longer, weight)
-            return y.sin().sum() * x + longer.sin().sum() + weight.sin().sum()
-
-        return in_group(manager, inner, x)
+        longer = x.repeat(9, 1).flatten()[: 5 * 7 * 129].view(5, 7, 129).transpose(0, 1)
+        weight = (longer.sum(0).t() @ longer.sum(0)).cos().t()
+        y = make(manager, torch.matmul, longer, weight)
+        return y.sin().sum() * x + longer.sin().sum() + weight.sin().sum()
 
     assert check(make_manager(), forward).remade_bytes > 0
 
 
 def test_what_lies_in_a_list_is_an_input_as_any_other():
+    @one_group
     def forward(manager, x):
-        def inner(x):
-            parts = [x.cos(), x.sin()]
-            saved = save(save(x, parts[0]), parts[1])
-            y = make(manager, lambda parts: F.dropout(torch.cat(parts), 0.3), parts)
-            parts.clear()
-            return save(y, y).sum() + saved
-
-        return in_group(manager, inner, x)
+        parts = [x.cos(), x.sin()]
+        saved = save(save(x, parts[0]), parts[1])
+        y = make(manager, lambda parts: F.dropout(torch.cat(parts), 0.3), parts)
+        parts.clear()
+        return save(y, y).sum() + saved
 
     stats = check(make_manager(), forward)
     assert stats.remade_bytes == 2 * TENSOR_BYTES
@@ -349,29 +322,23 @@ def test_what_lies_in_a_list_is_an_input_as_any_other():
 
 
 def test_what_is_read_and_changed_before_the_commit_makes_nothing_again():
-    mean = torch.zeros(1 << 19)  # larger than what is copied
-
+    @one_group
     def forward(manager, x):
-        def inner(x):
-            y = make(manager, lambda x, mean: x - mean.sum(), x, mean)
-            mean.add_(y.detach().mean())
-            return save(save(x, x), y)
-
-        mean.zero_()
-        return in_group(manager, inner, x)
+        mean = torch.zeros(1 << 19)  # larger than what is copied
+        y = make(manager, lambda x, mean: x - mean.sum(), x, mean)
+        mean.add_(y.detach().mean())
+        return save(save(x, x), y)
 
     manager = make_manager(min_tensor_bytes=64)
     assert refusals(manager, forward).keys() == {"an input was changed in place"}
 
 
 def test_what_is_made_of_what_was_changed_is_not_made_of_what_was_made_first():
+    @one_group
     def forward(manager, x):
-        def inner(x):
-            y = make(manager, torch.cos, save(x, x)).mul_(2)
-            z = make(manager, lambda y: y * 3.0, y)  # of y as it is now, and nobody saves that
-            return save(z, z)
-
-        return in_group(manager, inner, x)
+        y = make(manager, torch.cos, save(x, x)).mul_(2)
+        z = make(manager, lambda y: y * 3.0, y)  # of y as it is now, and nobody saves that
+        return save(z, z)
 
     assert refusals(make_manager(), forward).keys() == {"an input is not saved"}
 
@@ -385,12 +352,7 @@ def test_what_is_made_on_the_way_may_be_changed_behind_the_commit():
             z = make(manager, lambda y: y * 2.0, y)
             return y, save(z, z)
 
-        if manager:
-            x = start_group(manager, x, "group")
-        with manager or nullcontext():
-            y, z = inner(x)
-        if manager:
-            z = commit_group(manager, z, "group")
+        y, z = in_group(manager, inner, x)
         return z + y.mul_(3.0)
 
     assert check(make_manager(), forward).remade_bytes == TENSOR_BYTES
@@ -412,17 +374,15 @@ class Rotate(torch.autograd.Function):
 
 @pytest.mark.parametrize("then", ["saved", "made of", "viewed often"])
 def test_what_a_kernel_has_written_to_unseen_is_not_made_again(then):
+    @one_group
     def forward(manager, x):
-        def inner(x):
-            norms = [make(manager, lambda x: F.layer_norm(x, (WIDTH,)), save(x, x)) for _ in "qk"]
-            q, k = (x.t() for x in Rotate.apply(*norms))
-            for _ in range(12 if then == "viewed often" else 0):
-                q, k = q.t(), k.t()
-            if then != "made of":
-                return q * k
-            return (make(manager, lambda q: q * 2.0, q).sin() + make(manager, torch.neg, k)).sin()
-
-        return in_group(manager, inner, x)
+        norms = [make(manager, lambda x: F.layer_norm(x, (WIDTH,)), save(x, x)) for _ in "qk"]
+        q, k = (x.t() for x in Rotate.apply(*norms))
+        for _ in range(12 if then == "viewed often" else 0):
+            q, k = q.t(), k.t()
+        if then != "made of":
+            return q * k
+        return (make(manager, lambda q: q * 2.0, q).sin() + make(manager, torch.neg, k)).sin()
 
     assert check(make_manager(), forward).remade_bytes == 0
 
@@ -444,14 +404,12 @@ class Overwrite(torch.autograd.Function):
 
 @pytest.mark.parametrize("is_saved_before", [False, True])
 def test_what_is_saved_detached_is_not_made_again(is_saved_before):
+    @one_group
     def forward(manager, x):
-        def inner(x):
-            logits = make(manager, torch.tanh, save(x, x))
-            if is_saved_before:
-                x = save(x, logits)
-            return x + Overwrite.apply(logits)
-
-        return in_group(manager, inner, x)
+        logits = make(manager, torch.tanh, save(x, x))
+        if is_saved_before:
+            x = save(x, logits)
+        return x + Overwrite.apply(logits)
 
     because = "it was detached before it was saved, and may have been written to"
     assert refusals(make_manager(), forward) == {because: TENSOR_BYTES}
@@ -471,12 +429,10 @@ class Norm(torch.autograd.Function):
 
 
 def test_a_function_of_the_program_may_return_a_view_of_what_it_makes():
+    @one_group
     def forward(manager, x):
-        def inner(x):
-            y = make(manager, Norm.apply, x)
-            return save(y, y) + y.t().sin().t() * y
-
-        return in_group(manager, inner, x)
+        y = make(manager, Norm.apply, x)
+        return save(y, y) + y.t().sin().t() * y
 
     assert check(make_manager(), forward).remade_bytes == TENSOR_BYTES
 
@@ -494,23 +450,19 @@ def test_what_vmap_has_wrapped_is_saved_as_ever():
 def test_recipes_in_a_row_are_followed_three_deep():
     """Each saves its input. The fourth can't be made of nothing but recipes, so it is moved."""
 
+    @one_group
     def forward(manager, x):
-        def inner(x):
-            y = x * 1.0
-            for function in (torch.cos, torch.sin, torch.atan, torch.cos, torch.sin):
-                y = make(manager, function, y)
-            return save(y, y)
+        y = x * 1.0
+        for function in (torch.cos, torch.sin, torch.atan, torch.cos, torch.sin):
+            y = make(manager, function, y)
+        return save(y, y)
 
-        return in_group(manager, inner, x)
-
+    @one_group
     def unsaved(manager, x):
-        def inner(x):
-            y = x.detach()
-            for function in (torch.cos, torch.exp, torch.tanh):
-                y = make(manager, function, y)
-            return save(save(x, x), y)
-
-        return in_group(manager, inner, x)
+        y = x.detach()
+        for function in (torch.cos, torch.exp, torch.tanh):
+            y = make(manager, function, y)
+        return save(save(x, x), y)
 
     for timing in TIMINGS:
         stats = check(make_manager(timing, checking=True), forward)
@@ -619,16 +571,6 @@ def other_default_dtype():
         torch.set_default_dtype(torch.float32)
 
 
-def within(context, forward):
-    """Return a forward in a context that backward isn't in."""
-
-    def inside(manager, x):
-        with context():
-            return forward(manager, x)
-
-    return inside
-
-
 @pytest.mark.parametrize(
     ("function", "context"),
     [
@@ -641,13 +583,11 @@ def within(context, forward):
     ids=["grad", "no grad", "backend", "default dtype", "default device"],
 )
 def test_a_function_that_asks_for_a_switch_finds_that_of_the_forward(function, context):
+    @one_group
     def forward(manager, x):
-        def inner(x):
-            with context():
-                y = make(manager, function, x)
-            return save(save(x, x), y)
-
-        return in_group(manager, inner, x)
+        with context():
+            y = make(manager, function, x)
+        return save(save(x, x), y)
 
     assert check(make_manager(checking=True), forward).remade_bytes == TENSOR_BYTES
 
@@ -665,20 +605,19 @@ class TakesSines(TorchFunctionMode):
 
 @pytest.mark.parametrize("mode", [HalvesCosines, TakesSines])
 def test_what_a_mode_has_changed_is_not_made_again_without_it(mode):
-    manager = make_manager()
+    def forward(manager, x):
+        with mode():
+            return of(torch.cos)(manager, x)
+
     because = "a mode of dispatch or of functions was entered, which may change what it computes"
-    assert refusals(manager, within(mode, of(torch.cos))) == {because: TENSOR_BYTES}
+    assert refusals(make_manager(), forward) == {because: TENSOR_BYTES}
 
 
 def test_a_small_parameter_that_is_written_to_unseen_counts_as_it_was():
     def forward(manager, x):
         scale = torch.nn.Parameter(torch.ones(WIDTH))
 
-        def inner(x):
-            y = make(manager, torch.mul, x, scale)
-            return save(save(x, x), y)
-
-        y = in_group(manager, inner, x)
+        y = in_group(manager, lambda x: save(save(x, x), make(manager, torch.mul, x, scale)), x)
         scale.data.fill_(2.0)
         return y
 
@@ -687,12 +626,10 @@ def test_a_small_parameter_that_is_written_to_unseen_counts_as_it_was():
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_nothing_is_noted_inside_a_checkpoint_or_its_recompute(reentrant):
+    @one_group
     def forward(manager, x):
-        def inner(x):
-            x = save(x, x)
-            return checkpoint(of(torch.cos), manager, x, use_reentrant=reentrant)
-
-        return in_group(manager, inner, x)
+        x = save(x, x)
+        return checkpoint(of(torch.cos), manager, x, use_reentrant=reentrant)
 
     stats = check(make_manager(checking=True), forward)
     assert (stats.remade_bytes, stats.refused_recipe_bytes) == (0, {})
@@ -720,12 +657,10 @@ def leaves_of(node):
 @pytest.mark.parametrize("backward", [backward_twice, backward_of_backward])
 @pytest.mark.parametrize("timing", TIMINGS)
 def test_a_graph_that_is_gone_through_again_has_the_same_bits(timing, backward):
+    @one_group
     def forward(manager, x):
-        def inner(x):
-            y = make(manager, lambda x: F.dropout(x.cos(), 0.3), x)
-            return y * y.exp()
-
-        return in_group(manager, inner, x)
+        y = make(manager, lambda x: F.dropout(x.cos(), 0.3), x)
+        return y * y.exp()
 
     check(make_manager(timing, checking=True), forward, backward=backward)
 
@@ -835,21 +770,3 @@ def test_a_parameter_without_memory_is_named():
     with pytest.raises(StateError, match=r"no memory now.*'scale'"):
         y.sum().backward()
     manager.abort()
-
-
-@pytest.mark.parametrize("door", ["whole model", "ratio", "by hand", "none"])
-def test_by_hand_it_works_inside_any_front_door(door, monkeypatch):
-    manager = make_manager()
-    monkeypatch.setattr(PipelineOffloadManager, "instance", manager if door == "by hand" else None)
-    around = {"whole model": OffloadActivations, "ratio": CPUOffload}.get(door, nullcontext)
-
-    def forward(_, x):
-        def inner(x):
-            return save(save(x, x), recomputable(dropout_of_norm, x))
-
-        return in_group(manager if door == "by hand" else None, inner, x)
-
-    torch.manual_seed(1)
-    expected = run(None, forward)
-    with around():
-        assert_same(expected, run(manager if door == "by hand" else None, forward))

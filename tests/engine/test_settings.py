@@ -43,6 +43,15 @@ def test_what_is_not_enabled_records_and_moves_nothing_until_it_is_configured_ag
     assert manager.last_step.offloaded_bytes > 0
 
 
+def step_ends(offload):
+    x = torch.randn(64, 64, requires_grad=True)
+    with offload:
+        loss = (x * x).tanh().square().sum()
+    loss.backward()
+    del loss
+    return offload.end_step()
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -54,32 +63,18 @@ def test_what_is_not_enabled_records_and_moves_nothing_until_it_is_configured_ag
 def test_a_front_door_whose_configuration_is_not_enabled_moves_nothing(make):
     CPUOffload.forget("not enabled")
     offload = make(make_config(enabled=False))
-    x = torch.randn(64, 64, requires_grad=True)
     for _ in range(2):
-        with offload:
-            loss = (x * x).tanh().square().sum()
-        loss.backward()
-        del loss
-        offload.end_step()
+        step_ends(offload)
     assert offload.last_step.offloaded_bytes == 0
     CPUOffload.forget("not enabled")
 
 
 def test_groups_that_nobody_marks_stop_while_offload_is_disabled():
     offload = OffloadActivations(min_offload_size=0, config=make_config())
-    x = torch.randn(64, 64, requires_grad=True)
     offload.manager.disable_offload()
-    with offload:
-        loss = (x * x).tanh().square().sum()
-    loss.backward()
-    del loss
-    assert not offload.end_step()
+    assert not step_ends(offload)
     offload.manager.enable_offload()
-    with offload:
-        loss = (x * x).tanh().square().sum()
-    loss.backward()
-    del loss
-    assert offload.end_step()
+    assert step_ends(offload)
     assert offload.last_step.offloaded_bytes > 0
     offload.close()
 

@@ -7,7 +7,7 @@ import torch
 from programs import KIB, assert_same, in_group, make_manager
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_offload.engine.chunk import READY_MARK, ChunkOffloadHandler
+from megatron_offload.engine.chunk import READY_MARK
 
 
 def saved(is_leaf):
@@ -68,20 +68,6 @@ def test_what_was_emptied_before_the_groups_end_stays():
     assert_same(expected, torch.autograd.grad(y.sum(), x))
 
 
-def test_a_group_inside_another_shares_with_it_what_that_has_saved_before():
-    manager = make_manager()
-    chunk = manager.begin_chunk()
-    x = torch.randn(KIB)
-    outer = manager.start_group(chunk, "outer")
-    first = chunk.pack(outer, x)
-    inner = manager.start_group(chunk, "inner")
-    second = chunk.pack(inner, x[16:])
-    assert inner.blocks() == [first.block]
-    assert second.block is first.block
-    assert first.block.group is outer
-    assert inner.shares_with == (outer.key,)
-
-
 def test_each_tensor_belongs_to_the_stream_on_which_it_was_saved():
     manager = make_manager()
     backend = manager.backend
@@ -111,24 +97,6 @@ def test_an_event_behind_one_of_several_tensors_says_nothing_of_the_others():
     assert of_x[0].block is of_x[1].block
     assert of_x[0].block.ready is None
     assert of_y.block.ready is event
-
-
-def test_one_look_serves_a_group_however_many_tensors_it_has(monkeypatch):
-    looks = []
-    settle = ChunkOffloadHandler.settle
-
-    def counted(chunk):
-        looks.append(len(chunk._saved))
-        settle(chunk)
-
-    monkeypatch.setattr(ChunkOffloadHandler, "settle", counted)
-    manager = make_manager()
-    chunk = manager.begin_chunk()
-    group = manager.start_group(chunk, "g")
-    records = [chunk.pack(group, torch.randn(KIB)) for _ in range(9)]
-    manager.commit(group)
-    assert [num for num in looks if num] == [9]
-    assert {record.block.group for record in records} == {group}
 
 
 def test_an_aborted_step_leaves_no_group_unsettled():

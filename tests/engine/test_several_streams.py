@@ -31,45 +31,28 @@ SETTINGS = [
 ]
 
 
-def check(manager, place, *, recomputes):
+@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("settings", SETTINGS, ids=repr)
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("crosses", [False, True])
+def test_each_microbatch_and_its_backward_may_have_a_stream(timing, settings, recomputes, crosses):
+    manager = make_manager(timing, **settings)
+    backend = manager.backend
+    streams = backend.compute_stream(), backend.side_stream
     model = make_model(recomputes=recomputes)
     expected = run_step(model, None, ORDER)
+
+    def place(action, microbatch):
+        here = streams[(microbatch + (crosses and action == "B")) % 2]
+        if crosses and action == "B":  # it needs what forward has computed; nothing waits for it
+            here.wait_event(streams[microbatch % 2].record_event())
+        return backend.computing_on(here)
+
     for _ in range(3):
         assert_same(expected, run_step(model, manager, ORDER, place=place))
         assert_nothing_left(manager)
     assert manager.last_step.reloaded_bytes > 0
     assert (manager.last_step.remade_bytes > 0) == recomputes
-
-
-@pytest.mark.parametrize("timing", TIMINGS)
-@pytest.mark.parametrize("settings", SETTINGS, ids=repr)
-@pytest.mark.parametrize("recomputes", [False, True])
-def test_each_microbatch_may_have_a_stream_of_its_own(timing, settings, recomputes):
-    manager = make_manager(timing, **settings)
-    backend = manager.backend
-    streams = backend.compute_stream(), backend.side_stream
-
-    def place(action, microbatch):
-        return backend.computing_on(streams[microbatch % 2])
-
-    check(manager, place, recomputes=recomputes)
-
-
-@pytest.mark.parametrize("timing", TIMINGS)
-@pytest.mark.parametrize("settings", SETTINGS, ids=repr)
-@pytest.mark.parametrize("recomputes", [False, True])
-def test_backward_may_be_on_another_stream_than_forward(timing, settings, recomputes):
-    manager = make_manager(timing, **settings)
-    backend = manager.backend
-    streams = backend.compute_stream(), backend.side_stream
-
-    def place(action, microbatch):
-        here = streams[(microbatch + (action == "B")) % 2]
-        if action == "B":  # it needs what forward has computed; nothing waits for it afterwards
-            here.wait_event(streams[microbatch % 2].record_event())
-        return backend.computing_on(here)
-
-    check(manager, place, recomputes=recomputes)
 
 
 @pytest.mark.parametrize("timing", TIMINGS)

@@ -41,79 +41,51 @@ class SaveViews(torch.autograd.Function):
         return grad * transposed.t()[0] + scale * 1e-3
 
 
-def op_linear(x, weight):
-    return F.linear(x, weight)
+def attention(x, weight):
+    return torch.softmax(x @ x.t() * 0.1, dim=-1) @ F.linear(x, weight)
 
 
-def op_square(x, weight):
-    return x * x * 0.5
-
-
-def op_used_thrice(x, weight):
-    # Its gradient is a sum of three terms, whose order must not change either.
-    return x * weight[0] + x.cos() * x.mean(dim=-1, keepdim=True)
-
-
-def op_chunk(x, weight):
+def gated_thirds(x, weight):
     a, b, c = F.linear(x, weight).chunk(3, dim=-1)
     return torch.cat([a * b, b * c, c.sigmoid()], dim=-1)
 
 
-def op_norm(x, weight):
-    return F.layer_norm(x, (WIDTH,), weight[0])
-
-
-def op_attention(x, weight):
-    return torch.softmax(x @ x.t() * 0.1, dim=-1) @ F.linear(x, weight)
-
-
-def op_transposed(x, weight):
-    return (x.t().reshape(WIDTH, ROWS) * weight[:, :ROWS]).t()
-
-
-def op_expand(x, weight):
-    return x * x[:, :1].expand(ROWS, WIDTH) + weight[0]
-
-
-def op_dropout(x, weight):
-    return F.dropout(F.gelu(x * weight[1]), 0.3)
-
-
-def op_in_place(x, weight):
-    return (x + weight[2]).relu_().mul(2.0)
-
-
-def op_save_views(x, weight):
-    return SaveViews.apply(x)
-
-
-def op_checkpoint(x, weight):
-    return checkpoint(op_attention, x, weight, use_reentrant=False)
-
-
-def op_checkpoint_reentrant(x, weight):
+def reentrant(x, weight):
     if not x.requires_grad:
-        return op_square(x, weight)
-    return checkpoint(op_square, x, weight, use_reentrant=True)
+        return x * x * 0.5
+    return checkpoint(lambda x: x * x * 0.5, x, use_reentrant=True)
 
 
-def cheap_norm(x, weight):
+def norm(x, weight):
     return F.layer_norm(x, (WIDTH,), weight[0])
 
 
-def cheap_gelu_with_dropout(x, weight):
+def gelu_with_dropout(x, weight):
     return F.dropout(F.gelu(x * weight[1]), 0.3)
 
 
-def cheap_sum_and_cosine(x, weight):
-    return (x + weight[2]).cos()
-
-
-def cheap_transposed(x, weight):
-    return (x * weight[:ROWS]).t()
-
-
-RECIPES = [value for name, value in list(globals().items()) if name.startswith("cheap_")]
+OPS = [
+    F.linear,
+    lambda x, weight: x * x * 0.5,
+    # Its gradient is a sum of three terms, whose order must not change either.
+    lambda x, weight: x * weight[0] + x.cos() * x.mean(dim=-1, keepdim=True),
+    gated_thirds,
+    norm,
+    attention,
+    lambda x, weight: (x.t().reshape(WIDTH, ROWS) * weight[:, :ROWS]).t(),
+    lambda x, weight: x * x[:, :1].expand(ROWS, WIDTH) + weight[0],
+    gelu_with_dropout,
+    lambda x, weight: (x + weight[2]).relu_().mul(2.0),
+    lambda x, weight: SaveViews.apply(x),
+    lambda x, weight: checkpoint(attention, x, weight, use_reentrant=False),
+    reentrant,
+]
+RECIPES = [
+    norm,
+    gelu_with_dropout,
+    lambda x, weight: (x + weight[2]).cos(),
+    lambda x, weight: (x * weight[:ROWS]).t(),
+]
 
 
 @dataclass
@@ -131,9 +103,6 @@ class Remade:
             if is_used:
                 result = result * y.exp().reshape(ROWS, WIDTH) + x.sum()
         return result + F.linear(x, weight)
-
-
-OPS = [value for name, value in list(globals().items()) if name.startswith("op_")]
 
 
 @dataclass
@@ -401,9 +370,7 @@ class Program:
         late = []
         for segment in self.segments:
             x = self._run_segment(manager, weights, segment, x, late)
-        if fail == "raise in forward":
-            raise InjectedError
-        if fail and manager:
+        if fail == "raise in group" and manager:
             x = start_group(manager, x, "failing")
             with manager:
                 raise InjectedError
@@ -421,11 +388,8 @@ class Program:
         residual = x
         grouped = manager is not None and segment.group is not None
         if grouped:
-            x = (
-                start_group(manager, (x, None), segment.group)[0]
-                if segment.as_tuple
-                else (start_group(manager, x, segment.group))
-            )
+            given = start_group(manager, (x, None) if segment.as_tuple else x, segment.group)
+            x = given[0] if segment.as_tuple else given
             manager.__enter__()
         try:
             for op, index in segment.ops:
