@@ -81,6 +81,20 @@ def num_quick_seeds(item) -> int:
     return max(LEAST_SEEDS, len(seeds) // 10)
 
 
+@pytest.fixture(autouse=True)
+def everything_moves(request, monkeypatch):
+    """Let doors move everything where a test says nothing of a policy.
+
+    By default they plan, and without a GPU nothing moves then: tests of that are `by_default`.
+    """
+    from megatron_offload.config import OffloadConfig
+
+    if not request.node.get_closest_marker("by_default"):
+        planned = OffloadConfig.tuned_policy.fget
+        chosen = property(lambda config: config.policy and planned(config))
+        monkeypatch.setattr(OffloadConfig, "tuned_policy", chosen)
+
+
 @pytest.fixture
 def quick_collections():
     """Collect what the test makes, and not the libraries, each time."""

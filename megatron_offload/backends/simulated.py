@@ -329,11 +329,12 @@ class SimulatedBackend(Backend):
         for reader in self._readers.pop(region.untyped_storage().data_ptr(), ()):
             if reader is not self._compute:
                 self.order(self._compute, self.record(reader))
-        if self._check:
-            label = f"after free of {label}"
-            self._access(self._device, region, self._compute, True, label)
-        if self._poison and sole_owner and region.untyped_storage().resizable():  # torch's own
-            _bytes(region).fill_(_POISON)
+        if region.untyped_storage().resizable():  # else it isn't torch's, which frees nothing
+            if self._check:
+                label = f"after free of {label}"
+                self._access(self._device, region, self._compute, True, label)
+            if self._poison and sole_owner:
+                _bytes(region).fill_(_POISON)
         self._run_some()
 
     # When queued work runs.

@@ -18,7 +18,7 @@ from typing import TypeAlias
 import torch
 
 from megatron_offload.core.group import GroupState
-from megatron_offload.engine.call_state import apart, has_modes
+from megatron_offload.engine.call_state import apart, has_modes, is_traced
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import OffloadGroup
@@ -193,7 +193,8 @@ class AutomaticGroups:
         forward = self._forwards[-1] if self._forwards else None  # between two lines of `begin`
         if forward is None or forward.pack is None:
             return SavedTensor(tensor, self.name)
-        if is_in_backward() or torch.compiler.is_compiling():  # a recompute is needed at once
+        is_needed_at_once = is_in_backward()  # a recompute
+        if is_needed_at_once or torch.compiler.is_compiling() or is_traced():
             return SavedTensor(tensor, self.name)
         if self._is_full(forward):  # not before: a kernel may fill what it saves behind that
             forward.ended.append(forward.num_saved)

@@ -16,6 +16,7 @@ from torch._C._autograd import (
     _pop_saved_tensors_default_hooks,
     _push_saved_tensors_default_hooks,
 )
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
@@ -80,8 +81,15 @@ def _device_context() -> DeviceContext | None:
     return mode if isinstance(mode, DeviceContext) else None
 
 
+def is_traced() -> bool:
+    """Whether what runs is traced into a graph, of which the engine's own work is no part."""
+    return torch._C._len_torch_dispatch_stack() > 0 and get_proxy_mode() is not None
+
+
 def has_modes() -> bool:
     """Whether a mode is entered that may change what a function computes, and how."""
+    if is_traced():
+        return False  # all of it belongs to the graph
     num_functions = torch._C._len_torch_function_stack()
     if num_functions and _device_context() is not None:
         num_functions -= 1
@@ -103,8 +111,9 @@ def apart(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
 
-def _drop(tensor: torch.Tensor) -> Any:
-    """Keep nothing of a graph that nobody goes back through; a pack hook."""
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    """Keep what is saved out of the hooks around; a pack and unpack hook."""
+    return tensor
 
 
 class CallState:
@@ -141,6 +150,6 @@ class CallState:
                 undo.callback(_pop_mode)
             undo.enter_context(torch.set_grad_enabled(self._has_grad))
             if self._has_grad and torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
-                _push_saved_tensors_default_hooks(_drop, _drop)
+                _push_saved_tensors_default_hooks(_as_it_is, _as_it_is)
                 undo.callback(_pop_saved_tensors_default_hooks)
             return function(*args)

@@ -112,7 +112,7 @@ def checksum(region: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_of(region: torch.Tensor, parts: Iterable[tuple[int, int]]) -> torch.Tensor:
-    flat = region.detach().view(-1).view(torch.uint8)
+    flat = region.detach().as_strided((region.numel(),), (1,)).view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for low, high in parts:
         total = total * 3 + checksum(flat[low:high])

@@ -16,7 +16,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from megatron_offload.backends.base import Stream
 from megatron_offload.core.profile import GroupKey
-from megatron_offload.engine.call_state import apart, has_modes
+from megatron_offload.engine.call_state import apart, has_modes, is_traced
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import ALIGNMENT_BYTES, Block, OffloadGroup, Recipe, Rules
 from megatron_offload.engine.marks import (
@@ -127,6 +127,8 @@ class ChunkOffloadHandler:
             for observer in transfers.observers:
                 observer.tensor_saved(tensor)
         record = SavedTensor(tensor, group.name)
+        if is_traced():
+            return record
         if type(tensor) is not torch.Tensor:  # most often a parameter
             if not is_parameter(tensor):
                 self._count_staying(group, tensor)

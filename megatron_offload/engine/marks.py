@@ -105,6 +105,8 @@ class Marks:
             self._parameters[id(tensor)] = tensor
             self._is_old = True
             return
+        if tensor.layout is not torch.strided:
+            return  # it never moves
         storage = tensor.untyped_storage()
         self._storages[storage._cdata] = StorageRef(storage)
         self._staying.add(storage._cdata)
@@ -119,8 +121,8 @@ class Marks:
             for storages in (self._storages, _everywhere):  # some of which may have gone
                 for key in [key for key, ref in list(storages.items()) if ref.expired()]:
                     storages.pop(key, None)
-            known = [one for one in self._parameters.values() if not is_lazy(one)]  # without memory
-            found = {parameter.untyped_storage()._cdata for parameter in known}
+            known = [x for x in self._parameters.values() if not is_lazy(x)]  # which has no memory
+            found = {x.untyped_storage()._cdata for x in known if x.layout is torch.strided}
             self._staying, self._is_old = found.union(self._storages), False
         return self._staying, _everywhere
 

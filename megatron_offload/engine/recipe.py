@@ -54,9 +54,11 @@ def lasting(tensor: torch.Tensor) -> torch.Tensor:
     backward, too late for what a later layer has saved; and no version counts what is written
     through ``.data``, as where weights are clipped or averaged.
     """
-    if tensor.nbytes > _MOST_COPIED_BYTES:
+    if tensor.layout is not torch.strided or tensor.nbytes > _MOST_COPIED_BYTES:
         return tensor
     copied = tensor.detach().clone()
+    if copied.stride() != tensor.stride():  # it was expanded
+        return tensor
     if not is_parameter(tensor):
         return copied.requires_grad_(tensor.requires_grad)
     copied = torch.nn.Parameter(copied, tensor.requires_grad)
@@ -92,9 +94,10 @@ def taken_apart(
 
     So tensors in them are inputs as any other, and who changes a list afterwards changes nothing.
     """
-    containers = [x for x in args if type(x) in (list, tuple, dict)]
+    containers = [x for x in args if isinstance(x, (list, tuple, dict))]
+    inside = (x for one in containers if type(one) is tuple for x in one)
     is_fixed = not kwargs and all(type(x) is tuple for x in containers)
-    if is_fixed and not any(map(torch.is_tensor, pytree.tree_leaves(containers))):
+    if is_fixed and not any(isinstance(x, (torch.Tensor, list, tuple, dict)) for x in inside):
         return function, args
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
     return partial(_call, function, spec), leaves
@@ -256,6 +259,9 @@ class FunctionRecipe:
         self._state = CallState(keeps_grad=keeps_grad)
         if has_modes():
             refusal = refusal or MODES
+        taken = (x for x in (*parts, *reads) if isinstance(x, torch.Tensor))
+        if any(x.layout is not torch.strided for x in taken):
+            refusal = refusal or "it takes or reads a sparse tensor"
         if output.storage_offset() or storage.nbytes() > span_bytes(output):
             refusal = refusal or "its storage holds more"
         if depth > _MOST_IN_A_ROW:

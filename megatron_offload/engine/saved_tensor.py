@@ -170,7 +170,7 @@ class SavedTensor:
 
         Whoever is handed a part of it counts its changes together with the others.
         """
-        form, version = self.form, target._version
+        form, version = self.form, 0 if target.is_inference() else target._version
         if block.target_version is None:
             block.target_version = version
         elif block.target_version != version and self._counts_with(block):

@@ -337,6 +337,8 @@ def _is_plain(argument: Any) -> bool:
     if type(argument) is dict:
         return all(map(_is_plain, argument.values()))
     kinds = torch.Tensor, bool, int, float, complex, str, torch.dtype, torch.device, torch.Size
+    if isinstance(argument, nn.Module):
+        return False
     return argument is None or isinstance(argument, kinds) or callable(argument)
 
 
@@ -361,7 +363,13 @@ def _hidden_state(module: nn.Module) -> str:
         value = own[name]
         if isinstance(value, (bool, int, float, str)) or value is None:
             continue
-        for part in pytree.tree_leaves(value):
+        try:
+            parts = pytree.tree_leaves(value)
+        except RecursionError:
+            return "its module has an attribute that holds itself"
+        for part in parts:
+            if isinstance(part, (dict, list)):
+                return "its module has a container of another class as an attribute"
             if isinstance(part, (torch.Tensor, np.ndarray)):
                 return _READS_MORE
             if isinstance(part, (nn.Module, torch.Generator)):
@@ -406,7 +414,7 @@ def _copy_set(value: Any) -> Any:
 
 
 def _call_twin(
-    twin: nn.Module | None, forward: Call, picks_first: bool, *args: Any, **kwargs: Any
+    twin: nn.Module | None, forward: Call, picks_first: bool, /, *args: Any, **kwargs: Any
 ) -> Any:
     result = forward(twin, *args, **kwargs)
     return result[0] if picks_first else result

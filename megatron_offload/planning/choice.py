@@ -232,7 +232,7 @@ class Chooser:
     def slowdown_percent(self, plan: OffloadPlan) -> float:
         """Return what a plan costs by the count of `within`."""
         us = max(self.simulate(plan, is_slow=slow).step_us for slow in (False, True))
-        return 100 * (us / self.without.step_us - 1)
+        return 100 * (us / max(self.without.step_us, 1e-3) - 1)
 
     def simulate(self, plan: OffloadPlan, *, is_slow: bool = False) -> Simulation:
         """Return the step with a plan, with the slower link if that is asked for."""

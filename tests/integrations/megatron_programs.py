@@ -349,9 +349,8 @@ def run_case(case, *, built_first):
     expected, _ = train(build_model(build_config(overrides, offload=False)), case)
     manager = PipelineOffloadManager.get_instance()
     more = {} if remakes is None else {"recompute": [*remakes], "checking": True}
-    if "captured" in case:
-        more = {"policy": {"kind": "modules"}}
     settings = OffloadConfig(
+        policy="modules",
         backend="simulated",
         host_slab_bytes=1 << 20,
         max_inflight_bytes=0,
@@ -414,7 +413,7 @@ def check_tracker():
         return [*numbers, *get_cuda_rng_tracker().get_states().values()]
 
     manager = PipelineOffloadManager.get_instance()
-    manager.configure(OffloadConfig(backend="simulated", min_tensor_bytes=0))
+    manager.configure(OffloadConfig(policy="modules", backend="simulated", min_tensor_bytes=0))
     expected = train(contextlib.nullcontext)
     found = train(manager.step)
     return {
