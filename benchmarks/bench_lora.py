@@ -1,0 +1,109 @@
+"""Fine-tuning whose lengths change with every step, with the defaults and without offload.
+
+    python benchmarks/bench_lora.py --output lora.json
+
+A Llama of a billion random parameters in bf16 with LoRA (transformers, peft), batch 4, lengths of
+512 to 2048 drawn anew for each step. Runs take turns, each in a process of its own; times are of
+the host, with one read of the loss a step. Printed: the time of all steps, of the last 40, and of
+the slowest step beside the same step without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+LATE = 40
+
+
+def train(mode: str, num_steps: int) -> dict[str, object]:
+    """Return the time of each step in seconds, the losses, and the peaks in bytes."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from megatron_offload import get_act_offloading_ctx_manager
+
+    torch.manual_seed(0)
+    draw = random.Random(0)
+    config = LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        tie_word_embeddings=True,
+    )
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    model = get_peft_model(model, LoraConfig(r=16, target_modules=names))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    has_offload = mode == "default"
+    offload = get_act_offloading_ctx_manager(model) if has_offload else contextlib.nullcontext()
+    times, losses = [], []
+    for _ in range(num_steps):
+        length = draw.randrange(512, 2049)
+        tokens = torch.randint(128256, (4, length), device="cuda")
+        began = time.perf_counter()
+        with offload:
+            loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        times.append(time.perf_counter() - began)
+    peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    said = offload.manager.tuner.said if has_offload else ""
+    return {"mode": mode, "s": times, "losses": losses, "peak_bytes": peaks, "said": said}
+
+
+def main() -> None:
+    """Take runs in turns and compare them."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--steps", type=int, default=110)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--mode", choices=["off", "default"], help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.mode:
+        sys.stdout.write(json.dumps(train(given.mode, given.steps)))
+        return
+    runs: dict[str, list[dict]] = {"off": [], "default": []}
+    for _ in range(given.rounds):
+        for mode, found in runs.items():
+            command = [sys.executable, __file__, "--mode", mode, "--steps", str(given.steps)]
+            result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            found.append(json.loads(result.stdout.strip().splitlines()[-1]))
+    if given.output:
+        given.output.write_text(json.dumps(runs))
+    off, on = (
+        [statistics.median(s) for s in zip(*(r["s"] for r in runs[m]), strict=False)] for m in runs
+    )
+    print(
+        f"all steps {sum(on) / sum(off):.3f}, last {LATE} {sum(on[-LATE:]) / sum(off[-LATE:]):.3f}"
+    )
+    worst = max(range(20, given.steps), key=lambda i: on[i] / off[i])
+    print(f"slowest behind the 20th {on[worst] / off[worst]:.2f} (step {worst})")
+    print("first 20:", " ".join(f"{a / b:.2f}" for a, b in zip(on[:20], off[:20], strict=False)))
+    print(
+        "bitwise equal:",
+        all(r["losses"] == runs["off"][0]["losses"] for m in runs.values() for r in m),
+    )
+    for mode, found in runs.items():
+        print(
+            mode, [[round(b / 2**30, 1) for b in r["peak_bytes"]] for r in found], found[-1]["said"]
+        )
+
+
+if __name__ == "__main__":
+    main()
