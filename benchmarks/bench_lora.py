@@ -87,7 +87,8 @@ def main() -> None:
     if given.output:
         given.output.write_text(json.dumps(runs))
     off, on = (
-        [statistics.median(s) for s in zip(*(r["s"] for r in runs[m]), strict=False)] for m in runs
+        [statistics.median(seconds) for seconds in zip(*(run["s"] for run in found), strict=True)]
+        for found in runs.values()
     )
     print(
         f"all steps {sum(on) / sum(off):.3f}, last {LATE} {sum(on[-LATE:]) / sum(off[-LATE:]):.3f}"

@@ -123,7 +123,7 @@ class MeasuredLoop:
         self._manager = weakref.proxy(manager)  # which holds this: no circle
         self.plan = self._followed = self._profile = None
         self._steps: Generator[None, None, None] | None = None
-        self.said, self._is_host_bound = "", False
+        self.said, self._is_host_bound, self._has_warned = "", False, False
         policy = manager.config.tuned_policy
         self.is_settled = policy is None
         if policy is not None:
@@ -401,10 +401,12 @@ class MeasuredLoop:
         else:
             what = "nothing is offloaded"
             self._learner.move_nothing()
-            self._manager.trim()  # no step comes that would unpin what the first have pinned
+            if self._manager.host_pool.stats.slab_bytes_total:
+                self._manager.trim()  # no step comes that would unpin it
         self.said = f"{what}: {why}{advice}"
         if rank_in() == 0:
-            _logger.warning("%s", self.said)
+            _logger.log(logging.INFO if self._has_warned else logging.WARNING, "%s", self.said)
+        self._has_warned = True
 
     @property
     def _capacity_bytes(self) -> int | None:

@@ -36,7 +36,7 @@ _OPEN_SHARE = 0.6
 """Of the device's memory, what may be in use while all that is saved stays: what comes besides, at
 the head of a model and in backward, is not known yet."""
 
-_LONGER = 1.5
+_LONGER = 2.0
 """A forward that is so many times as long as those that were looked at may be another matter."""
 
 _LEAST_SURPLUS_SHARE = 0.1
@@ -261,7 +261,7 @@ class Learner:
         self.is_steady = before is not None and before.has_groups_of(profile)
         self._fit_host_pool()
         if self.is_steady:
-            if self._num_fits_left == _NUM_FITS:
+            if self._num_fits_left == _NUM_FITS and not self.is_open:
                 self._backend.trim_device()  # what only the first steps needed
             self._num_fits_left = max(0, self._num_fits_left - 1)
         elif before is not None:
