@@ -126,6 +126,9 @@ SHAPES = {
     "d": {**_BASE, "layers": 16, "hidden": 2048, "seq": 4096, "mbs": 4, "microbatches": 2},
     # Where the host's work is the step: some half a millisecond of it a group, with 480 groups.
     "small": {**_BASE, "layers": 24, "hidden": 2048, "seq": 2048, "mbs": 2, "microbatches": 4},
+    # Mixture of experts: routing gives their sizes, and the host waits for them.
+    "moe": {**_BASE, "layers": 8, "hidden": 2048, "seq": 4096, "mbs": 2, "microbatches": 8}
+    | {"pp": 2, "vpp": 2, "experts": 32},
     "bitwise": {**_BASE, "layers": 16, "hidden": 1024, "seq": 2048, "mbs": 1, "microbatches": 8}
     | {"pp": 4, "vpp": 2},
     "tiny": {"layers": 4, "hidden": 64, "heads": 4, "seq": 32, "mbs": 2, "microbatches": 4}

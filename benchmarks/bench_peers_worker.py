@@ -62,6 +62,16 @@ def measure_link():
     return {"d2h": d2h, "h2d": h2d, "both_d2h": both_d2h, "both_h2d": both_h2d}
 
 
+_EXPERTS = {
+    "moe_ffn_hidden_size": 1408,
+    "moe_router_topk": 4,
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.0,
+    "moe_grouped_gemm": True,
+    "moe_token_dispatcher_type": "alltoall",
+}
+
+
 def build_chunks(spec, mode, device, *, layer_spec=None, config_type=None, make=None):
     """Build this rank's chunks; parameters and persistent gradients of the same dtype.
 
@@ -74,7 +84,7 @@ def build_chunks(spec, mode, device, *, layer_spec=None, config_type=None, make=
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if spec["dtype"] == "bf16" else torch.float32
     virtual = spec["vpp"] if spec["vpp"] > 1 else None
-    full = FULL if spec.get("full_recompute") else {}
+    full, num_experts = FULL if spec.get("full_recompute") else {}, spec.get("experts")
     config = (config_type or TransformerConfig)(
         num_layers=spec["layers"],
         hidden_size=spec["hidden"],
@@ -103,9 +113,12 @@ def build_chunks(spec, mode, device, *, layer_spec=None, config_type=None, make=
         gradient_accumulation_fusion=False,
         cross_entropy_loss_fusion=False,
         **{"activation_func": F.gelu, **full, **mode.transformer_options()},
+        **(_EXPERTS | {"num_moe_experts": num_experts} if num_experts else {}),
     )
     if layer_spec is None and on_gpu:
-        layer_spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
+        layer_spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+            num_experts=num_experts, moe_grouped_gemm=num_experts is not None
+        )
     elif layer_spec is None:
         layer_spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization=spec["normalization"])
     chunks = []

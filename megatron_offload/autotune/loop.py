@@ -33,7 +33,7 @@ from megatron_offload.autotune.search import MOST_PLANNING_S, PlanSearch, search
 from megatron_offload.core.machine import Machine
 from megatron_offload.core.profile import StepProfile
 from megatron_offload.engine.learning import Learner
-from megatron_offload.engine.manager import CAPTURED_TOO_EARLY, PipelineOffloadManager
+from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import OffloadError, StateError
 from megatron_offload.machine.bandwidth import BandwidthError, Link, median_rates
 from megatron_offload.machine.job_ranks import rank_in
@@ -115,14 +115,14 @@ class MeasuredLoop:
         self._looking = contextlib.ExitStack()
         self._followed: OffloadPlan | None = None
         self._profile: StepProfile | None = None
+        self._steps: Generator[None, None, None] | None = None
 
     def begin(self, manager: PipelineOffloadManager) -> None:
         """Begin anew, between two steps, with what the manager's configuration leaves open."""
         with contextlib.suppress(StateError):
             self._looking.close()
         self._manager = weakref.proxy(manager)  # which holds this: no circle
-        self.plan = self._followed = self._profile = None
-        self._steps: Generator[None, None, None] | None = None
+        self.plan = self._followed = self._profile = self._steps = None
         self.said, self._is_host_bound, self._has_warned = "", False, False
         policy = manager.config.tuned_policy
         self.is_settled = policy is None
@@ -134,8 +134,6 @@ class MeasuredLoop:
     def __call__(self, manager: PipelineOffloadManager) -> None:
         """Look back at the step that has ended, and prepare for the next."""
         if manager.last_step.is_captured:
-            if manager.last_step.num_groups and not self.is_settled:
-                raise StateError(CAPTURED_TOO_EARLY)
             if self._is_host_bound and self.plan and not manager.config.whole_step_graph:
                 self._is_host_bound = False  # it is said once
                 _logger.warning(
@@ -143,7 +141,8 @@ class MeasuredLoop:
                     "replay has none: set whole_step_graph for plans of replays"
                 )
             return
-        if self._steps is not None:
+        is_training = manager.last_step.num_groups or manager.is_passing
+        if self._steps is not None and is_training:
             next(self._steps, None)
 
     # What is done behind each step; a step passes at each yield.
@@ -276,12 +275,11 @@ class MeasuredLoop:
         return step, profile
 
     def _measure_link(self) -> tuple[float, float]:
-        """Return what copies get to the host and back, in GB/s; zeros where none can be made."""
+        """Return what copies get to the host and back at once, in GB/s; zeros: there are none."""
         backend = self._manager.backend
         num_bytes = min(_PROBE_BYTES, int(self._manager.config.host_slab_bytes))
         try:
-            link = Link(backend, num_bytes)
-            (d2h_gbps,), (h2d_gbps,) = (median_rates([link], way)[0] for way in ("d2h", "h2d"))
+            d2h_gbps, h2d_gbps = median_rates([Link(backend, num_bytes)], "d2h", "h2d")[0]
         except BandwidthError:
             return 0.0, 0.0
         return d2h_gbps, h2d_gbps

@@ -80,7 +80,7 @@ _HIDDEN = (
     "hooks of saved tensors that %s has set are in force, so nothing moves of what is saved inside "
     "them: what they rely on isn't known. This is said once"
 )
-CAPTURED_TOO_EARLY = (
+_CAPTURED_TOO_EARLY = (
     "a step was captured into a graph while it is looked at: trace, profile and check others; "
     "where a plan is looked for, take some 20 steps before (cuda_graph_warmup_steps), or set "
     "policy: modules"
@@ -93,6 +93,9 @@ _NO_TUNER = (
 
 class Tuner(Protocol):
     """Finds by a manager's steps what is to move, as `megatron_offload.autotune.loop` does."""
+
+    is_settled: bool
+    """Whether no more steps are looked at."""
 
     def begin(self, manager: PipelineOffloadManager) -> None:
         """Begin anew: the manager has another configuration."""
@@ -362,6 +365,9 @@ class PipelineOffloadManager:
         """
         step = self.decisions
         if not self._entered and self.backend.is_capturing():
+            is_looking = self.tuner is not None and not self.tuner.is_settled
+            if self._is_looked_at or is_looking:
+                raise StateError(_CAPTURED_TOO_EARLY)
             self.host_pool.forget_events()  # of steps before; whoever captures has waited for them
             self.tensor_pool.clear()
         is_unused = bool(step.committed) and not step.backward_order
@@ -466,8 +472,6 @@ class PipelineOffloadManager:
         if self.backend.is_capturing():
             self._last_step.is_captured = True
             if self.decisions.committed:  # else an evaluation; the graph gets what its copies use
-                if self._is_looked_at:
-                    raise StateError(CAPTURED_TOO_EARLY)
                 self.transfers.wait_reloads(self.decisions.committed)  # of what nobody has read too
                 self.host_pool.leave_to_graph()
                 self.tensor_pool.clear()

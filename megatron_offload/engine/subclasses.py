@@ -56,8 +56,8 @@ def hollow(tensor: torch.Tensor) -> torch.Tensor | None:
         return None
     try:
         for name in names:
-            own = vars(alias)  # what is elsewhere may be the tensor's own too
-            if name in own and isinstance(own[name], torch.Tensor):
+            is_its_own = not isinstance(getattr(type(alias), name, None), property)
+            if is_its_own and isinstance(getattr(alias, name), torch.Tensor):
                 setattr(alias, name, None)
     except (AttributeError, TypeError):  # they are read-only, or no None
         return None

@@ -16,7 +16,7 @@ ROOMY = {"max_inflight_bytes": 64 * KIB, "prefetch_bytes": 64 * KIB}
     ("settings", "reasons"),
     [
         ({}, set()),
-        ({"fraction": 0.0}, {"beyond the fraction 0 of its chunk"}),
+        ({"fraction": 0.0, "recompute": ["norm"]}, {"beyond the fraction 0 of its chunk"}),
         ({"fraction": 0.5}, {"beyond the fraction 0.5 of its chunk"}),
         (ROOMY, {"too few groups lie between it and its backward for it to leave and come back"}),
         ({"host_memory_bytes": 8 * KIB, "host_slab_bytes": 4 * KIB}, {"the host memory is full"}),
@@ -71,7 +71,11 @@ def test_what_is_too_small_to_move_is_kept_and_counted_once(limit):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"fraction": 0.0}, {"host_memory_bytes": 4 * KIB, "host_slab_bytes": 4 * KIB}]
+    "settings",
+    [
+        {"fraction": 0.0, "recompute": ["norm"]},
+        {"host_memory_bytes": 4 * KIB, "host_slab_bytes": 4 * KIB},
+    ],
 )
 def test_storage_that_two_groups_save_is_kept_once(settings):
     shared, other = torch.ones(2048), torch.ones(1536)

@@ -85,6 +85,7 @@ def make_config(name, *, enabled):
         "run": {"steps": 1},
         "offload": {
             "enabled": enabled,
+            "policy": "modules",
             "modules": modules,
             "min_tensor_bytes": 0,
             "max_inflight_bytes": 16384,

@@ -12,25 +12,19 @@ from problems import make_job, random_job
 from megatron_offload.core.machine import Machine
 from megatron_offload.core.policy_config import RatioConfig
 from megatron_offload.core.profile import (
-    GroupKey,
-    GroupProfile,
     GroupTimes,
-    RemadeUnit,
-    StepProfile,
 )
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.files import PROFILES
 from megatron_offload.planning.job import NO_OFFLOAD, RankSettings
 from megatron_offload.planning.policy import ModulesPolicy, plan_by_rule
 from megatron_offload.planning.profiled_job import (
-    bare_peak_bytes,
     copies_gbps,
     job_from_profiles,
     job_of,
     measured_peak_bytes,
     profiles_of,
     schedule_of,
-    undisturbed,
 )
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule, make_schedule
 from megatron_offload.planning.simulate import settings_of, simulate
@@ -82,16 +76,6 @@ def test_what_copies_take_of_kernels_is_found_by_two_steps(virtual):
     gbps = copies_gbps(moved, bare, int(1e9))
     assert gbps == pytest.approx(1e6 / (0.25 * compute_us), rel=0.02)
     assert copies_gbps(bare, bare, int(1e9)) == copies_gbps(bare, moved, int(1e9)) == math.inf
-    again = undisturbed(moved, bare)
-    assert (again.times, again.d2h_gbps, again.h2d_gbps) == (bare.times, 50.0, 40.0)
-
-
-def test_without_offload_a_step_takes_what_is_made_again_too():
-    unit = RemadeUnit("norm", 300, 1.0, is_remade=True)
-    groups = [GroupProfile(GroupKey(i, 0), "norm", 1000, 1300 * i, remade=(unit,)) for i in (0, 1)]
-    order, at_bytes = (GroupKey(0, 0), GroupKey(1, 0)), (1300, 3900)
-    profile = StepProfile(tuple(groups), order, at_bytes, peak_reserved_bytes=5000)
-    assert bare_peak_bytes(profile) == 5300  # the second forward comes behind the first backward
 
 
 @pytest.mark.parametrize("virtual", [1, 2])

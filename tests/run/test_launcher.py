@@ -21,6 +21,7 @@ from processes import ROOT, path_to, run_python
 from torch import nn
 
 from megatron_offload import OffloadConfig, PipelineOffloadManager
+from megatron_offload.autotune.loop import tune
 from megatron_offload.cli import main as cli
 from megatron_offload.errors import ConfigError, IntegrationError
 from megatron_offload.frontends.modules import offload_modules
@@ -323,7 +324,7 @@ def test_what_is_settled_is_said_once_and_one_step_is_reported(tmp_path, capsys)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)))
     loop = launching.ToldLoop(tmp_path / "report")
     manager = PipelineOffloadManager(OffloadConfig(min_tensor_bytes=0, fraction=1.0))
-    manager.tuner = loop
+    tune(manager, loop)
     with offload_modules(model, ["*"], manager=manager):
         for _ in range(5):
             with torch.no_grad(), manager.step():

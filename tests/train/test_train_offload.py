@@ -13,6 +13,7 @@ from megatron_offload.planning.files import load_plan
 from megatron_offload.train.loop import check_patterns, keep_plan
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize("is_owner", [True, False])
 def test_the_plan_that_stays_is_said_once_and_written_by_the_first_rank(tmp_path, is_owner):
     job = VirtualJob(0.1)
