@@ -312,6 +312,7 @@ def make_context(kind: str, model: nn.Module, options: argparse.Namespace):
     """Return what the forward runs in."""
     if kind == "offload":
         limit = {"kind": "auto", "most_slowdown_percent": options.most_slowdown_percent}
+        limit = limit if torch.cuda.is_available() else "modules"  # there nothing is to be won
         config = OffloadConfig(policy=limit, whole_step_graph=options.whole_step_graph)
         return get_act_offloading_ctx_manager(model, config=config)
     if kind == "save_on_cpu":

@@ -310,7 +310,7 @@ class MeasuredLoop:
                 f"record what is saved takes it {_host_percent(worst):.1f} % of a step; at most "
                 f"{limit:g} % is wanted"
             )
-        planning_s = min(MOST_PLANNING_S, max(0.25, 2e-6 * profiles[0].step_us))
+        planning_s = min(MOST_PLANNING_S, max(1.0, 5e-6 * profiles[0].step_us))
         try:
             with ending_after(planning_s):
                 self._search = self._search_by(profiles, [x for x in told_gbps if x], planning_s)
