@@ -67,6 +67,9 @@ _GROWN_SHARE = 4
 """A step that needs more memory than any before, by more than this part of what one saves, is
 longer."""
 
+_MOST_MIXED = 16
+"""Where short steps are the host's, so many long ones in a row are no mix of both."""
+
 _PROBE_BYTES = 32 << 20
 """What one of the copies moves that time the link."""
 
@@ -183,8 +186,8 @@ class MeasuredLoop:
         peak_bytes = self._manager.backend.peak_allocated_bytes()
         saved_bytes = self._profile.saved_bytes
         has_grown = self._peak_bytes and peak_bytes > self._peak_bytes + saved_bytes // _GROWN_SHARE
-        is_longer = self._learner.is_longer or has_grown
-        return bool(is_longer) and self._learner.moves_nothing and self._may_look
+        is_longer = self._learner.num_longer >= (_MOST_MIXED if self._is_host_bound else 1)
+        return bool(is_longer or has_grown) and self._learner.moves_nothing and self._may_look
 
     @property
     def _may_look(self) -> bool:
@@ -227,8 +230,10 @@ class MeasuredLoop:
             self._learner.move_nothing()  # until there is an answer
         ranks = self._ranks = Ranks(str(next(_numbers)))
         stage = profile.run.pp_rank
-        rates = self._measure_link()
-        text = PROFILES.to_json(replace(profile, d2h_gbps=rates[0], h2d_gbps=rates[1]))
+        d2h_gbps, h2d_gbps, pin_us = self._measure_link()
+        text = PROFILES.to_json(replace(profile, d2h_gbps=d2h_gbps, h2d_gbps=h2d_gbps))
+        most_us = _MOST_LONGER * _MOST_STEPS * self._bare_us - self._longer_us
+        self._most_pinned_bytes = most_us / pin_us if pin_us else math.inf
         text = text if ranks.is_first_of(str(stage)) else ""
         said, answer = [stage, step, False, gbps, text], self._first_answer
         while True:
@@ -274,15 +279,21 @@ class MeasuredLoop:
             self._longer_us += step.step_us - self._bare_us * share
         return step, profile
 
-    def _measure_link(self) -> tuple[float, float]:
-        """Return what copies get to the host and back at once, in GB/s; zeros: there are none."""
+    def _measure_link(self) -> tuple[float, float, float]:
+        """Return what copies get to the host and back at once, in GB/s; zeros: there are none.
+
+        And what it takes to pin a byte, in microseconds.
+        """
         backend = self._manager.backend
         num_bytes = min(_PROBE_BYTES, int(self._manager.config.host_slab_bytes))
         try:
-            d2h_gbps, h2d_gbps = median_rates([Link(backend, num_bytes)], "d2h", "h2d")[0]
+            began = backend.timestamp(backend.compute_stream())
+            link = Link(backend, num_bytes)
+            ended = backend.timestamp(backend.compute_stream())
+            d2h_gbps, h2d_gbps = median_rates([link], "d2h", "h2d")[0]
         except BandwidthError:
-            return 0.0, 0.0
-        return d2h_gbps, h2d_gbps
+            return 0.0, 0.0, 0.0
+        return d2h_gbps, h2d_gbps, backend.sync_elapsed_us(began, ended) / (2 * num_bytes)
 
     # What the rank that answers does.
 
@@ -335,7 +346,8 @@ class MeasuredLoop:
         is_measured = policy.kind == "auto" and policy.measured_plans > 0
         share = 1.0 if is_measured and not config.whole_step_graph else SLOW_LINK_SHARE
         chooser = Chooser(profiles, self._job, limits, link_share=share)
-        search = search_of(chooser, policy, self._capacity_bytes, planning_s)
+        most_bytes = self._most_pinned_bytes, self._capacity_bytes
+        search = search_of(chooser, policy, *most_bytes, planning_s)
         search.for_replays = config.whole_step_graph
         return search
 

@@ -157,11 +157,13 @@ class CostSearch(PlanSearch):
         chooser: Chooser,
         policy: AutoConfig,
         planning_s: float,
+        most_freed_bytes: float,
         capacity_bytes: int | None,
     ) -> None:
         super().__init__(chooser, policy, planning_s)
         self._limit = policy.most_slowdown_percent
         self._capacity_bytes = math.inf if capacity_bytes is None else capacity_bytes
+        self._least_bytes = min(self._capacity_bytes, chooser.highest_bytes - most_freed_bytes)
 
     def _next(self) -> OffloadPlan | None:
         chooser, tried = self._chooser, self._tried
@@ -192,10 +194,11 @@ class CostSearch(PlanSearch):
         return quick[0], more * (slow[0] - quick[0]) / (slow[1] - quick[1]), slow[0]
 
     def _fitting(self, plan: OffloadPlan) -> OffloadPlan:
-        """Return the plan, or one that the device can hold."""
-        if _peak_bytes(plan) <= self._capacity_bytes:
+        """Return the plan, or one that the device can hold, or for which less is to be pinned."""
+        if self._least_bytes <= _peak_bytes(plan) <= self._capacity_bytes:
             return plan
-        return self._under(int(self._capacity_bytes))
+        is_too_large = _peak_bytes(plan) > self._capacity_bytes
+        return self._under(int(self._capacity_bytes if is_too_large else self._least_bytes))
 
     def _is_better(self, plan: OffloadPlan) -> bool:
         """Whether it is new, and takes less than those that were quick enough."""
@@ -293,15 +296,17 @@ class MemorySearch(PlanSearch):
 def search_of(
     chooser: Chooser,
     policy: AutoConfig | MemoryTargetConfig,
-    capacity_bytes: int | None,
+    most_freed_bytes: float = math.inf,
+    capacity_bytes: int | None = None,
     planning_s: float = MOST_PLANNING_S,
 ) -> PlanSearch:
     """Return the search that a policy asks for.
 
-    A rank can reserve ``capacity_bytes`` at most; planning takes so much of a core's time.
+    ``auto`` frees no more than it may, as pinning takes time. A rank can reserve ``capacity_bytes``
+    at most, and planning takes so much of a core's time.
     """
     if isinstance(policy, AutoConfig):
-        return CostSearch(chooser, policy, planning_s, capacity_bytes)
+        return CostSearch(chooser, policy, planning_s, most_freed_bytes, capacity_bytes)
     return MemorySearch(chooser, policy, planning_s, capacity_bytes)
 
 

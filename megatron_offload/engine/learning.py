@@ -87,7 +87,8 @@ class Learner:
         is_steady: whether the last two steps had the same groups.
         is_open: whether what moves is still looked for: all stays that the device has room for.
         num_searches: how often that was begun.
-        is_longer: whether a forward of which nothing moved was longer than all that were seen then.
+        num_longer: how many forwards of which nothing moved were longer, one behind the other, than
+            those that were seen while it was looked for.
         moves_nothing: whether nothing moves or is made again, by what this run's steps have shown.
     """
 
@@ -103,7 +104,7 @@ class Learner:
         self.passing: dict[GroupKey, GroupProfile] = {}
         self.is_steady = self.is_open = self.moves_nothing = False
         self.num_searches = 0
-        self.is_longer = False
+        self.num_longer = 0
         self._longest = 0.0
         self._config = config
         self._listed = listed = config.modules if "modules" in config.model_fields_set else ()
@@ -198,7 +199,7 @@ class Learner:
         self.follow_plan(None)
         self.is_open, self._recompute = True, ()
         self.num_searches += 1
-        self.is_longer = False
+        self.num_longer = 0
 
     def move_nothing(self) -> None:
         """Let nothing move nor be made again from here on."""
@@ -209,8 +210,10 @@ class Learner:
         """Note a forward that is over, by how much `Backend.gauge` has grown in it."""
         if self.is_open:
             self._longest = max(self._longest, gauge)
-        elif gauge > _LONGER * self._longest:
-            self.is_longer = self.moves_nothing
+        elif self.moves_nothing and gauge > _LONGER * self._longest:
+            self.num_longer += 1
+        else:
+            self.num_longer = 0
 
     def recompute(self, vp_stage: int) -> frozenset[str] | None:
         """Return the units that a virtual stage makes again; None for all but dear ones."""
