@@ -243,6 +243,8 @@ class MeasuredLoop:
                 return
             for _ in range(2):  # the first behind a change takes its memory
                 step, _ = yield from self._look()
+                while not (step.step_us or self._learner.moves_nothing) and self._may_look:
+                    step, _ = yield from self._look()  # an exception has ended it, or it was empty
                 if self._is_other(profile) or self._is_led:
                     return
             said, answer = [stage, step, not self._may_look], self._next_answer
