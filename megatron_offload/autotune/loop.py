@@ -275,6 +275,8 @@ class MeasuredLoop:
         if self._bare_us and shown is not None and self._profile is not None:
             share = shown.saved_bytes / max(1, self._profile.saved_bytes)
             self._longer_us += step.step_us - self._bare_us * share
+            if share != 1 and self._policy.kind == "auto":
+                step = step._replace(reserved_bytes=None)  # of another length, that says nothing
         return step, profile
 
     def _measure_link(self) -> tuple[float, float]:
