@@ -406,9 +406,10 @@ class MeasuredLoop:
             what = "nothing is offloaded"
             self._learner.move_nothing()
             self._manager.trim()  # no step comes that would unpin what the first have pinned
+        level = logging.INFO if self.said.startswith(what) else logging.WARNING  # which it was once
         self.said = f"{what}: {why}{advice}"
         if rank_in() == 0:
-            _logger.warning("%s", self.said)
+            _logger.log(level, "%s", self.said)
 
     @property
     def _capacity_bytes(self) -> int | None:
