@@ -272,7 +272,7 @@ class MeasuredLoop:
             reserved_bytes = manager.backend.reserved_bytes()
             return MeasuredStep(0.0, [], 0, reserved_bytes, 0.0, 0.0), None
         step, shown = timer.read(), self._learner.profile
-        if self._bare_us and shown is not None and self._profile is not None:
+        if self._bare_us and shown and self._profile and not is_replayed:  # else it says nothing
             share = shown.saved_bytes / max(1, self._profile.saved_bytes)
             self._longer_us += step.step_us - self._bare_us * share
             if share != 1 and self._policy.kind == "auto":
