@@ -189,9 +189,9 @@ class MeasuredLoop:
 
     @property
     def _may_look(self) -> bool:
-        """Whether another step may be looked at."""
+        """Whether another plan may be, which takes two steps."""
         most_us = _MOST_LONGER * _MOST_STEPS * self._bare_us
-        return self._num_looked < _MOST_STEPS and self._longer_us <= most_us
+        return self._num_looked + 2 <= _MOST_STEPS and self._longer_us <= most_us
 
     def _find_plan(self) -> Generator[None, None, None]:
         """Look at a step in which all stays, then agree on a plan, measure and correct it."""
