@@ -64,7 +64,9 @@ def lines_of(name, ranks, *words):
         ("pipelining.py", 2, "torch"),
     ],
 )
-def test_an_example_prints_the_same_losses_without_offload_and_counts_its_groups(name, ranks, needed):
+def test_an_example_prints_the_same_losses_without_offload_and_counts_its_groups(
+    name, ranks, needed
+):
     pytest.importorskip(needed, reason=f"no {needed}")
     losses, told = lines_of(name, ranks)
     without, _ = lines_of(name, ranks, "--no-offload")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from programs import assert_nothing_left, assert_same, make_config, run_step
 
+from megatron_offload import OffloadActivations
+from megatron_offload.backends.base import DeviceMemory
 from megatron_offload.backends.simulated import SimulatedBackend
 from megatron_offload.core.profile import RunShape
 from megatron_offload.engine.boundary import commit_group, start_group
@@ -77,26 +81,6 @@ class VirtualJob:
         self.moved_bytes = []
         """Of each step so far."""
 
-    def slowed_by_copies(self, gbps):
-        """Let what is copied take so much of the device's memory bandwidth from kernels."""
-        backend, work, copy = self.backend, self.backend.advance_compute, self.backend.copy
-        copied_bytes = 0
-
-        def count(pairs, stream, label):
-            nonlocal copied_bytes
-            copied_bytes += sum(source.nbytes for _, source in pairs)
-            return copy(pairs, stream, label)
-
-        def slower(duration_us):
-            nonlocal copied_bytes
-            slowed_us, copied_bytes = copied_bytes / gbps / 1e3, 0
-            work(duration_us + slowed_us)
-
-        backend.copy, backend.advance_compute = count, slower
-        for block in self.model:
-            block.clock = slower
-        return self
-
     def launched_by_a_host(self, launch_us):
         """Let a host take so long for each launch, and the device run behind it."""
         backend, work = self.backend, self.backend.advance_compute
@@ -138,4 +122,63 @@ class VirtualJob:
         """Take a step; return its virtual time."""
         began_us = self.backend.timestamp(self.backend.compute_stream())
         self.step()
+        return self.backend.timestamp(self.backend.compute_stream()) - began_us
+
+
+class OpenJob:
+    """A program whose steps have any length, and whose device may have no room for them.
+
+    Args:
+        gbps: what copies get, each way.
+        capacity_bytes: of the device, without what has nothing to do with steps.
+        settings: of the configuration.
+    """
+
+    def __init__(self, gbps=1.0, capacity_bytes=None, *, us_per_row=10.0, **settings):
+        torch.manual_seed(0)
+        self.model = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(32))
+        self.capacity_bytes, self.us_per_row = capacity_bytes, us_per_row
+        config = make_config(max_inflight_bytes=None, prefetch_bytes=None, **settings)
+        update = {"d2h_gbps": gbps, "h2d_gbps": gbps, "poison": False, "check_hazards": False}
+        self.backend = SimulatedBackend(config.simulated.model_copy(update=update))
+        self.backend.capacity_bytes = lambda: self.capacity_bytes
+        self.backend.memory = lambda: DeviceMemory(self.meter.live_bytes, self.meter.peak_bytes)
+        self.backend.trim_device = lambda: self.meter.reset_peak()
+        self.manager = PipelineOffloadManager(config, backend=self.backend)
+        self.meter = LiveActivationMeter(self.model.parameters())
+        self.meter.needs_groups = False
+        self.manager.observers.append(self.meter)
+        self.offload = OffloadActivations(manager=self.manager)
+        self.ends_steps, self.most_bytes = False, 0
+
+    @property
+    def moved_bytes(self):
+        return self.manager.last_step.offloaded_bytes
+
+    def has_room_for(self, tensor):
+        """Count a new tensor."""
+        self.meter.observe(tensor)
+        live_bytes = self.meter.live_bytes
+        if self.capacity_bytes is not None and live_bytes > self.capacity_bytes:
+            raise torch.OutOfMemoryError("the simulated device is full")
+        self.peak_bytes = max(self.peak_bytes, live_bytes)
+        self.most_bytes = max(self.most_bytes, live_bytes)
+        return tensor
+
+    def step(self, rows=16, depth=32):
+        """Take a step, within the manager's own or not; return its virtual time."""
+        began_us = self.backend.timestamp(self.backend.compute_stream())
+        self.peak_bytes = 0
+        with self.manager.step() if self.ends_steps else nullcontext():
+            with self.offload:
+                x = torch.ones(rows, 64, requires_grad=True)
+                for linear in self.model[:depth]:
+                    x = Tick.apply(x, self.backend.advance_compute, rows * self.us_per_row)
+                    x = self.has_room_for(self.has_room_for(linear(x)).sigmoid())
+                loss = x.sum()
+            del x
+            loss.backward()
+            del loss
+        if not self.ends_steps:
+            self.offload.end_step()
         return self.backend.timestamp(self.backend.compute_stream()) - began_us

@@ -71,7 +71,7 @@ class Ranks:
         self._number += 1
         if self.answers:
             others = yield from self._hear(number)
-            found = _packed(answer([said, *others]))
+            found = _packed(answer([said, *others]) if all(others) else "")
             self._store.set(
                 f"{number}/answer", json.dumps([self._waited + _NUM_STEPS_AHEAD, found])
             )

@@ -191,9 +191,9 @@ class MeasuredLoop:
 
     @property
     def _may_look(self) -> bool:
-        """Whether another step may be looked at."""
+        """Whether another plan may be, which takes two steps."""
         most_us = _MOST_LONGER * _MOST_STEPS * self._bare_us
-        return self._num_looked < _MOST_STEPS and self._longer_us <= most_us
+        return self._num_looked + 2 <= _MOST_STEPS and self._longer_us <= most_us
 
     def _find_plan(self) -> Generator[None, None, None]:
         """Look at a step in which all stays, then agree on a plan, measure and correct it."""
@@ -247,6 +247,8 @@ class MeasuredLoop:
                 return
             for _ in range(2):  # the first behind a change takes its memory
                 step, _ = yield from self._look()
+                while not (step.step_us or self._learner.moves_nothing) and self._may_look:
+                    step, _ = yield from self._look()  # an exception has ended it, or it was empty
                 if self._is_other(profile) or self._is_led:
                     return
             said, answer = [stage, step, not self._may_look], self._next_answer
@@ -274,9 +276,11 @@ class MeasuredLoop:
             reserved_bytes = manager.backend.reserved_bytes()
             return MeasuredStep(0.0, [], 0, reserved_bytes, 0.0, 0.0), None
         step, shown = timer.read(), self._learner.profile
-        if self._bare_us and shown is not None and self._profile is not None:
+        if self._bare_us and shown and self._profile and not is_replayed:  # else it says nothing
             share = shown.saved_bytes / max(1, self._profile.saved_bytes)
             self._longer_us += step.step_us - self._bare_us * share
+            if share != 1 and self._policy.kind == "auto":
+                step = step._replace(reserved_bytes=None)  # of another length, that says nothing
         return step, profile
 
     def _measure_link(self) -> tuple[float, float, float]:
@@ -413,10 +417,10 @@ class MeasuredLoop:
             self._learner.move_nothing()
             if self._manager.host_pool.stats.slab_bytes_total:
                 self._manager.trim()  # no step comes that would unpin it
-        self.said = f"{what}: {why}{advice}"
+        level = logging.INFO if self._has_warned else logging.WARNING
+        self.said, self._has_warned = f"{what}: {why}{advice}", True
         if rank_in() == 0:
-            _logger.log(logging.INFO if self._has_warned else logging.WARNING, "%s", self.said)
-        self._has_warned = True
+            _logger.log(level, "%s", self.said)
 
     @property
     def _capacity_bytes(self) -> int | None:

@@ -169,7 +169,7 @@ class CostSearch(PlanSearch):
         chooser, tried = self._chooser, self._tried
         asked, step, most = self._between([chooser.slowdown_percent(plan) for plan in tried])
         did_well = any(plan.does_something for plan in filter(self._is_quick, tried))
-        can_predict = did_well or self._num_left != 1
+        can_predict = did_well or self._num_left != 1 or len(tried) == 1
         for more in (step, 2 * step, 4 * step) if can_predict else ():
             if asked + more >= most:
                 break

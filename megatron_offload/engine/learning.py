@@ -309,6 +309,8 @@ class Learner:
         if self.is_open:
             return "" if self._is_short_of_memory() else "what moves is still looked for"
         default = "beyond the fraction 0 of its chunk" if self.keeps_everything else ""
+        if self.moves_nothing:
+            default = "nothing is to move, by what steps have shown"
         if not default and group.key.chunk not in self._chunks:
             default = self._kept_alike.get((group.key.order, group.name), "")
         return self.kept.get(group.key, default)

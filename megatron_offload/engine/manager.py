@@ -513,6 +513,8 @@ class PipelineOffloadManager:
         except BaseException as error:
             self.note_failure(error)
             self.abort()
+            if isinstance(error, torch.OutOfMemoryError) and self.tuner is not None:
+                self.tuner(self)  # so that the next may need less
             raise
         finally:
             self._is_in_step = surrounding

@@ -241,11 +241,12 @@ class StepTimer(ComputeTimer):
             self._num_chunks = 1 + max(group.key.chunk for group in profile.groups)
             stats = self._manager.last_step
             self._copied_bytes = stats.offloaded_bytes + stats.reloaded_bytes
+            self._reserved_bytes = self._backend.reserved_bytes()  # some is handed back behind it
 
     def read(self) -> MeasuredStep:
         """Wait for the step's end on the device; return what was seen."""
         step_us = self._backend.sync_elapsed_us(self._began, self._ended)
-        reserved_bytes = self._backend.reserved_bytes()
+        reserved_bytes = self._reserved_bytes
         if self._meter is not None:
             if reserved_bytes is None:
                 reserved_bytes = self._meter.peak_bytes

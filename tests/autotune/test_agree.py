@@ -1,194 +1,162 @@
-"""Ranks that agree through the job's store: real processes, some of which fall silent."""
+"""Ranks that agree through the job's store: some come late, fall silent or die; nobody waits."""
 
 from __future__ import annotations
 
-import json
-import time
+import itertools
+import math
+import random
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
-import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from virtual_clock import VirtualJob
 
-from megatron_offload.autotune.agree import Ranks, stand_aside
+from megatron_offload.autotune import agree, loop
+from megatron_offload.autotune.agree import Ranks
 from megatron_offload.autotune.loop import tune
+from megatron_offload.backends.simulated import SimulatedBackend
+from megatron_offload.engine import host_clock
 
 NUM_RANKS = 3
-TIMEOUT_S = 3.0
-PLANNING_S = 10.0
-"""A plan of a job takes two of them where nothing else runs."""
 
 
-def join(said):
-    return "+".join(said)
-
-
-def all_speak(rank):
-    """Everyone asks twice, some when others have not come yet."""
-    time.sleep(0.2 * rank)
-    ranks = Ranks("all", TIMEOUT_S)
-    first = ranks.ask(f"a{rank}", join)
-    time.sleep(0.05 * rank)
-    return sorted(first.split("+")), sorted(ranks.ask(f"b{rank}", join).split("+")), ranks.is_alone
-
-
-def one_is_silent(rank):
-    """One has come and never asks; the others go on alone, once they have waited."""
-    ranks = Ranks("silent", TIMEOUT_S)
-    dist.barrier()
-    if rank == NUM_RANKS - 1:
-        return None
-    began_s = time.monotonic()
-    answers = [ranks.ask("x", join), ranks.ask("mine", join)]
-    return answers, ranks.is_alone, time.monotonic() - began_s < 3 * TIMEOUT_S
-
-
-def one_stands_aside(rank):
-    """One has nothing to say, whenever it says so; it is there again in the end."""
-    is_aside = rank == NUM_RANKS - 1
-    began_s = time.monotonic()
-    if is_aside:
-        time.sleep(TIMEOUT_S / 6)
-        stand_aside()
-        answer = None
-    else:
-        answer = Ranks("aside", TIMEOUT_S).ask("x", join)
-    took_s = time.monotonic() - began_s
-    dist.barrier()
-    if is_aside:
-        stand_aside(-1)
-    return answer, took_s < TIMEOUT_S
-
-
-def no_answer_for_all(rank):
-    ranks = Ranks("none", TIMEOUT_S)
-    dist.barrier()
-    return ranks.ask("x", lambda said: "" if len(said) > 1 else "own"), ranks.ask("y", join)
-
-
-def one_of_each_kind(rank):
-    ranks = Ranks("kinds", TIMEOUT_S)
-    return [ranks.is_first_of(kind) for kind in ("even" if rank % 2 == 0 else "odd", f"{rank}")]
-
-
-def a_job(rank, *, steps):
-    """Take so many steps with a loop; return what has become of it."""
-    job = VirtualJob(0.1)
-    loop = tune(job.manager, timeout_s=PLANNING_S)
-    for _ in range(steps):
-        job.step()
-    kept = sorted(map(tuple, job.manager.learner.kept))
-    return loop.is_settled, kept, loop.plan.moved_bytes if loop.plan else None
-
-
-def replicas_settle_alike(rank):
-    """All are replicas of one pipeline rank, with a plan of the same data."""
-    return a_job(rank, steps=12)
-
-
-def one_ends_early(rank):
-    """One rank ends behind the first plan; the others keep it, and go on."""
-    return a_job(rank, steps=5 if rank == 1 else 12)
-
-
-def one_has_no_groups(rank):
-    """One rank's steps have no groups; the others have a plan as soon as ever."""
-    job = VirtualJob(0.1)
-    loop = tune(job.manager, timeout_s=10 * PLANNING_S)
-    if rank == 1:
-        job.manager.disable_offload()
-    began_s = time.monotonic()
-    for _ in range(12):
-        job.step()
-    return loop.is_settled, time.monotonic() - began_s < 5 * PLANNING_S
-
-
-CASES = {
-    case.__name__: case
-    for case in (
-        *(all_speak, one_is_silent, one_stands_aside, no_answer_for_all, one_of_each_kind),
-        *(replicas_settle_alike, one_ends_early, one_has_no_groups),
+@pytest.fixture
+def store(monkeypatch):
+    """The store of a job whose ranks are all in this thread: what waits for another fails."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(milliseconds=10))
+    job = SimpleNamespace(
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        get_world_size=lambda: NUM_RANKS,
+        PrefixStore=dist.PrefixStore,
+        distributed_c10d=SimpleNamespace(_get_default_store=lambda: store),
     )
-}
+    monkeypatch.setattr(agree, "dist", job)
+    numbers = itertools.count()  # each rank counts for itself
+    monkeypatch.setattr(loop, "_numbers", (number // NUM_RANKS for number in numbers))
+    return store
 
 
-def run(rank, folder):
-    """Be one rank; leave what it has seen in ``rank_<rank>.json``."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), NUM_RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
-    seen = {}
-    for name, case in CASES.items():
-        seen[name] = case(rank)
-        dist.barrier()
-    dist.destroy_process_group()
-    (folder / f"rank_{rank}.json").write_text(json.dumps(seen))
+def play(*comes, asks=None, dies=(math.inf,) * NUM_RANKS, num_steps=120):
+    """Let ranks take steps together, and ask; return what each is told, and behind how many."""
+    ranks, asking, told = {}, {}, [None] * NUM_RANKS
+    for step in range(num_steps):
+        for rank, (first, last) in enumerate(zip(comes, dies, strict=True)):
+            if step == first:
+                ranks[rank] = Ranks("it")
+            if rank in ranks and step == (asks or comes)[rank]:
+                asking[rank] = ranks[rank].ask(str(rank), "+".join)
+            if rank in asking and told[rank] is None and step < last:
+                found = next(asking[rank])
+                told[rank] = None if found is None else (found, step - (asks or comes)[rank])
+    return told
 
 
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory):
-    """What each rank has seen, case by case; read-only."""
-    folder = tmp_path_factory.mktemp("ranks")
-    mp.start_processes(run, (folder,), NUM_RANKS, start_method="spawn")
-    files = (folder / f"rank_{rank}.json" for rank in range(NUM_RANKS))
-    return [json.loads(file.read_text()) for file in files]
+@pytest.mark.parametrize(
+    ("comes", "dies", "expected"),
+    [
+        ((0, 0, 0), (), [("0+1+2", 4)] * 3),
+        ((0, 5, 2), (), [("0+2+1", 9)] * 3),  # by place, which is the order in which they come
+        ((0, 40, 1), (), [("0+2", 11)] * 3),  # too late to be heard, not to be told
+        ((0, math.inf, 1), (), [("0+2", 11), None, ("0+2", 11)]),
+        ((0, 0, 0), (math.inf, 2, math.inf), [("0+1+2", 4), None, ("0+1+2", 4)]),
+        ((0, 0, 0), (1, math.inf, math.inf), [None, ("", 64), ("", 64)]),
+        ((0, 0, 0), (3, math.inf, math.inf), [None, ("0+1+2", 4), ("0+1+2", 4)]),
+    ],
+)
+def test_all_who_live_are_told_the_same_behind_as_many_steps(store, comes, dies, expected):
+    assert play(*comes, dies=dies or (math.inf,) * NUM_RANKS) == expected
 
 
-@pytest.mark.slow
-def test_all_are_told_what_the_first_has_answered_to_all(seen):
-    for rank in seen:
-        assert rank["all_speak"] == [["a0", "a1", "a2"], ["b0", "b1", "b2"], False]
+def test_one_who_comes_and_never_asks_holds_nobody_up(store):
+    never = (0, math.inf, 0)
+    assert play(0, 0, 0, asks=never) == [("0+2", 11), None, ("0+2", 11)]
 
 
-@pytest.mark.slow
-def test_whoever_waits_for_a_silent_one_goes_on_alone(seen):
-    for rank in seen[:-1]:
-        assert rank["one_is_silent"] == [[None, "mine"], True, True]
+def test_of_each_kind_one_is_the_first_and_the_second_question_is_another(store):
+    ranks = [Ranks("it") for _ in range(NUM_RANKS)]
+    assert [one.is_first_of("kind") for one in ranks] == [True, False, False]
+    for question in ("a", "b"):
+        asking = [one.ask(question, "+".join) for one in ranks]
+        told = [None]
+        while told == [None]:
+            told = list({next(one) for one in asking})
+        assert told == ["+".join(question * NUM_RANKS)]
 
 
-@pytest.mark.slow
-def test_nobody_waits_for_one_who_stands_aside(seen):
-    *others, aside = (rank["one_stands_aside"] for rank in seen)
-    assert others == [["x+x", True]] * (NUM_RANKS - 1)
-    assert aside == [None, True]
+@pytest.mark.parametrize("whose", ["what a rank says", "the answer"])
+def test_what_is_too_large_is_never_put_into_the_store(store, whose):
+    text = random.Random(0).randbytes(6 << 20).hex()
+    said = [text if whose == "what a rank says" and rank == 1 else "x" for rank in range(NUM_RANKS)]
+    asking = [Ranks("it").ask(one, lambda said: text) for one in said]
+    told = [None] * NUM_RANKS
+    while None in told:
+        told = [next(one) for one in asking]
+    assert told == [""] * NUM_RANKS
+    for key in ("0/1", "0/2", "0/answer"):
+        assert len(store.get(f"megatron_offload/it/{key}")) < 100
 
 
-@pytest.mark.slow
-def test_where_there_is_no_answer_for_all_each_has_its_own(seen):
-    assert [rank["no_answer_for_all"] for rank in seen] == [[None, "y"]] * NUM_RANKS
+# Runs.
 
 
-@pytest.mark.slow
-def test_of_each_kind_one_is_the_first(seen):
-    evens, odds, each = [], [], []
-    for number, rank in enumerate(seen):
-        first, own = rank["one_of_each_kind"]
-        (odds if number % 2 else evens).append(first)
-        each.append(own)
-    assert (sorted(evens), odds, each) == ([False, True], [True], [True] * NUM_RANKS)
+@pytest.fixture
+def jobs(store, monkeypatch, few_candidates):
+    """Replicas of one pipeline rank."""
+    monkeypatch.setattr(host_clock, "perf_counter", lambda: 0.0)
+    monkeypatch.setattr(SimulatedBackend, "has_passed", lambda *_: False)
+    jobs = [VirtualJob(0.1, policy={"kind": "auto"}) for _ in range(NUM_RANKS)]
+    for job in jobs:
+        tune(job.manager)
+    return jobs
 
 
-@pytest.mark.slow
-def test_replicas_settle_on_one_plan(seen):
-    found = [rank["replicas_settle_alike"] for rank in seen]
-    assert found[0] == found[1] == found[2]
-    is_settled, kept, moved_bytes = found[0]
-    assert is_settled
-    assert kept
-    assert moved_bytes > 0
+def settled_at(jobs, num_steps, late=0):
+    """Let jobs take steps, the last behind the others; return when each has settled."""
+    found = [None] * len(jobs)
+    for number, (rank, job) in itertools.product(range(num_steps), enumerate(jobs)):
+        if (rank < NUM_RANKS - 1 or number >= late) and None in found:
+            job.step()
+            if found[rank] is None and job.manager.tuner.is_settled:
+                found[rank] = len(job.moved_bytes)
+    return found
 
 
-@pytest.mark.slow
-def test_when_one_ends_early_the_others_keep_their_plan(seen):
-    first, early, last = (rank["one_ends_early"] for rank in seen)
-    assert not early[0]
-    assert first[0]
-    assert last[0]
-    assert first[1:] == early[1:] == last[1:]
+@pytest.mark.parametrize("late", [0, 3])
+def test_replicas_settle_on_one_plan_behind_as_many_steps(jobs, late):
+    steps = settled_at(jobs, 45, late)
+    assert len(set(steps)) == 1
+    plans = [job.manager.tuner.plan for job in jobs]
+    assert plans[0] == plans[1] == plans[2]
+    assert plans[0].moved_bytes > 0
+    assert jobs[0].moved_bytes[: steps[0]] == jobs[1].moved_bytes[: steps[0]]
 
 
-@pytest.mark.slow
-def test_a_rank_without_groups_lets_the_others_plan_at_once(seen):
-    found = [rank["one_has_no_groups"] for rank in seen]
-    assert found == [[True, True], [False, True], [True, True]]
+def test_a_rank_without_groups_holds_nobody_up(jobs, caplog):
+    jobs[1].manager.disable_offload()
+    assert None not in settled_at(jobs, 60)
+    plans = [job.manager.tuner.plan for job in jobs]
+    assert plans[0] == plans[2]
+    assert plans[0].moved_bytes > 0
+    assert plans[1] is None
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("fails", ["at once", "later", "too large"])
+def test_without_a_store_or_an_answer_all_stop_with_a_warning(jobs, store, monkeypatch, fails):
+    def gone(*_):
+        raise dist.DistNetworkError("the store is gone")
+
+    if fails == "too large":
+        monkeypatch.setattr(agree, "_MOST_BYTES", 200)
+    else:
+        where = (agree.dist, "PrefixStore") if fails == "at once" else (agree.Ranks, "_hear")
+        monkeypatch.setattr(*where, gone)
+    assert None not in settled_at(jobs, 70)
+    for job in jobs:
+        why = "no plan came" if fails == "too large" else "the store is gone"
+        assert job.moved_bytes[-1] == 0 or job is not jobs[0]
+        assert why in job.manager.tuner.said or job is not jobs[0]
+        assert job.moved_bytes[-1] == 0

@@ -29,7 +29,7 @@ def remaking(job, rank, copied_bytes=0):
         if one.kind is PassKind.FORWARD:
             units = [unit for work in job.stages[one.stage].groups for unit in work.units]
             lost_us.append([0.0, sum(unit.us for unit in units)])
-    return MeasuredStep(STEP_US, lost_us, copied_bytes, None, 0.0)
+    return MeasuredStep(STEP_US, lost_us, copied_bytes, None, 0.0, 50.0)
 
 
 @pytest.mark.parametrize("ranks", [(0,), (3,), (0, 1, 2, 3)])
@@ -49,7 +49,9 @@ def test_a_loss_costs_less_where_a_rank_would_have_waited_anyway(job):
         for is_backward in (False, True):
             lost_us = [[0.0, 0.0] for _ in range(16)]
             lost_us[chunk][is_backward] = 100.0
-            costs.append(cost_of(job, {0: [MeasuredStep(STEP_US, lost_us, 0, None, 0.0)]}).lost_us)
+            costs.append(
+                cost_of(job, {0: [MeasuredStep(STEP_US, lost_us, 0, None, 0.0, 0.0)]}).lost_us
+            )
     assert min(costs) == pytest.approx(0, abs=1e-6)
     assert max(costs) == pytest.approx(100)
 
@@ -62,3 +64,9 @@ def test_of_processes_that_do_the_same_the_slowest_counts_and_copies_slow_kernel
         replace(job, copies_gbps=10_000.0), {0: [remaking(job, 0, copied_bytes=40 * 10**9)]}
     )
     assert alone.lost_us < copying.lost_us <= alone.lost_us + 4000 + 1e-6
+
+
+def test_where_the_host_is_the_limit_what_it_gives_the_engine_is_lost(job):
+    step = remaking(job, 0)
+    lost_us = [cost_of(job, {0: [step._replace(idle_share=x)]}).lost_us for x in (0.25, 0.3)]
+    assert lost_us[1] == pytest.approx(lost_us[0] + step.host_us)

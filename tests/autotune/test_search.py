@@ -59,7 +59,8 @@ class FakeChooser:
         if min(targets) < self.lowest_bytes:
             raise TargetError("too low")
         self.asked.append(tuple(targets))
-        return plan_for([min(FULL, each) // self.grain * self.grain for each in targets])
+        grain = self.grain
+        return plan_for([FULL if each >= FULL else each // grain * grain for each in targets])
 
 
 def play(search, show, **seen):
@@ -79,14 +80,15 @@ def auto(percent=1.0, plans=3):
     return AutoConfig(kind="auto", most_slowdown_percent=percent, measured_plans=plans)
 
 
-def costing(percent, policy=None, chooser=None, capacity=None):
-    """Return a search behind first steps that cost so much."""
+def costing(policy=None, chooser=None, capacity=None):
+    """Return a search behind the step that moves nothing."""
     search = search_of(chooser or FakeChooser(), policy or auto(), capacity)
-    search.note(cost(percent), [None])
+    assert not search.plan.does_something
+    search.note(cost(0.0), [None])
     return search
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(40))
 def test_whatever_moving_costs_the_limit_is_kept_and_little_memory_is_missed(seed):
     rng = random.Random(seed)
     free, power = rng.randrange(FULL * 7 // 8), rng.uniform(1, 3)
@@ -96,8 +98,7 @@ def test_whatever_moving_costs_the_limit_is_kept_and_little_memory_is_missed(see
     def percent(plan):
         return max(0.0, (plan.moved_bytes - free) / FULL) ** power * 40
 
-    everything = plan_for([chooser.lowest_bytes])
-    search = costing(percent(everything), auto(limit), chooser)
+    search = costing(auto(limit), chooser)
     assert play(search, lambda plan: (cost(percent(plan)), [None])) <= 3
     assert percent(search.plan) <= limit
     # The most that could have gone at this cost, where the prediction was about right.
@@ -106,16 +107,8 @@ def test_whatever_moving_costs_the_limit_is_kept_and_little_memory_is_missed(see
         assert best - search.plan.moved_bytes <= 0.45 * FULL
 
 
-@pytest.mark.parametrize("everything", [0.0, 0.6])
-def test_where_everything_costs_little_it_goes_on(everything):
-    search = costing(everything)
-    assert play(search, None) == 0
-    assert search.plan.ranks[0].predicted_peak_bytes == FakeChooser.lowest_bytes
-    assert search.said.endswith("at most 1 % is wanted")  # and nothing of the host
-
-
 def test_of_plans_that_are_quick_enough_the_one_stays_that_reserves_least():
-    search = costing(20.0, chooser=FakeChooser(free=FULL // 3))
+    search = costing(chooser=FakeChooser(free=FULL // 3))
     followed, reserved = [], iter([FULL // 8, FULL, FULL])
     play(search, lambda plan: followed.append(plan) or (cost(0.2), [next(reserved)]))
     assert followed[0].moved_bytes < followed[1].moved_bytes
@@ -124,60 +117,31 @@ def test_of_plans_that_are_quick_enough_the_one_stays_that_reserves_least():
 
 def test_where_no_plan_is_quick_enough_nothing_moves_unless_that_does_not_fit():
     for capacity, moves in ((None, False), (FULL, False), (FULL * 3 // 4, True)):
-        search = costing(50.0, capacity=capacity)
+        search = costing(capacity=capacity)
         play(search, lambda plan: (cost(30.0 * plan.moved_bytes / FULL + 3), [None]))
         assert (search.plan.moved_bytes > 0) == moves
-        assert not search.is_kept
+        assert search.is_kept != moves
 
 
-@pytest.mark.parametrize(
-    ("host_us", "fits", "is_host_bound"),
-    [
-        (1000.0, True, True),
-        (1000.0, False, True),
-        (40.0, True, True),
-        (1000.0, True, False),  # something else makes the first steps longer
-    ],
-)
-def test_what_a_step_takes_longer_counts_where_its_host_is_the_limit(host_us, fits, is_host_bound):
-    """The host takes so long with everything, in proportion with less; no wait shows that."""
-    search = search_of(FakeChooser(), auto(10.0), 9 * FULL // 8 - (not fits))
-    followed = []
-
-    def show(plan):
-        followed.append(plan)
-        longer_us = host_us * plan.moved_bytes / (FULL * 7 / 8)
-        return MeasuredCost(1000.0 + longer_us, 1.0 if plan.moved_bytes else 0.0), [None]
-
-    play(search, show, is_host_bound=is_host_bound)
-    looks = fits and is_host_bound
-    assert (followed[1].moved_bytes == 0) == looks if len(followed) > 1 else not looks
-    everything = followed[0].moved_bytes
-    if looks and host_us > 100:
-        assert 0 < search.plan.moved_bytes <= 0.13 * everything
-        assert search.is_kept
-    else:
-        assert search.plan.moved_bytes == everything
-
-
-def test_what_is_seen_to_take_too_long_is_said_where_nothing_moves():
-    search = search_of(FakeChooser(), auto(1.0), 2 * FULL)
-
-    def show(plan):
-        return MeasuredCost(2000.0 if plan.moved_bytes else 1000.0, 0.0), [None]
-
-    assert play(search, show, is_host_bound=True) <= 4
-    assert search.plan.moved_bytes == 0
-    assert not search.is_kept
-    assert "the quickest that was tried costs 96.08 % of a step of 2.0 ms" in search.said
+def test_where_nothing_moves_it_is_said_what_the_cheapest_plan_costs():
+    search = costing()
+    assert play(search, lambda plan: (cost(50.0), [None]), is_host_bound=True) <= 3
+    assert not search.plan.does_something
+    assert not search.is_kept or search.plan.measured.slowdown_percent == 0
+    assert search.cheapest_cost().startswith("the cheapest plan that was tried costs 50.00 % of")
     assert "a CUDA graph of the whole step has none" in search.said
+    settled = costing(chooser=FakeChooser(free=0, grain=FULL))
+    assert settled.is_settled
+    assert settled.cheapest_cost() == "a plan that frees a little is predicted to cost 40 %"
 
 
-@pytest.mark.parametrize("plans", [0, 3])
-def test_a_plan_that_moves_nothing_or_is_trusted_needs_no_steps(plans):
-    search = costing(20.0, auto(plans=plans), FakeChooser(free=0, grain=FULL if plans else 1))
-    assert search.is_settled
-    assert search.said.endswith("as predicted")
+@pytest.mark.parametrize("plans", [0, 1])
+def test_a_plan_is_trusted_where_none_may_be_measured_and_tried_where_one_may(plans):
+    search = costing(auto(plans=plans))
+    assert search.plan.does_something
+    assert search.is_settled == search.said.endswith("as predicted") == (plans == 0)
+    assert play(search, lambda plan: (cost(0.5), [None])) == plans
+    assert search.plan.does_something
 
 
 # Memory.
@@ -189,7 +153,7 @@ def memory(*wanted, chooser=None):
     policy = MemoryTargetConfig(kind="memory_target", target_bytes=list(wanted), measured_plans=3)
     chooser = chooser or FakeChooser(num_ranks=len(wanted))
     search = search_of(chooser, policy, None)
-    search.note(cost(3.0), [10**9] * len(wanted))
+    search.note(cost(0.0), [10**9] * len(wanted))
     return search
 
 
@@ -219,24 +183,12 @@ def test_targets_follow_what_ranks_reserve(wanted, shown, asked, kept):
     search = memory(*wanted, chooser=chooser)
     followed, steps = [], iter(shown)
     play(search, lambda plan: followed.append(plan) or (cost(0.5), next(steps)))
-    assert len(chooser.asked) == 1 + len(asked)
-    for one, other in zip(chooser.asked[1:], asked, strict=True):
+    assert len(chooser.asked) == 2 + len(asked)
+    for one, other in zip(chooser.asked[2:], asked, strict=True):
         assert other in (None, one)
     assert search.plan.is_like(followed[kept])
     assert [rank.measured_peak_bytes for rank in search.plan.ranks] == shown[kept]
     assert search.is_kept == all(map(int.__le__, shown[kept], wanted))
-
-
-def test_of_plans_that_keep_a_target_the_quickest_stays():
-    search = memory(WANTED)
-    seen = iter([(0.9, WANTED - 8000), (0.2, WANTED - 9000), (0.3, WANTED)])
-
-    def show(plan):
-        percent, reserved_bytes = next(seen)
-        return cost(percent), [reserved_bytes]
-
-    play(search, show)
-    assert search.plan.measured.slowdown_percent == pytest.approx(0.2, abs=0.01)
 
 
 def test_a_target_below_what_there_can_be_is_gone_for_as_far_as_that_goes():
