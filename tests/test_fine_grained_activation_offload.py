@@ -654,7 +654,7 @@ def test_the_callback_after_warm_up_learns_and_prints(manager, x, weight, capsys
 
 
 def test_the_policy_is_asked_and_overruled_by_hand(manager):
-    manager.configure(CONFIG.model_copy(update={"fraction": 0.0}))
+    manager.configure(CONFIG.model_copy(update={"fraction": 0.0, "recompute": ("norm",)}))
     handler = begin(manager)
     group, record, bits = group_by_hand(handler)
     assert not handler.should_bulk_offload(group)

@@ -70,6 +70,9 @@ longer."""
 _MOST_MIXED = 16
 """Where short steps are the host's, so many long ones in a row are no mix of both."""
 
+_MOST_EMPTY = 8
+"""So many steps without a group are no evaluation before training."""
+
 _PROBE_BYTES = 32 << 20
 """What one of the copies moves that time the link."""
 
@@ -116,6 +119,7 @@ class MeasuredLoop:
         self.is_settled = False
         self.said = ""
         self._looking = contextlib.ExitStack()
+        self._num_empty = 0
         self._followed: OffloadPlan | None = None
         self._profile: StepProfile | None = None
         self._steps: Generator[None, None, None] | None = None
@@ -145,8 +149,10 @@ class MeasuredLoop:
                 )
             return
         is_training = manager.last_step.num_groups or manager.is_passing
+        self._num_empty = 0 if is_training else self._num_empty + 1
         if self._steps is not None and is_training:
             next(self._steps, None)
+        self.is_settled |= self._num_empty > _MOST_EMPTY  # nothing of this rank can move
 
     # What is done behind each step; a step passes at each yield.
 
@@ -350,8 +356,8 @@ class MeasuredLoop:
         is_measured = policy.kind == "auto" and policy.measured_plans > 0
         share = 1.0 if is_measured and not config.whole_step_graph else SLOW_LINK_SHARE
         chooser = Chooser(profiles, self._job, limits, link_share=share)
-        most_bytes = self._most_pinned_bytes, self._capacity_bytes
-        search = search_of(chooser, policy, *most_bytes, planning_s)
+        most = self._capacity_bytes, planning_s, self._most_pinned_bytes
+        search = search_of(chooser, policy, *most)
         search.for_replays = config.whole_step_graph
         return search
 

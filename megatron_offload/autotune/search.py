@@ -296,9 +296,9 @@ class MemorySearch(PlanSearch):
 def search_of(
     chooser: Chooser,
     policy: AutoConfig | MemoryTargetConfig,
-    most_freed_bytes: float = math.inf,
-    capacity_bytes: int | None = None,
+    capacity_bytes: int | None,
     planning_s: float = MOST_PLANNING_S,
+    most_freed_bytes: float = math.inf,
 ) -> PlanSearch:
     """Return the search that a policy asks for.
 

@@ -278,6 +278,9 @@ class SimulatedBackend(Backend):
     def timestamp(self, stream: SimulatedStream) -> float:
         return stream.time_us
 
+    def has_passed(self, event: Any) -> bool:
+        return False  # virtual time knows no host that it would wait for
+
     def gauge(self) -> float:
         return self._compute.time_us
 
@@ -473,9 +476,6 @@ class HostTimedBackend(SimulatedBackend):
         super().__init__(config)
         self._depth = 0
         self._left_at_s = perf_counter()
-
-    def has_passed(self, event: Any) -> bool:
-        return False  # what the host takes is the device's own time: nobody waits
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:

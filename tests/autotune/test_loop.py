@@ -255,7 +255,7 @@ def test_other_lengths_are_the_same_program(gbps, log):
 def test_a_step_that_is_much_longer_than_those_that_were_looked_at_is_looked_at(log):
     job = OpenJob(0.001)
     loop, begun = job.manager.tuner, []
-    for rows in (16, 23, 32, 47, 49):
+    for rows in (16, 30, 36, 64, 80):
         for _ in range(4):
             job.step(rows)
         begun.append(job.manager.learner.num_searches)
