@@ -22,6 +22,7 @@ import itertools
 import json
 import logging
 import math
+import time
 import weakref
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
@@ -189,11 +190,12 @@ class MeasuredLoop:
         if self._manager.num_out_of_memory > self._num_ooms:
             self._num_looked, self._longer_us = 0, 0.0
             return True
-        peak_bytes = self._manager.backend.peak_allocated_bytes()
-        saved_bytes = self._profile.saved_bytes
-        has_grown = self._peak_bytes and peak_bytes > self._peak_bytes + saved_bytes // _GROWN_SHARE
-        is_longer = self._learner.num_longer >= (_MOST_MIXED if self._is_host_bound else 1)
-        return bool(is_longer or has_grown) and self._learner.moves_nothing and self._may_look
+        if not self._learner.moves_nothing or not self._may_look:
+            return False
+        if self._learner.knows_lengths:
+            return self._learner.num_longer >= (_MOST_MIXED if self._is_host_bound else 1)
+        most_bytes = self._peak_bytes + self._profile.saved_bytes // _GROWN_SHARE
+        return self._peak_bytes > 0 and self._manager.backend.peak_allocated_bytes() > most_bytes
 
     @property
     def _may_look(self) -> bool:
@@ -334,7 +336,9 @@ class MeasuredLoop:
         planning_s = min(MOST_PLANNING_S, max(1.0, 5e-6 * profiles[0].step_us))
         try:
             with ending_after(planning_s):
-                self._search = self._search_by(profiles, [x for x in told_gbps if x], planning_s)
+                began_s = time.thread_time()
+                self._search = self._search_by(profiles, [x for x in told_gbps if x])
+            self._search.left_s = planning_s - (time.thread_time() - began_s)
             return self._next_answer(texts)
         except OffloadError as error:
             return self._nothing(f"no plan can be made: {error}")
@@ -342,9 +346,7 @@ class MeasuredLoop:
     def _nothing(self, why: str) -> str:
         return json.dumps([None, True, False, f"{why}{_ADVICE}"])
 
-    def _search_by(
-        self, profiles: Sequence[StepProfile], told_gbps: Sequence[float], planning_s: float
-    ) -> PlanSearch:
+    def _search_by(self, profiles: Sequence[StepProfile], told_gbps: Sequence[float]) -> PlanSearch:
         config, policy = self._manager.config, self._policy
         machine = profiled_job.slowest_link(profiles) or Machine()
         job = profiled_job.job_of(profiles, profiled_job.schedule_of(profiles), machine)
@@ -356,8 +358,7 @@ class MeasuredLoop:
         is_measured = policy.kind == "auto" and policy.measured_plans > 0
         share = 1.0 if is_measured and not config.whole_step_graph else SLOW_LINK_SHARE
         chooser = Chooser(profiles, self._job, limits, link_share=share)
-        most = self._capacity_bytes, planning_s, self._most_pinned_bytes
-        search = search_of(chooser, policy, *most)
+        search = search_of(chooser, policy, self._capacity_bytes, self._most_pinned_bytes)
         search.for_replays = config.whole_step_graph
         return search
 

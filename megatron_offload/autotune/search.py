@@ -40,17 +40,16 @@ class PlanSearch(ABC):
         is_settled: whether it stays.
         is_kept: whether it keeps what was promised.
         said: what there is to say of it, for people.
+        left_s: what planning may take yet of a core's time.
         for_replays: whether steps will be replays of a graph, in which the host takes no time.
     """
 
-    def __init__(
-        self, chooser: Chooser, policy: AutoConfig | MemoryTargetConfig, planning_s: float
-    ) -> None:
+    def __init__(self, chooser: Chooser, policy: AutoConfig | MemoryTargetConfig) -> None:
         self._chooser, self._kind = chooser, policy.kind
         self.plan = self._under(chooser.highest_bytes)
         self.is_settled, self.is_kept, self.said = False, True, ""
         self._num_left = policy.measured_plans
-        self._left_s = planning_s
+        self.left_s = MOST_PLANNING_S
         self._tried: list[OffloadPlan] = []
         self.for_replays = self._is_host_bound = self._predicts = False
 
@@ -83,9 +82,9 @@ class PlanSearch(ABC):
         is_first = len(self._tried) == 1
         plan, began_s = None, time.thread_time()
         if is_first or self._num_left:
-            with contextlib.suppress(OutOfTimeError), ending_after(self._left_s):
+            with contextlib.suppress(OutOfTimeError), ending_after(self.left_s):
                 plan = self._next()
-        self._left_s -= time.thread_time() - began_s
+        self.left_s -= time.thread_time() - began_s
         if plan is None or any(map(plan.is_like, self._tried)):
             self.is_settled = True
             self.plan = min(self._tried, key=self._rating)  # the best that was measured
@@ -110,7 +109,7 @@ class PlanSearch(ABC):
         if tried:
             return f"the cheapest plan that was tried costs {min(tried, key=_cost).measured}"
         highest_bytes = self._chooser.highest_bytes
-        with contextlib.suppress(OutOfTimeError, TargetError), ending_after(self._left_s):
+        with contextlib.suppress(OutOfTimeError, TargetError), ending_after(self.left_s):
             plan = self._under(highest_bytes - highest_bytes // 32)
             percent = self._chooser.slowdown_percent(plan)
             return f"a plan that frees a little is predicted to cost {percent:.3g} %"
@@ -156,11 +155,10 @@ class CostSearch(PlanSearch):
         self,
         chooser: Chooser,
         policy: AutoConfig,
-        planning_s: float,
         most_freed_bytes: float,
         capacity_bytes: int | None,
     ) -> None:
-        super().__init__(chooser, policy, planning_s)
+        super().__init__(chooser, policy)
         self._limit = policy.most_slowdown_percent
         self._capacity_bytes = math.inf if capacity_bytes is None else capacity_bytes
         self._least_bytes = min(self._capacity_bytes, chooser.highest_bytes - most_freed_bytes)
@@ -239,10 +237,9 @@ class MemorySearch(PlanSearch):
         self,
         chooser: Chooser,
         policy: MemoryTargetConfig,
-        planning_s: float,
         capacity_bytes: int | None,
     ) -> None:
-        super().__init__(chooser, policy, planning_s)
+        super().__init__(chooser, policy)
         num_ranks = len(self.plan.ranks)
         most_bytes = max(chooser.lowest_bytes, capacity_bytes or sys.maxsize)
         wanted = policy.targets(num_ranks)
@@ -297,17 +294,16 @@ def search_of(
     chooser: Chooser,
     policy: AutoConfig | MemoryTargetConfig,
     capacity_bytes: int | None,
-    planning_s: float = MOST_PLANNING_S,
     most_freed_bytes: float = math.inf,
 ) -> PlanSearch:
     """Return the search that a policy asks for.
 
     ``auto`` frees no more than it may, as pinning takes time. A rank can reserve ``capacity_bytes``
-    at most, and planning takes so much of a core's time.
+    at most.
     """
     if isinstance(policy, AutoConfig):
-        return CostSearch(chooser, policy, planning_s, most_freed_bytes, capacity_bytes)
-    return MemorySearch(chooser, policy, planning_s, capacity_bytes)
+        return CostSearch(chooser, policy, most_freed_bytes, capacity_bytes)
+    return MemorySearch(chooser, policy, capacity_bytes)
 
 
 def _peak_bytes(plan: OffloadPlan) -> int:

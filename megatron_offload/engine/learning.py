@@ -206,6 +206,11 @@ class Learner:
         self.follow_plan(None)
         self.moves_nothing, self._recompute = True, ()
 
+    @property
+    def knows_lengths(self) -> bool:
+        """Whether forwards are noted here."""
+        return self._longest > 0
+
     def note_forward(self, gauge: float) -> None:
         """Note a forward that is over, by how much `Backend.gauge` has grown in it."""
         if self.is_open:

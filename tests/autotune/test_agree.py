@@ -141,7 +141,7 @@ def test_a_rank_without_groups_holds_nobody_up(jobs, caplog):
     assert plans[0] == plans[2]
     assert plans[0].moved_bytes > 0
     assert plans[1] is None
-    assert len(caplog.messages) == 1
+    assert not caplog.messages, "a plan that pays is nothing to warn of"
 
 
 @pytest.mark.parametrize("fails", ["at once", "later", "too large"])
