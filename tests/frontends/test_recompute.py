@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 import pytest
 import torch
@@ -249,6 +249,55 @@ class ConditionedLayerNorm(nn.Module):
         return F.layer_norm(x, (WIDTH,)) * self.condition
 
 
+class Sparse(nn.Module):
+    """A graph's layer; its neighbours are a sparse buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("neighbours", torch.eye(ROWS).to_sparse_csr())
+
+    def forward(self, x):
+        return torch.sparse.mm(self.neighbours, x).cos()
+
+
+class Forces(nn.Module):
+    """Takes a gradient in its forward."""
+
+    def forward(self, x):
+        with torch.enable_grad():
+            place = x.detach().requires_grad_()
+            (force,) = torch.autograd.grad(place.cos().sum(), place)
+        return x.sin() * force
+
+
+class Expanded(nn.Module):
+    """Its buffer has a stride of 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.rand(WIDTH, 1).expand(WIDTH, ROWS))
+
+    def forward(self, x):
+        return self.scale.t().sin() * x.cos()
+
+
+class HoldsItself(OwnRMSNorm):
+    def __init__(self):
+        super().__init__()
+        self.parts = {}
+        self.parts["all"] = self.parts
+
+
+class Counts(OwnRMSNorm):
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def forward(self, x):
+        self.calls["all"] += 1
+        return super().forward(x) * self.calls["all"]
+
+
 def scripted():
     return nn.Sequential(OwnRMSNorm(), torch.jit.script(nn.Sequential(nn.GELU())))
 
@@ -277,6 +326,9 @@ REFUSED = {
     "changes what it is given": (OWN, Adding, "its module changes its buffers"),
     "holds a method": (OWN, WithMethod, "its module has a function as an attribute"),
     "holds a tensor": (OWN, ConditionedLayerNorm, "its module reads a tensor that is an attribute"),
+    "holds itself": (OWN, HoldsItself, "its module has an attribute that holds itself"),
+    "holds a counter": (OWN, Counts, "its module has a container of another class"),
+    "reads what is sparse": (OWN, Sparse, "it takes or reads a sparse tensor"),
     "holds a script": (OWN, scripted, "its module has a part in TorchScript"),
     "weight made anew": ("norm", norm_of_a_network, "its module reads a tensor that is an attrib"),
     "exchanged forward": ("norm", patched_norm, "its module's forward was exchanged"),
@@ -436,6 +488,36 @@ def test_a_module_runs_again_as_in_its_forward_and_leaves_no_trace(part, units):
         assert offload.end_step()
     assert (remade_bytes(offload.manager) > 0) is (units == (OWN,))
     assert getattr(model.own_norm, "calls", 3) == 3
+
+
+@pytest.mark.parametrize("part", [Forces, Expanded])
+def test_what_takes_gradients_or_reads_what_was_expanded_is_made_again(part):
+    plain, model = around_part(part), around_part(part)
+    offload = around(model, (OWN,))
+    for _ in range(2):
+        assert_same(train(plain), train(model, offload))
+        assert offload.end_step()
+        assert remade_bytes(offload.manager) > 0
+
+
+def test_a_keyword_of_a_named_module_may_be_called_as_ours_are():
+    class Named(nn.Module):
+        def forward(self, x, *, forward, twin, picks_first):
+            return x.cos() * forward * twin * picks_first
+
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Named()
+
+        def forward(self, x):
+            return self.inner(x, forward=2.0, twin=3.0, picks_first=0.5)
+
+    plain, model = around_part(Around), around_part(Around)
+    offload = around(model, ("**inner",))
+    assert_same(train(plain), train(model, offload))
+    assert offload.end_step()
+    assert remade_bytes(offload.manager) > 0
 
 
 def per_sample(model):

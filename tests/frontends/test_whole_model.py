@@ -7,11 +7,13 @@ import gc
 import resource
 import threading
 
+import numpy as np
 import pytest
 import torch
 import zoo
 from programs import KIB, TWO_TIMINGS, assert_nothing_left, assert_same, make_config, make_manager
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from megatron_offload import OffloadConfig, offload_modules
 from megatron_offload.core.group import GroupState
@@ -109,6 +111,82 @@ def test_where_its_own_plan_moves_nothing_no_hook_stands_and_steps_are_counted()
     assert counts == [(False, num_groups)] * 3
     assert manager.last_profile is profile
     assert_nothing_left(manager)
+
+
+def taken_in_inference_mode(context):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3)))
+    x = torch.randn(64, 32)  # which the program still holds
+    with context:
+        loss = model(x).square().mean()
+    with torch.inference_mode():
+        loss.backward()
+    return [p.grad for p in model.parameters()]
+
+
+def traced_inside(context):
+    def step(x, w):
+        w = w.detach().requires_grad_()
+        return torch.autograd.grad(((x @ w).sin() * x).square().sum(), w)[0]
+
+    with context:
+        traced = make_fx(step)(torch.randn(32, 32), torch.randn(32, 32))
+    return [traced(torch.randn(32, 32), torch.randn(32, 32))]
+
+
+def of_rows_that_differ(context):
+    model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 3))
+    rows = [torch.randn(4, 32), torch.randn(7, 32)]
+    with context:
+        jagged = model(torch.nested.nested_tensor(rows, layout=torch.jagged))
+        padded = torch.nested.to_padded_tensor(jagged, 0.0)
+    padded.square().mean().backward()
+    return [padded.detach(), *(p.grad for p in model.parameters())]
+
+
+def of_one_array_twice(context):
+    model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 3))
+    array = np.random.default_rng(0).normal(size=(64, 32)).astype("f4")
+    losses = []
+    for _ in range(3):
+        with context:
+            losses.append(model(torch.from_numpy(array)).square().mean())
+    sum(losses).backward()
+    return [p.grad for p in model.parameters()]
+
+
+ROOMY = {"max_inflight_bytes": None, "prefetch_bytes": None}
+
+
+@pytest.mark.parametrize(
+    "settings", [TIGHT, {**TIGHT, "checking": True}, ROOMY], ids=["tight", "checked", "roomy"]
+)
+@pytest.mark.parametrize(
+    "program",
+    [taken_in_inference_mode, traced_inside, of_rows_that_differ, of_one_array_twice],
+)
+def test_an_unusual_program_has_the_same_bits(program, settings):
+    torch.manual_seed(1)
+    expected = program(contextlib.nullcontext())
+    torch.manual_seed(1)
+    assert_same(expected, program(make_offload(**settings)))
+
+
+def test_what_is_expanded_to_one_element_is_checked():
+    offload = make_offload(**TIGHT, checking=True)
+    x = torch.randn(1, 4, requires_grad=True)
+    with offload:
+        loss = torch.distributions.Categorical(logits=x).log_prob(torch.tensor([2])).sum()
+    loss.backward()
+    assert x.grad is not None
+
+
+def test_a_model_may_have_a_sparse_buffer():
+    model = nn.Linear(4, 4)
+    model.register_buffer("neighbours", torch.eye(4).to_sparse())
+    with get_act_offloading_ctx_manager(model, warn_if_no_head=False):
+        loss = torch.sparse.mm(model.neighbours, model(torch.ones(4, 4))).sum()
+    loss.backward()
+    assert model.weight.grad is not None
 
 
 def test_backward_inside_the_block_is_right_too():
