@@ -365,9 +365,6 @@ class PipelineOffloadManager:
         """
         step = self.decisions
         if not self._entered and self.backend.is_capturing():
-            is_looking = self.tuner is not None and not self.tuner.is_settled
-            if self._is_looked_at or is_looking:
-                raise StateError(_CAPTURED_TOO_EARLY)
             self.host_pool.forget_events()  # of steps before; whoever captures has waited for them
             self.tensor_pool.clear()
         is_unused = bool(step.committed) and not step.backward_order
@@ -472,6 +469,9 @@ class PipelineOffloadManager:
         if self.backend.is_capturing():
             self._last_step.is_captured = True
             if self.decisions.committed:  # else an evaluation; the graph gets what its copies use
+                is_looking = self.tuner is not None and not self.tuner.is_settled
+                if self._is_looked_at or is_looking:
+                    raise StateError(_CAPTURED_TOO_EARLY)
                 self.transfers.wait_reloads(self.decisions.committed)  # of what nobody has read too
                 self.host_pool.leave_to_graph()
                 self.tensor_pool.clear()

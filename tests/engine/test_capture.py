@@ -172,7 +172,6 @@ def test_what_draws_random_numbers_is_not_made_again():
 def test_a_search_that_is_not_over_is_an_error():
     model, manager = make_model(), make_capturing(policy={"kind": "auto"})
     loop = tune(manager)
-    run_step(model, manager, ORDER)
     assert not loop.is_settled
     with pytest.raises(StateError, match="cuda_graph_warmup_steps"), manager.backend.capture():
         run_step(model, manager, ORDER)
