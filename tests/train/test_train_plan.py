@@ -8,7 +8,7 @@ from training_runs import numbers, run, words
 from megatron_offload.planning.files import load_plan, load_profile
 from megatron_offload.train.records import read_steps
 
-LONG = "run.steps=15"
+LONG = "run.steps=30"
 """Enough for every plan that there may be."""
 
 
@@ -26,11 +26,10 @@ def test_all_ranks_follow_the_plan_that_they_have_settled_on_and_no_bit_changes(
     assert numbers(output) == numbers(plain)
     plan = load_plan(output / "plan.json")
     assert plan.policy == "memory_target"
-    assert load_profile(output / "profile_0.json").d2h_gbps == pytest.approx(7.5)
     found = read_steps(output)
     usual = [step for step in found if step.is_usual]
     assert usual == found[-len(usual) :]
-    assert 3 < len(found) - len(usual) <= 12
+    assert 3 < len(found) - len(usual) <= 26
     # What that takes goes by the machine's own time here; targets are held on the virtual clock.
     for pp_rank, rank_plan in enumerate(plan.ranks):
         assert rank_plan.measured_peak_bytes > 0
