@@ -520,6 +520,41 @@ def test_a_keyword_of_a_named_module_may_be_called_as_ours_are():
     assert remade_bytes(offload.manager) > 0
 
 
+class Scaled(nn.Module):
+    def forward(self, x, scales):
+        return x.cos() * scales[0][0]
+
+
+class Applied(nn.Module):
+    def forward(self, x, other):
+        return other(x.cos())
+
+
+class Giving(nn.Module):
+    """Gives its part a list inside a tuple, which it changes later, or another module."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        if isinstance(self.inner, Applied):
+            return self.inner(x, nn.Identity())
+        scales = ([2.0],)
+        y = self.inner(x, scales)
+        scales[0][0] = 3.0
+        return y
+
+
+@pytest.mark.parametrize("inner", [Scaled, Applied])
+def test_what_may_change_of_arguments_counts_as_it_was(inner):
+    plain, model = (around_part(lambda: Giving(inner())) for _ in range(2))
+    offload = around(model, ("**inner",))
+    assert_same(train(plain), train(model, offload))
+    assert offload.end_step()
+    assert (remade_bytes(offload.manager) > 0) == (inner is Scaled)
+
+
 def per_sample(model):
     return torch.vmap(model)(torch.randn(5, 4, WIDTH)).square().mean()
 
