@@ -43,8 +43,8 @@ class _Forward:
     name: str
     ends: Collection[int]
     """Behind how many tensors its groups end, and it itself, by a forward before; none: by size."""
-    gauge: float
-    """The backend's, when it began."""
+    gauge: float | None
+    """The backend's, when it began; None where nobody asks for it."""
     group: OffloadGroup | None = None
     num_saved: int = 0
     """Of all its groups."""
@@ -131,7 +131,8 @@ class AutomaticGroups:
         name = name or self.name
         learner = self.manager.learner
         ends = self._ends.get((name, chunk.vp_stage, learner.num_searches), ())
-        gauge = self.manager.backend.gauge() if learner.num_searches else 0.0
+        is_noted = learner.is_open or (learner.moves_nothing and learner.knows_lengths)
+        gauge = self.manager.backend.gauge() if is_noted else None
         self._forwards.append(_Forward(chunk, pack, name, ends, gauge))
 
     @graph_break
@@ -147,7 +148,7 @@ class AutomaticGroups:
         else:
             self._commit(forward)
             learner = self.manager.learner
-            if learner.num_searches:
+            if forward.gauge is not None:
                 learner.note_forward(self.manager.backend.gauge() - forward.gauge)
             if learner.num_searches and forward.num_saved and not forward.ends:
                 key = forward.name, forward.chunk.vp_stage, learner.num_searches
