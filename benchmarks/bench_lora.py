@@ -5,7 +5,8 @@
 A Llama of a billion random parameters in bf16 with LoRA (transformers, peft), batch 4, lengths of
 512 to 2048 drawn anew for each step. Runs take turns, each in a process of its own; times are of
 the host, with one read of the loss a step. Printed: the time of all steps, of the last 40, and of
-the slowest step beside the same step without.
+the slowest step beside the same step without. Bits aren't compared: attention's backward adds up
+in another order in each process, without offload too.
 """
 
 from __future__ import annotations
@@ -96,10 +97,6 @@ def main() -> None:
     worst = max(range(20, given.steps), key=lambda i: on[i] / off[i])
     print(f"slowest behind the 20th {on[worst] / off[worst]:.2f} (step {worst})")
     print("first 20:", " ".join(f"{a / b:.2f}" for a, b in zip(on[:20], off[:20], strict=False)))
-    print(
-        "bitwise equal:",
-        all(r["losses"] == runs["off"][0]["losses"] for m in runs.values() for r in m),
-    )
     for mode, found in runs.items():
         print(
             mode, [[round(b / 2**30, 1) for b in r["peak_bytes"]] for r in found], found[-1]["said"]

@@ -203,7 +203,8 @@ def test_every_combination_says_yes(tmp_path):
 def test_every_other_model_says_yes(tmp_path, is_later):
     models = sorted(set(check_bitwise.SETS) - {"dense", "moe", "fused"})
     only = ("--models", *models, "--only", "*:again", "*:layer", "*:five*")
-    words = ("--vpp", "1", "2", "--dtypes", "bf16", *only)
+    # Torch's RMSNorm saves no input on a CPU, so that nothing is left to make its output from.
+    words = ("--vpp", "1", "2", "--dtypes", "bf16", "--normalization", "LayerNorm", *only)
     code, rows, printed = run(tmp_path, *words, is_later=is_later)
     check_yes(code, rows, printed)
     left_out = {row["model"] for row in rows.values() if row["status"] == "left out"}
