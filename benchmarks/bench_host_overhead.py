@@ -56,6 +56,7 @@ from megatron_offload.backends.simulated import SimulatedBackend
 from megatron_offload.config import OffloadConfig, SimulatedConfig
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.recompute.recipes import recomputable
 
 NUM_ELEMENTS = 256
 
@@ -210,7 +211,7 @@ class Remade(Package):
     """The same with a recipe for each tensor that is made of another."""
 
     def make(self, x):
-        return self.manager.recomputable(torch.neg, x, preserve_rng_state=False)
+        return recomputable(torch.neg, x, preserve_rng_state=False, manager=self.manager)
 
 
 class Megatron(Alone):

@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from megatron_offload.frontends.modules import offload_modules as offload_modules
     from megatron_offload.frontends.ratio import CPUOffload as CPUOffload
     from megatron_offload.frontends.ratio import get_tensor_memory as get_tensor_memory
-    from megatron_offload.frontends.recompute import recomputable as recomputable
     from megatron_offload.frontends.whole_model import NoOpManager as NoOpManager
     from megatron_offload.frontends.whole_model import OffloadActivations as OffloadActivations
     from megatron_offload.frontends.whole_model import (
         get_act_offloading_ctx_manager as get_act_offloading_ctx_manager,
     )
+    from megatron_offload.recompute.recipes import recomputable as recomputable
 
 _HOMES = {
     "CPUOffload": "frontends.ratio",
@@ -50,7 +50,7 @@ _HOMES = {
     "group_commit": "fine_grained_activation_offload",
     "group_start": "fine_grained_activation_offload",
     "offload_modules": "frontends.modules",
-    "recomputable": "frontends.recompute",
+    "recomputable": "recompute.recipes",
 }
 
 __all__ = list(_HOMES)

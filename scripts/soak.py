@@ -52,6 +52,7 @@ from megatron_offload.config import OffloadConfig, SimulatedConfig  # noqa: E402
 from megatron_offload.engine.group import Block  # noqa: E402
 from megatron_offload.engine.manager import PipelineOffloadManager  # noqa: E402
 from megatron_offload.files.text import replace_text  # noqa: E402
+from megatron_offload.recompute.recipes import recomputable  # noqa: E402
 
 MIB = 1 << 20
 RESIDENT_SLACK_BYTES = 64 * MIB
@@ -100,7 +101,7 @@ def dropout_of_gelu(x):
 
 def made(manager, function, x):
     """Return what backward makes again where something is offloaded."""
-    return function(x) if manager is None else manager.recomputable(function, x)
+    return function(x) if manager is None else recomputable(function, x, manager=manager)
 
 
 class Soak:

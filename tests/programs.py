@@ -16,6 +16,7 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Observer
 from megatron_offload.errors import StateError
 from megatron_offload.observe.live_bytes import LiveActivationMeter
+from megatron_offload.recompute.recipes import recomputable
 
 TIMINGS = get_args(CopyTiming)
 TWO_TIMINGS = ("late", "random")
@@ -178,7 +179,7 @@ class Block(nn.Module):
         def drop_some(x):
             return nn.functional.dropout(function(x), 0.1)
 
-        return manager.recomputable(drop_some, x) if manager else drop_some(x)
+        return recomputable(drop_some, x, manager=manager) if manager else drop_some(x)
 
 
 class ColumnParallelLinear(nn.Linear):

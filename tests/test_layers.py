@@ -31,6 +31,7 @@ ROOMS = (
     "machine",
     "planning",
     "engine",
+    "recompute",
     "observe",
     "autotune",
     "report",

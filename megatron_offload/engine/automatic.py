@@ -18,13 +18,13 @@ from typing import TypeAlias
 import torch
 
 from megatron_offload.core.group import GroupState
-from megatron_offload.engine.call_state import apart, has_modes, is_traced
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.hooks import is_in_backward, owner_of, owner_of_hooks, put_on, take_off
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_opted_out, may_be_activation
+from megatron_offload.engine.modes import apart, has_modes, is_traced
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.subclasses import SavedWrapper, hollow, is_wrapper
 

@@ -7,18 +7,14 @@ found by its live storage.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor
 
 from megatron_offload.backends.base import Stream
 from megatron_offload.core.profile import GroupKey
-from megatron_offload.engine.call_state import apart, has_modes, is_traced
 from megatron_offload.engine.graph_break import graph_break
-from megatron_offload.engine.group import ALIGNMENT_BYTES, Block, OffloadGroup, Recipe, Rules
+from megatron_offload.engine.group import ALIGNMENT_BYTES, Block, OffloadGroup, Recipes, Rules
 from megatron_offload.engine.marks import (
     Marks,
     has_own_bytes,
@@ -26,8 +22,7 @@ from megatron_offload.engine.marks import (
     is_parameter,
     may_be_activation,
 )
-from megatron_offload.engine.random_states import RandomStates
-from megatron_offload.engine.recipe import FunctionRecipe, Input, lasting, may_be_written
+from megatron_offload.engine.modes import apart, has_modes, is_traced
 from megatron_offload.engine.saved_tensor import FORMS, SavedTensor
 from megatron_offload.engine.subclasses import is_wrapper, plain_parts
 from megatron_offload.engine.transfers import Transfers
@@ -59,17 +54,15 @@ class ChunkOffloadHandler:
     open_groups: list[OffloadGroup] = field(default_factory=list, init=False)
     not_started: set[str] = field(default_factory=set, init=False)
     """Names of which a group was to be closed and none was open."""
+    blocks: dict[int, weakref.ref[Block]] = field(default_factory=dict, init=False)
+    """By the identity of the storage that they were saved in; some of them gone."""
+    recipes: Recipes | None = field(default=None, init=False)
+    """How what was made and not saved yet is recomputed, where that is known."""
     _saved: list[weakref.ref[SavedTensor]] = field(default_factory=list, init=False)
     """Since the last `settle`: all in this group, on this stream."""
     _saves_in: OffloadGroup | None = field(default=None, init=False)
     _saves_on: Stream = field(default=None, init=False)
-    _blocks: dict[int, weakref.ref[Block]] = field(default_factory=dict, init=False)
     _counted_keys: set[int] = field(default_factory=set, init=False)
-    _recipes: dict[int, FunctionRecipe] = field(default_factory=dict, init=False)
-    """By the storage that was made; of those that nobody has saved yet."""
-    _made: dict[int, int] = field(default_factory=dict, init=False)
-    """By the id of a tensor that had a recipe noted, or of what it is a view of: the id of the node
-    that has made the view."""
 
     @property
     def next_key(self) -> GroupKey:
@@ -105,8 +98,8 @@ class ChunkOffloadHandler:
 
     def forget_recipes(self) -> None:
         """Let go of what was made and not saved: the forward is over."""
-        self._recipes.clear()
-        self._made.clear()
+        if self.recipes is not None:
+            self.recipes.forget()
 
     def may_move(self, tensor: torch.Tensor) -> bool:
         """Whether a saved tensor is an activation that this chunk can move."""
@@ -137,8 +130,8 @@ class ChunkOffloadHandler:
         if (marks or base is not None) and not may_be_activation(tensor):
             return record
         record.base = id(base)
-        if base is not None and id(base) in self._made:
-            self._refuse_what_is_written(tensor, base)
+        if base is not None and self.recipes is not None:
+            self.recipes.refuse_what_is_written(tensor, base)
         stream = transfers.backend.compute_stream()
         if group.unsettled is not self or stream is not self._saves_on:
             self.settle()
@@ -160,7 +153,7 @@ class ChunkOffloadHandler:
         for part in plain_parts([tensor]):
             if self.transfers.backend.owns(part):
                 key = part.untyped_storage()._cdata
-                if self._find_block(key) is None and not any(key in keys for keys in known):
+                if self.find_block(key) is None and not any(key in keys for keys in known):
                     self._counted_keys.add(key)
                     self.transfers.stats.by_name[group.name].keep(part.nbytes, reason)
 
@@ -181,8 +174,8 @@ class ChunkOffloadHandler:
         if group is None or group.unsettled is None:
             return
         self._saved, group.unsettled = [], None
-        transfers, blocks, stream = self.transfers, self._blocks, self._saves_on
-        references, recipes, rules = group.references, self._recipes, self.rules
+        transfers, blocks, stream = self.transfers, self.blocks, self._saves_on
+        references, recipes, rules = group.references, self.recipes, self.rules
         least_bytes, least_elements = rules.min_tensor_bytes, rules.min_tensor_elements
         owns, (staying, everywhere), forms = transfers.backend.owns, self.marks.staying(), FORMS
         for saved_reference in saved:
@@ -199,15 +192,15 @@ class ChunkOffloadHandler:
             if form.is_special and not has_own_bytes(alias):
                 continue
             if form.num_bytes < least_bytes or form.num_elements < least_elements:
-                if storage_key not in self._counted_keys and self._find_block(storage_key) is None:
+                if storage_key not in self._counted_keys and self.find_block(storage_key) is None:
                     self._counted_keys.add(storage_key)  # else it was counted, or moves
                     by_name = transfers.stats.by_name[record.group_name]
                     by_name.keep(form.num_bytes, _TOO_SMALL)
                 continue
             record.form = form
             if not record.is_detached:
-                if not alias.requires_grad and (recipe := self._recipe_of(storage_key)) is not None:
-                    recipe.refuse_without_graph()
+                if recipes is not None and not alias.requires_grad:
+                    recipes.refuse_without_graph(storage_key)
                 alias = record.detach()
             found = blocks.get(storage_key)
             block = None if found is None else found()
@@ -239,118 +232,16 @@ class ChunkOffloadHandler:
             )
             blocks[storage_key] = reference = weakref.ref(block)
             references.append(reference)
-            if recipes:
-                block.recipe = recipes.pop(storage_key, None)
-
-    def add_recipe(
-        self,
-        output: torch.Tensor,
-        function: Callable[..., Any],
-        inputs: Sequence[Any],
-        unit: str,
-        reads: Sequence[torch.Tensor] = (),
-        *,
-        random_states: RandomStates | None = None,
-        keeps_grad: bool = False,
-        refusal: str = "",
-    ) -> None:
-        """Note how a tensor was made: whoever saves it need not keep its bytes.
-
-        What the function ``reads`` besides its inputs, such as parameters, must be as it was: a
-        change before the backward raises `InPlaceModificationError`. The others are as in
-        `FunctionRecipe`.
-        """
-        is_plain = type(output) is torch.Tensor and self.transfers.backend.owns(output)
-        if not is_plain or self.is_small(output) or is_functorch_wrapped_tensor(output):
-            return
-        if output.is_inference():  # nothing saves that
-            return
-        base = output._base
-        self._made[id(output if base is None else base)] = 0 if base is None else id(output.grad_fn)
-        key = output.untyped_storage()._cdata
-        depth = 1
-        parts: list[Any] = []
-        constants = list(reads)
-        known: dict[int, Any] = {}
-        for given in inputs:
-            if id(given) in known:  # it is one for the function too
-                parts.append(known[id(given)])
-                continue
-            part = given
-            is_tensor = isinstance(given, torch.Tensor)
-            if is_tensor and given.is_inference():
-                part, refusal = None, "an input is of inference mode"  # which counts no versions
-            elif is_tensor and is_parameter(given):
-                part = given if has_modes() else lasting(given)
-                constants.append(part)
-            elif type(given) is torch.Tensor and (given.is_conj() or given.is_neg()):
-                part, refusal = None, "an input is conjugated or negated lazily"  # no form says it
-            elif is_tensor:
-                part, made = self._input_of(given, unit)
-                if part is None:
-                    part = given if has_modes() else lasting(given)
-                    part = part.detach()  # to hold a graph from one of its records is a cycle
-                    constants.append(part)
-                    part = part.requires_grad_(given.requires_grad)
-                    if is_wrapper(given):
-                        refusal = "an input is made of several tensors"
-                elif part.storage_key == key:
-                    refusal = "it is a view of an input"
-                if made is not None and made.depth >= depth:
-                    depth = made.depth + 1
-            parts.append(part)
-            if isinstance(given, torch.Tensor):
-                known[id(given)] = part
-        what = function, parts, constants, output, unit, random_states, depth, refusal
-        recipe = FunctionRecipe(*what, keeps_grad=keeps_grad)
-        block = self._find_block(key)
-        if block is None:
-            self._recipes[key] = recipe
-        elif block.is_before_copy:
-            block.recipe = recipe
-
-    def _input_of(self, tensor: torch.Tensor, unit: str) -> tuple[Input | None, Recipe | None]:
-        """Return a tensor as a recipe's input, with how it was made itself; None: it stays."""
-        block = recipe = None
-        if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
-            key = tensor.untyped_storage()._cdata
-            base = tensor._base
-            if base is not None and id(base) in self._made:
-                self._refuse_what_is_written(tensor, base)
-            block = self._find_block(key)
-            if block is None:
-                self._blocks.pop(key, None)  # nor will one of another storage be found under it
-                recipe = self._recipes.get(key)
-                if recipe is not None and recipe.version != tensor._version:
-                    recipe = None  # what it has made was changed in place since
-        if block is None and recipe is None and not self.may_move(tensor):
-            return None, None
-        part = Input(tensor, unit, self._blocks, recipe)
-        self.transfers.sources.empty(part.alias)
-        return part, recipe if block is None else block.recipe
-
-    def _refuse_what_is_written(self, view: torch.Tensor, base: torch.Tensor) -> None:
-        """Use no recipe for what a view shows, if a kernel may have written there since."""
-        if not may_be_written(view, base, self._made[id(base)]):
-            return
-        recipe = self._recipe_of(view.untyped_storage()._cdata)
-        if recipe is not None:
-            recipe.refuse("an autograd function has handed it on, and may have written to it")
-
-    def _recipe_of(self, storage_key: int) -> Recipe | None:
-        """Return how what a storage holds was made, where that was noted and is not in use yet."""
-        block = self._find_block(storage_key)
-        if block is not None and block.recipe is not None and not block.released:
-            return block.recipe
-        return self._recipes.get(storage_key)
+            if recipes is not None:
+                block.recipe = recipes.take(storage_key)
 
     def is_small(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of the backend's device is too small to move."""
         rules = self.rules
         return tensor.nbytes < rules.min_tensor_bytes or tensor.numel() < rules.min_tensor_elements
 
-    def _find_block(self, storage_key: int) -> Block | None:
+    def find_block(self, storage_key: int) -> Block | None:
         """Return the live block of a storage of this chunk that has not gone since."""
-        reference = self._blocks.get(storage_key)
+        reference = self.blocks.get(storage_key)
         block = reference() if reference is not None else None
         return block if block is not None and block.storage_key == storage_key else None

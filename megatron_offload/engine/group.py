@@ -310,17 +310,27 @@ class Recipe(Protocol):
     def bind(self, block: Block) -> str:
         """Keep what they are made from; return why the block can't be dropped, or nothing."""
 
-    def refuse(self, because: str) -> None:
-        """Make nothing with this."""
-
-    def refuse_without_graph(self) -> None:
-        """Make nothing with this, if what it made had a graph; it was saved without."""
-
     def needs(self) -> set[GroupKey]:
         """Return the groups whose bytes have to be on the device before `run`."""
 
     def run(self) -> torch.Tensor:
         """Make the tensor again, at the beginning of a storage of its own."""
+
+
+class Recipes(Protocol):
+    """How what a chunk's forward has made, and nobody has saved yet, is recomputed."""
+
+    def take(self, storage_key: int) -> Recipe | None:
+        """Return the recipe of what a storage holds, which has a block from here on."""
+
+    def refuse_without_graph(self, storage_key: int) -> None:
+        """Know that what a storage holds was saved without a graph."""
+
+    def refuse_what_is_written(self, view: torch.Tensor, base: torch.Tensor) -> None:
+        """Use no recipe for what a saved view shows, if a kernel may have written there since."""
+
+    def forget(self) -> None:
+        """Let go of what was made and not saved: the forward is over."""
 
 
 @dataclass(slots=True)

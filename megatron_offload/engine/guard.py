@@ -23,9 +23,9 @@ from collections.abc import Callable
 from threading import RLock
 from typing import Any, TypeVar, cast
 
-from megatron_offload.engine.call_state import apart, has_modes
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.host_clock import HostClock
+from megatron_offload.engine.modes import apart, has_modes
 from megatron_offload.errors import OffloadError, StateError
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 
@@ -36,8 +36,6 @@ from megatron_offload.engine.hooks import (
 from megatron_offload.engine.learning import Learner, read_policy
 from megatron_offload.engine.marks import Marks
 from megatron_offload.engine.observer import Observer
-from megatron_offload.engine.random_states import RandomStates
-from megatron_offload.engine.recipe import taken_apart
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.step import Step
@@ -47,8 +45,6 @@ from megatron_offload.errors import StateError
 from megatron_offload.memory.host_pool import HostPool
 from megatron_offload.memory.tensor_pool import TensorPool
 from megatron_offload.planning.plan import OffloadPlan
-
-T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 
@@ -124,6 +120,9 @@ class PipelineOffloadManager:
 
     at_first_use: Callable[[PipelineOffloadManager], None] | None = None
     """Is called with that one once it is made."""
+
+    at_chunk: ClassVar[list[Callable[[], None]]] = []
+    """Are called when a chunk begins: whose outputs are known may be imported at any time."""
 
     @classmethod
     def get_instance(cls) -> PipelineOffloadManager:
@@ -249,6 +248,8 @@ class PipelineOffloadManager:
         config = self.config
         if config.enabled:
             look_inside()
+            for prepare in self.at_chunk:
+                prepare()
             self.learner.follow(pp_rank, fraction, delta_bytes_across_pp_ranks)
         smallest = config.smallest_tensor
         is_set = {"min_tensor_bytes", "min_tensor_elements"} & config.model_fields_set
@@ -579,63 +580,8 @@ class PipelineOffloadManager:
 
     # Boundaries
 
-    @graph_break
-    def recomputable(
-        self,
-        function: Callable[..., T],
-        *inputs: Any,
-        unit: str = "by_hand",
-        preserve_rng_state: bool = True,
-    ) -> T:
-        """Call a cheap function, and let backward make its output again from its inputs.
-
-        Where autograd saves the output in a group, its memory is dropped at the group's commit, and
-        neither kept nor copied. Whatever is saved of the inputs is; in backward the function is
-        called with the same bytes, under the same autocast, grad mode and switches of torch. Where
-        no group is recorded, or a mode of dispatch or of functions is entered, it is just called.
-
-        Args:
-            function: returns one tensor, in memory of its own, and does nothing else: it neither
-                communicates nor writes to anything, and takes no activation but its inputs.
-            *inputs: its arguments. Of the tensors those that can move are kept only if autograd
-                saves them in a group too: if it doesn't, the output is kept or moved as ever.
-            unit: the name under which it is counted, configured and planned.
-            preserve_rng_state: put back the random state of now when it is called again. Not needed
-                where the function draws nothing.
-
-        Returns:
-            What the function returns.
-        """
-        chunk = self._chunk_of_recipes()
-        if chunk is None or (preserve_rng_state and self.backend.is_capturing()):
-            return function(*inputs)  # a capture can't read the random state
-        again, parts = taken_apart(function, inputs)
-        devices = (one.device.type for one in parts if isinstance(one, torch.Tensor))
-        states = RandomStates(devices) if preserve_rng_state else None
-        output = function(*inputs)
-        if isinstance(output, torch.Tensor):
-            how: dict[str, Any] = {"random_states": states, "keeps_grad": True}
-            chunk.add_recipe(output, again, parts, unit, **how)
-        return output
-
-    @graph_break
-    def made_by(
-        self,
-        output: torch.Tensor,
-        function: Callable[..., torch.Tensor],
-        *inputs: Any,
-        unit: str,
-        **how: Any,
-    ) -> None:
-        """Let backward make an output again that ``function(*inputs)`` has made.
-
-        See `recomputable`; ``how`` are arguments of `ChunkOffloadHandler.add_recipe`.
-        """
-        chunk = self._chunk_of_recipes()
-        if chunk is not None:
-            chunk.add_recipe(output, function, inputs, unit, **how)
-
-    def _chunk_of_recipes(self) -> ChunkOffloadHandler | None:
+    def recorded_chunk(self) -> ChunkOffloadHandler | None:
+        """Return the chunk whose forward runs, where it matters how its tensors are made."""
         is_recorded = self._chunk is not None and self.do_offload and self.notes_recipes
         return self._chunk if is_recorded and is_recording(needs_grad=False) else None
 

@@ -9,9 +9,9 @@ import weakref
 
 import torch
 
-from megatron_offload.engine.call_state import apart, has_modes
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import ALIGNMENT_BYTES, Block, count_together
+from megatron_offload.engine.modes import apart, has_modes
 from megatron_offload.errors import InPlaceModificationError
 from megatron_offload.memory.host_pool import Part
 

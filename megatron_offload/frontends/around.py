@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from torch.autograd.graph import saved_tensors_hooks
 
+import megatron_offload.recompute.transformer_engine  # noqa: F401 - for its effect
 from megatron_offload.config import OffloadConfig, recompute_patterns
 from megatron_offload.engine.automatic import AutomaticGroups, unpack
 from megatron_offload.engine.manager import PipelineOffloadManager

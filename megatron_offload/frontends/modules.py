@@ -17,15 +17,15 @@ from megatron_offload.config import EXTRA_MODULES, MEGATRON_MODULES
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.exchanges import Call, Exchanges
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.errors import ConfigError, did_you_mean
-from megatron_offload.frontends.around import engine_of, refuse_unserved
-from megatron_offload.frontends.recompute import (
+from megatron_offload.engine.module_hooks import (
     ModuleHook,
-    adopt_model,
     expression_of,
     hooks_of,
     named_modules,
 )
+from megatron_offload.errors import ConfigError, did_you_mean
+from megatron_offload.frontends.around import engine_of, refuse_unserved
+from megatron_offload.recompute.modules import adopt_model
 
 _logger = logging.getLogger(__name__)
 

@@ -23,12 +23,14 @@ from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.hooks import others_hooks, put_on, take_off
 from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.engine.module_hooks import ModuleHook, hooks_of
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import ConfigError
 from megatron_offload.frontends.around import AroundForwards, followed
-from megatron_offload.frontends.recompute import ModuleHook, adopt_model, hooks_of, manager_in_force
 from megatron_offload.memory.host_pool import HostPool
+from megatron_offload.recompute.modules import adopt_model
+from megatron_offload.recompute.recipes import manager_in_force
 
 _HEADS = ("output", "lm_head", "output_layer", "embed_out", "score", "classifier", "head")
 """What libraries call the layer that makes logits: torchtune; Hugging Face and litgpt; Megatron;

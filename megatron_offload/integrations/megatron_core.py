@@ -31,11 +31,12 @@ from megatron_offload.engine.exchanges import Call, Exchanges
 from megatron_offload.engine.group import SOURCES
 from megatron_offload.engine.learning import tell_pipeline_rank
 from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.engine.module_hooks import named_modules
 from megatron_offload.errors import ConfigError, IntegrationError
 from megatron_offload.frontends.around import refuse_unserved
 from megatron_offload.frontends.modules import ModuleOffload, offload_modules
-from megatron_offload.frontends.recompute import named_modules, recompute_modules
 from megatron_offload.integrations.megatron_recompute import stand_ins, wrap_methods
+from megatron_offload.recompute.modules import recompute_modules
 
 _MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 _PREPARE = "preprocess_for_fine_grained_offloading"

@@ -19,7 +19,7 @@ from megatron_offload.config import LAYER_INPUT
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.exchanges import Call, Exchanges, around
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.frontends.recompute import tell
+from megatron_offload.recompute.recipes import add_recipe
 
 _FUSED = {
     "fusions.fused_bias_gelu": ("bias_gelu_impl",),
@@ -86,7 +86,8 @@ def _module(name: str) -> Any:
 
 def _telling(theirs: Call, *args: Any, **kwargs: Any) -> Any:
     output = theirs(*args, **kwargs)
-    tell(_manager(), output, theirs, args, kwargs, "mlp_act")
+    if "mlp_act" in _manager().recompute:
+        add_recipe(_manager(), output, theirs, args, kwargs, unit="mlp_act")
     return output
 
 

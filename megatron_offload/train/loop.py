@@ -23,8 +23,8 @@ from megatron_offload.core.policy_config import SolvedConfig
 from megatron_offload.core.profile import RunShape
 from megatron_offload.core.trace import write_traces
 from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.engine.module_hooks import expression_of, named_modules
 from megatron_offload.errors import ConfigError, did_you_mean
-from megatron_offload.frontends.recompute import expression_of, named_modules
 from megatron_offload.integrations import megatron_core
 from megatron_offload.machine.examine import found_versions
 from megatron_offload.machine.job_ranks import gather, rank_in

@@ -27,6 +27,7 @@ from megatron_offload.observe.recorder import profile_step
 from megatron_offload.planning.files import save_plan
 from megatron_offload.planning.plan import OffloadPlan, RankPlan, UnitChoice
 from megatron_offload.planning.policy import plan_by_rule
+from megatron_offload.recompute.recipes import recomputable
 
 ORDER = one_forward_one_backward(4, depth=3)
 
@@ -220,8 +221,10 @@ def remaking_step(manager):
             x = torch.linspace(0, 1, 8 * KIB).requires_grad_() * 1.0
 
             def body(x):
-                y = manager.recomputable(torch.sin, x, unit="norm")
-                return (y * y * x).exp() * manager.recomputable(torch.cos, x, unit="act") * x
+                y = recomputable(torch.sin, x, unit="norm", manager=manager)
+                return (
+                    (y * y * x).exp() * recomputable(torch.cos, x, unit="act", manager=manager) * x
+                )
 
             loss = loss + in_group(manager, body, x, f"stage {vp_stage}").sum()
         loss.backward()

@@ -18,6 +18,7 @@ from programs import (
 
 from megatron_offload.backends.base import Wait
 from megatron_offload.engine.observer import Observer
+from megatron_offload.recompute.recipes import recomputable
 
 ORDER = one_forward_one_backward(2, depth=1)
 EVENTS = [name for name, _ in inspect.getmembers(Observer, inspect.isfunction)]
@@ -70,7 +71,7 @@ def test_what_is_made_again_is_told_in_its_place():
     manager, noting = make_manager(max_inflight_bytes=0, prefetch_bytes=0), Noting()
 
     def run(x):
-        return manager.recomputable(torch.cos, x.exp()).sin()
+        return recomputable(torch.cos, x.exp(), manager=manager).sin()
 
     with manager.observed_by(noting), manager.step():
         manager.begin_chunk()

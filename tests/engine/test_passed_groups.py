@@ -29,9 +29,9 @@ from torch import nn
 
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.boundary import start_group
-from megatron_offload.engine.chunk import ChunkOffloadHandler as Chunk
 from megatron_offload.frontends.whole_model import OffloadActivations
 from megatron_offload.planning.plan import plan_of, rank_plan
+from megatron_offload.recompute.recipes import Recipes
 
 ORDER = one_forward_one_backward(4, depth=2)
 LIMITS = {"max_inflight_bytes": 4 * KIB, "prefetch_bytes": 4 * KIB}
@@ -206,7 +206,7 @@ def test_where_nothing_is_made_again_nobody_notes_how_it_was_made(monkeypatch):
     for _ in range(3):
         run_step(model, manager, ORDER)
     profile, noted = manager.last_profile, []
-    monkeypatch.setattr(Chunk, "add_recipe", lambda *args, **_: noted.append(args))
+    monkeypatch.setattr(Recipes, "add", lambda *args, **_: noted.append(args))
     run_step(model, manager, ORDER)
     assert noted
     kept = dict.fromkeys((group.key for group in profile.groups[3:]), "as planned")

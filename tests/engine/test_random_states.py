@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from megatron_offload.engine.random_states import RandomStates
+from megatron_offload.recompute.random_states import RandomStates
 
 
 class Tracker:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from megatron_offload.errors import CorruptionError, InPlaceModificationError, StateError
+from megatron_offload.recompute.recipes import add_recipe, recomputable
 
 ROWS, WIDTH = 16, 32
 TENSOR_BYTES = ROWS * WIDTH * 4
@@ -44,7 +45,11 @@ def rows():
 
 
 def make(manager, function, *inputs, **options):
-    return manager.recomputable(function, *inputs, **options) if manager else function(*inputs)
+    return (
+        recomputable(function, *inputs, **options, manager=manager)
+        if manager
+        else function(*inputs)
+    )
 
 
 def run(manager, forward, *, backward=torch.Tensor.backward):
@@ -144,9 +149,9 @@ def test_checking_mode_names_a_wrong_recipe(wrong):
     def forward(manager, x):
         y = F.dropout(F.layer_norm(save(x, x), (WIDTH,), eps=1e-5), 0.3)
         if manager and wrong == "eps":
-            manager.made_by(y, lambda x: F.layer_norm(x, (WIDTH,), eps=1e-6), x, unit="norm")
+            add_recipe(manager, y, lambda x: F.layer_norm(x, (WIDTH,), eps=1e-6), [x], unit="norm")
         elif manager:
-            manager.made_by(y, dropout_of_norm, x, unit="norm")
+            add_recipe(manager, y, dropout_of_norm, [x], unit="norm")
         return save(y, y)
 
     with pytest.raises(CorruptionError, match=r"was made again \('norm'\) with other bits"):
@@ -157,7 +162,7 @@ def test_another_kind_of_tensor_is_refused():
     @one_group
     def forward(manager, x):
         y = F.gelu(save(x, x))
-        manager.made_by(y, lambda x: x.double(), x, unit="act")
+        add_recipe(manager, y, lambda x: x.double(), [x], unit="act")
         return save(y, y)
 
     with pytest.raises(CorruptionError, match=r"float64.*float32"):
@@ -272,9 +277,10 @@ def test_what_is_changed_after_the_commit_is_noticed(what, max_inflight_bytes):
     def inner(x):
         tensors["input"] = torch.full((ROWS, WIDTH), 0.5)
         y = F.layer_norm(tensors["input"], (WIDTH,), None, tensors["parameter"]).detach()
-        manager.made_by(
+        add_recipe(
+            manager,
             *(y, lambda x: F.layer_norm(x, (WIDTH,), None, tensors["parameter"])),
-            tensors["input"],
+            [tensors["input"]],
             unit="norm",
             reads=[tensors["parameter"]],
         )
@@ -760,7 +766,7 @@ def test_a_parameter_without_memory_is_named():
 
     def inner(x):
         y = scale(x.detach(), weight.detach())
-        manager.made_by(y, scale, x.detach(), weight, unit="scale")
+        add_recipe(manager, y, scale, [x.detach(), weight], unit="scale")
         return save(save(x, x), y)
 
     y = in_group(manager, inner, rows() * 1.0)

@@ -22,6 +22,7 @@ from programs import (
 
 from megatron_offload.backends.base import Wait
 from megatron_offload.engine.boundary import commit_group, start_group
+from megatron_offload.recompute.recipes import recomputable
 
 ORDER = one_forward_one_backward(6, depth=3)
 SETTINGS = [
@@ -167,7 +168,7 @@ def test_what_is_made_again_may_read_what_stays_of_another_stream(monkeypatch):
     y = start_group(manager, x, "g")
     with manager:
         y = y * torch.ones(512)  # saves the ones, and y by the next
-        z = manager.recomputable(torch.cos, y)
+        z = recomputable(torch.cos, y, manager=manager)
         out = Times.apply(Times.apply(x, y), z)
     commit_group(manager, out, "g")
     place = y.data_ptr()
@@ -195,7 +196,7 @@ def test_what_leaves_is_known_to_be_read_where_it_was_saved(monkeypatch, recompu
     with backend.computing_on(backend.side_stream):
         start_group(manager, x, "g")
         with manager:
-            made = manager.recomputable(torch.cos, saved) if recomputes else saved
+            made = recomputable(torch.cos, saved, manager=manager) if recomputes else saved
             places += [made.data_ptr()] * recomputes
             out = Times.apply(Times.apply(x, saved), made)
     commit_group(manager, out, "g")

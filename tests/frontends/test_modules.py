@@ -9,9 +9,9 @@ from programs import KIB, TWO_TIMINGS, assert_nothing_left, assert_same, make_ma
 from torch import nn
 
 from megatron_offload.engine.learning import tell_pipeline_rank
+from megatron_offload.engine.module_hooks import expression_of
 from megatron_offload.errors import ConfigError
 from megatron_offload.frontends.modules import offload_modules
-from megatron_offload.frontends.recompute import expression_of
 
 
 class Attention(nn.Module):

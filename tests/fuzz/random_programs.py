@@ -19,7 +19,7 @@ from traps import InjectedError, RaiseInBackward, broken_backend
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.frontends.recompute import recomputable
+from megatron_offload.recompute.recipes import recomputable
 
 ROWS, WIDTH = 8, 24
 

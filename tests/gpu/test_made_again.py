@@ -9,6 +9,7 @@ from programs import assert_nothing_left, assert_same
 from test_cuda import MIB, Layer, make_inputs, make_manager, make_model, run_step
 
 from megatron_offload.engine.boundary import commit_group, start_group
+from megatron_offload.recompute.recipes import recomputable
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
@@ -24,7 +25,9 @@ class Remade(Layer):
             return F.dropout(F.gelu(hidden), 0.1)
 
         def make(function, argument):
-            return manager.recomputable(function, argument) if manager else function(argument)
+            return (
+                recomputable(function, argument, manager=manager) if manager else function(argument)
+            )
 
         y = start_group(manager, x, "norm") if manager else x
         with manager or torch.enable_grad():

@@ -13,6 +13,7 @@ from programs import Times, assert_nothing_left, assert_same, one_forward_one_ba
 from test_cuda import MIB, make_inputs, make_manager, make_model
 
 from megatron_offload.engine.boundary import commit_group, start_group
+from megatron_offload.recompute.recipes import recomputable
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
@@ -86,7 +87,9 @@ def test_what_another_stream_allocated_is_not_its_own_again_too_soon(monkeypatch
             start_group(manager, x, "g")
             torch.cuda._sleep(LATE_CYCLES)
             with manager:
-                made = manager.recomputable(torch.neg, received) if recomputes else received
+                made = (
+                    recomputable(torch.neg, received, manager=manager) if recomputes else received
+                )
                 y = Times.apply(Times.apply(x, received), made)
             del received, made
             commit_group(manager, y, "g")

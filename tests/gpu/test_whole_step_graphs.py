@@ -9,6 +9,7 @@ import torch
 from test_cuda import MIB, Layer, make_inputs, make_manager, make_model
 
 from megatron_offload.engine.boundary import commit_group, start_group
+from megatron_offload.recompute.recipes import recomputable
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
@@ -22,7 +23,7 @@ class Remade(Layer):
         def make(function, argument):
             if manager is None:
                 return function(argument)
-            return manager.recomputable(function, argument, preserve_rng_state=False)
+            return recomputable(function, argument, preserve_rng_state=False, manager=manager)
 
         y = start_group(manager, x, "mlp") if manager else x
         with manager or torch.enable_grad():

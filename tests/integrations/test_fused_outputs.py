@@ -18,9 +18,9 @@ from programs import (
     make_manager,
 )
 
-from megatron_offload.engine import transformer_engine
 from megatron_offload.errors import CorruptionError
 from megatron_offload.frontends.whole_model import get_act_offloading_ctx_manager
+from megatron_offload.recompute import transformer_engine
 
 UNITS = ("norm", "mlp_act")
 ROWS, WIDTH = 16, 32
@@ -74,7 +74,7 @@ def module(monkeypatch):
     """The module of TransformerEngine's that has this function, with the names that it calls."""
     transformer_engine.uninstall()
     found = None
-    for name in transformer_engine._MODULES:
+    for name in transformer_engine._FUSED:
         found = types.ModuleType(name)
         found.apply_normalization = normalize
         monkeypatch.setitem(sys.modules, name, found)

@@ -46,6 +46,7 @@ from megatron_offload.planning.profiled_job import (
 )
 from megatron_offload.planning.schedule import PassKind, make_schedule
 from megatron_offload.planning.simulate import simulate
+from megatron_offload.recompute.recipes import recomputable
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
 
@@ -312,7 +313,9 @@ def test_what_is_made_again_counts_as_gone_in_a_step_that_makes_it_again():
                 x = start_group(manager, x, "a")
                 with manager:
                     base = torch.ones(250)
-                    x = Times.apply(Times.apply(x, base), manager.recomputable(torch.neg, base))
+                    x = Times.apply(
+                        Times.apply(x, base), recomputable(torch.neg, base, manager=manager)
+                    )
                     del base
                 x = commit_group(manager, x, "a")
             x.sum().backward()

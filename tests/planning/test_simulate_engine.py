@@ -26,6 +26,7 @@ from megatron_offload.planning.job import GroupWork, Job, RankSettings, StageWor
 from megatron_offload.planning.replay import RankWork
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule
 from megatron_offload.planning.simulate import RELEASE, RELOAD, simulate
+from megatron_offload.recompute.recipes import add_recipe
 
 KIB = 1024
 NUM_STEPS = 6
@@ -53,7 +54,9 @@ class Work(torch.autograd.Function):
             ctx.is_back = False
             made = make()
             ctx.is_back = True
-            manager.made_by(made, make, *(own[distance] for distance in unit.parents), unit=unit[0])
+            add_recipe(
+                manager, made, make, [own[distance] for distance in unit.parents], unit=unit[0]
+            )
             saved.append(made)
         ctx.save_for_backward(*saved)
         ctx.backend, ctx.work = backend, work

@@ -1,7 +1,7 @@
 """What a call runs under besides its arguments, so that it can run again under the same.
 
 Grad mode, autocast, modes of dispatch and of functions, and torch's own switches, by which kernels
-are chosen. Random states are in `megatron_offload.engine.random_states`.
+are chosen. Random states are in `megatron_offload.recompute.random_states`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from torch._C._autograd import (
     _pop_saved_tensors_default_hooks,
     _push_saved_tensors_default_hooks,
 )
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import _pop_mode, _push_mode
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _disable_current_modes
+
+from megatron_offload.engine.modes import device_context, leave_modes
 
 MODES = "a mode of dispatch or of functions was entered, which may change what it computes"
 """Why what ran where `has_modes` can't run again."""
@@ -75,42 +74,6 @@ _SWITCHES = tuple(_switches())
 _GETTERS = tuple(read for read, _ in _SWITCHES)
 
 
-def _device_context() -> DeviceContext | None:
-    """Return the mode behind ``torch.set_default_device``, which lies below all others."""
-    mode = torch._C._get_function_stack_at(0) if torch._C._len_torch_function_stack() else None
-    return mode if isinstance(mode, DeviceContext) else None
-
-
-def is_traced() -> bool:
-    """Whether what runs is traced into a graph, of which the engine's own work is no part."""
-    return torch._C._len_torch_dispatch_stack() > 0 and get_proxy_mode() is not None
-
-
-def has_modes() -> bool:
-    """Whether a mode is entered that may change what a function computes, and how."""
-    if is_traced():
-        return False  # all of it belongs to the graph
-    num_functions = torch._C._len_torch_function_stack()
-    if num_functions and _device_context() is not None:
-        num_functions -= 1
-    return bool(num_functions or torch._C._len_torch_dispatch_stack())
-
-
-def leave_modes(undo: ExitStack) -> None:
-    """Leave all modes that are entered, until ``undo`` enters them again."""
-    if torch._C._len_torch_dispatch_stack():
-        undo.enter_context(_disable_current_modes())
-    for _ in range(torch._C._len_torch_function_stack()):
-        undo.callback(_push_mode, _pop_mode())
-
-
-def apart(function: Callable[..., Any], *args: Any) -> Any:
-    """Call what a mode of the program must not see, as it is no part of that."""
-    with ExitStack() as undo:
-        leave_modes(undo)
-        return function(*args)
-
-
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     """Keep what is saved out of the hooks around; a pack and unpack hook."""
     return tensor
@@ -129,7 +92,7 @@ class CallState:
     def __init__(self, *, keeps_grad: bool) -> None:
         self._values = [read() for read in _GETTERS]
         self._has_grad = keeps_grad and torch.is_grad_enabled()
-        self._device_context = _device_context()
+        self._device_context = device_context()
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function under this state; afterwards all is as it was before."""

@@ -8,15 +8,12 @@ names the module. Hooks leave copies of modules alone.
 from __future__ import annotations
 
 import logging
-import re
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import MethodType
-from typing import Any, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,16 +25,20 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.config import recompute_patterns
 from megatron_offload.core.profile import kind_of
-from megatron_offload.engine.automatic import AutomaticGroups
-from megatron_offload.engine.call_state import MODES, has_modes
 from megatron_offload.engine.exchanges import Call
-from megatron_offload.engine.graph_break import graph_break
-from megatron_offload.engine.hooks import owner_of_hooks
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.random_states import RandomStates, are_captured
-from megatron_offload.engine.recipe import lasting, taken_apart
-
-T = TypeVar("T")
+from megatron_offload.engine.modes import has_modes
+from megatron_offload.engine.module_hooks import (
+    EagerHook,
+    ModuleHook,
+    expression_of,
+    hooks_of,
+    named_modules,
+)
+from megatron_offload.recompute.call_state import MODES
+from megatron_offload.recompute.random_states import RandomStates, are_captured
+from megatron_offload.recompute.recipe import lasting
+from megatron_offload.recompute.recipes import add_recipe
 
 _logger = logging.getLogger(__name__)
 
@@ -75,71 +76,6 @@ def unit_of(path: str, module: nn.Module) -> str | None:
     if unit == "mlp_fc1":
         return f"{unit}:{path}" if _is_plain_fc1(path, module) else None
     return unit
-
-
-_GLOBS = {".**": r"(?:\.[^.]+)*", "**.": r"(?:[^.]+\.)*", "**": ".*", "*": "[^.]*", "?": "[^.]"}
-"""What stands for something else in a pattern over dotted names."""
-
-
-class ModuleHook:
-    """A forward hook of one module; its copies, and what is loaded from a file, do nothing."""
-
-    __slots__ = ("_hook",)
-
-    def __init__(self, hook: Callable[..., object]) -> None:
-        self._hook = hook
-
-    @graph_break
-    def __call__(self, *args: Any) -> None:
-        """Run the hook."""
-        self._hook(*args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A call that takes anything, does nothing and returns None, and that every Python has.
-        return getattr, (nullcontext(), "__exit__")
-
-
-class EagerHook(ModuleHook):
-    """A hook that does nothing inside a compiled graph, and doesn't end it."""
-
-    __slots__ = ()
-
-    def __call__(self, *args: Any) -> None:
-        """Run the hook."""
-        if not torch.compiler.is_compiling():
-            self._hook(*args)
-
-
-_owned: WeakKeyDictionary[nn.Module, dict[Hashable, list[RemovableHandle]]] = WeakKeyDictionary()
-
-
-def hooks_of(owner: Hashable, module: nn.Module) -> list[RemovableHandle]:
-    """Return the list for an owner's hooks on a module; those of an earlier call are taken off."""
-    handles = _owned.setdefault(getattr(module, "_orig_mod", module), {}).setdefault(owner, [])
-    while handles:
-        handle = handles.pop()
-        handle.remove()
-        handle.id = -1  # whoever holds it too takes nothing off later that has its number
-    return handles
-
-
-def named_modules(chunk: nn.Module) -> dict[str, nn.Module]:
-    """Return all modules by their dotted names, to which ``torch.compile`` adds no part.
-
-    Of a module that it has wrapped this is the wrapper: its hooks run outside the graph.
-    """
-    modules: dict[str, nn.Module] = {}
-    for path, module in chunk.named_modules():
-        modules.setdefault(".".join(p for p in path.split(".") if p != "_orig_mod"), module)
-    return modules
-
-
-def expression_of(pattern: str) -> re.Pattern[str]:
-    """Return a pattern over dotted names as a regular expression."""
-    regex = re.escape(pattern)
-    for glob, meaning in _GLOBS.items():
-        regex = regex.replace(re.escape(glob), meaning)
-    return re.compile(regex)
 
 
 def adopt_model(
@@ -235,8 +171,9 @@ class _Source:
 
     def _manager(self) -> PipelineOffloadManager | None:
         manager = self.find_manager()
-        wants = manager is not None and manager.records() and manager.may_make_again(self.unit)
-        return manager if wants else None
+        if manager is None or kind_of(self.unit) not in manager.recompute:
+            return None
+        return manager if manager.records() and manager.may_make_again(self.unit) else None
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note what a forward begins with, and may change."""
@@ -283,13 +220,13 @@ class _Source:
             refusal = refusal or "its module changes its buffers, or in place what it is given"
         if states is not None and states.are_current():
             states = None
-        tell(
+        add_recipe(
             manager,
             made,
             partial(_call_twin, begun.twin, type(module).forward, not is_one),
             args,
             kwargs,
-            self.unit,
+            unit=self.unit,
             reads=begun.reads,
             random_states=states,
             keeps_grad=not self._is_known,
@@ -418,52 +355,3 @@ def _call_twin(
 ) -> Any:
     result = forward(twin, *args, **kwargs)
     return result[0] if picks_first else result
-
-
-def tell(
-    manager: PipelineOffloadManager,
-    output: Any,
-    function: Call,
-    args: Any,
-    kwargs: Any,
-    unit: str,
-    **how: Any,
-) -> None:
-    """Tell a manager how an output was made, if it is one plain tensor and grad is on.
-
-    Arguments that hold tensors are taken apart; ``how`` is as in `PipelineOffloadManager.made_by`.
-    """
-    if type(output) is not torch.Tensor or not torch.is_grad_enabled():
-        return
-    if kind_of(unit) not in manager.recompute:
-        return
-    function, args = taken_apart(function, args, kwargs)
-    manager.made_by(output, function, *args, unit=unit, **how)
-
-
-@graph_break
-def recomputable(function: Callable[..., T], *inputs: Any, preserve_rng_state: bool = True) -> T:
-    """Call a cheap function, and let backward make its output again from its inputs.
-
-    Elsewhere than in a group, `OffloadActivations` and the like it is just called. See
-    `PipelineOffloadManager.recomputable`; ``last_step.refused_recipe_bytes`` says which outputs
-    were kept or moved all the same, and why.
-
-    Args:
-        function: returns one tensor, and does nothing else.
-        *inputs: its arguments; activations must be among them, not captured by the function.
-        preserve_rng_state: whether it draws random numbers, which are drawn again as they were.
-
-    Returns:
-        What the function returns.
-    """
-    manager = manager_in_force() or PipelineOffloadManager.instance
-    if manager is None:
-        return function(*inputs)
-    return manager.recomputable(function, *inputs, preserve_rng_state=preserve_rng_state)
-
-
-def manager_in_force() -> PipelineOffloadManager | None:
-    """Return the manager of the context that a forward without marks is in, if any."""
-    owner = owner_of_hooks()
-    return owner.manager if isinstance(owner, AutomaticGroups) else None

@@ -24,14 +24,15 @@ from torch._C._autograd import CreationMeta, _get_creation_meta
 from torch.utils import _pytree as pytree
 
 from megatron_offload.core.profile import GroupKey
-from megatron_offload.engine.call_state import MODES, CallState, has_modes
 from megatron_offload.engine.group import Block, BlockRef
 from megatron_offload.engine.marks import is_parameter
-from megatron_offload.engine.random_states import RandomStates
+from megatron_offload.engine.modes import has_modes
 from megatron_offload.engine.saved_tensor import FORMS, SavedTensor
 from megatron_offload.errors import CorruptionError, StateError
 from megatron_offload.memory.storage_ref import StorageRef
 from megatron_offload.memory.tensor_pool import span_bytes
+from megatron_offload.recompute.call_state import MODES, CallState
+from megatron_offload.recompute.random_states import RandomStates
 
 _KNOWN_FUNCTIONS = ("torch.", "megatron.core.", "transformer_engine.", "megatron_offload.")
 """Where autograd functions come from that write in place only where PyTorch counts it."""

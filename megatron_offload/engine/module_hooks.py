@@ -1,0 +1,79 @@
+"""Hooks of modules, and modules by their dotted names and by patterns over these."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable
+from contextlib import nullcontext
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from megatron_offload.engine.graph_break import graph_break
+
+_GLOBS = {".**": r"(?:\.[^.]+)*", "**.": r"(?:[^.]+\.)*", "**": ".*", "*": "[^.]*", "?": "[^.]"}
+"""What stands for something else in a pattern over dotted names."""
+
+
+class ModuleHook:
+    """A forward hook of one module; its copies, and what is loaded from a file, do nothing."""
+
+    __slots__ = ("_hook",)
+
+    def __init__(self, hook: Callable[..., object]) -> None:
+        self._hook = hook
+
+    @graph_break
+    def __call__(self, *args: Any) -> None:
+        """Run the hook."""
+        self._hook(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A call that takes anything, does nothing and returns None, and that every Python has.
+        return getattr, (nullcontext(), "__exit__")
+
+
+class EagerHook(ModuleHook):
+    """A hook that does nothing inside a compiled graph, and doesn't end it."""
+
+    __slots__ = ()
+
+    def __call__(self, *args: Any) -> None:
+        """Run the hook."""
+        if not torch.compiler.is_compiling():
+            self._hook(*args)
+
+
+_owned: WeakKeyDictionary[nn.Module, dict[Hashable, list[RemovableHandle]]] = WeakKeyDictionary()
+
+
+def hooks_of(owner: Hashable, module: nn.Module) -> list[RemovableHandle]:
+    """Return the list for an owner's hooks on a module; those of an earlier call are taken off."""
+    handles = _owned.setdefault(getattr(module, "_orig_mod", module), {}).setdefault(owner, [])
+    while handles:
+        handle = handles.pop()
+        handle.remove()
+        handle.id = -1  # whoever holds it too takes nothing off later that has its number
+    return handles
+
+
+def named_modules(chunk: nn.Module) -> dict[str, nn.Module]:
+    """Return all modules by their dotted names, to which ``torch.compile`` adds no part.
+
+    Of a module that it has wrapped this is the wrapper: its hooks run outside the graph.
+    """
+    modules: dict[str, nn.Module] = {}
+    for path, module in chunk.named_modules():
+        modules.setdefault(".".join(p for p in path.split(".") if p != "_orig_mod"), module)
+    return modules
+
+
+def expression_of(pattern: str) -> re.Pattern[str]:
+    """Return a pattern over dotted names as a regular expression."""
+    regex = re.escape(pattern)
+    for glob, meaning in _GLOBS.items():
+        regex = regex.replace(re.escape(glob), meaning)
+    return re.compile(regex)

@@ -1,0 +1,1 @@
+"""Recompute: calls whose output is dropped in forward and run again in backward."""

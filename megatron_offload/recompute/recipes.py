@@ -1,0 +1,244 @@
+"""What a chunk's forward has made and nobody has saved yet, and how it is recomputed.
+
+A recipe is noted when an output exists. The block that the output is saved in takes it; what nobody
+saves is forgotten when the forward is over.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+from megatron_offload.engine.automatic import AutomaticGroups
+from megatron_offload.engine.chunk import ChunkOffloadHandler
+from megatron_offload.engine.exchanges import Call
+from megatron_offload.engine.graph_break import graph_break
+from megatron_offload.engine.group import Recipe
+from megatron_offload.engine.hooks import owner_of_hooks
+from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.engine.marks import is_parameter
+from megatron_offload.engine.modes import has_modes
+from megatron_offload.engine.subclasses import is_wrapper
+from megatron_offload.recompute.random_states import RandomStates
+from megatron_offload.recompute.recipe import (
+    FunctionRecipe,
+    Input,
+    lasting,
+    may_be_written,
+    taken_apart,
+)
+
+T = TypeVar("T")
+
+
+class Recipes:
+    """The recipes of one chunk; the engine's side is `megatron_offload.engine.group.Recipes`."""
+
+    def __init__(self, chunk: ChunkOffloadHandler) -> None:
+        self._chunk: ChunkOffloadHandler = weakref.proxy(chunk)
+        self._recipes: dict[int, FunctionRecipe] = {}
+        """By the storage that was made; of those that nobody has saved yet."""
+        self._made: dict[int, int] = {}
+        """By the id of a tensor that had a recipe noted, or of what it is a view of: the id of the
+        node that has made the view."""
+
+    def take(self, storage_key: int) -> Recipe | None:
+        """Return the recipe of what a storage holds, which has a block from here on."""
+        return self._recipes.pop(storage_key, None)
+
+    def refuse_without_graph(self, storage_key: int) -> None:
+        """Know that what a storage holds was saved without a graph."""
+        recipe = self._recipe_of(storage_key)
+        if recipe is not None:
+            recipe.refuse_without_graph()
+
+    def refuse_what_is_written(self, view: torch.Tensor, base: torch.Tensor) -> None:
+        """Use no recipe for what a saved view shows, if a kernel may have written there since."""
+        if id(base) not in self._made or not may_be_written(view, base, self._made[id(base)]):
+            return
+        recipe = self._recipe_of(view.untyped_storage()._cdata)
+        if recipe is not None:
+            recipe.refuse("an autograd function has handed it on, and may have written to it")
+
+    def forget(self) -> None:
+        """Let go of what was made and not saved: the forward is over."""
+        self._recipes.clear()
+        self._made.clear()
+
+    def add(
+        self,
+        output: torch.Tensor,
+        function: Callable[..., Any],
+        inputs: Sequence[Any],
+        unit: str,
+        reads: Sequence[torch.Tensor] = (),
+        *,
+        random_states: RandomStates | None = None,
+        keeps_grad: bool = False,
+        refusal: str = "",
+    ) -> None:
+        """Note how a tensor was made: whoever saves it need not keep its bytes.
+
+        What the function ``reads`` besides its inputs, such as parameters, must be as it was: a
+        change before the backward raises `InPlaceModificationError`. The others are as in
+        `FunctionRecipe`.
+        """
+        chunk = self._chunk
+        is_plain = type(output) is torch.Tensor and chunk.transfers.backend.owns(output)
+        if not is_plain or chunk.is_small(output) or is_functorch_wrapped_tensor(output):
+            return
+        if output.is_inference():  # nothing saves that
+            return
+        base = output._base
+        self._made[id(output if base is None else base)] = 0 if base is None else id(output.grad_fn)
+        key = output.untyped_storage()._cdata
+        depth = 1
+        parts: list[Any] = []
+        constants = list(reads)
+        known: dict[int, Any] = {}
+        for given in inputs:
+            if id(given) in known:  # it is one for the function too
+                parts.append(known[id(given)])
+                continue
+            part = given
+            is_tensor = isinstance(given, torch.Tensor)
+            if is_tensor and given.is_inference():
+                part, refusal = None, "an input is of inference mode"  # which counts no versions
+            elif is_tensor and is_parameter(given):
+                part = given if has_modes() else lasting(given)
+                constants.append(part)
+            elif type(given) is torch.Tensor and (given.is_conj() or given.is_neg()):
+                part, refusal = None, "an input is conjugated or negated lazily"  # no form says it
+            elif is_tensor:
+                part, made = self._input_of(given, unit)
+                if part is None:
+                    part = given if has_modes() else lasting(given)
+                    part = part.detach()  # to hold a graph from one of its records is a cycle
+                    constants.append(part)
+                    part = part.requires_grad_(given.requires_grad)
+                    if is_wrapper(given):
+                        refusal = "an input is made of several tensors"
+                elif part.storage_key == key:
+                    refusal = "it is a view of an input"
+                if made is not None and made.depth >= depth:
+                    depth = made.depth + 1
+            parts.append(part)
+            if isinstance(given, torch.Tensor):
+                known[id(given)] = part
+        what = function, parts, constants, output, unit, random_states, depth, refusal
+        recipe = FunctionRecipe(*what, keeps_grad=keeps_grad)
+        block = chunk.find_block(key)
+        if block is None:
+            self._recipes[key] = recipe
+        elif block.is_before_copy:
+            block.recipe = recipe
+
+    def _input_of(self, tensor: torch.Tensor, unit: str) -> tuple[Input | None, Recipe | None]:
+        """Return a tensor as a recipe's input, with how it was made itself; None: it stays."""
+        chunk, block, recipe = self._chunk, None, None
+        if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+            key = tensor.untyped_storage()._cdata
+            base = tensor._base
+            if base is not None:
+                self.refuse_what_is_written(tensor, base)
+            block = chunk.find_block(key)
+            if block is None:
+                chunk.blocks.pop(key, None)  # nor will one of another storage be found under it
+                recipe = self._recipes.get(key)
+                if recipe is not None and recipe.version != tensor._version:
+                    recipe = None  # what it has made was changed in place since
+        if block is None and recipe is None and not chunk.may_move(tensor):
+            return None, None
+        part = Input(tensor, unit, chunk.blocks, recipe)
+        chunk.transfers.sources.empty(part.alias)
+        return part, recipe if block is None else block.recipe
+
+    def _recipe_of(self, storage_key: int) -> FunctionRecipe | None:
+        """Return how what a storage holds was made, where that was noted and is not in use yet."""
+        block = self._chunk.find_block(storage_key)
+        if block is not None and block.recipe is not None and not block.released:
+            return cast(FunctionRecipe, block.recipe)
+        return self._recipes.get(storage_key)
+
+
+def recipes_of(chunk: ChunkOffloadHandler) -> Recipes:
+    """Return the recipes of a chunk, made at the first call."""
+    if chunk.recipes is None:
+        chunk.recipes = Recipes(chunk)
+    assert isinstance(chunk.recipes, Recipes)
+    return chunk.recipes
+
+
+@graph_break
+def add_recipe(
+    manager: PipelineOffloadManager,
+    output: torch.Tensor,
+    function: Call,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    unit: str,
+    **how: Any,
+) -> None:
+    """Let backward recompute an output that ``function(*args, **kwargs)`` has made.
+
+    Does nothing unless a forward is recorded. Arguments that hold tensors are taken apart; ``how``
+    is as in `Recipes.add`.
+    """
+    chunk = manager.recorded_chunk()
+    if chunk is not None:
+        function, args = taken_apart(function, args, kwargs)
+        recipes_of(chunk).add(output, function, args, unit, **how)
+
+
+@graph_break
+def recomputable(
+    function: Callable[..., T],
+    *inputs: Any,
+    preserve_rng_state: bool = True,
+    unit: str = "by_hand",
+    manager: PipelineOffloadManager | None = None,
+) -> T:
+    """Call a cheap function, and let backward recompute its output from its inputs.
+
+    Where autograd saves the output in a group, its memory is dropped at the group's commit, and
+    neither kept nor copied. Whatever is saved of the inputs is; in backward the function is called
+    with the same bytes, under the same autocast, grad mode and switches of torch. Elsewhere than in
+    a group, `OffloadActivations` and the like, or where a mode of dispatch or of functions is
+    entered, it is just called. ``last_step.refused_recipe_bytes`` says which outputs were kept or
+    offloaded all the same, and why.
+
+    Args:
+        function: returns one tensor, in memory of its own, and does nothing else: it neither
+            communicates nor writes to anything, and takes no activation but its inputs.
+        *inputs: its arguments. Of the tensors those that can be offloaded are kept only if autograd
+            saves them in a group too: if it doesn't, the output is kept or offloaded as ever.
+        preserve_rng_state: whether it draws random numbers, which are drawn again as they were.
+        unit: the name under which it is counted, configured and planned.
+        manager: whose forward this is; by default that of the context around, or the process's.
+
+    Returns:
+        What the function returns.
+    """
+    manager = manager or manager_in_force() or PipelineOffloadManager.instance
+    chunk = None if manager is None else manager.recorded_chunk()
+    if chunk is None or (preserve_rng_state and chunk.transfers.backend.is_capturing()):
+        return function(*inputs)  # a capture can't read the random state
+    again, parts = taken_apart(function, inputs)
+    devices = (one.device.type for one in parts if isinstance(one, torch.Tensor))
+    states = RandomStates(devices) if preserve_rng_state else None
+    output = function(*inputs)
+    if isinstance(output, torch.Tensor):
+        how: dict[str, Any] = {"random_states": states, "keeps_grad": True}
+        recipes_of(chunk).add(output, again, parts, unit, **how)
+    return output
+
+
+def manager_in_force() -> PipelineOffloadManager | None:
+    """Return the manager of the context that a forward without marks is in, if any."""
+    owner = owner_of_hooks()
+    return owner.manager if isinstance(owner, AutomaticGroups) else None

@@ -1,0 +1,86 @@
+"""Outputs inside TransformerEngine's fused layers, where no hook of a module gets to.
+
+What fused layers make and save within one autograd function is recomputed: the output of the norm
+before a linear layer, and that of the activation between two. The names by which the modules call
+what makes them stand for functions that note how it was made.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_offload.engine.chunk import ChunkOffloadHandler
+from megatron_offload.engine.exchanges import Exchanges, around
+from megatron_offload.engine.hooks import is_in_backward, owner_of_hooks
+from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.recompute.recipes import recipes_of
+
+_FUSED = tuple(
+    f"transformer_engine.pytorch.module.{name}" for name in ("layernorm_linear", "layernorm_mlp")
+)
+_NORM_TAKES = ("inputmat", "ln_out", "ln_weight", "ln_bias", "eps", "output_quantizer")
+"""The first parameters of ``apply_normalization`` in the versions that are known, 2.0 to 2.20."""
+
+_exchanged = Exchanges()
+
+
+def install() -> None:
+    """Let fused layers note how their outputs are made, where TransformerEngine is imported.
+
+    A second call changes nothing, and one before its import costs a look. Only what isn't quantised
+    is noted: a quantiser's scales may change with every call.
+    """
+    if _exchanged or not hasattr(sys.modules.get(_FUSED[-1]), "LayerNormMLP"):
+        return
+    modules = [sys.modules[name] for name in _FUSED]
+    for name, call in (("_act_func", _find_activation), ("bias_gelu_fused", _activate)):
+        if name in vars(modules[-1]):
+            _exchanged.wrap(modules[-1], name, call)
+    for module in modules:
+        normalize = getattr(module, "apply_normalization", None)
+        takes = () if normalize is None else inspect.signature(normalize).parameters
+        if tuple(takes)[: len(_NORM_TAKES)] == _NORM_TAKES:
+            _exchanged.wrap(module, "apply_normalization", _normalize)
+
+
+uninstall = _exchanged.undo
+"""Puts back what `install` found; the next chunk exchanges it again."""
+
+PipelineOffloadManager.at_chunk.append(install)
+
+
+def _note(output: Any, function: Callable[..., Any], *inputs: Any, unit: str) -> None:
+    """Note for the chunk whose hooks are in force how an output was made."""
+    owner = owner_of_hooks()
+    chunk = owner if isinstance(owner, ChunkOffloadHandler) else getattr(owner, "chunk", None)
+    if chunk is None or unit not in chunk.rules.configured or is_in_backward():
+        return
+    if type(output) is torch.Tensor:
+        recipes_of(chunk).add(output, function, inputs, unit)
+
+
+def _normalize(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    result = theirs(*args, **kwargs)
+    if len(args) > 5 and not kwargs and args[1] is None and args[5] is None:
+        _note(result[0], lambda *again: theirs(*again)[0], *args, unit="norm")
+    return result
+
+
+def _find_activation(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    forward, *backward = theirs(*args, **kwargs)
+    return (_noting(forward), *backward)
+
+
+def _activate(theirs: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    made = theirs(x, *args, **kwargs)
+    _note(made, functools.partial(theirs, **kwargs), x, *args, unit="mlp_act")
+    return made
+
+
+_noting = functools.cache(functools.partial(around, call=_activate))
