@@ -449,7 +449,7 @@ assert trainer.offload.last_step.offloaded_bytes > 0
         "assert CPUOffload(tag='head').last_step.offloaded_bytes > 0",
     ),
     "load_description(": ("", "assert simulation.step_us > 0"),
-    'OffloadConfig(recompute=["norm", "mlp_act", "**.dropout"])': (
+    'recompute=["norm", "mlp_act", "**.dropout"])': (
         _LAYERS,
         'assert offload.last_step.by_name["activations"].remade_bytes > 0',
     ),

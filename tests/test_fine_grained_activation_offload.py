@@ -817,3 +817,25 @@ def test_boundaries_are_autograd_functions(manager, x, weight):
     y.sum().backward()
     manager.reset()
     assert_exact(x, weight, num_layers=1)
+
+
+@pytest.mark.by_default
+def test_groups_marked_by_hand_offload_nothing_where_nothing_can_be_won(caplog, monkeypatch):
+    manager = engine_manager.PipelineOffloadManager(OffloadConfig())
+    monkeypatch.setattr(engine_manager.PipelineOffloadManager, "instance", manager)
+    weight = torch.nn.Parameter(torch.randn(512, 512))
+    for _ in range(4):
+        with manager.step():
+            x = torch.randn(1024, 512, requires_grad=True)
+            for _ in range(3):
+                x = facade.group_start(x, "mlp")
+                with manager:
+                    x = torch.relu(x @ weight)
+                x = facade.group_commit(x, "mlp")
+            x.sum().backward()
+    mlp = manager.last_step.by_name["mlp"]
+    assert (mlp.num_groups, mlp.offloaded_bytes) == (3, 0)
+    (reason,) = mlp.kept_bytes_by_reason
+    assert "nothing is offloaded, as steps have shown" in reason
+    (warning,) = (r.getMessage() for r in caplog.records if r.levelname == "WARNING")
+    assert warning.startswith("megatron-offload: nothing is offloaded: there is no GPU here")

@@ -84,8 +84,8 @@ _ADVICE = (
     "how much memory there is, and 'policy: modules' offloads everything"
 )
 _NO_CLOCK = (
-    "there is no GPU here, and on the simulated device nothing can be won. 'policy: modules' "
-    "offloads everything all the same, and simulated.host_time gives that device a clock to plan by"
+    "there is no GPU here, so that nothing can be won. 'policy: modules', in Python "
+    "OffloadConfig(policy='modules'), offloads everything all the same"
 )
 
 _numbers = itertools.count()  # of this process's searches: ranks that run one program count alike
@@ -112,12 +112,13 @@ class MeasuredLoop:
     Attributes:
         plan: what is followed, with what was measured of it; None where there is none.
         is_settled: whether no more steps are looked at.
+        rests: whether none ever will be.
         said: how it has settled, in one line.
     """
 
     def __init__(self) -> None:
         self.plan: OffloadPlan | None = None
-        self.is_settled = False
+        self.is_settled = self.rests = False
         self.said = ""
         self._looking = contextlib.ExitStack()
         self._num_empty = 0
@@ -132,6 +133,7 @@ class MeasuredLoop:
         self._manager = weakref.proxy(manager)  # which holds this: no circle
         self.plan = self._followed = self._profile = self._steps = None
         self.said, self._is_host_bound, self._has_warned = "", False, False
+        self.rests = False
         policy = manager.config.tuned_policy
         self.is_settled = policy is None
         if policy is not None:
@@ -214,6 +216,7 @@ class MeasuredLoop:
         profile = self._profile = self._learner.without_unlisted(recorded)
         if not profile.step_us:
             self._stop(_NO_CLOCK, "")
+            self.rests = self._learner.moves_nothing
             return
         self._is_host_bound = step.idle_share > _MOST_IDLE_SHARE
         self._bare_us = profile.step_us - self._is_host_bound * min(
@@ -420,12 +423,12 @@ class MeasuredLoop:
             what = "only what the device has no room for is offloaded"
             self._learner.open()
         else:
-            what = "nothing is offloaded"
+            what = "nothing is offloaded" + " or recomputed" * bool(self._manager.recompute)
             self._learner.move_nothing()
             if self._manager.host_pool.stats.slab_bytes_total:
                 self._manager.trim()  # no step comes that would unpin it
         level = logging.INFO if self._has_warned else logging.WARNING
-        self.said, self._has_warned = f"{what}: {why}{advice}", True
+        self.said, self._has_warned = f"megatron-offload: {what}: {why}{advice}", True
         if rank_in() == 0:
             _logger.log(level, "%s", self.said)
 

@@ -99,7 +99,8 @@ class AutomaticGroups:
     should_offload: Callable[[int], bool] | None = None
     finds_steps: bool = True
     on_step: Callable[[], None] | None = None
-    _forwards: list[_Forward] = field(default_factory=list, init=False)
+    _forwards: list[_Forward | None] = field(default_factory=list, init=False)
+    """None of one that began while the manager rests."""
     _reached: dict[OffloadGroup, None] = field(default_factory=dict, init=False)
     _ends: dict[tuple[str, int, int], Collection[int]] = field(default_factory=dict, init=False)
     """By name, virtual stage and search for a plan, where the first forward's groups have ended."""
@@ -112,6 +113,9 @@ class AutomaticGroups:
 
         ``name`` is for these groups alone; the others are as in the manager's `begin_chunk`.
         """
+        if self.manager.rests:
+            self._forwards.append(None)
+            return
         self.manager.claim(is_inside=bool(self._forwards))
         if not self._forwards or self.manager.decisions.is_idle():
             self._forget_interrupted()
@@ -141,6 +145,8 @@ class AutomaticGroups:
         if not self._forwards:
             return
         forward = self._forwards.pop()
+        if forward is None:
+            return
         if forward.pack is not None:
             take_off(partial(eq, forward.pack))
         if has_failed:
@@ -158,7 +164,8 @@ class AutomaticGroups:
     @property
     def chunk(self) -> ChunkOffloadHandler | None:
         """The chunk of the innermost forward."""
-        return self._forwards[-1].chunk if self._forwards else None
+        forward = self._forwards[-1] if self._forwards else None
+        return None if forward is None else forward.chunk
 
     def _forget_interrupted(self) -> None:
         """Take back each `begin` that surrounds this one and has saved nothing.
@@ -167,8 +174,9 @@ class AutomaticGroups:
         """
         while owner_of_hooks() is self:
             take_off(lambda pack: owner_of(pack) is self)
-            if self._forwards:
-                self._forwards.pop().chunk.close_group(None)
+            forward = self._forwards.pop() if self._forwards else None
+            if forward is not None:
+                forward.chunk.close_group(None)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -250,7 +258,9 @@ class AutomaticGroups:
         if group in self._reached or group.state is GroupState.DONE:
             return
         for forward in self._forwards:
-            if forward.group is group:  # a backward before the end of its forward
+            if (
+                forward is not None and forward.group is group
+            ):  # a backward before the end of its forward
                 self._commit(forward)
         self.leave_spent()
         self._reached[group] = None

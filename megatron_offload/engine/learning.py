@@ -313,12 +313,16 @@ class Learner:
             return "its name is not among OffloadConfig.modules"
         if self.is_open:
             return "" if self._is_short_of_memory() else "what moves is still looked for"
-        default = "beyond the fraction 0 of its chunk" if self.keeps_everything else ""
+        return self.planned_reason(group.key, group.name)
+
+    def planned_reason(self, key: GroupKey, name: str) -> str:
+        """Return why a group is to stay by what is followed; empty where it may move."""
         if self.moves_nothing:
-            default = "nothing is to move, by what steps have shown"
-        if not default and group.key.chunk not in self._chunks:
-            default = self._kept_alike.get((group.key.order, group.name), "")
-        return self.kept.get(group.key, default)
+            return "nothing is offloaded, as steps have shown; the bytes are the last one's of them"
+        default = "beyond the fraction 0 of its chunk" if self.keeps_everything else ""
+        if not default and key.chunk not in self._chunks:
+            default = self._kept_alike.get((key.order, name), "")
+        return self.kept.get(key, default)
 
     def without_unlisted(self, profile: StepProfile) -> StepProfile:
         """Count what groups that stay anyway save as out of reach; warn of names without group."""

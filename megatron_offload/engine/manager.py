@@ -92,6 +92,8 @@ class Tuner(Protocol):
 
     is_settled: bool
     """Whether no more steps are looked at."""
+    rests: bool
+    """Whether none ever will be, as where nothing can be won."""
 
     def begin(self, manager: PipelineOffloadManager) -> None:
         """Begin anew: the manager has another configuration."""
@@ -402,6 +404,12 @@ class PipelineOffloadManager:
         if not (learner.moves_nothing or (learner.keeps_everything and not self.recompute)):
             return False
         return not self._is_looked_at
+
+    @property
+    def rests(self) -> bool:
+        """Whether no step is looked at or moves anything any more, whatever comes."""
+        is_idle = self.learner.moves_nothing and not (self._is_looked_at or self._is_in_step)
+        return is_idle and self.tuner is not None and self.tuner.rests
 
     @property
     def _looks_away(self) -> bool:

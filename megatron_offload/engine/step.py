@@ -49,7 +49,7 @@ class Step(StepDecisions[OffloadGroup]):
             by_name = self._transfers.stats.by_name[group.name]
             by_name.num_groups += 1
             num_bytes = group.num_bytes - group.shared_bytes
-            by_name.keep(num_bytes, self._learner.kept.get(group.key, ""))
+            by_name.keep(num_bytes, self._learner.planned_reason(group.key, group.name))
         stats = self._transfers.counted()
         if names_leaks:
             stats.leaks = leaks_of(self.groups())

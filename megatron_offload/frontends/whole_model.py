@@ -250,7 +250,8 @@ def get_act_offloading_ctx_manager(
     elif warn_if_no_head:
         warnings.warn(
             "no output head was found in the model, so what it saves is offloaded too and has to "
-            f"come back at once; heads are called {', '.join(_HEADS)}. Run it inside NoOpManager()",
+            f"come back at once; heads are called {', '.join(_HEADS)}. Run the layer that makes "
+            "the model's output inside NoOpManager(), or say warn_if_no_head=False",
             stacklevel=2,
         )
     return context

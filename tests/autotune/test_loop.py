@@ -85,7 +85,7 @@ def test_whatever_the_link_gives_the_default_costs_no_more_than_it_may(gbps, per
         assert PLANS.parse(PLANS.to_json(loop.plan), "it") == loop.plan
     elif loop.plan is None:
         assert job.moved_bytes[-1] == 0
-        assert loop.said.startswith("nothing is offloaded: ")
+        assert loop.said.startswith("megatron-offload: nothing is offloaded: ")
 
 
 @pytest.mark.parametrize("plans", [0, 1, 3])
