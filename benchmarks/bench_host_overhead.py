@@ -229,7 +229,7 @@ class Megatron(Alone):
             switch = SimpleNamespace(CPUOffloadEnabled=False)
             self.patches.append(mock.patch.object(te, "cpu_offload", switch))
         if device == "cpu":
-            self._stand_in(module)
+            self._patch(module)
         with self.active():
             self.manager = manager = module.PipelineOffloadManager()
             if device == "cpu":
@@ -237,7 +237,7 @@ class Megatron(Alone):
                 manager._cpu_tensor_pool = pool
         module.PipelineOffloadManager.OFFLOAD_MGR = manager
 
-    def _stand_in(self, module):
+    def _patch(self, module):
         """Let it run without a device."""
         stream = StandIn()
         self.patches += [

@@ -142,12 +142,12 @@ class Ours(Marked):
         from megatron_offload.planning.files import save_plan
 
         taken, loop = [step()], self.manager.tuner
-        while loop is not None and any_rank(not loop.is_settled):
+        while loop is not None and any_rank(not loop.is_converged):
             taken.append(step())
         if len(taken) > 1:
             self.planning = {"planning_steps_ms": [found[0] for found in taken]}
-            self.planning["settled"] = loop.said
-            print(f"settled after {len(taken)} steps: {loop.said}")
+            self.planning["result"] = loop.said
+            print(f"converged after {len(taken)} steps: {loop.said}")
             if self.spec["rank"] == 0 and loop.plan is not None:
                 save_plan(loop.plan, Path(self.spec["results"]) / "plan.json")
         if self.spec["deterministic"] and len({found[1:] for found in taken}) > 1:
@@ -157,7 +157,7 @@ class Ours(Marked):
     def end_step(self):
         if not self.core:  # else the schedule has done it
             self.manager.reset()
-        self.held_bytes = max(self.held_bytes, self.manager.last_step.peak_away_bytes)
+        self.held_bytes = max(self.held_bytes, self.manager.last_step.peak_released_bytes)
 
     @contextlib.contextmanager
     def examined(self, rank):
@@ -198,17 +198,17 @@ class Ours(Marked):
         return {
             "held_bytes": self.held_bytes,
             "d2h_bytes": stats.offloaded_bytes,
-            "remade_bytes": stats.remade_bytes,
+            "recomputed_bytes": stats.recomputed_bytes,
             "refused_recipe_bytes": stats.refused_recipe_bytes,
             "h2d_bytes": stats.reloaded_bytes,
             "pinned_bytes": pool.peak_slab_bytes,
             "pinned_now_bytes": pool.slab_bytes_total,
             "in_use_bytes": stats.peak_host_bytes,
             "late_reloads": stats.num_late_reloads,
-            "early_returns": stats.num_early_returns,
+            "cancelled_offloads": stats.num_cancelled_offloads,
             "kept_bytes": sum(group.kept_bytes for group in stats.by_name.values()),
             "refused_bytes": stats.refused_bytes,
-            "held_elsewhere_bytes": stats.held_elsewhere_bytes,
+            "externally_referenced_bytes": stats.externally_referenced_bytes,
             "num_groups": stats.num_groups,
             "max_inflight_bytes": self.manager.budget.max_inflight_bytes,
             "prefetch_bytes": self.manager.budget.prefetch_bytes,
@@ -250,7 +250,7 @@ class OursWhole(Ours):
     def end_step(self):
         if not self.context.end_step():
             raise RuntimeError("something of the step is still alive")
-        self.held_bytes = max(self.held_bytes, self.manager.last_step.peak_away_bytes)
+        self.held_bytes = max(self.held_bytes, self.manager.last_step.peak_released_bytes)
 
 
 class Megatron(Marked):

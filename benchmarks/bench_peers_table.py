@@ -20,9 +20,9 @@ PEAKS = (
 )
 HELD = ("pinned_bytes", "torch_pinned_bytes", "held_bytes")
 STEADY = (
-    *("d2h_bytes", "h2d_bytes", "kept_bytes", "remade_bytes"),
-    *("refused_recipe_bytes", "refused_bytes", "held_elsewhere_bytes"),
-    *("late_reloads", "early_returns", "num_groups", "max_inflight_bytes", "prefetch_bytes"),
+    *("d2h_bytes", "h2d_bytes", "kept_bytes", "recomputed_bytes"),
+    *("refused_recipe_bytes", "refused_bytes", "externally_referenced_bytes"),
+    *("late_reloads", "cancelled_offloads", "num_groups", "max_inflight_bytes", "prefetch_bytes"),
     *("pinned_now_bytes", "in_use_bytes", "link_gbps", "gbps", "stall_us"),
 )
 """What a row takes from the last repetition, where a mode tells it."""
@@ -174,7 +174,7 @@ def _cells_of(row, is_deterministic):
         *(_gib(row[key]) for key in (PEAKS[0], PEAKS[1], PEAKS[3])),
         *(_gib(row.get(key)) for key in ("pinned_bytes", "held_bytes", *STEADY[:4])),
         *("-" if row[key] is None else f"{row[key]:.3f}" for key in ("r_allocated", "r_reserved")),
-        *(str(row.get(key, "-")) for key in ("late_reloads", "early_returns")),
+        *(str(row.get(key, "-")) for key in ("late_reloads", "cancelled_offloads")),
         _gib(row.get("refused_bytes")),
         bitwise if is_deterministic else "-",  # two runs without offload differ too
         "-" if row["loss"] is None else f"{float.fromhex(row['loss']):.9g}",

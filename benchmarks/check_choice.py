@@ -248,7 +248,9 @@ def search(minutes: float, only: str) -> Iterator[dict]:
                 "job": name,
                 "target_gib": round(target / 2**30, 2),
                 "added_percent": round(100 * (step_us(plan) / chooser.without.step_us - 1), 3),
-                "remade_gib": round(sum(rank.remade_bytes for rank in plan.ranks) / 2**30, 1),
+                "recomputed_gib": round(
+                    sum(rank.recomputed_bytes for rank in plan.ranks) / 2**30, 1
+                ),
                 "moved_gib": round(plan.moved_bytes / 2**30, 1),
                 "planning_s": round(planning_s, 2),
                 "found_quicker_percent": round(100 * (1 - better_us / step_us(plan)), 3),

@@ -55,7 +55,7 @@ MEGATRON_RECOMPUTE = RECOMPUTE_UNITS
 """What is made again in a Megatron job unless something is set: its classes are known, and so is
 who reads what they make."""
 
-_STAYING = {"fraction", "delta_bytes_across_pp_ranks"}
+_KEEP_KEYS = {"fraction", "delta_bytes_across_pp_ranks"}
 """Keys by which groups stay on the device."""
 
 CopyTiming = Literal["eager", "late", "eager_d2h_late_h2d", "late_d2h_eager_h2d", "random"]
@@ -194,7 +194,7 @@ class OffloadConfig(StrictModel):
     def model_post_init(self, _: Any, /) -> None:
         """Refuse two keys that both say what stays."""
         if self.policy is not None and not isinstance(self.policy, ModulesConfig):
-            for key in sorted(self.model_fields_set & _STAYING):
+            for key in sorted(self.model_fields_set & _KEEP_KEYS):
                 raise ConfigError(
                     f"policy {self.policy.kind!r} says what stays, and so does {key!r}; give one "
                     "of them"
@@ -207,7 +207,7 @@ class OffloadConfig(StrictModel):
             return None
         if isinstance(self.policy, (AutoConfig, MemoryTargetConfig)):
             return self.policy
-        is_open = self.policy is None and not self.model_fields_set & _STAYING
+        is_open = self.policy is None and not self.model_fields_set & _KEEP_KEYS
         is_open &= self.copy_streams and self.pin_memory  # else copies are no waits
         return AutoConfig(kind="auto") if is_open else None
 

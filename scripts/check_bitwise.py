@@ -226,13 +226,13 @@ def judge(combination, ranks):
         row |= {"status": "failed", "reason": f"left behind: {leaks[0]}"}
     elif any(rank["offloaded_bytes"] == 0 for rank in ranks):
         row["status"] = "nothing moved"
-    elif not any(rank["reloaded_bytes"] or rank["held_elsewhere_bytes"] for rank in ranks):
+    elif not any(rank["reloaded_bytes"] or rank["externally_referenced_bytes"] for rank in ranks):
         row["status"] = "nothing came back"
     elif (
         combination["recompute"]
         # A layer in 8 bits saves casts of its own, of which no unit is known: units are refused.
         and combination["model"] not in _FP8
-        and not all(rank["remade_bytes"] for rank in ranks)
+        and not all(rank["recomputed_bytes"] for rank in ranks)
     ):
         row["status"] = "nothing made again"
     return row
@@ -256,7 +256,7 @@ def row_line(row):
         f"{row['seconds']:.1f}" if "seconds" in row else "",
         *(
             " ".join(f"{rank[key] / 2**20:.4g}" for rank in ranks)
-            for key in ("reloaded_bytes", "remade_bytes")
+            for key in ("reloaded_bytes", "recomputed_bytes")
         ),
         " ".join("yes" if difference is None else "no" for difference in differences),
         first,

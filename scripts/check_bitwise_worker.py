@@ -173,7 +173,7 @@ class Check:
             difference = first_difference(reference["steps"], again["steps"])
         row = {**combination, "name": "none, again", "modules": [], "budgets": None}
         row["id"] = row["id"].partition(":")[0] + ":none, again"
-        nothing = {"reloaded_bytes": 0, "remade_bytes": 0}
+        nothing = {"reloaded_bytes": 0, "recomputed_bytes": 0}
         row["ranks"] = exchange({"first_difference": difference, **nothing})
         same = all(rank["first_difference"] is None for rank in row["ranks"])
         row |= {"status": "equal" if same else "differs", "reason": again["error"]}
@@ -210,7 +210,7 @@ class Check:
         if errors:
             return {"error": errors[0]}
         found = {"error": None, "steps": []}
-        names = ("offloaded", "reloaded", "remade", "refused", "held_elsewhere")
+        names = ("offloaded", "reloaded", "recomputed", "refused", "externally_referenced")
         counters = dict.fromkeys((f"{name}_bytes" for name in names), 0)
         for number in range(self.spec["steps"]):
             evaluated = program.evaluate(number) if number == 1 else None

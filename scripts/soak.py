@@ -250,7 +250,7 @@ class Soak:
                 self.offloaded(plan)
                 self.counts["late reloads"] += self.manager.last_step.num_late_reloads
             self.counts["offloaded bytes"] += self.manager.last_step.offloaded_bytes
-            self.counts["bytes made again"] += self.manager.last_step.remade_bytes
+            self.counts["bytes made again"] += self.manager.last_step.recomputed_bytes
             if plan["error"] is None:  # what failed untold is put right by the next step
                 self.update()
                 self.note_memory(number)

@@ -451,11 +451,11 @@ assert trainer.offload.last_step.offloaded_bytes > 0
     "load_description(": ("", "assert simulation.step_us > 0"),
     'recompute=["norm", "mlp_act", "**.dropout"])': (
         _LAYERS,
-        'assert offload.last_step.by_name["activations"].remade_bytes > 0',
+        'assert offload.last_step.by_name["activations"].recomputed_bytes > 0',
     ),
     "recomputable(torch.nn.functional.gelu, y)": (
         f"{_LAYERS}linear, x = model.output, torch.randn(1024, 512, requires_grad=True)\n",
-        'assert manager.last_step.by_name["ffn"].remade_bytes > 0',
+        'assert manager.last_step.by_name["ffn"].recomputed_bytes > 0',
     ),
     "checkpoint(layer, x, use_reentrant=False)": (
         _LAYERS,

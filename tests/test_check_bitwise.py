@@ -57,13 +57,13 @@ def one(name="layer", **more):
     return parse(*ON_CPU, *chosen).todo[0] | more
 
 
-def found(first=None, moved=2**20, offloaded=2**20, left=None, remade=2**20, held=0):
+def found(first=None, moved=2**20, offloaded=2**20, left=None, recomputed=2**20, held=0):
     return {
         "first_difference": first,
         "reloaded_bytes": moved,
-        "remade_bytes": remade,
+        "recomputed_bytes": recomputed,
         "offloaded_bytes": offloaded,
-        "held_elsewhere_bytes": held,
+        "externally_referenced_bytes": held,
         "left": left or {},
     }
 
@@ -141,10 +141,10 @@ def test_a_row_is_as_bad_as_its_worst_rank():
     assert judge(one(), [found(moved=0), found(moved=0)])["status"] == "nothing came back"
     assert judge(one(), [found(moved=0), found(moved=0, held=1)])["status"] == "equal"
     assert judge(one(), [found(), found(offloaded=0)])["status"] == "nothing moved"
-    assert judge(one(), [found(), found(remade=0)])["status"] == "nothing made again"
-    assert judge(one("mlp_act"), [found(), found(remade=0)])["status"] == "equal"
+    assert judge(one(), [found(), found(recomputed=0)])["status"] == "nothing made again"
+    assert judge(one("mlp_act"), [found(), found(recomputed=0)])["status"] == "equal"
     in_eight_bits = {**one(), "model": "fp8-blockwise"}
-    assert judge(in_eight_bits, [found(), found(remade=0)])["status"] == "equal"
+    assert judge(in_eight_bits, [found(), found(recomputed=0)])["status"] == "equal"
     row = judge(one(), [found(), found(left={"host bytes": 7})])
     assert (row["status"], row["reason"]) == ("failed", "left behind: {'host bytes': 7}")
 

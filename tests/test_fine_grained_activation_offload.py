@@ -764,11 +764,11 @@ def test_offload_takes_memory_as_it_is_told_to(manager, monkeypatch):
     pinned = []
     empty_host = manager.backend.empty_host
     monkeypatch.setattr(manager.backend, "empty_host", lambda n: pinned.append(n) or empty_host(n))
-    device, copied, is_lent = handler.offload(source, use_cpu_pool=False)
-    assert (stats.in_use_bytes, pinned, is_lent) == (0, [1024], False)
+    device, copied, is_pooled = handler.offload(source, use_cpu_pool=False)
+    assert (stats.in_use_bytes, pinned, is_pooled) == (0, [1024], False)
     unpinned = handler.offload(source, pin_memory=False, use_cpu_pool=False)
     assert pinned == [1024]
-    for state in ((device, copied, is_lent), unpinned):
+    for state in ((device, copied, is_pooled), unpinned):
         assert torch.equal(handler.reload(state, non_blocking=False), source)
     once = handler.offload(source)
     assert torch.equal(handler.reload(once), source)

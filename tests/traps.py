@@ -107,7 +107,7 @@ class LineTrap(Trap):
     def __call__(self, frame, event, argument):
         name = frame.f_code.co_filename
         if not name.startswith(PACKAGE) or not any(
-            part in name for part in ("/core/", "/engine/", "/memory/")
+            part in name for part in ("/core/", "/engine/", "/memory/", "/recompute/")
         ):
             return None
         if name.endswith("/guard.py"):

@@ -36,6 +36,7 @@ from megatron_offload.core.profile import StepProfile
 from megatron_offload.engine.learning import Learner
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import OffloadError, StateError
+from megatron_offload.files.renames import OldAttributes
 from megatron_offload.machine.bandwidth import BandwidthError, Link, median_rates
 from megatron_offload.machine.job_ranks import rank_in
 from megatron_offload.observe.measure import MeasuredStep, StepTimer
@@ -106,19 +107,19 @@ def tune(manager: PipelineOffloadManager, loop: MeasuredLoop | None = None) -> M
     return found
 
 
-class MeasuredLoop:
+class MeasuredLoop(OldAttributes):
     """What `tune` gives a manager.
 
     Attributes:
         plan: what is followed, with what was measured of it; None where there is none.
-        is_settled: whether no more steps are looked at.
+        is_converged: whether no more steps are looked at.
         rests: whether none ever will be.
         said: how it has settled, in one line.
     """
 
     def __init__(self) -> None:
         self.plan: OffloadPlan | None = None
-        self.is_settled = self.rests = False
+        self.is_converged = self.rests = False
         self.said = ""
         self._looking = contextlib.ExitStack()
         self._num_empty = 0
@@ -135,7 +136,7 @@ class MeasuredLoop:
         self.said, self._is_host_bound, self._has_warned = "", False, False
         self.rests = False
         policy = manager.config.tuned_policy
-        self.is_settled = policy is None
+        self.is_converged = policy is None
         if policy is not None:
             self._policy = policy
             self._steps = self._take_steps()
@@ -151,11 +152,11 @@ class MeasuredLoop:
                     "replay has none: set whole_step_graph for plans of replays"
                 )
             return
-        is_training = manager.last_step.num_groups or manager.is_passing
+        is_training = manager.last_step.num_groups or manager.is_skipping
         self._num_empty = 0 if is_training else self._num_empty + 1
         if self._steps is not None and is_training:
             next(self._steps, None)
-        self.is_settled |= self._num_empty > _MOST_EMPTY  # nothing of this rank can move
+        self.is_converged |= self._num_empty > _MOST_EMPTY  # nothing of this rank can move
 
     # What is done behind each step; a step passes at each yield.
 
@@ -166,17 +167,17 @@ class MeasuredLoop:
             yield
             if self._manager.config.policy is None and self._learner.policy != ModulesPolicy():
                 self._learner.follow_plan(None)  # the model's own settings say what stays
-                self.is_settled = True
+                self.is_converged = True
                 return
             is_other = False
             while not is_other:
-                self.is_settled, self._followed = False, None
+                self.is_converged, self._followed = False, None
                 yield from self._find_plan()
                 self._num_ooms = self._manager.num_out_of_memory
                 self._peak_bytes = self._manager.backend.peak_allocated_bytes()
                 while not self._needs_more():
-                    if self._is_led:
-                        self.is_settled = True
+                    if self._has_external_plan:
+                        self.is_converged = True
                         return
                     is_other = self._profile is not None and self._is_other(self._profile)
                     if is_other:
@@ -260,7 +261,7 @@ class MeasuredLoop:
                 step, _ = yield from self._look()
                 while not (step.step_us or self._learner.moves_nothing) and self._may_look:
                     step, _ = yield from self._look()  # an exception has ended it, or it was empty
-                if self._is_other(profile) or self._is_led:
+                if self._is_other(profile) or self._has_external_plan:
                     return
             said, answer = [stage, step, not self._may_look], self._next_answer
 
@@ -314,7 +315,7 @@ class MeasuredLoop:
 
     def _first_answer(self, texts: Sequence[str]) -> str:
         """Plan by the profiles of all ranks; each pipeline rank's comes once, others are empty."""
-        _, steps, _, told_gbps, found = zip(*map(json.loads, texts), strict=True)
+        _, steps, _, reported_gbps, found = zip(*map(json.loads, texts), strict=True)
         profiles = [PROFILES.parse(text, "the profile of a rank") for text in found if text]
         is_alone = self._ranks.is_alone
         if is_alone:
@@ -340,7 +341,7 @@ class MeasuredLoop:
         try:
             with ending_after(planning_s):
                 began_s = time.thread_time()
-                self._search = self._search_by(profiles, [x for x in told_gbps if x])
+                self._search = self._search_by(profiles, [x for x in reported_gbps if x])
             self._search.left_s = planning_s - (time.thread_time() - began_s)
             return self._next_answer(texts)
         except OffloadError as error:
@@ -349,11 +350,13 @@ class MeasuredLoop:
     def _nothing(self, why: str) -> str:
         return json.dumps([None, True, False, f"{why}{_ADVICE}"])
 
-    def _search_by(self, profiles: Sequence[StepProfile], told_gbps: Sequence[float]) -> PlanSearch:
+    def _search_by(
+        self, profiles: Sequence[StepProfile], reported_gbps: Sequence[float]
+    ) -> PlanSearch:
         config, policy = self._manager.config, self._policy
         machine = profiled_job.slowest_link(profiles) or Machine()
         job = profiled_job.job_of(profiles, profiled_job.schedule_of(profiles), machine)
-        gbps = min(told_gbps, default=math.inf)
+        gbps = min(reported_gbps, default=math.inf)
         self._job = replace(job, copies_gbps=gbps)
         limits = RankSettings(
             max_inflight_bytes=config.max_inflight_bytes, prefetch_bytes=config.prefetch_bytes
@@ -386,16 +389,16 @@ class MeasuredLoop:
             cost = MeasuredCost(max(step.step_us for step in steps), 0.0)
         search.note(cost, reserved, is_host_bound=is_host_bound)
         said = search.said
-        if search.is_settled and not search.plan.does_something and self._policy.kind == "auto":
+        if search.is_converged and not search.plan.does_something and self._policy.kind == "auto":
             limit = self._policy.most_slowdown_percent
             why = f"{search.cheapest_cost()}, and at most {limit:g} % is wanted"
             return self._nothing(why)
         text = PLANS.to_json(replace(search.plan, bandwidths=profiled_job.FROM_COPIES))
-        return json.dumps([text, search.is_settled, search.is_kept, said])
+        return json.dumps([text, search.is_converged, search.is_kept, said])
 
     def _take(self, answer: str) -> bool:
         """Follow the plan of an answer; return whether it stays."""
-        text, is_settled, is_kept, said = json.loads(answer)
+        text, is_converged, is_kept, said = json.loads(answer)
         if text is None:
             self._stop(said, "")
             return True
@@ -408,17 +411,17 @@ class MeasuredLoop:
             self._followed = plan
             self._learner.follow_plan(plan, is_own=True)
             self._manager.backend.trim_device()  # what is reserved is seen from here on
-        if is_settled:
-            self.is_settled, self.said = True, said
+        if is_converged:
+            self.is_converged, self.said = True, said
             self._manager.backend.trim_device()  # what only other plans, and looking, needed
             if self._ranks.answers:
                 level = logging.INFO if is_kept else logging.WARNING
                 _logger.log(level, "%s: %s", self._policy.kind, said)
-        return bool(is_settled)
+        return bool(is_converged)
 
     def _stop(self, why: str, advice: str) -> None:
         """Let nothing move from here on but what the device has no room for; say why, once."""
-        self.is_settled, self.plan, self._followed = True, None, None
+        self.is_converged, self.plan, self._followed = True, None, None
         if self._profile is not None and self._profile.offloaded_bytes:
             what = "only what the device has no room for is offloaded"
             self._learner.open()
@@ -443,7 +446,7 @@ class MeasuredLoop:
         return self._manager.learner
 
     @property
-    def _is_led(self) -> bool:
+    def _has_external_plan(self) -> bool:
         """Whether someone else has given a plan."""
         return self._learner.plan is not self._followed
 

@@ -37,7 +37,7 @@ class PlanSearch(ABC):
 
     Attributes:
         plan: what is to be followed; at first nothing moves.
-        is_settled: whether it stays.
+        is_converged: whether it stays.
         is_kept: whether it keeps what was promised.
         said: what there is to say of it, for people.
         left_s: what planning may take yet of a core's time.
@@ -47,7 +47,7 @@ class PlanSearch(ABC):
     def __init__(self, chooser: Chooser, policy: AutoConfig | MemoryTargetConfig) -> None:
         self._chooser, self._kind = chooser, policy.kind
         self.plan = self._under(chooser.highest_bytes)
-        self.is_settled, self.is_kept, self.said = False, True, ""
+        self.is_converged, self.is_kept, self.said = False, True, ""
         self._num_left = policy.measured_plans
         self.left_s = MOST_PLANNING_S
         self._tried: list[OffloadPlan] = []
@@ -86,7 +86,7 @@ class PlanSearch(ABC):
                 plan = self._next()
         self.left_s -= time.thread_time() - began_s
         if plan is None or any(map(plan.is_like, self._tried)):
-            self.is_settled = True
+            self.is_converged = True
             self.plan = min(self._tried, key=self._rating)  # the best that was measured
             self.is_kept = not self._rating(self.plan)[0]
             promise = self._promise()
@@ -100,7 +100,7 @@ class PlanSearch(ABC):
             return
         self.plan = plan
         if is_first and not (self._num_left and plan.does_something):
-            self.is_settled, self.said = True, f"{_what(plan)}, as predicted"
+            self.is_converged, self.said = True, f"{_what(plan)}, as predicted"
         self._num_left -= 1
 
     def cheapest_cost(self) -> str:
@@ -318,11 +318,11 @@ def _cost(plan: OffloadPlan) -> float:
 def _what(plan: OffloadPlan) -> str:
     moved = _sizes([rank.moved_bytes for rank in plan.ranks])
     kept = _sizes([rank.saved_bytes - rank.moved_bytes for rank in plan.ranks])
-    remade = [rank.remade_bytes for rank in plan.ranks]
+    recomputed = [rank.recomputed_bytes for rank in plan.ranks]
     stages = (stage for rank in plan.ranks for stage in rank.recompute or ())
     units = ", ".join(sorted({kind_of(unit) for stage in stages for unit in stage}))
     names = f" ({units})" if units else ""
-    again = f", {_sizes(remade)} are made again{names}" if any(remade) else ""
+    again = f", {_sizes(recomputed)} are made again{names}" if any(recomputed) else ""
     return f"{moved} move{again} and {kept} stay"
 
 

@@ -80,14 +80,14 @@ def _summary(
     """Yield what two runs have shown: bits, memory, on a GPU time as well; and what to do next."""
     same = "the same bits come out" if result.is_identical else "NOT the same bits come out"
     yield f"Shown: {same} of {config.run.steps} training steps without offload and with it."
-    told = "The device is simulated, so speed is not judged."
+    text = "The device is simulated, so speed is not judged."
     if reports[1].steps[-1].ranks[0].peak_reserved_bytes is not None:
         off, on = (x.median_step_time_s(without=config.traced_step) or 0.0 for x in reports)
-        told = f"Median step: {1e3 * on:.1f} ms, without {1e3 * off:.1f} ms."
+        text = f"Median step: {1e3 * on:.1f} ms, without {1e3 * off:.1f} ms."
     for kind in memory_kinds(*(report.peaks() for report in reports))[:1]:
         was, now = map(format_bytes, kind.highest)
-        told = f"{now} of {kind.name} at the peak of the fullest rank, {was} without. {told}"
-    yield f"Memory: {told}"
+        text = f"{now} of {kind.name} at the peak of the fullest rank, {was} without. {text}"
+    yield f"Memory: {text}"
     yield (
         "Next: open the report; then put 'megatron-offload run' before a Megatron script, or "
         "'with OffloadActivations():' around the forward of any model."

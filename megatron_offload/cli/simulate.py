@@ -70,10 +70,10 @@ def _tables(source: Source, without: Simulation, offloaded: Simulation) -> Itera
     times, memory = [], []
     for index, (plain, rank) in enumerate(zip(without.ranks, offloaded.ranks, strict=True)):
         stalls = (rank.stall_us[cause] for cause in (PIPELINE_WAIT, RELEASE, RELOAD))
-        spent_us = (plain.end_us, rank.end_us, rank.compute_us, rank.remade_us, *stalls)
+        spent_us = (plain.end_us, rank.end_us, rank.compute_us, rank.recompute_us, *stalls)
         times.append([index, *(f"{us / 1e3:.1f}" for us in spent_us)])
         peaks = (plain.peak_reserved_bytes, rank.peak_reserved_bytes, rank.peak_host_bytes)
-        moved = (rank.offloaded_bytes, rank.reloaded_bytes, rank.remade_bytes)
+        moved = (rank.offloaded_bytes, rank.reloaded_bytes, rank.recomputed_bytes)
         memory.append([index, *map(format_bytes, (*peaks, *moved)), rank.num_late])
     columns = ["rank", "ends without", "with offload", "compute", "made again"]
     columns += ["pipeline", "W2 release", "W4 reload"]

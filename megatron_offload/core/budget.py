@@ -91,7 +91,7 @@ class DeviceBudget:
         """Whether a group of this size may be reloaded now; one is always allowed."""
         return self.held_bytes == 0 or self.held_bytes + num_bytes <= self.prefetch_bytes
 
-    def may_stay(self, num_bytes: int) -> bool:
+    def may_keep(self, num_bytes: int) -> bool:
         """Whether a group of this size, still on the device, may wait there for its backward."""
         return self.held_bytes + num_bytes <= self.total_bytes
 

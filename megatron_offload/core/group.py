@@ -55,14 +55,14 @@ class Group(abc.ABC):
 
     Attributes:
         num_bytes: bytes that moving the group copies; set at commit.
-        staying_bytes: bytes besides that were chosen to stay; set at commit.
+        kept_bytes: bytes besides that were chosen to stay; set at commit.
         committed_at_bytes: when its forward ended, by the step's clock.
         held_bytes: what it takes of the budget just now.
         needs: other groups whose bytes its backward makes its own from; set at commit.
     """
 
     # Defaults of the class: quicker to make than what each group sets for itself.
-    num_bytes = staying_bytes = committed_at_bytes = held_bytes = 0
+    num_bytes = kept_bytes = committed_at_bytes = held_bytes = 0
     needs: tuple[GroupKey, ...] = ()
     state = RECORDING
 
@@ -77,9 +77,9 @@ class Group(abc.ABC):
         return label_of(self.name, self.key)
 
     @property
-    def passing_bytes(self) -> int:
+    def clock_bytes(self) -> int:
         """What the step's clock counts of it, in forward and in backward."""
-        return self.num_bytes + self.staying_bytes
+        return self.num_bytes + self.kept_bytes
 
     @property
     @abc.abstractmethod

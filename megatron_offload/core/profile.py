@@ -39,12 +39,12 @@ def kind_of(unit: str) -> str:
     return unit.partition(":")[0]
 
 
-def is_cheap(unit: str) -> bool:
+def is_default_kind(unit: str) -> bool:
     """Whether a unit is made again without a plan, too: not one that is named by its module."""
     return ":" not in unit
 
 
-class RemadeUnit(NamedTuple):
+class RecomputeUnit(NamedTuple):
     """What a group saves by recipes of one unit: made again in its backward, or to be so."""
 
     unit: Name
@@ -54,15 +54,15 @@ class RemadeUnit(NamedTuple):
     """What making it again takes; 0 where it was not timed."""
     needs: tuple[GroupKey, ...] = ()
     """Other groups that hold what it is made from."""
-    is_remade: bool = True
+    is_recomputed: bool = True
     """Whether the step has made it again; if not, its bytes are among the group's."""
 
 
-def merge_units(parts: Sequence[RemadeUnit]) -> tuple[RemadeUnit, ...]:
+def merge_units(parts: Sequence[RecomputeUnit]) -> tuple[RecomputeUnit, ...]:
     """Return what a group's tensors give by unit, in the order in which units first come."""
-    merged: dict[tuple[str, bool], RemadeUnit] = {}
+    merged: dict[tuple[str, bool], RecomputeUnit] = {}
     for part in parts:
-        kind = part.unit, part.is_remade
+        kind = part.unit, part.is_recomputed
         if one := merged.get(kind):
             num_bytes, us = one.num_bytes + part.num_bytes, one.us + part.us
             needs = tuple(sorted({*one.needs, *part.needs}))
@@ -80,33 +80,35 @@ class GroupProfile(NamedTuple):
     """Bytes that offloading the group moves; zero where it holds nothing worth moving."""
     committed_at_bytes: Amount = 0
     """When its forward ended, by the clock of `StepProfile.backward_at_bytes`."""
-    elsewhere_bytes: Amount = 0
+    externally_referenced_bytes: Amount = 0
     """Bytes that it saves besides, but that something else keeps: moving them frees nothing."""
     shared_bytes: Amount = 0
     """Of all its bytes those that a group committed before it has as well, and left where they
     are. A recorded profile counts them in that group alone."""
-    remade: tuple[RemadeUnit, ...] = ()
+    recomputed: tuple[RecomputeUnit, ...] = ()
     """By unit, what it saves that is made again, or could be."""
 
     @property
     def needs(self) -> tuple[GroupKey, ...]:
         """The groups whose bytes its backward makes its own from."""
-        return tuple(key for unit in self.remade if unit.is_remade for key in unit.needs)
+        return tuple(key for unit in self.recomputed if unit.is_recomputed for key in unit.needs)
 
     @property
     def saved_bytes(self) -> int:
         """What it saves that no group before it does: the same whatever moves, in every run."""
-        remade_bytes = sum(unit.num_bytes for unit in self.remade if unit.is_remade)
-        return self.num_bytes + remade_bytes + self.elsewhere_bytes - self.shared_bytes
+        recomputed_bytes = sum(unit.num_bytes for unit in self.recomputed if unit.is_recomputed)
+        return (
+            self.num_bytes + recomputed_bytes + self.externally_referenced_bytes - self.shared_bytes
+        )
 
-    def making_again(self, names: Collection[str]) -> GroupProfile:
+    def with_recompute(self, names: Collection[str]) -> GroupProfile:
         """Return the group as it would be with these units made again."""
         units, num_bytes = [], self.num_bytes
-        for unit in self.remade:
-            is_remade = unit.unit in names
-            num_bytes += (unit.is_remade - is_remade) * unit.num_bytes
-            units.append(unit._replace(is_remade=is_remade))
-        return self._replace(num_bytes=num_bytes, remade=tuple(units))
+        for unit in self.recomputed:
+            is_recomputed = unit.unit in names
+            num_bytes += (unit.is_recomputed - is_recomputed) * unit.num_bytes
+            units.append(unit._replace(is_recomputed=is_recomputed))
+        return self._replace(num_bytes=num_bytes, recomputed=tuple(units))
 
 
 class GroupTimes(NamedTuple):
@@ -178,28 +180,28 @@ class StepProfile:
         """What all groups save: it grows with a step's size."""
         return sum(group.saved_bytes for group in self.groups)
 
-    def bytes_away(self, staying: Collection[GroupKey], device_bytes: int) -> dict[str, int]:
+    def released_bytes(self, kept: Collection[GroupKey], device_bytes: int) -> dict[str, int]:
         """Return, by group name, what such a step has off the device when its backward begins.
 
         Args:
-            staying: groups that never leave.
+            kept: groups that are kept.
             device_bytes: what is needed within so much of the step's clock is there still.
         """
         begins_at = self.backward_at_bytes[0] if self.backward_at_bytes else math.inf
-        away = {
+        released = {
             group.key: group
             for group in self.groups
-            if group.num_bytes and group.committed_at_bytes < begins_at and group.key not in staying
+            if group.num_bytes and group.committed_at_bytes < begins_at and group.key not in kept
         }
         for key, at_bytes in zip(self.backward_order, self.backward_at_bytes, strict=False):
-            if key in away and at_bytes + away[key].num_bytes <= begins_at + device_bytes:
-                del away[key]
+            if key in released and at_bytes + released[key].num_bytes <= begins_at + device_bytes:
+                del released[key]
         by_name: Counter[str] = Counter()
-        for group in away.values():
+        for group in released.values():
             by_name[group.name] += group.num_bytes
         for group in self.groups:
             if group.committed_at_bytes < begins_at:
-                by_name[group.name] += sum(x.num_bytes for x in group.remade if x.is_remade)
+                by_name[group.name] += sum(x.num_bytes for x in group.recomputed if x.is_recomputed)
         return {name: num_bytes for name, num_bytes in by_name.items() if num_bytes}
 
     def has_groups_of(self, other: StepProfile) -> bool:

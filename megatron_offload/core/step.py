@@ -35,7 +35,7 @@ class Actions(Protocol[_Acted]):
     The release of a group is the window's: `InFlightWindow` is given what does it.
     """
 
-    def stay(self, group: _Acted, reason: str) -> None:
+    def keep(self, group: _Acted, reason: str) -> None:
         """Leave a group whose forward is over on the device."""
 
     def offload(self, group: _Acted) -> None:
@@ -107,8 +107,8 @@ class StepDecisions(Generic[G]):
         committed: the groups whose forward is over, in order.
         backward_order: the groups that backward has reached, in order.
         backward_at_bytes: when that was, by the step's clock.
-        passing: the groups that may pass by in this step; see `core.passing`.
-        passed: those that have: nobody has recorded them.
+        skippable: the groups that may be skipped in this step; see `core.skipping`.
+        skipped: those that are not recorded.
     """
 
     def __init__(self, actions: Actions[G], window: InFlightWindow[G], budget: DeviceBudget):
@@ -133,8 +133,8 @@ class StepDecisions(Generic[G]):
         self.committed: list[G] = []
         self.backward_order: list[GroupKey] = []
         self.backward_at_bytes: list[int] = []
-        self.passed: dict[GroupKey, GroupProfile] = {}
-        self.passing: Mapping[GroupKey, GroupProfile] = {}
+        self.skipped: dict[GroupKey, GroupProfile] = {}
+        self.skippable: Mapping[GroupKey, GroupProfile] = {}
         self._in_use: G | None = None
         self._reached_at_bytes = self._next = 0
         self.window.begin_step()
@@ -148,12 +148,12 @@ class StepDecisions(Generic[G]):
         """What is followed: the order foretold, until backward comes to a group outside of it."""
         self._position = self._forecast.position
 
-    def passes_by(self, group: G) -> bool:
+    def skips(self, group: G) -> bool:
         """Whether a group that starts now need not be recorded; it is noted as passed then."""
-        found = self.passing.get(group.key)
+        found = self.skippable.get(group.key)
         if found is None or found.name != group.name:
             return False
-        self.passed[group.key] = found
+        self.skipped[group.key] = found
         return True
 
     def _catch_up(self, key: GroupKey, foreseen: Mapping[GroupKey, int]) -> None:
@@ -174,35 +174,35 @@ class StepDecisions(Generic[G]):
 
     # Boundaries
 
-    def commit(self, group: G, stays_because: str = "", *, must_move: bool = False) -> None:
+    def commit(self, group: G, keep_reason: str = "", *, must_move: bool = False) -> None:
         """Decide about a group whose forward is over.
 
         Args:
             group: with its bytes.
-            stays_because: why it was chosen to stay; empty where it may move.
+            keep_reason: why it was chosen to stay; empty where it may move.
             must_move: offload it unless it was chosen to stay, even where it comes back at once.
         """
         window, actions = self.window, self._actions
-        num_bytes, passing_bytes = group.num_bytes, group.passing_bytes
-        if self.passed:
+        num_bytes, clock_bytes = group.num_bytes, group.clock_bytes
+        if self.skipped:
             self._catch_up(group.key, self._forecast.committed_at_bytes)
         group.committed_at_bytes = window.step_bytes
         self.committed.append(group)
-        moving_bytes = 0 if stays_because else num_bytes
-        self.budget.add_saved(passing_bytes, moving_bytes, is_learned=self._profile is not None)
+        moving_bytes = 0 if keep_reason else num_bytes
+        self.budget.add_saved(clock_bytes, moving_bytes, is_learned=self._profile is not None)
         if num_bytes == 0:
             group.advance(RESIDENT)
-        elif stays_because:
-            actions.stay(group, stays_because)
+        elif keep_reason:
+            actions.keep(group, keep_reason)
         elif must_move or not self.is_needed_soon(group):
             actions.offload(group)
         else:
-            actions.stay(
+            actions.keep(
                 group,
                 "too few groups lie between it and its backward for it to leave and come back",
             )
             group.hold()
-        window.pass_boundary(passing_bytes)
+        window.pass_boundary(clock_bytes)
         self.look_ahead()
 
     def enter_backward(self, group: G) -> None:
@@ -210,13 +210,13 @@ class StepDecisions(Generic[G]):
         is_known = self.knows(group)
         if is_known:
             self.budget.is_warming_up = False
-            if self.passed:
+            if self.skipped:
                 self._catch_up(group.key, self._forecast.needed_at_bytes)
         has_moved = is_known and self._reach(group)
         for needed in map(self._groups.get, group.needs if is_known else ()):
             if needed is not None:
-                self.bring_back(needed, is_late=True)
-        self.bring_back(group, is_late=True)
+                self.reload_group(needed, is_late=True)
+        self.reload_group(group, is_late=True)
         if has_moved:
             self.look_ahead()
 
@@ -226,11 +226,11 @@ class StepDecisions(Generic[G]):
             group.advance(DONE)
             if self.knows(group):
                 group.let_go()
-                self.budget.drop_saved(group.passing_bytes)
-                self.window.pass_boundary(group.passing_bytes)
+                self.budget.drop_saved(group.clock_bytes)
+                self.window.pass_boundary(group.clock_bytes)
         self.look_ahead()
 
-    def bring_back(self, group: G, *, is_late: bool = False) -> None:
+    def reload_group(self, group: G, *, is_late: bool = False) -> None:
         """Let a group be on the device, wherever it is in the order; late at its own backward."""
         is_held = False
         if group.state is OFFLOADING:
@@ -284,7 +284,7 @@ class StepDecisions(Generic[G]):
             return False
         bytes_before = self._forecast.bytes_before
         ahead_bytes = bytes_before[position] - bytes_before[self._next]
-        return self.budget.may_stay(ahead_bytes + group.num_bytes)
+        return self.budget.may_keep(ahead_bytes + group.num_bytes)
 
     def _is_near(self, key: GroupKey, distance_bytes: int) -> bool:
         needed_at_bytes = self._forecast.needed_at_bytes.get(key)
@@ -300,7 +300,7 @@ class StepDecisions(Generic[G]):
         while self._next < len(order):
             key = order[self._next]
             group = groups.get(key)
-            if group is None and key in self.passed:
+            if group is None and key in self.skipped:
                 self._next += 1
                 continue
             if group is None or group.state is RECORDING:
@@ -311,7 +311,7 @@ class StepDecisions(Generic[G]):
                 if is_foretold and not self._is_near(key, budget.lookahead_bytes):
                     return
                 # What stays takes no more room.
-                may = budget.may_stay if is_in_flight else budget.may_prefetch
+                may = budget.may_keep if is_in_flight else budget.may_prefetch
                 if not may(group.num_bytes):
                     return
                 if is_in_flight:

@@ -18,6 +18,7 @@ from pydantic import Field, StrictInt, TypeAdapter, ValidationError
 
 from megatron_offload.core.units import format_bytes, format_us
 from megatron_offload.errors import ConfigError, shorten
+from megatron_offload.files.renames import RENAMED
 from megatron_offload.files.text import read_json, replace_text
 
 STREAMS = ("compute", "d2h", "h2d")
@@ -56,7 +57,7 @@ class Span:
     stream: str
     """One of `STREAMS`."""
     kind: str
-    """On the compute stream ``forward``, ``backward``, ``remake`` (of what a backward needs),
+    """On the compute stream ``forward``, ``backward``, ``recompute`` (of what a backward needs),
     ``stall`` or ``other`` (outside any group); else the stream's name."""
     label: str
     """The group; empty outside any."""
@@ -169,7 +170,7 @@ def read_traces(path: str | Path) -> list[StepTrace]:
             if event["ph"] == "X":  # other events but these two only name things
                 fields = {
                     "stream": dict(enumerate(STREAMS))[event["tid"]],
-                    "kind": event["cat"],
+                    "kind": RENAMED.get(event["cat"], event["cat"]),
                     "label": args.get("group", ""),
                     "start_us": event["ts"],
                     "duration_us": event["dur"],

@@ -65,7 +65,7 @@ class _Saved:
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor; the first of its group tells the manager that backward is there."""
-        self.group.settle()
+        self.group.resolve_blocks()
         if self.record.block is not None:
             self.groups.reach(self.group)
         return self.record.unpack()
@@ -127,8 +127,8 @@ class AutomaticGroups:
         chunk.rules.max_inflight_blocks = self.max_inflight_tensors
         chunk.rules.should_offload = self.should_offload
         pack = None
-        if self.manager.is_passing:
-            self.manager.pass_by()
+        if self.manager.is_skipping:
+            self.manager.note_skipped()
         elif self.manager.do_offload and not (is_in_backward() or self.manager.is_hidden()):
             pack = self.pack
             put_on(pack, unpack)
@@ -220,7 +220,7 @@ class AutomaticGroups:
         is_here = may_be_activation(tensor) and self.manager.backend.owns(tensor)
         may_move = is_here and not forward.chunk.is_small(tensor)
         saved: SavedTensor | _Saved
-        if group.passes_by:
+        if group.is_skipped:
             saved = SavedTensor(tensor, forward.name)
         else:
             saved = forward.chunk.pack(group, tensor)

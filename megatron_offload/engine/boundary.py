@@ -38,7 +38,7 @@ def start_group(manager: PipelineOffloadManager, tensors: Tensors, name: str) ->
     if chunk is None:
         return tensors
     group = manager.start_group(chunk, name, may_pass=True)
-    if group.passes_by:
+    if group.is_skipped:
         return tensors
     tensor = _first_with_grad(tensors)
     if tensor is None:
@@ -84,7 +84,7 @@ def commit_group(
     """
     chunk = manager.cur_forward_chunk()
     group = chunk.close_group(name) if chunk is not None and manager.records() else None
-    if group is None or group.passes_by:
+    if group is None or group.is_skipped:
         return tensors
     if forced_released_tensors:
         group.force(forced_released_tensors)

@@ -31,7 +31,7 @@ class Checker(Observer):
     def __init__(self) -> None:
         self._left: WeakKeyDictionary[Block, tuple[_Parts, torch.Tensor]] = WeakKeyDictionary()
 
-    def block_leaves(self, block: Block, source: torch.Tensor) -> None:
+    def block_offloads(self, block: Block, source: torch.Tensor) -> None:
         """Sum the parts that hold saved tensors: what lies between them may change any time.
 
         So may the rest of a row, where a part of it is no view: it has a version of its own.

@@ -59,7 +59,7 @@ class ChunkOffloadHandler:
     recipes: Recipes | None = field(default=None, init=False)
     """How what was made and not saved yet is recomputed, where that is known."""
     _saved: list[weakref.ref[SavedTensor]] = field(default_factory=list, init=False)
-    """Since the last `settle`: all in this group, on this stream."""
+    """Since the last `resolve_blocks`: all in this group, on this stream."""
     _saves_in: OffloadGroup | None = field(default=None, init=False)
     _saves_on: Stream = field(default=None, init=False)
     _counted_keys: set[int] = field(default_factory=set, init=False)
@@ -88,7 +88,7 @@ class ChunkOffloadHandler:
 
     def forget_groups(self) -> None:
         """Let go of the groups, whose step is over."""
-        self.settle()
+        self.resolve_blocks()
         self.groups.clear()
         self.num_groups = 0
         self.open_groups.clear()
@@ -124,7 +124,7 @@ class ChunkOffloadHandler:
             return record
         if type(tensor) is not torch.Tensor:  # most often a parameter
             if not is_parameter(tensor):
-                self._count_staying(group, tensor)
+                self._count_kept(group, tensor)
             return record
         marks, base = tensor.__dict__, tensor._base
         if (marks or base is not None) and not may_be_activation(tensor):
@@ -133,23 +133,23 @@ class ChunkOffloadHandler:
         if base is not None and self.recipes is not None:
             self.recipes.refuse_what_is_written(tensor, base)
         stream = transfers.backend.compute_stream()
-        if group.unsettled is not self or stream is not self._saves_on:
-            self.settle()
+        if group.unresolved is not self or stream is not self._saves_on:
+            self.resolve_blocks()
             self._saves_in, self._saves_on = group, stream
-            group.unsettled = self
+            group.unresolved = self
         self._saved.append(weakref.ref(record))
         if marks:
             self._take_ready_mark(tensor, record)
         return record
 
-    def _count_staying(self, group: OffloadGroup, tensor: torch.Tensor) -> None:
+    def _count_kept(self, group: OffloadGroup, tensor: torch.Tensor) -> None:
         """Count a tensor of a class of its own, which stays, unless somebody said that."""
         base = tensor._base
         if is_opted_out(tensor) or (base is not None and is_parameter(base)):
             return
         reason = _IN_PARTS if is_wrapper(tensor) else _OF_OTHER_CLASS
-        self.settle()  # or a part that moves by itself would not be known
-        known = *self.marks.staying(), self._counted_keys
+        self.resolve_blocks()  # or a part that moves by itself would not be known
+        known = *self.marks.kept(), self._counted_keys
         for part in plain_parts([tensor]):
             if self.transfers.backend.owns(part):
                 key = part.untyped_storage()._cdata
@@ -160,24 +160,24 @@ class ChunkOffloadHandler:
     def _take_ready_mark(self, tensor: torch.Tensor, record: SavedTensor) -> None:
         told = tensor.__dict__.pop(READY_MARK, None)  # once: who writes to it tells again
         if told is not None and told[0] == record.version:
-            self.settle()
+            self.resolve_blocks()
             block = record.block
             if block is not None and block.alias is record.alias:
                 block.ready = told[1]
 
-    def settle(self) -> None:
+    def resolve_blocks(self) -> None:
         """Find the blocks of what was saved since this was called last.
 
         All in one loop, whose code is in the processor's caches from the second on.
         """
         saved, group = self._saved, self._saves_in
-        if group is None or group.unsettled is None:
+        if group is None or group.unresolved is None:
             return
-        self._saved, group.unsettled = [], None
+        self._saved, group.unresolved = [], None
         transfers, blocks, stream = self.transfers, self.blocks, self._saves_on
         references, recipes, rules = group.references, self.recipes, self.rules
         least_bytes, least_elements = rules.min_tensor_bytes, rules.min_tensor_elements
-        owns, (staying, everywhere), forms = transfers.backend.owns, self.marks.staying(), FORMS
+        owns, (kept, everywhere), forms = transfers.backend.owns, self.marks.kept(), FORMS
         for saved_reference in saved:
             record = saved_reference()
             if record is None:
@@ -186,7 +186,7 @@ class ChunkOffloadHandler:
             if not owns(alias) or alias.is_neg() or alias._is_zerotensor():
                 continue
             storage_key = alias.untyped_storage()._cdata
-            if storage_key in staying or storage_key in everywhere:
+            if storage_key in kept or storage_key in everywhere:
                 continue
             form = forms[alias.shape, alias.stride(), alias.storage_offset(), alias.dtype]
             if form.is_special and not has_own_bytes(alias):

@@ -27,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from megatron_offload.backends.base import Event, Stream
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import Group
-from megatron_offload.core.profile import GroupKey, RemadeUnit
+from megatron_offload.core.profile import GroupKey, RecomputeUnit
 from megatron_offload.memory.storage_ref import StorageRef
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class Reload:
     """What it writes to, until that stream has waited for it."""
     is_waited: bool = False
     """Whether it has."""
-    is_read_elsewhere: bool = False
+    is_read_on_other_stream: bool = False
 
 
 def _nothing(lease: Lease) -> None:
@@ -130,7 +130,7 @@ class Lease(weakref.ref["Block"]):
     """
 
     __hash__ = object.__hash__  # a weak reference's own needs what it refers to
-    take_back: Callable[[Lease], None] = staticmethod(_nothing)
+    free: Callable[[Lease], None] = staticmethod(_nothing)
     group: OffloadGroup
     region: HostRegion | None = None
     reload: Reload | None = None
@@ -204,7 +204,7 @@ class Block:
     storage_ref: StorageRef | None = None
     recipe: Recipe | None = None
     made: tuple[Stream, torch.Tensor] | None = None
-    stays = cancelled = released = was_reached = False
+    is_kept = cancelled = released = was_reached = False
     forced_by: tuple[weakref.ref[torch.Tensor], ...] = ()
 
     def __init__(
@@ -355,35 +355,35 @@ class Rules:
     """The units of recipes by which tensors are made again; None for all but dear ones."""
 
 
-class _Settles(Protocol):
-    def settle(self) -> None: ...
+class _ResolvesBlocks(Protocol):
+    def resolve_blocks(self) -> None: ...
 
 
 class OffloadGroup(Group):
     """One layer group of one chunk, whose ``rules`` it has.
 
     Attributes:
-        elsewhere_bytes: bytes besides that something else keeps; set at commit.
+        externally_referenced_bytes: bytes besides that something else keeps; set at commit.
         shared_bytes: of both, what a group before it has as well and left there; set at commit.
         moving: between the look at its bytes and the decision, the blocks that can move, alive.
         remade: what of it is made again, or could be; set at commit.
         dropped_bytes: what of it is off the device to be made again, until backward comes to it,
             by name.
-        passes_by: whether nothing of it is recorded.
+        is_skipped: whether nothing of it is recorded.
         shares_with: groups before it that have saved some of its memory too.
         forced: tensors that something else keeps alive and nobody reads again.
         unsettled: who has records of it that have found no blocks yet.
     """
 
-    elsewhere_bytes = shared_bytes = 0
+    externally_referenced_bytes = shared_bytes = 0
     dropped_bytes: Mapping[str, int] = MappingProxyType({})
     moving: Sequence[Block] = ()
-    passes_by = False
+    is_skipped = False
     shares_with: tuple[GroupKey, ...] = ()
-    remade: tuple[RemadeUnit, ...] = ()
+    recomputed: tuple[RecomputeUnit, ...] = ()
     leaf_hook: RemovableHandle | None = None
     forced: tuple[weakref.ref[torch.Tensor], ...] = ()
-    unsettled: _Settles | None = None
+    unresolved: _ResolvesBlocks | None = None
 
     def __init__(self, key: GroupKey, name: str, budget: DeviceBudget, rules: Rules) -> None:
         super().__init__(key, name, budget)
@@ -397,15 +397,15 @@ class OffloadGroup(Group):
             source = SOURCES.get(tensor)
             self.forced += (weakref.ref(tensor), *(() if source is None else (source,)))
 
-    def settle(self) -> None:
+    def resolve_blocks(self) -> None:
         """Let all its records have their blocks."""
-        if self.unsettled is not None:
-            self.unsettled.settle()
+        if self.unresolved is not None:
+            self.unresolved.resolve_blocks()
 
     @property
     def is_spent(self) -> bool:
         """Whether no record needs any of its own blocks any more."""
-        self.settle()
+        self.resolve_blocks()
         for found in self.references:
             block = found()
             if block is not None and block.group is self:
@@ -414,7 +414,7 @@ class OffloadGroup(Group):
 
     def blocks(self) -> list[Block]:
         """Return the blocks that some record still needs."""
-        self.settle()
+        self.resolve_blocks()
         return [block for found in self.references if (block := found()) is not None]
 
     def unhook(self) -> None:

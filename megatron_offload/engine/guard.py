@@ -34,17 +34,17 @@ _logger = logging.getLogger(__name__)
 
 
 class Guard:
-    """The lock of one manager; ``settle`` waits on the host, where a call fails, for all copies.
+    """The lock of one manager; ``synchronize`` waits, where a call fails, for all copies.
 
     ``is_mine`` says whether the calling thread holds it: entries don't call entries, so what asks
     is code of others that the engine has called. ``left`` are leases of blocks that have
     gone, which the next call takes back first.
     """
 
-    __slots__ = ("_settle", "_thread", "has_failed", "is_mine", "left", "lock")
+    __slots__ = ("_synchronize", "_thread", "has_failed", "is_mine", "left", "lock")
 
-    def __init__(self, settle: Callable[[], None]) -> None:
-        self._settle = settle
+    def __init__(self, synchronize: Callable[[], None]) -> None:
+        self._synchronize = synchronize
         self._thread: int | None = None
         self.lock = RLock()
         # What the standard library's own Condition asks; a count of ours could be interrupted.
@@ -85,7 +85,7 @@ class Guard:
         """Take note that a call was cut short, and wait for all copies; with the lock held."""
         self.has_failed = True
         try:
-            self._settle()
+            self._synchronize()
         except RuntimeError:
             _logger.exception("the copies under way can't be waited for")
 
@@ -99,7 +99,7 @@ def guarded(method: F) -> F:
     def call(guard: Guard, *args: Any) -> Any:
         left = guard.left
         while left:
-            left[0].take_back(left[0])
+            left[0].free(left[0])
             left.popleft()
         clock = HostClock.running
         return method(*args) if clock is None else clock.time(method, *args)

@@ -14,9 +14,9 @@ from fnmatch import fnmatchcase
 from functools import cache
 
 from megatron_offload.config import OffloadConfig
-from megatron_offload.core.passing import passing_groups
 from megatron_offload.core.policy_config import PlanFileConfig, RatioConfig
 from megatron_offload.core.profile import GroupKey, GroupProfile, RunShape, StepProfile
+from megatron_offload.core.skipping import skipped_groups
 from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.transfers import Transfers
@@ -47,7 +47,7 @@ _logger = logging.getLogger(__name__)
 _rank_source: Callable[[], int] | None = None
 
 
-def tell_pipeline_rank(source: Callable[[], int] | None) -> None:
+def register_pipeline_rank(source: Callable[[], int] | None) -> None:
     """Say who knows this process's pipeline rank, for callers that begin a chunk without theirs.
 
     It is asked at every chunk. None, as at first: the rank is 0.
@@ -83,7 +83,7 @@ class Learner:
         plan: what is followed in place of them, if any.
         pp_rank: the pipeline rank whose rules count; None before the first chunk.
         kept: groups that the policy keeps on the device, each with the reason.
-        passing: those that need not be recorded, as long as steps are steady.
+        skippable: those that need not be recorded, as long as steps are steady.
         is_steady: whether the last two steps had the same groups.
         is_open: whether what moves is still looked for: all stays that the device has room for.
         num_searches: how often that was begun.
@@ -101,7 +101,7 @@ class Learner:
         self.kept: dict[GroupKey, str] = {}
         self._chunks: set[int] = set()
         self._kept_alike: dict[tuple[int, str], str] = {}
-        self.passing: dict[GroupKey, GroupProfile] = {}
+        self.skippable: dict[GroupKey, GroupProfile] = {}
         self.is_steady = self.is_open = self.moves_nothing = False
         self.num_searches = 0
         self.num_longer = 0
@@ -164,7 +164,7 @@ class Learner:
         Raises:
             ConfigError: the plan has no such rank.
         """
-        self._is_own, self.passing = is_own, {}
+        self._is_own, self.skippable = is_own, {}
         self.is_open = self.moves_nothing = False
         if plan is None:
             self.plan = self._planned = self._recompute = None
@@ -192,7 +192,7 @@ class Learner:
         self._budget.follow_plan(rank.max_inflight_bytes, rank.prefetch_bytes)
         self.kept, self._recompute = dict(rank.kept), rank.recompute
         self._note_kept((choice.key, choice.name) for choice in rank.choices)
-        self.moves_nothing = self._is_own and not rank.moved_bytes and not self.makes_again
+        self.moves_nothing = self._is_own and not rank.moved_bytes and not self.recomputes
 
     def open(self) -> None:
         """Let all stay that the device has room for, until it is known what is to move."""
@@ -228,7 +228,7 @@ class Learner:
         return planned[vp_stage] if vp_stage < len(planned) else frozenset()
 
     @property
-    def makes_again(self) -> bool:
+    def recomputes(self) -> bool:
         """Whether a step may make anything again."""
         return self._recompute is None or any(self._recompute)
 
@@ -260,7 +260,7 @@ class Learner:
 
         Args:
             profile: what it has shown, or the last whole one of the same groups.
-            shared: as in `passing_groups`; None where the step was not recorded whole.
+            shared: as in `skipped_groups`; None where the step was not recorded whole.
         """
         if self._listed:
             profile = self.without_unlisted(profile)
@@ -275,14 +275,14 @@ class Learner:
         elif before is not None:
             self._owners.known.clear()
         if self._planned != (profile, self.policy):
-            self._planned, self.passing = (profile, self.policy), {}
+            self._planned, self.skippable = (profile, self.policy), {}
             self._choose(profile)
             moving = (g.num_bytes for g in profile.groups if g.key not in self.kept)
             self._largest_bytes = max(moving, default=0)
         self._budget.learn(self._largest_bytes)
         if shared is not None and self.kept:
             ahead = self._budget.lookahead_bytes, self._budget.total_bytes
-            self.passing = passing_groups(profile, self.kept, shared, *ahead)
+            self.skippable = skipped_groups(profile, self.kept, shared, *ahead)
 
     def _choose(self, profile: StepProfile) -> None:
         if self.plan is not None:
@@ -304,10 +304,10 @@ class Learner:
     def restart(self) -> None:
         """Learn anew what the step looks like; what is followed stays, and what was kept."""
         self.profile = self._planned = None
-        self.is_steady, self.passing = False, {}
+        self.is_steady, self.skippable = False, {}
         self._owners.known.clear()
 
-    def keeps_because(self, group: OffloadGroup) -> str:
+    def reason_to_keep(self, group: OffloadGroup) -> str:
         """Return why a group is to stay on the device; empty where it may move."""
         if self._is_unlisted(group.name):
             return "its name is not among OffloadConfig.modules"
@@ -335,7 +335,10 @@ class Learner:
                 )
         self._has_seen_names = True
         groups = (
-            group._replace(num_bytes=0, elsewhere_bytes=group.elsewhere_bytes + group.num_bytes)
+            group._replace(
+                num_bytes=0,
+                externally_referenced_bytes=group.externally_referenced_bytes + group.num_bytes,
+            )
             if self._is_unlisted(group.name)
             else group
             for group in profile.groups
@@ -353,13 +356,13 @@ class Learner:
             return False
         return memory.allocated_bytes > _OPEN_SHARE * capacity_bytes
 
-    def bytes_away(self, last_step: StepStats) -> dict[str, int]:
+    def released_bytes(self, last_step: StepStats) -> dict[str, int]:
         """Return the bytes off the device at the peak, per group name."""
         if self.profile is None or self.is_steady:
-            return {k: v for k, v in last_step.peak_away_bytes_by_name.items() if v}
+            return {k: v for k, v in last_step.peak_released_bytes_by_name.items() if v}
         if self.keeps_everything or self.moves_nothing:
             return {}
-        return self.profile.bytes_away(self.kept, self._budget.total_bytes)
+        return self.profile.released_bytes(self.kept, self._budget.total_bytes)
 
     # Memory
 

@@ -21,7 +21,7 @@ from megatron_offload.config import OffloadConfig
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import GroupState
 from megatron_offload.core.policy_config import SolvedConfig
-from megatron_offload.core.profile import GroupKey, RunShape, StepProfile, is_cheap
+from megatron_offload.core.profile import GroupKey, RunShape, StepProfile, is_default_kind
 from megatron_offload.engine.checking import Checker
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.graph_break import graph_break
@@ -90,7 +90,7 @@ _NO_TUNER = (
 class Tuner(Protocol):
     """Finds by a manager's steps what is to move, as `megatron_offload.autotune.loop` does."""
 
-    is_settled: bool
+    is_converged: bool
     """Whether no more steps are looked at."""
     rests: bool
     """Whether none ever will be, as where nothing can be won."""
@@ -162,7 +162,7 @@ class PipelineOffloadManager:
         """Steps begun so far."""
         self._num_failed_allocations = 0
         self._last_step: StepStats | None = None
-        self._staying_because: list[str] = []
+        self._keep_reasons: list[str] = []
         self.configure(config or OffloadConfig(), backend=backend)
 
     @graph_break
@@ -227,7 +227,7 @@ class PipelineOffloadManager:
         Args:
             vp_stage: virtual pipeline stage; None is 0.
             pp_rank: pipeline rank, whose part of a plan and whose ``delta_bytes_across_pp_ranks``
-                count; None is what `tell_pipeline_rank` was told.
+                count; None is what `register_pipeline_rank` was told.
             min_tensor_elements: smallest tensor that moves, in elements; against
                 ``min_tensor_bytes`` too.
             fraction: as in the configuration.
@@ -287,8 +287,8 @@ class PipelineOffloadManager:
         A program that says nothing of its chunks inside `step` has one for all forwards between
         two backwards: what is decided by chunk, such as ``fraction``, is decided for them together.
         """
-        if self.is_passing:
-            self.pass_by()
+        if self.is_skipping:
+            self.note_skipped()
             return None
         if not self.do_offload or self.is_hidden() or not is_recording():
             return None
@@ -349,9 +349,9 @@ class PipelineOffloadManager:
         if chunk.position is None:
             self.enter_chunk(chunk)
         group = chunk.open_group(name)
-        is_free = len(chunk.open_groups) == 1 or chunk.open_groups[-2].passes_by
-        if may_pass and is_free and self.decisions.passes_by(group):
-            group.passes_by = True  # none around it would record what it saves
+        is_free = len(chunk.open_groups) == 1 or chunk.open_groups[-2].is_skipped
+        if may_pass and is_free and self.decisions.skips(group):
+            group.is_skipped = True  # none around it would record what it saves
             return group
         for observer in self.observers:
             observer.group_starts(group)
@@ -385,8 +385,8 @@ class PipelineOffloadManager:
             self._begin_step()
             self._chunk, self._begun_at_backward = chunk, None if since is None else 0
         # In a graph boundaries cost the host nothing, and each is one more to bring back at.
-        if not self._entered and self._looks_away and not self.backend.is_capturing():
-            step.passing = self.learner.passing
+        if not self._entered and self._skips_kept and not self.backend.is_capturing():
+            step.skippable = self.learner.skippable
         self._entered.append(chunk)
         chunk.position = len(self._entered) - 1
 
@@ -395,7 +395,7 @@ class PipelineOffloadManager:
         return self._chunk
 
     @property
-    def is_passing(self) -> bool:
+    def is_skipping(self) -> bool:
         """Whether this step runs as if there were no offload, since nothing of it would move.
 
         Not where somebody watches its groups.
@@ -412,7 +412,7 @@ class PipelineOffloadManager:
         return is_idle and self.tuner is not None and self.tuner.rests
 
     @property
-    def _looks_away(self) -> bool:
+    def _skips_kept(self) -> bool:
         """Whether what stays need not be recorded in this step."""
         is_due = self.step_number % _LOOK_EVERY == 0
         return self.learner.is_steady and not (is_due or self._is_looked_at)
@@ -421,24 +421,24 @@ class PipelineOffloadManager:
     def _is_looked_at(self) -> bool:
         return any(observer.needs_groups for observer in self.observers)
 
-    def pass_by(self) -> None:
+    def note_skipped(self) -> None:
         """Note that a group would start here, and is none."""
-        self._has_passed |= self.do_offload and is_recording()
+        self._has_skipped |= self.do_offload and is_recording()
 
     def records(self) -> bool:
         """Whether groups are recorded here and now: with grad, and not where is recomputed."""
-        return self.do_offload and is_recording() and not self.is_passing
+        return self.do_offload and is_recording() and not self.is_skipping
 
-    def may_make_again(self, unit: str) -> bool:
+    def may_recompute(self, unit: str) -> bool:
         """Whether it matters how an output of this unit is made: dear ones wait for a plan."""
-        may = is_cheap(unit) or self.learner.plans(unit) or self._is_looked_at
+        may = is_default_kind(unit) or self.learner.plans(unit) or self._is_looked_at
         return may and self.notes_recipes
 
     @property
     def notes_recipes(self) -> bool:
         """Whether it matters how outputs are made: not where groups pass by and none is remade."""
         learner = self.learner
-        return learner.makes_again or not (learner.passing and self._looks_away)
+        return learner.recomputes or not (learner.skippable and self._skips_kept)
 
     @graph_break
     def reset(self) -> None:
@@ -460,7 +460,7 @@ class PipelineOffloadManager:
 
     def end_step_if_over(self) -> bool:
         """End the step if its groups were committed and no graph is left; return whether it was."""
-        if self.is_passing and self.last_profile is not None:  # a step has as many as the last
+        if self.is_skipping and self.last_profile is not None:  # a step has as many as the last
             is_over = self._num_begun > max(group.key.chunk for group in self.last_profile.groups)
         else:
             is_over = bool(self.decisions.committed) and self.decisions.is_idle()
@@ -471,14 +471,14 @@ class PipelineOffloadManager:
     @guarded
     def _end_step(self) -> None:
         has_recorded = bool(self.decisions.committed)
-        if self._has_passed and not has_recorded and self.last_profile is not None:
-            self.decisions.passed = {group.key: group for group in self.last_profile.groups}
+        if self._has_skipped and not has_recorded and self.last_profile is not None:
+            self.decisions.skipped = {group.key: group for group in self.last_profile.groups}
         self._say_what_is_open()
         self._last_step = self.decisions.finish(names_leaks=self.config.checking)
         if self.backend.is_capturing():
             self._last_step.is_captured = True
             if self.decisions.committed:  # else an evaluation; the graph gets what its copies use
-                is_looking = self.tuner is not None and not self.tuner.is_settled
+                is_looking = self.tuner is not None and not self.tuner.is_converged
                 if self._is_looked_at or is_looking:
                     raise StateError(_CAPTURED_TOO_EARLY)
                 self.transfers.wait_reloads(self.decisions.committed)  # of what nobody has read too
@@ -503,15 +503,15 @@ class PipelineOffloadManager:
         run = RunShape(max(1, len(chunks) // vp_size), pp_rank, pp_rank + 1, vp_size)
         step, profile = self.decisions, self.learner.profile
         is_other = step.is_other()
-        if profile is None or is_other or not step.passed:
+        if profile is None or is_other or not step.skipped:
             profile = replace(step.profile(), run=run)
         for observer in self.observers:
             observer.step_ended(profile)
         if is_other:
             self.learner.restart()
-        elif not self._staying_because:  # how a step goes that moves nothing is no lesson
+        elif not self._keep_reasons:  # how a step goes that moves nothing is no lesson
             pairs = ((other, one.key) for one in step.committed for other in one.shares_with)
-            self.learner.learn(profile, None if step.passed else list(pairs))
+            self.learner.learn(profile, None if step.skipped else list(pairs))
 
     @contextmanager
     def step(self) -> Iterator[PipelineOffloadManager]:
@@ -578,7 +578,7 @@ class PipelineOffloadManager:
     def _begin_step(self) -> None:
         self.step_number += 1
         self._num_begun = 0
-        self._has_passed = False
+        self._has_skipped = False
         self._chunk = self._begun_at_backward = self._pack = None
         for chunk in self._entered:
             chunk.forget_groups()
@@ -602,12 +602,12 @@ class PipelineOffloadManager:
             delay: leave that to `flush_delayed_groups`.
             must_move: decide nothing, it moves.
         """
-        if group.passes_by:
+        if group.is_skipped:
             return
         for observer in self.observers:
             observer.group_commits(group, is_delayed=delay)
         if delay:
-            group.settle()  # its chunk's recipes are gone by then
+            group.resolve_blocks()  # its chunk's recipes are gone by then
             self._delayed.append(group)
         else:
             self._commit(group, must_move)
@@ -616,7 +616,7 @@ class PipelineOffloadManager:
 
     @guarded
     def _commit(self, group: OffloadGroup, must_move: bool) -> None:
-        because = self._staying_because[-1] if self._staying_because else ""
+        because = self._keep_reasons[-1] if self._keep_reasons else ""
         self.decisions.commit_group(group, because, must_move=must_move)
 
     @guarded
@@ -624,8 +624,8 @@ class PipelineOffloadManager:
         """Whether a group whose forward is under way would move if it ended now."""
         group.num_bytes = sum(block.num_bytes for block in group.blocks())
         return not (
-            self.is_staying
-            or self.learner.keeps_because(group)
+            self.is_keeping
+            or self.learner.reason_to_keep(group)
             or self.decisions.is_needed_soon(group)
         )
 
@@ -671,7 +671,7 @@ class PipelineOffloadManager:
     @guarded
     def reload(self, group: OffloadGroup) -> None:
         """Bring a group back now, ahead of its backward; does nothing where it is on the device."""
-        self.decisions.bring_back(group)
+        self.decisions.reload_group(group)
 
     @guarded
     def join_offloads(self) -> None:
@@ -691,7 +691,7 @@ class PipelineOffloadManager:
         pack = None
         if chunk is not None and chunk.open_groups and self.records():
             group = chunk.open_groups[-1]
-            pack = None if group.passes_by else self._pack_of(chunk, group)
+            pack = None if group.is_skipped else self._pack_of(chunk, group)
         self._hooks.push(pack)
         return self
 
@@ -733,16 +733,16 @@ class PipelineOffloadManager:
                 self.observers.remove(observer)
 
     @contextmanager
-    def staying(self, because: str) -> Iterator[None]:
+    def keeping(self, because: str) -> Iterator[None]:
         """Move nothing of the steps inside, ``because`` of what, and learn nothing from them.
 
         What they have taken of the device besides is given back at the end.
         """
-        self._staying_because.append(because)
+        self._keep_reasons.append(because)
         try:
             yield
         finally:
-            self._staying_because.remove(because)  # another that began later may go on
+            self._keep_reasons.remove(because)  # another that began later may go on
             self.backend.trim_device()
 
     # What is asked for
@@ -756,9 +756,9 @@ class PipelineOffloadManager:
         return self.usual_recompute if is_usual else self.config.recompute
 
     @property
-    def is_staying(self) -> bool:
-        """Whether the steps now move nothing, by `staying`."""
-        return bool(self._staying_because)
+    def is_keeping(self) -> bool:
+        """Whether the steps now move nothing, by `keeping`."""
+        return bool(self._keep_reasons)
 
     @property
     def last_step(self) -> StepStats:
@@ -787,7 +787,7 @@ class PipelineOffloadManager:
 
         After the first step of a program, which had nothing to learn from, what the next will have.
         """
-        return self.learner.bytes_away(self.last_step)
+        return self.learner.released_bytes(self.last_step)
 
     @property
     def offload_summary_total_bytes(self) -> int:

@@ -30,7 +30,7 @@ def mark_everywhere(tensor: torch.Tensor) -> None:
         _everywhere[storage._cdata] = StorageRef(storage)
 
 
-def take_back(tensor: torch.Tensor) -> None:
+def unmark(tensor: torch.Tensor) -> None:
     """Undo `mark_everywhere`, and what other libraries have set on the tensor or its base."""
     for marked in (tensor, tensor._base):
         if marked is not None:
@@ -90,7 +90,7 @@ class Marks:
             weakref.WeakValueDictionary()
         )
         self._storages: dict[int, StorageRef] = {}
-        self._staying: set[int] = set()
+        self._kept: set[int] = set()
         """Those, and where parameters are."""
         self._is_old = False
 
@@ -109,13 +109,13 @@ class Marks:
             return  # it never moves
         storage = tensor.untyped_storage()
         self._storages[storage._cdata] = StorageRef(storage)
-        self._staying.add(storage._cdata)
+        self._kept.add(storage._cdata)
 
     def begin_step(self) -> None:
         """Look again where parameters are: they move between steps, hardly within one."""
         self._is_old = True
 
-    def staying(self) -> tuple[Container[int], Container[int]]:
+    def kept(self) -> tuple[Container[int], Container[int]]:
         """Return the identities of the storages that stay: those of this manager, and of any."""
         if self._is_old:
             for storages in (self._storages, _everywhere):  # some of which may have gone
@@ -123,8 +123,8 @@ class Marks:
                     storages.pop(key, None)
             known = [x for x in self._parameters.values() if not is_lazy(x)]  # which has no memory
             found = {x.untyped_storage()._cdata for x in known if x.layout is torch.strided}
-            self._staying, self._is_old = found.union(self._storages), False
-        return self._staying, _everywhere
+            self._kept, self._is_old = found.union(self._storages), False
+        return self._kept, _everywhere
 
     def lets_move(self, tensor: torch.Tensor, backend: Backend) -> bool:
         """Whether what `may_be_activation` is on the backend's device, and nothing says it stays.
@@ -134,4 +134,4 @@ class Marks:
         if not backend.owns(tensor) or not has_own_bytes(tensor):
             return False
         storage_key = tensor.untyped_storage()._cdata
-        return not any(storage_key in keys for keys in self.staying())
+        return not any(storage_key in keys for keys in self.kept())

@@ -54,16 +54,16 @@ class Observer:
     def tensor_reloaded(self, tensor: torch.Tensor) -> None:
         """Bytes that were on the host come back to this device memory."""
 
-    def block_leaves(self, block: Block, source: torch.Tensor) -> None:
+    def block_offloads(self, block: Block, source: torch.Tensor) -> None:
         """A block's region is about to be copied to the host, or dropped to be made again."""
 
     def block_read(self, block: Block, target: torch.Tensor) -> None:
         """A record reads the released block's bytes here, ordered behind their reload."""
 
-    def remake_starts(self, block: Block) -> None:
+    def recompute_starts(self, block: Block) -> None:
         """A dropped block is about to be made again; its recipe has the unit."""
 
-    def remade(self, block: Block, made: torch.Tensor) -> None:
+    def recomputed(self, block: Block, made: torch.Tensor) -> None:
         """A dropped block was made again, in this memory."""
 
     def copy_starts(self, direction: Direction) -> None:

@@ -34,14 +34,14 @@ class ForeignOwners:
                 continue  # it left, or what another group has read of it is an owner now
             block.was_reached = True
             if block.flight is not None or block.released or self.knows(block):
-                is_held = is_held_elsewhere(block)
+                is_held = is_externally_referenced(block)
                 if is_held:
                     self.known.add(block.identity)
                 elif is_held is not None:
                     self.known.discard(block.identity)
 
 
-def is_held_elsewhere(block: Block) -> bool | None:
+def is_externally_referenced(block: Block) -> bool | None:
     """Whether something else keeps a block on the device, when backward has come to it.
 
     None where it left, or may have.

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from megatron_offload.core.units import format_bytes
+from megatron_offload.files.renames import OldAttributes, OldKeys
 
 
 @dataclass(slots=True)
-class GroupStats:
+class GroupStats(OldAttributes):
     """All groups of one name in one step."""
 
     name: str
@@ -19,7 +20,7 @@ class GroupStats:
     """Bytes copied to the host."""
     reloaded_bytes: int = 0
     """Bytes copied back."""
-    remade_bytes: int = 0
+    recomputed_bytes: int = 0
     """Bytes that were dropped, to be made again in backward."""
     kept_bytes: int = 0
     """Bytes that stayed: by plan, for want of host memory, needed soon, or too small to move. What
@@ -49,11 +50,11 @@ def _summed(name: str) -> int:
 
 
 @dataclass(slots=True)
-class StepStats:
+class StepStats(OldAttributes):
     """One training step on one rank."""
 
     num_late_reloads: int = 0
-    num_early_returns: int = 0
+    num_cancelled_offloads: int = 0
     """Groups whose backward came before their device memory had been released: copied for
     nothing."""
     num_refused_blocks: int = 0
@@ -67,14 +68,14 @@ class StepStats:
     num_hidden_groups: int = 0
     """Groups that were not made, because hooks of saved tensors of others were in force: of a
     checkpoint, or of what compresses."""
-    held_elsewhere_bytes: int = 0
+    externally_referenced_bytes: int = 0
     """Released bytes whose storage something else kept alive, so that nothing was freed."""
     peak_host_bytes: int = 0
     """Most bytes of host memory in use at one time."""
-    peak_away_bytes: int = 0
+    peak_released_bytes: int = 0
     """Most bytes whose device memory was released, at one time: less what is being copied. Of a
     group that is made again, till its backward begins."""
-    peak_away_bytes_by_name: dict[str, int] = field(default_factory=dict)
+    peak_released_bytes_by_name: dict[str, int] = field(default_factory=dict)
     """The same moment, by group name."""
     is_captured: bool = False
     """Whether the step was captured into a CUDA graph: what replays move counts nowhere else."""
@@ -91,7 +92,7 @@ class StepStats:
     num_groups = _summed("num_groups")
     offloaded_bytes = _summed("offloaded_bytes")
     reloaded_bytes = _summed("reloaded_bytes")
-    remade_bytes = _summed("remade_bytes")
+    recomputed_bytes = _summed("recomputed_bytes")
     kept_bytes = _summed("kept_bytes")
 
     def metrics(self) -> dict[str, int]:
@@ -99,9 +100,9 @@ class StepStats:
 
         All names are there from the first step on, each with `offload/` in front.
         """
-        sums = ("num_groups", "offloaded_bytes", "reloaded_bytes", "remade_bytes", "kept_bytes")
+        sums = ("num_groups", "offloaded_bytes", "reloaded_bytes", "recomputed_bytes", "kept_bytes")
         own = (x.name for x in fields(self) if type(getattr(self, x.name)) is int)
-        return {f"offload/{name}": getattr(self, name) for name in (*sums, *own)}
+        return OldKeys({f"offload/{name}": getattr(self, name) for name in (*sums, *own)})
 
     def __str__(self) -> str:
         """Return a table with a line for each group name."""
@@ -110,7 +111,7 @@ class StepStats:
         for group in self.by_name.values():
             if group == GroupStats(group.name):  # somebody has asked for it
                 continue
-            moved = group.offloaded_bytes, group.reloaded_bytes, group.remade_bytes
+            moved = group.offloaded_bytes, group.reloaded_bytes, group.recomputed_bytes
             sizes = [format_bytes(size) for size in (*moved, group.kept_bytes)]
             rows.append((group.name, str(group.num_groups), *sizes, str(group.num_late_reloads)))
         first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
@@ -118,7 +119,7 @@ class StepStats:
         for name, *cells in rows:
             aligned = (cell.rjust(width) for cell, width in zip(cells, others, strict=True))
             lines.append("  ".join((name.ljust(first), *aligned)))
-        away, host = format_bytes(self.peak_away_bytes), format_bytes(self.peak_host_bytes)
+        away, host = format_bytes(self.peak_released_bytes), format_bytes(self.peak_host_bytes)
         whose = " at each replay of the graph that it was captured into" if self.is_captured else ""
         return "\n".join(
             (*lines, f"most at a time{whose}: {away} off the device, {host} on the host")

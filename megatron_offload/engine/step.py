@@ -33,7 +33,7 @@ class Step(StepDecisions[OffloadGroup]):
         for group in self.groups():
             if group.leaf_hook is not None and not group.blocks():
                 group.unhook()
-            self._transfers.count_remade(group)
+            self._transfers.count_recomputed(group)
         self._transfers.begin_step()
         self.begin_step(self._learner.profile)
 
@@ -45,7 +45,7 @@ class Step(StepDecisions[OffloadGroup]):
     def finish(self, *, names_leaks: bool) -> StepStats:
         """Release what is in flight and return the counters; may warn of what holds memory."""
         self.window.drain()
-        for group in self.passed.values():
+        for group in self.skipped.values():
             by_name = self._transfers.stats.by_name[group.name]
             by_name.num_groups += 1
             num_bytes = group.num_bytes - group.shared_bytes
@@ -69,9 +69,9 @@ class Step(StepDecisions[OffloadGroup]):
         """Return what the step has shown."""
         groups = (
             GroupProfile(
-                *(g.key, g.name, g.num_bytes, g.committed_at_bytes, g.elsewhere_bytes),
+                *(g.key, g.name, g.num_bytes, g.committed_at_bytes, g.externally_referenced_bytes),
                 shared_bytes=g.shared_bytes,
-                remade=merge_units(g.remade),
+                recomputed=merge_units(g.recomputed),
             )
             for g in self.committed
         )
@@ -81,31 +81,31 @@ class Step(StepDecisions[OffloadGroup]):
     def is_other(self) -> bool:
         """Whether a step that was not recorded whole has other groups than the learned one."""
         known = self._learner.profile
-        if not self.passed:
+        if not self.skipped:
             return False
         if known is None:
             return True
         names = {group.key: group.name for group in known.groups}
         is_other = any(names.get(group.key) != group.name for group in self.committed)
-        return is_other or len(names) != len(self.committed) + len(self.passed)
+        return is_other or len(names) != len(self.committed) + len(self.skipped)
 
     # Boundaries
 
     def commit_group(
-        self, group: OffloadGroup, stays_because: str, *, must_move: bool = False
+        self, group: OffloadGroup, keep_reason: str, *, must_move: bool = False
     ) -> None:
         """Decide about a group whose forward is over, and issue its copies."""
         transfers = self._transfers
-        transfers.measure(group, may_drop=not stays_because)
+        transfers.measure(group, may_drop=not keep_reason)
         transfers.stats.by_name[group.name].num_groups += 1
         if must_move:
-            stays_because = ""
-        elif not stays_because:
-            stays_because = self._learner.keeps_because(group)
-        if group.forced and not stays_because:
+            keep_reason = ""
+        elif not keep_reason:
+            keep_reason = self._learner.reason_to_keep(group)
+        if group.forced and not keep_reason:
             self._force(group)
         must_move = must_move or group.rules.should_offload is not None
-        self.commit(group, stays_because, must_move=must_move)
+        self.commit(group, keep_reason, must_move=must_move)
 
     def _force(self, group: OffloadGroup) -> None:
         """Let the storage of ``group.forced`` be emptied where a group that moves it is released.
@@ -122,7 +122,7 @@ class Step(StepDecisions[OffloadGroup]):
 
     def enter_backward(self, group: OffloadGroup) -> None:
         """Backward has reached a group's end: bring it back if no one did, and look ahead."""
-        self._transfers.count_remade(group)
+        self._transfers.count_recomputed(group)
         super().enter_backward(group)
         self._transfers.owners.learn(group)
 

@@ -20,7 +20,7 @@ import torch
 from megatron_offload.backends.base import Backend, Event, Stream, Wait
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import OFFLOADING, ON_HOST, RELOADED, RELOADING, RESIDENT
-from megatron_offload.core.profile import RemadeUnit, is_cheap
+from megatron_offload.core.profile import RecomputeUnit, is_default_kind
 from megatron_offload.core.window import InFlightWindow
 from megatron_offload.engine.group import Block, Flight, Lease, OffloadGroup, Reload
 from megatron_offload.engine.guard import Guard, guarded
@@ -72,7 +72,7 @@ class Transfers:
 
         Counts what stays by choice, or is kept anyway. ``may_drop`` says that something may move.
         """
-        group.settle()
+        group.resolve_blocks()
         moving: list[Block] = []
         owners, chooses = self.owners, group.rules.should_offload
         knows_any = bool(owners.known)
@@ -85,17 +85,17 @@ class Transfers:
                 continue
             block_bytes, counted_bytes = block.num_bytes, block.counted_bytes
             if chooses is not None and not counted_bytes and not owners.knows(block):
-                block.stays = block.stays or not chooses(block_bytes)
-            if block.stays:
-                group.staying_bytes += block_bytes
+                block.is_kept = block.is_kept or not chooses(block_bytes)
+            if block.is_kept:
+                group.kept_bytes += block_bytes
                 self._count_kept(block, "beyond the share that moves")
                 continue
             block.counted_bytes = block_bytes
             if counted_bytes:
                 group.shared_bytes += counted_bytes
             if knows_any and owners.knows(block):
-                group.elsewhere_bytes += block_bytes
-                self.stats.held_elsewhere_bytes += block_bytes - counted_bytes
+                group.externally_referenced_bytes += block_bytes
+                self.stats.externally_referenced_bytes += block_bytes - counted_bytes
             else:
                 num_bytes += block_bytes
                 if block.mover is not group:
@@ -121,18 +121,20 @@ class Transfers:
                 return False
             units = group.rules.recompute
             is_dropped = may_drop and (
-                is_cheap(recipe.unit) if units is None else recipe.unit in units
+                is_default_kind(recipe.unit) if units is None else recipe.unit in units
             )
         needs = tuple(sorted(recipe.needs() - {group.key}))
-        group.remade += (RemadeUnit(recipe.unit, num_bytes, needs=needs, is_remade=is_dropped),)
+        group.recomputed += (
+            RecomputeUnit(recipe.unit, num_bytes, needs=needs, is_recomputed=is_dropped),
+        )
         if not is_dropped:
             block.recipe = None
         elif not block.released:
             for observer in self.observers:
-                observer.block_leaves(block, _region_of(block))
+                observer.block_offloads(block, _region_of(block))
             self.sources.drop(block, group.label)
             name, dropped = block.name, group.dropped_bytes
-            self.stats.by_name[name].remade_bytes += num_bytes
+            self.stats.by_name[name].recomputed_bytes += num_bytes
             group.dropped_bytes = {**dropped, name: dropped.get(name, 0) + num_bytes}
             self.dropped_bytes += num_bytes
             self.host_pool.alone.add(name, num_bytes)
@@ -140,7 +142,7 @@ class Transfers:
             group.needs += needs
         return is_dropped
 
-    def count_remade(self, group: OffloadGroup) -> None:
+    def count_recomputed(self, group: OffloadGroup) -> None:
         """Count what was dropped of a group as off the device no more."""
         if group.dropped_bytes:
             for name, num_bytes in group.dropped_bytes.items():
@@ -148,7 +150,7 @@ class Transfers:
                 self.dropped_bytes -= num_bytes
             group.dropped_bytes = {}
 
-    def stay(self, group: OffloadGroup, reason: str) -> None:
+    def keep(self, group: OffloadGroup, reason: str) -> None:
         """Leave a group whose forward is over on the device."""
         moving, group.moving = group.moving, ()
         for block in moving:
@@ -188,7 +190,7 @@ class Transfers:
         produced: list[Event] = []
         num_bytes, is_ready = 0, True
         for block, region, host in zip(moving, regions, hosts, strict=False):
-            self._lend(block, group, region)
+            self._attach_region(block, group, region)
             block.host, block.flight = host, flight
             num_bytes += block.num_bytes
             by_name[block.name].offloaded_bytes += block.num_bytes
@@ -197,7 +199,7 @@ class Transfers:
             else:
                 _add(block.ready, produced)
         if observers or backend.observes:
-            self._tell_of_leaving(group, moving, sources)
+            self._report_offloads(group, moving, sources)
         pairs = list(zip(hosts, sources, strict=True))
         d2h_stream = backend.d2h_stream
         if not is_ready:
@@ -222,12 +224,12 @@ class Transfers:
         if rules.max_inflight_blocks is not None:
             self.window.limit_blocks(rules.max_inflight_blocks)
 
-    def _lend(self, block: Block, group: OffloadGroup, region: HostRegion) -> None:
+    def _attach_region(self, block: Block, group: OffloadGroup, region: HostRegion) -> None:
         block.lease = lease = Lease(block, self.guard.left.append)
-        lease.take_back, lease.group, lease.region = self.free, block.group, region
+        lease.free, lease.group, lease.region = self.free, block.group, region
         self._leases.add(lease)
 
-    def _tell_of_leaving(
+    def _report_offloads(
         self, group: OffloadGroup, blocks: Sequence[Block], sources: Sequence[torch.Tensor]
     ) -> None:
         """Tell who watches that these blocks leave."""
@@ -237,7 +239,7 @@ class Transfers:
                 with backend.computing_on(block.stream):
                     backend.note_produced(source, group.label)
             for observer in self.observers:
-                observer.block_leaves(block, source)
+                observer.block_offloads(block, source)
 
     def _take_host(
         self, group: OffloadGroup, moving: list[Block], reused: list[Event]
@@ -271,7 +273,7 @@ class Transfers:
 
     def cancel(self, group: OffloadGroup, *, is_late: bool) -> None:
         """Leave a group on the device whose copies are in flight."""
-        self.stats.num_early_returns += is_late
+        self.stats.num_cancelled_offloads += is_late
         for block in group.blocks():
             self.sources.cancel(block)
         group.advance(RESIDENT)
@@ -294,17 +296,17 @@ class Transfers:
         # Backward is on forward's streams: each gets the memory of what it will read.
         moving: defaultdict[Stream, list[Block]] = defaultdict(list)
         for block in blocks:
-            is_away = block.region is not None and block.released
-            if is_away and (block.storage_ref is None or not self._revive(block)):
+            is_on_host = block.region is not None and block.released
+            if is_on_host and (block.storage_ref is None or not self._revive(block)):
                 moving[block.stream].append(block)
         parts: list[tuple[Any, ...]] = []
         for stream, same in moving.items():
             hosts: list[Any] = [block.host for block in same]
             with self.backend.computing_on(stream):
-                lent = self._lend_targets(hosts, may_fail=may_fail)
-            if lent is None:
+                targets = self._allocate_targets(hosts, may_fail=may_fail)
+            if targets is None:
                 return False
-            parts.append((stream, same, hosts, *lent))
+            parts.append((stream, same, hosts, *targets))
         if group.state is ON_HOST:
             group.advance(RELOADING)
         for stream, *part in parts:
@@ -312,13 +314,13 @@ class Transfers:
                 self._issue_reload(group, *part)
         return True
 
-    def _lend_targets(
+    def _allocate_targets(
         self, hosts: Sequence[torch.Tensor], *, may_fail: bool
     ) -> tuple[list[torch.Tensor], list[Event]] | None:
         """Allocate what host tensors come back to; None where that may fail and does."""
         if torch.is_inference_mode_enabled():  # an evaluation between forward and backward
             with torch.inference_mode(False):
-                return self._lend_targets(hosts, may_fail=may_fail)
+                return self._allocate_targets(hosts, may_fail=may_fail)
         try:
             return self.tensor_pool.allocate(hosts)
         except torch.OutOfMemoryError:
@@ -384,7 +386,7 @@ class Transfers:
             return False
         block.target = source
         self.host_pool.free(block.give_back_region(), None)
-        self.stats.held_elsewhere_bytes += block.num_bytes
+        self.stats.externally_referenced_bytes += block.num_bytes
         return True
 
     def wait_reloads(self, groups: Iterable[OffloadGroup]) -> None:
@@ -409,9 +411,9 @@ class Transfers:
                 reload.is_waited and self.backend.compute_stream() is reload.stream
             ):
                 return target
-        return self._ready_target(block) if block.recipe is None else self._remade_target(block)
+        return self._ready_target(block) if block.recipe is None else self._recomputed_target(block)
 
-    def _remade_target(self, block: Block) -> torch.Tensor:
+    def _recomputed_target(self, block: Block) -> torch.Tensor:
         """Make a dropped block again, once for all who need it on a stream.
 
         Its function is the program's, so no lock is held. What something else has kept all the time
@@ -424,14 +426,14 @@ class Transfers:
         if block.made is None:
             block.target = block.live_source()
             if block.target is not None:
-                self.stats.held_elsewhere_bytes += block.target.nbytes
+                self.stats.externally_referenced_bytes += block.target.nbytes
                 return block.target
         if block.made is None or block.made[0] is not stream:
             for observer in self.observers:
-                observer.remake_starts(block)
+                observer.recompute_starts(block)
             made = recipe.run()
             for observer in self.observers:
-                observer.remade(block, made)
+                observer.recomputed(block, made)
             if block.low or not made.is_contiguous():
                 region = made.new_empty(0, dtype=torch.uint8)
                 size = (block.high - block.low,)
@@ -486,7 +488,7 @@ class Transfers:
         if is_home:
             reload.is_waited, reload.targets = True, ()
         else:
-            reload.is_read_elsewhere = True
+            reload.is_read_on_other_stream = True
             backend.read_on(stream, target)
 
     # What records do with their blocks
@@ -523,7 +525,7 @@ class Transfers:
             if self.backend.observes:
                 sole_owner = num_owners(target.untyped_storage()) == 2  # target and the handle
                 self.backend.note_freed(target, group.label, sole_owner=sole_owner)
-            if self.tensor_pool.keeps and not reload.is_read_elsewhere:
+            if self.tensor_pool.keeps and not reload.is_read_on_other_stream:
                 self.tensor_pool.free(target)
 
     # Steps
@@ -537,7 +539,7 @@ class Transfers:
         """Return the counters of the step so far."""
         stats, pool = self.stats, self.host_pool
         stats.peak_host_bytes = pool.stats.peak_in_use_bytes
-        stats.peak_away_bytes, stats.peak_away_bytes_by_name = pool.alone.peak()
+        stats.peak_released_bytes, stats.peak_released_bytes_by_name = pool.alone.peak()
         return stats
 
     def abandon(self, groups: Iterable[OffloadGroup]) -> None:

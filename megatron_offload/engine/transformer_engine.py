@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from megatron_offload.engine.exchanges import Exchanges
 from megatron_offload.engine.marks import mark_everywhere
+from megatron_offload.engine.patches import PatchStack
 from megatron_offload.engine.subclasses import plain_parts
 
 _MODULES = tuple(
@@ -28,7 +28,7 @@ _MODULES = tuple(
 )
 _PREPARE = "_prepare_weights_for_grouped_tensor_gemm"
 
-_exchanged = Exchanges()
+_patches = PatchStack()
 
 
 def mark_not_offload(*tensors: Any) -> None:
@@ -43,7 +43,7 @@ def look_inside() -> None:
 
     A second call changes nothing, and one before TransformerEngine's import costs a look.
     """
-    if _exchanged or not hasattr(sys.modules.get(_MODULES[-1]), "LayerNormMLP"):
+    if _patches or not hasattr(sys.modules.get(_MODULES[-1]), "LayerNormMLP"):
         return
     modules = [sys.modules.get(name) for name in _MODULES]
     base, _, grouped, *_ = modules
@@ -54,14 +54,14 @@ def look_inside() -> None:
         (getattr(base, "TransformerEngineBaseModule", None), "get_weight_workspace", _quantize),
     ):
         if owner is not None and name in vars(owner):
-            _exchanged.wrap(owner, name, call)
+            _patches.wrap(owner, name, call)
 
 
-uninstall = _exchanged.undo
+uninstall = _patches.undo
 """Puts back what `look_inside` found; the next chunk exchanges it again."""
 
 
-def _quantize(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    result = theirs(*args, **kwargs)
+def _quantize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    result = original(*args, **kwargs)
     mark_not_offload(*tree_leaves(result))
     return result

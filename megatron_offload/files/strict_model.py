@@ -25,6 +25,7 @@ from pydantic import (
 )
 
 from megatron_offload.errors import ConfigError, did_you_mean, shorten
+from megatron_offload.files.renames import with_current_names
 from megatron_offload.files.text import read_json, replace_text
 
 _A_SIZE = "a size is 0 or more bytes, as a number or a text such as '64MiB'"
@@ -136,6 +137,8 @@ def validate(model: type[T], data: Any, source: str) -> T:
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
     except ValidationError as error:
+        if (current := with_current_names(data)) != data:
+            return validate(model, current, source)
         raise _refusal(model, data, source, error) from error
 
 

@@ -30,7 +30,7 @@ from megatron_offload.report.tables import print_offload_summary_table
 
 HostState = tuple[torch.device, torch.Tensor, bool]
 
-_AWAY = (GroupState.OFFLOADING, GroupState.ON_HOST)
+_OFFLOADED = (GroupState.OFFLOADING, GroupState.ON_HOST)
 
 
 def _form(*required: str, **optional: Any) -> Signature:
@@ -184,7 +184,7 @@ class ChunkOffloadHandler:
 
         With ``non_blocking=False`` the host waits. A `ValueError`: the pool was reset since.
         """
-        _, copy, is_lent = state
+        _, copy, is_pooled = state
         backend = self.manager.backend
         tensor = backend.empty_device_like(copy)
         backend.wait_compute(backend.h2d_stream, Wait.W6)
@@ -193,7 +193,7 @@ class ChunkOffloadHandler:
         backend.wait(backend.compute_stream(), done, Wait.W4)
         if non_blocking is False:
             backend.sync_copies()
-        if is_lent:
+        if is_pooled:
             self.cpu_tensor_pool.free(copy)
         return tensor
 
@@ -289,7 +289,7 @@ class ChunkOffloadHandler:
 
     def pre_reload_last_layer(self) -> bool:
         """Bring back what backward needs first of this chunk; return whether it was away."""
-        group = next((group for group in self._waiting() if group.state in _AWAY), None)
+        group = next((group for group in self._waiting() if group.state in _OFFLOADED), None)
         if group is not None:
             self.manager.engine.reload(group)
         return group is not None
@@ -347,7 +347,7 @@ class ChunkOffloadHandler:
 
     def finish_all_groups(self, name: str | None = None) -> bool:
         """Whether no group of this pass is open or away, or else none of ``name`` is to come."""
-        is_busy = self.chunk.open_groups or any(g.state in _AWAY for g in self._waiting())
+        is_busy = self.chunk.open_groups or any(g.state in _OFFLOADED for g in self._waiting())
         return (bool(self._this_pass()) and not is_busy) or self.find_next_group(name) is None
 
 

@@ -15,7 +15,6 @@ from torch import nn
 from megatron_offload.autotune.loop import tune
 from megatron_offload.config import EXTRA_MODULES, MEGATRON_MODULES
 from megatron_offload.engine.boundary import commit_group, start_group
-from megatron_offload.engine.exchanges import Call, Exchanges
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.module_hooks import (
     ModuleHook,
@@ -23,6 +22,7 @@ from megatron_offload.engine.module_hooks import (
     hooks_of,
     named_modules,
 )
+from megatron_offload.engine.patches import Call, PatchStack
 from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.frontends.around import engine_of, refuse_unserved
 from megatron_offload.recompute.modules import adopt_model
@@ -48,7 +48,7 @@ _NAMED = {
 }
 
 
-class ModuleOffload(Exchanges):
+class ModuleOffload(PatchStack):
     """The hooks that `offload_modules` has set; `remove`, or its end as a context, undoes that."""
 
     def __init__(self, manager: PipelineOffloadManager) -> None:
@@ -57,7 +57,7 @@ class ModuleOffload(Exchanges):
         self.groups: dict[str, list[str]] = {}
         """For each requested name, the modules that it marks."""
 
-    remove = Exchanges.undo
+    remove = PatchStack.undo
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.manager,)  # of a copied model, whose hooks do nothing
@@ -85,7 +85,7 @@ def offload_modules(
             within one part and ``**`` for any number of parts.
         manager: by default the process's.
         pp_rank: pipeline rank, for what is said by rank; None is what
-            `megatron_offload.engine.learning.tell_pipeline_rank` was told.
+            `megatron_offload.engine.learning.register_pipeline_rank` was told.
         is_part: whether something else begins the forwards, and tells what is made again; what no
             module matches is then left out, with a warning: it may be in another part.
 

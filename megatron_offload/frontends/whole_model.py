@@ -90,7 +90,7 @@ class OffloadActivations(AroundForwards):
             raise ValueError(f"min_offload_size can't be negative, got {min_offload_size}")
         manager, settings = followed(self._door, config, manager)
 
-        def settle(argument: str, value: Any, default: Any, key: str) -> Any:
+        def choose(argument: str, value: Any, default: Any, key: str) -> Any:
             is_fixed = manager is not None and key != "min_tensor_bytes"
             if not is_fixed and key not in settings.model_fields_set:
                 return value
@@ -102,10 +102,10 @@ class OffloadActivations(AroundForwards):
                 )
             return found
 
-        self.use_pin_memory = settle("use_pin_memory", use_pin_memory, True, "pin_memory")
-        self.use_streams = settle("use_streams", use_streams, True, "copy_streams")
+        self.use_pin_memory = choose("use_pin_memory", use_pin_memory, True, "pin_memory")
+        self.use_streams = choose("use_streams", use_streams, True, "copy_streams")
         self.max_fwd_stash_size = max_fwd_stash_size
-        least = settle("min_offload_size", min_offload_size, 1024, "min_tensor_bytes")
+        least = choose("min_offload_size", min_offload_size, 1024, "min_tensor_bytes")
         self.min_tensor_size_bytes = int(least)
         # On the compute stream a copy is done before what comes next, so that nothing need be held.
         sizes = self.min_tensor_size_bytes, max_fwd_stash_size if self.use_streams else 0
@@ -114,7 +114,7 @@ class OffloadActivations(AroundForwards):
         else:
             given = settings.model_dump(exclude_unset=True)
             given |= {"pin_memory": self.use_pin_memory, "copy_streams": self.use_streams}
-            groups = _lend(self, model, OffloadConfig.model_validate(given), *sizes)
+            groups = _allocate(self, model, OffloadConfig.model_validate(given), *sizes)
         self.manager = groups.manager
         super().__init__(groups)
 
@@ -144,7 +144,7 @@ def _make(
     )
 
 
-class _Lent(weakref.ref[object]):
+class _Allocated(weakref.ref[object]):
     """What a context has while it lives; the callback is in C, where no interrupt is lost."""
 
     __hash__ = object.__hash__  # a weak reference's own needs what it refers to
@@ -153,13 +153,13 @@ class _Lent(weakref.ref[object]):
     model: weakref.ref[nn.Module] | None = None
 
 
-_lent: set[_Lent] = set()
-_idle: dict[Hashable, list[_Lent]] = {}
+_allocated: set[_Allocated] = set()
+_idle: dict[Hashable, list[_Allocated]] = {}
 """What contexts that are gone have left for the next of the same settings: the process's, because
 the documented form makes a context for each step, and pins and learns once all the same."""
 
 
-def _lend(
+def _allocate(
     context: object, model: nn.Module | None, config: OffloadConfig, *sizes: int
 ) -> AutomaticGroups:
     """Return what moves the tensors of a context, for as long as that exists."""
@@ -168,23 +168,27 @@ def _lend(
     left = _idle.setdefault((threading.get_ident(), current_device(config), settings, sizes), [])
     groups: AutomaticGroups | None = None
     while left and groups is None:
-        lent = left.pop()
-        _lent.discard(lent)
-        found = lent.groups  # None of one whose making was interrupted
-        if found and found.manager.host_pool is lent.pool and not found.manager.host_pool.is_closed:
+        allocated = left.pop()
+        _allocated.discard(allocated)
+        found = allocated.groups  # None of one whose making was interrupted
+        if (
+            found
+            and found.manager.host_pool is allocated.pool
+            and not found.manager.host_pool.is_closed
+        ):
             groups = found  # else it was configured anew
-            if lent.model != of_model and groups.manager.tuner is not None:
+            if allocated.model != of_model and groups.manager.tuner is not None:
                 groups.manager.tuner.begin(groups.manager)
     if groups is None:
         # The settings have changed, maybe, and nobody may come for what the others have pinned.
-        for other in [lent for idle in list(_idle.values()) for lent in idle]:
+        for other in [allocated for idle in list(_idle.values()) for allocated in idle]:
             if other.groups is not None:
                 other.groups.manager.trim()
         groups = _make(PipelineOffloadManager(config), *sizes)
     groups.manager.enable_offload()
-    lent = _Lent(context, left.append)
-    lent.groups, lent.pool, lent.model = groups, groups.manager.host_pool, of_model
-    _lent.add(lent)
+    allocated = _Allocated(context, left.append)
+    allocated.groups, allocated.pool, allocated.model = groups, groups.manager.host_pool, of_model
+    _allocated.add(allocated)
     return groups
 
 

@@ -27,15 +27,15 @@ from megatron_offload.config import (
     module_patterns,
 )
 from megatron_offload.core.policy_config import MemoryTargetConfig
-from megatron_offload.engine.exchanges import Call, Exchanges
 from megatron_offload.engine.group import SOURCES
-from megatron_offload.engine.learning import tell_pipeline_rank
+from megatron_offload.engine.learning import register_pipeline_rank
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.module_hooks import named_modules
+from megatron_offload.engine.patches import Call, PatchStack
 from megatron_offload.errors import ConfigError, IntegrationError
 from megatron_offload.frontends.around import refuse_unserved
 from megatron_offload.frontends.modules import ModuleOffload, offload_modules
-from megatron_offload.integrations.megatron_recompute import stand_ins, wrap_methods
+from megatron_offload.integrations.megatron_recompute import replacements, wrap_methods
 from megatron_offload.recompute.modules import recompute_modules
 
 _MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
@@ -43,7 +43,7 @@ _PREPARE = "preprocess_for_fine_grained_offloading"
 
 _logger = logging.getLogger(__name__)
 
-exchanged = Exchanges()
+patches = PatchStack()
 """What `install` has exchanged, and whoever adds to it; `uninstall` puts it back."""
 
 _marked: WeakKeyDictionary[nn.Module, tuple[OffloadConfig, ModuleOffload]] = WeakKeyDictionary()
@@ -66,7 +66,7 @@ def install(config: OffloadConfig | None = None, tuner: MeasuredLoop | None = No
     Raises:
         IntegrationError: megatron-core is absent, or older than 0.16.
     """
-    if not exchanged:
+    if not patches:
         target = import_from_megatron(_MODULE)
         their_class = target.FineGrainedActivationOffloadingInterface
         pairs = [
@@ -75,21 +75,21 @@ def install(config: OffloadConfig | None = None, tuner: MeasuredLoop | None = No
             if hasattr(facade, name) and getattr(value, "__module__", "") == _MODULE
             if value is not their_class
         ]
-        pairs += stand_ins()
+        pairs += replacements()
         # The first to be noted is the last to be undone.
-        exchanged.on_undo(functools.partial(_put_back_copies, {id(o): t for t, o in pairs}))
-        exchange_everywhere(pairs)
+        patches.on_undo(functools.partial(_put_back_copies, {id(o): t for t, o in pairs}))
+        patch_everywhere(pairs)
         our_class = facade.FineGrainedActivationOffloadingInterface
         for name, member in vars(our_class).items():  # layers hold the class itself
             if isinstance(member, (staticmethod, types.FunctionType)):
-                exchanged.replace(their_class, name, member)
-        wrap_methods(exchanged, _METHODS)
-        exchanged.on_undo(_marked.clear)
-        exchanged.replace(PipelineOffloadManager, "usual_recompute", MEGATRON_RECOMPUTE)
-        exchanged.on_undo(_seen_in.clear)
-        tell_pipeline_rank(pipeline)  # the calls of megatron-core 0.16 don't say it
-        exchanged.on_undo(functools.partial(tell_pipeline_rank, None))
-        exchanged.on_undo(functools.partial(setattr, PipelineOffloadManager, "at_first_use", None))
+                patches.replace(their_class, name, member)
+        wrap_methods(patches, _METHODS)
+        patches.on_undo(_marked.clear)
+        patches.replace(PipelineOffloadManager, "usual_recompute", MEGATRON_RECOMPUTE)
+        patches.on_undo(_seen_in.clear)
+        register_pipeline_rank(pipeline)  # the calls of megatron-core 0.16 don't say it
+        patches.on_undo(functools.partial(register_pipeline_rank, None))
+        patches.on_undo(functools.partial(setattr, PipelineOffloadManager, "at_first_use", None))
     its = PipelineOffloadManager
     if config is not None or its.at_first_use is None:
         its.at_first_use = functools.partial(_begin, config, tuner)
@@ -109,10 +109,10 @@ def _begin(
     tune(manager, tuner)
 
 
-def exchange_everywhere(pairs: Iterable[tuple[Any, Any]]) -> None:
+def patch_everywhere(pairs: Iterable[tuple[Any, Any]]) -> None:
     """Exchange the first of each pair for the second, wherever a loaded module refers to it."""
-    for module, name, ours in _found({id(theirs): ours for theirs, ours in pairs}):
-        exchanged.replace(module, name, ours)
+    for module, name, ours in _found({id(original): ours for original, ours in pairs}):
+        patches.replace(module, name, ours)
 
 
 def _found(others: Mapping[int, Any]) -> Iterator[tuple[types.ModuleType, str, Any]]:
@@ -124,23 +124,23 @@ def _found(others: Mapping[int, Any]) -> Iterator[tuple[types.ModuleType, str, A
                     yield module, name, others[id(value)]
 
 
-uninstall = exchanged.undo
+uninstall = patches.undo
 """Puts megatron-core's own implementation back; without `install` it does nothing."""
 
-is_installed = exchanged.__bool__
+is_installed = patches.__bool__
 """Whether `install` is in effect."""
 
 
 def _put_back_copies(back: dict[int, Any]) -> None:
     """Put Megatron's own where ours was copied to since."""
-    for module, name, theirs in _found(back):
+    for module, name, original in _found(back):
         if f"{module.__name__}.".startswith("megatron."):
-            setattr(module, name, theirs)
+            setattr(module, name, original)
 
 
-def _keeping_outputs(theirs: Call, self: Any, run_function: Call, *args: Any) -> Any:
+def _keeping_outputs(original: Call, self: Any, run_function: Call, *args: Any) -> Any:
     """Keep the outputs of a ``CheckpointWithoutOutput``, which Megatron empties in place."""
-    outputs = theirs(self, run_function, *args)
+    outputs = original(self, run_function, *args)
     manager = PipelineOffloadManager.get_instance()
     for output in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
         if isinstance(output, torch.Tensor):
@@ -148,7 +148,7 @@ def _keeping_outputs(theirs: Call, self: Any, run_function: Call, *args: Any) ->
     return outputs
 
 
-def _saving_arguments(theirs: Call, ctx: Any, run_function: Call, owner: Any, *args: Any) -> Any:
+def _saving_arguments(original: Call, ctx: Any, run_function: Call, owner: Any, *args: Any) -> Any:
     """Let a ``CheckpointWithoutOutput`` save its arguments, not detached copies as up to 0.19.
 
     Autograd keeps such leaves, whatever the hooks of saved tensors do, so that nothing would be
@@ -159,12 +159,12 @@ def _saving_arguments(theirs: Call, ctx: Any, run_function: Call, owner: Any, *a
         *(args if [*map(type, saved)] == [*map(type, args)] else saved)
     )
     try:
-        return theirs(ctx, run_function, owner, *args)
+        return original(ctx, run_function, owner, *args)
     finally:
         del ctx.save_for_backward
 
 
-def _noting_inputs(theirs: Call, self: Any, *inputs: torch.Tensor | None) -> Any:
+def _noting_inputs(original: Call, self: Any, *inputs: torch.Tensor | None) -> Any:
     """Note from what the inputs of a node of overlapped microbatches are detached.
 
     The node before keeps that for its backward, which doesn't read it.
@@ -178,14 +178,14 @@ def _noting_inputs(theirs: Call, self: Any, *inputs: torch.Tensor | None) -> Any
 
     self.forward_func = noting
     try:
-        return theirs(self, *inputs)
+        return original(self, *inputs)
     finally:
         self.forward_func = run
 
 
-def _noting_source(theirs: Call, self: Any, source: torch.Tensor) -> torch.Tensor:
+def _noting_source(original: Call, self: Any, source: torch.Tensor) -> torch.Tensor:
     """Note from what a node detaches a tensor for a later one, likewise."""
-    detached: torch.Tensor = theirs(self, source)
+    detached: torch.Tensor = original(self, source)
     _note_source(detached, source)
     return detached
 
@@ -195,14 +195,14 @@ def _note_source(detached: torch.Tensor | None, source: torch.Tensor | None) -> 
         SOURCES[detached] = ref(source)
 
 
-def _taking_our_names(theirs: Callable[[Any], None], self: Any) -> None:
+def _taking_our_names(original: Callable[[Any], None], self: Any) -> None:
     """Take names in ``offload_modules`` that Megatron doesn't know; once for each microbatch.
 
     The configuration keeps all names: Megatron's layers look for their own among them.
     """
     names = self.offload_modules
     if not self.fine_grained_activation_offloading or not names:
-        return theirs(self)
+        return original(self)
     if isinstance(names, str):
         raise ConfigError(f"offload_modules is a list of names; write [{names!r}]")
     if "layer" in names and self.overlap_moe_expert_parallel_comm:
@@ -218,7 +218,7 @@ def _taking_our_names(theirs: Callable[[Any], None], self: Any) -> None:
     known = [name for name in names if not _is_ours(name) and name != LAYER_INPUT]
     self.offload_modules = known or ["core_attn"]  # it wants one
     try:
-        return theirs(self)
+        return original(self)
     except AssertionError:
         module_patterns(known)  # says which of them nobody knows
         raise
@@ -231,7 +231,13 @@ _WITHOUT_WEIGHTS = {"core_attn", "attn_norm", "mlp_norm", "mlp_act", "moe_act", 
 
 
 def _refusing_lost_marks(
-    theirs: Call, self: Any, config: Any, ddp_config: Any, module: nn.Module, *args: Any, **kw: Any
+    original: Call,
+    self: Any,
+    config: Any,
+    ddp_config: Any,
+    module: nn.Module,
+    *args: Any,
+    **kw: Any,
 ) -> None:
     """Refuse what no hook of saved tensors can keep: what is set on a saved parameter.
 
@@ -250,17 +256,17 @@ def _refusing_lost_marks(
                 "under hooks. Set gradient_accumulation_fusion=False or overlap_grad_reduce=False, "
                 f"take TransformerEngine's layers, or name {', '.join(sorted(_WITHOUT_WEIGHTS))}"
             )
-    theirs(self, config, ddp_config, module, *args, **kw)
+    original(self, config, ddp_config, module, *args, **kw)
 
 
 def _is_ours(name: str) -> bool:
     return name in EXTRA_MODULES or "." in name or "*" in name
 
 
-def _marking(theirs: Callable[[Any], None], self: Any) -> None:
+def _marking(original: Callable[[Any], None], self: Any) -> None:
     """Before a model's forward, hook the modules of which Megatron's own call sites don't tell."""
     manager = PipelineOffloadManager.get_instance()
-    theirs(self)
+    original(self)
     known_for, marked = _marked.get(self, (None, None))
     if marked is None or known_for is not manager.config or marked.manager is not manager:
         config, names = self.config, self.config.offload_modules
@@ -272,7 +278,7 @@ def _marking(theirs: Callable[[Any], None], self: Any) -> None:
                 ", ".join(names),
             )
         marked = offload_modules(self, filter(_is_ours, names), manager=manager, is_part=True)
-        exchanged.on_undo(marked.remove)
+        patches.on_undo(marked.remove)
         if manager.config.enabled:
             refuse_unserved("megatron_core.install()", manager.config)
             if isinstance(manager.config.policy, MemoryTargetConfig):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from megatron_offload.engine.exchanges import Call, Exchanges, around
+from megatron_offload.engine.patches import Call, PatchStack, around
 
 _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "empty_like", "zeros_like")
 _CPU = torch.device("cpu")
@@ -44,13 +44,13 @@ def cpu_bridges() -> Iterator[None]:
     from megatron.core.tensor_parallel import random
 
     view = _cpu_view_of_torch()
-    with Exchanges() as exchanged:
+    with PatchStack() as patches:
         for name, module in list(sys.modules.items()):
             if name.startswith("megatron.core") and vars(module).get("torch") is torch:
-                exchanged.replace(module, "torch", view)
-        exchanged.replace(random, "_set_cuda_rng_state", _STATES["set_rng_state"])
-        exchanged.replace(optimizer, "clip_grad_by_total_norm_fp32", _clip_grads)
-        exchanged.replace(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor)
+                patches.replace(module, "torch", view)
+        patches.replace(random, "_set_cuda_rng_state", _STATES["set_rng_state"])
+        patches.replace(optimizer, "clip_grad_by_total_norm_fp32", _clip_grads)
+        patches.replace(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor)
         yield
 
 
@@ -67,9 +67,9 @@ def recompute_without_transformer_engine() -> Iterator[None]:
         init(self, *args, **kwargs)
         self.fp8 = False
 
-    with Exchanges() as exchanged:
+    with PatchStack() as patches:
         if not hasattr(random, "FP8GlobalStateManager"):
-            exchanged.wrap(random.CheckpointWithoutOutput, "__init__", without_fp8)
+            patches.wrap(random.CheckpointWithoutOutput, "__init__", without_fp8)
         yield
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_offload.engine.exchanges import Call, Exchanges
+from megatron_offload.engine.patches import Call, PatchStack
 from megatron_offload.errors import IntegrationError
 from megatron_offload.integrations.megatron_core import import_from_megatron
 
@@ -21,7 +21,7 @@ _MODULE = "megatron.core.transformer.moe.token_dispatcher"
 _CLASS = "_DeepepManager"
 _METHOD = "_indices_to_multihot"
 
-_exchanged = Exchanges()
+_patches = PatchStack()
 
 
 def install() -> None:
@@ -33,19 +33,19 @@ def install() -> None:
     Raises:
         IntegrationError: megatron-core is absent, or its step isn't the one this was written for.
     """
-    if _exchanged:
+    if _patches:
         return
     manager = getattr(import_from_megatron(_MODULE), _CLASS, None)
-    theirs: Any = getattr(manager, _METHOD, None)
-    _check_same(theirs)
-    _exchanged.wrap(manager, _METHOD, _without_waits)
+    original: Any = getattr(manager, _METHOD, None)
+    _check_same(original)
+    _patches.wrap(manager, _METHOD, _without_waits)
 
 
-uninstall = _exchanged.undo
+uninstall = _patches.undo
 """Puts megatron-core's own step back; without `install` it does nothing."""
 
 
-def _without_waits(theirs: Call, self: Any, indices: torch.Tensor, probs: torch.Tensor) -> Any:
+def _without_waits(original: Call, self: Any, indices: torch.Tensor, probs: torch.Tensor) -> Any:
     return indices_to_multihot(indices, probs, self.num_local_experts)
 
 
@@ -105,7 +105,7 @@ class _IndicesToMultihot(torch.autograd.Function):
         return None, (picked + 0.0).masked_fill(indices == -1, 0.0), None
 
 
-def _check_same(theirs: Call) -> None:
+def _check_same(original: Call) -> None:
     """Compare both steps on three tokens: a version that isn't known may have changed its own."""
     version = getattr(sys.modules["megatron.core"], "__version__", "of unknown version")
     wrong = (
@@ -113,10 +113,10 @@ def _check_same(theirs: Call) -> None:
         "in for, that of 0.16 to 0.19; leave out install()"
     )
     try:
-        expected = _outcome(theirs)
+        expected = _outcome(original)
     except Exception as error:
         raise IntegrationError(f"{wrong} ({error})") from error
-    if _outcome(partial(_without_waits, theirs)) != expected:
+    if _outcome(partial(_without_waits, original)) != expected:
         raise IntegrationError(wrong)
 
 

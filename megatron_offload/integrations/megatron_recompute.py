@@ -17,8 +17,8 @@ from torch import nn
 
 from megatron_offload.config import LAYER_INPUT
 from megatron_offload.engine.boundary import commit_group, start_group
-from megatron_offload.engine.exchanges import Call, Exchanges, around
 from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.engine.patches import Call, PatchStack, around
 from megatron_offload.recompute.recipes import add_recipe
 
 _FUSED = {
@@ -41,21 +41,21 @@ _in_segments: list[nn.Module] = []
 _manager = PipelineOffloadManager.get_instance
 
 
-def stand_ins() -> Iterator[tuple[Any, Any]]:
+def replacements() -> Iterator[tuple[Any, Any]]:
     """Yield functions of megatron-core's, each with the one that stands in for it."""
     calls: tuple[tuple[str, str, Call], ...] = (
-        *((module, name, _telling) for module, names in _FUSED.items() for name in names),
+        *((module, name, _noting) for module, names in _FUSED.items() for name in names),
         ("tensor_parallel.random", "checkpoint", _grouping),
         ("extensions.transformer_engine", "te_checkpoint", _grouping),
         ("recompute", "checkpointed_forward", _by_segments),
     )
     for module, name, call in calls:
-        theirs = getattr(_module(module), name, None)
-        if theirs is not None:
-            yield theirs, around(theirs, call)
+        original = getattr(_module(module), name, None)
+        if original is not None:
+            yield original, around(original, call)
 
 
-def wrap_methods(exchanged: Exchanges, others: Iterable[tuple[str, str, str, Call]]) -> None:
+def wrap_methods(patches: PatchStack, others: Iterable[tuple[str, str, str, Call]]) -> None:
     """Put calls that tell, or let others tell, around methods of megatron-core's classes.
 
     ``others`` are more of them: module, class, method and what is called in its place.
@@ -64,14 +64,14 @@ def wrap_methods(exchanged: Exchanges, others: Iterable[tuple[str, str, str, Cal
     _activations.update(id(one) for one in own if callable(one))
     for module, class_name, name, call in (
         *others,
-        ("transformer.mlp", "MLP", "forward", _letting_activation_tell),
-        ("transformer.moe.experts", "TEGroupedMLP", "forward", _letting_activation_tell),
+        ("transformer.mlp", "MLP", "forward", _noting_activation),
+        ("transformer.moe.experts", "TEGroupedMLP", "forward", _noting_activation),
         ("transformer.transformer_block", "TransformerBlock", _SEGMENTS, _by_segments),
         (_NEXT_TOKENS, "MultiTokenPredictionLayer", _SEGMENTS, _by_segments),
     ):
         owner = getattr(_module(module), class_name, None)
         if owner is not None and name in vars(owner):
-            exchanged.wrap(owner, name, call)
+            patches.wrap(owner, name, call)
 
 
 def _module(name: str) -> Any:
@@ -84,42 +84,42 @@ def _module(name: str) -> Any:
 # What is called in the place of megatron-core's functions: each is given its own first.
 
 
-def _telling(theirs: Call, *args: Any, **kwargs: Any) -> Any:
-    output = theirs(*args, **kwargs)
+def _noting(original: Call, *args: Any, **kwargs: Any) -> Any:
+    output = original(*args, **kwargs)
     if "mlp_act" in _manager().recompute:
-        add_recipe(_manager(), output, theirs, args, kwargs, unit="mlp_act")
+        add_recipe(_manager(), output, original, args, kwargs, unit="mlp_act")
     return output
 
 
-def _by_segments(theirs: Call, self: Any, *args: Any, **kwargs: Any) -> Any:
+def _by_segments(original: Call, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Let the checkpoints of full recompute be told from those of parts of a layer."""
     on = self.config.fine_grained_activation_offloading
     if not on or LAYER_INPUT not in self.config.offload_modules:
-        return theirs(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
     _in_segments.append(self)
     try:
-        return theirs(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
     finally:
         _in_segments.pop()
 
 
-def _grouping(theirs: Call, *args: Any, **kwargs: Any) -> Any:
+def _grouping(original: Call, *args: Any, **kwargs: Any) -> Any:
     """Make a group of the hidden states that a checkpoint of whole layers keeps, and of no more."""
     if not (_in_segments and torch.is_grad_enabled()):
-        return theirs(*args, **kwargs)
+        return original(*args, **kwargs)
     hidden, *others = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
     manager = _manager()
     for mask_or_table in others:
         manager.mark_not_offload(mask_or_table)
     start_group(manager, hidden, LAYER_INPUT)
     with manager:
-        outputs = theirs(*args, **kwargs)
+        outputs = original(*args, **kwargs)
     # Schedules hold what they have received until its backward, and read its gradient alone.
     received = [hidden] if hidden is getattr(_in_segments[-1], "input_tensor", None) else []
     return commit_group(manager, outputs, LAYER_INPUT, received)
 
 
-def _letting_activation_tell(theirs: Call, self: Any, *args: Any, **kwargs: Any) -> Any:
+def _noting_activation(original: Call, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Let the activation of an MLP tell, where Megatron calls it by itself and it is known."""
     manager, own, config = _manager(), vars(self), self.config
     is_other = (  # fused, or not called by this name, or compared with what it may be
@@ -127,11 +127,11 @@ def _letting_activation_tell(theirs: Call, self: Any, *args: Any, **kwargs: Any)
     ) or getattr(config, "use_fused_weighted_squared_relu", False)
     activate: Any = None if torch.compiler.is_compiling() else own.get("activation_func")
     is_known = id(activate) in _activations
-    may = "mlp_act" in manager.recompute and manager.may_make_again("mlp_act")
+    may = "mlp_act" in manager.recompute and manager.may_recompute("mlp_act")
     if is_other or not (is_known and may and manager.records()):
-        return theirs(self, *args, **kwargs)
-    own["activation_func"] = partial(_telling, activate)
+        return original(self, *args, **kwargs)
+    own["activation_func"] = partial(_noting, activate)
     try:
-        return theirs(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
     finally:
         own["activation_func"] = activate

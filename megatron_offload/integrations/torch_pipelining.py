@@ -9,15 +9,15 @@ from typing import Any
 from megatron_offload.autotune.loop import tune
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.automatic import AutomaticGroups
-from megatron_offload.engine.exchanges import Call, Exchanges
 from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.engine.patches import Call, PatchStack
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import IntegrationError
 from megatron_offload.frontends.around import AroundForwards, followed
 from megatron_offload.recompute.modules import adopt_model
 
 
-class PipelineOffload(Exchanges):
+class PipelineOffload(PatchStack):
     """What `offload_pipeline` has set; ``stages`` are the indices of this rank's stages.
 
     `remove`, or its end as a context, leaves schedule and stages as they were, and gives all memory
@@ -39,7 +39,7 @@ class PipelineOffload(Exchanges):
             self.wrap(stage, "forward_one_chunk", partial(_run_forward, stage, context))
         self.wrap(schedule, "step", partial(_run_step, schedule, groups))
 
-    remove = Exchanges.undo
+    remove = PatchStack.undo
 
     @property
     def last_step(self) -> StepStats:

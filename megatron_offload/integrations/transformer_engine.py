@@ -21,11 +21,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.automatic import AutomaticGroups, unpack
 from megatron_offload.engine.chunk import READY_MARK, ChunkOffloadHandler
-from megatron_offload.engine.exchanges import Call, Exchanges
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.hooks import is_recording, owner_of, owner_of_hooks
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.marks import take_back
+from megatron_offload.engine.marks import unmark
+from megatron_offload.engine.patches import Call, PatchStack
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.subclasses import plain_parts
 from megatron_offload.engine.transformer_engine import mark_not_offload
@@ -39,7 +39,7 @@ _SETTING = "_activation_offloading"
 _OUTER_SETTING = "_activation_offloading_of_whole"
 
 _groups: AutomaticGroups | None = None
-_exchanged = Exchanges()
+_patches = PatchStack()
 
 
 def operation_groups(
@@ -117,7 +117,7 @@ def install() -> None:
     Raises:
         IntegrationError: TransformerEngine is absent, or its fuser not the one that is known.
     """
-    if _exchanged:
+    if _patches:
         return
     try:
         fuser = importlib.import_module(_FUSER)
@@ -132,41 +132,41 @@ def install() -> None:
             "with TransformerEngine 2.20"
         )
 
-    def noted_context(theirs: Call, *args: Any, **kwargs: Any) -> Any:
-        context, run = theirs(*args, **kwargs), owner_of_hooks()
+    def noted_context(original: Call, *args: Any, **kwargs: Any) -> Any:
+        context, run = original(*args, **kwargs), owner_of_hooks()
         if isinstance(run, _FusedRun):
             run.contexts.append(context)
         return context
 
-    def decided_prepare(theirs: Call, *tensors: Any) -> Any:
+    def decided_prepare(original: Call, *tensors: Any) -> Any:
         run = owner_of_hooks()
-        return run.prepare(theirs, tensors) if isinstance(run, _FusedRun) else theirs(*tensors)
+        return run.prepare(original, tensors) if isinstance(run, _FusedRun) else original(*tensors)
 
-    def settled_run(theirs: Call, self: Any, *args: Any, **kwargs: Any) -> Any:
+    def resolved_run(original: Call, self: Any, *args: Any, **kwargs: Any) -> Any:
         # A run without settings inside another: nothing of it is that one's.
         plain = NoOpManager() if isinstance(owner_of_hooks(), _FusedRun) else nullcontext()
         with _settings_of(self._basic_ops) or plain:
-            return theirs(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
 
-    _exchanged.wrap(fuser, "OperationContext", noted_context)
-    _exchanged.wrap(fuser, "prepare_for_saving", decided_prepare)
-    _exchanged.wrap(fuser.OperationFuser, "__call__", settled_run)
+    _patches.wrap(fuser, "OperationContext", noted_context)
+    _patches.wrap(fuser, "prepare_for_saving", decided_prepare)
+    _patches.wrap(fuser.OperationFuser, "__call__", resolved_run)
     members = {
         "set_activation_offloading": set_activation_offloading,
         "activation_offloading": property(activation_offloading, set_activation_offloading),
     }
     for name in members.keys() - set(dir(operation)):
-        _exchanged.replace(operation, name, members[name])
+        _patches.replace(operation, name, members[name])
 
 
-uninstall = _exchanged.undo
+uninstall = _patches.undo
 """Puts back what `install` found; does nothing where it was not called."""
 
 
 def mark_activation_offload(*tensors: torch.Tensor | None) -> None:
     """Let tensors go where what surrounds them goes; takes back `mark_not_offload`."""
     for part in (*(tensor for tensor in tensors if tensor is not None), *plain_parts(tensors)):
-        take_back(part)
+        unmark(part)
 
 
 def maybe_mark_activation_offload(module_or_op: nn.Module, *tensors: torch.Tensor | None) -> None:

@@ -99,7 +99,7 @@ class GPUTensorPool:
         self.pin_memory = pin_memory
         self._free: defaultdict[PoolKey, deque[torch.Tensor]] = defaultdict(deque)
         # Lent tensors by identity, for each key that was ever asked for.
-        self._lent: dict[PoolKey, dict[int, torch.Tensor]] = {}
+        self._allocated: dict[PoolKey, dict[int, torch.Tensor]] = {}
         counters = "allocation_requests", "free_requests", "pool_hits", "pool_misses"
         self._stats = dict.fromkeys(("total_allocated", *counters), 0)
 
@@ -114,17 +114,17 @@ class GPUTensorPool:
             tensor = self._make(*key)
             self._stats["pool_misses"] += 1
             self._stats["total_allocated"] += 1
-        self._lent.setdefault(key, {})[id(tensor)] = tensor
+        self._allocated.setdefault(key, {})[id(tensor)] = tensor
         return tensor
 
     def free(self, tensor: torch.Tensor) -> None:
         """Take a tensor back for reuse; a stranger, or a second free, is a `ValueError`."""
         key = self._get_pool_key(tensor.shape, tensor.dtype)
         self._stats["free_requests"] += 1
-        if self._lent.get(key, {}).pop(id(tensor), None) is None:
+        if self._allocated.get(key, {}).pop(id(tensor), None) is None:
             raise ValueError(
                 f"this tensor of shape {key[0]} and dtype {tensor.dtype} doesn't belong to this "
-                f"pool, or was freed before; allocated here were {sorted(map(str, self._lent))}"
+                f"pool, or was freed before; allocated were {sorted(map(str, self._allocated))}"
             )
         self._keep(key, tensor)
 
@@ -141,26 +141,26 @@ class GPUTensorPool:
         Raises:
             ValueError: a shape without a dtype, or one that was never asked for.
         """
-        lent = self._num_lent()
+        allocated = self._num_allocated()
         if shape is None:
             return {
-                "global_stats": {**self._stats, "current_in_use": sum(lent.values())},
-                "pools": {key: self.get_pool_status(*key) for key in lent},
+                "global_stats": {**self._stats, "current_in_use": sum(allocated.values())},
+                "pools": {key: self.get_pool_status(*key) for key in allocated},
             }
         if dtype is None:
             raise ValueError("a shape needs its dtype: get_pool_status(shape, dtype)")
         key = self._get_pool_key(shape, dtype)
-        if key not in lent:
+        if key not in allocated:
             raise ValueError(f"no pool exists for shape {key[0]} and dtype {dtype}")
-        num_lent, num_free = lent[key], len(self._free[key])
-        total = num_lent + num_free
+        num_allocated, num_free = allocated[key], len(self._free[key])
+        total = num_allocated + num_free
         return {
             "shape": key[0],
             "dtype": dtype,
             "total_count": total,
-            "allocated_count": num_lent,
+            "allocated_count": num_allocated,
             "free_count": num_free,
-            "utilization": 100 * num_lent / total if total else 0,
+            "utilization": 100 * num_allocated / total if total else 0,
         }
 
     def reset(self) -> None:
@@ -169,10 +169,10 @@ class GPUTensorPool:
         Whoever holds one of them shares its memory with its next user from here on, and freeing
         it is a second free (ValueError). The counters of the past stay.
         """
-        for key, lent in self._lent.items():
-            for tensor in lent.values():
+        for key, allocated in self._allocated.items():
+            for tensor in allocated.values():
                 self._keep(key, tensor)
-            lent.clear()
+            allocated.clear()
 
     def clear(self) -> None:
         """Forget everything: free memory goes back to the allocator at once.
@@ -180,7 +180,7 @@ class GPUTensorPool:
         Tensors still out live as long as someone holds them, and are strangers here afterwards.
         """
         self._free.clear()
-        self._lent.clear()
+        self._allocated.clear()
 
     def _get_pool_key(self, shape: Sequence[int], dtype: torch.dtype) -> PoolKey:
         return tuple(shape), dtype
@@ -195,8 +195,8 @@ class GPUTensorPool:
     def _keep(self, key: PoolKey, tensor: torch.Tensor) -> None:
         self._free[key].append(tensor)
 
-    def _num_lent(self) -> Mapping[PoolKey, int]:
-        return {key: len(lent) for key, lent in self._lent.items()}
+    def _num_allocated(self) -> Mapping[PoolKey, int]:
+        return {key: len(allocated) for key, allocated in self._allocated.items()}
 
 
 class HostTensorPool(GPUTensorPool):
@@ -235,10 +235,10 @@ class HostTensorPool(GPUTensorPool):
         if region is not None:
             self.host_pool.free(region, self._backend.record(self._backend.h2d_stream))
 
-    def _num_lent(self) -> Mapping[PoolKey, int]:
-        lent = (tensor for region in self.host_pool.regions() for tensor in region.views)
-        counts = Counter(self._get_pool_key(tensor.shape, tensor.dtype) for tensor in lent)
-        return dict.fromkeys(self._lent, 0) | counts
+    def _num_allocated(self) -> Mapping[PoolKey, int]:
+        allocated = (tensor for region in self.host_pool.regions() for tensor in region.views)
+        counts = Counter(self._get_pool_key(tensor.shape, tensor.dtype) for tensor in allocated)
+        return dict.fromkeys(self._allocated, 0) | counts
 
 
 OffloadTensorPool = GPUTensorPool

@@ -65,7 +65,7 @@ class LiveActivationMeter(Observer, torch.autograd.graph.saved_tensors_hooks):
 
     tensor_saved = tensor_reloaded = observe
 
-    def remade(self, block: Block, made: torch.Tensor) -> None:
+    def recomputed(self, block: Block, made: torch.Tensor) -> None:
         self.observe(made)
 
     def _measure(self, keys: Iterable[int]) -> None:

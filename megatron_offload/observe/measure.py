@@ -31,7 +31,7 @@ class Turn(NamedTuple):
 
     time: Any
     place: Place
-    lost_by: Literal["", "wait", "remake"] = ""
+    lost_by: Literal["", "wait", "recompute"] = ""
     """Why it does no work of the program's own, if it doesn't."""
     detail: str = ""
     """The wait's name, or the unit of what is made again."""
@@ -54,12 +54,12 @@ class ComputeTimer(Observer):
 
     def restart(self) -> None:
         self.turns: list[Turn] = []
-        self._remaking: list[tuple[Place, Literal["remake"], str]] = []
+        self._recomputing: list[tuple[Place, Literal["recompute"], str]] = []
         self._empty = self.now(), self.now()
 
     def turn(self) -> None:
         """Note what the compute stream does from now on."""
-        what = self._remaking[-1] if self._remaking else (self.where(),)
+        what = self._recomputing[-1] if self._recomputing else (self.where(),)
         self.turns.append(Turn(self.now(), *what))
 
     def wait_starts(self) -> None:
@@ -69,13 +69,13 @@ class ComputeTimer(Observer):
         self.turns[-1] = self.turns[-1]._replace(detail=why.name)
         self.turn()
 
-    def remake_starts(self, block: Block) -> None:
+    def recompute_starts(self, block: Block) -> None:
         unit = block.recipe.unit if block.recipe else ""
-        self._remaking.append((("backward", block.group), "remake", unit))
+        self._recomputing.append((("backward", block.group), "recompute", unit))
         self.turn()
 
-    def remade(self, block: Block, made: torch.Tensor) -> None:
-        self._remaking.pop()
+    def recomputed(self, block: Block, made: torch.Tensor) -> None:
+        self._recomputing.pop()
         self.turn()
 
     def read_lost_us(self, turns: Sequence[Turn]) -> list[float]:
@@ -120,7 +120,7 @@ class BoundaryTimer(ComputeTimer):
 
     def passed(self, boundary: Boundary, group: OffloadGroup) -> None:
         """The program has passed a boundary; ``open`` is up to date."""
-        self._remaking.clear()  # where an exception has ended it
+        self._recomputing.clear()  # where an exception has ended it
         self.turn()
 
     def group_starts(self, group: OffloadGroup) -> None:

@@ -19,7 +19,7 @@ from megatron_offload.core.profile import GroupKey, GroupProfile, GroupTimes, Ru
 from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Direction
-from megatron_offload.engine.owners import is_held_elsewhere
+from megatron_offload.engine.owners import is_externally_referenced
 from megatron_offload.errors import StateError
 from megatron_offload.observe.measure import Boundary, BoundaryTimer, Turn
 
@@ -72,8 +72,8 @@ def profile_step(
     """
     recorded = RecordedStep()
     recorder = _Recorder(manager, run, holds_back=holds_back)
-    staying = manager.staying("the step is profiled without offload")
-    with manager.observed_by(recorder), nullcontext() if moves else staying:
+    keeping = manager.keeping("the step is profiled without offload")
+    with manager.observed_by(recorder), nullcontext() if moves else keeping:
         recorder.look()
         yield recorded
         recorded._profile = recorder.finish()
@@ -99,7 +99,7 @@ class _Recorder(BoundaryTimer):
         self._kept: set[_Identity] = set()
         """What something else holds, so that moving it would not free it."""
         self._most_memory = DeviceMemory(0, 0)
-        self._most_with_away_bytes = 0
+        self._most_with_released_bytes = 0
         self._marks: dict[OffloadGroup, dict[Boundary, int]] = {}
 
     def look(self) -> None:
@@ -112,10 +112,12 @@ class _Recorder(BoundaryTimer):
                 found = DeviceMemory(*[self._meter.live_bytes] * 2)
             if found:
                 self._most_memory = DeviceMemory(*map(max, self._most_memory, found))
-                away_bytes = self._manager.host_pool.alone.total_bytes
-                away_bytes -= self._manager.transfers.dropped_bytes  # made again
-                with_away_bytes = found.allocated_bytes + away_bytes
-                self._most_with_away_bytes = max(self._most_with_away_bytes, with_away_bytes)
+                released_bytes = self._manager.host_pool.alone.total_bytes
+                released_bytes -= self._manager.transfers.dropped_bytes  # made again
+                with_released_bytes = found.allocated_bytes + released_bytes
+                self._most_with_released_bytes = max(
+                    self._most_with_released_bytes, with_released_bytes
+                )
             if self._holds_back:
                 self._hold_back()
 
@@ -152,7 +154,7 @@ class _Recorder(BoundaryTimer):
         if self._learned is None and "start" in self._marks.get(group, ()):
             with self._backend.uncounted():
                 for block in group.blocks():
-                    is_held = is_held_elsewhere(block) if block.recipe is None else None
+                    is_held = is_externally_referenced(block) if block.recipe is None else None
                     if is_held is not None:
                         (self._kept.add if is_held else self._kept.discard)(block.identity)
 
@@ -187,7 +189,7 @@ class _Recorder(BoundaryTimer):
         turns, elapsed_us = self.turns[: self._num_turns], self._backend.sync_elapsed_us
         turns_us = [elapsed_us(since.time, until.time) for since, until in pairwise(turns)]
         event_us = max(0.0, min(elapsed_us(*self._empty), *turns_us))  # what the shortest took
-        remade_us: dict[tuple[GroupKey, str], float] = defaultdict(float)
+        recompute_us: dict[tuple[GroupKey, str], float] = defaultdict(float)
         at_us, waited_us, events_us = [0.0], 0.0, 0.0
         for since, until, us in zip(turns, turns[1:], turns_us, strict=False):
             _, group = since.place
@@ -196,11 +198,11 @@ class _Recorder(BoundaryTimer):
             if since.lost_by == "wait":
                 waited_us += lost_us
             elif since.lost_by and group is not None:
-                remade_us[group.key, since.detail] += lost_us
+                recompute_us[group.key, since.detail] += lost_us
             own_us = elapsed_us(turns[0].time, until.time) - waited_us - events_us
             at_us.append(max(at_us[-1], own_us))  # clocks of several streams differ by a little
         allocated_bytes, reserved_bytes = self._most_memory
-        most_bytes = self._most_with_away_bytes
+        most_bytes = self._most_with_released_bytes
         times = []
         for seen in learned.groups:  # one that backward never came to counts as left at once
             mark, end = marks[seen.key], marks[seen.key]["commit"]
@@ -209,7 +211,7 @@ class _Recorder(BoundaryTimer):
         # Of what is reserved, what the allocator can't use is taken to be as much.
         return replace(
             learned,
-            groups=tuple(self._filled(group, remade_us) for group in learned.groups),
+            groups=tuple(self._filled(group, recompute_us) for group in learned.groups),
             backward_order=tuple(backwards),
             backward_at_bytes=tuple(backwards.values()),
             times=tuple(times),
@@ -232,7 +234,7 @@ class _Recorder(BoundaryTimer):
         """Count what a group has that no group before it counts; before anything of it moves."""
         saved = self._saved[group.key] = {}
         for block in group.blocks():
-            if block.flight is not None or block.stays:
+            if block.flight is not None or block.is_kept:
                 continue
             identity = block.identity
             # What stays where it is may have grown since another group counted it.
@@ -242,16 +244,18 @@ class _Recorder(BoundaryTimer):
                 self._counted[identity] = block.num_bytes
 
     def _filled(
-        self, group: GroupProfile, remade_us: Mapping[tuple[GroupKey, str], float]
+        self, group: GroupProfile, recompute_us: Mapping[tuple[GroupKey, str], float]
     ) -> GroupProfile:
         """Return the group with its bytes that can move or are kept, and its units with times."""
-        key, units = group.key, group.remade
+        key, units = group.key, group.recomputed
         saved = self._saved.get(key, {})
         kept_bytes = sum(size for identity, size in saved.items() if identity in self._kept)
-        remade_bytes = sum(unit.num_bytes for unit in units if unit.is_remade)
+        recomputed_bytes = sum(unit.num_bytes for unit in units if unit.is_recomputed)
         return group._replace(
-            num_bytes=sum(saved.values()) - kept_bytes - remade_bytes,
-            elsewhere_bytes=kept_bytes,
+            num_bytes=sum(saved.values()) - kept_bytes - recomputed_bytes,
+            externally_referenced_bytes=kept_bytes,
             shared_bytes=0,
-            remade=tuple(one._replace(us=remade_us.get((key, one.unit), 0.0)) for one in units),
+            recomputed=tuple(
+                one._replace(us=recompute_us.get((key, one.unit), 0.0)) for one in units
+            ),
         )

@@ -55,8 +55,8 @@ class _Tracer(BoundaryTimer):
             self._live_bytes[group.key] = num_bytes
 
     def group_committed(self, group: OffloadGroup) -> None:
-        remade_bytes = sum(unit.num_bytes for unit in group.remade if unit.is_remade)
-        self._live_bytes[group.key] -= remade_bytes
+        recomputed_bytes = sum(unit.num_bytes for unit in group.recomputed if unit.is_recomputed)
+        self._live_bytes[group.key] -= recomputed_bytes
         self._sample()
 
     def backward_entered(self, group: OffloadGroup) -> None:
@@ -123,7 +123,7 @@ class _Tracer(BoundaryTimer):
 
         for turn, until in itertools.pairwise(self.turns):
             place, group = turn.place
-            kind = {"": place, "wait": "stall", "remake": "remake"}[turn.lost_by]
+            kind = {"": place, "wait": "stall", "recompute": "recompute"}[turn.lost_by]
             wait, label = turn.detail if kind == "stall" else "", group.label if group else ""
             add("compute", turn.time, until.time, kind, label, wait=wait)
         for stream, label, start, end, num_bytes in self.copies:

@@ -22,7 +22,13 @@ from megatron_offload.core.policy_config import (
     PolicyConfig,
     check_targets,
 )
-from megatron_offload.core.profile import GroupKey, RemadeUnit, StepProfile, is_cheap, merge_units
+from megatron_offload.core.profile import (
+    GroupKey,
+    RecomputeUnit,
+    StepProfile,
+    is_default_kind,
+    merge_units,
+)
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError, TargetError
 from megatron_offload.planning.footprint import Footprint
@@ -310,11 +316,11 @@ class Chooser:
                 for way in variants
             )
 
-        cheap = sum(is_cheap(unit) for unit, _ in self._kinds)
-        levels = sorted({0, cheap // 2, cheap, (cheap + top) // 2, top})
+        num_default = sum(is_default_kind(unit) for unit, _ in self._kinds)
+        levels = sorted({0, num_default // 2, num_default, (num_default + top) // 2, top})
         grid = product(levels, range(2, _NUM_ROOMS, 3))
         first = list(starts) or [(_Way(room, level),) * num_ranks for level, room in grid]
-        climbs = [top] if starts else sorted({0, cheap, top}) * 2
+        climbs = [top] if starts else sorted({0, num_default, top}) * 2
         if not look(first[:1]):
             with half_the_time():
                 _ = look(first[1:]) or any(climb(level) for level in climbs)
@@ -437,9 +443,9 @@ class Chooser:
         plans = []
         for index, (settings, what) in enumerate(zip(chosen, wanted, strict=True)):
             recompute, vp_stages = settings.recompute or (), self._work(index, ()).vp_stages
-            remade = dict(enumerate(recompute))
+            recomputed = dict(enumerate(recompute))
             groups = (
-                group.making_again(remade.get(vp_stages[group.key.chunk], ()))
+                group.with_recompute(recomputed.get(vp_stages[group.key.chunk], ()))
                 for group in self._profiles[index].groups
             )
             profile = replace(self._profiles[index], groups=tuple(groups))
@@ -451,13 +457,13 @@ class Chooser:
                 if group.num_bytes and group.key not in moved
             }
             limits = {name: getattr(settings, name) if moved else None for name in LIMITS}
-            by_vp_stage = defaultdict[int, list[RemadeUnit]](list)
+            by_vp_stage = defaultdict[int, list[RecomputeUnit]](list)
             for group in profile.groups:
-                by_vp_stage[vp_stages[group.key.chunk]] += group.remade
+                by_vp_stage[vp_stages[group.key.chunk]] += group.recomputed
             units = tuple(
-                UnitChoice(stage, name, num_bytes, us, is_remade)
+                UnitChoice(stage, name, num_bytes, us, is_recomputed)
                 for stage, found in sorted(by_vp_stage.items())
-                for name, num_bytes, us, _, is_remade in sorted(merge_units(found))
+                for name, num_bytes, us, _, is_recomputed in sorted(merge_units(found))
             )
             plans.append(rank_plan(profile, kept, f"moves for {what}", units=units, **limits))
         return self._predicted(plan_of(kind, self._profiles, plans))

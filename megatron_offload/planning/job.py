@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron_offload.core.machine import Machine
-from megatron_offload.core.profile import GroupKey, is_cheap
+from megatron_offload.core.profile import GroupKey, is_default_kind
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule
 
@@ -56,7 +56,7 @@ class GroupWork:
     """Whether the engine sees it as a group; if not, all that it saves stays."""
     units: tuple[UnitWork, ...] = ()
     """What of ``num_bytes`` can be made again."""
-    remade: tuple[UnitWork, ...] = ()
+    recomputed: tuple[UnitWork, ...] = ()
     """What is made again, and so no part of ``num_bytes`` any more."""
 
     def __post_init__(self) -> None:
@@ -64,13 +64,13 @@ class GroupWork:
         if unit_bytes > self.num_bytes:
             raise ConfigError(f"group {self.name!r}: its units have {unit_bytes} bytes, it fewer")
 
-    def making_again(self, names: Collection[str] | None) -> GroupWork:
+    def with_recompute(self, names: Collection[str] | None) -> GroupWork:
         """Return the same work with some units made again; None: all cheap ones.
 
         Their bytes are there while its forward runs, which makes them, and while its backward does.
         """
         if names is None:
-            names = [unit.unit for unit in self.units if is_cheap(unit.unit)]
+            names = [unit.unit for unit in self.units if is_default_kind(unit.unit)]
         chosen = tuple(unit for unit in self.units if unit.unit in names)
         if not (chosen and self.is_marked):
             return self
@@ -82,7 +82,7 @@ class GroupWork:
             forward_temp_bytes=self.forward_temp_bytes + num_bytes,
             backward_temp_bytes=self.backward_temp_bytes + num_bytes,
             units=tuple(unit for unit in self.units if unit not in chosen),
-            remade=self.remade + chosen,
+            recomputed=self.recomputed + chosen,
         )
 
 
@@ -170,12 +170,12 @@ class Job:
     """What copies take of the device's memory bandwidth, kernels lack: so many bytes copied cost
     them a second, which no wait shows."""
 
-    def making_again(self, rank: int, recompute: Sequence[Collection[str]] | None) -> Job:
+    def with_recompute(self, rank: int, recompute: Sequence[Collection[str]] | None) -> Job:
         """Return the same step, with units of a rank made again as `RankSettings` says."""
         stages, chosen = list(self.stages), dict(enumerate(recompute or ()))
         for place, stage in enumerate(self.schedule.stages_of(rank)):
             names = None if recompute is None else chosen.get(place, ())
-            groups = tuple(work.making_again(names) for work in stages[stage].groups)
+            groups = tuple(work.with_recompute(names) for work in stages[stage].groups)
             stages[stage] = replace(stages[stage], groups=groups)
         return replace(self, stages=tuple(stages))
 

@@ -172,7 +172,7 @@ class LayerCosts:
         """Return the groups of the layer at this place of the model."""
         model, groups = self.model, self._layer(index)
         if model.recompute == "full":
-            return [_made_again(groups, self.hidden_bytes)]
+            return [_recomputed_layer(groups, self.hidden_bytes)]
         marked = [group.name for group in groups if group.is_marked and group.name in model.modules]
         for place, group in enumerate(groups):
             name, parent = group.name, _MADE_FROM.get(group.name)
@@ -181,7 +181,7 @@ class LayerCosts:
                 distances = (marked.index(name) - marked.index(parent),)
             units = tuple(unit._replace(parents=distances) for unit in group.units)
             group = replace(group, units=units, is_marked=name in marked)
-            groups[place] = group.making_again(model.recompute)
+            groups[place] = group.with_recompute(model.recompute)
         return groups
 
     def _layer(self, index: int) -> list[GroupWork]:
@@ -285,7 +285,7 @@ class LayerCosts:
         return [replace(head, is_marked=False), entropy]
 
 
-def _made_again(groups: list[GroupWork], input_bytes: int) -> GroupWork:
+def _recomputed_layer(groups: list[GroupWork], input_bytes: int) -> GroupWork:
     """Return a layer that keeps its input alone, and is made again in backward."""
     forward_us = sum(group.forward_us for group in groups)
     saved_bytes = sum(group.num_bytes + group.kept_bytes for group in groups)

@@ -45,15 +45,19 @@ class GroupChoice(NamedTuple):
     """Whether it goes to the host; else it stays on the device."""
     reason: Name
     """In a few words, for people."""
-    elsewhere_bytes: Amount = 0
+    externally_referenced_bytes: Amount = 0
     """What it saves besides that something else keeps."""
-    remade_bytes: Amount = 0
+    recomputed_bytes: Amount = 0
     """What it saves besides that is made again."""
 
     @property
     def identity(self) -> _Identity:
         """What every run of the job has. Keepers are found out late, so all parts count as one."""
-        return self.key, self.name, self.num_bytes + self.elsewhere_bytes + self.remade_bytes
+        return (
+            self.key,
+            self.name,
+            self.num_bytes + self.externally_referenced_bytes + self.recomputed_bytes,
+        )
 
 
 class UnitChoice(NamedTuple):
@@ -64,7 +68,7 @@ class UnitChoice(NamedTuple):
     num_bytes: Amount
     us: Duration
     """What making it again takes, or would."""
-    is_remade: bool
+    is_recomputed: bool
     """Whether it is made again; else it is kept or moved with its groups."""
 
 
@@ -93,7 +97,7 @@ class RankPlan:
         """The units that are made again, by virtual stage; None where it doesn't say."""
         if self.units is None:
             return None
-        return by_stage((unit.unit, unit.vp_stage) for unit in self.units if unit.is_remade)
+        return by_stage((unit.unit, unit.vp_stage) for unit in self.units if unit.is_recomputed)
 
     @property
     def kept(self) -> dict[GroupKey, str]:
@@ -111,9 +115,9 @@ class RankPlan:
         return sum(choice.num_bytes for choice in self.choices)
 
     @property
-    def remade_bytes(self) -> int:
+    def recomputed_bytes(self) -> int:
         """What a step makes again."""
-        return sum(choice.remade_bytes for choice in self.choices)
+        return sum(choice.recomputed_bytes for choice in self.choices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +143,7 @@ class OffloadPlan:
     @property
     def does_something(self) -> bool:
         """Whether anything moves, or is made again, on any rank."""
-        return any(rank.moved_bytes or rank.remade_bytes for rank in self.ranks)
+        return any(rank.moved_bytes or rank.recomputed_bytes for rank in self.ranks)
 
     @property
     def pp_size(self) -> int:
@@ -149,11 +153,11 @@ class OffloadPlan:
     def is_like(self, other: OffloadPlan) -> bool:
         """Whether ranks do the same by both."""
 
-        def deeds(rank: RankPlan) -> tuple[object, ...]:
+        def decisions(rank: RankPlan) -> tuple[object, ...]:
             moves = {choice.key: choice.moves for choice in rank.choices}
             return moves, rank.recompute, rank.max_inflight_bytes, rank.prefetch_bytes
 
-        return list(map(deeds, self.ranks)) == list(map(deeds, other.ranks))
+        return list(map(decisions, self.ranks)) == list(map(decisions, other.ranks))
 
     def check_sizes(self, num_microbatches: int, pp_size: int, vp_size: int) -> None:
         """Raise `ConfigError`, with the first difference, unless made for such a pipeline."""
@@ -169,7 +173,7 @@ class OffloadPlan:
         """Raise `ConfigError`, with the first difference, unless made for a profile's run."""
         run = profile.run
         self.check_sizes(run.num_microbatches, run.pp_size, run.vp_size)
-        known = {unit.unit for group in profile.groups for unit in group.remade}
+        known = {unit.unit for group in profile.groups for unit in group.recomputed}
         lacking = frozenset[str]().union(*(self.ranks[run.pp_rank].recompute or ())) - known
         if lacking:
             raise _another_run(
@@ -209,10 +213,12 @@ def rank_plan(
     for group in profile.groups:
         key = group.key
         moves = group.num_bytes > 0 and key not in kept
-        remade_bytes = sum(unit.num_bytes for unit in group.remade if unit.is_remade)
-        nothing = "is all made again" if remade_bytes else "holds nothing that moving would free"
+        recomputed_bytes = sum(unit.num_bytes for unit in group.recomputed if unit.is_recomputed)
+        nothing = (
+            "is all made again" if recomputed_bytes else "holds nothing that moving would free"
+        )
         reason = moved if moves else kept.get(key, nothing)
-        sizes = (group.elsewhere_bytes, remade_bytes)
+        sizes = (group.externally_referenced_bytes, recomputed_bytes)
         choices.append(GroupChoice(key, group.name, group.num_bytes, moves, reason, *sizes))
     return RankPlan(tuple(choices), **settings)
 

@@ -72,10 +72,10 @@ def plan_by_ratio(ratio: float, profile: StepProfile) -> RankPlan:
     """Return the plan of one rank by which a share of its bytes moves: the first, whole groups."""
     wanted_bytes = ratio * sum(group.num_bytes for group in profile.groups)
     kept: dict[GroupKey, str] = {}
-    passed_bytes = 0
+    seen_bytes = 0
     for group in profile.groups:
-        passed_bytes += group.num_bytes
-        if group.num_bytes and passed_bytes > wanted_bytes:
+        seen_bytes += group.num_bytes
+        if group.num_bytes and seen_bytes > wanted_bytes:
             kept[group.key] = f"behind the first {ratio:g} of all bytes"
     return rank_plan(profile, kept, f"among the first {ratio:g} of all bytes")
 

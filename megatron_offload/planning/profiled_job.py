@@ -16,7 +16,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from megatron_offload.core.machine import Machine
-from megatron_offload.core.profile import GroupProfile, GroupTimes, RunShape, StepProfile, is_cheap
+from megatron_offload.core.profile import (
+    GroupProfile,
+    GroupTimes,
+    RunShape,
+    StepProfile,
+    is_default_kind,
+)
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.footprint import Footprint
 from megatron_offload.planning.job import NO_OFFLOAD, GroupWork, Job, StageWork, UnitWork
@@ -112,16 +118,18 @@ def _between(name: str, forward_us: float, backward_us: float) -> GroupWork:
 def _work(chunks: Sequence[_Timed], index: int) -> GroupWork:
     groups = [chunk[index][0] for chunk in chunks]
     times = [chunk[index][1] for chunk in chunks]
-    remade_us = [sum(unit.us for unit in group.remade if unit.is_remade) for group in groups]
-    bare = [group.making_again(()) for group in groups]
-    pairs = zip(times, remade_us, strict=True)
+    recompute_us = [
+        sum(unit.us for unit in group.recomputed if unit.is_recomputed) for group in groups
+    ]
+    bare = [group.with_recompute(()) for group in groups]
+    pairs = zip(times, recompute_us, strict=True)
     backward_us = [max(0.0, one.done_us - one.backward_us - us) for one, us in pairs]
     return GroupWork(
         groups[0].name,
         statistics.median_high(group.num_bytes for group in bare),
         forward_us=statistics.median_low(one.committed_us - one.started_us for one in times),
         backward_us=statistics.median_low(backward_us),
-        kept_bytes=statistics.median_high(group.elsewhere_bytes for group in groups),
+        kept_bytes=statistics.median_high(group.externally_referenced_bytes for group in groups),
         units=tuple(_units(bare, chunks)),
     )
 
@@ -132,14 +140,14 @@ def _units(groups: Sequence[GroupProfile], chunks: Sequence[_Timed]) -> Iterator
     What is dear and was not timed takes as long as the forward of what it is made from; what only
     reads and writes, a second for each terabyte.
     """
-    names = dict.fromkeys(unit.unit for group in groups for unit in group.remade)
+    names = dict.fromkeys(unit.unit for group in groups for unit in group.recomputed)
     for name in names:
-        alike = [unit for group in groups for unit in group.remade if unit.unit == name]
+        alike = [unit for group in groups for unit in group.recomputed if unit.unit == name]
         num_bytes = statistics.median_low(unit.num_bytes for unit in alike)
         us = statistics.median_low(unit.us for unit in alike)
         chunk, order = groups[0].key
         own = [key.order for key in alike[0].needs if key.chunk == chunk]
-        if not us and not is_cheap(name):
+        if not us and not is_default_kind(name):
             timed = (chunk[place][1] for chunk in chunks for place in own)
             us = sum(one.committed_us - one.started_us for one in timed) / len(chunks)
         yield UnitWork(name, num_bytes, us or num_bytes / 1e6, tuple(order - at for at in own))
@@ -155,9 +163,11 @@ def job_of(profiles: Sequence[StepProfile], schedule: Schedule, machine: Machine
     as_seen = []
     for rank, profile in enumerate(profiles):
         vp_stages = RankWork(job, rank).vp_stages
-        units = ((one, group.key.chunk) for group in profile.groups for one in group.remade)
-        remade = by_stage((one.unit, vp_stages[chunk]) for one, chunk in units if one.is_remade)
-        as_seen.append(replace(NO_OFFLOAD, recompute=remade))
+        units = ((one, group.key.chunk) for group in profile.groups for one in group.recomputed)
+        recomputed = by_stage(
+            (one.unit, vp_stages[chunk]) for one, chunk in units if one.is_recomputed
+        )
+        as_seen.append(replace(NO_OFFLOAD, recompute=recomputed))
     explained = [rank.peak_device_bytes for rank in simulate(job, as_seen).ranks]
     static = [max(0, peak - own) for peak, own in zip(peaks, explained, strict=True)]
     return replace(job, static_bytes=tuple(static), unused_bytes=0)
@@ -177,7 +187,7 @@ def _passes_us(profile: StepProfile) -> float:
     alike: defaultdict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
     for chunk in _by_chunk(profile).values():
         (_, first), (_, last) = chunk[0], chunk[-1]
-        units = (unit for group, _ in chunk for unit in group.remade if unit.is_remade)
+        units = (unit for group, _ in chunk for unit in group.recomputed if unit.is_recomputed)
         backward_us = first.done_us - last.backward_us - sum(unit.us for unit in units)
         names = tuple(group.name for group, _ in chunk)
         alike[names].append((last.committed_us - first.started_us, backward_us))

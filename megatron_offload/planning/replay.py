@@ -26,7 +26,7 @@ from typing import NamedTuple, TypeAlias
 
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import Group, GroupState, label_of
-from megatron_offload.core.profile import GroupKey, GroupProfile, RemadeUnit, StepProfile
+from megatron_offload.core.profile import GroupKey, GroupProfile, RecomputeUnit, StepProfile
 from megatron_offload.core.step import StepDecisions, forecast_of
 from megatron_offload.core.trace import ByteCount
 from megatron_offload.core.window import InFlightWindow
@@ -110,9 +110,9 @@ class RankProgram:
     reloaded_bytes: int = 0
     num_late: int = 0
     """Reloads that were issued only when their backward had begun."""
-    remade_bytes: int = 0
+    recomputed_bytes: int = 0
     """Made again in backward, and so neither kept nor moved."""
-    remade_us: float = 0.0
+    recompute_us: float = 0.0
     """What that takes, as a part of the compute."""
     moved: list[GroupKey] = field(default_factory=list)
     """Groups whose copy to the host was issued, in that order."""
@@ -149,7 +149,7 @@ class RankWork:
     def __init__(
         self, job: Job, rank: int, recompute: Sequence[Collection[str]] | None = ()
     ) -> None:
-        self.job = job = job.making_again(rank, recompute)
+        self.job = job = job.with_recompute(rank, recompute)
         self.rank = rank
         self.vp_stages: list[int] = []
         self._own_stages = job.schedule.stages_of(rank)
@@ -172,7 +172,7 @@ class RankWork:
         """
         return _Replay(self, settings, records).run()
 
-    def tell(self, budget: DeviceBudget, kept: Collection[GroupKey] = ()) -> None:
+    def show_step(self, budget: DeviceBudget, kept: Collection[GroupKey] = ()) -> None:
         """Let a budget know the step, as if it had come by with these groups kept."""
         budget.begin_step()
         for group, is_forward in self._boundaries():
@@ -187,11 +187,11 @@ class RankWork:
         for work in self.job.stages[stage].groups:
             key = GroupKey(chunk, order if work.is_marked else -1)
             units = []
-            for is_remade, given in ((True, work.remade), (False, work.units)):
+            for is_recomputed, given in ((True, work.recomputed), (False, work.units)):
                 for name, num_bytes, us, parents in given:
                     needs = tuple(GroupKey(chunk, key.order - one) for one in parents if one)
-                    units.append(RemadeUnit(name, num_bytes, us, needs, is_remade))
-            group = GroupProfile(key, work.name, work.num_bytes, remade=tuple(units))
+                    units.append(RecomputeUnit(name, num_bytes, us, needs, is_recomputed))
+            group = GroupProfile(key, work.name, work.num_bytes, recomputed=tuple(units))
             places.append((group, work))
             order += work.is_marked
         if order:
@@ -209,13 +209,13 @@ class RankWork:
     def _learn(self) -> StepProfile:
         groups: list[GroupProfile] = []
         needed_at_bytes: dict[GroupKey, int] = {}
-        passed_bytes = 0
+        seen_bytes = 0
         for group, is_forward in self._boundaries():
             if is_forward:
-                groups.append(group._replace(committed_at_bytes=passed_bytes))
+                groups.append(group._replace(committed_at_bytes=seen_bytes))
             else:
-                needed_at_bytes[group.key] = passed_bytes
-            passed_bytes += group.num_bytes
+                needed_at_bytes[group.key] = seen_bytes
+            seen_bytes += group.num_bytes
         return StepProfile(tuple(groups), tuple(needed_at_bytes), tuple(needed_at_bytes.values()))
 
     def message(self, one: Pass, *, sends: bool) -> int | None:
@@ -247,7 +247,7 @@ class WorkGroup(Group):
     def __init__(self, profile: GroupProfile, budget: DeviceBudget) -> None:
         super().__init__(profile.key, profile.name, budget)
         self.num_bytes = profile.num_bytes
-        if profile.remade:
+        if profile.recomputed:
             needs = {*profile.needs}.difference([profile.key])
             self.needs = tuple(sorted(needs, reverse=True))
 
@@ -277,7 +277,7 @@ class _Replay:
         self._decisions = StepDecisions(self, self._window, self._budget)
         if settings.offloads:
             if None in (settings.max_inflight_bytes, settings.prefetch_bytes):
-                rank.tell(self._budget, settings.kept)
+                rank.show_step(self._budget, settings.kept)
             self._decisions.begin_step(rank.profile, rank.forecast)
 
     def run(self) -> RankProgram:
@@ -328,10 +328,10 @@ class _Replay:
             if group is not None:
                 self._decisions.enter_backward(group)
                 self._await_reload(group)
-            for unit in work.remade:
-                self.program.remade_bytes += unit.num_bytes
-                self.program.remade_us += unit.us
-            needs = profile.needs if work.remade else ()
+            for unit in work.recomputed:
+                self.program.recomputed_bytes += unit.num_bytes
+                self.program.recompute_us += unit.us
+            needs = profile.needs if work.recomputed else ()
             for other, _, needed in chunk if needs else ():
                 if needed is not None and other.key in needs:
                     self._await_reload(needed)
@@ -369,7 +369,7 @@ class _Replay:
 
     # Actions
 
-    def stay(self, group: WorkGroup, reason: str) -> None:
+    def keep(self, group: WorkGroup, reason: str) -> None:
         group.advance(GroupState.RESIDENT)
 
     def offload(self, group: WorkGroup) -> None:

@@ -25,7 +25,6 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.config import recompute_patterns
 from megatron_offload.core.profile import kind_of
-from megatron_offload.engine.exchanges import Call
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.modes import has_modes
 from megatron_offload.engine.module_hooks import (
@@ -35,6 +34,7 @@ from megatron_offload.engine.module_hooks import (
     hooks_of,
     named_modules,
 )
+from megatron_offload.engine.patches import Call
 from megatron_offload.recompute.call_state import MODES
 from megatron_offload.recompute.random_states import RandomStates, are_captured
 from megatron_offload.recompute.recipe import lasting
@@ -173,7 +173,7 @@ class _Source:
         manager = self.find_manager()
         if manager is None or kind_of(self.unit) not in manager.recompute:
             return None
-        return manager if manager.records() and manager.may_make_again(self.unit) else None
+        return manager if manager.records() and manager.may_recompute(self.unit) else None
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note what a forward begins with, and may change."""

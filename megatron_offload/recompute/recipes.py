@@ -15,13 +15,13 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.chunk import ChunkOffloadHandler
-from megatron_offload.engine.exchanges import Call
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import Recipe
 from megatron_offload.engine.hooks import owner_of_hooks
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.modes import has_modes
+from megatron_offload.engine.patches import Call
 from megatron_offload.engine.subclasses import is_wrapper
 from megatron_offload.recompute.random_states import RandomStates
 from megatron_offload.recompute.recipe import (

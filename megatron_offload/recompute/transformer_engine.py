@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from megatron_offload.engine.chunk import ChunkOffloadHandler
-from megatron_offload.engine.exchanges import Exchanges, around
 from megatron_offload.engine.hooks import is_in_backward, owner_of_hooks
 from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.engine.patches import PatchStack, around
 from megatron_offload.recompute.recipes import recipes_of
 
 _FUSED = tuple(
@@ -27,7 +27,7 @@ _FUSED = tuple(
 _NORM_TAKES = ("inputmat", "ln_out", "ln_weight", "ln_bias", "eps", "output_quantizer")
 """The first parameters of ``apply_normalization`` in the versions that are known, 2.0 to 2.20."""
 
-_exchanged = Exchanges()
+_patches = PatchStack()
 
 
 def install() -> None:
@@ -36,20 +36,20 @@ def install() -> None:
     A second call changes nothing, and one before its import costs a look. Only what isn't quantised
     is noted: a quantiser's scales may change with every call.
     """
-    if _exchanged or not hasattr(sys.modules.get(_FUSED[-1]), "LayerNormMLP"):
+    if _patches or not hasattr(sys.modules.get(_FUSED[-1]), "LayerNormMLP"):
         return
     modules = [sys.modules[name] for name in _FUSED]
     for name, call in (("_act_func", _find_activation), ("bias_gelu_fused", _activate)):
         if name in vars(modules[-1]):
-            _exchanged.wrap(modules[-1], name, call)
+            _patches.wrap(modules[-1], name, call)
     for module in modules:
         normalize = getattr(module, "apply_normalization", None)
         takes = () if normalize is None else inspect.signature(normalize).parameters
         if tuple(takes)[: len(_NORM_TAKES)] == _NORM_TAKES:
-            _exchanged.wrap(module, "apply_normalization", _normalize)
+            _patches.wrap(module, "apply_normalization", _normalize)
 
 
-uninstall = _exchanged.undo
+uninstall = _patches.undo
 """Puts back what `install` found; the next chunk exchanges it again."""
 
 PipelineOffloadManager.at_chunk.append(install)
@@ -65,21 +65,21 @@ def _note(output: Any, function: Callable[..., Any], *inputs: Any, unit: str) ->
         recipes_of(chunk).add(output, function, inputs, unit)
 
 
-def _normalize(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    result = theirs(*args, **kwargs)
+def _normalize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    result = original(*args, **kwargs)
     if len(args) > 5 and not kwargs and args[1] is None and args[5] is None:
-        _note(result[0], lambda *again: theirs(*again)[0], *args, unit="norm")
+        _note(result[0], lambda *again: original(*again)[0], *args, unit="norm")
     return result
 
 
-def _find_activation(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    forward, *backward = theirs(*args, **kwargs)
+def _find_activation(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    forward, *backward = original(*args, **kwargs)
     return (_noting(forward), *backward)
 
 
-def _activate(theirs: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    made = theirs(x, *args, **kwargs)
-    _note(made, functools.partial(theirs, **kwargs), x, *args, unit="mlp_act")
+def _activate(original: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    made = original(x, *args, **kwargs)
+    _note(made, functools.partial(original, **kwargs), x, *args, unit="mlp_act")
     return made
 
 

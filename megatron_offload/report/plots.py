@@ -26,7 +26,7 @@ import altair as alt  # noqa: E402 - what is missing was said
 _KINDS = {
     "forward": ("#0072b2", "forward"),
     "backward": ("#009e73", "backward"),
-    "remake": ("#56b4e9", "made again"),
+    "recompute": ("#56b4e9", "made again"),
     "stall": ("#d55e00", "waits for a copy"),
     PIPELINE_WAIT: ("#626c78", "waits for a stage"),
     "other": ("#c4c9cf", "outside groups"),

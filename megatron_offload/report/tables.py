@@ -20,7 +20,7 @@ _RANK = {
     "dp": "dp_rank",
     "offloaded": "offloaded_bytes",
     "reloaded": "reloaded_bytes",
-    "made again": "remade_bytes",
+    "made again": "recomputed_bytes",
     "late": "num_late_reloads",
     "peak live saved": "peak_live_activation_bytes",
     "host": "peak_host_bytes",
@@ -101,7 +101,7 @@ def plan_rows(plan: OffloadPlan) -> list[PlanRow]:
     rows.sort(key=lambda row: (names.index(row.name), row.choice == _CHOICE[False]))
     units: dict[tuple[str, str], list[UnitChoice]] = {}
     for unit in (unit for rank in plan.ranks for unit in rank.units or ()):
-        kind = f"unit {kind_of(unit.unit)}", "made again" if unit.is_remade else "as its groups"
+        kind = f"unit {kind_of(unit.unit)}", "made again" if unit.is_recomputed else "as its groups"
         units.setdefault(kind, []).append(unit)
     for kind, alike in units.items():
         reason = f"making it again takes {sum(unit.us for unit in alike) / 1e3:.1f} ms in all"

@@ -17,9 +17,9 @@ from megatron_offload.autotune.loop import MeasuredLoop
 from megatron_offload.config import LAYER_INPUT, OffloadConfig
 from megatron_offload.core.trace import write_traces
 from megatron_offload.core.units import format_bytes
-from megatron_offload.engine.exchanges import Call, Exchanges, around
 from megatron_offload.engine.learning import read_policy
 from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.engine.patches import Call, PatchStack, around
 from megatron_offload.errors import ConfigError, StateError, is_installed
 from megatron_offload.frontends.around import refuse_unserved
 from megatron_offload.integrations import megatron_core
@@ -49,7 +49,7 @@ def install_by_flags(given: Mapping[str, Any]) -> OffloadConfig:
         config = config.model_copy(update={"whole_step_graph": True})
     read_policy(config)
     refuse_unserved("megatron_core.install()", config)
-    megatron_core.install(config, ToldLoop(Path(report) if report else None))
+    megatron_core.install(config, ReportedLoop(Path(report) if report else None))
     return config
 
 
@@ -57,7 +57,7 @@ def prepare(given: Mapping[str, Any]) -> None:
     """Install by parsed flags, and let Megatron's parser take them too; errors as `install`'s."""
     install_by_flags(given)
     try:
-        theirs: Any = importlib.import_module("megatron.training.arguments")
+        original: Any = importlib.import_module("megatron.training.arguments")
     except ImportError:  # another trainer's job, whose flags are its own
         return
 
@@ -83,7 +83,7 @@ def prepare(given: Mapping[str, Any]) -> None:
                 if getattr(args, "fine_grained_offloading_max_inflight_offloads", 0) is None:
                     # Megatron's only bound, which it asks for; this package has its own.
                     args.fine_grained_offloading_max_inflight_offloads = 1 << 30
-        with Exchanges() as asked:
+        with PatchStack() as asked:
             if args.fine_grained_activation_offloading:
                 # Megatron asks for TransformerEngine and a variable, which its handler needs.
                 has_engine = args.transformer_impl == _ENGINE and is_installed(_ENGINE)
@@ -96,11 +96,11 @@ def prepare(given: Mapping[str, Any]) -> None:
 
     utils: Any = importlib.import_module("megatron.core.pipeline_parallel.utils")
     bind = getattr(utils, "set_ideal_affinity_for_current_gpu", None)
-    calls: dict[Any, Any] = {theirs.add_megatron_arguments: add_megatron_arguments}
-    calls[theirs.validate_args] = validate_args
+    calls: dict[Any, Any] = {original.add_megatron_arguments: add_megatron_arguments}
+    calls[original.validate_args] = validate_args
     if bind is not None:
         calls[bind] = _going_on
-    megatron_core.exchange_everywhere((their, around(their, call)) for their, call in calls.items())
+    megatron_core.patch_everywhere((their, around(their, call)) for their, call in calls.items())
 
 
 def _captures_steps(flags: Mapping[str, Any]) -> bool:
@@ -119,22 +119,22 @@ def _going_on(bind: Callable[[], None]) -> None:
         _logger.warning("this process is bound to no processors near its GPU: %s", error)
 
 
-class ToldLoop(MeasuredLoop):
+class ReportedLoop(MeasuredLoop):
     """Says once on the first rank what is on, and leaves a step of every rank in ``report``."""
 
     def __init__(self, report: Path | None = None) -> None:
         super().__init__()
         self._report = report
-        self._telling: Generator[None, None, None] | None = None
+        self._reporting: Generator[None, None, None] | None = None
 
     def __call__(self, manager: PipelineOffloadManager) -> None:
         """Look back at the step that has ended, and prepare for the next."""
         super().__call__(manager)
-        if self.is_settled and not manager.last_step.is_captured:
-            self._telling = self._telling or self._tell(manager)
-            next(self._telling, None)
+        if self.is_converged and not manager.last_step.is_captured:
+            self._reporting = self._reporting or self._reports(manager)
+            next(self._reporting, None)
 
-    def _tell(self, manager: PipelineOffloadManager) -> Generator[None, None, None]:
+    def _reports(self, manager: PipelineOffloadManager) -> Generator[None, None, None]:
         rank, folder, is_seen = rank_in(), self._report, False
         while not is_seen:
             with suppress(StateError), ExitStack() as looking:  # it may be no whole step
@@ -142,7 +142,7 @@ class ToldLoop(MeasuredLoop):
                     trace = looking.enter_context(trace_step(manager, rank))
                     seen = looking.enter_context(profile_step(manager))
                 yield
-                while not (manager.last_step.num_groups or manager.is_passing):
+                while not (manager.last_step.num_groups or manager.is_skipping):
                     yield  # an evaluation
                 looking.close()
                 is_seen = True
@@ -161,8 +161,8 @@ class ToldLoop(MeasuredLoop):
             sizes = {name: group.offloaded_bytes for name, group in stats.by_name.items()}
             moved = [f"{name} {format_bytes(size)}" for name, size in sizes.items() if size]
             does = f"moves {', '.join(moved) or 'nothing'}"
-            if moved or stats.remade_bytes:
-                again = format_bytes(stats.remade_bytes)
+            if moved or stats.recomputed_bytes:
+                again = format_bytes(stats.recomputed_bytes)
                 does += f", makes {again} again, pins {format_bytes(pinned)} on the host"
             does += self.said and f"; {self.said}"
             console().print(f"megatron-offload: a step of rank 0 {does}")

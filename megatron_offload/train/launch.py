@@ -124,8 +124,10 @@ def _start_ranks(runs: Runs, kind: str, ranks: int) -> list[RunReport]:
         codes = {-failure.exitcode for failure in error.failures.values()}
         if len(codes) == 1 and codes <= {signal.SIGTERM, signal.SIGINT}:
             raise StoppedError(codes.pop()) from error
-        told: Any = error.get_first_failure()[1].message  # a text where a signal has ended it
-        name, _, text = (told if isinstance(told, str) else told["message"]).partition(": ")
+        message: Any = error.get_first_failure()[1].message  # a text where a signal has ended it
+        name, _, text = (message if isinstance(message, str) else message["message"]).partition(
+            ": "
+        )
         if name in _OF_INPUT:
             raise _OF_INPUT[name](text) from error
         raise RankFailedError(f"a rank failed:\n{error}") from error

@@ -191,7 +191,7 @@ class _Trainer:
         return StepRecord.merge(step, lr, tokens, ranks)
 
     def _is_planning(self) -> bool:
-        return self._manager is not None and not tune(self._manager).is_settled
+        return self._manager is not None and not tune(self._manager).is_converged
 
     def _shape(self) -> RunShape:
         config = self._config

@@ -39,9 +39,9 @@ class RankStep:
     step_time_s: float
     offloaded_bytes: int = 0
     reloaded_bytes: int = 0
-    remade_bytes: int = 0
+    recomputed_bytes: int = 0
     num_late_reloads: int = 0
-    num_early_returns: int = 0
+    num_cancelled_offloads: int = 0
     num_refused_blocks: int = 0
     num_unpinnable_blocks: int = 0
     num_memory_shortages: int = 0

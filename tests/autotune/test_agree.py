@@ -119,7 +119,7 @@ def settled_at(jobs, num_steps, late=0):
     for number, (rank, job) in itertools.product(range(num_steps), enumerate(jobs)):
         if (rank < NUM_RANKS - 1 or number >= late) and None in found:
             job.step()
-            if found[rank] is None and job.manager.tuner.is_settled:
+            if found[rank] is None and job.manager.tuner.is_converged:
                 found[rank] = len(job.moved_bytes)
     return found
 

@@ -50,7 +50,7 @@ def small_and_unhurried(monkeypatch):
 def settled(job, *, most_steps=9, **keys):
     """Take steps until nothing more is looked at; return the loop."""
     loop = tune(job.manager, **keys)
-    while not loop.is_settled:
+    while not loop.is_converged:
         job.step()
         assert len(job.moved_bytes) <= most_steps
     return loop
@@ -101,7 +101,7 @@ def test_two_steps_are_seen_in_which_all_stays_and_two_of_each_plan(plans):
     job.backend.copy = seen
     loop = MeasuredLoop()
     assert tune(job.manager, loop) is tune(job.manager) is loop
-    while not loop.is_settled:
+    while not loop.is_converged:
         timed.append(sum(isinstance(one, StepTimer) for one in job.manager.observers))
         followed.append(job.manager.learner.plan)
         job.step()
@@ -133,7 +133,7 @@ def test_where_nothing_moves_no_step_has_a_hook_and_it_is_said_once(gbps, settin
     job = OpenJob(gbps, **settings)
     loop = job.manager.tuner
     num_steps = 0
-    while not loop.is_settled:
+    while not loop.is_converged:
         assert hooks_inside(job.offload) is not None
         job.step()
         num_steps += 1
@@ -141,7 +141,7 @@ def test_where_nothing_moves_no_step_has_a_hook_and_it_is_said_once(gbps, settin
     for _ in range(9):
         assert hooks_inside(job.offload) is None
         assert job.step() == 3 * 32 * 16 * job.us_per_row
-        assert (job.moved_bytes, job.manager.is_passing, loop.is_settled) == (0, True, True)
+        assert (job.moved_bytes, job.manager.is_skipping, loop.is_converged) == (0, True, True)
     assert job.manager.host_pool.stats.slab_bytes_total == 0
     (text,) = warnings_of(log)
     assert f"nothing is offloaded: {why}" in text
@@ -157,7 +157,7 @@ def test_where_nothing_moves_no_step_has_a_hook_and_it_is_said_once(gbps, settin
 def test_of_a_fraction_of_nothing_no_hook_is_left(recompute, passes):
     manager = VirtualJob(1.0, fraction=0, recompute=recompute).manager
     manager.observers.clear()
-    assert manager.is_passing == passes
+    assert manager.is_skipping == passes
     if passes:
         assert hooks_inside(OffloadActivations(manager=manager)) is None
 
@@ -179,7 +179,7 @@ def test_what_the_device_has_no_room_for_moves_from_the_first_step_on(
         if number < 2:
             assert 0 < job.moved_bytes < 90 * KIB
     loop = job.manager.tuner
-    assert loop.is_settled
+    assert loop.is_converged
     assert len(log.messages) == 1
     if policy == AUTO:
         assert (log.records[0].levelno == logging.WARNING) == (gbps < 1)
@@ -196,7 +196,7 @@ def test_no_more_than_twelve_steps_are_looked_at(log):
     job = OpenJob(10.0, policy=policy)
     number, loop = 0, job.manager.tuner
     job.backend.memory = lambda: DeviceMemory(job.meter.live_bytes, TARGET + number * KIB)
-    while not loop.is_settled:
+    while not loop.is_converged:
         job.step()
         number += 1
     assert 12 <= number <= 13, "the first, and twelve"
@@ -210,10 +210,10 @@ def test_looking_ends_where_it_takes_half_as_long_again_as_twelve_steps(log):
     policy = {"kind": "memory_target", "target_bytes": 40 * KIB}
     job = OpenJob(0.001, policy=policy)
     took_us = 0.0
-    while not job.manager.tuner.is_settled:
+    while not job.manager.tuner.is_converged:
         took_us = job.step()
     assert took_us > 8 * job.step()
-    assert (job.moved_bytes, job.manager.is_passing) == (0, True)
+    assert (job.moved_bytes, job.manager.is_skipping) == (0, True)
     (text,) = warnings_of(log)
     assert "to look for a plan takes these steps too long" in text
 
@@ -224,14 +224,14 @@ def test_a_program_that_changes_for_good_is_looked_at_anew_and_not_for_ever(log)
     for depth in (32, 24, 16, 20, 28):
         for _ in range(8):
             job.step(depth=depth)
-        assert loop.is_settled
+        assert loop.is_converged
         plans.append(loop.plan and loop.plan.moved_bytes)
         if depth != 28:
             job.step(depth=30)
-            assert loop.is_settled, "one odd step changes nothing"
+            assert loop.is_converged, "one odd step changes nothing"
     assert 130 * KIB > plans[0] > plans[1] > plans[2] > 30 * KIB
     assert plans[3:] == [None, None]
-    assert (job.moved_bytes, job.manager.is_passing) == (0, True)
+    assert (job.moved_bytes, job.manager.is_skipping) == (0, True)
     (text,) = warnings_of(log)
     assert "its steps have other groups again and again" in text
 
@@ -244,7 +244,7 @@ def test_other_lengths_are_the_same_program(gbps, log):
         job.step(rows=(60, 5, 9, 64, 20, 33)[number % 6])
         begun.add(job.manager.learner.num_searches)
     assert begun == {1}
-    assert loop.is_settled
+    assert loop.is_converged
     assert (job.moved_bytes > 0) == (loop.plan is not None) == (gbps == 10.0)
     assert len(log.messages) == 1
 
@@ -259,10 +259,10 @@ def test_a_step_that_is_much_longer_than_those_that_were_looked_at_is_looked_at(
         for _ in range(4):
             job.step(rows)
         begun.append(job.manager.learner.num_searches)
-        assert job.manager.is_passing
+        assert job.manager.is_skipping
     assert begun == [1, 1, 2, 2, 3]
     assert len(warnings_of(log)) == 1 < len(log.messages), "it is warned of once"
-    assert loop.is_settled
+    assert loop.is_converged
 
 
 def test_a_step_that_needs_much_more_memory_than_any_is_looked_at():
@@ -283,7 +283,7 @@ def test_behind_a_step_that_has_run_out_of_memory_the_next_has_room(gbps, in_ste
     learner, loop = job.manager.learner, job.manager.tuner
     for _ in range(10):
         job.step()
-    assert loop.is_settled
+    assert loop.is_converged
     learner.move_nothing()
     loop.plan = loop._followed = None
     with pytest.raises(torch.OutOfMemoryError):
@@ -291,7 +291,7 @@ def test_behind_a_step_that_has_run_out_of_memory_the_next_has_room(gbps, in_ste
     for _ in range(10):
         job.step(30)
     assert learner.num_searches == 2
-    assert loop.is_settled
+    assert loop.is_converged
 
 
 @pytest.mark.parametrize("gbps", [10.0, 0.05])
@@ -309,7 +309,7 @@ def test_a_step_that_fails_ruins_nothing(where, gbps):
                 del job.model[20].forward
             else:
                 job.step()
-        assert loop.is_settled
+        assert loop.is_converged
         plans.append(loop.plan)
     assert (plans[0] is None) == (plans[1] is None)
     assert plans[0] is None or plans[1].is_like(plans[0])
@@ -425,7 +425,7 @@ def test_what_a_user_sets_is_what_happens(settings):
     loop = tune(job.manager)
     for _ in range(5):
         run_step(job.model, job.manager, ORDER)
-        assert (loop.is_settled, loop.plan, job.manager.observers) == (True, None, [job.meter])
+        assert (loop.is_converged, loop.plan, job.manager.observers) == (True, None, [job.meter])
 
 
 def test_a_policy_that_nobody_plans_by_is_said_once(caplog):
@@ -446,7 +446,7 @@ def test_a_plan_that_someone_gives_is_followed_and_nothing_else(tmp_path):
     for _ in range(4):
         job.step()
     assert job.manager.learner.plan is plan
-    assert loop.is_settled
+    assert loop.is_converged
 
 
 def test_a_context_for_another_model_begins_by_itself():
@@ -471,7 +471,7 @@ def test_a_new_configuration_is_a_new_run_and_a_new_manager_takes_the_loop_along
     assert tune(job.manager) is loop
     job.moved_bytes.clear()
     job.step()
-    assert (loop.is_settled, loop.plan) == (False, None)
+    assert (loop.is_converged, loop.plan) == (False, None)
     settled(job)
     assert loop.plan.moved_bytes > 0
     outer, PipelineOffloadManager.instance = PipelineOffloadManager.instance, job.manager

@@ -66,7 +66,7 @@ class FakeChooser:
 def play(search, show, **seen):
     """Be the machine until a plan stays; return how many were measured."""
     num_plans = 0
-    while not search.is_settled:
+    while not search.is_converged:
         num_plans += 1
         search.note(*show(search.plan), **seen)
     return num_plans
@@ -131,7 +131,7 @@ def test_where_nothing_moves_it_is_said_what_the_cheapest_plan_costs():
     assert search.cheapest_cost().startswith("the cheapest plan that was tried costs 50.00 % of")
     assert "a CUDA graph of the whole step has none" in search.said
     settled = costing(chooser=FakeChooser(free=0, grain=FULL))
-    assert settled.is_settled
+    assert settled.is_converged
     assert settled.cheapest_cost() == "a plan that frees a little is predicted to cost 40 %"
 
 
@@ -139,7 +139,7 @@ def test_where_nothing_moves_it_is_said_what_the_cheapest_plan_costs():
 def test_a_plan_is_trusted_where_none_may_be_measured_and_tried_where_one_may(plans):
     search = costing(auto(plans=plans))
     assert search.plan.does_something
-    assert search.is_settled == search.said.endswith("as predicted") == (plans == 0)
+    assert search.is_converged == search.said.endswith("as predicted") == (plans == 0)
     assert play(search, lambda plan: (cost(0.5), [None])) == plans
     assert search.plan.does_something
 

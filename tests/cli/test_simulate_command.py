@@ -47,10 +47,10 @@ def test_what_is_printed_is_what_was_simulated(model, capsys):
     times, memory = rows(printed)[:2], rows(printed)[2:]
     for index, (plain, rank) in enumerate(zip(without.ranks, offloaded.ranks, strict=True)):
         stalls_us = [rank.stall_us[cause] for cause in ("pipeline", "W2", "W4")]
-        numbers = [plain.end_us, rank.end_us, rank.compute_us, rank.remade_us, *stalls_us]
+        numbers = [plain.end_us, rank.end_us, rank.compute_us, rank.recompute_us, *stalls_us]
         assert times[index] == [str(index), *(f"{us / 1e3:.1f}" for us in numbers)]
         sizes = [plain.peak_reserved_bytes, rank.peak_reserved_bytes, rank.peak_host_bytes]
-        sizes += [rank.offloaded_bytes, rank.reloaded_bytes, rank.remade_bytes]
+        sizes += [rank.offloaded_bytes, rank.reloaded_bytes, rank.recomputed_bytes]
         assert memory[index] == [str(index), *map(format_bytes, sizes), str(rank.num_late)]
     assert "predicted by simulation, not measured" in printed
     assert run("--model", model.rename(model.with_name("[bold]x.yaml"))) == 0

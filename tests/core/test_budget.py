@@ -79,7 +79,7 @@ def test_the_clock_runs_until_the_first_backward_only_where_limits_follow_the_st
 def test_one_group_may_always_come_back():
     budget = DeviceBudget(0, 0)
     assert budget.may_prefetch(1)
-    assert not budget.may_stay(1)
+    assert not budget.may_keep(1)
     budget.held_bytes = 1
     assert not budget.may_prefetch(1)
 
@@ -120,7 +120,7 @@ def test_what_is_needed_at_once_is_not_sent_away():
     of_chunk = [sum(n for key, n in num_bytes.items() if key.chunk == c) for c in range(3)]
     assert 2 * of_chunk[1] <= 80 * KIB, "forward and backward of a chunk are within the total"
     assert manager.last_step.offloaded_bytes == of_chunk[0]
-    assert manager.last_step.num_early_returns == manager.last_step.num_late_reloads == 0
+    assert manager.last_step.num_cancelled_offloads == manager.last_step.num_late_reloads == 0
 
 
 def test_the_summary_of_the_first_step_is_that_of_the_next():
@@ -129,12 +129,12 @@ def test_the_summary_of_the_first_step_is_that_of_the_next():
     order = [("F", 0), ("B", 0)]
     run_step(model, manager, order)
     promised = manager.offload_summary_bytes
-    assert 0 < manager.offload_summary_total_bytes <= manager.last_step.peak_away_bytes
+    assert 0 < manager.offload_summary_total_bytes <= manager.last_step.peak_released_bytes
     run_step(model, manager, order)
     # What the norms save the caller holds too: it is found to be there, and stays.
     assert promised["mlp"] == manager.offload_summary_bytes["mlp"]
-    assert manager.offload_summary_bytes == manager.last_step.peak_away_bytes_by_name
-    assert manager.offload_summary_total_bytes == manager.last_step.peak_away_bytes
+    assert manager.offload_summary_bytes == manager.last_step.peak_released_bytes_by_name
+    assert manager.offload_summary_total_bytes == manager.last_step.peak_released_bytes
 
 
 def learned_budget(*user):

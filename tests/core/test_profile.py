@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_offload.core.profile import GroupKey, GroupProfile, RemadeUnit, StepProfile
+from megatron_offload.core.profile import GroupKey, GroupProfile, RecomputeUnit, StepProfile
 
 KEYS = [GroupKey(0, index) for index in range(4)]
 
@@ -23,7 +23,7 @@ def make_profile(*, backward_at_bytes=(100, 100, 140, 160), sizes=(40, 20, 40, 0
 
 
 @pytest.mark.parametrize(
-    ("device_bytes", "staying", "expected"),
+    ("device_bytes", "kept", "expected"),
     [
         (39, (), {"attn": 80, "mlp": 20}),
         (40, (), {"attn": 40, "mlp": 20}),
@@ -34,20 +34,20 @@ def make_profile(*, backward_at_bytes=(100, 100, 140, 160), sizes=(40, 20, 40, 0
         (60, (KEYS[0],), {}),
     ],
 )
-def test_what_is_away_when_backward_begins(device_bytes, staying, expected):
-    assert make_profile().bytes_away(staying, device_bytes) == expected
+def test_what_is_away_when_backward_begins(device_bytes, kept, expected):
+    assert make_profile().released_bytes(kept, device_bytes) == expected
 
 
 def test_what_is_committed_after_the_first_backward_is_not_away_yet():
     late = make_profile(backward_at_bytes=(50, 100, 140, 160))
-    assert late.bytes_away((), 0) == {"attn": 40, "mlp": 20}
+    assert late.released_bytes((), 0) == {"attn": 40, "mlp": 20}
 
 
 def test_what_was_made_again_of_an_earlier_group_is_away_too():
-    made, kept = RemadeUnit("norm", 7), RemadeUnit("mlp_act", 9, is_remade=False)
+    made, kept = RecomputeUnit("norm", 7), RecomputeUnit("mlp_act", 9, is_recomputed=False)
     profile = make_profile(backward_at_bytes=(50, 100, 140, 160))
-    groups = (group._replace(remade=(made, kept)) for group in profile.groups)
-    away = replace(profile, groups=tuple(groups)).bytes_away((), 0)
+    groups = (group._replace(recomputed=(made, kept)) for group in profile.groups)
+    away = replace(profile, groups=tuple(groups)).released_bytes((), 0)
     assert away == {"attn": 40 + 7, "mlp": 20 + 7}, "the others come after the first backward"
 
 

@@ -29,8 +29,8 @@ class Paper:
         group.advance(state)
         self.asked.append(f"{what} {group.key.order}")
 
-    def stay(self, group, reason):
-        self.note(group, GroupState.RESIDENT, f"stay ({reason.split()[0]})")
+    def keep(self, group, reason):
+        self.note(group, GroupState.RESIDENT, f"keep ({reason.split()[0]})")
 
     def offload(self, group):
         self.note(group, GroupState.OFFLOADING, "offload")
@@ -94,7 +94,7 @@ def test_in_a_step_that_nobody_knows_a_chunk_comes_back_from_its_end():
 
 def test_a_step_that_is_known_keeps_what_would_come_straight_back():
     asked = Paper(10, 10).step(10, 10, 10, 10, profile=profile_of(10, 10, 10, 10))
-    assert [one for one in asked if one.startswith("stay")] == ["stay (too) 3"]
+    assert [one for one in asked if one.startswith("keep")] == ["keep (too) 3"]
     assert not any(one.startswith("late") for one in asked)
 
 
@@ -102,7 +102,7 @@ def test_who_has_to_move_moves_and_who_was_chosen_to_stay_stays():
     known = profile_of(10, 10)
     asked = Paper(10, 10).step(10, 10, profile=known, must_move=True)
     assert asked[:2] == ["offload 0", "offload 1"]
-    assert Paper(10, 10).step(10, stays_because="asked to") == ["stay (asked) 0"]
+    assert Paper(10, 10).step(10, keep_reason="asked to") == ["keep (asked) 0"]
     assert Paper(10, 10).step(0) == [], "nothing to move"
 
 
@@ -136,11 +136,11 @@ def test_the_clock_counts_what_has_passed_by(passes):
     assert paper.budget.total_bytes == 40
     paper.decisions.begin_step(known)
     passing = {group.key: group for group in known.groups if group.key.order not in (0, 1, 6)}
-    paper.decisions.passing = passing if passes else {}
+    paper.decisions.skippable = passing if passes else {}
     groups = []
     for known_group in known.groups[:8]:
         group = PlainGroup(known_group.key, "g", paper.budget)
-        if paper.decisions.passes_by(group):
+        if paper.decisions.skips(group):
             continue
         group.num_bytes = 10
         paper.decisions.start(group)
@@ -148,8 +148,8 @@ def test_the_clock_counts_what_has_passed_by(passes):
         paper.decisions.commit(group, because, must_move=True)
         groups.append(group)
     assert len(groups) == (3 if passes else 8)
-    assert len(paper.decisions.passed) == (5 if passes else 0)
-    assert paper.asked.index("release 1") == paper.asked.index("stay (asked) 6") - 1
+    assert len(paper.decisions.skipped) == (5 if passes else 0)
+    assert paper.asked.index("release 1") == paper.asked.index("keep (asked) 6") - 1
     assert paper.decisions.committed[-1].committed_at_bytes == (60 if passes else 70)
     assert paper.window.step_bytes == (70 if passes else 80)
 
@@ -160,7 +160,7 @@ def test_what_is_brought_back_by_hand_is_held():
     first, _, last = paper.forward(10, 10, 10)
     assert (first.state, last.state) == (GroupState.ON_HOST, GroupState.OFFLOADING)
     for group in (first, last, last):
-        paper.decisions.bring_back(group)
+        paper.decisions.reload_group(group)
     assert paper.asked[-2:] == ["reload 0", "cancel 2"]
     assert paper.budget.held_bytes == 20
 

@@ -10,7 +10,7 @@ from programs import KIB, TIMINGS, assert_nothing_left, assert_same, in_group, m
 from torch.autograd import Function
 
 from megatron_offload.engine.boundary import commit_group, start_group
-from megatron_offload.engine.marks import _everywhere, mark_everywhere, take_back
+from megatron_offload.engine.marks import _everywhere, mark_everywhere, unmark
 from megatron_offload.engine.saved_tensor import FORMS
 from megatron_offload.errors import InPlaceModificationError
 
@@ -248,7 +248,7 @@ def test_a_mark_for_every_manager_follows_the_storage_until_it_is_taken_back():
     for manager in (make_manager(), make_manager()):
         chunk = manager.begin_chunk()
         assert not any(chunk.may_move(alias) for alias in aliases)
-    take_back(x[1])
+    unmark(x[1])
     assert all(chunk.may_move(alias) for alias in aliases)
     mark_everywhere(torch.randn(1024))
     assert _everywhere
@@ -382,7 +382,7 @@ def test_bytes_that_groups_share_are_counted_once(monkeypatch):
     # A group that stays, because the policy keeps it, shares a storage with a later one that moves.
     manager = make_manager()
     monkeypatch.setattr(
-        manager.learner, "keeps_because", lambda g: "asked to" if g.key.order == 1 else ""
+        manager.learner, "reason_to_keep", lambda g: "asked to" if g.key.order == 1 else ""
     )
     for _ in range(3):
         seen = []

@@ -28,7 +28,7 @@ from megatron_offload.autotune.loop import tune
 from megatron_offload.engine.observer import Observer
 from megatron_offload.errors import StateError
 from megatron_offload.memory.host_pool import HostPool
-from megatron_offload.run.launch import ToldLoop
+from megatron_offload.run.launch import ReportedLoop
 
 ORDER = one_forward_one_backward(6, depth=3)
 
@@ -162,27 +162,27 @@ def test_in_a_graph_each_group_is_recorded():
 def test_what_draws_random_numbers_is_not_made_again():
     model = make_model(recomputes=True)
     _, manager = settled(model=model)
-    assert manager.last_step.remade_bytes > 0
+    assert manager.last_step.recomputed_bytes > 0
     expected = run_step(make_model(recomputes=True), None, ORDER)
     with manager.backend.capture():
         assert_same(expected, run_step(model, manager, ORDER))
-    assert manager.last_step.remade_bytes == 0
+    assert manager.last_step.recomputed_bytes == 0
 
 
 def test_a_search_that_is_not_over_is_an_error():
     model, manager = make_model(), make_capturing(policy={"kind": "auto"})
     loop = tune(manager)
-    assert not loop.is_settled
+    assert not loop.is_converged
     with pytest.raises(StateError, match="cuda_graph_warmup_steps"), manager.backend.capture():
         run_step(model, manager, ORDER)
 
 
 def test_the_launcher_tells_nothing_of_a_captured_step(tmp_path):
     model, manager = settled(policy={"kind": "modules"})
-    tune(manager, ToldLoop(tmp_path))
+    tune(manager, ReportedLoop(tmp_path))
     with manager.backend.capture():
         run_step(model, manager, ORDER)
-    assert manager.tuner.is_settled
+    assert manager.tuner.is_converged
     assert not list(tmp_path.iterdir())
 
 
@@ -193,7 +193,7 @@ def test_an_evaluation_that_is_captured_takes_nothing_from_a_step():
         forward(model, manager)
         manager.reset()
     assert manager.last_step.is_captured
-    assert not loop.is_settled
+    assert not loop.is_converged
     run_step(model, manager, ORDER)
     assert manager.last_step.num_groups > 0
 

@@ -212,7 +212,7 @@ def test_a_few_bytes_more_or_less_make_no_other_run_of_it():
         plan.check(with_more(total // 40))
 
 
-def remaking_step(manager):
+def recomputing_step(manager):
     """Take a step of two virtual stages, each with the units 'norm' and 'act'; return its loss."""
     with manager.step():
         loss = 0.0
@@ -234,7 +234,7 @@ def remaking_step(manager):
 def test_each_virtual_stage_makes_again_what_the_plan_says(tmp_path):
     manager = make_manager()
     for _ in range(3):
-        remaking_step(manager)
+        recomputing_step(manager)
     run = RunShape(num_microbatches=1, vp_size=2)
     profile = replace(manager.last_profile, run=run)
     units = [UnitChoice(0, "norm", 1, 0.0, True), UnitChoice(0, "act", 1, 0.0, False)]
@@ -244,15 +244,15 @@ def test_each_virtual_stage_makes_again_what_the_plan_says(tmp_path):
     follower = make_follower(plan, tmp_path / "plan.json")
     losses = set()
     for _ in range(3):
-        losses.add(remaking_step(follower))
-        remade = {
+        losses.add(recomputing_step(follower))
+        recomputed = {
             (group.name, unit.unit)
             for group in follower.last_profile.groups
-            for unit in group.remade
-            if unit.is_remade
+            for unit in group.recomputed
+            if unit.is_recomputed
         }
-        assert remade == {("stage 0", "norm"), ("stage 1", "act")}
-    assert losses == {remaking_step(manager)}
+        assert recomputed == {("stage 0", "norm"), ("stage 1", "act")}
+    assert losses == {recomputing_step(manager)}
 
 
 def test_what_a_plan_makes_again_and_the_run_can_not_is_said(tmp_path):

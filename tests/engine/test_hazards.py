@@ -67,7 +67,7 @@ def test_with_all_waits_nothing_is_reported(timing, inflight_bytes, prefetch_byt
     )
     check_steps(model, manager, ORDER, 3)
     assert manager.last_step.offloaded_bytes > 0
-    assert (manager.last_step.remade_bytes > 0) == recomputes
+    assert (manager.last_step.recomputed_bytes > 0) == recomputes
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_it_is_copied_once_to_find_out_and_then_no_more(timing):
     for _ in range(2):
         later = step(manager, holder=[])
         assert (later.offloaded_bytes, later.reloaded_bytes) == (0, 0)
-        assert manager.last_step.held_elsewhere_bytes >= 4 * KIB
+        assert manager.last_step.externally_referenced_bytes >= 4 * KIB
 
 
 def test_it_moves_again_when_no_one_else_keeps_it_any_more():

@@ -253,7 +253,7 @@ def test_a_forced_release_counts_where_the_group_that_asks_for_it_moves(monkeypa
     manager = make_manager()
     if stays == "by plan":
         kept = {GroupKey(0, 1): "asked to"}
-        monkeypatch.setattr(manager.learner, "keeps_because", lambda g: kept.get(g.key, ""))
+        monkeypatch.setattr(manager.learner, "reason_to_keep", lambda g: kept.get(g.key, ""))
     elif stays:
         monkeypatch.setattr(manager.decisions, "is_needed_soon", lambda g: g.name == "inner")
     manager.begin_chunk()
@@ -286,7 +286,7 @@ def test_a_forced_release_spares_what_another_tensor_reads(monkeypatch, is_marke
     # As attention whose queries have a norm before it, and whose values are a part of its input.
     manager = make_manager(min_tensor_bytes=0)
     kept = {"norm": "asked to"}
-    monkeypatch.setattr(manager.learner, "keeps_because", lambda g: kept.get(g.name, ""))
+    monkeypatch.setattr(manager.learner, "reason_to_keep", lambda g: kept.get(g.name, ""))
     x = torch.randn(64, 32, requires_grad=True)
 
     def attend(x, manager):

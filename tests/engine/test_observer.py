@@ -53,14 +53,14 @@ def test_every_event_of_one_group_comes_in_its_order():
         y.backward()
     assert names(noting) == [
         *("group_starts", "tensor_saved", "group_commits"),
-        *("block_leaves", "copy_starts", "copy_issued", "wait_starts", "wait_issued"),
+        *("block_offloads", "copy_starts", "copy_issued", "wait_starts", "wait_issued"),
         *("group_committed", "backward_enters"),
         *("tensor_reloaded", "copy_starts", "copy_issued", "backward_entered"),
         *("wait_starts", "wait_issued", "block_read", "backward_leaves", "backward_left"),
         "step_ended",
     ]
     assert set(names(noting)) == set(EVENTS) - {
-        *("remake_starts", "remade"),
+        *("recompute_starts", "recomputed"),
         *("passed_by", "step_passed_by"),
     }
     told = [args for name, *args in noting.events if name.endswith("issued")]
@@ -79,10 +79,16 @@ def test_what_is_made_again_is_told_in_its_place():
         in_group(manager, run, x).sum().backward()
     assert names(noting)[:8] == [
         *("group_starts", *["tensor_saved"] * 3, "group_commits"),
-        *("block_leaves", "block_leaves", "copy_starts"),
+        *("block_offloads", "block_offloads", "copy_starts"),
     ]
     events = names(noting)[names(noting).index("backward_entered") :]
-    assert events[1:6] == ["remake_starts", "wait_starts", "wait_issued", "block_read", "remade"]
+    assert events[1:6] == [
+        "recompute_starts",
+        "wait_starts",
+        "wait_issued",
+        "block_read",
+        "recomputed",
+    ]
 
 
 def test_two_are_told_the_same_and_no_bit_changes():
@@ -109,7 +115,7 @@ def test_steps_inside_that_are_to_stay_move_nothing_and_teach_nothing():
     model, manager = make_model(), make_manager()
     run_step(model, manager, ORDER)
     learned = manager.last_profile
-    with manager.staying("it is asked for"):
+    with manager.keeping("it is asked for"):
         run_step(model, manager, ORDER)
     assert manager.last_step.offloaded_bytes == 0
     assert manager.last_profile is learned
@@ -120,7 +126,7 @@ def test_steps_inside_that_are_to_stay_move_nothing_and_teach_nothing():
 
 def test_two_that_want_steps_to_stay_need_not_end_in_turn():
     model, manager = make_model(), make_manager()
-    first, second = manager.staying("one asks"), manager.staying("another asks")
+    first, second = manager.keeping("one asks"), manager.keeping("another asks")
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)

@@ -27,7 +27,7 @@ def test_the_first_step_reloads_within_a_chunk_in_reverse_order():
     run_step(model, manager, [("F", 0), ("B", 0)])
     # Only the group at the turning point had no backward before it to be issued in; it is late, or
     # still on the device.
-    assert manager.last_step.num_late_reloads + manager.last_step.num_early_returns == 1
+    assert manager.last_step.num_late_reloads + manager.last_step.num_cancelled_offloads == 1
 
 
 def test_a_learned_order_leaves_no_late_reload():

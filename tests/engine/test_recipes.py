@@ -109,7 +109,7 @@ BUDGETS = [
 @pytest.mark.parametrize("settings", BUDGETS, ids=str)
 def test_what_is_made_again_has_the_same_bits(timing, settings):
     stats = check(make_manager(timing, **settings), norm_then_linear)
-    assert stats.by_name["mlp"].remade_bytes == 2 * TENSOR_BYTES
+    assert stats.by_name["mlp"].recomputed_bytes == 2 * TENSOR_BYTES
     assert stats.refused_recipe_bytes == {}
 
 
@@ -120,10 +120,10 @@ def test_the_summary_counts_what_is_made_again_until_its_backward():
             manager.begin_chunk()
             norm_then_linear(manager, rows() * 1.0).sum().backward()
         manager.reset()
-        assert manager.last_step.remade_bytes == 2 * 2 * TENSOR_BYTES
+        assert manager.last_step.recomputed_bytes == 2 * 2 * TENSOR_BYTES
         assert manager.offload_summary_bytes["mlp"] >= 2 * TENSOR_BYTES
         stats = manager.last_step
-        assert stats.peak_away_bytes < stats.offloaded_bytes + stats.remade_bytes
+        assert stats.peak_released_bytes < stats.offloaded_bytes + stats.recomputed_bytes
         assert manager.host_pool.alone.total_bytes == 0
     with manager.step():
         manager.begin_chunk()
@@ -182,7 +182,7 @@ def test_what_it_is_made_of_comes_back_before_it():
     stats = check(manager, forward)
     source, *_, user, _ = manager.last_profile.groups
     assert (source.num_bytes, user.num_bytes) == (2 * TENSOR_BYTES, 0)
-    (unit,) = user.remade
+    (unit,) = user.recomputed
     assert (unit.num_bytes, unit.needs) == (TENSOR_BYTES, (source.key,))
     # By the order of backwards alone those between would take the room.
     assert stats.by_name["source"].num_late_reloads == 0
@@ -192,7 +192,7 @@ def test_what_it_is_made_of_comes_back_before_it():
 def refusals(manager, forward):
     """Take two steps, whose bits are those of none; return why the second made nothing again."""
     stats = check(manager, forward, num_steps=2)
-    assert stats.remade_bytes == 0
+    assert stats.recomputed_bytes == 0
     return stats.refused_recipe_bytes
 
 
@@ -289,7 +289,7 @@ def test_what_is_changed_after_the_commit_is_noticed(what, max_inflight_bytes):
         return save(x, y), save(x, tensors["input"])
 
     y, other = in_group(manager, inner, rows())
-    assert manager.transfers.stats.remade_bytes == TENSOR_BYTES
+    assert manager.transfers.stats.recomputed_bytes == TENSOR_BYTES
     with torch.no_grad():
         tensors[what].add_(1)
     if what != "output":
@@ -310,7 +310,7 @@ def test_what_needs_a_gradient_needs_it_when_it_is_made_again():
         y = make(manager, torch.matmul, longer, weight)
         return y.sin().sum() * x + longer.sin().sum() + weight.sin().sum()
 
-    assert check(make_manager(), forward).remade_bytes > 0
+    assert check(make_manager(), forward).recomputed_bytes > 0
 
 
 def test_what_lies_in_a_list_is_an_input_as_any_other():
@@ -323,7 +323,7 @@ def test_what_lies_in_a_list_is_an_input_as_any_other():
         return save(y, y).sum() + saved
 
     stats = check(make_manager(), forward)
-    assert stats.remade_bytes == 2 * TENSOR_BYTES
+    assert stats.recomputed_bytes == 2 * TENSOR_BYTES
     assert stats.offloaded_bytes > 2 * TENSOR_BYTES  # the list keeps none of them on the device
 
 
@@ -361,7 +361,7 @@ def test_what_is_made_on_the_way_may_be_changed_behind_the_commit():
         y, z = in_group(manager, inner, x)
         return z + y.mul_(3.0)
 
-    assert check(make_manager(), forward).remade_bytes == TENSOR_BYTES
+    assert check(make_manager(), forward).recomputed_bytes == TENSOR_BYTES
 
 
 class Rotate(torch.autograd.Function):
@@ -390,7 +390,7 @@ def test_what_a_kernel_has_written_to_unseen_is_not_made_again(then):
             return q * k
         return (make(manager, lambda q: q * 2.0, q).sin() + make(manager, torch.neg, k)).sin()
 
-    assert check(make_manager(), forward).remade_bytes == 0
+    assert check(make_manager(), forward).recomputed_bytes == 0
 
 
 class Overwrite(torch.autograd.Function):
@@ -440,7 +440,7 @@ def test_a_function_of_the_program_may_return_a_view_of_what_it_makes():
         y = make(manager, Norm.apply, x)
         return save(y, y) + y.t().sin().t() * y
 
-    assert check(make_manager(), forward).remade_bytes == TENSOR_BYTES
+    assert check(make_manager(), forward).recomputed_bytes == TENSOR_BYTES
 
 
 def test_what_vmap_has_wrapped_is_saved_as_ever():
@@ -450,7 +450,7 @@ def test_what_vmap_has_wrapped_is_saved_as_ever():
 
         return in_group(manager, lambda x: torch.vmap(norm)(save(x, x)).sin(), x)
 
-    assert check(make_manager(), forward).remade_bytes == 0
+    assert check(make_manager(), forward).recomputed_bytes == 0
 
 
 def test_recipes_in_a_row_are_followed_three_deep():
@@ -472,9 +472,9 @@ def test_recipes_in_a_row_are_followed_three_deep():
 
     for timing in TIMINGS:
         stats = check(make_manager(timing, checking=True), forward)
-        assert stats.remade_bytes == 4 * TENSOR_BYTES
+        assert stats.recomputed_bytes == 4 * TENSOR_BYTES
         assert stats.refused_recipe_bytes == {"more than 3 recipes in a row": TENSOR_BYTES}
-        assert check(make_manager(timing, checking=True), unsaved).remade_bytes == TENSOR_BYTES
+        assert check(make_manager(timing, checking=True), unsaved).recomputed_bytes == TENSOR_BYTES
 
 
 def test_what_was_noted_and_not_saved_keeps_nothing_through_backward():
@@ -493,7 +493,7 @@ def test_what_was_noted_and_not_saved_keeps_nothing_through_backward():
         in_group(manager, mlp, y, "mlp").sum().backward()
         del y
         assert manager.decisions.is_idle()
-    assert manager.last_step.remade_bytes > 0
+    assert manager.last_step.recomputed_bytes > 0
 
 
 def test_two_consumers_share_what_is_made_again():
@@ -512,7 +512,7 @@ def test_two_consumers_share_what_is_made_again():
     expected = run(None, forward)
     calls.clear()
     assert_same(expected, run(manager, forward))
-    assert manager.last_step.remade_bytes == TENSOR_BYTES
+    assert manager.last_step.recomputed_bytes == TENSOR_BYTES
     assert len(calls) == 2  # in forward, and in backward
 
 
@@ -549,7 +549,7 @@ def test_autocast_of_the_forward_is_that_of_backward():
 
     manager = make_manager(checking=True)
     torch.manual_seed(0)
-    assert check(manager, forward).remade_bytes == TENSOR_BYTES
+    assert check(manager, forward).recomputed_bytes == TENSOR_BYTES
 
 
 def asks_grad_mode(x):
@@ -595,7 +595,7 @@ def test_a_function_that_asks_for_a_switch_finds_that_of_the_forward(function, c
             y = make(manager, function, x)
         return save(save(x, x), y)
 
-    assert check(make_manager(checking=True), forward).remade_bytes == TENSOR_BYTES
+    assert check(make_manager(checking=True), forward).recomputed_bytes == TENSOR_BYTES
 
 
 class HalvesCosines(TorchDispatchMode):
@@ -627,7 +627,7 @@ def test_a_small_parameter_that_is_written_to_unseen_counts_as_it_was():
         scale.data.fill_(2.0)
         return y
 
-    assert check(make_manager(checking=True), forward).remade_bytes == TENSOR_BYTES
+    assert check(make_manager(checking=True), forward).recomputed_bytes == TENSOR_BYTES
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -638,7 +638,7 @@ def test_nothing_is_noted_inside_a_checkpoint_or_its_recompute(reentrant):
         return checkpoint(of(torch.cos), manager, x, use_reentrant=reentrant)
 
     stats = check(make_manager(checking=True), forward)
-    assert (stats.remade_bytes, stats.refused_recipe_bytes) == (0, {})
+    assert (stats.recomputed_bytes, stats.refused_recipe_bytes) == (0, {})
 
 
 def backward_twice(loss):
@@ -707,12 +707,12 @@ def test_a_commit_that_is_put_off_drops_later():
             manager, lambda x: save(save(x, x), make(manager, torch.cos, x)), x, delay=True
         )
         if manager:
-            assert manager.transfers.stats.remade_bytes == 0
+            assert manager.transfers.stats.recomputed_bytes == 0
             manager.begin_chunk()  # the next forward has begun when the copies are issued
             manager.flush_delayed_groups()
         return y
 
-    assert check(make_manager(checking=True), forward).remade_bytes == TENSOR_BYTES
+    assert check(make_manager(checking=True), forward).recomputed_bytes == TENSOR_BYTES
 
 
 def test_a_unit_that_is_off_is_listed_and_kept_or_moved():
@@ -723,16 +723,16 @@ def test_a_unit_that_is_off_is_listed_and_kept_or_moved():
             manager.cur_forward_chunk().rules.recompute = frozenset({"on"})
         return of(torch.sin, unit="on")(manager, of(torch.cos, unit="off")(manager, x))
 
-    assert check(manager, forward).remade_bytes == TENSOR_BYTES
+    assert check(manager, forward).recomputed_bytes == TENSOR_BYTES
     first, second = manager.last_profile.groups
-    assert [unit[:2] + unit[-1:] for unit in (*first.remade, *second.remade)] == [
+    assert [unit[:2] + unit[-1:] for unit in (*first.recomputed, *second.recomputed)] == [
         ("off", TENSOR_BYTES, False),
         ("on", TENSOR_BYTES, True),
     ]
     assert (first.num_bytes, second.num_bytes) == (2 * TENSOR_BYTES, TENSOR_BYTES)
-    with manager.staying("the test wants it"):
+    with manager.keeping("the test wants it"):
         run(manager, forward)
-    assert manager.last_step.remade_bytes == 0
+    assert manager.last_step.recomputed_bytes == 0
 
 
 def test_what_the_program_keeps_is_not_made_again_and_next_time_not_dropped():
@@ -751,8 +751,8 @@ def test_what_the_program_keeps_is_not_made_again_and_next_time_not_dropped():
     for num_steps in range(3):
         assert_same(expected, run(manager, forward))
         assert len(kept) == 1
-        assert manager.last_step.held_elsewhere_bytes >= TENSOR_BYTES
-        assert manager.last_step.remade_bytes == (0 if num_steps else TENSOR_BYTES)
+        assert manager.last_step.externally_referenced_bytes >= TENSOR_BYTES
+        assert manager.last_step.recomputed_bytes == (0 if num_steps else TENSOR_BYTES)
     assert manager.last_step.refused_recipe_bytes == {"something else keeps it alive": TENSOR_BYTES}
 
 

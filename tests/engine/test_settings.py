@@ -14,7 +14,7 @@ from programs import (
 
 from megatron_offload import CPUOffload, OffloadActivations, offload_modules
 from megatron_offload.config import OffloadConfig
-from megatron_offload.engine.learning import tell_pipeline_rank
+from megatron_offload.engine.learning import register_pipeline_rank
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import validate
@@ -24,9 +24,9 @@ ORDER = one_forward_one_backward(4, depth=2)
 
 @pytest.fixture
 def second_rank():
-    tell_pipeline_rank(lambda: 2)
+    register_pipeline_rank(lambda: 2)
     yield
-    tell_pipeline_rank(None)
+    register_pipeline_rank(None)
 
 
 def test_what_is_not_enabled_records_and_moves_nothing_until_it_is_configured_again():

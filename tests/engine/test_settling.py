@@ -105,5 +105,5 @@ def test_an_aborted_step_leaves_no_group_unsettled():
     group = manager.start_group(chunk, "g")
     record = chunk.pack(group, torch.ones(KIB))
     manager.abort()
-    assert group.unsettled is None
+    assert group.unresolved is None
     assert torch.equal(record.unpack(), torch.ones(KIB))

@@ -53,7 +53,7 @@ def test_each_microbatch_and_its_backward_may_have_a_stream(timing, settings, re
         assert_same(expected, run_step(model, manager, ORDER, place=place))
         assert_nothing_left(manager)
     assert manager.last_step.reloaded_bytes > 0
-    assert (manager.last_step.remade_bytes > 0) == recomputes
+    assert (manager.last_step.recomputed_bytes > 0) == recomputes
 
 
 @pytest.mark.parametrize("timing", TIMINGS)

@@ -65,7 +65,11 @@ def assert_frees_memory(manager, sizes=(GROUP_BYTES,) * NUM_GROUPS, *, num_steps
         assert copied > 0
         assert off_bytes >= 0.7 * copied
         assert peak_bytes <= peak_without - off_bytes + max(sizes)
-        assert manager.offload_summary_total_bytes == manager.last_step.peak_away_bytes == off_bytes
+        assert (
+            manager.offload_summary_total_bytes
+            == manager.last_step.peak_released_bytes
+            == off_bytes
+        )
         assert off_bytes == promised, "the summary of the first step is that of those after it"
 
 
@@ -122,7 +126,7 @@ def test_a_ratio_of_what_nobody_marks_frees_memory(ratio):
                 continue
             last_step = CPUOffload(ratio, "net").last_step
             assert off_bytes >= 0.7 * last_step.offloaded_bytes > 0
-            assert last_step.peak_away_bytes == off_bytes + last_step.remade_bytes
+            assert last_step.peak_released_bytes == off_bytes + last_step.recomputed_bytes
             assert peak_bytes <= peak_without - off_bytes + 2 * x.nbytes
     finally:
         CPUOffload.forget("net")

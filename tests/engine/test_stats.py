@@ -13,18 +13,18 @@ NAMES = [
     "num_groups",
     "offloaded_bytes",
     "reloaded_bytes",
-    "remade_bytes",
+    "recomputed_bytes",
     "kept_bytes",
     "num_late_reloads",
-    "num_early_returns",
+    "num_cancelled_offloads",
     "num_refused_blocks",
     "refused_bytes",
     "num_unpinnable_blocks",
     "num_memory_shortages",
     "num_hidden_groups",
-    "held_elsewhere_bytes",
+    "externally_referenced_bytes",
     "peak_host_bytes",
-    "peak_away_bytes",
+    "peak_released_bytes",
 ]
 
 
@@ -51,7 +51,7 @@ def test_metrics_are_the_sums_over_groups_and_all_counters_of_a_step():
         "num_groups": 4,
         "offloaded_bytes": 200,
         "reloaded_bytes": 180,
-        "remade_bytes": 60,
+        "recomputed_bytes": 60,
         "kept_bytes": 22,
         "num_late_reloads": 3,
         "refused_bytes": 5,
@@ -62,7 +62,7 @@ def test_metrics_are_the_sums_over_groups_and_all_counters_of_a_step():
 
 
 def test_a_step_prints_as_a_table():
-    stats = StepStats(peak_away_bytes=3 << 20, peak_host_bytes=1 << 30)
+    stats = StepStats(peak_released_bytes=3 << 20, peak_host_bytes=1 << 30)
     stats.by_name["mlp"] = GroupStats("mlp", 2, 5 << 20, 4 << 20, 1 << 10, num_late_reloads=12)
     stats.by_name["attention"] = GroupStats("attention", 10)
     assert stats.by_name["asked for"].kept_bytes == 0

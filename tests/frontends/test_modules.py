@@ -8,7 +8,7 @@ import zoo
 from programs import KIB, TWO_TIMINGS, assert_nothing_left, assert_same, make_manager
 from torch import nn
 
-from megatron_offload.engine.learning import tell_pipeline_rank
+from megatron_offload.engine.learning import register_pipeline_rank
 from megatron_offload.engine.module_hooks import expression_of
 from megatron_offload.errors import ConfigError
 from megatron_offload.frontends.modules import offload_modules
@@ -273,10 +273,10 @@ def test_a_call_that_fails_leaves_the_marks_of_an_earlier_one():
 
 def test_the_pipeline_rank_is_what_was_told_where_none_is_given():
     model, manager = make_model(), make_manager(prefetch_bytes=0)
-    tell_pipeline_rank(lambda: 3)
+    register_pipeline_rank(lambda: 3)
     try:
         offload_modules(model, "layer", manager=manager)
         gradients(model)
     finally:
-        tell_pipeline_rank(None)
+        register_pipeline_rank(None)
     assert manager.learner.pp_rank == 3

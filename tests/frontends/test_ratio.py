@@ -96,7 +96,7 @@ def test_after_the_first_step_it_is_the_beginning_that_moves():
             for block in group.blocks()
             if block.num_bytes == 4096
         ]
-        moves = [not block.stays for block in blocks]
+        moves = [not block.is_kept for block in blocks]
         assert sum(moves) == 3
         assert (moves[:3] == [True] * 3) == (step > 0)
         del blocks
@@ -157,7 +157,7 @@ def test_what_is_made_again_is_no_part_of_the_share(ratio):
         del y
         assert end_step("made")
     last = manager_of("made").last_step
-    assert last.remade_bytes == 6 * size  # what each GELU makes
+    assert last.recomputed_bytes == 6 * size  # what each GELU makes
     total = CPUOffload._tags["made"].total_bytes
     assert total in (6 * size, 7 * size)  # what it takes, and maybe the first layer's input
     assert 0 <= ratio * total - last.offloaded_bytes <= size

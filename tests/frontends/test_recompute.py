@@ -110,12 +110,12 @@ def around(model, units, timing="late", **settings):
     return get_act_offloading_ctx_manager(model, config=config, warn_if_no_head=False)
 
 
-def remade_bytes(manager):
-    return sum(group.remade_bytes for group in manager.last_step.by_name.values())
+def recomputed_bytes(manager):
+    return sum(group.recomputed_bytes for group in manager.last_step.by_name.values())
 
 
 def units_of(profile):
-    return {unit.unit for group in profile.groups for unit in group.remade}
+    return {unit.unit for group in profile.groups for unit in group.recomputed}
 
 
 @pytest.mark.parametrize("timing", TWO_TIMINGS)
@@ -128,7 +128,7 @@ def test_each_choice_of_units_gives_the_bits_and_more_of_them_move_less(timing):
         for _ in range(3):
             assert_same(expected, train(model, offload))
             assert offload.end_step()
-        assert (remade_bytes(offload.manager) > 0) is (units != ())
+        assert (recomputed_bytes(offload.manager) > 0) is (units != ())
         moved.append(offload.last_step.offloaded_bytes)
         assert_nothing_left(offload.manager)
     assert moved == sorted(set(moved), reverse=True)
@@ -140,7 +140,7 @@ def test_all_that_named_modules_make_of_what_is_saved_leaves(units, times):
     offload = around(model, units, min_tensor_bytes=ROWS * WIDTH)
     train(model, offload)
     assert offload.end_step()
-    assert remade_bytes(offload.manager) == times * 3 * 4 * ROWS * WIDTH
+    assert recomputed_bytes(offload.manager) == times * 3 * 4 * ROWS * WIDTH
 
 
 def group_step(model, manager, inputs=None):
@@ -160,7 +160,7 @@ def test_modules_by_name_are_made_again_where_groups_are(timing, units):
         for _ in range(3):
             assert_same(expected, group_step(model, manager))
         assert units_of(manager.last_profile) == set(units)
-        assert remade_bytes(manager) > 0
+        assert recomputed_bytes(manager) > 0
     assert not any(module._forward_hooks for module in model.modules())
 
 
@@ -197,7 +197,7 @@ def test_a_matrix_product_is_made_again_in_the_layers_that_a_plan_says(timing):
         assert units_of(manager.last_profile) == {"mlp_act"}  # to tell of others is work
         with profile_step(manager) as recorded:
             assert_same(expected, group_step(model, manager))
-        profile, without_bytes = recorded.profile, remade_bytes(manager)
+        profile, without_bytes = recorded.profile, recomputed_bytes(manager)
         layers = [f"mlp_fc1:{layer}.mlp.linear_fc1" for layer in range(3)]
         assert units_of(profile) == {"mlp_act", *layers}
         assert without_bytes == 3 * 4 * ROWS * 4 * WIDTH
@@ -208,7 +208,7 @@ def test_a_matrix_product_is_made_again_in_the_layers_that_a_plan_says(timing):
             manager.follow_plan(plan)
             for _ in range(2):
                 assert_same(expected, group_step(model, manager))
-            more_bytes = remade_bytes(manager) - without_bytes
+            more_bytes = recomputed_bytes(manager) - without_bytes
             assert more_bytes == len(chosen) * 4 * ROWS * 4 * WIDTH
 
 
@@ -345,7 +345,7 @@ def test_a_module_that_cannot_run_again_is_moved_and_counted(kind, caplog):
         for _ in range(2):
             assert_same(train(plain), group_step(model, manager))
     stats = manager.last_step
-    assert stats.remade_bytes == 0
+    assert stats.recomputed_bytes == 0
     assert [reason for reason in stats.refused_recipe_bytes if reason.startswith(because)]
     assert "no module here matches 'nothing.*'" in caplog.text
 
@@ -388,7 +388,7 @@ def test_what_a_mode_around_the_forward_changes_is_not_made_again(mode, is_outsi
         offload = around(model, units)
         assert_same(expected, train(model, within(offload)))
         assert offload.end_step()
-        assert offload.last_step.remade_bytes == 0
+        assert offload.last_step.recomputed_bytes == 0
 
 
 class TaskLayerNorm(nn.Module):
@@ -447,7 +447,7 @@ def test_what_a_module_had_counts_where_it_changes_between_forwards(kind, units)
     assert_same(expected, found)
     assert offload.end_step()
     is_known = "known class" in kind and units is not None
-    assert (offload.last_step.remade_bytes > 0) is (units == (OWN,) or is_known)
+    assert (offload.last_step.recomputed_bytes > 0) is (units == (OWN,) or is_known)
 
 
 class GradModeRMSNorm(OwnRMSNorm):
@@ -486,7 +486,7 @@ def test_a_module_runs_again_as_in_its_forward_and_leaves_no_trace(part, units):
             loss.backward()
         assert_same([p.grad for p in plain.parameters()], [p.grad for p in model.parameters()])
         assert offload.end_step()
-    assert (remade_bytes(offload.manager) > 0) is (units == (OWN,))
+    assert (recomputed_bytes(offload.manager) > 0) is (units == (OWN,))
     assert getattr(model.own_norm, "calls", 3) == 3
 
 
@@ -497,7 +497,7 @@ def test_what_takes_gradients_or_reads_what_was_expanded_is_made_again(part):
     for _ in range(2):
         assert_same(train(plain), train(model, offload))
         assert offload.end_step()
-        assert remade_bytes(offload.manager) > 0
+        assert recomputed_bytes(offload.manager) > 0
 
 
 def test_a_keyword_of_a_named_module_may_be_called_as_ours_are():
@@ -517,7 +517,7 @@ def test_a_keyword_of_a_named_module_may_be_called_as_ours_are():
     offload = around(model, ("**inner",))
     assert_same(train(plain), train(model, offload))
     assert offload.end_step()
-    assert remade_bytes(offload.manager) > 0
+    assert recomputed_bytes(offload.manager) > 0
 
 
 class Scaled(nn.Module):
@@ -552,7 +552,7 @@ def test_what_may_change_of_arguments_counts_as_it_was(inner):
     offload = around(model, ("**inner",))
     assert_same(train(plain), train(model, offload))
     assert offload.end_step()
-    assert (remade_bytes(offload.manager) > 0) == (inner is Scaled)
+    assert (recomputed_bytes(offload.manager) > 0) == (inner is Scaled)
 
 
 def per_sample(model):
@@ -638,7 +638,7 @@ def test_what_a_norm_makes_and_draws_itself_is_made_again(min_tensor_bytes):
     for _ in range(3):
         assert_same(expected, train(model, offload))
     offload.end_step()
-    assert remade_bytes(offload.manager) >= ROWS * WIDTH * 4
+    assert recomputed_bytes(offload.manager) >= ROWS * WIDTH * 4
 
 
 def test_small_weights_give_the_same_product():
@@ -680,7 +680,7 @@ def test_a_forward_that_raises_leaves_nothing_to_the_next():
             group_step(model, manager)
         found = group_step(model, manager)
     assert_same(train(model), found)
-    assert remade_bytes(manager) > 0
+    assert recomputed_bytes(manager) > 0
 
 
 def test_what_another_hook_makes_of_an_output_is_saved_as_ever():
@@ -697,7 +697,7 @@ def test_what_another_hook_makes_of_an_output_is_saved_as_ever():
             one[2].norm.register_forward_hook(lambda *_: _[-1] * 3, prepend=True)
         for _ in range(2):
             assert_same(train(plain), group_step(model, manager))
-    assert remade_bytes(manager) == ROWS * WIDTH * 4
+    assert recomputed_bytes(manager) == ROWS * WIDTH * 4
     reasons = manager.last_step.refused_recipe_bytes
     assert "another forward hook comes first, and may have replaced it" in reasons
 

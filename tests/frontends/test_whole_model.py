@@ -442,7 +442,7 @@ def test_the_groups_are_the_same_whatever_is_made_again():
         del y
         assert offload.end_step()
         found.append([(g.key, g.saved_bytes) for g in offload.manager.last_profile.groups])
-        assert (offload.last_step.by_name["activations"].remade_bytes > 0) is bool(units)
+        assert (offload.last_step.by_name["activations"].recomputed_bytes > 0) is bool(units)
         offload.close()
     assert found[0] == found[1]
     assert len(found[0]) > 8
@@ -735,13 +735,13 @@ def test_groups_are_left_when_their_tensors_are_gone():
 @pytest.fixture
 def no_collector():
     whole_model._idle.clear()
-    whole_model._lent.clear()
+    whole_model._allocated.clear()
     gc.collect()
     gc.disable()
     yield
     gc.enable()
     whole_model._idle.clear()
-    whole_model._lent.clear()
+    whole_model._allocated.clear()
 
 
 def resident_bytes():
@@ -933,4 +933,4 @@ def test_views_that_lie_in_each_other_are_copied_once_and_leave():
     step = offload.last_step
     assert step.offloaded_bytes == 2 * (1 + 3) * 1024 * 512 * 4  # each layer's input and views
     # The last views are asked back while the forward still has them: they never left.
-    assert step.held_elsewhere_bytes == 3 * 1024 * 512 * 4
+    assert step.externally_referenced_bytes == 3 * 1024 * 512 * 4

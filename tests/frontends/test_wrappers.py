@@ -320,7 +320,7 @@ def test_no_matrix_product_is_to_be_made_again_of_a_weight_that_may_be_away(mesh
     with offload_modules(model, ["mlp.*"], manager=manager), profile_step(manager) as recorded:
         with manager.step():
             model(torch.ones(16, 32)).sum().backward()
-    units = {unit.unit for group in recorded.profile.groups for unit in group.remade}
+    units = {unit.unit for group in recorded.profile.groups for unit in group.recomputed}
     assert units == ({"mlp_act"} if is_sharded else {"mlp_act", "mlp_fc1:mlp.linear_fc1"})
 
 

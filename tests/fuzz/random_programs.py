@@ -140,8 +140,8 @@ def add_recipes(rng, segments):
     for segment in segments:
         if rng.random() < 0.4:
             functions = rng.choices(RECIPES, k=rng.randint(1, 3))
-            remade = Remade(functions, [rng.random() < 0.6 for _ in functions])
-            segment.ops.insert(rng.randint(0, len(segment.ops)), (remade, rng.randrange(4)))
+            recomputed = Remade(functions, [rng.random() < 0.6 for _ in functions])
+            segment.ops.insert(rng.randint(0, len(segment.ops)), (recomputed, rng.randrange(4)))
         add_recipes(rng, segment.inner)
 
 

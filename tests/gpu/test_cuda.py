@@ -291,7 +291,7 @@ def test_groups_that_pass_by_change_no_bit_and_take_no_more_memory():
     for _ in range(3):
         assert_same(expected, run_step(model, manager, inputs))
     moved_bytes, peaks = manager.last_step.offloaded_bytes, []
-    assert manager.learner.passing
+    assert manager.learner.skippable
     for observers in ((Observer(),), ()):  # while one watches, all groups are recorded
         with manager.observed_by(*observers):
             torch.cuda.reset_peak_memory_stats()

@@ -80,8 +80,8 @@ def train(model, recipe, manager=None, context=None):
     return [loss.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
 
 
-def remade(manager):
-    return {u.unit for g in manager.last_profile.groups for u in g.remade if u.is_remade}
+def recomputed(manager):
+    return {u.unit for g in manager.last_profile.groups for u in g.recomputed if u.is_recomputed}
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -95,8 +95,8 @@ def test_gradients_are_those_of_a_step_that_keeps_everything(kind, precision):
             assert_same(train(plain, recipe), train(model, recipe, manager))
             assert_nothing_left(manager)
     if precision == "bf16":
-        assert "norm" in remade(manager)
-        assert ("mlp_act" in remade(manager)) is ("MLP" in kind or "LU" in kind)
+        assert "norm" in recomputed(manager)
+        assert ("mlp_act" in recomputed(manager)) is ("MLP" in kind or "LU" in kind)
 
 
 def test_a_fused_norm_leaves_the_device():
@@ -106,7 +106,7 @@ def test_a_fused_norm_leaves_the_device():
         manager = PipelineOffloadManager(config(recompute=units))
         with offload_modules(model, ["*"], manager=manager):
             train(model, None, manager)
-            made.append(sum(g.remade_bytes for g in manager.last_step.by_name.values()))
+            made.append(sum(g.recomputed_bytes for g in manager.last_step.by_name.values()))
         manager.close()
     assert made == [0, 3 * TOKENS * WIDTH * 2]
 
@@ -134,7 +134,7 @@ def test_plain_pytorch_with_a_gate():
     for _ in range(3):
         assert_same(expected, train(model, None, context=offload))
         assert offload.end_step()
-    assert remade(offload.manager) >= {"mlp_act"}
+    assert recomputed(offload.manager) >= {"mlp_act"}
 
 
 def test_a_matrix_product_is_made_again_in_the_layers_that_a_plan_says():
@@ -166,5 +166,5 @@ def test_a_matrix_product_is_made_again_in_the_layers_that_a_plan_says():
         manager.follow_plan(plan_of("any", [profile], [replace(rank, units=units)]))
         for _ in range(2):
             assert_same(expected, train(model, None, manager))
-        assert remade(manager) == set(chosen)
+        assert recomputed(manager) == set(chosen)
     manager.close()

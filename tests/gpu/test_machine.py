@@ -90,7 +90,7 @@ def test_a_run_times_its_own_copies_and_plans_with_what_they_got():
     for _ in range(17):  # as docs/planning.md says, where the host is the limit
         assert_same(reference, run_step(model, manager, inputs))
     print(f"\n{loop.said}")  # noqa: T201 - for whoever runs it with -s
-    assert loop.is_settled
+    assert loop.is_converged
     assert manager.observers == []
     assert "no plan can be made" not in loop.said
     for _ in range(2):
@@ -115,6 +115,6 @@ def test_an_offloaded_step_never_makes_the_host_wait(kind, monkeypatch):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert manager.last_step.reloaded_bytes > 0
-    assert (manager.last_step.remade_bytes > 0) == (kind is Remade)
+    assert (manager.last_step.recomputed_bytes > 0) == (kind is Remade)
     monkeypatch.undo()
     manager.close()

@@ -39,7 +39,7 @@ class Remade(Layer):
         return x + (commit_group(manager, y, "act") if manager else y)
 
 
-def remade_bytes(model, num_microbatches=MICROBATCHES, rows=ROWS):
+def recomputed_bytes(model, num_microbatches=MICROBATCHES, rows=ROWS):
     """Return what norms and activations make in a step."""
     width = model[0].norm.weight.numel()
     return len(model) * num_microbatches * rows * (width + 4 * width) * 4
@@ -71,7 +71,7 @@ def test_every_bit_is_the_same(trained, settings):
         assert_nothing_left(manager)
     stats = manager.last_step
     assert stats.refused_recipe_bytes == {}
-    assert stats.remade_bytes == remade_bytes(model)
+    assert stats.recomputed_bytes == recomputed_bytes(model)
     assert (stats.reloaded_bytes > 0) == (settings != {"host_memory_bytes": 0})
     manager.close()
 
@@ -87,8 +87,8 @@ def test_what_is_made_again_takes_no_memory_meanwhile(trained):
             torch.cuda.reset_peak_memory_stats()
             step(model, manager, inputs, order=order)
         peaks.append(torch.cuda.max_memory_allocated())
-    dropped_bytes = without.last_step.remade_bytes
-    assert dropped_bytes == remade_bytes(model, 2, 4 * ROWS)
+    dropped_bytes = without.last_step.recomputed_bytes
+    assert dropped_bytes == recomputed_bytes(model, 2, 4 * ROWS)
     # Less what is made again for one layer's backward.
     assert peaks[0] - peaks[1] > dropped_bytes * (1 - 1 / LAYERS)
     without.close()

@@ -129,11 +129,11 @@ def allocated_after_forward(megatron, *, ours):
 
 
 def test_6553_inputs_of_recomputed_norms_leave_the_device(megatron):
-    theirs = allocated_after_forward(megatron, ours=False)
+    original = allocated_after_forward(megatron, ours=False)
     ours = allocated_after_forward(megatron, ours=True)
     input_bytes = ROWS * WIDTH * 4
-    assert theirs >= NUM_NORMS * input_bytes
-    assert ours <= theirs - (NUM_NORMS - 2) * input_bytes, "the last may stay"
+    assert original >= NUM_NORMS * input_bytes
+    assert ours <= original - (NUM_NORMS - 2) * input_bytes, "the last may stay"
 
 
 LAYERS, HIDDEN, SEQUENCE = 8, 1024, 8192

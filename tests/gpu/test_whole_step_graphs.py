@@ -89,9 +89,9 @@ def test_replays_have_every_bit_and_reserve_less(kind, limit):
     stats = manager.last_step
     assert stats.is_captured
     assert stats.reloaded_bytes > 0
-    assert (stats.remade_bytes > 0) == (kind is Remade)
+    assert (stats.recomputed_bytes > 0) == (kind is Remade)
     gone_bytes = without[2] - with_offload[2]
-    assert gone_bytes >= 0.8 * (stats.peak_away_bytes - 2 * limit)
+    assert gone_bytes >= 0.8 * (stats.peak_released_bytes - 2 * limit)
     for number in range(20):
         inputs.normal_(generator=torch.Generator("cuda").manual_seed(number))
         expected = replayed(*without[:2], model)

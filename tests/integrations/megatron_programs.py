@@ -317,9 +317,11 @@ def train(model, case, manager=None):
                     "reloaded_bytes": stats.reloaded_bytes,
                     "kept": len(manager.learner.kept),
                     "names": sorted(
-                        n for n, g in stats.by_name.items() if g.offloaded_bytes or g.remade_bytes
+                        n
+                        for n, g in stats.by_name.items()
+                        if g.offloaded_bytes or g.recomputed_bytes
                     ),
-                    "remade": sorted({u.unit for g in groups_of(manager) for u in g.remade}),
+                    "remade": sorted({u.unit for g in groups_of(manager) for u in g.recomputed}),
                     "groups": {name: g.num_groups for name, g in stats.by_name.items()},
                     "summary": manager.offload_summary_bytes,
                     "left": manager.state_of(),
@@ -418,7 +420,7 @@ def check_tracker():
     found = train(manager.step)
     return {
         "equal": all(map(torch.equal, expected, found)),
-        "remade_bytes": manager.last_step.by_name["dropped"].remade_bytes,
+        "recomputed_bytes": manager.last_step.by_name["dropped"].recomputed_bytes,
     }
 
 
@@ -432,7 +434,7 @@ def check_inputs():
     expected = attempt(Without(), steps)
     side = Ours(max_inflight_bytes=0)
     found = attempt(side, steps)
-    held_bytes = side.manager.last_step.held_elsewhere_bytes
+    held_bytes = side.manager.last_step.externally_referenced_bytes
     side.name = "unmended"
     function = random.CheckpointWithoutOutputFunction
     with mock.patch.object(function, "forward", staticmethod(function.forward.__wrapped__)):
@@ -473,7 +475,7 @@ def check_references():
     from megatron_offload.integrations import megatron_core
 
     megatron_core.uninstall()
-    theirs = target.FineGrainedActivationOffloadingInterface
+    original = target.FineGrainedActivationOffloadingInterface
     before = namespaces()
     megatron_core.install()
     megatron_core.install()
@@ -486,8 +488,8 @@ def check_references():
     found = {
         "module": all(getattr(target, name) is getattr(facade, name) for name in shared),
         "num_shared": len(shared),
-        "reference": attention.off_interface is theirs,
-        "class": theirs.__init__ is ours.__init__ and theirs.reset is ours.reset,
+        "reference": attention.off_interface is original,
+        "class": original.__init__ is ours.__init__ and original.reset is ours.reset,
         "manager": target.PipelineOffloadManager.get_instance()
         is facade.PipelineOffloadManager.get_instance(),
     }

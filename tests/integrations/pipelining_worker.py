@@ -103,7 +103,7 @@ def train(name, device, options, config):
     if offload is not None:
         left = {k: v for k, v in offload.manager.state_of().items() if v}
         assert not left, left
-        assert offload.last_step.remade_bytes > 0
+        assert offload.last_step.recomputed_bytes > 0
         offload.remove()
         assert "step" not in vars(schedule)
         assert not any("forward_one_chunk" in vars(stage) for stage in stages)

@@ -107,8 +107,8 @@ def gradients(module, around=None, *, manager=None, quantizer=None):
     return [y.detach(), x.grad, norm.grad, one.grad, two.grad]
 
 
-def remade(manager):
-    return {u.unit: u.num_bytes for g in manager.last_profile.groups for u in g.remade}
+def recomputed(manager):
+    return {u.unit: u.num_bytes for g in manager.last_profile.groups for u in g.recomputed}
 
 
 @pytest.mark.parametrize("timing", TWO_TIMINGS)
@@ -118,8 +118,8 @@ def test_the_norm_and_the_activation_are_made_again(timing, module):
     for _ in range(3):
         with manager.step():
             assert_same(expected, gradients(module, manager=manager))
-        assert remade(manager) == {"norm": BYTES, "mlp_act": BYTES}
-        assert manager.last_step.by_name["g"].remade_bytes == 2 * BYTES
+        assert recomputed(manager) == {"norm": BYTES, "mlp_act": BYTES}
+        assert manager.last_step.by_name["g"].recomputed_bytes == 2 * BYTES
         assert manager.last_step.offloaded_bytes == 2 * BYTES
         assert_nothing_left(manager)
 
@@ -132,7 +132,7 @@ def test_at_a_door_that_marks_nothing_too(module):
     for _ in range(2):
         assert_same(expected, gradients(module, offload))
         assert offload.end_step()
-        assert offload.last_step.by_name["activations"].remade_bytes == 2 * BYTES
+        assert offload.last_step.by_name["activations"].recomputed_bytes == 2 * BYTES
 
 
 @pytest.mark.parametrize(("units", "made"), [((), {}), (("mlp_act",), {"mlp_act": BYTES})])
@@ -141,7 +141,7 @@ def test_what_is_not_listed_moves(units, made, module):
     manager = make_manager(recompute=units)
     with manager.step():
         assert_same(expected, gradients(module, manager=manager))
-    assert remade(manager) == made
+    assert recomputed(manager) == made
     assert manager.last_step.offloaded_bytes == 4 * BYTES - sum(made.values())
 
 
@@ -153,7 +153,7 @@ def test_what_is_quantised_moves(module):
     manager = make_manager(recompute=UNITS)
     with manager.step():
         assert_same(expected, gradients(module, manager=manager, quantizer=quantizer))
-    assert "norm" not in remade(manager)
+    assert "norm" not in recomputed(manager)
 
 
 def test_a_version_that_is_not_known_is_left_alone(module):

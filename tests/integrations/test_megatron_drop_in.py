@@ -195,7 +195,7 @@ def test_uninstall_restores_exactly(run):
 @pytest.mark.parametrize("run", RUNS, ids="-".join)
 def test_what_draws_in_a_fork_of_megatrons_tracker_is_made_again_to_the_bit(run):
     found = finding(run)["tracker"]
-    assert found["remade_bytes"] > 0
+    assert found["recomputed_bytes"] > 0
     assert found["equal"], "results, and the states that the tracker ends with"
 
 

@@ -94,8 +94,8 @@ def test_exactly_the_chosen_operations_stay_inside_an_offloaded_model(kept, mana
         assert offload.end_step() or len(kept) == 3
         # The loss saves its input too.
         moved = sum(BYTES[name] for name in BYTES if name not in kept) + ROWS * WIDTH * 4
-        remade = offload.last_step.by_name["activations"].remade_bytes
-        assert offload.last_step.offloaded_bytes + remade == moved
+        recomputed = offload.last_step.by_name["activations"].recomputed_bytes
+        assert offload.last_step.offloaded_bytes + recomputed == moved
     assert not manager.decisions.groups(), "what moves anyway moves with what surrounds it"
 
 

@@ -265,8 +265,10 @@ def test_a_step_that_moves_is_recorded_as_it_is():
             (g.key, g.name, g.num_bytes) for g in learned.groups
         ]
         # The input of each microbatch, which its graph keeps for the gradient.
-        kept = [group for group in profile.groups if group.elsewhere_bytes]
-        assert [(g.name, g.elsewhere_bytes) for g in kept] == [("norm", 16 * 32 * 4)] * 4
+        kept = [group for group in profile.groups if group.externally_referenced_bytes]
+        assert [(g.name, g.externally_referenced_bytes) for g in kept] == [
+            ("norm", 16 * 32 * 4)
+        ] * 4
 
 
 def test_nested_groups_lie_within_one_another():
@@ -323,7 +325,7 @@ def test_what_is_made_again_counts_as_gone_in_a_step_that_makes_it_again():
     step()
     with profile_step(manager) as recorded:
         step()
-    assert manager.last_step.remade_bytes == 2000
+    assert manager.last_step.recomputed_bytes == 2000
     assert peaks(recorded) == (3000, 3000)  # of the first group one tensor, both of the second
 
 
@@ -397,7 +399,9 @@ def test_a_graph_of_an_earlier_step_takes_its_time_and_is_no_group_of_this_one()
         old.backward()
         x.backward()
     profile = recorded.profile
-    assert [(g.name, g.num_bytes, g.elsewhere_bytes) for g in profile.groups] == [("a", 100, 0)]
+    assert [(g.name, g.num_bytes, g.externally_referenced_bytes) for g in profile.groups] == [
+        ("a", 100, 0)
+    ]
     assert profile.backward_order == (A0,)
     assert profile.times[0].backward_us - profile.times[0].committed_us >= 390
 

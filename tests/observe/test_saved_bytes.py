@@ -37,7 +37,7 @@ def record(manager, step, *, moves=False):
         manager.begin_chunk()
         step()
         manager.reset()
-    return [(g.name, g.num_bytes, g.elsewhere_bytes) for g in recorded.profile.groups]
+    return [(g.name, g.num_bytes, g.externally_referenced_bytes) for g in recorded.profile.groups]
 
 
 @pytest.mark.parametrize("moves", [True, False])

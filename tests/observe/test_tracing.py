@@ -47,7 +47,7 @@ def test_what_is_made_again_has_spans_of_its_own(recomputes):
     manager = PipelineOffloadManager(make_config(), backend=Untimed())
     with trace_step(manager) as trace:
         run_step(make_model(recomputes=recomputes), manager, ORDER)
-    spans = [span for span in trace.of("compute") if span.kind == "remake"]
+    spans = [span for span in trace.of("compute") if span.kind == "recompute"]
     assert {span.label.split("[")[0] for span in spans} == ({"mlp"} if recomputes else set())
 
 

@@ -153,7 +153,7 @@ def run(name, device, *, enabled):
         held = 0
         if enabled:
             manager = PipelineOffloadManager.get_instance()
-            leaks, held = manager.state_of(), manager.last_step.held_elsewhere_bytes
+            leaks, held = manager.state_of(), manager.last_step.externally_referenced_bytes
             assert not any(leaks.values()), leaks
     return results, moved, late, held
 
@@ -182,7 +182,7 @@ def main():
                 ),
                 "reloaded_bytes": moved,
                 "late_in_last_step": late,
-                "held_elsewhere_bytes": held,
+                "externally_referenced_bytes": held,
             }
             findings[name] = gather(mine, torch.distributed.group.WORLD)
         if torch.distributed.get_rank() == 0:

@@ -80,4 +80,4 @@ def test_losses_and_gradients_are_those_without_offload(name, findings):
     # With full recompute layers run without grad, and again inside backward: nothing to move.
     check(findings[name], moves=name != "full-recompute")
     if name == "inputs-of-full-recompute":  # though the schedule holds a chunk's first
-        assert [rank["held_elsewhere_bytes"] for rank in findings[name]] == [0, 0]
+        assert [rank["externally_referenced_bytes"] for rank in findings[name]] == [0, 0]

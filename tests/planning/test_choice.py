@@ -138,7 +138,7 @@ def test_the_same_plan_comes_again():
     assert chooser_of(job).under((target, target)) == chooser.under((target, target))
 
 
-def remaking_job(machine):
+def recomputing_job(machine):
     """A pipeline in which an activation is made again for next to nothing, and a product is not."""
     job = make_job(ranks=2, microbatches=6, machine=machine)
 
@@ -157,13 +157,13 @@ def remaking_job(machine):
 def test_what_costs_little_is_made_again_and_what_costs_much_only_where_the_link_is_the_limit():
     made = []
     for machine in (Machine(), NARROW):
-        job = remaking_job(machine)
+        job = recomputing_job(machine)
         chooser = chooser_of(job)
         target = (chooser.lowest_bytes + chooser.highest_bytes) // 2
         plan = chooser.under((target,) * 2)
-        made.append({unit.unit for rank in plan.ranks for unit in rank.units if unit.is_remade})
+        made.append({unit.unit for rank in plan.ranks for unit in rank.units if unit.is_recomputed})
         for rank in plan.ranks:
-            assert rank.remade_bytes == sum(u.num_bytes for u in rank.units if u.is_remade)
+            assert rank.recomputed_bytes == sum(u.num_bytes for u in rank.units if u.is_recomputed)
     assert "product" not in made[0]
     assert made[1] == {"act", "product"}
     alone = chooser_of(job, recompute=())
@@ -173,9 +173,9 @@ def test_what_costs_little_is_made_again_and_what_costs_much_only_where_the_link
 
 
 def test_only_what_may_be_is_made_again():
-    chooser = chooser_of(remaking_job(NARROW), recompute=(frozenset({"act"}),))
+    chooser = chooser_of(recomputing_job(NARROW), recompute=(frozenset({"act"}),))
     plan = chooser.under(((chooser.lowest_bytes + chooser.highest_bytes) // 2,) * 2)
-    units = {(unit.unit, unit.is_remade) for rank in plan.ranks for unit in rank.units}
+    units = {(unit.unit, unit.is_recomputed) for rank in plan.ranks for unit in rank.units}
     assert ("product", False) in units
     assert ("product", True) not in units
     rule = chooser.plan(ModulesConfig())

@@ -51,8 +51,8 @@ def test_a_layer_saves_what_megatron_s_own_does(saved, case, described):
     # Core attention is flash attention's, which no CPU has; the projection saves its output.
     for name in ("core_attn", "attn_proj"):
         del mine[name]
-    theirs = {name: num_bytes for name, num_bytes in saved[case].items() if name in mine}
-    assert theirs.keys() == mine.keys()
+    original = {name: num_bytes for name, num_bytes in saved[case].items() if name in mine}
+    assert original.keys() == mine.keys()
     for name, num_bytes in mine.items():
         # A norm's mean and deviation, in fp32, are left out.
-        assert num_bytes == pytest.approx(theirs[name], rel=0.02), name
+        assert num_bytes == pytest.approx(original[name], rel=0.02), name

@@ -90,7 +90,7 @@ def test_a_job_of_profiles_has_their_peaks_and_takes_their_time(virtual):
 
 def test_what_something_else_holds_of_a_group_never_moves():
     (profile,) = profiles_of(make_job(ranks=1))
-    held = tuple(group._replace(elsewhere_bytes=5) for group in profile.groups)
+    held = tuple(group._replace(externally_referenced_bytes=5) for group in profile.groups)
     again = job_from_profiles([replace(profile, groups=held)], schedule_of([profile]), Machine())
     assert [work.kept_bytes for work in again.stages[0].groups if work.is_marked] == [5] * 5
 

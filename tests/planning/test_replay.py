@@ -53,7 +53,7 @@ def test_chunks_and_groups_that_the_engine_does_not_see_take_no_position():
 
 def test_limits_that_are_not_set_follow_the_step():
     budget = DeviceBudget(None, None)
-    RankWork(one_rank(work(100), num_microbatches=32), 0).tell(budget)
+    RankWork(one_rank(work(100), num_microbatches=32), 0).show_step(budget)
     assert (budget.max_inflight_bytes, budget.prefetch_bytes) == (400, 400)
 
 
@@ -117,7 +117,7 @@ def test_what_is_made_again_is_there_in_its_own_forward_and_backward_alone():
     program = replay(job, 0, settings)
     assert program.peak_device_bytes == 1004
     assert program.arguments == [1.0, 1.0, 2.0, 2.5]
-    assert (program.remade_bytes, program.remade_us) == (6, 0.5)
+    assert (program.recomputed_bytes, program.recompute_us) == (6, 0.5)
     alone = replay(one_rank(work(10, units=norm)), 0, settings)
     assert alone.peak_device_bytes == 10
     kept = frozenset({GroupKey(0, 1)})
@@ -153,4 +153,4 @@ def test_units_are_made_again_where_a_virtual_stage_says_so():
         (("act",) * 2, 20),
     ):
         settings = RankSettings(recompute=tuple(frozenset({name}) for name in names))
-        assert replay(job, 0, settings).remade_bytes == made
+        assert replay(job, 0, settings).recomputed_bytes == made

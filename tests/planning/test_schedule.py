@@ -113,8 +113,8 @@ def test_1f1b_is_torch_s_own():
                 lambda step, rank=rank: rank,
                 lambda step, rank=rank: rank,
             )
-            theirs = [str(one) for one in operations if one is not None]
-            assert theirs == words(schedule, rank).split()
+            original = [str(one) for one in operations if one is not None]
+            assert original == words(schedule, rank).split()
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ class Seen:
     d2h: list
     h2d: list
     num_late: int
-    remade_bytes: int
+    recomputed_bytes: int
     peak_host_bytes: int
     peak_saved_bytes: int
 
@@ -110,7 +110,7 @@ def lend_no_place_twice(pool):
     pool.free = forget
 
 
-@patch("megatron_offload.engine.learning.passing_groups", lambda *_: {})
+@patch("megatron_offload.engine.learning.skipped_groups", lambda *_: {})
 def run_engine(job, settings, host_slab_bytes):
     machine = job.machine
     config = OffloadConfig(
@@ -148,7 +148,7 @@ def run_engine(job, settings, host_slab_bytes):
         reload_us=lost["W4"],
         **copies.labels,
         num_late=stats.num_late_reloads,
-        remade_bytes=stats.remade_bytes,
+        recomputed_bytes=stats.recomputed_bytes,
         peak_host_bytes=stats.peak_host_bytes,
         peak_saved_bytes=meter.peak_bytes,
     )
@@ -295,7 +295,7 @@ def check(seed, **options):
     rank = simulation.ranks[0]
     units = [unit for stage in job.stages for group in stage.groups for unit in group.units]
     assert_same_decisions(seen, rank, units)
-    assert rank.remade_bytes == seen.remade_bytes
+    assert rank.recomputed_bytes == seen.recomputed_bytes
     assert simulation.step_us == pytest.approx(seen.step_us, rel=1e-9)
     assert rank.stall_us[RELEASE] == pytest.approx(seen.release_us, abs=1e-6)
     assert rank.stall_us[RELOAD] == pytest.approx(seen.reload_us, abs=1e-6)

@@ -40,8 +40,8 @@ def gpu_report(**changes):
     groups = [asdict(moved), asdict(GroupStats("layers.*.mlp", 2))]
     ranks = [
         {"rank": rank, "pp_rank": rank, "dp_rank": 0, "groups": groups}
-        | {"offloaded_bytes": 6 * GIB, "reloaded_bytes": 6 * GIB, "remade_bytes": GIB}
-        | {"num_late_reloads": 2, "num_early_returns": 1}
+        | {"offloaded_bytes": 6 * GIB, "reloaded_bytes": 6 * GIB, "recomputed_bytes": GIB}
+        | {"num_late_reloads": 2, "num_cancelled_offloads": 1}
         | {"peak_host_bytes": 5 * GIB, "pinned_host_bytes": 7 * GIB}
         for rank in range(2)
     ]

@@ -207,6 +207,6 @@ def test_groups_are_added_up_and_say_what_moved_and_why_the_rest_stayed():
     x, y = gpu_report(ranks=ranks).groups
     assert (x["name"], x["num_groups"], x["offloaded_bytes"]) == ("x", 4, 3 * GIB)
     moved = "3.0 GiB moved: named in offload.modules"
-    remade = "1.0 GiB made again in backward: named in offload.recompute"
-    assert x["reasons"] == [moved, remade, "1.5 GiB kept: more", "1.0 GiB kept: why"]
+    recomputed = "1.0 GiB made again in backward: named in offload.recompute"
+    assert x["reasons"] == [moved, recomputed, "1.5 GiB kept: more", "1.0 GiB kept: why"]
     assert y["reasons"] == ["nothing in it to move: too small, or kept alive by something else"]

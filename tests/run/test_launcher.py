@@ -322,7 +322,7 @@ def test_flags_win_over_the_file(tmp_path):
 
 def test_what_is_settled_is_said_once_and_one_step_is_reported(tmp_path, capsys):
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)))
-    loop = launching.ToldLoop(tmp_path / "report")
+    loop = launching.ReportedLoop(tmp_path / "report")
     manager = PipelineOffloadManager(OffloadConfig(min_tensor_bytes=0, fraction=1.0))
     tune(manager, loop)
     with offload_modules(model, ["*"], manager=manager):
@@ -371,7 +371,7 @@ def test_importing_the_plug_in_installs_by_the_environment(plugged, tmp_path):
     assert manager.config.policy.ratio == 0.25
     assert manager.config.recompute == ("norm",)
     assert manager.config.prefetch_bytes == 2 << 20
-    assert isinstance(manager.tuner, launching.ToldLoop)
+    assert isinstance(manager.tuner, launching.ReportedLoop)
 
 
 def test_the_plug_in_alone_installs_the_defaults(plugged):

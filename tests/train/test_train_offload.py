@@ -21,9 +21,9 @@ def test_the_plan_that_stays_is_said_once_and_written_by_the_first_rank(tmp_path
     output = tmp_path if is_owner else None
     said = []
     for _ in range(14):
-        was_planning = not loop.is_settled
+        was_planning = not loop.is_converged
         job.step()
-        if was_planning and loop.is_settled:
+        if was_planning and loop.is_converged:
             said.append(keep_plan(loop, output))
     assert said == [loop.said]
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"] * is_owner

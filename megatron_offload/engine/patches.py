@@ -13,17 +13,17 @@ Call = Callable[..., Any]
 """A function, method or class that is called."""
 
 
-def around(theirs: Call, call: Call) -> Call:
+def around(original: Call, call: Call) -> Call:
     """Return what stands in for a function: ``call``, given that function before the arguments."""
 
-    @wraps(theirs)
-    def stand_in(*args: Any, **kwargs: Any) -> Any:
-        return call(theirs, *args, **kwargs)
+    @wraps(original)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        return call(original, *args, **kwargs)
 
-    return stand_in
+    return patched
 
 
-class Exchanges(ExitStack):
+class PatchStack(ExitStack):
     """What was exchanged and not yet undone; as a context manager it undoes all at its end."""
 
     on_undo = ExitStack.callback
@@ -44,9 +44,9 @@ class Exchanges(ExitStack):
 
     def wrap(self, owner: Any, name: str, call: Call) -> None:
         """Set a function of a module, class or object to `around` it."""
-        stand_in = around(getattr(owner, name), call)
+        patched = around(getattr(owner, name), call)
         is_static = isinstance(vars(owner).get(name), staticmethod)
-        self.replace(owner, name, staticmethod(stand_in) if is_static else stand_in)
+        self.replace(owner, name, staticmethod(patched) if is_static else patched)
 
     def remove_later(self, handles: Iterable[RemovableHandle]) -> None:
         """Take hooks of modules off with the rest."""

@@ -42,7 +42,7 @@ def steady(model, *, fraction=0.4, **settings):
     manager = make_manager(fraction=fraction, **{**LIMITS, **settings})
     for _ in range(3):
         run_step(model, manager, ORDER)
-    assert manager.learner.passing
+    assert manager.learner.skippable
     return manager
 
 
@@ -52,7 +52,7 @@ def test_steps_are_exact_and_move_what_they_moved_before(fraction, timing):
     model = make_layers()
     manager = make_manager(timing, fraction=fraction, **LIMITS)
     check_steps(model, manager, ORDER, 3)
-    whole, passing = manager.last_step, manager.learner.passing
+    whole, passing = manager.last_step, manager.learner.skippable
     assert {key.order for key in passing} < {*range(1, 12)}
     for _ in range(3):
         keys = recorded(model, manager, ORDER)
@@ -108,7 +108,7 @@ def test_a_step_with_other_groups_is_exact_and_the_next_are_recorded_whole():
 def test_a_group_of_another_name_is_recorded_and_a_shorter_step_goes_on():
     model = make_layers()
     manager = steady(model)
-    place = min(manager.learner.passing)
+    place = min(manager.learner.skippable)
     model[0].names[place.order] = "another"
     assert place in recorded(model, manager, ORDER)
     assert len(recorded(model, manager, ORDER)) == 48
@@ -127,7 +127,7 @@ def test_other_rules_of_the_program_count_at_once():
         manager.begin_chunk = partial(begin, fraction=fraction)
         for _ in range(4):
             run_step(model, manager, ORDER)
-        assert manager.learner.passing
+        assert manager.learner.skippable
         moved.append(manager.last_step.offloaded_bytes)
     assert moved[0] == moved[2] < 0.6 * moved[1]
 
@@ -177,13 +177,13 @@ def test_what_shares_memory_with_what_moves_is_recorded_and_its_memory_comes_bac
     model = nn.ModuleList([Sharing(12)])
     manager = make_manager(timing, fraction=0.3, **LIMITS)
     check_steps(model, manager, ORDER, 3)
-    held = manager.last_step.held_elsewhere_bytes
+    held = manager.last_step.externally_referenced_bytes
     again = {g.key for g in manager.last_profile.groups if g.name == "again"}
     assert again
-    assert not again & manager.learner.passing.keys()
+    assert not again & manager.learner.skippable.keys()
     for _ in range(2):
         check_steps(model, manager, ORDER)
-        assert manager.last_step.held_elsewhere_bytes == held
+        assert manager.last_step.externally_referenced_bytes == held
 
 
 def test_a_group_inside_one_that_is_recorded_is_recorded_too():
@@ -193,9 +193,9 @@ def test_a_group_inside_one_that_is_recorded_is_recorded_too():
     groups = {group.key: group for group in manager.last_profile.groups}
     for outer, inner in ((2, 3), (4, 5)):
         alone = {GroupKey(1, inner): groups[GroupKey(1, inner)]}
-        manager.learner.passing = alone
+        manager.learner.skippable = alone
         assert GroupKey(1, inner) in recorded(model, manager, ORDER)
-        manager.learner.passing = alone | {GroupKey(1, outer): groups[GroupKey(1, outer)]}
+        manager.learner.skippable = alone | {GroupKey(1, outer): groups[GroupKey(1, outer)]}
         assert not {GroupKey(1, inner), GroupKey(1, outer)} & set(recorded(model, manager, ORDER))
     assert manager.learner.is_steady
 
@@ -215,7 +215,7 @@ def test_where_nothing_is_made_again_nobody_notes_how_it_was_made(monkeypatch):
         manager.learner.follow_plan(plan_of("auto", [profile], [rank]), is_own=True)
         for _ in range(2):
             check_steps(model, manager, ORDER)
-        assert manager.learner.passing
+        assert manager.learner.skippable
         noted.clear()
         check_steps(model, manager, ORDER)
         assert bool(noted) == (units is None)
@@ -229,7 +229,7 @@ def test_groups_by_hand_are_recorded_whatever_stays():
     chunk = manager.begin_chunk()
     for name in model[0].names:
         group = manager.start_group(chunk, name)
-        assert not group.passes_by
+        assert not group.is_skipped
         chunk.close_group(name)
         manager.commit(group)
     manager.abort()
@@ -238,15 +238,15 @@ def test_groups_by_hand_are_recorded_whatever_stays():
 def test_what_passes_by_may_be_committed_by_hand():
     model = make_layers()
     manager = steady(model)
-    passing = manager.learner.passing
+    passing = manager.learner.skippable
     chunk = manager.begin_chunk()
     x = torch.ones(4, 32, requires_grad=True)
     for name in model[0].names:
         start_group(manager, x, name)
         manager.commit(chunk.close_group(name))
-    assert passing.keys() > manager.decisions.passed.keys() > {*()}
+    assert passing.keys() > manager.decisions.skipped.keys() > {*()}
     committed = {group.key for group in manager.decisions.committed}
-    assert not committed & manager.decisions.passed.keys()
+    assert not committed & manager.decisions.skipped.keys()
     manager.abort()
 
 

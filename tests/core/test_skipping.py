@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_offload.core.passing import passing_groups
-from megatron_offload.core.profile import GroupKey, GroupProfile, RemadeUnit, StepProfile
+from megatron_offload.core.profile import GroupKey, GroupProfile, RecomputeUnit, StepProfile
+from megatron_offload.core.skipping import skipped_groups
 
 
-def step_of(*sizes, num_chunks=1, remade=None):
-    """Return a step of chunks of groups of these sizes; ``remade`` are units by order."""
+def step_of(*sizes, num_chunks=1, recomputed=None):
+    """Return a step of chunks of groups of these sizes; ``recomputed`` are units by order."""
     groups = (
-        GroupProfile(GroupKey(chunk, order), "g", size, remade=(remade or {}).get(order, ()))
+        GroupProfile(
+            GroupKey(chunk, order), "g", size, recomputed=(recomputed or {}).get(order, ())
+        )
         for chunk in range(num_chunks)
         for order, size in enumerate(sizes)
     )
@@ -20,9 +22,9 @@ def step_of(*sizes, num_chunks=1, remade=None):
 
 def passing(profile, *moving, shared=(), limits=(1000, 1000), chunk=0):
     """Return the orders of what passes by in a chunk where all stay but these orders."""
-    staying = {group.key for group in profile.groups if group.key.order not in moving}
+    kept = {group.key for group in profile.groups if group.key.order not in moving}
     pairs = [(GroupKey(0, a), GroupKey(0, b)) for a, b in shared]
-    found = passing_groups(profile, staying, pairs, *limits)
+    found = skipped_groups(profile, kept, pairs, *limits)
     assert all(found[key].key == key for key in found)
     return [key.order for key in found if key.chunk == chunk]
 
@@ -45,10 +47,10 @@ def test_behind_what_moves_there_is_a_boundary_where_it_is_released_and_where_it
 
 
 def test_what_is_made_again_is_recorded_and_so_is_what_it_is_made_from():
-    unit = RemadeUnit("gelu", 10, needs=(GroupKey(0, 1),))
-    assert passing(step_of(*[10] * 6, remade={3: (unit,)})) == [2, 4, 5]
-    could_be = unit._replace(is_remade=False)
-    assert passing(step_of(*[10] * 6, remade={3: (could_be,)})) == [1, 2, 3, 4, 5]
+    unit = RecomputeUnit("gelu", 10, needs=(GroupKey(0, 1),))
+    assert passing(step_of(*[10] * 6, recomputed={3: (unit,)})) == [2, 4, 5]
+    could_be = unit._replace(is_recomputed=False)
+    assert passing(step_of(*[10] * 6, recomputed={3: (could_be,)})) == [1, 2, 3, 4, 5]
 
 
 def test_what_shares_memory_with_what_is_recorded_is_recorded():

@@ -12,9 +12,9 @@ from collections.abc import Collection, Sequence
 from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile
 
 
-def passing_groups(
+def skipped_groups(
     profile: StepProfile,
-    staying: Collection[GroupKey],
+    kept: Collection[GroupKey],
     shared: Sequence[tuple[GroupKey, GroupKey]],
     lookahead_bytes: int,
     total_bytes: int,
@@ -29,30 +29,30 @@ def passing_groups(
 
     Args:
         profile: a step whose groups were all recorded.
-        staying: the groups that are chosen to stay.
+        kept: the groups that are kept by choice.
         shared: pairs of groups that have saved the same memory.
         lookahead_bytes: how far ahead of its use what moves comes back: no farther apart are the
             boundaries behind it.
         total_bytes: how far behind its issue a copy is released: none is needed later.
     """
-    recorded = {group.key for group in profile.groups if group.key not in staying}
+    recorded = {group.key for group in profile.groups if group.key not in kept}
     last = {group.key.chunk: group.key for group in sorted(profile.groups)}
     for group in profile.groups:
-        if group.key.order == 0 or any(unit.is_remade for unit in group.remade):
+        if group.key.order == 0 or any(unit.is_recomputed for unit in group.recomputed):
             recorded.update((group.key, *group.needs))
     num_recorded = 0
     while num_recorded < len(recorded):
         num_recorded = len(recorded)
         recorded.update(*(pair for pair in shared if not recorded.isdisjoint(pair)))
-    passing: dict[GroupKey, GroupProfile] = {}
-    passed_bytes, moved_ago_bytes = 0.0, math.inf
+    skipped: dict[GroupKey, GroupProfile] = {}
+    skipped_bytes, moved_ago_bytes = 0.0, math.inf
     for group in profile.groups:
-        passed_bytes += group.num_bytes
-        is_far = passed_bytes > lookahead_bytes or group.key == last[group.key.chunk]
+        skipped_bytes += group.num_bytes
+        is_far = skipped_bytes > lookahead_bytes or group.key == last[group.key.chunk]
         is_due = is_far and moved_ago_bytes <= total_bytes
-        moved_ago_bytes = moved_ago_bytes + group.num_bytes if group.key in staying else 0
+        moved_ago_bytes = moved_ago_bytes + group.num_bytes if group.key in kept else 0
         if group.key in recorded or is_due:
-            passed_bytes = 0
+            skipped_bytes = 0
         else:
-            passing[group.key] = group
-    return passing
+            skipped[group.key] = group
+    return skipped

@@ -1,0 +1,57 @@
+"""Old names of what users read and write: each works for one version, and warns once."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import TYPE_CHECKING, Any
+
+RENAMED = {
+    "elsewhere_bytes": "externally_referenced_bytes",
+    "held_elsewhere_bytes": "externally_referenced_bytes",
+    "is_remade": "is_recomputed",
+    "is_settled": "is_converged",
+    "num_early_returns": "num_cancelled_offloads",
+    "peak_away_bytes": "peak_released_bytes",
+    "peak_away_bytes_by_name": "peak_released_bytes_by_name",
+    "remade": "recomputed",
+    "remade_bytes": "recomputed_bytes",
+    "remake": "recompute",
+}
+
+
+@functools.cache
+def current_name(old: str) -> str:
+    """Return what an old name is called now, and warn at the first use; else a `KeyError`."""
+    prefix, slash, name = old.rpartition("/")
+    new = prefix + slash + RENAMED[name]
+    warnings.warn(f"{old!r} is now {new!r}", DeprecationWarning, stacklevel=3)
+    return new
+
+
+class OldAttributes:
+    """Base of classes whose attributes are found by their old names, too."""
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:  # a checker is to refuse them
+
+        def __getattr__(self, name: str) -> Any:
+            """Return an attribute by its old name."""
+            if name not in RENAMED:
+                raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+            return getattr(self, current_name(name))
+
+
+class OldKeys(dict[str, Any]):
+    """A dictionary whose values are found by their old keys, too."""
+
+    def __missing__(self, key: str) -> Any:
+        return self[current_name(key)]
+
+
+def with_current_names(data: Any) -> Any:
+    """Return plain data of a file, written by a version before, with each key's current name."""
+    if isinstance(data, dict):
+        return {RENAMED.get(k, k): with_current_names(value) for k, value in data.items()}
+    return list(map(with_current_names, data)) if isinstance(data, list) else data

@@ -1,0 +1,82 @@
+"""Old names are read for one version."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import pytest
+
+from megatron_offload.autotune.loop import MeasuredLoop
+from megatron_offload.core.profile import GroupKey, GroupProfile, RecomputeUnit, RunShape
+from megatron_offload.core.trace import Span, StepTrace, read_traces, write_traces
+from megatron_offload.engine.stats import GroupStats, StepStats
+from megatron_offload.files.renames import RENAMED, current_name
+from megatron_offload.planning.files import PROFILES, StepProfile
+
+
+@pytest.fixture(autouse=True)
+def _nothing_warned():
+    current_name.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("made", "old"),
+    [
+        (GroupStats("mlp", recomputed_bytes=7), "remade_bytes"),
+        (StepStats(num_cancelled_offloads=7), "num_early_returns"),
+        (StepStats(externally_referenced_bytes=7), "held_elsewhere_bytes"),
+        (StepStats(peak_released_bytes=7), "peak_away_bytes"),
+    ],
+)
+def test_attribute_old_name_warns_once(made, old):
+    with pytest.warns(DeprecationWarning, match=f"'{old}' is now '{RENAMED[old]}'") as caught:
+        assert getattr(made, old) == 7
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert getattr(made, old) == 7
+
+
+def test_loop_old_name_is_read():
+    with pytest.warns(DeprecationWarning, match="is_converged"):
+        assert MeasuredLoop().is_settled is False
+
+
+def test_metric_old_name_is_read():
+    stats = StepStats()
+    stats.by_name["mlp"].recomputed_bytes = 7
+    with pytest.warns(DeprecationWarning, match="'offload/remade_bytes'"):
+        assert stats.metrics()["offload/remade_bytes"] == 7
+    assert "offload/remade_bytes" not in stats.metrics()
+
+
+def test_unknown_name_is_refused():
+    with pytest.raises(AttributeError, match="'StepStats' has no attribute 'remade_byte'"):
+        _ = StepStats().remade_byte
+    with pytest.raises(KeyError, match="remade_byte"):
+        _ = StepStats().metrics()["offload/remade_byte"]
+
+
+def test_profile_old_keys_load():
+    unit = RecomputeUnit("norm", 8, is_recomputed=False)
+    group = GroupProfile(GroupKey(0, 0), "mlp", 16, 0, 4, recomputed=(unit,))
+    profile = StepProfile(
+        run=RunShape(), groups=(group,), backward_order=(group.key,), backward_at_bytes=()
+    )
+    text = PROFILES.to_json(profile)
+    old = text
+    for before in ("elsewhere_bytes", "is_remade", "remade"):
+        old = old.replace(f'"{RENAMED[before]}"', f'"{before}"')
+    assert old != text
+    assert PROFILES.parse(old, "old.json") == PROFILES.parse(text, "new.json") == profile
+
+
+def test_trace_old_kind_loads(tmp_path):
+    span = Span("compute", "recompute", "mlp", 0.0, 1.0)
+    write_traces(tmp_path / "trace.json", [StepTrace(0, spans=[span])])
+    data = json.loads((tmp_path / "trace.json").read_text())
+    for event in data["traceEvents"]:
+        event.update({"cat": "remake"} if event["ph"] == "X" else {})
+    (tmp_path / "trace.json").write_text(json.dumps(data))
+    assert read_traces(tmp_path / "trace.json")[0].spans == [span]
