@@ -9,11 +9,11 @@ Runs the same program three ways, alternating, in one process, on tensors of 1 K
 ``--made 2`` lets two of the four tensors be made from the others in all of them, by one operation
 each, and adds
 
-    remade    with this package, which makes those again in backward in place of moving them
+    remade    with this package, which recomputes those in backward in place of offloading them
 
 ``--fraction 0.1`` lets the package move so much of the bytes, and keep the rest on the device.
 
-On a CPU copies take no device time, and the streams and events of both are stand-ins that do
+On a CPU copies take no device time, and the streams and events of both are patches that do
 nothing. What is left is the cost of the bookkeeping itself (``--simulated`` runs the package on its
 simulated device, whose streams keep clocks; the handler has nothing like it):
 
@@ -30,7 +30,7 @@ a number of its own, and hardly more where the host was the limit.
 
 To measure against a megatron-core that lies unpacked in a folder, put the folder first on
 PYTHONPATH. Of the handler only the table that it prints once is left out, for it needs a process
-group; and without TransformerEngine the switch that its modules would read is a stand-in.
+group; and without TransformerEngine the switch that its modules would read is a patch.
 """
 
 from __future__ import annotations
@@ -318,7 +318,9 @@ def main():
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--simulated", action="store_true", help="the package on its own device")
     parser.add_argument("--made", type=int, choices=(0, 1, 2), default=0, help="of four tensors")
-    parser.add_argument("--fraction", type=float, default=1.0, help="of the bytes, what moves")
+    parser.add_argument(
+        "--fraction", type=float, default=1.0, help="of the bytes, what is offloaded"
+    )
     parser.add_argument("--num-groups", type=int, default=80, help="of a step, all chunks together")
     parser.add_argument("--num-chunks", type=int, default=1)
     parser.add_argument("--num-runs", type=int, default=60)

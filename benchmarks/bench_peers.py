@@ -8,10 +8,10 @@ one another, as in ``prefetch_bytes=2GiB|1GiB``, are those of pipeline ranks 0, 
 
     none         no offload; what all others are compared with
     ours-auto    this package, which chooses by itself what of attention and MLP to keep, to move,
-                 and to make again, as in ours-auto:policy.most_slowdown_percent=8
+                 and to recompute, as in ours-auto:policy.most_slowdown_percent=8
     ours-target  the same for a size, as in ours-target:policy.target_bytes=20GiB
     ours-recompute
-                 all of attention and MLP moved, but the default units, which are made again; or as
+                 all of attention and MLP moved, but the default units, which are recomputed; or as
                  in ours-recompute:recompute=norm+mlp_act
     ours-inputs  the inputs of layers moved, with --full-recompute, which is for all modes
     ours-all     all of attention and MLP moved
@@ -96,7 +96,7 @@ KINDS = {
     "recompute": (),
     "recompute-selective": ("layernorm", "mlp"),
 }
-"""By mode the modules that it moves, or makes again, where nothing else is said."""
+"""By mode the modules that it offloads, or recomputes, where nothing else is said."""
 SETTINGS = {
     "ours-auto": ("policy.kind=auto",),
     "ours-target": ("policy.kind=memory_target",),

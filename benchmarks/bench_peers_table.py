@@ -4,7 +4,7 @@ A record is one mode in one repetition, with one entry per rank. A row is one mo
 all repetitions: peaks are the highest, times and ratios the median. Times are of the slowest rank,
 and a ratio is taken against ``none`` of the same repetition.
 
-R is how much of what the host holds the device's peak gives back: the drop of the peak against
+R is how much of what the host holds the device's peak frees: the drop of the peak against
 ``none`` over the most bytes that the host held in the measured steps, whenever that was.
 """
 

@@ -1,11 +1,11 @@
-"""How good the choice of what is kept, moved and made again is, held against more of them.
+"""How good the choice of what is kept, moved and recomputed is, held against more of them.
 
     python benchmarks/check_choice.py random --number 1000
     python benchmarks/check_choice.py exact --number 200
     python benchmarks/check_choice.py search --minutes 2 --output docs/benchmarks/choice.json
 
 ``random``: small pipelines with units of any cost; every plan keeps its targets as simulated, and
-none is more than 0.05 % slower than the one that makes nothing again. ``exact``: jobs of a few
+none is more than 0.05 % slower than the one that recomputes nothing. ``exact``: jobs of a few
 groups, against all sets of groups and units in several rooms. ``search``: described and recorded
 jobs with four targets each; a local search changes single groups, units and limits of the plan for
 so many minutes a job, and says how much quicker a step it found that keeps the target.
@@ -43,7 +43,7 @@ SAME_SHARE = 5e-4
 
 
 def with_units(rng: random.Random, job: Job) -> Job:
-    """Return a job of whose bytes some can be made again, quickly or not."""
+    """Return a job of whose bytes some can be recomputed, quickly or not."""
     cost_of = {name: 10 ** rng.uniform(-6.5, -3.5) for name in ("norm", "mlp_act", "fc1")}
 
     def changed(work: GroupWork, order: int) -> GroupWork:
@@ -93,7 +93,7 @@ def check_random(seed: int) -> list[str]:
         if target >= alone.lowest_bytes:
             without = step_us(alone.under((target,) * num_ranks))
             if step.step_us > without * (1 + SAME_SHARE):
-                wrong.append(f"seed {seed}: {step.step_us} us, {without} with nothing made again")
+                wrong.append(f"seed {seed}: {step.step_us} us, {without} with nothing recomputed")
     return wrong
 
 

@@ -13,7 +13,7 @@ a parameter. A mode is what is done about what autograd saves:
     save_on_cpu   torch.autograd.graph.save_on_cpu
     trl           TRL's OffloadActivations, where that is installed
 
-and with ``checkpoint+`` in front of it each layer is made again in backward, so that autograd saves
+and with ``checkpoint+`` in front of it each layer is recomputed in backward, so that autograd saves
 its input alone. Head and loss go by slices of the sequence in all modes. With
 ``--optimizer-in-backward`` each parameter is updated when its gradient is there, so that no two
 gradients are held at once; else they take in backward the place that the layers' inputs leave.
@@ -262,7 +262,7 @@ class Run:
         with torch.cuda.graph(graph, stream=stream):
             loss = passes()
             if hasattr(context, "end_step"):
-                context.end_step()  # what has come back is joined inside of the graph
+                context.end_step()  # what has been reloaded is joined inside of the graph
         gradients = [(one, one.grad) for one in self.model.parameters() if one.grad is not None]
 
         def replay() -> torch.Tensor:

@@ -74,7 +74,7 @@ def main() -> None:
                 max_steps=args.steps,
                 max_length=args.length,
                 per_device_train_batch_size=args.batch,
-                gradient_checkpointing=False,  # on by default: only inputs of layers would move
+                gradient_checkpointing=False,  # on by default; it leaves only inputs of layers
                 logging_steps=1,
                 save_strategy="no",
                 report_to=[],

@@ -48,21 +48,21 @@ EXTRA_MODULES = ("mlp_fc1", "mlp_act", "mlp_fc2", "expert_fc2", "shared_experts"
 MODULES: tuple[str, ...] = MEGATRON_MODULES + EXTRA_MODULES
 
 RECOMPUTE_UNITS: tuple[str, ...] = ("norm", "mlp_act", "mlp_fc1")
-"""What backward can make again by name, other than modules (docs/recompute.md); ``mlp_fc1`` only
+"""What backward can recompute by name, other than modules (docs/recompute.md); ``mlp_fc1`` only
 where a plan says so."""
 
 MEGATRON_RECOMPUTE = RECOMPUTE_UNITS
-"""What is made again in a Megatron job unless something is set: its classes are known, and so is
+"""What is recomputed in a Megatron job unless something is set: its classes are known, and so is
 who reads what they make."""
 
 _KEEP_KEYS = {"fraction", "delta_bytes_across_pp_ranks"}
-"""Keys by which groups stay on the device."""
+"""Keys by which groups are kept on the device."""
 
 CopyTiming = Literal["eager", "late", "eager_d2h_late_h2d", "late_d2h_eager_h2d", "random"]
 
 
 class SimulatedConfig(StrictModel):
-    """The simulated device that stands in where there is no GPU."""
+    """The simulated device, used where there is no GPU."""
 
     copy_timing: CopyTiming = "late"
     """When a queued copy really happens: at once, as late as any wait allows, or in between."""
@@ -88,25 +88,26 @@ class SimulatedConfig(StrictModel):
 
 
 class OffloadConfig(StrictModel):
-    """What moves, how late memory is released, and how far ahead it comes back. Sizes in bytes."""
+    """What is offloaded, how late it is released, and how far ahead reloaded. Sizes in bytes."""
 
     enabled: bool = True
-    """Whether anything is offloaded at all. Without, nothing is recorded and nothing moves."""
+    """Whether anything is offloaded at all. Else nothing is recorded."""
 
     modules: NamesField = default(("core_attn", "attn_proj"))
-    """Which groups move: names out of `MODULES`, or patterns of names holding a dot or ``*``. The
-    trainer marks these. Elsewhere a group stays whose name is not among them, if they were set."""
+    """Which groups are offloaded: names out of `MODULES`, or patterns of names holding a dot or
+    ``*``. The trainer marks these. Otherwise a group is kept whose name is not among them, if they
+    were set."""
 
     recompute: NamesField = default(())
-    """What backward makes again in place of moving it: units out of `RECOMPUTE_UNITS`, and modules
-    by patterns of names holding a dot or ``*``. Where it isn't set nothing is, but for
+    """What backward recomputes in place of offloading it: units out of `RECOMPUTE_UNITS`, and
+    modules by patterns of names holding a dot or ``*``. Where it isn't set nothing is, but for
     `MEGATRON_RECOMPUTE` in a Megatron job, once installed; ``()`` is nothing there too."""
 
     fraction: float = Field(default=1.0, ge=0.0, le=1.0)
-    """Share of each chunk's groups that moves, earliest first."""
+    """Share of each chunk's groups that is offloaded, earliest first."""
 
     min_tensor_bytes: BytesField = default(1024 * 1024)
-    """Blocks smaller than this stay on the device."""
+    """Blocks smaller than this are kept on the device."""
 
     min_tensor_elements: int = Field(default=0, ge=0)
     """The same in elements: Megatron's ``--min-offloaded-tensor-size``. Both must hold."""
@@ -117,18 +118,18 @@ class OffloadConfig(StrictModel):
     max_inflight_bytes: OptionalBytesField = default(None)
     """Device memory for groups whose copy to the host is issued. Larger hides slower copies;
     smaller frees memory sooner. What of ``prefetch_bytes`` is not in use is added. None: an eighth
-    of what the largest step so far has saved at its peak, whether it moved or stayed, and at least
-    the largest group that moves; and a copy is waited for at the latest when so much has been saved
-    since, by groups that stay too, as both limits make up. So a small share frees its memory as
-    well."""
+    of what the largest step so far has saved at its peak, offloaded or kept, and at least
+    the largest group that is offloaded; and a copy is waited for at the latest when so much has
+    been saved since, by groups that are kept too, as both limits make up. So a small share frees
+    its memory as well."""
 
     prefetch_bytes: OptionalBytesField = default(None)
     """Device memory for groups that are reloaded and not yet consumed. One group is always allowed.
-    None: an eighth likewise, and at least twice the largest group that moves."""
+    None: an eighth likewise, and at least twice the largest group that is offloaded."""
 
     host_memory_bytes: OptionalBytesField = default(None)
     """Cap of the host memory that a manager pins, of which a process mostly has one. Over it
-    tensors stay on the device. None: what ``host_memory_share`` says."""
+    tensors are kept on the device. None: what ``host_memory_share`` says."""
 
     host_memory_share: float = Field(default=0.5, gt=0.0, le=1.0)
     """The same as a share of what the machine and its control groups have free at the start, for
@@ -163,7 +164,7 @@ class OffloadConfig(StrictModel):
     """Where tensors live: ``auto`` takes CUDA where there is a device, else the simulation."""
 
     checking: bool = False
-    """Compare a checksum of every block before it leaves with one after it has come back, and
+    """Compare a checksum of every block before it leaves with one after it has been reloaded, and
     report at the end of each step which groups still hold memory. The host waits for each block, so
     this is for finding faults; docs/design.md says what it costs."""
 
@@ -181,7 +182,9 @@ class OffloadConfig(StrictModel):
     @classmethod
     def _known_modules(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         if not names:
-            raise ConfigError("no name, so nothing would move; leave it out, or say enabled: false")
+            raise ConfigError(
+                "no name, so nothing would be offloaded; leave it out, or say enabled: false"
+            )
         module_patterns(names)
         return names
 
@@ -192,17 +195,17 @@ class OffloadConfig(StrictModel):
         return names
 
     def model_post_init(self, _: Any, /) -> None:
-        """Refuse two keys that both say what stays."""
+        """Refuse two keys that both say what is kept."""
         if self.policy is not None and not isinstance(self.policy, ModulesConfig):
             for key in sorted(self.model_fields_set & _KEEP_KEYS):
                 raise ConfigError(
-                    f"policy {self.policy.kind!r} says what stays, and so does {key!r}; give one "
+                    f"policy {self.policy.kind!r} says what is kept, and so does {key!r}; give one "
                     "of them"
                 )
 
     @property
     def tuned_policy(self) -> AutoConfig | MemoryTargetConfig | None:
-        """What the run's own steps are to find; None where the settings say what moves."""
+        """What the run's own steps are to find; None where the settings say what is offloaded."""
         if not self.enabled:
             return None
         if isinstance(self.policy, (AutoConfig, MemoryTargetConfig)):
@@ -213,7 +216,7 @@ class OffloadConfig(StrictModel):
 
     @property
     def smallest_tensor(self) -> tuple[int, int]:
-        """The smallest tensor that moves, in bytes and in elements; both hold.
+        """The smallest tensor that is offloaded, in bytes and in elements; both hold.
 
         Where only the elements were set, the bytes' default does not limit them.
         """
@@ -223,14 +226,14 @@ class OffloadConfig(StrictModel):
 
 
 def module_patterns(names: Collection[str]) -> tuple[str, ...]:
-    """Return which of these say what moves by modules' names; the others are in `MODULES`."""
+    """Return which of these are patterns of modules' names; the others are in `MODULES`."""
     other = "a group of another name, or a module of the model's own,"
     return _patterns(names, MODULES, "unknown offload module", other)
 
 
 def recompute_patterns(names: Collection[str]) -> tuple[str, ...]:
-    """Return which of these say what is made again by modules' names; the others are units."""
-    return _patterns(names, RECOMPUTE_UNITS, "nothing that can be made again is called", "a module")
+    """Return which of these say what is recomputed by modules' names; the others are units."""
+    return _patterns(names, RECOMPUTE_UNITS, "unknown recompute kind", "a module")
 
 
 def _patterns(

@@ -49,7 +49,7 @@ class InPlaceModificationError(OffloadError, RuntimeError):
 
 
 class CorruptionError(OffloadError, RuntimeError):
-    """A tensor came back, or was made again, other than it was; checking mode compares bits."""
+    """A tensor was reloaded, or was recomputed, other than it was; checking mode compares bits."""
 
 
 class HazardError(OffloadError, RuntimeError):

@@ -49,8 +49,9 @@ _manager = PipelineOffloadManager.get_instance
 class OffloadTensorGroup:
     """Tensors by tag, with an event for their way out and one for their way back.
 
-    For callers that move tensors themselves. ``offload``, whether the group is to move, is theirs;
-    ``total_offload_bytes`` and ``total_tensor_count`` are what `update_offload_info` has noted.
+    For callers that move tensors themselves. ``offload``, whether the group is to be offloaded, is
+    the caller's; ``total_offload_bytes`` and ``total_tensor_count`` are what `update_offload_info`
+    has noted.
     """
 
     def __init__(self, name: str) -> None:
@@ -186,7 +187,7 @@ def fine_grained_offloading_group_commit(
     Args:
         tensor: one tensor, or a tuple or list; the first that needs a gradient is marked.
         name: the group's name.
-        forced_released_tensors: tensors that something else keeps alive and that no one reads
+        forced_released_tensors: tensors that something else keeps alive and that are not read
             again: their storage is emptied once it has been copied.
         delay_offload: leave the copies to `fine_grained_offloading_group_flush_delayed_groups`.
     """

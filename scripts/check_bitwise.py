@@ -17,7 +17,7 @@ because starting those takes longer than any check.
     gqa      dense with groups of queries, norms of queries and keys, and SwiGLU
     mla      multi-latent attention
     mtp      dense with a layer that predicts one token more
-    full     the same with all layers made again
+    full     the same with all layers recomputed
     hybrid   attention and MLP as layers of a HybridModel
     layout   dense, with layers laid out by hand and unevenly
     tp, cp   dense on two ranks of tensor parallelism with sequence parallelism, and of context
@@ -30,13 +30,13 @@ To save time on a GPU, fp32 takes half the sequence (without a fused kernel atte
 scores) and mixtures of experts take half the microbatches, as far as those divide.
 
 Whole layers make norms, activations, rotations and MoE's permutations again; all else moves what it
-marks. What moved and was made again is counted over all steps, and shown are the bytes that came
+marks. What moved and was recomputed is counted over all steps, and shown are the bytes that came
 back (none may, where all that left is kept on the device by something else) and those that were
-made again. A combination that raises is a row with its
+recomputed. A combination that raises is a row with its
 reason. One that takes too long ends its process and leaves in its log, DIR/logs, where it was;
 what is left runs in new processes. Results are in DIR/check_bitwise.json after every
-combination. Ends with exit code 1 if anything differs, failed, moved nothing, got nothing back of
-what had left, made nothing again that it should, or did not run.
+combination. Exit code 1 if anything differs, failed, offloaded nothing, reloaded nothing of
+what was offloaded, did not recompute what it should, or did not run.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ PAIRS = {"a2a": "ep", "deepep": "ep", "overlap": "ep", "tp": "tp", "cp": "cp", "
 """What two ranks of each pipeline rank share, where it isn't 1."""
 
 AGAIN = dict.fromkeys(("layer", "again"), ("norm", "mlp_act"))
-"""By set the units that are made again."""
+"""By set the units that are recomputed."""
 
 SIZES = {
     False: {**SHAPES["bitwise"], "min_elements": 1, "slab": "64MiB", "budgets": "64MiB/96MiB"},
@@ -225,23 +225,23 @@ def judge(combination, ranks):
     elif leaks:
         row |= {"status": "failed", "reason": f"left behind: {leaks[0]}"}
     elif any(rank["offloaded_bytes"] == 0 for rank in ranks):
-        row["status"] = "nothing moved"
+        row["status"] = "nothing was offloaded"
     elif not any(rank["reloaded_bytes"] or rank["externally_referenced_bytes"] for rank in ranks):
-        row["status"] = "nothing came back"
+        row["status"] = "nothing was reloaded"
     elif (
         combination["recompute"]
         # A layer in 8 bits saves casts of its own, of which no unit is known: units are refused.
         and combination["model"] not in _FP8
         and not all(rank["recomputed_bytes"] for rank in ranks)
     ):
-        row["status"] = "nothing made again"
+        row["status"] = "nothing recomputed"
     return row
 
 
 _LINE = "{:>3}  {:<5}  {:<14}  {:<19}  {:<13}  {:>5}  {:<27}  {:<27}  {:<15}  {:>5}  {}"
 HEAD = _LINE.format(
     *("vpp", "dtype", "model", "modules", "budgets"),
-    *("s", "MiB that came back", "MiB made again", "equal, by rank", "first", ""),
+    *("s", "MiB that was reloaded", "MiB recomputed", "equal, by rank", "first", ""),
 ).rstrip()
 """``first`` is the first step that differs."""
 

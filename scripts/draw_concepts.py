@@ -2,7 +2,7 @@
 
 python scripts/draw_concepts.py
 
-The states come from the engine's own table. Colours are told apart by colour-blind readers, each
+The states come from the engine's own table. Colours differ for colour-blind readers, each
 shape has its word in it, and what is no shape takes the colour of the page's own text.
 """
 
@@ -147,7 +147,7 @@ def waits() -> Drawing:
 
 def recipe() -> Drawing:
     """Draw what becomes of four saved tensors of a layer."""
-    drawing = Drawing("recipe", 292, "What is kept, moved and made again")
+    drawing = Drawing("recipe", 292, "What is kept, offloaded and recomputed")
     places = {"x": 4, "n": 103, "h": 202, "g": 301, "s": 398}
     wide, high = 78, 40
     rows = [
@@ -167,10 +167,10 @@ def recipe() -> Drawing:
             218,
             "backward finds all of them again, bit for bit",
             {
-                "x": (BACK, "came back"),
-                "n": (MADE, "remade"),
-                "h": (BACK, "came back"),
-                "g": (MADE, "remade"),
+                "x": (BACK, "reloaded"),
+                "n": (MADE, "recomputed"),
+                "h": (BACK, "reloaded"),
+                "g": (MADE, "recomputed"),
                 "s": (DEVICE, "kept"),
             },
         ),
@@ -193,10 +193,10 @@ def recipe() -> Drawing:
 
 PLACES = {
     GroupState.RECORDING: (90, 10, DEVICE, "forward runs"),
-    GroupState.RESIDENT: (90, 100, DEVICE, "stays on the device"),
+    GroupState.RESIDENT: (90, 100, DEVICE, "kept on the device"),
     GroupState.OFFLOADING: (250, 100, OUT, "is copied out"),
     GroupState.ON_HOST: (250, 180, HOST, "only on the host"),
-    GroupState.RELOADING: (250, 260, BACK, "is copied back"),
+    GroupState.RELOADING: (250, 260, BACK, "is reloaded"),
     GroupState.RELOADED: (250, 340, DEVICE, "is back, in order"),
     GroupState.DONE: (
         10,

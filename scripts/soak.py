@@ -4,7 +4,7 @@
     python3 scripts/soak.py --output runs/soak                                # one GPU, 2000 steps
     python3 scripts/soak.py --device cpu --steps 300 --output runs/soak       # no GPU
 
-Norms, and activations with their dropout, are made again in backward, and the rest moves. Every
+Norms, and activations with their dropout, are recomputed in backward, and the rest moves. Every
 step draws its number of microbatches, its pipeline depth and its sequence length. Between and
 inside steps come evaluations with and without grad, graphs that are dropped, backwards that run
 twice, and errors: in forward, inside a group, in backward, at a call of the engine's backend, a
@@ -15,8 +15,8 @@ Every ``--check-interval`` steps, and in the step after each error, gradients ar
 bit with the same step without offload. Memory is noted after every tenth whole step. Between steps
 device memory in use, host memory in use and the number of live blocks never exceed those of the
 first quarter; pinned, reserved and resident memory (within 64 MiB), which follow what the steps
-draw, come back to that in the last. Results are in DIR/soak.json. Ends with exit code 1 if a bit
-differs, something grew, or nothing was offloaded or made again.
+draw, return to that in the last. Results are in DIR/soak.json. Ends with exit code 1 if a bit
+differs, something grew, or nothing was offloaded or recomputed.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def dropout_of_gelu(x):
 
 
 def made(manager, function, x):
-    """Return what backward makes again where something is offloaded."""
+    """Return what backward recomputes where something is offloaded."""
     return function(x) if manager is None else recomputable(function, x, manager=manager)
 
 
@@ -250,7 +250,7 @@ class Soak:
                 self.offloaded(plan)
                 self.counts["late reloads"] += self.manager.last_step.num_late_reloads
             self.counts["offloaded bytes"] += self.manager.last_step.offloaded_bytes
-            self.counts["bytes made again"] += self.manager.last_step.recomputed_bytes
+            self.counts["bytes recomputed"] += self.manager.last_step.recomputed_bytes
             if plan["error"] is None:  # what failed untold is put right by the next step
                 self.update()
                 self.note_memory(number)
@@ -284,7 +284,7 @@ class Soak:
         """Return by name what grew, and by how many bytes.
 
         What the tensors of a step need differs from draw to draw, so pinned, reserved and resident
-        memory go up and down; what leaks never comes back. All else has to be as it was.
+        memory go up and down; what leaks never returns. All else has to be as it was.
         """
         quarter = max(1, len(self.memory) // 4)
         early, late = self.memory[:quarter], self.memory[-quarter:]
@@ -346,7 +346,7 @@ def main():
     ok = (
         not soak.differences
         and not grown
-        and soak.counts["offloaded bytes"] * soak.counts["bytes made again"] > 0
+        and soak.counts["offloaded bytes"] * soak.counts["bytes recomputed"] > 0
     )
     return 0 if ok else 1
 

@@ -483,7 +483,7 @@ SLOW_SNIPPETS = {
     "torch.cuda.CUDAGraph()": "takes seventeen steps",
     "callback = OffloadCallback()": "imports all of Lightning",
     "chooser.under([20 << 30] * 4)": "chooses for four ranks",
-    "loop = tune(manager)": "finds what to move",
+    "loop = tune(manager)": "finds what to offload",
 }
 """Of `PRELUDES`, those that take seconds, and why."""
 

@@ -1,7 +1,7 @@
 """Megatron's MoE dispatch step, random input for it, and a small stack of MoE layers around it.
 
 The layers are on megatron-core's own manager of the flex dispatcher. DeepEP, which moves the
-tokens, needs its own build and several GPUs; `alone` stands in for it: this rank is the first of
+tokens, needs its own build and several GPUs; `alone` replaces it: this rank is the first of
 two and receives its own tokens, and what goes to experts of the second is masked out, as DeepEP
 does it. Everything else is Megatron's.
 """

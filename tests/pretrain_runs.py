@@ -76,7 +76,7 @@ class Printed:
     @property
     def moved(self) -> dict[str, str]:
         """By name what the launcher says that a step moves."""
-        (line,) = re.findall(r"^megatron-offload: a step of rank 0 moves (.*)$", self.text, re.M)
+        (line,) = re.findall(r"^megatron-offload: a step of rank 0 offloads (.*)$", self.text, re.M)
         return dict(re.findall(r"(\w+) ([\d.]+ \w+)", line.partition(", makes ")[0]))
 
 

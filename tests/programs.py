@@ -30,7 +30,7 @@ MOVING = OffloadConfig(
     prefetch_bytes=0,
     policy={"kind": "modules"},
 )
-"""Everything moves, at once and back at its use."""
+"""Everything is offloaded, at once and back at its use."""
 
 
 def make_config(timing="late", *, seed=0, **settings):
@@ -149,7 +149,7 @@ def in_group(manager, run, x, name="g", forced=None, *, delay=False):
 class Block(nn.Module):
     """Norm, two linears and an activation, with a residual: a transformer layer's shape.
 
-    Norm and activation may be made again, with dropout, each of what its group saves.
+    Norm and activation may be recomputed, with dropout, each of what its group saves.
     """
 
     def __init__(self, width, recomputes):
@@ -164,7 +164,7 @@ class Block(nn.Module):
         x = start_group(manager, x, "norm") if manager else x
         with manager or torch.enable_grad():
             y = self.make(manager, self.norm, x)
-        y = y * y.mean(dim=-1, keepdim=True)  # several uses: the order of their sum must stay
+        y = y * y.mean(dim=-1, keepdim=True)  # several uses: the order of their sum must be kept
         y = start_group(manager, y, "mlp") if manager else y
         with manager or torch.enable_grad():
             y = self.fc2(self.make(manager, torch.nn.functional.gelu, self.fc1(y)))
@@ -183,7 +183,7 @@ class Block(nn.Module):
 
 
 class ColumnParallelLinear(nn.Linear):
-    """Passes for Megatron's, whose output a plan may make again."""
+    """Passes for Megatron's, whose output a plan may recompute."""
 
     __module__ = "megatron.core.tensor_parallel.layers"
 

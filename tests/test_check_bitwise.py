@@ -38,7 +38,7 @@ if os.environ.get("RANK") == "1":
 
     def wrong(self):
         tensor = unpack(self)
-        is_saved = type(self) is SavedTensor  # and no input of what is made again
+        is_saved = type(self) is SavedTensor  # and no input of what is recomputed
         if is_saved and self.block is not None and self.block.released:
             DO
         return tensor
@@ -138,10 +138,10 @@ def test_a_row_is_as_bad_as_its_worst_rank():
     assert judge(one(), [found(), found()])["status"] == "equal"
     assert judge(one(), [found(), found(first=2)])["status"] == "differs"
     assert judge(one(), [found(moved=0), found()])["status"] == "equal"
-    assert judge(one(), [found(moved=0), found(moved=0)])["status"] == "nothing came back"
+    assert judge(one(), [found(moved=0), found(moved=0)])["status"] == "nothing was reloaded"
     assert judge(one(), [found(moved=0), found(moved=0, held=1)])["status"] == "equal"
-    assert judge(one(), [found(), found(offloaded=0)])["status"] == "nothing moved"
-    assert judge(one(), [found(), found(recomputed=0)])["status"] == "nothing made again"
+    assert judge(one(), [found(), found(offloaded=0)])["status"] == "nothing was offloaded"
+    assert judge(one(), [found(), found(recomputed=0)])["status"] == "nothing recomputed"
     assert judge(one("mlp_act"), [found(), found(recomputed=0)])["status"] == "equal"
     in_eight_bits = {**one(), "model": "fp8-blockwise"}
     assert judge(in_eight_bits, [found(), found(recomputed=0)])["status"] == "equal"
@@ -154,7 +154,7 @@ def test_only_equal_is_a_yes():
     none = {**one(), "modules": [], "status": "done"}
     assert summary([none, equal, out]) == ("bitwise identical: yes (1 equal, 1 left out)", True)
     assert not summary([none, out])[1]
-    lost = ("nothing moved", "nothing came back", "nothing made again")
+    lost = ("nothing was offloaded", "nothing was reloaded", "nothing recomputed")
     for status in ("differs", "failed", *lost, "not run"):
         assert not summary([equal, {**one(), "status": status}])[1]
 

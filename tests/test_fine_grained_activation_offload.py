@@ -81,7 +81,7 @@ def assert_exact(x, weight, num_layers=3):
 # One manager
 
 
-def test_one_manager_whoever_asks(manager):
+def test_one_manager_for_all_callers(manager):
     assert megatron_offload.PipelineOffloadManager.get_instance() is manager.engine
     assert engine_manager.PipelineOffloadManager.get_instance() is manager.engine
     assert PipelineOffloadManager.get_instance() is manager
@@ -246,7 +246,7 @@ def test_switched_off_nothing_is_recorded(manager, x, weight):
     assert not chunk.is_empty_chunk("mlp")
 
 
-def test_a_marked_tensor_stays(manager, x, weight):
+def test_a_marked_tensor_is_kept(manager, x, weight):
     chunk = begin(manager)
     manager.mark_not_offload(weight)
     manager.mark_not_offload(weight)
@@ -622,7 +622,7 @@ def test_flush_waits_until_every_stage_has_had_its_forwards(manager):
     assert manager.front_backward_chunk() is saved[0][0]
 
 
-def test_push_queues_a_chunk_and_empty_ones_are_passed_over(manager):
+def test_push_queues_a_chunk_and_empty_ones_are_skipped(manager):
     empty = ChunkOffloadHandler(0, manager.cpu_tensor_pool)
     full = ChunkOffloadHandler(0, manager.cpu_tensor_pool)
     kept = group_by_hand(full, "a")
@@ -672,7 +672,7 @@ def test_the_policy_is_asked_and_overruled_by_hand(manager):
         handler.bulk_offload("nothing", [])
 
 
-def test_bulk_offload_releases_what_it_is_told_to(manager):
+def test_bulk_offload_releases_what_it_is_asked_to(manager):
     handler = begin(manager)
     handler.on_group_start_forward("mlp")
     source = torch.randn(64)
@@ -682,7 +682,7 @@ def test_bulk_offload_releases_what_it_is_told_to(manager):
     assert torch.equal(record.unpack(), expected)
 
 
-def test_groups_come_back_one_by_one_and_then_the_next_chunk_s(manager):
+def test_groups_are_reloaded_one_by_one_and_then_the_next_chunk_s(manager):
     later, later_group, later_record, later_bits = chunk_by_hand(manager)
     handler = begin(manager)
     groups, records = [], []
@@ -757,7 +757,7 @@ def test_the_pool_shows_what_the_engine_has_on_the_host(manager, x, weight):
     assert pool._calculate_memory_size((2, 3), torch.float16) == 12
 
 
-def test_offload_takes_memory_as_it_is_told_to(manager, monkeypatch):
+def test_offload_takes_memory_as_it_is_asked_to(manager, monkeypatch):
     handler = begin(manager)
     source = torch.randn(16, 16).t()
     stats = manager.engine.host_pool.stats

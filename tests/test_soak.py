@@ -26,7 +26,7 @@ def test_a_short_soak_finds_nothing(tmp_path):
     assert report["grown"] == {}, result.stdout
     assert result.returncode == 0
     assert report["counts"]["compared"] > 10
-    assert report["counts"]["bytes made again"] > 0
+    assert report["counts"]["bytes recomputed"] > 0
     for name in ("forward", "group", "backward", "backend", "interrupt"):
         assert report["counts"][f"error in {name}"] > 0
 
@@ -47,7 +47,7 @@ def test_a_lost_bit_is_seen(monkeypatch):
     assert soak.differences
 
 
-def test_growth_is_seen_and_what_comes_back_is_none():
+def test_growth_is_seen_and_what_returns_is_none():
     soak = Soak(SHORT)
     soak.memory = [
         {"step": n, "left": 0, "live_blocks": n > 70, "pinned_bytes": n, "reserved_bytes": n % 30}

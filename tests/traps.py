@@ -31,7 +31,7 @@ class RaiseInBackward(torch.autograd.Function):
 
 
 class Trap:
-    """Counts calls, and raises at the one whose number it is told."""
+    """Counts calls, and raises at the one whose number it is reported."""
 
     def __init__(self):
         self.num_calls = 0

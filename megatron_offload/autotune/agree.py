@@ -1,4 +1,4 @@
-"""One answer on all ranks of a job, through the store that the job has anyway; nobody waits for it.
+"""One answer on all ranks of a job, through the store that the job has anyway, without waiting.
 
 Each rank puts down what it has and goes on. The first looks between its steps whether all have, and
 answers; an answer says behind how many steps from what was put down it is taken, so that ranks

@@ -1,16 +1,16 @@
-"""The measured loop: a run finds by its own steps what to move, and whether anything pays.
+"""The measured loop: a run finds by its own steps what to offload, and whether anything pays.
 
-    the first step      all stays that the device has room for; its kernels are loaded
+    the first step      all is kept that the device has room for; its kernels are loaded
     the second          is profiled likewise, and short copies behind it time the link
     then, per plan      one step takes its memory, the next is measured; three plans at most
 
-What a plan costs is told by what its own steps have lost, and where the device waits for the host
+What a plan costs shows in what its own steps have lost, and where the device waits for the host
 by what the engine takes of the host's time. Few steps are looked at, and they may take little
-longer; where that can't be kept, or nothing pays, nothing moves and no step has a hook any more. A
-program whose steps have other groups for good, need more memory than any before or have run out of
-it is looked at again. Exactness depends on nothing here.
+longer; where that can't be kept, or nothing pays, nothing is offloaded and no step has a hook any
+more. A program whose steps have other groups for good, need more memory than any before or have run
+out of it is looked at again. Exactness depends on nothing here.
 
-A rank that waits for a copy, or makes something again, often loses what it would have waited for
+A rank that waits for a copy, or recomputes something, often loses what it would have waited for
 another rank anyway. So what each pass has lost is put into the simulated step without offload: as
 much longer as that becomes, the plan has made the step.
 """
@@ -93,9 +93,9 @@ _numbers = itertools.count()  # of this process's searches: ranks that run one p
 
 
 def tune(manager: PipelineOffloadManager, loop: MeasuredLoop | None = None) -> MeasuredLoop:
-    """Let a manager's steps find what to move, where its configuration leaves that open.
+    """Let a manager's steps find what to offload, where its configuration leaves that open.
 
-    That is with policy ``auto`` or ``memory_target``, and where nothing is said of what stays. A
+    That is with policy ``auto`` or ``memory_target``, and where nothing is said of what is kept. A
     manager that has a loop keeps it, unless one is given; it follows the manager's configuration.
     """
     found = loop or manager.tuner
@@ -114,7 +114,7 @@ class MeasuredLoop(OldAttributes):
         plan: what is followed, with what was measured of it; None where there is none.
         is_converged: whether no more steps are looked at.
         rests: whether none ever will be.
-        said: how it has settled, in one line.
+        said: how it has converged, in one line.
     """
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ class MeasuredLoop(OldAttributes):
         self._num_empty = 0 if is_training else self._num_empty + 1
         if self._steps is not None and is_training:
             next(self._steps, None)
-        self.is_converged |= self._num_empty > _MOST_EMPTY  # nothing of this rank can move
+        self.is_converged |= self._num_empty > _MOST_EMPTY  # nothing of this rank can be offloaded
 
     # What is done behind each step; a step passes at each yield.
 
@@ -166,7 +166,7 @@ class MeasuredLoop(OldAttributes):
             self._learner.open()
             yield
             if self._manager.config.policy is None and self._learner.policy != ModulesPolicy():
-                self._learner.follow_plan(None)  # the model's own settings say what stays
+                self._learner.follow_plan(None)  # the model's own settings say what is kept
                 self.is_converged = True
                 return
             is_other = False
@@ -187,7 +187,7 @@ class MeasuredLoop(OldAttributes):
         self._stop("its steps have other groups again and again", _ADVICE)
 
     def _needs_more(self) -> bool:
-        """Whether a step has run out of memory, or nothing moves and one is longer than any."""
+        """Whether a step ran out of memory, or without offload took longer than any before."""
         if self._profile is None:
             return False
         if self._manager.num_out_of_memory > self._num_ooms:
@@ -207,7 +207,7 @@ class MeasuredLoop(OldAttributes):
         return self._num_looked + 2 <= _MOST_STEPS and self._longer_us <= most_us
 
     def _find_plan(self) -> Generator[None, None, None]:
-        """Look at a step in which all stays, then agree on a plan, measure and correct it."""
+        """Look at a step in which all is kept, then agree on a plan, measure and correct it."""
         recorded = None
         while recorded is None:
             if not self._may_look:
@@ -322,7 +322,7 @@ class MeasuredLoop(OldAttributes):
             profiles = [replace(one, run=one.run._replace(pp_rank=0)) for one in profiles]
         size = 1 + max(profile.run.pp_rank for profile in profiles)
         if len(profiles) < size:
-            return self._nothing("a pipeline rank has nothing that could move")
+            return self._nothing("a pipeline rank has nothing that could be offloaded")
         if profiled_job.slowest_link(profiles) is None:
             return self._nothing("no host memory can be pinned")
         profiles = [replace(one, run=one.run._replace(pp_size=size)) for one in profiles]
@@ -391,13 +391,13 @@ class MeasuredLoop(OldAttributes):
         said = search.said
         if search.is_converged and not search.plan.does_something and self._policy.kind == "auto":
             limit = self._policy.most_slowdown_percent
-            why = f"{search.cheapest_cost()}, and at most {limit:g} % is wanted"
+            why = f"{search.least_cost()}, and at most {limit:g} % is wanted"
             return self._nothing(why)
         text = PLANS.to_json(replace(search.plan, bandwidths=profiled_job.FROM_COPIES))
         return json.dumps([text, search.is_converged, search.is_kept, said])
 
     def _take(self, answer: str) -> bool:
-        """Follow the plan of an answer; return whether it stays."""
+        """Follow the plan of an answer; return whether it is final."""
         text, is_converged, is_kept, said = json.loads(answer)
         if text is None:
             self._stop(said, "")
@@ -437,7 +437,7 @@ class MeasuredLoop(OldAttributes):
 
     @property
     def _capacity_bytes(self) -> int | None:
-        """The most that a rank may reserve, None where nobody knows."""
+        """The most that a rank may reserve, None where unknown."""
         capacity_bytes = self._manager.backend.capacity_bytes()
         return None if capacity_bytes is None else capacity_bytes - capacity_bytes // _SPARE_SHARE
 
@@ -457,7 +457,7 @@ class MeasuredLoop(OldAttributes):
 
 
 def _host_percent(step: MeasuredStep) -> float:
-    """Return how much longer the engine's own work makes a step, where the host is the limit."""
+    """Return how much longer the engine's own work makes a CPU-bound step."""
     if step.idle_share <= _MOST_IDLE_SHARE:
         return 0.0
     return 100 * step.host_us / max(step.step_us - step.host_us, 1.0)

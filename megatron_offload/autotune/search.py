@@ -1,4 +1,4 @@
-"""From what the steps of a plan have shown to the next plan, and to the one that stays."""
+"""From what the steps of a plan have shown to the next plan, and to the final one."""
 
 from __future__ import annotations
 
@@ -23,21 +23,18 @@ MOST_PLANNING_S = 10.0
 _MARGIN_SHARE = 96
 """Targets that differ by less than this share are the same; so much is left to spare."""
 
-_HOST_BOUND = (
-    "; the host is the limit of these steps, and a CUDA graph of the whole step has none "
-    "(docs/cuda_graphs.md)"
-)
+_HOST_BOUND = "; steps are CPU-bound, a CUDA graph of the whole step is not (docs/cuda_graphs.md)"
 
 _AIM_SHARE = 0.9
 """Of what a step may cost, what plans aim at, so that one that costs a little more is kept."""
 
 
 class PlanSearch(ABC):
-    """Asks a chooser for few plans, one after the other, until one stays.
+    """Asks a chooser for few plans, one after the other, until one is final.
 
     Attributes:
-        plan: what is to be followed; at first nothing moves.
-        is_converged: whether it stays.
+        plan: what is to be followed; at first nothing is offloaded.
+        is_converged: whether it is final.
         is_kept: whether it keeps what was promised.
         said: what there is to say of it, for people.
         left_s: what planning may take yet of a core's time.
@@ -63,7 +60,7 @@ class PlanSearch(ABC):
         """Take what a step that follows the plan has shown, and what each rank reserves.
 
         ``is_host_bound`` says that the device has waited for the host: of what replays cost such a
-        step tells nothing, so that it is predicted.
+        step says nothing, so that it is predicted.
         """
         if is_host_bound and self.for_replays:
             self._predicts = True
@@ -78,7 +75,7 @@ class PlanSearch(ABC):
         self._go_on()
 
     def _go_on(self) -> None:
-        """Let another plan be followed, or settle."""
+        """Follow another plan, or converge."""
         is_first = len(self._tried) == 1
         plan, began_s = None, time.thread_time()
         if is_first or self._num_left:
@@ -103,11 +100,11 @@ class PlanSearch(ABC):
             self.is_converged, self.said = True, f"{_what(plan)}, as predicted"
         self._num_left -= 1
 
-    def cheapest_cost(self) -> str:
-        """Return in words what the cheapest plan costs that does anything."""
+    def least_cost(self) -> str:
+        """Return in words what the least costly plan costs that does anything."""
         tried = [plan for plan in self._tried if plan.does_something]
         if tried:
-            return f"the cheapest plan that was tried costs {min(tried, key=_cost).measured}"
+            return f"the least costly plan that was tried costs {min(tried, key=_cost).measured}"
         highest_bytes = self._chooser.highest_bytes
         with contextlib.suppress(OutOfTimeError, TargetError), ending_after(self.left_s):
             plan = self._under(highest_bytes - highest_bytes // 32)
@@ -146,7 +143,7 @@ class CostSearch(PlanSearch):
     the last is found without predictions: cost is taken to grow evenly with what is freed. It grows
     faster the less memory is left, so that is quick enough.
 
-    What waits and makings again have lost tells small costs well; where the device waits for the
+    What waits and recomputes have lost shows small costs well; where the device waits for the
     host, what the engine takes of the host's time is lost as well. A step's own time isn't looked
     at: the first steps behind a change take longer than later ones.
     """
@@ -322,8 +319,8 @@ def _what(plan: OffloadPlan) -> str:
     stages = (stage for rank in plan.ranks for stage in rank.recompute or ())
     units = ", ".join(sorted({kind_of(unit) for stage in stages for unit in stage}))
     names = f" ({units})" if units else ""
-    again = f", {_sizes(recomputed)} are made again{names}" if any(recomputed) else ""
-    return f"{moved} move{again} and {kept} stay"
+    again = f", {_sizes(recomputed)} are recomputed{names}" if any(recomputed) else ""
+    return f"{moved} are offloaded{again} and {kept} kept"
 
 
 def _sizes(sizes: Sequence[int]) -> str:

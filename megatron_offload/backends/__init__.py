@@ -19,7 +19,7 @@ def visible_devices() -> tuple[str, ...]:
 
 
 def current_device(config: OffloadConfig) -> Hashable:
-    """Return what tells the device that `create_backend` would take now from others.
+    """Return what distinguishes the device that `create_backend` would take now from others.
 
     None is the simulated one, or a CUDA device that isn't there, which `create_backend` refuses.
     """

@@ -115,7 +115,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def empty_device_like(self, host: torch.Tensor) -> torch.Tensor:
-        """Allocate what a contiguous host tensor comes back to; see `empty_device`."""
+        """Allocate what a contiguous host tensor is reloaded to; see `empty_device`."""
 
     def reserved_bytes(self) -> int | None:
         """Return the device memory that the process has taken and not handed back, if known."""
@@ -135,7 +135,7 @@ class Backend(abc.ABC):
         return 0.0
 
     def peak_allocated_bytes(self) -> int:
-        """Return the most memory that was in use so far; 0 where nobody knows."""
+        """Return the most memory that was in use so far; 0 where unknown."""
         return 0
 
     def num_out_of_memory(self) -> int:
@@ -189,7 +189,7 @@ class Backend(abc.ABC):
         """Return a new event that orders work inside a graph with work outside; None likewise."""
         return None
 
-    # What the engine tells a backend that `observes`.
+    # What the engine reports to a backend that `observes`.
 
     def note_produced(self, region: torch.Tensor, label: str) -> None:  # noqa: B027 - optional
         """The compute stream has written ``region``."""
@@ -202,5 +202,5 @@ class Backend(abc.ABC):
     ) -> None:
         """Whatever comes next on the compute stream may overwrite ``region``.
 
-        With a ``sole_owner``, the engine, the memory really is given back.
+        With a ``sole_owner``, the engine, the memory really is freed.
         """

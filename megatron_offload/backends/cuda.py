@@ -143,7 +143,7 @@ class CudaBackend(Backend):
 
     def _copy_each(self, pairs: Sequence[Pair], stream: torch.cuda.Stream) -> None:
         before = self.compute_stream()
-        torch.cuda.set_stream(stream)  # cheaper than the context manager, once per group
+        torch.cuda.set_stream(stream)  # quicker than the context manager, once per group
         try:
             destinations, sources = zip(*pairs, strict=True)
             torch._foreach_copy_(destinations, sources, non_blocking=True)

@@ -1,4 +1,4 @@
-"""How much host memory a process may pin where nobody said, and how to take it near a device.
+"""How much host memory a process may pin by default, and how to take it near a device.
 
 The tightest account counts: the machine's free memory, and the limits of the control groups
 (version 1, version 2, or both) that this process is in, as far up as can be seen. One that is
@@ -84,7 +84,7 @@ def near_cpus(address: str | None, *, sysfs: Path = Path("/sys")) -> frozenset[i
 def running_on(cpus: frozenset[int]) -> Iterator[None]:
     """Run this thread on some CPUs inside, if it may.
 
-    The kernel takes memory that nobody has touched yet from where the thread runs that touches it.
+    The kernel takes untouched memory from where the thread runs that touches it.
     """
     before = os.sched_getaffinity(0)
     if cpus:

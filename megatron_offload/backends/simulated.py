@@ -312,7 +312,7 @@ class SimulatedBackend(Backend):
 
     def note_produced(self, region: torch.Tensor, label: str) -> None:
         # It lies in the past, so it is no hazard: the same bytes may have been noted, and may be
-        # under way to the host, before. What is still unordered stays on record beside it.
+        # under way to the host, before. What is still unordered remains beside it.
         if self._check and region.nbytes > 0:
             start = region.data_ptr()
             end = start + region.nbytes

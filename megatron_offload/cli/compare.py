@@ -2,8 +2,9 @@
 
 reads    --config, a YAML file (or the name of one in configs/); flags win over the file, and
          whether offload is enabled there makes no difference
-prints   every step with offload, and whether it is the same without; what moved, peak memory,
-         'bitwise identical: yes' or 'no', and in the end what that showed and what to do next
+prints   every step with offload, and whether it is the same without; what was offloaded, peak
+         memory, 'bitwise identical: yes' or 'no', and in the end what that showed and what to do
+         next
 writes   run.output: both runs in without_offload/ and with_offload/, compare.json and report.html
          (extra 'report'); where the runs have left profiles, plan.json, which is the plan that the
          run followed or else a new one, and tradeoff.json (see 'megatron-offload plan'). An earlier

@@ -2,8 +2,8 @@ r"""Choose what moves to the host, from a run's profiles or from a described mod
 
 reads    RUN_FOLDER/profile_<rank>.json, which run.profile_step makes a run leave (of a
          comparison, its run with offload); or the YAML of --model
-prints   for every pipeline rank what moves, what stays, peak memory and step time; for every kind
-         of group why; all predicted, not measured
+prints   for every pipeline rank what is offloaded, what is kept, peak memory and step time; for
+         every kind of group why; all predicted, not measured
 writes   the plan to --output, and the predicted trade-off curve to tradeoff.json beside it. Without
          --output the plan is RUN_FOLDER/plan.json, in the place of one that is there, unless the
          run followed that: then this is refused; with --model nothing is written.
@@ -55,7 +55,7 @@ class Given(SourceOptions):
     """Most device memory of every pipeline rank, such as 26GiB; or one size for each."""
 
     max_cost: Annotated[float, _WithoutSign, Field(ge=0, le=1000)] | None = None
-    """Percent that the step may take longer at most; 1 unless set."""
+    """Maximum step-time overhead in percent (default 1)."""
 
     output: Path | None = None
     """Where the plan goes."""
@@ -98,7 +98,7 @@ def make(
     if output is None:
         return plan
     without, lowest = chooser.without, chooser.lowest_bytes
-    above = chooser.highest_bytes - lowest  # 0 where nothing can move
+    above = chooser.highest_bytes - lowest  # 0 where nothing can be offloaded
     targets = {lowest + above * index // _NUM_TARGETS for index in range(_NUM_TARGETS) if above}
     steps = {"no offload": without, f"the plan ({plan.policy})": chooser.simulate(plan)}
     for target in sorted(targets):
@@ -133,7 +133,7 @@ def _rank_table(source: Source, plan: OffloadPlan, without: Simulation, step: Si
         )
         rows.append([index, *map(format_bytes, sizes)])
     peak = f"peak {source.memory}"
-    columns = ["rank", "moved", "made again", "kept", peak, "with the plan", "host"]
+    columns = ["rank", "moved", "recomputed", "kept", peak, "with the plan", "host"]
     title = f"Plan of {source.title}, policy {plan.policy}: PREDICTED"
     return plain_table(title, columns, 0, rows)
 

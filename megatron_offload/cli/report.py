@@ -6,7 +6,7 @@ reads    run.output of a train or a compare run: steps.jsonl, and of config.yaml
 prints   where the page is
 writes   report.html; needs the extra 'report'
 
-exit status: 0 written, 2 bad input (the last page stays)
+exit status: 0 written, 2 bad input (the last page remains)
 
 example: megatron-offload report runs/quickstart
 """

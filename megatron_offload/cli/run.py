@@ -1,7 +1,7 @@
 """Run a script of Megatron-LM, or of a trainer over megatron-core, with this package's offload.
 
 reads    SCRIPT, which gets all words behind it; --offload-config
-prints   what the script does; on rank 0, when what moves is settled, one line about that
+prints   what the script does; on rank 0, once the plan has converged, one line about it
 writes   what the script does; --offload-report
 
 The flags below are the script's too, where it parses its own by megatron.training: its --help lists

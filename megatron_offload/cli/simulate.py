@@ -2,13 +2,13 @@ r"""Predict one training step without and with offload, with no GPU: time, stall
 
 reads    the YAML of --model, or RUN_FOLDER/profile_<rank>.json, which run.profile_step makes a run
          leave (of a comparison, its run with offload); of a run also
-         config.yaml, and the plan that it followed: what moves, and within which budgets, is what
-         the run did, unless --plan, a file of 'megatron-offload plan', or --set offload.KEY=VALUE
-         says otherwise; of a described model everything that can move does
+         config.yaml, and the plan that it followed: what is offloaded, and within which budgets, is
+         what the run did, unless --plan, a file of 'megatron-offload plan', or --set
+         offload.KEY=VALUE says otherwise; of a described model everything that can be
 prints   what was simulated and which settings of a run were not, the step's time, and for every
-         pipeline rank: compute, the part of it that makes again what was not kept, what it waits
+         pipeline rank: compute, the part of it that recomputes what was not kept, what it waits
          for other stages (pipeline), for copies to the host whose memory is wanted (W2) and for
-         reloads (W4), peak device and host bytes, what moved and what was made again; all
+         reloads (W4), peak device and host bytes, what was offloaded and what was recomputed; all
          predicted, not measured
 writes   --trace: the timeline with offload for https://ui.perfetto.dev
 
@@ -55,7 +55,7 @@ def run(given: Given) -> int:
     elif source.recorded is not None:
         what = f"as the run did, by {source.recorded.path}"
     else:
-        what = "everything that can move"
+        what = "everything that can be offloaded"
     line = f"with offload: {with_flags(what, 'offload', given)}"
     source.show(without, offloaded, "with it", _tables(source, without, offloaded), [line])
     if given.trace is not None:
@@ -75,9 +75,9 @@ def _tables(source: Source, without: Simulation, offloaded: Simulation) -> Itera
         peaks = (plain.peak_reserved_bytes, rank.peak_reserved_bytes, rank.peak_host_bytes)
         moved = (rank.offloaded_bytes, rank.reloaded_bytes, rank.recomputed_bytes)
         memory.append([index, *map(format_bytes, (*peaks, *moved)), rank.num_late])
-    columns = ["rank", "ends without", "with offload", "compute", "made again"]
+    columns = ["rank", "ends without", "with offload", "compute", "recomputed"]
     columns += ["pipeline", "W2 release", "W4 reload"]
     yield plain_table(f"Time of {source.title} in ms: PREDICTED", columns, 0, times)
     columns = ["rank", f"peak {source.memory}", "with offload", "peak host"]
-    columns += ["out", "back", "made again", "late"]
+    columns += ["out", "back", "recomputed", "late"]
     yield plain_table(f"Memory of {source.title}: PREDICTED", columns, 0, memory)

@@ -117,7 +117,7 @@ class Source:
         return RankSettings(**given, recompute=(chosen,) * num_virtual)
 
     def settings(self, plan_path: Path | None = None) -> list[RankSettings]:
-        """Return what each rank does: by a plan, or as the run did it, or else all that can move.
+        """Return what each rank does: by a plan, as the run did it, or offload all that it can.
 
         Flags win over each. ConfigError: a plan that can't be read, or is another job's.
         """

@@ -2,7 +2,7 @@ r"""Train a GPT by megatron-core's own model and pipeline schedules, on GPUs or 
 
 reads    --config, a YAML file (or the name of one in configs/), and the text that it names; flags
          win over the file
-prints   a line for each step, and in the end what moved on each rank and in each group
+prints   a line for each step, and in the end what was offloaded on each rank and in each group
 writes   run.output: steps.jsonl (a JSON line for each step), config.yaml, run.json, timelines with
          run.trace_step; a folder that holds another run is refused
 
@@ -51,7 +51,7 @@ def read_config(given: Given) -> TrainConfig:
 
 
 def run(given: Given) -> int:
-    """Train, and print what moved; return 0."""
+    """Train, and print what was offloaded; return 0."""
     config = read_config(given)
     keys = [item.partition("=")[0].strip() for item in given.set]
     is_asked = any(key.startswith("offload.") for key in keys)

@@ -1,7 +1,7 @@
 """How many bytes of saved tensors may lie on the device between a group's commit and its backward.
 
 Owns two limits and what counts against them: bytes *in flight* (copied or being copied to the
-host, memory still held) and bytes *held* for a backward that is near (reloaded, or not sent away).
+host, memory still held) and bytes *held* for a backward that is near (reloaded, or not offloaded).
 Both share one total: what the latter leave of it, bytes in flight may take.
 """
 
@@ -22,8 +22,8 @@ class DeviceBudget:
 
     Each limit is the user's; else a plan's; else the default, which follows the step.
     ``total_bytes`` is both together, and ``lookahead_bytes`` how far ahead, by the step's clock,
-    what is on the host is looked at for its reload: twice what may come back, since backward of one
-    half hides the reload of the other. A group that is cut by size has ``most_group_bytes`` at
+    what is on the host is looked at for its reload: twice what may be reloaded, since backward of
+    one half hides the reload of the other. A group that is cut by size has ``most_group_bytes`` at
     most. It ``is_warming_up`` until the first backward of a step that was seen before.
     """
 
@@ -56,7 +56,7 @@ class DeviceBudget:
             return
         share_bytes = seen_bytes // _AUTO_SHARE
         largest_bytes = self._largest_bytes
-        # Two of the largest may come back: one does while the one before it is in use.
+        # Two of the largest may be reloaded: one does while the one before it is in use.
         default = max(largest_bytes, share_bytes), max(2 * largest_bytes, share_bytes)
         if default != self._default:
             self._default = default
@@ -104,7 +104,7 @@ class DeviceBudget:
         self._saved_bytes = 0
 
     def add_saved(self, num_bytes: int, moving_bytes: int, *, is_learned: bool) -> None:
-        """Note a committed group, of which ``moving_bytes`` may move, and follow with the limits.
+        """Note a committed group, of which ``moving_bytes`` may be offloaded, and adapt the limits.
 
         Where a step ``is_learned``, the peak so far is a step's.
         """
@@ -117,7 +117,7 @@ class DeviceBudget:
             self._follow_step(self._peak_saved_bytes if is_learned else 0)
 
     def learn(self, largest_bytes: int) -> None:
-        """Follow the step that is over; ``largest_bytes`` is of groups that move in the next."""
+        """Follow the step that is over; ``largest_bytes`` is the largest that is offloaded next."""
         self._largest_bytes = largest_bytes
         self._follow_step(self._peak_saved_bytes)
 

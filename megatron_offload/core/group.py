@@ -14,10 +14,10 @@ class GroupState(enum.Enum):
     """Where a group's tensors are."""
 
     RECORDING = "forward runs between start and commit; tensors are on the device, unmoved"
-    RESIDENT = "the tensors stay on the device until backward has used them"
+    RESIDENT = "the tensors are kept on the device until backward has used them"
     OFFLOADING = "copies to the host are issued; device memory is still held"
     ON_HOST = "device memory is released; the host holds the data"
-    RELOADING = "copies to the device are issued; host memory is given back behind them"
+    RELOADING = "copies to the device are issued; host memory is freed behind them"
     RELOADED = "the compute stream is ordered behind the reload"
     DONE = "backward has left the group; what is left goes with the autograd graph"
 
@@ -55,7 +55,7 @@ class Group(abc.ABC):
 
     Attributes:
         num_bytes: bytes that moving the group copies; set at commit.
-        kept_bytes: bytes besides that were chosen to stay; set at commit.
+        kept_bytes: bytes besides that were chosen to be kept; set at commit.
         committed_at_bytes: when its forward ended, by the step's clock.
         held_bytes: what it takes of the budget just now.
         needs: other groups whose bytes its backward makes its own from; set at commit.

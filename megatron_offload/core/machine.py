@@ -25,13 +25,13 @@ class Machine(StrictModel):
     d2h_gbps: _Bandwidth = 55.0
     """To the host, one GPU with the host to itself."""
     h2d_gbps: _Bandwidth = 55.0
-    """To the device, likewise."""
+    """Host-to-device bandwidth, GB/s."""
     both_gbps: _Bandwidth = 51.0
     """Each way, when both directions of a GPU run."""
     node_gbps: _Bandwidth = 205.0
     """What all GPUs of a node copy together, in and out added."""
     node_d2h_gbps: _Bandwidth | None = 164.0
-    """The most of it that goes to the host; None sets no such bound."""
+    """The most of it that is offloaded; None sets no such bound."""
     node_h2d_gbps: _Bandwidth | None = None
     """The most of it that goes to the devices; None sets no such bound."""
     gpus_per_node: int = Field(default=4, ge=1)
@@ -56,7 +56,7 @@ class CopyRates(StrictModel):
     h2d_gbps: _Rate
     """To the device, alone."""
     both_d2h_gbps: _Rate
-    """To the host while as much comes back."""
+    """To the host while as much is reloaded."""
     both_h2d_gbps: _Rate
     """To the device meanwhile."""
     node_d2h_gbps: _Rate

@@ -16,7 +16,7 @@ from megatron_offload.files.strict_model import Converted, StrictModel, TargetBy
 
 
 class ModulesConfig(StrictModel):
-    """All groups move, less what the keys beside the policy keep; nothing is planned."""
+    """All groups are offloaded, less what the keys beside the policy keep; nothing is planned."""
 
     kind: Literal["modules"] = "modules"
 

@@ -1,4 +1,4 @@
-"""What one training step showed: which groups there were, how large, and when each came back."""
+"""What one training step showed: which groups there were, how large, and when each was reloaded."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ def kind_of(unit: str) -> str:
 
 
 def is_default_kind(unit: str) -> bool:
-    """Whether a unit is made again without a plan, too: not one that is named by its module."""
+    """Whether a unit is recomputed without a plan, too: not one that is named by its module."""
     return ":" not in unit
 
 
 class RecomputeUnit(NamedTuple):
-    """What a group saves by recipes of one unit: made again in its backward, or to be so."""
+    """What a group saves by recipes of one unit: recomputed in its backward, or to be so."""
 
     unit: Name
     num_bytes: Amount
-    """What is made again; 0 where a group before this has counted it."""
+    """What is recomputed; 0 where a group before this has counted it."""
     us: Duration = 0.0
-    """What making it again takes; 0 where it was not timed."""
+    """What recompute takes; 0 where it was not timed."""
     needs: tuple[GroupKey, ...] = ()
     """Other groups that hold what it is made from."""
     is_recomputed: bool = True
-    """Whether the step has made it again; if not, its bytes are among the group's."""
+    """Whether the step has recomputed it; if not, its bytes are among the group's."""
 
 
 def merge_units(parts: Sequence[RecomputeUnit]) -> tuple[RecomputeUnit, ...]:
@@ -77,16 +77,16 @@ class GroupProfile(NamedTuple):
     key: GroupKey
     name: Name
     num_bytes: Amount
-    """Bytes that offloading the group moves; zero where it holds nothing worth moving."""
+    """Bytes that offloading the group copies; zero where it holds nothing worth moving."""
     committed_at_bytes: Amount = 0
     """When its forward ended, by the clock of `StepProfile.backward_at_bytes`."""
     externally_referenced_bytes: Amount = 0
-    """Bytes that it saves besides, but that something else keeps: moving them frees nothing."""
+    """Bytes that it saves besides, but that something else keeps: offloading them frees nothing."""
     shared_bytes: Amount = 0
     """Of all its bytes those that a group committed before it has as well, and left where they
     are. A recorded profile counts them in that group alone."""
     recomputed: tuple[RecomputeUnit, ...] = ()
-    """By unit, what it saves that is made again, or could be."""
+    """By unit, what it saves that is recomputed, or could be."""
 
     @property
     def needs(self) -> tuple[GroupKey, ...]:
@@ -102,7 +102,7 @@ class GroupProfile(NamedTuple):
         )
 
     def with_recompute(self, names: Collection[str]) -> GroupProfile:
-        """Return the group as it would be with these units made again."""
+        """Return the group as it would be with these units recomputed."""
         units, num_bytes = [], self.num_bytes
         for unit in self.recomputed:
             is_recomputed = unit.unit in names
@@ -136,7 +136,7 @@ class RunShape(NamedTuple):
     modules: tuple[Name, ...] = ()
     """What was asked to move, as in ``OffloadConfig.modules``."""
     versions: tuple[tuple[Name, Name], ...] = ()
-    """Libraries and their versions, for whoever reads the file; nothing depends on them."""
+    """Libraries and their versions, for readers of the file only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class StepProfile:
     backward_order: tuple[GroupKey, ...]
     """In the order in which backward reached the groups' ends."""
     backward_at_bytes: tuple[Amount, ...] = ()
-    """When that was, for each of them: the bytes of all groups that the step had passed by then, in
+    """When that was, for each of them: the bytes of all groups that the step had seen by then, in
     forward and in backward. A clock that is the same in every run and costs nothing to read."""
     times: tuple[GroupTimes, ...] = field(default=(), compare=False)
     """For each of the groups, by a clock that stands still while the compute stream waits for a
@@ -158,7 +158,7 @@ class StepProfile:
     step_us: Duration = field(default=0.0, compare=False)
     """How long the step took on the compute stream, likewise; 0 where it was not timed."""
     peak_allocated_bytes: Amount = field(default=0, compare=False)
-    """The most of the device's memory that the process had allocated; 0 where nobody told."""
+    """The most of the device's memory that the process had allocated; 0 where unknown."""
     peak_reserved_bytes: Amount = field(default=0, compare=False)
     """Likewise, allocated or cached."""
     run: RunShape = field(default=RunShape(), compare=False)
@@ -173,7 +173,7 @@ class StepProfile:
     h2d_gbps: Duration = field(default=0.0, compare=False)
     """Likewise to the device."""
     counts_what_moved: bool = field(default=False, compare=False)
-    """Whether the peaks count what was on the host as if it had stayed on the device."""
+    """Whether the peaks count what was on the host as if it had been kept on the device."""
 
     @property
     def saved_bytes(self) -> int:

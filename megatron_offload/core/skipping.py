@@ -1,7 +1,7 @@
-"""Which groups of a steady step pass by: nothing of them is recorded, as if nobody had marked them.
+"""Which groups of a steady step are skipped: nothing of them is recorded, as if unmarked.
 
-To record a group takes the host's time, be it to move or to stay. What stays anyway needs no
-record, unless something else of the step depends on it.
+To record a group takes the host's time, be it to offload it or to keep it. What is kept anyway
+needs no record, unless something else of the step depends on it.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ def skipped_groups(
 ) -> dict[GroupKey, GroupProfile]:
     """Return the groups that need not be recorded in a step like this one.
 
-    Recorded are those that move, those of which something is made again or that something is made
-    from, and what shares memory with any of these: a tensor that nobody has recorded keeps it. So
-    is the first of each chunk: until its backward is over the chunk's graph is alive. And copies
-    are released and asked for at boundaries, so behind what moves there is one now and then, and
-    at the end of its chunk.
+    Recorded are those that are offloaded, those of which something is recomputed or that something
+    is made from, and what shares memory with any of these: an unrecorded tensor keeps
+    it. So is the first of each chunk: until its backward is over the chunk's graph is alive. And
+    copies are released and asked for at boundaries, so behind what is offloaded there is one now
+    and then, and at the end of its chunk.
 
     Args:
         profile: a step whose groups were all recorded.
         kept: the groups that are kept by choice.
         shared: pairs of groups that have saved the same memory.
-        lookahead_bytes: how far ahead of its use what moves comes back: no farther apart are the
-            boundaries behind it.
+        lookahead_bytes: how far ahead of its use what is offloaded is reloaded: no farther apart
+            are the boundaries behind it.
         total_bytes: how far behind its issue a copy is released: none is needed later.
     """
     recorded = {group.key for group in profile.groups if group.key not in kept}

@@ -4,13 +4,13 @@ The engine and the simulator both run it; what is done about a decision, `Action
 counts and by the order of the program alone, never by what a stream has already done, so every run
 of a program decides alike.
 
-Nothing comes back before it is *near*: within so many bytes of passed groups, forward and backward,
-of its use by the order in which the last such step needed it. What comes back earlier only takes
-room that copies to the host could use. That order is a hint: a wrong prediction costs a late reload
-or an idle byte, never correctness.
+Nothing is reloaded before it is *near*: within so many bytes of passed groups, forward and
+backward, of its use by the order in which the last such step needed it. What is reloaded earlier
+only takes room that copies to the host could use. That order is a hint: a wrong prediction costs a
+late reload or an idle byte, never correctness.
 
 What backward has been in and may come to once more, as where a schedule takes the gradients of
-inputs and of weights in two passes, stays where it is and counts for nothing here: the budget is
+inputs and of weights in two passes, is kept and counts for nothing here: the budget is
 for what is ahead.
 """
 
@@ -157,7 +157,7 @@ class StepDecisions(Generic[G]):
         return True
 
     def _catch_up(self, key: GroupKey, foreseen: Mapping[GroupKey, int]) -> None:
-        """Let the clock count what has passed by before a boundary of a group."""
+        """Let the clock count what has been skipped before a boundary of a group."""
         self.window.pass_boundary(max(0, foreseen.get(key, 0) - self.window.step_bytes))
 
     def start(self, group: G) -> None:
@@ -165,7 +165,7 @@ class StepDecisions(Generic[G]):
         self._groups[group.key] = group
 
     def knows(self, group: G) -> bool:
-        """Whether the group belongs to this step; graphs may outlive theirs."""
+        """Whether the group belongs to this step; graphs may outlive their step."""
         return self._groups.get(group.key) is group
 
     def groups(self) -> Collection[G]:
@@ -179,8 +179,9 @@ class StepDecisions(Generic[G]):
 
         Args:
             group: with its bytes.
-            keep_reason: why it was chosen to stay; empty where it may move.
-            must_move: offload it unless it was chosen to stay, even where it comes back at once.
+            keep_reason: why it was chosen to be kept; empty where it may be offloaded.
+            must_move: offload it unless it was chosen to be kept, even where it is reloaded at
+                once.
         """
         window, actions = self.window, self._actions
         num_bytes, clock_bytes = group.num_bytes, group.clock_bytes
@@ -199,7 +200,7 @@ class StepDecisions(Generic[G]):
         else:
             actions.keep(
                 group,
-                "too few groups lie between it and its backward for it to leave and come back",
+                "needed too soon in backward",
             )
             group.hold()
         window.pass_boundary(clock_bytes)
@@ -270,7 +271,7 @@ class StepDecisions(Generic[G]):
         return has_more_room or not was_foreseen
 
     def is_needed_soon(self, group: G) -> bool:
-        """Whether a group would have to come back at once if it were offloaded now.
+        """Whether a group would have to be reloaded at once if it were offloaded now.
 
         True where it is near, and its bytes and all that backward needs before it fit into the
         budget.
@@ -290,12 +291,12 @@ class StepDecisions(Generic[G]):
         needed_at_bytes = self._forecast.needed_at_bytes.get(key)
         if needed_at_bytes is None:
             return True
-        # Where backward is tells more than the clock, which sizes that differ can put back.
+        # Where backward is says more than the clock, which sizes that differ can put back.
         now_bytes = max(self.window.step_bytes, self._reached_at_bytes)
         return needed_at_bytes - now_bytes <= distance_bytes
 
     def look_ahead(self) -> None:
-        """Bring back along the order what is near, while the budget lasts."""
+        """Reload along the order what is near, while the budget lasts."""
         order, groups, budget = self._order, self._groups, self.budget
         while self._next < len(order):
             key = order[self._next]
@@ -310,7 +311,7 @@ class StepDecisions(Generic[G]):
                 is_foretold = order is self._forecast.order
                 if is_foretold and not self._is_near(key, budget.lookahead_bytes):
                     return
-                # What stays takes no more room.
+                # What is kept takes no more room.
                 may = budget.may_keep if is_in_flight else budget.may_prefetch
                 if not may(group.num_bytes):
                     return

@@ -24,7 +24,7 @@ from megatron_offload.files.text import read_json, replace_text
 STREAMS = ("compute", "d2h", "h2d")
 
 PIPELINE_WAIT = "pipeline"
-"""The wait of a stall that is for another stage, and no copy: only a simulation can tell."""
+"""The wait of a stall that is for another stage, and no copy: only a simulation knows."""
 
 
 class ByteCount(StrEnum):

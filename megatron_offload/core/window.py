@@ -53,9 +53,9 @@ class InFlightWindow(Generic[G]):
         """Note that the program has gone by a group of this size; release what is due.
 
         Under limits that were set nothing is due until the first backward but what exceeds them.
-        Where groups stay, the others' copies could take all the room that they have and still be
-        due too soon; and a pipeline rank that waits there makes others wait, whose messages it then
-        takes late.
+        Where groups are kept, the others' copies could take all the room that they have and still
+        be due too soon; and a pipeline rank that waits there makes others wait, whose messages it
+        then takes late.
         """
         self.step_bytes += num_bytes
         entries = self._entries

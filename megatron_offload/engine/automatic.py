@@ -1,9 +1,9 @@
-"""Layer groups that nobody marks: what autograd saves, in the order of saving, cut by size.
+"""Layer unmarked groups: what autograd saves, in the order of saving, cut by size.
 
 A group ends when it is large enough, backward has reached it with the first of its tensors that is
-asked for, and has left it when the last of them is dropped. A step, where nobody ends it, ends when
-a new forward begins and no graph is left: accumulated microbatches, each with its backward, are a
-step each, and those of a pipeline are one together.
+asked for, and has left it when the last of them is dropped. A step, where the program does not end
+it, ends when a new forward begins and no graph is left: accumulated microbatches, each with its
+backward, are a step each, and those of a pipeline are one together.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Forward:
     ends: Collection[int]
     """Behind how many tensors its groups end, and it itself, by a forward before; none: by size."""
     gauge: float | None
-    """The backend's, when it began; None where nobody asks for it."""
+    """The backend's, when it began; None where unknown."""
     group: OffloadGroup | None = None
     num_saved: int = 0
     """Of all its groups."""
@@ -64,7 +64,7 @@ class _Saved:
     record: SavedTensor
 
     def unpack(self) -> torch.Tensor:
-        """Return the tensor; the first of its group tells the manager that backward is there."""
+        """Return the tensor; the first of its group reports backward to the manager."""
         self.group.resolve_blocks()
         if self.record.block is not None:
             self.groups.reach(self.group)
@@ -82,7 +82,7 @@ class AutomaticGroups:
     Args:
         manager: moves the groups. It serves this object alone.
         name: what the groups are called in counters and messages.
-        min_tensor_bytes: smaller tensors stay; None for what the manager's configuration says.
+        min_tensor_bytes: smaller tensors are kept; None for what the manager's configuration says.
         max_inflight_tensors: most tensors whose device memory is held for their copies; None leaves
             that to the manager's budgets.
         should_offload: is asked for each block of memory in turn, with its bytes, whether it
@@ -141,7 +141,7 @@ class AutomaticGroups:
 
     @graph_break
     def end(self, *, has_failed: bool = False) -> None:
-        """Undo the last `begin`; what was saved since a failure's last group stays."""
+        """Undo the last `begin`; what was saved since a failure's last group is kept."""
         if not self._forwards:
             return
         forward = self._forwards.pop()
@@ -168,7 +168,7 @@ class AutomaticGroups:
         return None if forward is None else forward.chunk
 
     def _forget_interrupted(self) -> None:
-        """Take back each `begin` that surrounds this one and has saved nothing.
+        """Undo each `begin` that surrounds this one and has saved nothing.
 
         A keyboard interrupt at the last line of a ``with`` statement's entry skips its exit.
         """
@@ -229,7 +229,7 @@ class AutomaticGroups:
         if not may_move:
             return saved
         forward.num_tensors += 1
-        # Of the tensor: what its block has left depends on what is made again.
+        # Of the tensor: what its block has left depends on what is recomputed.
         forward.num_bytes += tensor.nbytes
         forward.total_bytes += tensor.nbytes
         return saved

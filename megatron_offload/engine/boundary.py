@@ -48,7 +48,7 @@ def start_group(manager: PipelineOffloadManager, tensors: Tensors, name: str) ->
     if node is None:  # a leaf, which may outlive its graph, and the hook must not
         group.leaf_hook = tensor.register_hook(hook)
     elif tensor._backward_hooks is None and type(tensor) is torch.Tensor:
-        # As `register_hook` does, but for the handle that nobody wants: half of its time.
+        # As `register_hook` does, but without a handle: half of its time.
         hooks: OrderedDict[Any, Any] = OrderedDict()
         tensor._backward_hooks = hooks
         node._register_hook_dict(tensor)
@@ -75,7 +75,7 @@ def commit_group(
         manager: whose current chunk holds the group.
         tensors: the group's outputs: one tensor, a tuple or list of anything, or None.
         name: the group's name; None closes the group that was started last.
-        forced_released_tensors: tensors that something else keeps alive and that no one reads
+        forced_released_tensors: tensors that something else keeps alive and that are not read
             again: their storage is emptied at the release, if it is copied.
         delay: leave the copies to `PipelineOffloadManager.flush_delayed_groups`.
 

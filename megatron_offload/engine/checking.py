@@ -1,7 +1,7 @@
-"""Checking mode: what came back is compared with what left, and what stayed behind is named.
+"""Checking mode: what was reloaded is compared with what left, and what was kept behind is named.
 
 A checksum is the sum of all 64-bit words, each times an odd number of its own, modulo 2^64: any
-change of one word changes it, and so does an exchange of two. Both sums are taken on the compute
+change of one word changes it, and so does a swap of two. Both sums are taken on the compute
 stream; comparing makes the host wait, once for each block.
 """
 
@@ -20,13 +20,13 @@ from megatron_offload.memory.tensor_pool import span_bytes
 
 _WORD_BYTES = 8
 _CHUNK_WORDS = 1 << 20
-"""Words summed at a time: what is allocated for it stays small beside a block."""
+"""Words summed at a time: what is allocated for it is small beside a block."""
 
 _Parts = list[tuple[int, int]]
 
 
 class Checker(Observer):
-    """Compares each block that comes back, once, with what left."""
+    """Compares each block that is reloaded, once, with what left."""
 
     def __init__(self) -> None:
         self._left: WeakKeyDictionary[Block, tuple[_Parts, torch.Tensor]] = WeakKeyDictionary()
@@ -65,9 +65,9 @@ class Checker(Observer):
         actual = _sum_of(target, parts)
         if torch.equal(expected, actual):
             return
-        came = "came back from the host"
+        came = "was reloaded from the host"
         if block.recipe is not None:
-            came = f"was made again ({block.recipe.unit!r})"
+            came = f"was recomputed ({block.recipe.unit!r})"
         what = f"a region of {block.high - block.low} bytes"
         if block.part[1] is not None:
             size, dtype = block.part[1]

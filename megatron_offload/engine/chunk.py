@@ -32,7 +32,8 @@ _IN_PARTS = "made of other tensors, which groups leave whole; OffloadActivations
 _OF_OTHER_CLASS = "of a class of tensors that doesn't say what it is made of"
 
 READY_MARK = "_offload_ready"
-"""The attribute of a tensor that holds its version and the event behind its producer, once told."""
+"""The attribute of a tensor that holds its version and the event behind its producer, once
+given."""
 
 
 @dataclass(eq=False, repr=False)
@@ -41,7 +42,7 @@ class ChunkOffloadHandler:
 
     transfers: Transfers
     marks: Marks
-    """What stays because somebody said so."""
+    """What is kept by request."""
     rules: Rules
     vp_stage: int
     """Virtual pipeline stage, 0 without virtual stages."""
@@ -102,7 +103,7 @@ class ChunkOffloadHandler:
             self.recipes.forget()
 
     def may_move(self, tensor: torch.Tensor) -> bool:
-        """Whether a saved tensor is an activation that this chunk can move."""
+        """Whether a saved tensor is an activation that this chunk can offload."""
         is_free = may_be_activation(tensor) and self.marks.lets_move(tensor, self.transfers.backend)
         return is_free and not self.is_small(tensor)
 
@@ -143,12 +144,12 @@ class ChunkOffloadHandler:
         return record
 
     def _count_kept(self, group: OffloadGroup, tensor: torch.Tensor) -> None:
-        """Count a tensor of a class of its own, which stays, unless somebody said that."""
+        """Count a tensor of a class of its own, which is kept, unless that was requested."""
         base = tensor._base
         if is_opted_out(tensor) or (base is not None and is_parameter(base)):
             return
         reason = _IN_PARTS if is_wrapper(tensor) else _OF_OTHER_CLASS
-        self.resolve_blocks()  # or a part that moves by itself would not be known
+        self.resolve_blocks()  # or a part that is offloaded by itself would not be known
         known = *self.marks.kept(), self._counted_keys
         for part in plain_parts([tensor]):
             if self.transfers.backend.owns(part):
@@ -158,12 +159,12 @@ class ChunkOffloadHandler:
                     self.transfers.stats.by_name[group.name].keep(part.nbytes, reason)
 
     def _take_ready_mark(self, tensor: torch.Tensor, record: SavedTensor) -> None:
-        told = tensor.__dict__.pop(READY_MARK, None)  # once: who writes to it tells again
-        if told is not None and told[0] == record.version:
+        marked = tensor.__dict__.pop(READY_MARK, None)  # once: a later write gives another
+        if marked is not None and marked[0] == record.version:
             self.resolve_blocks()
             block = record.block
             if block is not None and block.alias is record.alias:
-                block.ready = told[1]
+                block.ready = marked[1]
 
     def resolve_blocks(self) -> None:
         """Find the blocks of what was saved since this was called last.
@@ -210,13 +211,13 @@ class ChunkOffloadHandler:
                     record.block = block
                     if is_before_copy:
                         block.add(record)
-                        block.ready = None  # told of one of them only, maybe
+                        block.ready = None  # given for one of them only, maybe
                     elif block.released:
                         transfers.sources.empty(alias)
                     else:
                         block.others += (alias,)
                     if block.group is not group and not any(one() is block for one in references):
-                        references.append(weakref.ref(block))  # whoever needs it first reloads it
+                        references.append(weakref.ref(block))  # the first user reloads it
                         group.shares_with += (block.group.key,)
                     continue
             low, high, part = form.low, form.high, form.part
@@ -236,7 +237,7 @@ class ChunkOffloadHandler:
                 block.recipe = recipes.take(storage_key)
 
     def is_small(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor of the backend's device is too small to move."""
+        """Whether a tensor of the backend's device is too small to be offloaded."""
         rules = self.rules
         return tensor.nbytes < rules.min_tensor_bytes or tensor.numel() < rules.min_tensor_elements
 

@@ -3,7 +3,7 @@
 Owns `graph_break`, which marks what a program under ``torch.compile`` calls of this package, and
 what autograd calls.
 
-The engine keeps books about memory, which no graph can hold: it has to run as it stands, whoever
+The engine keeps books about memory, which no graph can hold: it has to run as it stands, whatever
 compiles what is around it. ``torch.compiler.disable`` says that, but it imports the whole compiler
 (seconds) and puts a second call around each one. So the marks that it sets are set here, on the
 function itself: programs that compile nothing pay nothing.

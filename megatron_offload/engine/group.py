@@ -38,7 +38,7 @@ ALIGNMENT_BYTES = 512
 alignment as its source: kernels choose their code path, and so their rounding, by alignment."""
 
 SOURCES: MutableMapping[torch.Tensor, weakref.ref[torch.Tensor]] = WeakIdKeyDictionary()
-"""By detached tensor, from what it was detached, where nobody reads that again: its node alone is
+"""By detached tensor, from what it was detached, where that is not read again: its node alone is
 needed. Not an attribute of it, with which it couldn't be pickled."""
 
 
@@ -68,10 +68,10 @@ class Record(Protocol):
 
 
 class Store(Protocol):
-    """What has the bytes of blocks, and takes them back."""
+    """What has the bytes of blocks, and frees them."""
 
     def target_of(self, block: Block) -> torch.Tensor:
-        """Return what a released block comes back to, ordered before what the program does next."""
+        """Return what a released block is reloaded to; the program is ordered behind that."""
 
     def keep_source(self, block: Block) -> None:
         """Keep a block on the device for a reader who is there before its release."""
@@ -116,17 +116,17 @@ def _nothing(lease: Lease) -> None:
 
 
 class Lease(weakref.ref["Block"]):
-    """What a block has to give back, and what tells that the block has gone.
+    """What a block has to free, and the sign that the block is dead.
 
     As a weak reference it has a callback. That is code in C, since Python lets an interrupt pass
     that comes while a finalizer of its own runs.
 
     Attributes:
-        take_back: is called with it once the block has gone.
+        free: is called with it once the block has gone.
         group: the block's.
         region: the host memory that it has a part of.
-        reload: the bulk reload by which it has come back.
-        target: what it came back to, where that is more than memory.
+        reload: the bulk reload by which it has been reloaded.
+        target: what it was reloaded to, where that is more than memory.
     """
 
     __hash__ = object.__hash__  # a weak reference's own needs what it refers to
@@ -151,7 +151,7 @@ def count_together(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class Block:
-    """A region of one storage: moved once, whoever shares it.
+    """A region of one storage: copied once for all who share it.
 
     Attributes:
         store: who has its bytes.
@@ -163,29 +163,29 @@ class Block:
             is issued.
         part: what it takes of host memory, shown as the tensor where one contiguous tensor is all
             of the region.
-        form, base: of the record that tells most of its bytes, as ``version``: the first, or a
+        form, base: of the record with most of its bytes, as ``version``: the first, or a
             contiguous one around that.
         alias, others: one detached alias per record, sharing storage and version counter with the
             tensor that was saved. Emptying them is what releases the source.
         version: version counter of the source when that was saved.
-        ready: the event behind its producer, where the program has told.
-        stays: whether it was chosen to stay on the device.
+        ready: the event behind its producer, where the program has given one.
+        is_kept: whether it was chosen to be kept on the device.
         mover: the group that moves it, or would: the last to be committed with it on the device.
         name: that group's when the block was saved, under which its bytes are counted.
         counted_bytes: what of it some group's commit has counted.
         kept_bytes: what of it is counted as kept on the device.
         flight: the copies to the host that its own was issued with, once it was.
         address: where the storage lay then.
-        lease: what it has to give back, from its copy to the host on.
+        lease: what it has to free, from its copy to the host on.
         host: its bytes in host memory.
-        cancelled: whether it stays on the device although the copy was issued.
+        cancelled: whether it is kept although the copy was issued.
         forced_by: tensors that may hold its storage then, which is emptied all the same.
         storage_ref: the storage, where something else still held it at the release.
         was_reached: whether backward has come to a group that has it.
-        target: what it comes back to; ``target_version`` when it was read first.
+        target: what it is reloaded to; ``target_version`` when it was read first.
         handed: by form, what stands for leaves that were saved in it. While the block has it too,
             autograd takes none of them for a gradient that is its own.
-        recipe: how it is made again, once it was dropped without a copy; till its group's commit,
+        recipe: how it is recomputed, once it was dropped without a copy; till its group's commit,
             how it could be.
         made: what it was made as, and on which stream: no wait orders another behind that.
     """
@@ -238,7 +238,7 @@ class Block:
         """The host memory that has its bytes, alone or with others."""
         return None if self.lease is None else self.lease.region
 
-    def give_back_region(self) -> HostRegion:
+    def take_region(self) -> HostRegion:
         """Return the host memory, which the block has no longer."""
         region = self.region
         assert region is not None
@@ -301,7 +301,7 @@ BlockRef = weakref.ref[Block]
 
 
 class Recipe(Protocol):
-    """How the bytes of a block are made again."""
+    """How the bytes of a block are recomputed."""
 
     unit: str
     depth: int
@@ -314,11 +314,11 @@ class Recipe(Protocol):
         """Return the groups whose bytes have to be on the device before `run`."""
 
     def run(self) -> torch.Tensor:
-        """Make the tensor again, at the beginning of a storage of its own."""
+        """Recompute the tensor, at the beginning of a storage of its own."""
 
 
 class Recipes(Protocol):
-    """How what a chunk's forward has made, and nobody has saved yet, is recomputed."""
+    """How what a chunk's forward has made, and is not saved yet, is recomputed."""
 
     def take(self, storage_key: int) -> Recipe | None:
         """Return the recipe of what a storage holds, which has a block from here on."""
@@ -338,7 +338,7 @@ class Rules:
     """What of a chunk's groups moves, and how much of it may be in flight."""
 
     min_tensor_bytes: int = 0
-    """Smaller tensors stay on the device."""
+    """Smaller tensors are kept on the device."""
     min_tensor_elements: int = 0
     """The same in elements; both must hold."""
     max_inflight_groups: int | None = None
@@ -346,13 +346,13 @@ class Rules:
     max_inflight_blocks: int | None = None
     """The same for blocks, of all names."""
     should_offload: Callable[[int], bool] | None = None
-    """Is asked for each new block, with its bytes, whether it moves, be it needed soon or not. None
-    for all, as far as that is of use."""
+    """Is asked for each new block, with its bytes, whether it is offloaded, be it needed soon or
+    not. None for all, as far as that is of use."""
     configured: tuple[str, ...] = ()
     """The units and patterns that the configuration names."""
 
     recompute: frozenset[str] | None = None
-    """The units of recipes by which tensors are made again; None for all but dear ones."""
+    """The units of recipes by which tensors are recomputed; None for the default kinds."""
 
 
 class _ResolvesBlocks(Protocol):
@@ -365,13 +365,14 @@ class OffloadGroup(Group):
     Attributes:
         externally_referenced_bytes: bytes besides that something else keeps; set at commit.
         shared_bytes: of both, what a group before it has as well and left there; set at commit.
-        moving: between the look at its bytes and the decision, the blocks that can move, alive.
-        remade: what of it is made again, or could be; set at commit.
-        dropped_bytes: what of it is off the device to be made again, until backward comes to it,
+        moving: between the look at its bytes and the decision, the blocks that can be offloaded,
+            alive.
+        recomputed: what of it is recomputed, or could be; set at commit.
+        dropped_bytes: what of it is off the device to be recomputed, until backward comes to it,
             by name.
         is_skipped: whether nothing of it is recorded.
         shares_with: groups before it that have saved some of its memory too.
-        forced: tensors that something else keeps alive and nobody reads again.
+        forced: tensors that something else keeps alive and that are not read again.
         unsettled: who has records of it that have found no blocks yet.
     """
 

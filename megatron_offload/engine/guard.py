@@ -3,7 +3,7 @@
 Three things can come between any two lines of the engine: a garbage collection that frees a graph
 with its blocks, another thread, and an exception (memory that can't be had, a keyboard interrupt).
 
-- What a block has left that dies, in whichever thread, is taken back when the next call begins.
+- What a block has left that dies, in whichever thread, is freed when the next call begins.
 - Autograd's own threads enter as the user's do; the second of them waits. Forwards belong to one
   thread at a time, which has claimed the engine; another is refused.
 - After an exception all copies are waited for before anything is unwound, so that no copy touches
@@ -38,7 +38,7 @@ class Guard:
 
     ``is_mine`` says whether the calling thread holds it: entries don't call entries, so what asks
     is code of others that the engine has called. ``left`` are leases of blocks that have
-    gone, which the next call takes back first.
+    gone, which the next call frees first.
     """
 
     __slots__ = ("_synchronize", "_thread", "has_failed", "is_mine", "left", "lock")

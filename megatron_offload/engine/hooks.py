@@ -64,7 +64,7 @@ def owner_of(pack: Callable[..., Any]) -> Any:
 def take_off(is_one: Callable[[Any], bool], *, all_of_them: bool = False) -> None:
     """Take hooks of saved tensors off, wherever they lie by now: the last, or all.
 
-    Others stay as they are, and in their order. ``is_one`` is asked with pack hooks.
+    Others are kept as they are, and in their order. ``is_one`` is asked with pack hooks.
     """
     others: list[Any] = []
     while (hooks := _top_saved_tensors_default_hooks(True)) is not None:
@@ -117,7 +117,7 @@ class HookStack:
             self._packs.pop()
 
     def clear(self) -> None:
-        """Take all of this manager's hooks off, whoever was to do that."""
+        """Remove all of this manager's hooks."""
         self._packs.clear()
         take_off(
             lambda pack: getattr(owner_of(pack), "transfers", None) is self._transfers,

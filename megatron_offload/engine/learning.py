@@ -1,4 +1,4 @@
-"""What a step teaches the next: which groups stay, how large the budgets are, what to unpin.
+"""What a step teaches the next: which groups are kept, how large the budgets are, what to unpin.
 
 Nothing learned is needed for exactness: a step that differs from the last is planned as well as may
 be, and learned from in turn.
@@ -33,14 +33,14 @@ _NUM_STEPS = 8
 """How many steps are looked at then: pinning is slow, and unpinning waits for the device."""
 
 _OPEN_SHARE = 0.6
-"""Of the device's memory, what may be in use while all that is saved stays: what comes besides, at
-the head of a model and in backward, is not known yet."""
+"""Of the device's memory, what may be in use while all that is saved is kept: what comes besides,
+at the head of a model and in backward, is not known yet."""
 
 _LONGER = 2.0
 """A forward that is so many times as long as those that were looked at may be another matter."""
 
 _LEAST_SURPLUS_SHARE = 0.1
-"""Less of what is pinned stays so."""
+"""Less of what is pinned remains so."""
 
 _logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ _rank_source: Callable[[], int] | None = None
 
 
 def register_pipeline_rank(source: Callable[[], int] | None) -> None:
-    """Say who knows this process's pipeline rank, for callers that begin a chunk without theirs.
+    """Register the source of this process's pipeline rank, for chunks begun without one.
 
     It is asked at every chunk. None, as at first: the rank is 0.
     """
@@ -59,7 +59,7 @@ def register_pipeline_rank(source: Callable[[], int] | None) -> None:
 def read_policy(config: OffloadConfig) -> OffloadPlan | RatioConfig | None:
     """Return what a manager follows in place of the rules of `ModulesPolicy`; None for those.
 
-    A policy that plans by the run's own steps begins with those: everything moves.
+    A policy that plans by the run's own steps begins with those: everything is offloaded.
 
     Raises:
         ConfigError: the plan's file can't be read, or the configuration is something else.
@@ -79,17 +79,19 @@ class Learner:
     """Plans a step from the one before it, between steps; ``policy`` is from `read_policy`.
 
     Attributes:
-        policy: Megatron's rules for what stays.
+        policy: Megatron's rules for what is kept.
         plan: what is followed in place of them, if any.
         pp_rank: the pipeline rank whose rules count; None before the first chunk.
         kept: groups that the policy keeps on the device, each with the reason.
         skippable: those that need not be recorded, as long as steps are steady.
         is_steady: whether the last two steps had the same groups.
-        is_open: whether what moves is still looked for: all stays that the device has room for.
+        is_open: whether what is offloaded is still looked for: all is kept that the device has room
+            for.
         num_searches: how often that was begun.
-        num_longer: how many forwards of which nothing moved were longer, one behind the other, than
-            those that were seen while it was looked for.
-        moves_nothing: whether nothing moves or is made again, by what this run's steps have shown.
+        num_longer: how many forwards of which nothing was offloaded were longer, one behind the
+            other, than those that were seen while it was looked for.
+        moves_nothing: whether nothing is offloaded or recomputed, by what this run's steps have
+            shown.
     """
 
     def __init__(
@@ -157,7 +159,7 @@ class Learner:
     def follow_plan(self, plan: OffloadPlan | None, *, is_own: bool = False) -> None:
         """Do what a plan of all pipeline ranks says, as soon as this rank's place is known.
 
-        It is compared with the run when the step is over. Limits that the user set stay. None
+        It is compared with the run when the step is over. Limits that the user set remain. None
         follows the rules again. One that ``is_own`` was made from steps of this run, so that one
         that differs is no error.
 
@@ -195,14 +197,14 @@ class Learner:
         self.moves_nothing = self._is_own and not rank.moved_bytes and not self.recomputes
 
     def open(self) -> None:
-        """Let all stay that the device has room for, until it is known what is to move."""
+        """Keep all that the device has room for, until it is known what is to be offloaded."""
         self.follow_plan(None)
         self.is_open, self._recompute = True, ()
         self.num_searches += 1
         self.num_longer = 0
 
     def move_nothing(self) -> None:
-        """Let nothing move nor be made again from here on."""
+        """Offload and recompute nothing from here on."""
         self.follow_plan(None)
         self.moves_nothing, self._recompute = True, ()
 
@@ -221,7 +223,7 @@ class Learner:
             self.num_longer = 0
 
     def recompute(self, vp_stage: int) -> frozenset[str] | None:
-        """Return the units that a virtual stage makes again; None for all but dear ones."""
+        """Return the units that a virtual stage recomputes; None for the default kinds."""
         planned = self._recompute
         if planned is None:
             return None
@@ -229,11 +231,11 @@ class Learner:
 
     @property
     def recomputes(self) -> bool:
-        """Whether a step may make anything again."""
+        """Whether a step may recompute anything."""
         return self._recompute is None or any(self._recompute)
 
     def plans(self, unit: str) -> bool:
-        """Whether the plan that is followed makes a unit again in any virtual stage."""
+        """Whether the plan that is followed recomputes a unit in any virtual stage."""
         return any(unit in stage for stage in self._recompute or ())
 
     def _confirm(self, plan: OffloadPlan, profile: StepProfile) -> None:
@@ -296,27 +298,27 @@ class Learner:
         self._note_kept((group.key, group.name) for group in profile.groups)
 
     def _note_kept(self, known: Iterable[tuple[GroupKey, str]]) -> None:
-        """Note what stays by place in a chunk, of the last that has it, for chunks that are new."""
+        """Note what is kept by place in a chunk, for chunks that are new."""
         known = list(known)
         self._chunks = {key.chunk for key, _ in known}
         self._kept_alike = {(key.order, name): self.kept.get(key, "") for key, name in known}
 
     def restart(self) -> None:
-        """Learn anew what the step looks like; what is followed stays, and what was kept."""
+        """Learn anew what the step looks like; what is followed and kept remains."""
         self.profile = self._planned = None
         self.is_steady, self.skippable = False, {}
         self._owners.known.clear()
 
     def reason_to_keep(self, group: OffloadGroup) -> str:
-        """Return why a group is to stay on the device; empty where it may move."""
+        """Return why a group is to be kept on the device; empty where it may be offloaded."""
         if self._is_unlisted(group.name):
             return "its name is not among OffloadConfig.modules"
         if self.is_open:
-            return "" if self._is_short_of_memory() else "what moves is still looked for"
+            return "" if self._is_short_of_memory() else "what is offloaded is still looked for"
         return self.planned_reason(group.key, group.name)
 
     def planned_reason(self, key: GroupKey, name: str) -> str:
-        """Return why a group is to stay by what is followed; empty where it may move."""
+        """Return why a group is to be kept by what is followed; empty where it may be offloaded."""
         if self.moves_nothing:
             return "nothing is offloaded, as steps have shown; the bytes are the last one's of them"
         default = "beyond the fraction 0 of its chunk" if self.keeps_everything else ""
@@ -325,7 +327,7 @@ class Learner:
         return self.kept.get(key, default)
 
     def without_unlisted(self, profile: StepProfile) -> StepProfile:
-        """Count what groups that stay anyway save as out of reach; warn of names without group."""
+        """Count what kept groups save as out of reach; warn of names without group."""
         for pattern in () if self._has_seen_names else self._listed:
             if not any(fnmatchcase(group.name, pattern) for group in profile.groups):
                 _logger.warning(
@@ -347,7 +349,7 @@ class Learner:
 
     @property
     def keeps_everything(self) -> bool:
-        """Whether each group stays by the rules, whatever it has."""
+        """Whether each group is kept by the rules, whatever it has."""
         return self.policy.fraction == 0.0 and self._ratio is None and self.plan is None
 
     def _is_short_of_memory(self) -> bool:

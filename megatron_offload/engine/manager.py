@@ -53,10 +53,10 @@ _MOST_CHUNKS = 1024
 something keeps alive for good would else let it grow for ever."""
 
 _LOOK_EVERY = 64
-"""One step in so many is recorded whole, also what stays: the program may change."""
+"""One step in so many is recorded whole, also what is kept: the program may change."""
 
 _NO_CHUNK = (
-    "group %r was started outside a chunk, so nothing of it moves: take the step inside "
+    "group %r was started outside a chunk, so nothing of it is offloaded: take the step inside "
     "`with manager.step():`, or call begin_chunk() before each forward%s. This is said once"
 )
 _WHOSE_CHUNK = (
@@ -69,12 +69,12 @@ _NO_END = (
     "let go of losses that no backward has used up. This is said once"
 )
 _NO_COMMIT = (
-    "nothing moves of groups that are started and never committed, as %s in this step: give "
+    "nothing is offloaded of groups that are started and never committed, as %s in this step: give "
     "group_commit() the name that group_start() was given. This is said once"
 )
 _HIDDEN = (
-    "hooks of saved tensors that %s has set are in force, so nothing moves of what is saved inside "
-    "them: what they rely on isn't known. This is said once"
+    "hooks of saved tensors that %s has set are in force, so what is saved inside "
+    "them is kept: what they rely on isn't known. This is said once"
 )
 _CAPTURED_TOO_EARLY = (
     "a step was captured into a graph while it is looked at: trace, profile and check others; "
@@ -82,13 +82,13 @@ _CAPTURED_TOO_EARLY = (
     "policy: modules"
 )
 _NO_TUNER = (
-    "policy %r plans by the run's own steps, and nobody looks at them, so everything moves: call "
+    "policy %r plans by the run's own steps, but no loop measures them, so all is offloaded: call "
     "megatron_offload.autotune.loop.tune(manager). This is said once"
 )
 
 
 class Tuner(Protocol):
-    """Finds by a manager's steps what is to move, as `megatron_offload.autotune.loop` does."""
+    """Finds by a manager's steps what to offload, as `megatron_offload.autotune.loop` does."""
 
     is_converged: bool
     """Whether no more steps are looked at."""
@@ -109,7 +109,7 @@ class PipelineOffloadManager:
     started last.
 
     Args:
-        config: what moves and within which bounds.
+        config: what is offloaded and within which bounds.
         backend: where tensors live; by default what ``config.backend`` names.
     """
 
@@ -117,7 +117,7 @@ class PipelineOffloadManager:
     """The process's manager: None before it was asked for; may be set to another."""
 
     usual_recompute: tuple[str, ...] = ()
-    """What the process's manager makes again where its configuration doesn't say: nothing, unless a
+    """What the process's manager recomputes where its configuration doesn't say: nothing, unless a
     library is integrated whose classes are known."""
 
     at_first_use: Callable[[PipelineOffloadManager], None] | None = None
@@ -143,7 +143,7 @@ class PipelineOffloadManager:
             return
         old.close()
         new = type(old)(old.config)
-        # Models tell their parameters once, in the first forward of all.
+        # Models register their parameters once, in the first forward of all.
         new.marks.take_parameters(old.marks)
         new.tuner = old.tuner
         if new.tuner is not None:
@@ -154,9 +154,9 @@ class PipelineOffloadManager:
         self, config: OffloadConfig | None = None, *, backend: Backend | None = None
     ) -> None:
         self.observers: list[Observer] = []
-        """Who is told what happens."""
+        """The observers."""
         self.tuner: Tuner | None = None
-        """Finds what is to move."""
+        """Finds what to offload."""
         self.marks = Marks()
         self.step_number = 0
         """Steps begun so far."""
@@ -227,8 +227,8 @@ class PipelineOffloadManager:
         Args:
             vp_stage: virtual pipeline stage; None is 0.
             pp_rank: pipeline rank, whose part of a plan and whose ``delta_bytes_across_pp_ranks``
-                count; None is what `register_pipeline_rank` was told.
-            min_tensor_elements: smallest tensor that moves, in elements; against
+                count; None is what `register_pipeline_rank` was given.
+            min_tensor_elements: smallest tensor that is offloaded, in elements; against
                 ``min_tensor_bytes`` too.
             fraction: as in the configuration.
             delta_bytes_across_pp_ranks: likewise.
@@ -368,7 +368,7 @@ class PipelineOffloadManager:
         """
         step = self.decisions
         if not self._entered and self.backend.is_capturing():
-            self.host_pool.forget_events()  # of steps before; whoever captures has waited for them
+            self.host_pool.forget_events()  # of steps before; the caller has waited for them
             self.tensor_pool.clear()
         is_unused = bool(step.committed) and not step.backward_order
         is_long = len(self._entered) >= _MOST_CHUNKS
@@ -384,7 +384,7 @@ class PipelineOffloadManager:
             since = self._begun_at_backward
             self._begin_step()
             self._chunk, self._begun_at_backward = chunk, None if since is None else 0
-        # In a graph boundaries cost the host nothing, and each is one more to bring back at.
+        # In a graph boundaries cost the host nothing, and each is one more to reload at.
         if not self._entered and self._skips_kept and not self.backend.is_capturing():
             step.skippable = self.learner.skippable
         self._entered.append(chunk)
@@ -396,9 +396,9 @@ class PipelineOffloadManager:
 
     @property
     def is_skipping(self) -> bool:
-        """Whether this step runs as if there were no offload, since nothing of it would move.
+        """Whether this step runs without hooks, since nothing of it would be offloaded.
 
-        Not where somebody watches its groups.
+        Not where an observer needs its groups.
         """
         learner = self.learner
         if not (learner.moves_nothing or (learner.keeps_everything and not self.recompute)):
@@ -413,7 +413,7 @@ class PipelineOffloadManager:
 
     @property
     def _skips_kept(self) -> bool:
-        """Whether what stays need not be recorded in this step."""
+        """Whether what is kept need not be recorded in this step."""
         is_due = self.step_number % _LOOK_EVERY == 0
         return self.learner.is_steady and not (is_due or self._is_looked_at)
 
@@ -430,13 +430,13 @@ class PipelineOffloadManager:
         return self.do_offload and is_recording() and not self.is_skipping
 
     def may_recompute(self, unit: str) -> bool:
-        """Whether it matters how an output of this unit is made: dear ones wait for a plan."""
+        """Whether it matters how an output of this unit is made: others wait for a plan."""
         may = is_default_kind(unit) or self.learner.plans(unit) or self._is_looked_at
         return may and self.notes_recipes
 
     @property
     def notes_recipes(self) -> bool:
-        """Whether it matters how outputs are made: not where groups pass by and none is remade."""
+        """Whether recipes are noted: not where groups are skipped and nothing is recomputed."""
         learner = self.learner
         return learner.recomputes or not (learner.skippable and self._skips_kept)
 
@@ -481,7 +481,7 @@ class PipelineOffloadManager:
                 is_looking = self.tuner is not None and not self.tuner.is_converged
                 if self._is_looked_at or is_looking:
                     raise StateError(_CAPTURED_TOO_EARLY)
-                self.transfers.wait_reloads(self.decisions.committed)  # of what nobody has read too
+                self.transfers.wait_reloads(self.decisions.committed)  # of what is unread too
                 self.host_pool.leave_to_graph()
                 self.tensor_pool.clear()
         elif self.decisions.backward_order:
@@ -557,7 +557,7 @@ class PipelineOffloadManager:
 
     @guarded
     def trim(self) -> int:
-        """Give back all memory that no graph needs now; return the bytes that were unpinned.
+        """Free all memory that no graph needs now; return the bytes that were unpinned.
 
         For between steps, before something else needs the memory; the next step takes it again.
         Blocks the host until the copies under way are over.
@@ -569,7 +569,7 @@ class PipelineOffloadManager:
 
     @graph_break
     def close(self) -> None:
-        """Abort what runs and give all host memory back; a second call does nothing more."""
+        """Abort what runs and free all host memory; a second call does nothing more."""
         self.abort()
         with self.guard.lock:
             self.tensor_pool.clear()
@@ -600,7 +600,7 @@ class PipelineOffloadManager:
         Args:
             group: the group, closed.
             delay: leave that to `flush_delayed_groups`.
-            must_move: decide nothing, it moves.
+            must_move: offload it without a decision.
         """
         if group.is_skipped:
             return
@@ -621,7 +621,7 @@ class PipelineOffloadManager:
 
     @guarded
     def would_offload(self, group: OffloadGroup) -> bool:
-        """Whether a group whose forward is under way would move if it ended now."""
+        """Whether a group whose forward is under way would be offloaded if it ended now."""
         group.num_bytes = sum(block.num_bytes for block in group.blocks())
         return not (
             self.is_keeping
@@ -638,7 +638,7 @@ class PipelineOffloadManager:
 
     @guarded
     def enter_backward(self, group: OffloadGroup, grads: object = None) -> None:
-        """Backward has reached a group's end: bring it back if no one did, and look ahead.
+        """Backward has reached a group's end: reload it if need be, and look ahead.
 
         ``grads`` are what autograd hands a hook.
         """
@@ -724,7 +724,7 @@ class PipelineOffloadManager:
 
     @contextmanager
     def observed_by(self, *observers: Observer) -> Iterator[None]:
-        """Tell these what happens inside."""
+        """Report to these what happens inside."""
         self.observers += observers
         try:
             yield
@@ -736,7 +736,7 @@ class PipelineOffloadManager:
     def keeping(self, because: str) -> Iterator[None]:
         """Move nothing of the steps inside, ``because`` of what, and learn nothing from them.
 
-        What they have taken of the device besides is given back at the end.
+        What they have taken of the device besides is freed at the end.
         """
         self._keep_reasons.append(because)
         try:
@@ -749,7 +749,7 @@ class PipelineOffloadManager:
 
     @property
     def recompute(self) -> tuple[str, ...]:
-        """What is made again, by unit and pattern."""
+        """What is recomputed, by unit and pattern."""
         is_usual = self is PipelineOffloadManager.instance and (
             "recompute" not in self.config.model_fields_set
         )
@@ -783,7 +783,7 @@ class PipelineOffloadManager:
 
     @property
     def offload_summary_bytes(self) -> dict[str, int]:
-        """Bytes off the device at the peak, per group name: on the host, or to be made again.
+        """Bytes off the device at the peak, per group name: on the host, or to be recomputed.
 
         After the first step of a program, which had nothing to learn from, what the next will have.
         """

@@ -1,7 +1,7 @@
-"""What stays on the device because somebody said so: parameters, and marked tensors.
+"""What is kept on the device by request: parameters, and marked tensors.
 
-A storage is what is marked, so that all views of it stay too; an attribute that another library has
-set counts on the tensor that has it, and on all its views.
+A storage is what is marked, so that all views of it are kept too; an attribute that another library
+has set counts on the tensor that has it, and on all its views.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _everywhere: dict[int, StorageRef] = {}
 
 
 def mark_everywhere(tensor: torch.Tensor) -> None:
-    """Keep a tensor on the device, whoever saves it; where it is a plain one, its storage too."""
+    """Keep a tensor on the device wherever it is saved; of a plain one its storage too."""
     tensor._do_not_offload = True  # type: ignore[attr-defined]
     if type(tensor) is torch.Tensor:
         storage = tensor.untyped_storage()
@@ -42,7 +42,7 @@ def unmark(tensor: torch.Tensor) -> None:
 
 
 def has_mark(tensor: torch.Tensor) -> bool:
-    """Whether a mark on this very object says that it stays."""
+    """Whether a mark on this very object says that it is kept."""
     marks = tensor.__dict__
     return bool(marks) and (
         any(marks.get(mark, False) for mark in _OPT_OUT_MARKS) or marks.get(_SETTING, True) is False
@@ -55,7 +55,7 @@ def is_parameter(tensor: torch.Tensor) -> bool:
 
 
 def may_be_activation(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a plain one, by itself and what it is a view of, that nobody has marked.
+    """Whether a tensor is a plain one, by itself and what it is a view of, without a mark.
 
     No parameter, nor a subclass (fake, functional, quantised, distributed).
     """
@@ -66,13 +66,13 @@ def may_be_activation(tensor: torch.Tensor) -> bool:
 
 
 def is_opted_out(tensor: torch.Tensor) -> bool:
-    """Whether a mark on a tensor, or on what it is a view of, says that it stays."""
+    """Whether a mark on a tensor, or on what it is a view of, says that it is kept."""
     base = tensor._base
     return has_mark(tensor) or (base is not None and has_mark(base))
 
 
 def has_own_bytes(tensor: torch.Tensor) -> bool:
-    """Whether the bytes of a strided tensor's storage tell all of it, and there are some.
+    """Whether the bytes of a strided tensor's storage are all of it, and there are some.
 
     Not of quantized, lazily conjugated or negated tensors, of zeros without memory (forward-mode
     AD), and of empty ones.
@@ -116,7 +116,7 @@ class Marks:
         self._is_old = True
 
     def kept(self) -> tuple[Container[int], Container[int]]:
-        """Return the identities of the storages that stay: those of this manager, and of any."""
+        """Return the identities of the kept storages: of this manager, and of all."""
         if self._is_old:
             for storages in (self._storages, _everywhere):  # some of which may have gone
                 for key in [key for key, ref in list(storages.items()) if ref.expired()]:
@@ -127,7 +127,7 @@ class Marks:
         return self._kept, _everywhere
 
     def lets_move(self, tensor: torch.Tensor, backend: Backend) -> bool:
-        """Whether what `may_be_activation` is on the backend's device, and nothing says it stays.
+        """Whether what `may_be_activation` is on the backend's device, and nothing says it is kept.
 
         Parameters do, and what shares their storage.
         """

@@ -56,7 +56,7 @@ def hooks_of(owner: Hashable, module: nn.Module) -> list[RemovableHandle]:
     while handles:
         handle = handles.pop()
         handle.remove()
-        handle.id = -1  # whoever holds it too takes nothing off later that has its number
+        handle.id = -1  # a second owner removes nothing else by its number
     return handles
 
 

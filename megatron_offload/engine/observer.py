@@ -1,4 +1,4 @@
-"""What the engine tells whoever watches it, as it happens.
+"""What the engine reports to its observers, as it happens.
 
 A watcher is attached with `PipelineOffloadManager.observed_by`; several may be at once. It is
 called on the thread that runs the step: it must not block, and changes nothing of what it sees.
@@ -21,7 +21,7 @@ Direction: TypeAlias = Literal["d2h", "h2d"]
 class Observer:
     """Watches a manager; each method does nothing unless it is overridden.
 
-    What takes the device's or the engine's time is told before and after: ``commits`` and
+    What takes the device's or the engine's time is reported before and after: ``commits`` and
     ``committed``. While one watches that ``needs_groups``, each step's groups are recorded.
     """
 
@@ -31,7 +31,7 @@ class Observer:
         """A forward enters a group."""
 
     def group_commits(self, group: OffloadGroup, *, is_delayed: bool) -> None:
-        """A forward leaves a group; of a commit that is put off it is told twice."""
+        """A forward leaves a group; of a commit that is put off it is reported twice."""
 
     def group_committed(self, group: OffloadGroup) -> None:
         """The engine has dealt with a commit."""
@@ -43,7 +43,7 @@ class Observer:
         """The engine has dealt with that: the group is on the device, or on its way."""
 
     def backward_leaves(self, group: OffloadGroup) -> None:
-        """A backward passes a group's start; never told where the start needs no gradient."""
+        """A backward passes a group's start; never reported where the start needs no gradient."""
 
     def backward_left(self, group: OffloadGroup) -> None:
         """The engine has dealt with that."""
@@ -52,19 +52,19 @@ class Observer:
         """Autograd saves a tensor, other than a parameter, in a group."""
 
     def tensor_reloaded(self, tensor: torch.Tensor) -> None:
-        """Bytes that were on the host come back to this device memory."""
+        """Bytes that were on the host are reloaded to this device memory."""
 
     def block_offloads(self, block: Block, source: torch.Tensor) -> None:
-        """A block's region is about to be copied to the host, or dropped to be made again."""
+        """A block's region is about to be copied to the host, or dropped to be recomputed."""
 
     def block_read(self, block: Block, target: torch.Tensor) -> None:
         """A record reads the released block's bytes here, ordered behind their reload."""
 
     def recompute_starts(self, block: Block) -> None:
-        """A dropped block is about to be made again; its recipe has the unit."""
+        """A dropped block is about to be recomputed; its recipe has the unit."""
 
     def recomputed(self, block: Block, made: torch.Tensor) -> None:
-        """A dropped block was made again, in this memory."""
+        """A dropped block was recomputed, in this memory."""
 
     def copy_starts(self, direction: Direction) -> None:
         """Copies are about to be queued on the stream of this direction."""

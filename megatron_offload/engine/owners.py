@@ -1,7 +1,7 @@
-"""Which blocks something other than autograd keeps on the device: moving them frees nothing.
+"""Which blocks something other than autograd keeps on the device: offloading them frees nothing.
 
-A storage's other owners can't be told at the commit, where the frames of the forward still hold
-theirs. They can when backward is there: a schedule that keeps a chunk's input until its backward
+A storage's other owners are unknown at the commit, where the frames of the forward still hold
+it. They are known when backward begins: a schedule that keeps a chunk's input until its backward
 holds it then, and a finished frame doesn't.
 """
 
@@ -25,8 +25,8 @@ class ForeignOwners:
     def learn(self, group: OffloadGroup) -> None:
         """See, now that backward is here, which blocks something else has kept on the device.
 
-        Those stay in the next step: nothing is gained by moving them. One that stayed for that
-        reason and has no other owner any more moves again.
+        Those are kept in the next step: nothing is gained by offloading them. One that was kept for
+        that reason and has no other owner any more is offloaded again.
         """
         for found in group.references:
             block = found()
@@ -46,7 +46,7 @@ def is_externally_referenced(block: Block) -> bool | None:
 
     None where it left, or may have.
     """
-    if block.flight is None and block.released:  # it was dropped, to be made again
+    if block.flight is None and block.released:  # it was dropped, to be recomputed
         return block.live_source() is not None or None
     if block.flight is None:
         own = [block.alias, *block.others]

@@ -14,7 +14,7 @@ Call = Callable[..., Any]
 
 
 def around(original: Call, call: Call) -> Call:
-    """Return what stands in for a function: ``call``, given that function before the arguments."""
+    """Return what replaces a function: ``call``, given that function before the arguments."""
 
     @wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
@@ -24,7 +24,7 @@ def around(original: Call, call: Call) -> Call:
 
 
 class PatchStack(ExitStack):
-    """What was exchanged and not yet undone; as a context manager it undoes all at its end."""
+    """Patches that are in force; as a context manager it undoes all at its end."""
 
     on_undo = ExitStack.callback
     """Call something when all that comes after it is put back."""

@@ -63,7 +63,7 @@ class Sources:
         name, name_bytes = "", 0
         read_on = backend.read_on
         for found, alias, stream in zip(flight.blocks, flight.aliases, flight.streams, strict=True):
-            block = found()  # None where no one needs it any more
+            block = found()  # None where it is dead
             read_on(stream, alias)  # the program may have allocated it on another
             if block is not None and block.cancelled:
                 continue
@@ -71,7 +71,7 @@ class Sources:
             if block is not None:
                 if storage.data_ptr() != block.address:
                     # Someone emptied the storage meanwhile, so the copy may have read memory that
-                    # was no longer its own. Whoever did it restores the contents before backward.
+                    # was no longer its own. Its user restores the contents before backward.
                     self.cancel(block)
                     continue
                 block.released = True  # from here on the host's copy is the one that counts
@@ -104,7 +104,7 @@ class Sources:
             group.advance(ON_HOST)
 
     def drop(self, block: Block, label: str) -> None:
-        """Drop the source of a block that is made again, without a copy."""
+        """Drop the source of a block that is recomputed, without a copy."""
         storage = block.alias.untyped_storage()
         block.address = storage.data_ptr()
         block.num_bytes = 0
@@ -133,7 +133,7 @@ class Sources:
             self._backend.note_freed(region, label, sole_owner=is_sole_owner)
 
     def empty(self, alias: torch.Tensor) -> None:
-        """Take the storage out of an alias; its version counter stays, for the in-place check."""
+        """Take the storage out of an alias; its version counter remains, for the in-place check."""
         alias.data = self._empty
 
     def cancel(self, block: Block) -> None:
@@ -146,7 +146,7 @@ class Sources:
         if block.region is None or flight is None or block.cancelled or block.released:
             return
         block.cancelled = True
-        self._host_pool.free(block.give_back_region(), None)
+        self._host_pool.free(block.take_region(), None)
         if flight.num_bytes:
             self.budget.inflight_bytes -= block.num_bytes
             flight.num_bytes -= block.num_bytes

@@ -30,12 +30,12 @@ class Form:
         size, stride, offset, dtype: its own.
         num_bytes, num_elements: of what it shows.
         is_special: whether its size or dtype may mean that it has no bytes of its own;
-            `has_own_bytes` tells.
+            `has_own_bytes` says.
         low, high: the byte range within its storage, from the first element to the end of the last.
         part: of host memory, what takes it as it is; None where that can't be: it is not
             contiguous, or begins at no multiple of `ALIGNMENT_BYTES`.
         fresh_part: the same, where fresh memory of its size has its strides too. Those of
-            dimensions of size 1 may differ, by which kernels tell channels that come last.
+            dimensions of size 1 may differ, by which kernels know the channels-last layout.
     """
 
     __slots__ = (
@@ -92,7 +92,7 @@ def changed_in_place(what: str, version: int, expected: int) -> InPlaceModificat
 class SavedTensor:
     """The record that stands for one saved tensor in the autograd graph.
 
-    It knows the tensor's own `Form`, so that a transposed, expanded or overlapping view comes back
+    It knows the tensor's own `Form`, so that a transposed, expanded or overlapping view is reloaded
     exactly as it was.
 
     Args:
@@ -103,8 +103,8 @@ class SavedTensor:
         alias: the tensor: a leaf itself, as autograd keeps it, else detached, because holding a
             node's own output from that node would be a cycle.
         base: the identity of what it is a view of: views of one tensor have one version counter.
-        block: where its bytes are; None while it stays as it is.
-        form: what to come back as; noted before it has a block.
+        block: where its bytes are; None while it is kept as it is.
+        form: its layout when reloaded; noted before it has a block.
         leaf: where the alias of a tensor without a gradient was taken, that tensor: autograd itself
             keeps no alias of it.
     """
@@ -162,13 +162,13 @@ class SavedTensor:
         else:
             if block.flight is not None and not block.cancelled:
                 block.store.keep_source(block)
-            found = alias.detach()  # the alias itself may be emptied, whoever holds this
+            found = alias.detach()  # the alias itself may be emptied
         return found if self.leaf is None else self._as_leaf(block, found)
 
     def _in_target(self, block: Block, target: torch.Tensor) -> torch.Tensor:
-        """Return the tensor in what its block came back to; only a backward can have written there.
+        """Return the tensor in its block's target; only a backward can have written there.
 
-        Whoever is handed a part of it counts its changes together with the others.
+        All views of it count their changes together.
         """
         form, version = self.form, 0 if target.is_inference() else target._version
         if block.target_version is None:
@@ -190,7 +190,7 @@ class SavedTensor:
     def _as_leaf(self, block: Block, found: torch.Tensor) -> torch.Tensor:
         """Return a tensor that something else has too, if autograd's own would be.
 
-        What nobody else has it may take as it is for the gradient of a leaf.
+        What has no other owner may become the gradient of a leaf.
         """
         assert self.leaf is not None
         leaf = self.leaf()

@@ -1,4 +1,4 @@
-"""Counters of a step: what moved, what stayed, what came late."""
+"""Counters of a step: what was offloaded, what was kept, what came late."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class GroupStats(OldAttributes):
     reloaded_bytes: int = 0
     """Bytes copied back."""
     recomputed_bytes: int = 0
-    """Bytes that were dropped, to be made again in backward."""
+    """Bytes that were dropped, to be recomputed in backward."""
     kept_bytes: int = 0
-    """Bytes that stayed: by plan, for want of host memory, needed soon, or too small to move. What
-    several groups save counts once."""
+    """Bytes that were kept: by plan, for want of host memory, needed soon, or too small to be
+    offloaded. What several groups save counts once."""
     kept_bytes_by_reason: dict[str, int] = field(default_factory=dict)
-    """The same bytes by why they stayed, in words for people."""
+    """The same bytes by why they were kept, in words for people."""
     num_late_reloads: int = 0
     """Groups whose backward began before their reload was issued."""
 
     def keep(self, num_bytes: int, reason: str) -> None:
-        """Count bytes that stayed on the device."""
+        """Count bytes that were kept on the device."""
         self.kept_bytes += num_bytes
         before_bytes = self.kept_bytes_by_reason.get(reason, 0)
         self.kept_bytes_by_reason[reason] = before_bytes + num_bytes
@@ -58,7 +58,7 @@ class StepStats(OldAttributes):
     """Groups whose backward came before their device memory had been released: copied for
     nothing."""
     num_refused_blocks: int = 0
-    """Blocks that stayed on the device for want of host memory."""
+    """Blocks that were kept on the device for want of host memory."""
     refused_bytes: int = 0
     num_unpinnable_blocks: int = 0
     """Those of them for which the cap had room, but whose memory could not be pinned."""
@@ -74,7 +74,7 @@ class StepStats(OldAttributes):
     """Most bytes of host memory in use at one time."""
     peak_released_bytes: int = 0
     """Most bytes whose device memory was released, at one time: less what is being copied. Of a
-    group that is made again, till its backward begins."""
+    group that is recomputed, till its backward begins."""
     peak_released_bytes_by_name: dict[str, int] = field(default_factory=dict)
     """The same moment, by group name."""
     is_captured: bool = False
@@ -83,7 +83,8 @@ class StepStats(OldAttributes):
     """In checking mode, the groups that still held memory when the step ended."""
 
     refused_recipe_bytes: dict[str, int] = field(default_factory=dict)
-    """Bytes that have a recipe and were kept or moved all the same, by why, in words for people."""
+    """Bytes that have a recipe and were kept or offloaded all the same, by why, in words for
+    people."""
 
     by_name: dict[str, GroupStats] = field(default_factory=_ByName)
     """By group name; of a name that is new, zeros."""
@@ -106,10 +107,10 @@ class StepStats(OldAttributes):
 
     def __str__(self) -> str:
         """Return a table with a line for each group name."""
-        titles = ("group", "groups", "offloaded", "reloaded", "made again", "kept", "late")
+        titles = ("group", "groups", "offloaded", "reloaded", "recomputed", "kept", "late")
         rows: list[tuple[str, ...]] = [titles]
         for group in self.by_name.values():
-            if group == GroupStats(group.name):  # somebody has asked for it
+            if group == GroupStats(group.name):  # made by a look-up
                 continue
             moved = group.offloaded_bytes, group.reloaded_bytes, group.recomputed_bytes
             sizes = [format_bytes(size) for size in (*moved, group.kept_bytes)]
@@ -119,8 +120,8 @@ class StepStats(OldAttributes):
         for name, *cells in rows:
             aligned = (cell.rjust(width) for cell, width in zip(cells, others, strict=True))
             lines.append("  ".join((name.ljust(first), *aligned)))
-        away, host = format_bytes(self.peak_released_bytes), format_bytes(self.peak_host_bytes)
+        device, host = format_bytes(self.peak_released_bytes), format_bytes(self.peak_host_bytes)
         whose = " at each replay of the graph that it was captured into" if self.is_captured else ""
         return "\n".join(
-            (*lines, f"most at a time{whose}: {away} off the device, {host} on the host")
+            (*lines, f"most at a time{whose}: {device} off the device, {host} on the host")
         )

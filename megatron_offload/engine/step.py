@@ -1,7 +1,7 @@
 """One training step as it runs: what its groups have, what was decided about them, what it showed.
 
 Invariant: a group counts against the budget while it belongs to this step, and no longer; graphs
-may outlive theirs.
+may outlive their step.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Step(StepDecisions[OffloadGroup]):
                     block.mover = group
 
     def enter_backward(self, group: OffloadGroup) -> None:
-        """Backward has reached a group's end: bring it back if no one did, and look ahead."""
+        """Backward has reached a group's end: reload it if need be, and look ahead."""
         self._transfers.count_recomputed(group)
         super().enter_backward(group)
         self._transfers.owners.learn(group)

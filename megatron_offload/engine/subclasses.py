@@ -48,7 +48,7 @@ def hollow(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return an alias of a wrapper without its parts, for its version counter.
 
     What changes a wrapper in place counts on the wrapper alone, not on its parts. None where its
-    class makes no such alias: then it has to stay whole, or a change would go unnoticed.
+    class makes no such alias: then it has to be kept whole, or a change would go unnoticed.
     """
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     alias = tensor.detach()

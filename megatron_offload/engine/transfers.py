@@ -34,7 +34,8 @@ from megatron_offload.memory.tensor_pool import TensorPool, num_owners
 
 _SLAB_SHARE = 16
 """Blocks of a group share a host region where they are at most this fraction of a slab: what is
-larger is lent piece by piece, which fills slabs better, and copying it takes longer than that."""
+larger is allocated piece by piece, which fills slabs better, and copying it takes longer than
+that."""
 
 
 @dataclass(eq=False, repr=False)
@@ -42,7 +43,7 @@ class Transfers:
     """Moves blocks between device and host for all groups of one manager.
 
     Attributes:
-        guard: held by whoever calls; `keep_source` and `target_of` take it themselves.
+        guard: held by the caller; `keep_source` and `target_of` take it themselves.
         sources: what is being copied to the host, of the groups in ``window``.
     """
 
@@ -57,20 +58,21 @@ class Transfers:
         self.sources = Sources(self.backend, self.host_pool, self.budget, self.observers)
         self.window = InFlightWindow[OffloadGroup](self.sources.release, self.budget)
         self.stats = StepStats()
-        self.dropped_bytes = 0  # off the device, to be made again
+        self.dropped_bytes = 0  # off the device, to be recomputed
         self.owners = ForeignOwners()
         self.takes_targets = self.tensor_pool.keeps or self.backend.observes
         self._leases: set[Lease] = set()
-        """Of blocks that have something to give back; kept here, since nobody is told by one that
+        """Of blocks that have something to free; kept here, since nothing reports one that
         goes together with its block."""
         self._shared_bytes = self.host_pool.slab_bytes // _SLAB_SHARE
 
     # Device to host
 
     def measure(self, group: OffloadGroup, *, may_drop: bool) -> None:
-        """Drop what is made again, and see what moving the rest of a group would copy.
+        """Drop what is recomputed, and see what offloading the rest of a group would copy.
 
-        Counts what stays by choice, or is kept anyway. ``may_drop`` says that something may move.
+        Counts what is kept by choice, or is kept anyway. ``may_drop`` says that something may be
+        offloaded.
         """
         group.resolve_blocks()
         moving: list[Block] = []
@@ -88,7 +90,7 @@ class Transfers:
                 block.is_kept = block.is_kept or not chooses(block_bytes)
             if block.is_kept:
                 group.kept_bytes += block_bytes
-                self._count_kept(block, "beyond the share that moves")
+                self._count_kept(block, "beyond the share that is offloaded")
                 continue
             block.counted_bytes = block_bytes
             if counted_bytes:
@@ -100,12 +102,12 @@ class Transfers:
                 num_bytes += block_bytes
                 if block.mover is not group:
                     block.mover, block.name = group, group.name
-                    block.forced_by = ()  # whoever asked for that does not move it
+                    block.forced_by = ()  # the group that asked for it is kept
                 moving.append(block)
         group.moving, group.num_bytes = moving, num_bytes
 
     def _drops(self, group: OffloadGroup, block: Block, *, may_drop: bool) -> bool:
-        """Drop a block that has a recipe, if its unit is made again and it can be; say whether."""
+        """Drop a block that has a recipe, if its unit is recomputed and it can be; say whether."""
         recipe = block.recipe
         assert recipe is not None
         is_dropped = block.released  # with a group before this, which shares it
@@ -167,8 +169,8 @@ class Transfers:
     def offload(self, group: OffloadGroup) -> None:
         """Issue the copies of the blocks that `measure` has found, and put them into the window.
 
-        A block for which the host has no room stays on the device, and so does one whose storage
-        was emptied since: whoever did that restores it before backward. Moves the group to
+        A block for which the host has no room is kept on the device, and so does one whose storage
+        was emptied since: its user restores it before backward. Moves the group to
         OFFLOADING, or to RESIDENT where nothing is left to move.
         """
         backend, observers, by_name = self.backend, self.observers, self.stats.by_name
@@ -232,7 +234,7 @@ class Transfers:
     def _report_offloads(
         self, group: OffloadGroup, blocks: Sequence[Block], sources: Sequence[torch.Tensor]
     ) -> None:
-        """Tell who watches that these blocks leave."""
+        """Report to the observers that these blocks leave."""
         backend = self.backend
         for block, source in zip(blocks, sources, strict=True):
             if backend.observes and block.ready is None:
@@ -244,7 +246,7 @@ class Transfers:
     def _take_host(
         self, group: OffloadGroup, moving: list[Block], reused: list[Event]
     ) -> tuple[list[Block], Iterable[HostRegion], Sequence[torch.Tensor]]:
-        """Return the blocks for which there is host memory, with theirs; add who read it last."""
+        """Return the blocks for which there is host memory, each with it; add its last readers."""
         pool, owners = self.host_pool, group.references
         if len(moving) > 1 and group.num_bytes <= self._shared_bytes:
             region = pool.allocate_parts([block.part for block in moving])
@@ -317,7 +319,7 @@ class Transfers:
     def _allocate_targets(
         self, hosts: Sequence[torch.Tensor], *, may_fail: bool
     ) -> tuple[list[torch.Tensor], list[Event]] | None:
-        """Allocate what host tensors come back to; None where that may fail and does."""
+        """Allocate what host tensors are reloaded to; None where that may fail and does."""
         if torch.is_inference_mode_enabled():  # an evaluation between forward and backward
             with torch.inference_mode(False):
                 return self._allocate_targets(hosts, may_fail=may_fail)
@@ -362,7 +364,7 @@ class Transfers:
         by_name = self.stats.by_name
         for block, target in zip(blocks, targets, strict=True):
             block.target = target  # from here on this is the copy that counts
-            read.append(block.give_back_region())
+            read.append(block.take_region())
             self._note_reload(block, reload)
             by_name[block.name].reloaded_bytes += block.num_bytes
         for region, parts in groupby(read):
@@ -378,14 +380,14 @@ class Transfers:
     def _revive(self, block: Block) -> bool:
         """Take a block's bytes from its source where something else has kept that alive.
 
-        They are the bytes that autograd alone would have used, whoever may have written to them
+        They are the bytes that autograd alone would have used, whatever may have written to them
         since.
         """
         source = block.live_source()
         if source is None:
             return False
         block.target = source
-        self.host_pool.free(block.give_back_region(), None)
+        self.host_pool.free(block.take_region(), None)
         self.stats.externally_referenced_bytes += block.num_bytes
         return True
 
@@ -401,7 +403,7 @@ class Transfers:
 
         Raises:
             StateError: the data went with a step that was aborted.
-            CorruptionError: in checking mode, other bits came back than left.
+            CorruptionError: in checking mode, reloaded bits differ from offloaded ones.
             torch.OutOfMemoryError: the device has no memory for it.
         """
         target = block.target
@@ -414,7 +416,7 @@ class Transfers:
         return self._ready_target(block) if block.recipe is None else self._recomputed_target(block)
 
     def _recomputed_target(self, block: Block) -> torch.Tensor:
-        """Make a dropped block again, once for all who need it on a stream.
+        """Recompute a dropped block, once for all who need it on a stream.
 
         Its function is the program's, so no lock is held. What something else has kept all the time
         is taken from there.
@@ -446,7 +448,7 @@ class Transfers:
 
     @guarded
     def _ready_target(self, block: Block) -> torch.Tensor:
-        """Reload what no one has reloaded, the whole group if it is on the host; and wait."""
+        """Reload what is not reloaded yet, the whole group if it is on the host; and wait."""
         group = block.group
         if block.target is None:
             if block.region is None:
@@ -505,7 +507,7 @@ class Transfers:
         self.sources.cancel(block)
 
     def free(self, lease: Lease) -> None:
-        """Take back what a block has left that no one will read any more."""
+        """Free what dead blocks have left."""
         region, reload, target = lease.region, lease.reload, lease.target
         if region is not None:
             self.host_pool.free(region, None)
@@ -518,7 +520,7 @@ class Transfers:
     ) -> None:
         with self.backend.computing_on(reload.stream):  # to which the memory goes back
             if not reload.is_waited:
-                # Nobody read it there; still the copy must not write into what was handed on.
+                # It is unread there; still the copy must not write into what was handed on.
                 self._wait(reload, group, reload.targets[0])
             if target is None:
                 return
@@ -531,7 +533,7 @@ class Transfers:
     # Steps
 
     def begin_step(self) -> None:
-        """Count from zero; what is still on the host stays counted."""
+        """Count from zero; what is still on the host remains counted."""
         self.stats = StepStats()
         self.host_pool.restart_peaks()
 

@@ -1,6 +1,6 @@
 """What TransformerEngine's modules save of their own, where no hook of a module gets to.
 
-Quantised weights stay on the device, the first step included. With FP8 a module saves quantised
+Quantised weights are kept on the device, the first step included. With FP8 a module saves quantised
 copies of its weights like any tensor, unless TransformerEngine's own offload is on, which would
 choose other kernels, and with them other bits. So none of its flags is touched: what its functions
 return for a weight is marked.
@@ -58,7 +58,7 @@ def look_inside() -> None:
 
 
 uninstall = _patches.undo
-"""Puts back what `look_inside` found; the next chunk exchanges it again."""
+"""Undoes the patches of `look_inside`; the next chunk sets them again."""
 
 
 def _quantize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

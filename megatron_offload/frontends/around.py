@@ -14,7 +14,7 @@ from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import ConfigError
 
 _ALL_MOVES = "it takes what autograd saves, whatever module that is; offload_modules() goes by name"
-_RATIO = "offload_ratio says what moves; give that, or use OffloadActivations"
+_RATIO = "offload_ratio says what is offloaded; give that, or use OffloadActivations"
 _BY_RANK = {
     "delta_bytes_across_pp_ranks": "it knows no pipeline ranks; give each rank its own fraction"
 }
@@ -46,7 +46,7 @@ _RECOMPUTED = {
     "offload_modules": (*_MODULES, "mlp_fc1"),
     "megatron_core.install()": (*_MODULES, "mlp_fc1"),
 }
-"""By door what it can make again."""
+"""By door what it can recompute."""
 
 
 def engine_of(manager: Any) -> Any:
@@ -80,13 +80,13 @@ def followed(
 
 
 def refuse_unserved(door: str, config: OffloadConfig) -> None:
-    """Refuse with a `ConfigError` what is to be made again and this front door can't."""
+    """Refuse with a `ConfigError` what is to be recomputed and this front door can't."""
     patterns = recompute_patterns(config.recompute)
     for name in config.recompute if "recompute" in config.model_fields_set else ():
         if (_BY_NAME if name in patterns else name) not in _RECOMPUTED[door]:
             others = [other for other, served in _RECOMPUTED.items() if name in served]
             raise ConfigError(
-                f"{door} can't make {name!r} again; {' and '.join(others) or 'offload_modules'} can"
+                f"{door} can't recompute {name!r}; {' and '.join(others) or 'offload_modules'} can"
             )
 
 
@@ -94,7 +94,7 @@ class AroundForwards(saved_tensors_hooks):
     """A context for any number of forwards, one after the other or one inside the other.
 
     Its ``pack_hook`` and ``unpack_hook`` are those of saved tensors; packed outside of the context
-    a tensor stays on the device. ``where`` are arguments of `AutomaticGroups.begin`.
+    a tensor is kept on the device. ``where`` are arguments of `AutomaticGroups.begin`.
     """
 
     def __init__(self, groups: AutomaticGroups, **where: Any) -> None:

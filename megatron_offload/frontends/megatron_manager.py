@@ -107,7 +107,7 @@ class ChunkOffloadHandler:
     which `fine_grained_offloading_group_start` and its counterpart would.
 
     Args:
-        min_offloaded_tensor_size: smaller tensors stay on the device; in elements.
+        min_offloaded_tensor_size: smaller tensors are kept on the device; in elements.
         cpu_tensor_pool: where `offload` takes host memory; by default the manager's pool.
         max_inflight_offloads: most groups of one name in flight; None sets no bound.
     """
@@ -147,7 +147,7 @@ class ChunkOffloadHandler:
         return self._pool or self.manager.cpu_tensor_pool
 
     min_offloaded_tensor_size = _reached(
-        "chunk.rules.min_tensor_elements", "Smallest tensor that moves, in elements."
+        "chunk.rules.min_tensor_elements", "Smallest tensor that is offloaded, in elements."
     )
     do_offload = _reached("manager.do_offload", "Whether groups are recorded at all.")
     d2h_stream = _reached("manager.d2h_stream", "The stream that copies to the host.")
@@ -163,8 +163,8 @@ class ChunkOffloadHandler:
         """Copy one tensor to the host; the compute stream waits for the copy, the host doesn't.
 
         Returns what to hand to `reload`: the device, the copy, and whether `cpu_tensor_pool` has
-        lent it. Without ``use_cpu_pool`` it is allocated, page-locked unless ``pin_memory`` is off.
-        A `RuntimeError` says that the pool is full.
+        allocated it. Without ``use_cpu_pool`` it is allocated, page-locked unless ``pin_memory`` is
+        off. A `RuntimeError` says that the pool is full.
         """
         backend = self.manager.backend
         source = src_tensor.detach().contiguous()
@@ -180,7 +180,7 @@ class ChunkOffloadHandler:
         return source.device, copy, use_cpu_pool
 
     def reload(self, state: HostState, non_blocking: bool | None = None) -> torch.Tensor:
-        """Bring back what `offload` has copied, once where the pool has lent the copy.
+        """Reload what `offload` has copied, once where the pool allocated the copy.
 
         With ``non_blocking=False`` the host waits. A `ValueError`: the pool was reset since.
         """
@@ -208,7 +208,7 @@ class ChunkOffloadHandler:
         return tensor_tag if isinstance(tensor_tag, torch.Tensor) else tensor_tag.unpack()
 
     def tensor_need_offloading_checker(self, tensor: torch.Tensor) -> bool:
-        """Whether this tensor can move and is large enough."""
+        """Whether this tensor can be offloaded and is large enough."""
         return self.chunk.may_move(tensor)
 
     # Forward
@@ -288,19 +288,19 @@ class ChunkOffloadHandler:
         return [g for g in reversed(self.chunk.groups) if g.state is not done and g not in busy]
 
     def pre_reload_last_layer(self) -> bool:
-        """Bring back what backward needs first of this chunk; return whether it was away."""
+        """Reload what backward needs first of this chunk; return whether it was offloaded."""
         group = next((group for group in self._waiting() if group.state in _OFFLOADED), None)
         if group is not None:
             self.manager.engine.reload(group)
         return group is not None
 
     def bulk_reload_group(self) -> None:
-        """Bring back the group of this chunk that backward needs next: the newest that is away."""
+        """Reload the group of this chunk that backward needs next: the newest that is offloaded."""
         if not self.pre_reload_last_layer():
             raise StateError("no group of this chunk is on the host")
 
     def bulk_reload(self) -> None:
-        """Bring back the next group of this chunk, else of the next one whose forward is over."""
+        """Reload the next group of this chunk, else of the next one whose forward is over."""
         if not self.pre_reload_last_layer():
             following = self.manager.front_backward_chunk()
             if following is not None and not following.chunk.open_groups:
@@ -326,7 +326,7 @@ class ChunkOffloadHandler:
         return len({group.name for group in self.chunk.groups})
 
     def reset(self) -> None:
-        """Begin another pass over the same groups; what was not committed stays on the device."""
+        """Begin another pass over the same groups; what was not committed is kept on the device."""
         self._last_pass = self._this_pass() or self._last_pass
         self._earlier = list(self.chunk.groups)
         self.chunk.open_groups.clear()
@@ -346,7 +346,7 @@ class ChunkOffloadHandler:
         return self.find_group_with_name(self._last_pass, name, position)
 
     def finish_all_groups(self, name: str | None = None) -> bool:
-        """Whether no group of this pass is open or away, or else none of ``name`` is to come."""
+        """Whether no group of this pass is open or offloaded, or none of ``name`` is to come."""
         is_busy = self.chunk.open_groups or any(g.state in _OFFLOADED for g in self._waiting())
         return (bool(self._this_pass()) and not is_busy) or self.find_next_group(name) is None
 
@@ -387,10 +387,10 @@ class _OneInProcess(type):
 
 
 class PipelineOffloadManager(metaclass=_OneInProcess):
-    """Megatron's manager: its documented names, and the engine's for whoever runs a step.
+    """Megatron's manager: its documented names, and the engine's to run a step.
 
     Args:
-        config: what moves and within which bounds.
+        config: what is offloaded and within which bounds.
         backend: where tensors live; by default what ``config.backend`` names.
         engine: a manager of the engine to hold, in place of a new one of ``config``.
     """
@@ -489,7 +489,7 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
         return None if chunk is None else self._handler_of(chunk)
 
     def pop_forward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
-        """Return the chunk whose forward runs; it is never used up, so nothing is taken away."""
+        """Return the chunk whose forward runs; it is never used up."""
         return self.cur_forward_chunk()
 
     @property
@@ -611,13 +611,13 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
     # The step
 
     def reset(self, process_group: Any = None) -> None:
-        """End the training step, and take back what `cpu_tensor_pool` has lent; no collective."""
+        """End the training step, and Free what `cpu_tensor_pool` has allocated; no collective."""
         self.engine.reset()
         if self._pool is not None:
             self._pool.reset()
 
     def post_warmup_callback(self) -> None:
-        """End the first step where nobody has, and print what leaves; collective for the table."""
+        """End the first step if it is open, and print what is offloaded; a collective."""
         self.engine.end_step_if_over()
         print_offload_summary_table(self.offload_summary_bytes)
 

@@ -85,8 +85,8 @@ def offload_modules(
             within one part and ``**`` for any number of parts.
         manager: by default the process's.
         pp_rank: pipeline rank, for what is said by rank; None is what
-            `megatron_offload.engine.learning.register_pipeline_rank` was told.
-        is_part: whether something else begins the forwards, and tells what is made again; what no
+            `megatron_offload.engine.learning.register_pipeline_rank` was given.
+        is_part: whether something else begins the forwards, and notes what is recomputed; what no
             module matches is then left out, with a warning: it may be in another part.
 
     Raises:
@@ -99,7 +99,7 @@ def offload_modules(
     result = ModuleOffload(manager)
     wanted = tuple(dict.fromkeys([names] if isinstance(names, str) else names))
     if not (wanted or is_part):
-        raise ConfigError("offload_modules() was given no names, so nothing would move")
+        raise ConfigError("offload_modules() was given no names, so nothing would be offloaded")
     modules = [named_modules(chunk) for chunk in chunks]
     kinds = {name: kind for name in wanted if (kind := _kind_of(name, modules, is_part))}
     try:

@@ -1,7 +1,7 @@
 """Offload of a share of the activations, counted in bytes, under a tag.
 
 What something else keeps on the device anyway is neither moved nor counted, and neither is what
-backward makes again.
+backward recomputes.
 """
 
 from __future__ import annotations
@@ -60,11 +60,12 @@ class CPUOffload(AroundForwards):
     and nothing that was saved under it is left.
 
     Args:
-        offload_ratio: most of the tag's bytes that moves, from 0 to 1: of those that the last step
-            saved, or this one where that is more. What moves is less by at most one tensor.
+        offload_ratio: most of the tag's bytes that is offloaded, from 0 to 1: of those that the
+            last step saved, or this one where that is more. What is offloaded is less by at most
+            one tensor.
         tag: what is counted together.
-        config: how they move; only for the first object of a tag. All sizes move, and count, unless
-            it sets a smallest one.
+        config: how they are offloaded; only for the first object of a tag. All sizes move, and
+            count, unless it sets a smallest one.
 
     Raises:
         ValueError: the ratio is outside [0, 1], or a config comes for a tag that exists.
@@ -97,7 +98,7 @@ class CPUOffload(AroundForwards):
 
     @classmethod
     def forget(cls, tag: str) -> None:
-        """Give a tag's memory back and count it anew; does nothing where there is no such tag."""
+        """Free a tag's memory and count it anew; does nothing where there is no such tag."""
         known = cls._tags.pop(tag, None)
         if known is not None:
             known.groups.manager.close()

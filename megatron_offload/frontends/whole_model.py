@@ -46,7 +46,7 @@ class OffloadActivations(AroundForwards):
     Enter it around every forward, the same or a new one: a new one goes on with the memory and the
     learning of the last of its settings, thread and device. Two that exist at a time share nothing.
 
-    Parameters and buffers stay (plain buffers where `get_act_offloading_ctx_manager` was told of
+    Parameters and buffers are kept (plain buffers where `get_act_offloading_ctx_manager` was given
     them), and so do small tensors and those that are not on the accelerator. Distributed and
     quantised tensors move part by part.
 
@@ -55,7 +55,7 @@ class OffloadActivations(AroundForwards):
         use_streams: copy on streams of their own, beside the compute stream.
         max_fwd_stash_size: most tensors whose device memory is held in forward until their copies
             are done. More of them hide slower copies.
-        min_offload_size: smallest tensor that moves, in bytes.
+        min_offload_size: smallest tensor that is offloaded, in bytes.
         config: everything else, such as ``host_memory_bytes`` and ``prefetch_bytes``. What it sets
             of ``pin_memory``, ``copy_streams`` and ``min_tensor_bytes`` counts where the argument
             above is left at its default.
@@ -125,12 +125,12 @@ class OffloadActivations(AroundForwards):
         return make, (self.use_pin_memory, self.use_streams, *sizes)
 
     def close(self) -> None:
-        """Give all memory back; a second call does nothing more."""
+        """Free all memory; a second call does nothing more."""
         self.manager.close()
 
 
 class _OffloadModel(OffloadActivations):
-    """The same for a model that is known, whose modules tell how they made what they return."""
+    """The same for a model that is known, whose modules note how they made their outputs."""
 
     _door = "get_act_offloading_ctx_manager"
 
@@ -180,7 +180,7 @@ def _allocate(
             if allocated.model != of_model and groups.manager.tuner is not None:
                 groups.manager.tuner.begin(groups.manager)
     if groups is None:
-        # The settings have changed, maybe, and nobody may come for what the others have pinned.
+        # The settings may have changed, so that what the others have pinned is of no use.
         for other in [allocated for idle in list(_idle.values()) for allocated in idle]:
             if other.groups is not None:
                 other.groups.manager.trim()
@@ -193,7 +193,7 @@ def _allocate(
 
 
 class NoOpManager(saved_tensors_hooks):
-    """While it is entered, saved tensors stay as they are, whatever hooks surround it."""
+    """While it is entered, saved tensors are kept as they are, whatever hooks surround it."""
 
     def __init__(self) -> None:
         super().__init__(_keep, SavedTensor.unpack)
@@ -212,7 +212,7 @@ class NoOffload(contextlib.nullcontext[None]):
         return False
 
     def close(self) -> None:
-        """Give nothing back."""
+        """Free nothing."""
 
 
 def _check_switch(name: str, value: object) -> None:
@@ -232,7 +232,7 @@ def get_act_offloading_ctx_manager(
 ) -> OffloadActivations | NoOffload:
     """Return what to enter around a model's forward.
 
-    The output head stays on the device, since backward needs its logits first, and so do the
+    The output head is kept on the device, since backward needs its logits first, and so do the
     model's parameters and buffers.
 
     Args:
@@ -254,7 +254,7 @@ def get_act_offloading_ctx_manager(
     elif warn_if_no_head:
         warnings.warn(
             "no output head was found in the model, so what it saves is offloaded too and has to "
-            f"come back at once; heads are called {', '.join(_HEADS)}. Run the layer that makes "
+            f"are reloaded at once; heads are called {', '.join(_HEADS)}. Run the layer that makes "
             "the model's output inside NoOpManager(), or say warn_if_no_head=False",
             stacklevel=2,
         )

@@ -1,4 +1,4 @@
-"""Offload in a `Trainer` of transformers, TRL's trainers too, by a class in front of theirs."""
+"""Offload in a `Trainer` of transformers, TRL's trainers too, by a class before the original."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class OffloadCallback(Callback):
         pl_module.log_dict({name: float(x) for name, x in self.offload.last_step.metrics().items()})
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Give all memory back, and leave the trainer as it was."""
+        """Free all memory, and leave the trainer as it was."""
         self._patches.undo()
 
     on_exception = teardown

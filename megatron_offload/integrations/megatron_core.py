@@ -1,4 +1,4 @@
-"""This implementation in the place of megatron-core's own, for whoever refers to that by then.
+"""This implementation in the place of megatron-core's own, in all modules that refer to that.
 
 That is in namespaces by identity, and in the class that layers hold.
 """
@@ -44,7 +44,7 @@ _PREPARE = "preprocess_for_fine_grained_offloading"
 _logger = logging.getLogger(__name__)
 
 patches = PatchStack()
-"""What `install` has exchanged, and whoever adds to it; `uninstall` puts it back."""
+"""The patches of `install`, and of later hooks; `uninstall` undoes them."""
 
 _marked: WeakKeyDictionary[nn.Module, tuple[OffloadConfig, ModuleOffload]] = WeakKeyDictionary()
 """By model, the hooks on its modules, and the configuration that they were made for."""
@@ -60,8 +60,8 @@ def install(config: OffloadConfig | None = None, tuner: MeasuredLoop | None = No
     Layers then record into `PipelineOffloadManager.get_instance`; ``config`` is for that one, which
     is not made before it is used if CUDA hasn't begun: only the job knows its device.
     ``TransformerConfig`` says which groups are marked, as ever; its ``offload_modules`` takes
-    `EXTRA_MODULES` and patterns too. Where nothing says what stays of them, the first steps find it
-    (`megatron_offload.autotune.loop.tune`), or a ``tuner`` that is given with a config.
+    `EXTRA_MODULES` and patterns too. Where nothing says what is kept of them, the first steps find
+    it (`megatron_offload.autotune.loop.tune`), or a ``tuner`` that is given with a config.
 
     Raises:
         IntegrationError: megatron-core is absent, or older than 0.16.
@@ -110,7 +110,7 @@ def _begin(
 
 
 def patch_everywhere(pairs: Iterable[tuple[Any, Any]]) -> None:
-    """Exchange the first of each pair for the second, wherever a loaded module refers to it."""
+    """Replace the first of each pair for the second, wherever a loaded module refers to it."""
     for module, name, ours in _found({id(original): ours for original, ours in pairs}):
         patches.replace(module, name, ours)
 
@@ -220,7 +220,7 @@ def _taking_our_names(original: Callable[[Any], None], self: Any) -> None:
     try:
         return original(self)
     except AssertionError:
-        module_patterns(known)  # says which of them nobody knows
+        module_patterns(known)  # says which of them are unknown
         raise
     finally:
         self.offload_modules = list(names)
@@ -264,7 +264,7 @@ def _is_ours(name: str) -> bool:
 
 
 def _marking(original: Callable[[Any], None], self: Any) -> None:
-    """Before a model's forward, hook the modules of which Megatron's own call sites don't tell."""
+    """Before a model's forward, hook the modules that Megatron's own call sites don't mark."""
     manager = PipelineOffloadManager.get_instance()
     original(self)
     known_for, marked = _marked.get(self, (None, None))
@@ -286,7 +286,7 @@ def _marking(original: Callable[[Any], None], self: Any) -> None:
             units, find_manager = manager.recompute, PipelineOffloadManager.get_instance
             marked.remove_later(recompute_modules(named_modules(self), units, find_manager))
         _marked[self] = manager.config, marked
-    is_full = self.config.recompute_granularity == "full"  # of which more is told above
+    is_full = self.config.recompute_granularity == "full"  # see above
     if manager.do_offload and torch.is_grad_enabled() and not is_full:
         _look_for_names(manager, self.config.offload_modules)
 

@@ -54,7 +54,7 @@ def indices_to_multihot(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Convert each token's expert indices into a row with a place for each expert.
 
-    Where a token has an expert twice the later probability stays: one of the two that Megatron's
+    Where a token has an expert twice the later probability counts: one of the two that Megatron's
     own step may choose, and the one that it does choose on one thread of a CPU.
 
     Args:
@@ -109,8 +109,8 @@ def _check_same(original: Call) -> None:
     """Compare both steps on three tokens: a version that isn't known may have changed its own."""
     version = getattr(sys.modules["megatron.core"], "__version__", "of unknown version")
     wrong = (
-        f"{_CLASS}.{_METHOD} of megatron-core {version} is not the one that this stands "
-        "in for, that of 0.16 to 0.19; leave out install()"
+        f"{_CLASS}.{_METHOD} of megatron-core {version} is not the one that this "
+        "replaces, that of 0.16 to 0.19; leave out install()"
     )
     try:
         expected = _outcome(original)

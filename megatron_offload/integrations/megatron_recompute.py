@@ -1,8 +1,9 @@
-"""What of megatron-core's model backward makes again, and where its code has a place to say so.
+"""What of megatron-core's model backward recomputes, and where its code has a place to say so.
 
-Functions stand in the place of megatron-core's own under the same names; they call those, and tell
-the process's manager how the output was made. Norms are told of by hooks of a model's modules, from
-its first forward on; what TransformerEngine fuses, by `megatron_offload.engine.transformer_engine`.
+Patches of megatron-core's functions call the originals and report to
+the process's manager how the output was made. Norms are reported by hooks of a model's modules,
+from its first forward on; what TransformerEngine fuses, by
+`megatron_offload.engine.transformer_engine`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _manager = PipelineOffloadManager.get_instance
 
 
 def replacements() -> Iterator[tuple[Any, Any]]:
-    """Yield functions of megatron-core's, each with the one that stands in for it."""
+    """Yield functions of megatron-core's, each with the one that replaces it."""
     calls: tuple[tuple[str, str, Call], ...] = (
         *((module, name, _noting) for module, names in _FUSED.items() for name in names),
         ("tensor_parallel.random", "checkpoint", _grouping),
@@ -56,7 +57,7 @@ def replacements() -> Iterator[tuple[Any, Any]]:
 
 
 def wrap_methods(patches: PatchStack, others: Iterable[tuple[str, str, str, Call]]) -> None:
-    """Put calls that tell, or let others tell, around methods of megatron-core's classes.
+    """Patch methods of megatron-core's classes with calls that note recipes.
 
     ``others`` are more of them: module, class, method and what is called in its place.
     """
@@ -92,7 +93,7 @@ def _noting(original: Call, *args: Any, **kwargs: Any) -> Any:
 
 
 def _by_segments(original: Call, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Let the checkpoints of full recompute be told from those of parts of a layer."""
+    """Distinguish checkpoints of full recompute from those of parts of a layer."""
     on = self.config.fine_grained_activation_offloading
     if not on or LAYER_INPUT not in self.config.offload_modules:
         return original(self, *args, **kwargs)
@@ -120,7 +121,7 @@ def _grouping(original: Call, *args: Any, **kwargs: Any) -> Any:
 
 
 def _noting_activation(original: Call, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Let the activation of an MLP tell, where Megatron calls it by itself and it is known."""
+    """Note the recipe of an MLP's activation, where Megatron calls it by itself and it is known."""
     manager, own, config = _manager(), vars(self), self.config
     is_other = (  # fused, or not called by this name, or compared with what it may be
         config.bias_activation_fusion or config.use_te_activation_func or config.gated_linear_unit

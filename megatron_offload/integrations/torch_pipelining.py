@@ -68,7 +68,7 @@ def offload_pipeline(
     """Offload what a schedule's stages save, on this rank.
 
     Each call of ``schedule.step`` is a training step; ``schedule.eval`` moves nothing. The loss is
-    computed outside the last stage, so what it saves stays on the device: it is needed at once.
+    computed outside the last stage, so what it saves is kept on the device: it is needed at once.
 
     Args:
         schedule: any schedule of ``torch.distributed.pipelining``.

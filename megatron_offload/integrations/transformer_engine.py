@@ -1,4 +1,4 @@
-"""Which operation's saved activations go to the host, and which stay: one decision per operation.
+"""Which operation's saved activations are offloaded, and which kept: one decision per operation.
 
 The innermost setting wins; what is recomputed is left to the checkpoint. TransformerEngine's fuser
 saves the tensors of all operations of a run in one list; each one's context says its place there.
@@ -45,12 +45,12 @@ _patches = PatchStack()
 def operation_groups(
     config: OffloadConfig | None = None, *, manager: PipelineOffloadManager | None = None
 ) -> AutomaticGroups:
-    """Return what moves the tensors of operations that go where nothing around them is moved.
+    """Return what moves the tensors of operations that go where nothing around them is offloaded.
 
     One for the process, made at the first call.
 
     Args:
-        config: how they move; by default tensors of 1 KiB and more.
+        config: how they are offloaded; by default tensors of 1 KiB and more.
         manager: a manager that nothing else uses, in place of ``config``.
 
     Raises:
@@ -80,7 +80,7 @@ def set_activation_offloading(module_or_op: nn.Module, enabled: bool | None) -> 
 
     Args:
         module_or_op: a module, or an operation that is called as one.
-        enabled: True: it goes to the host, even where nothing around it does. False: it stays. None
+        enabled: True: it is offloaded, even where nothing around it does. False: it is kept. None
             leaves it to what surrounds it, as without a setting.
 
     Raises:
@@ -164,7 +164,7 @@ uninstall = _patches.undo
 
 
 def mark_activation_offload(*tensors: torch.Tensor | None) -> None:
-    """Let tensors go where what surrounds them goes; takes back `mark_not_offload`."""
+    """Let tensors go where what surrounds them goes; frees `mark_not_offload`."""
     for part in (*(tensor for tensor in tensors if tensor is not None), *plain_parts(tensors)):
         unmark(part)
 

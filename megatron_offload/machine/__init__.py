@@ -1,1 +1,1 @@
-"""What this machine gives: how fast it copies, what stands in the way, and where the host waits."""
+"""What this machine gives: how fast it copies, what limits it, and where the host waits."""

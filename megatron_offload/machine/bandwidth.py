@@ -20,7 +20,7 @@ from megatron_offload.core.machine import CopyRates
 from megatron_offload.errors import OffloadError
 
 BLOCK_BYTES = 128 * 1024**2
-"""What one copy moves: starting it costs nothing, and two don't stay in a processor's cache."""
+"""What one copy moves: starting it costs nothing, and two don't fit into a processor's cache."""
 
 
 class BandwidthError(OffloadError, RuntimeError):
@@ -54,7 +54,7 @@ def measure_copies(
     """Measure what the devices of a machine get, each number the median of a few rounds.
 
     They copy together and then in turn. For each, twice ``block_bytes`` is pinned, and taken on the
-    device; all is given back. Memory that can't be had is a `BandwidthError`.
+    device; all is freed. Memory that can't be had is a `BandwidthError`.
     """
     links = [Link(backend, block_bytes) for backend in backends]
     median_rates(links, "d2h", "h2d")  # those that were idle have to wake

@@ -135,7 +135,7 @@ def check_host_memory(num_ranks: int, slab_bytes: int, *, root: Path = Path("/")
         return Finding("ok", "host memory", found)
     found += f", less than one slab of {format_bytes(slab_bytes)}"
     advice = "free memory, raise the control group's limit (the container's --memory), or set "
-    advice += "host_memory_bytes; over it, tensors stay on the device"
+    advice += "host_memory_bytes; over it, tensors are kept on the device"
     return Finding("warning", "host memory", found, advice)
 
 
@@ -157,7 +157,7 @@ def check_optimizer(
 
 
 def check_environment(environ: Mapping[str, str]) -> list[Finding]:
-    """Say which environment variables stand in the way of copies beside kernels, or help."""
+    """Say which environment variables hinder copies beside kernels, or help."""
     name = "PYTORCH_CUDA_ALLOC_CONF"
     advice = "where much more is reserved than allocated, try expandable_segments:True"
     findings = [Finding("note", name, "not set", advice)]

@@ -40,7 +40,7 @@ class Ledger:
         self.restart_peak()
 
     def clear(self) -> None:
-        """Count from zero; the peak stays."""
+        """Count from zero; the peak remains."""
         self._keep_peak()
         self.by_name: Counter[str] = Counter()
         self.total_bytes = 0
@@ -106,7 +106,7 @@ class _Piece:
     region: HostRegion | None = None
     views: dict[tuple[Part, ...], list[torch.Tensor]] = field(default_factory=dict)
     """What it was shown as: one step's regions are as the last one's, though not in its order.
-    Sizes and the offset are the same whenever it is lent for these parts."""
+    Sizes and the offset are the same whenever it is allocated for these parts."""
 
     def __iter__(self) -> Iterator[_Piece]:
         piece: _Piece | None = self
@@ -146,12 +146,12 @@ class _Piece:
 
 @dataclass(slots=True, eq=False, repr=False)
 class HostRegion:
-    """Pinned bytes lent out by a `HostPool`, until they are given to `HostPool.free`.
+    """Pinned bytes allocated by a `HostPool`, until they are given to `HostPool.free`.
 
     Each part is shown by one of ``views``; of the ``size_bytes`` of all, each rounded up to
     `ALIGNMENT_BYTES`, ``alone_bytes``, by name, are nowhere else. A new write must wait for
     ``ready_event``, the newest H2D event of any former user (W5). ``num_users`` parts were not
-    given back.
+    freed.
     """
 
     _piece: _Piece | None
@@ -169,13 +169,13 @@ class HostRegion:
 
 
 class HostPool:
-    """Lends pinned host memory by bytes.
+    """Allocates pinned host memory by bytes.
 
     Args:
         backend: pins the slabs and answers whether events are done.
         slab_bytes: slabs are at least this large, as far as the cap allows and such can be pinned.
         cap_bytes: most bytes that may be pinned; None takes `default_cap_bytes` with its errors, 0
-            lends nothing.
+            allocates nothing.
         share: what part of the free memory that is, for all local ranks together.
     """
 
@@ -184,7 +184,7 @@ class HostPool:
     ) -> None:
         self.cap_bytes = default_cap_bytes(share) if cap_bytes is None else cap_bytes
         self.slab_bytes = _aligned(slab_bytes)
-        self.alone = Ledger()  # the bytes of it that are nowhere else, and those to be made again
+        self.alone = Ledger()  # the bytes of it that are nowhere else, and those to be recomputed
         self.stats = HostPoolStats()
         self.last_pin_error = ""  # text: an exception keeps its frames, and what they hold
         self.is_closed = False
@@ -205,14 +205,14 @@ class HostPool:
     def allocate(
         self, num_bytes: int, like: tuple[torch.Size, torch.dtype] | None = None
     ) -> HostRegion | None:
-        """Lend ``num_bytes``, or return None when memory is short, which is warned of once."""
+        """Allocate ``num_bytes``, or return None when memory is short, which is warned of once."""
         region = self.allocate_parts([(num_bytes, like)])
         if region is None:
             self._refuse(num_bytes)
         return region
 
     def allocate_parts(self, parts: Sequence[Part]) -> HostRegion | None:
-        """Lend memory for several tensors, each aligned; None when it is short, uncounted.
+        """Allocate memory for several tensors, each aligned; None when it is short, uncounted.
 
         A part without bytes, and a pool that is closed, are a `ValueError`.
         """
@@ -234,7 +234,7 @@ class HostPool:
         return region
 
     def free(self, region: HostRegion, after: Event | None, num_parts: int = 1) -> None:
-        """Take parts of a region back; with the last, its bytes may be lent again at once.
+        """Free parts of a region; with the last, its bytes may be allocated again at once.
 
         ``after`` is the event behind the last H2D copy out of it; None leaves the former users' in
         force. All events are of one stream, and come in its order: the newest stands for those
@@ -263,7 +263,7 @@ class HostPool:
         self.alone.add(name, num_bytes)
 
     def regions(self) -> Iterator[HostRegion]:
-        """Yield what is lent."""
+        """Yield what is allocated."""
         for slab in self._slabs:
             yield from (piece.region for piece in slab if piece.region is not None)
 
@@ -273,7 +273,7 @@ class HostPool:
         self.alone.restart_peak()
 
     def shrink(self, keep_bytes: int = 0) -> int:
-        """Give back slabs that are free, copied out of, and over ``keep_bytes``; return how much.
+        """Free slabs that are free, copied out of, and over ``keep_bytes``; return how much.
 
         Copies into a region that was freed before they ran are not known here: the caller waits for
         those first (`Backend.sync_copies`). What couldn't be pinned may be tried again.
@@ -301,9 +301,9 @@ class HostPool:
             piece.event = None
 
     def leave_to_graph(self) -> None:
-        """Lend what is pinned now no more: each replay of a captured graph writes into it.
+        """No longer allocate what is pinned now: each replay of a captured graph writes into it.
 
-        It counts as pinned, and is there until `close`, since nobody tells when a graph goes.
+        It counts as pinned, and is there until `close`, since no event says when a graph goes.
         """
         for piece in chain.from_iterable(self._slabs):
             piece.turn = -1
@@ -320,7 +320,7 @@ class HostPool:
     def recover(self, count_users: Callable[[HostRegion], int]) -> None:
         """Put the books right after a call that an exception cut short; no copy is under way.
 
-        ``count_users`` says how many parts of a region stay lent.
+        ``count_users`` says how many parts of a region are still allocated.
         """
         stats = self.stats
         stats.in_use_bytes = 0
@@ -340,12 +340,12 @@ class HostPool:
                     for name, num_bytes in region.alone_bytes:
                         self.alone.add(name, num_bytes)
                 else:
-                    region._piece = piece.region = None  # whoever frees it late is told
+                    region._piece = piece.region = None  # a late free is an error
         self._may_coalesce = True
         self._coalesce()
 
     def close(self) -> None:
-        """Wait for the copies under way and give all slabs back. Twice is fine.
+        """Wait for the copies under way and free all slabs. Twice is fine.
 
         A region that is still out keeps its slab alive, and may be freed late.
         """
@@ -429,14 +429,14 @@ class HostPool:
         if is_full:
             why = (
                 f"host pool is full: asked {asked}, {format_bytes(stats.in_use_bytes)} in use, "
-                f"{pinned} of {format_bytes(self.cap_bytes)} pinned; the tensors stay on the "
+                f"{pinned} of {format_bytes(self.cap_bytes)} pinned; the tensors are kept on the "
                 "device (raise host_memory_bytes or lower the fraction)"
             )
         else:
             stats.num_unpinnable += 1
             why = (
                 f"host memory can't be pinned: asked {asked}, {pinned} pinned, error: "
-                f"{self.last_pin_error}; the tensors stay on the device (lower host_memory_bytes "
+                f"{self.last_pin_error}; the tensors are kept (lower host_memory_bytes "
                 "or host_slab_bytes)"
             )
         if is_full not in self._warned_of:

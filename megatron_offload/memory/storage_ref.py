@@ -2,7 +2,7 @@
 
 PyTorch's own, ``StorageWeakRef``, gives its handle back in a finalizer in Python, which swallows an
 interrupt that comes while it runs. Here a callback in C notes which handles are left, and the next
-reference that is made gives them back.
+reference that is made frees them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class _Handle(weakref.ref["StorageRef"]):
 
 
 _alive: set[_Handle] = set()
-"""Kept here: one that went together with its reference would tell nobody."""
+"""Kept here: one that died with its reference would report nothing."""
 
 _left: deque[_Handle] = deque()
 

@@ -15,7 +15,7 @@ from megatron_offload.memory.host_pool import HostPool, HostRegion
 
 
 class TensorPool:
-    """Lends device memory for reloads, and keeps at most ``retained_bytes`` of it for the next.
+    """Allocates device memory for reloads, and keeps at most ``retained_bytes`` of it for the next.
 
     A tensor is kept only if nothing else holds its storage: no view of a former life can see the
     bytes of the next.
@@ -33,12 +33,12 @@ class TensorPool:
         """Bytes that are kept for reuse."""
 
     def allocate(self, hosts: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Event]]:
-        """Lend a tensor like each of these contiguous host tensors.
+        """Allocate a tensor like each of these contiguous host tensors.
 
         With them come the events of the last consumers of those that were kept, which the first
         write from another stream has to wait for (W6); fresh memory's is the compute stream's
         present point, which the caller records once for all. Where memory can't be had, what was
-        found so far is taken back.
+        found so far is freed.
         """
         if not self.keeps:
             empty_like = self._backend.empty_device_like
@@ -66,7 +66,7 @@ class TensorPool:
     def free(self, tensor: torch.Tensor) -> None:
         """Take a tensor back after its last consumer was queued on the compute stream.
 
-        It was allocated on that one. Where it is not kept, whoever holds it decides how long it
+        It was allocated on that one. Where it is not kept, its owner decides how long it
         lives.
         """
         num_bytes = tensor.nbytes
@@ -98,7 +98,7 @@ class GPUTensorPool:
         self.device = torch.device(device)
         self.pin_memory = pin_memory
         self._free: defaultdict[PoolKey, deque[torch.Tensor]] = defaultdict(deque)
-        # Lent tensors by identity, for each key that was ever asked for.
+        # Allocated tensors by identity, for each key that was ever asked for.
         self._allocated: dict[PoolKey, dict[int, torch.Tensor]] = {}
         counters = "allocation_requests", "free_requests", "pool_hits", "pool_misses"
         self._stats = dict.fromkeys(("total_allocated", *counters), 0)
@@ -166,8 +166,8 @@ class GPUTensorPool:
     def reset(self) -> None:
         """Mark all tensors as free, those still out too.
 
-        Whoever holds one of them shares its memory with its next user from here on, and freeing
-        it is a second free (ValueError). The counters of the past stay.
+        An owner of one of them shares its memory with its next user from here on, and freeing
+        it is a second free (ValueError). Past counters remain.
         """
         for key, allocated in self._allocated.items():
             for tensor in allocated.values():
@@ -200,7 +200,7 @@ class GPUTensorPool:
 
 
 class HostTensorPool(GPUTensorPool):
-    """Lends host tensors out of the engine's `HostPool`; its status counts all that is lent there.
+    """Allocates host tensors out of the engine's `HostPool`; its status counts all of that.
 
     Nothing is kept by shape, so ``free_count`` is 0. `allocate` blocks the host until the last copy
     out of the same bytes is over.
@@ -213,7 +213,7 @@ class HostTensorPool(GPUTensorPool):
         self._regions: dict[int, HostRegion] = {}
 
     clear = GPUTensorPool.reset
-    """Takes back all that this pool has lent; the engine's stays lent."""
+    """Frees all that this pool has allocated; the engine's is still allocated."""
 
     def _make(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         num_bytes = self._calculate_memory_size(shape, dtype)

@@ -20,7 +20,7 @@ class LiveActivationMeter(Observer, torch.autograd.graph.saved_tensors_hooks):
     """Live bytes of saved activations, now and at their peak.
 
     As a context manager it sees every tensor that autograd saves, except where hooks that were
-    pushed later (such as an offload group's) take over; of those a manager tells its observers.
+    pushed later (such as an offload group's) take over; a manager reports those to its observers.
 
     A storage that is emptied in place (``resize_(0)``, as selective recompute does) counts as what
     is left of it, and again once it is filled.
@@ -52,7 +52,7 @@ class LiveActivationMeter(Observer, torch.autograd.graph.saved_tensors_hooks):
         key = storage._cdata
         if key not in self._ignored and key not in self._seen:
             # The Python object of a storage lives as long as the storage itself, even while only
-            # C++ holds it, so this fires when the memory is given back and not before.
+            # C++ holds it, so this fires when the memory is freed and not before.
             weakref.finalize(storage, _forget, weakref.ref(self), key).atexit = False
             self._seen[key] = (weakref.ref(storage), 0)
             self._measure([key])

@@ -1,4 +1,4 @@
-"""How long one step takes, what of it is lost by waiting and making again, what it reserves.
+"""How long one step takes, what of it is lost by waiting and recompute, what it reserves.
 
 And which groups the program is in, and their boundaries in its own order.
 """
@@ -34,11 +34,11 @@ class Turn(NamedTuple):
     lost_by: Literal["", "wait", "recompute"] = ""
     """Why it does no work of the program's own, if it doesn't."""
     detail: str = ""
-    """The wait's name, or the unit of what is made again."""
+    """The wait's name, or the unit of what is recomputed."""
 
 
 class ComputeTimer(Observer):
-    """An event of the compute stream at both ends of each wait for a copy and each making again."""
+    """An event of the compute stream at both ends of each wait for a copy and each recompute."""
 
     at: Place = "other", None
     """Which group the program has entered last."""
@@ -103,10 +103,10 @@ class Copy(NamedTuple):
 
 
 class BoundaryTimer(ComputeTimer):
-    """Tells `passed` of every boundary too, in the order of the program, and times all copies.
+    """Calls `passed` at every boundary too, in the order of the program, and times all copies.
 
-    Of a group whose start needs no gradient nobody says that backward leaves it: the next boundary
-    outside the group counts as its end.
+    Of a group whose start needs no gradient no event says that backward leaves it: the next
+    boundary outside the group counts as its end.
     """
 
     def restart(self) -> None:
@@ -172,15 +172,15 @@ class MeasuredStep(NamedTuple):
     step_us: float
     """From the start of its first group to its end."""
     lost_us: list[list[float]]
-    """What went into waiting for copies and making tensors again: by chunk, in its forward and in
+    """What went into waiting for copies and recompute: by chunk, in its forward and in
     its backward."""
     copied_bytes: int
     """To the host and back."""
     reserved_bytes: int | None
-    """The most that the process has reserved; None where nobody tells."""
+    """The most that the process has reserved; None where unknown."""
     idle_share: float
     """Of the boundaries of its groups, those at which the device had come to the one before: most,
-    where it waits for the host. Where groups have passed by in between, neither counts."""
+    where it waits for the host. Where groups have been skipped in between, neither counts."""
     host_us: float
     """What the engine took of the host's time, as far as it is timed: pinning memory too."""
 
@@ -250,7 +250,7 @@ class StepTimer(ComputeTimer):
         if self._meter is not None:
             if reserved_bytes is None:
                 reserved_bytes = self._meter.peak_bytes
-            # As if nobody had looked.
+            # As if unobserved.
             self._meter.peak_bytes = max(self._meter.peak_bytes, self._earlier_peak_bytes)
         lost_us = [[0.0, 0.0] for _ in range(self._num_chunks)]
         turns = self.turns[: self._num_turns]

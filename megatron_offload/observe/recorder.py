@@ -1,7 +1,7 @@
 """Record what one step showed: times, memory, and what each group saves.
 
 Nothing blocks the host while it is recorded: times are read when the step is over. Of a step that
-moves something, memory is told as it would be if nothing had moved: what lies on the host alone
+moves something, memory is reported as it would be if nothing had moved: what lies on the host alone
 just then is added.
 """
 
@@ -56,7 +56,7 @@ def profile_step(
 
     Time and memory go from the block's begin to the end of the step. The record is filled when the
     block is left, unless by an exception. The simulated device has no memory of its own: there it
-    is what a `LiveActivationMeter` counts that observes the manager; without one none is told.
+    is what a `LiveActivationMeter` counts that observes the manager; without one none is reported.
 
     Args:
         manager: whose groups are recorded.
@@ -94,10 +94,10 @@ class _Recorder(BoundaryTimer):
         super().restart()
         self._saved: dict[GroupKey, dict[_Identity, int]] = {}
         """What each group saves of each block. A block that several share counts in the one that is
-        committed first, which would move it: the same whether anything moves or not."""
+        committed first, which would offload it: the same whether anything is offloaded or not."""
         self._counted: dict[_Identity, int] = {}
         self._kept: set[_Identity] = set()
-        """What something else holds, so that moving it would not free it."""
+        """What something else holds, so that offloading it would not free it."""
         self._most_memory = DeviceMemory(0, 0)
         self._most_with_released_bytes = 0
         self._marks: dict[OffloadGroup, dict[Boundary, int]] = {}
@@ -106,14 +106,14 @@ class _Recorder(BoundaryTimer):
         """Note when it is, and the most memory until now."""
         with self._backend.uncounted():
             self.turn()
-            # Where the device doesn't tell its memory, what the manager's meter counts.
+            # Where the device doesn't report its memory, what the manager's meter counts.
             found = self._backend.memory()
             if self._meter and not found:
                 found = DeviceMemory(*[self._meter.live_bytes] * 2)
             if found:
                 self._most_memory = DeviceMemory(*map(max, self._most_memory, found))
                 released_bytes = self._manager.host_pool.alone.total_bytes
-                released_bytes -= self._manager.transfers.dropped_bytes  # made again
+                released_bytes -= self._manager.transfers.dropped_bytes  # recomputed
                 with_released_bytes = found.allocated_bytes + released_bytes
                 self._most_with_released_bytes = max(
                     self._most_with_released_bytes, with_released_bytes
@@ -231,13 +231,13 @@ class _Recorder(BoundaryTimer):
         return sum(copy.num_bytes for copy in copies) / us / 1e3 if us > 0 else 0.0
 
     def _count_saved(self, group: OffloadGroup) -> None:
-        """Count what a group has that no group before it counts; before anything of it moves."""
+        """Count what a group has that no group before it counts, before its offload."""
         saved = self._saved[group.key] = {}
         for block in group.blocks():
             if block.flight is not None or block.is_kept:
                 continue
             identity = block.identity
-            # What stays where it is may have grown since another group counted it.
+            # What is kept may have grown since another group counted it.
             num_bytes = block.num_bytes - self._counted.get(identity, 0)
             if num_bytes > 0:
                 saved[identity] = num_bytes
@@ -246,7 +246,7 @@ class _Recorder(BoundaryTimer):
     def _filled(
         self, group: GroupProfile, recompute_us: Mapping[tuple[GroupKey, str], float]
     ) -> GroupProfile:
-        """Return the group with its bytes that can move or are kept, and its units with times."""
+        """Return the group with its bytes to offload or keep, and its units with times."""
         key, units = group.key, group.recomputed
         saved = self._saved.get(key, {})
         kept_bytes = sum(size for identity, size in saved.items() if identity in self._kept)

@@ -93,8 +93,8 @@ class _Tracer(BoundaryTimer):
             ByteCount.HOST: on_host,
             ByteCount.PREFETCHED: self._manager.budget.held_bytes,
             ByteCount.LIVE: live_bytes,
-            # What lies on the host and in flight is held twice; what came back before its release
-            # is in flight alone.
+            # What lies on the host and in flight is held twice; what was reloaded before its
+            # release is in flight alone.
             ByteCount.HELD: min(max(live_bytes - on_host + in_flight, 0), live_bytes),
         }
         changed = [name for name in values if values[name] != self._last_values.get(name)]

@@ -1,1 +1,1 @@
-"""Decisions about what moves: pure Python, no torch, runs anywhere."""
+"""Decisions about what is offloaded: pure Python, no torch, runs anywhere."""

@@ -1,7 +1,7 @@
-"""What is made again, which groups move, and in how much room, by simulating few candidates.
+"""What to recompute and to offload, and in how much memory, by simulating few candidates.
 
-A candidate says how many kinds of saved bytes are made again, those first that free most for their
-time; an order in which the groups of each rank go to the host until its target is kept; how much
+A candidate says how many kinds of saved bytes are recomputed, those first that free most for their
+time; an order in which the groups of each rank are offloaded until its target is kept; how much
 device memory their copies have, and how that is split between the two directions. What a candidate
 takes of memory doesn't depend on times, so it is replayed; how long its step takes is simulated.
 Where a job is small, single groups, limits and kinds of the best are changed at last.
@@ -78,10 +78,10 @@ class _Way(NamedTuple):
     room: int = 0
     """Which of its rooms copies have; where that is too large for the target, the next smaller."""
     level: int = 0
-    """How many kinds of bytes are made again; where fewer keep the target alone, so many."""
+    """How many kinds of bytes are recomputed; where fewer keep the target alone, so many."""
     order: int = 0
     split: float = 0.5
-    """What of the room is for groups that come back."""
+    """What of the room is for groups that are reloaded."""
 
     def variants(self, most_level: int) -> list[list[_Way]]:
         """Return what is tried around it: rooms, levels, orders, and splits."""
@@ -107,7 +107,7 @@ class _Found(NamedTuple):
 
 
 class Chooser:
-    """Finds what is made again, what moves, and in how much room, by simulating few candidates.
+    """Finds what to recompute and to offload, and in how much memory, by few simulations.
 
     Args:
         profiles: of each pipeline rank, in any order.
@@ -279,7 +279,7 @@ class Chooser:
         def look(many: Iterable[_Ways]) -> bool:
             """Simulate candidates; return whether it is enough."""
             for ways in many:
-                # No step with so much made again is quicker than the one that moves nothing.
+                # No step with so much recomputed is quicker than the one that moves nothing.
                 bare = (self._bare_step(self._levels[way.level]).step_us for way in ways)
                 is_hopeless = limit_us is not None and max(bare) > limit_us
                 if len(found) >= self._most_candidates or (is_hopeless and found):
@@ -300,7 +300,7 @@ class Chooser:
             return min(low, key=lambda one: one.us)
 
         def climb(level: int) -> bool:
-            """Look around the best with so many kinds made again; return whether it is enough."""
+            """Look around the best with so many kinds recomputed; return whether it is enough."""
             if best(level).us > 1.1 * best().us:  # hopeless
                 return False
             for index in range(4):  # of all ranks alike
@@ -407,7 +407,7 @@ class Chooser:
                 found = settings
             elif found is not everything:
                 break
-            if -least_bytes < excess_bytes <= 0:  # no group could stay besides
+            if -least_bytes < excess_bytes <= 0:  # no group could be kept besides
                 break
             aim_bytes -= excess_bytes
         return found
@@ -479,13 +479,13 @@ class Chooser:
 
 
 def _replay_planned(work: RankWork, settings: RankSettings) -> RankProgram:
-    """Replay what a plan of these settings says: what holds nothing stays."""
+    """Replay what a plan of these settings says: what holds nothing is kept."""
     nothing = (group.key for group in work.profile.groups if not group.num_bytes)
     return work.replay(replace(settings, kept=settings.kept.union(nothing)))
 
 
 def _kinds_of(job: Job) -> list[tuple[str, int]]:
-    """Return the kinds of bytes that can be made again, those first that free most for their time.
+    """Return the kinds of bytes that can be recomputed, those first that free most for their time.
 
     A kind is a unit of a virtual stage, the same on all ranks.
     """

@@ -76,7 +76,7 @@ def job_from_model(model: ModelDescription, machine: Machine | None = None) -> J
 def fit_achieved_share(
     model: ModelDescription, step_us: float, machine: Machine | None = None
 ) -> float:
-    """Return the ``achieved_share`` with which a step takes this time, nothing moved."""
+    """Return the ``achieved_share`` with which a step without offload takes this time."""
     # The time is all but linear in 1 / share, so a secant on that is there at once.
     before, before_us, inverse = 0.0, 0.0, 1 / model.achieved_share
     for _ in range(20):
@@ -101,7 +101,7 @@ class Budgets(StrictModel):
     prefetch_bytes: Bytes | None = None
     """Device memory for groups that are back ahead of their use. None leaves it to the package."""
     recompute: NamesField = default(())
-    """The units that may be made again; unless set, all that the job has."""
+    """The units that may be recomputed; unless set, all that the job has."""
 
 
 class Surroundings(StrictModel):
@@ -161,7 +161,7 @@ def load_description(
     """Read a job; `ConfigError` says all that is wrong, one line each.
 
     ``machine`` is a section in the place of the file's; over both win the ``section.key=value``
-    pairs of ``overrides``. A measured step stays one of the job as the file has it.
+    pairs of ``overrides``. A measured step is one of the job as the file has it.
     """
     data = load_yaml(path)
     changed = data if machine is None else data | {"machine": dict(machine)}

@@ -1,4 +1,4 @@
-"""What one rank's work takes of memory without offload, and which of its groups could be away."""
+"""What one rank's work takes of memory, and which of its groups could be offloaded."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatron_offload.planning.simulate import RankResult
 
 
 class LiveGroup(NamedTuple):
-    """A group that can move."""
+    """A group that can be offloaded."""
 
     key: GroupKey
     num_bytes: int
     first_row: int
-    """The first piece of work that it may be away in."""
+    """The first piece of work in which it may be offloaded."""
     end_row: int
     """The one that needs it again."""
     life_us: float
@@ -29,8 +29,8 @@ class Footprint:
 
     Attributes:
         rows: bytes that are taken while a piece of work runs.
-        groups: those that can move.
-        keys: theirs.
+        groups: those that can be offloaded.
+        keys: those of the groups.
         times_us: of every group its start, commit, and backward's begin and end.
     """
 

@@ -19,13 +19,13 @@ from megatron_offload.planning.schedule import Pass, PassKind, Schedule
 
 
 class UnitWork(NamedTuple):
-    """What one unit of a group saves that can be made again instead."""
+    """What one unit of a group saves that can be recomputed instead."""
 
     unit: str
     num_bytes: int
     """Part of what the group saves."""
     us: float
-    """What making it again takes, in the group's backward."""
+    """What recompute takes, in the group's backward."""
     parents: tuple[int, ...] = ()
     """The groups that hold what it is made from: so many marked groups before it in its stage."""
 
@@ -40,7 +40,7 @@ class GroupWork:
 
     name: str
     num_bytes: int
-    """What it saves that can move: moving it copies this much and frees as much."""
+    """What it saves that can be offloaded: offloading it copies this much and frees as much."""
     forward_us: float
     backward_us: float
     kept_bytes: int = 0
@@ -51,13 +51,13 @@ class GroupWork:
     """The most its backward takes for a while beyond what was saved."""
     backward_block_bytes: int = 0
     """What its backward takes besides and leaves no gaps of behind: one block of one size, or a
-    layer that is made again."""
+    layer that is recomputed."""
     is_marked: bool = True
-    """Whether the engine sees it as a group; if not, all that it saves stays."""
+    """Whether the engine sees it as a group; if not, all that it saves is kept."""
     units: tuple[UnitWork, ...] = ()
-    """What of ``num_bytes`` can be made again."""
+    """What of ``num_bytes`` can be recomputed."""
     recomputed: tuple[UnitWork, ...] = ()
-    """What is made again, and so no part of ``num_bytes`` any more."""
+    """What is recomputed, and so no part of ``num_bytes`` any more."""
 
     def __post_init__(self) -> None:
         unit_bytes = sum(unit.num_bytes for unit in self.units)
@@ -65,7 +65,7 @@ class GroupWork:
             raise ConfigError(f"group {self.name!r}: its units have {unit_bytes} bytes, it fewer")
 
     def with_recompute(self, names: Collection[str] | None) -> GroupWork:
-        """Return the same work with some units made again; None: all cheap ones.
+        """Return the same work with some units recomputed; None: all default kinds.
 
         Their bytes are there while its forward runs, which makes them, and while its backward does.
         """
@@ -93,7 +93,7 @@ class StageWork:
     groups: tuple[GroupWork, ...]
     """In the order of the forward; backward takes them from the end."""
     output_bytes: int = 0
-    """What goes to the next stage, and as a gradient comes back."""
+    """What goes to the next stage, and as a gradient returns."""
     buffer_bytes: int = 0
     """What receiving and sending takes on the device while a pass of the stage runs, beyond what
     its groups save."""
@@ -126,10 +126,10 @@ class RankSettings:
     prefetch_bytes: int | None = None
     """Likewise."""
     offloads: bool = True
-    """Whether anything may move."""
+    """Whether anything may be offloaded."""
     recompute: tuple[frozenset[str], ...] | None = None
-    """The units that are made again, by virtual stage, none where one is left out; None: all
-    that are cheap."""
+    """The units that are recomputed, by virtual stage, none where one is left out; None: all
+    of default kinds."""
     lost_us: tuple[float, ...] = ()
     """What each pass of the rank takes besides, as it was measured."""
 
@@ -138,10 +138,10 @@ LIMITS = ("max_inflight_bytes", "prefetch_bytes")
 """The budgets of `RankSettings`."""
 
 UNLIMITED = RankSettings()
-"""Everything may move, within the engine's own budgets."""
+"""Everything may be offloaded, within the engine's own budgets."""
 
 NO_OFFLOAD = RankSettings(offloads=False, recompute=())
-"""Everything stays, and nothing waits for a copy."""
+"""Everything is kept, and nothing waits for a copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ class Job:
     them a second, which no wait shows."""
 
     def with_recompute(self, rank: int, recompute: Sequence[Collection[str]] | None) -> Job:
-        """Return the same step, with units of a rank made again as `RankSettings` says."""
+        """Return the same step, with units of a rank recomputed as `RankSettings` says."""
         stages, chosen = list(self.stages), dict(enumerate(recompute or ()))
         for place, stage in enumerate(self.schedule.stages_of(rank)):
             names = None if recompute is None else chosen.get(place, ())
@@ -193,8 +193,8 @@ number; about a thousand are seen (https://stackoverflow.com/questions/53970187)
 def pending_bytes(job: Job, rank: int, passes: Iterable[Pass]) -> Iterator[int]:
     """Yield, before each pass that a rank launches, what is freed of messages and can't be used.
 
-    PyTorch marks messages between stages with `record_stream`, so the allocator lends their memory
-    again only some launches later; docs/simulation.md says how many. A stage that doesn't tell its
+    PyTorch marks messages between stages with `record_stream`, so the allocator reuses their memory
+    again only some launches later; docs/simulation.md says how many. A stage without its
     launches counts none.
     """
     stages, own_stages = job.stages, frozenset(job.schedule.stages_of(rank))

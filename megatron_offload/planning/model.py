@@ -96,12 +96,12 @@ class ModelDescription(StrictModel):
     takes a value for every score."""
 
     recompute: Literal["full"] | tuple[Literal["norm", "mlp_act", "moe_act"], ...] = ()
-    """What the job makes again without this package: every layer, or outputs of these kinds."""
+    """What the job recomputes without this package: every layer, or outputs of these kinds."""
 
     modules: Names = LAYER_GROUPS
     """Groups that the engine sees; see `LAYER_GROUPS`."""
     min_tensor_bytes: Bytes = ByteSize(1024 * 1024)
-    """Smaller tensors stay."""
+    """Smaller tensors are kept."""
 
     peak_tflops: float = Field(gt=0)
     """Of a GPU, dense."""

@@ -1,6 +1,6 @@
 """Bytes, FLOP and microseconds of a described layer on one GPU.
 
-The formulas, with their sources and what they were measured against, stand in docs/simulation.md.
+The formulas, with their sources and what they were measured against, are in docs/simulation.md.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ class LayerCosts:
 
 
 def _recomputed_layer(groups: list[GroupWork], input_bytes: int) -> GroupWork:
-    """Return a layer that keeps its input alone, and is made again in backward."""
+    """Return a layer that keeps its input alone, and is recomputed in backward."""
     forward_us = sum(group.forward_us for group in groups)
     saved_bytes = sum(group.num_bytes + group.kept_bytes for group in groups)
     return GroupWork(

@@ -42,13 +42,13 @@ class GroupChoice(NamedTuple):
     name: Name
     num_bytes: Amount
     moves: bool
-    """Whether it goes to the host; else it stays on the device."""
+    """Whether it is offloaded; else it is kept on the device."""
     reason: Name
     """In a few words, for people."""
     externally_referenced_bytes: Amount = 0
     """What it saves besides that something else keeps."""
     recomputed_bytes: Amount = 0
-    """What it saves besides that is made again."""
+    """What it saves besides that is recomputed."""
 
     @property
     def identity(self) -> _Identity:
@@ -67,9 +67,9 @@ class UnitChoice(NamedTuple):
     unit: Name
     num_bytes: Amount
     us: Duration
-    """What making it again takes, or would."""
+    """What recompute takes, or would."""
     is_recomputed: bool
-    """Whether it is made again; else it is kept or moved with its groups."""
+    """Whether it is recomputed; else it is kept or offloaded with its groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,18 +90,18 @@ class RankPlan:
     measured_peak_bytes: Amount | None = None
     """Most that the rank was seen to reserve."""
     units: tuple[UnitChoice, ...] | None = None
-    """What is made again, and what could be; None leaves that to ``OffloadConfig``."""
+    """What is recomputed, and what could be; None leaves that to ``OffloadConfig``."""
 
     @property
     def recompute(self) -> tuple[frozenset[str], ...] | None:
-        """The units that are made again, by virtual stage; None where it doesn't say."""
+        """The units that are recomputed, by virtual stage; None where it doesn't say."""
         if self.units is None:
             return None
         return by_stage((unit.unit, unit.vp_stage) for unit in self.units if unit.is_recomputed)
 
     @property
     def kept(self) -> dict[GroupKey, str]:
-        """The groups that stay, each with the reason."""
+        """The groups that are kept, each with the reason."""
         return {choice.key: choice.reason for choice in self.choices if not choice.moves}
 
     @property
@@ -111,12 +111,12 @@ class RankPlan:
 
     @property
     def saved_bytes(self) -> int:
-        """What all groups hold together, less what is made again."""
+        """What all groups hold together, less what is recomputed."""
         return sum(choice.num_bytes for choice in self.choices)
 
     @property
     def recomputed_bytes(self) -> int:
-        """What a step makes again."""
+        """What a step recomputes."""
         return sum(choice.recomputed_bytes for choice in self.choices)
 
 
@@ -142,7 +142,7 @@ class OffloadPlan:
 
     @property
     def does_something(self) -> bool:
-        """Whether anything moves, or is made again, on any rank."""
+        """Whether anything is offloaded, or is recomputed, on any rank."""
         return any(rank.moved_bytes or rank.recomputed_bytes for rank in self.ranks)
 
     @property
@@ -177,7 +177,7 @@ class OffloadPlan:
         lacking = frozenset[str]().union(*(self.ranks[run.pp_rank].recompute or ())) - known
         if lacking:
             raise _another_run(
-                f"it makes {min(lacking)!r} again on pipeline rank {run.pp_rank}, and the "
+                f"it recomputes {min(lacking)!r} on pipeline rank {run.pp_rank}, and the "
                 "run has no recipe of that name (OffloadConfig.recompute lists what has one)"
             )
         groups = [(group.key, group.name, group.saved_bytes) for group in profile.groups]
@@ -205,9 +205,9 @@ def by_stage(kinds: Iterable[tuple[str, int]]) -> tuple[frozenset[str], ...]:
 def rank_plan(
     profile: StepProfile, kept: Mapping[GroupKey, str], moved: str, **settings: Any
 ) -> RankPlan:
-    """Return the plan of a rank from what stays, with reasons, and the reason of all that moves.
+    """Return the plan of a rank: what is kept, each with its reason; ``moved`` is of the others.
 
-    Groups without bytes stay anyway; ``settings`` are further attributes of `RankPlan`.
+    Groups without bytes are kept; ``settings`` are further attributes of `RankPlan`.
     """
     choices = []
     for group in profile.groups:
@@ -215,7 +215,7 @@ def rank_plan(
         moves = group.num_bytes > 0 and key not in kept
         recomputed_bytes = sum(unit.num_bytes for unit in group.recomputed if unit.is_recomputed)
         nothing = (
-            "is all made again" if recomputed_bytes else "holds nothing that moving would free"
+            "is all recomputed" if recomputed_bytes else "holds nothing that offloading would free"
         )
         reason = moved if moves else kept.get(key, nothing)
         sizes = (group.externally_referenced_bytes, recomputed_bytes)
@@ -253,7 +253,7 @@ def check_profiles(profiles: Collection[StepProfile]) -> tuple[StepProfile, ...]
 
 
 def _is_nearly_the_same(pairs: list[tuple[_Identity | None, _Identity | None]]) -> bool:
-    """Whether the same groups save the same, to 2 %: what is shared may depend on what moves."""
+    """Whether the same groups save the same, to 2 %: offload changes which group counts first."""
     differing_bytes = planned_bytes = 0
     for planned, found in pairs:
         if planned is None or found is None or planned[:2] != found[:2]:

@@ -1,4 +1,4 @@
-"""Which groups stay on the device, by rules that need no search.
+"""Which groups are kept on the device, by rules that need no search.
 
 Those are Megatron's for its numbers (module list, fraction, bytes per pipeline rank), and a share
 of the bytes.
@@ -25,23 +25,24 @@ class ModulesPolicy:
     kind: ClassVar[str] = "modules"
 
     fraction: float = 1.0
-    """Share of each chunk's groups that moves, earliest first, in [0, 1]."""
+    """Share of each chunk's groups that is offloaded, earliest first, in [0, 1]."""
     keep_bytes: int = 0
-    """What stays on the device besides, of the groups whose backward comes first, because they are
-    gone soonest anyway. Megatron has pipeline rank times ``delta_offload_bytes_across_pp_ranks``.
+    """What is kept on the device besides, of the groups whose backward comes first, because they
+    are gone soonest anyway. Megatron has pipeline rank times
+    ``delta_offload_bytes_across_pp_ranks``.
     """
     modules: tuple[str, ...] = ()
-    """Names or patterns of the groups that move; empty: all that were marked."""
+    """Names or patterns of the groups that are offloaded; empty: all that were marked."""
     delta_bytes_across_pp_ranks: int = 0
     """In a plan of all ranks, rank r has r times so many ``keep_bytes`` more."""
 
     def plan(self, profile: StepProfile) -> dict[GroupKey, str]:
-        """Return the groups that stay on the device, each with the reason."""
+        """Return the groups that are kept on the device, each with the reason."""
         kept: dict[GroupKey, str] = {}
         by_key: dict[GroupKey, GroupProfile] = {}
         for group in profile.groups:
             if self.modules and not any(fnmatchcase(group.name, one) for one in self.modules):
-                kept[group.key] = "not among the modules that move"
+                kept[group.key] = "not among the modules that are offloaded"
             elif group.num_bytes > 0:
                 by_key[group.key] = group
         remaining = self.keep_bytes
@@ -65,7 +66,7 @@ class ModulesPolicy:
         """Return the plan of one rank, which needs no other's."""
         delta_bytes = profile.run.pp_rank * self.delta_bytes_across_pp_ranks
         policy = replace(self, keep_bytes=self.keep_bytes + delta_bytes)
-        return rank_plan(profile, policy.plan(profile), "of a module that moves")
+        return rank_plan(profile, policy.plan(profile), "of a module that is offloaded")
 
 
 def plan_by_ratio(ratio: float, profile: StepProfile) -> RankPlan:

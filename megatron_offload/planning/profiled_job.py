@@ -39,7 +39,7 @@ def job_from_profiles(profiles: Sequence[StepProfile], schedule: Schedule, machi
     """Return the step that measured profiles show, one of each pipeline rank.
 
     Profile steps without stalls (no offload, or little of it): what a group waited for a copy
-    can't be told from what it computed. What lies on each rank all the time and temporaries are in
+    is part of what it computed. What lies on each rank all the time and temporaries are in
     no profile; where the peak matters, `job_of` counts them into ``static_bytes``.
 
     Raises:
@@ -135,10 +135,10 @@ def _work(chunks: Sequence[_Timed], index: int) -> GroupWork:
 
 
 def _units(groups: Sequence[GroupProfile], chunks: Sequence[_Timed]) -> Iterator[UnitWork]:
-    """Yield what could be made again of groups in the same place of several microbatches.
+    """Yield what could be recomputed of groups in the same place of several microbatches.
 
-    What is dear and was not timed takes as long as the forward of what it is made from; what only
-    reads and writes, a second for each terabyte.
+    What is planned only and was not timed takes as long as the forward of what it is made from;
+    what only reads and writes, a second for each terabyte.
     """
     names = dict.fromkeys(unit.unit for group in groups for unit in group.recomputed)
     for name in names:
@@ -183,7 +183,7 @@ def copies_gbps(moved: StepProfile, bare: StepProfile, copied_bytes: int) -> flo
 
 
 def _passes_us(profile: StepProfile) -> float:
-    """Return what all passes take, but for what is made again in them."""
+    """Return what all passes take, but for what is recomputed in them."""
     alike: defaultdict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
     for chunk in _by_chunk(profile).values():
         (_, first), (_, last) = chunk[0], chunk[-1]
@@ -231,7 +231,7 @@ def slowest_link(profiles: Iterable[StepProfile]) -> Machine | None:
 def schedule_of(profiles: Sequence[StepProfile]) -> Schedule:
     """Return the schedule of the profiles, in the order of ranks.
 
-    It is what they have seen. No profile tells which virtual stage a chunk is of, so with virtual
+    It is what they have seen. No profile says which virtual stage a chunk is of, so with virtual
     stages it is interleaved 1F1B.
 
     Raises:
@@ -279,7 +279,7 @@ def _passes_seen(profile: StepProfile) -> list[tuple[int, PassKind]]:
 
 
 def measured_peak_bytes(profile: StepProfile) -> int:
-    """Return the most that a step reserved without offload; 0 where nobody told."""
+    """Return the most that a step reserved without offload; 0 where unknown."""
     if profile.offloaded_bytes and not profile.counts_what_moved:
         raise ConfigError(
             f"the profile of pipeline rank {profile.run.pp_rank} is of a step that moved "

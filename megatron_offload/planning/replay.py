@@ -1,7 +1,7 @@
 """What the engine does in a steady step on one rank, call by call: no times, only the order.
 
 `core.step.StepDecisions` decides here as in the engine, over the passes of a schedule; what it asks
-for is written down. So what moves, where the
+for is written down. So what is offloaded, where the
 compute stream waits, and every peak of memory follow from here, whatever the copies cost;
 `megatron_offload.planning.simulate` adds the times.
 
@@ -97,7 +97,7 @@ class Piece(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class RankProgram:
-    """What one rank's streams have to do, what that moves, and what memory it needs."""
+    """What one rank's streams have to do, what it offloads, and what memory it needs."""
 
     peak_device_bytes: int = 0
     peak_taken_bytes: int = 0
@@ -111,7 +111,7 @@ class RankProgram:
     num_late: int = 0
     """Reloads that were issued only when their backward had begun."""
     recomputed_bytes: int = 0
-    """Made again in backward, and so neither kept nor moved."""
+    """Recomputed in backward, and so neither kept nor offloaded."""
     recompute_us: float = 0.0
     """What that takes, as a part of the compute."""
     moved: list[GroupKey] = field(default_factory=list)
@@ -135,15 +135,15 @@ _Places: TypeAlias = tuple[tuple[GroupProfile, GroupWork], ...]
 
 
 class RankWork:
-    """One rank's part of a job with units made again, as `RankSettings` has them.
+    """One rank's part of a job with units recomputed, as `RankSettings` has them.
 
     Attributes:
-        job: the step, with those units made again.
+        job: the step, with those units recomputed.
         vp_stages: the virtual stage of each chunk: of forwards that have a group.
         passes: with each its groups, in the order of the forward, and what was freed with messages
             before it and can't be used yet.
         profile: what the engine would learn from a step: groups, and the order of needs. It
-            depends on the schedule and on sizes alone, not on what moves.
+            depends on the schedule and on sizes alone, not on what is offloaded.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ _Part: TypeAlias = tuple[GroupProfile, GroupWork, WorkGroup | None]
 
 
 class _Replay:
-    """One rank's step, pass by pass; the `Actions` of `StepDecisions`, on paper."""
+    """One rank's step, one pass after another; the `Actions` of `StepDecisions`, on paper."""
 
     def __init__(self, rank: RankWork, settings: RankSettings, records: bool) -> None:
         static_bytes = rank.job.static_bytes[rank.rank]
@@ -409,7 +409,7 @@ class _Replay:
         return True
 
     def _await_reload(self, group: WorkGroup) -> None:
-        """Write the wait for what comes back, where its first tensor is unpacked."""
+        """Write the wait for what is reloaded, where its first tensor is unpacked."""
         if group.state is GroupState.RELOADING:
             self._add(OpKind.AWAIT, group.reload, group)
             group.advance(GroupState.RELOADED)
@@ -423,7 +423,7 @@ class _Replay:
         return len(copies) - 1
 
     def _count(self, device_bytes: int = 0, host_bytes: int = 0) -> None:
-        """Take memory; below 0 give it back."""
+        """Take memory; below 0 free it."""
         self._device_bytes += device_bytes
         self._host_bytes += host_bytes
         if self._host_bytes > self.program.peak_host_bytes:
@@ -438,7 +438,7 @@ class _Replay:
             self.program.memory.append((len(self.program.kinds), counts))
 
     def _note_peaks(self, temp_bytes: int) -> None:
-        """Look at what is taken; where it only falls, nobody needs to."""
+        """Look at what is taken; not where it only falls."""
         program, device_bytes = self.program, self._device_bytes + temp_bytes
         if device_bytes > program.peak_device_bytes:
             program.peak_device_bytes = device_bytes

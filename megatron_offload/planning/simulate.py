@@ -228,7 +228,7 @@ class _Step:
                     what = "other" if not label else "backward" if is_backward else "forward"
                     rank.add_span("compute", what, position, now_us, joined_us)
                 elif position + 1 < num_ops and program.kinds[position + 1] == OpKind.COMPUTE:
-                    continue  # nobody looks in between
+                    continue  # there is no observer in between
                 yield environment.timeout(joined_us)
                 joined_us = 0.0
                 continue

@@ -26,7 +26,7 @@ import altair as alt  # noqa: E402 - what is missing was said
 _KINDS = {
     "forward": ("#0072b2", "forward"),
     "backward": ("#009e73", "backward"),
-    "recompute": ("#56b4e9", "made again"),
+    "recompute": ("#56b4e9", "recomputed"),
     "stall": ("#d55e00", "waits for a copy"),
     PIPELINE_WAIT: ("#626c78", "waits for a stage"),
     "other": ("#c4c9cf", "outside groups"),
@@ -50,7 +50,7 @@ _POINTS = {
 }
 
 MOST_TIMELINES = 64
-"""Ranks in one page; hundreds would help nobody."""
+"""Ranks in one page; hundreds would be of no help."""
 
 _COLUMNS = 2000
 """Parts of a step, fewer of more ranks than 16; what is shorter than one is drawn together."""

@@ -29,7 +29,7 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 _DONE = {
     "offloaded_bytes": "moved: named in offload.modules",
-    "recomputed_bytes": "made again in backward: named in offload.recompute",
+    "recomputed_bytes": "recomputed in backward: named in offload.recompute",
 }
 
 

@@ -1,4 +1,4 @@
-"""Tables of what moved, of two runs side by side, of a plan, and of what settings cost."""
+"""Tables of what was offloaded, of two runs side by side, of a plan, and of what settings cost."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _RANK = {
     "dp": "dp_rank",
     "offloaded": "offloaded_bytes",
     "reloaded": "reloaded_bytes",
-    "made again": "recomputed_bytes",
+    "recomputed": "recomputed_bytes",
     "late": "num_late_reloads",
     "peak live saved": "peak_live_activation_bytes",
     "host": "peak_host_bytes",
 }
 _GPU = {"peak allocated": "peak_allocated_bytes", "peak reserved": "peak_reserved_bytes"}
-_CHOICE = {True: "moves", False: "stays"}
+_CHOICE = {True: "offloaded", False: "kept"}
 
 
 def print_offload_summary_table(
@@ -41,8 +41,8 @@ def print_offload_summary_table(
 
     Args:
         total_offload_bytes: this rank's bytes for each group name.
-        local_duplicate_summary: this rank's bytes for each group name that were not moved a second
-            time because another group had saved the same memory; a second table.
+        local_duplicate_summary: this rank's bytes for each group name that were not offloaded a
+            second time because another group had saved the same memory; a second table.
         process_group: who takes part; None is everybody.
     """
     from megatron_offload.machine.job_ranks import gather, rank_in  # imports torch
@@ -89,8 +89,8 @@ class PlanRow(NamedTuple):
 def plan_rows(plan: OffloadPlan) -> list[PlanRow]:
     """Return what a plan says by group name and reason; every group is in exactly one row.
 
-    Units stand behind them: what is made again of one is no part of a group's bytes. Names come in
-    the order of the plan's groups, and of one name first what moves.
+    Units stand behind them: what is recomputed of one is no part of a group's bytes. Names come in
+    the order of the plan's groups, and of one name first what is offloaded.
     """
     found: dict[tuple[str, str, str], list[int]] = {}
     for choice in (choice for rank in plan.ranks for choice in rank.choices):
@@ -101,10 +101,10 @@ def plan_rows(plan: OffloadPlan) -> list[PlanRow]:
     rows.sort(key=lambda row: (names.index(row.name), row.choice == _CHOICE[False]))
     units: dict[tuple[str, str], list[UnitChoice]] = {}
     for unit in (unit for rank in plan.ranks for unit in rank.units or ()):
-        kind = f"unit {kind_of(unit.unit)}", "made again" if unit.is_recomputed else "as its groups"
+        kind = f"unit {kind_of(unit.unit)}", "recomputed" if unit.is_recomputed else "as its groups"
         units.setdefault(kind, []).append(unit)
     for kind, alike in units.items():
-        reason = f"making it again takes {sum(unit.us for unit in alike) / 1e3:.1f} ms in all"
+        reason = f"recompute takes {sum(unit.us for unit in alike) / 1e3:.1f} ms in all"
         size = sum(unit.num_bytes for unit in alike)
         rows.append(PlanRow(*kind, reason, len(alike), size))
     return rows

@@ -160,9 +160,9 @@ class ReportedLoop(MeasuredLoop):
             stats, pinned = manager.last_step, manager.host_pool.stats.slab_bytes_total
             sizes = {name: group.offloaded_bytes for name, group in stats.by_name.items()}
             moved = [f"{name} {format_bytes(size)}" for name, size in sizes.items() if size]
-            does = f"moves {', '.join(moved) or 'nothing'}"
+            does = f"offloads {', '.join(moved) or 'nothing'}"
             if moved or stats.recomputed_bytes:
                 again = format_bytes(stats.recomputed_bytes)
-                does += f", makes {again} again, pins {format_bytes(pinned)} on the host"
+                does += f", recomputes {again}, pins {format_bytes(pinned)} on the host"
             does += self.said and f"; {self.said}"
             console().print(f"megatron-offload: a step of rank 0 {does}")

@@ -1,4 +1,4 @@
-"""What a training run is told: model, parallelism, data, schedule, run, offload.
+"""Configuration of a training run: model, parallelism, data, schedule, run, offload.
 
 Every check that needs neither a device nor the contents of data is made here.
 """
@@ -127,7 +127,7 @@ class RunConfig(StrictModel):
     bit. From the fourth on steps are like those after."""
     profile_step: int = Field(default=0, ge=0)
     """Step of which every rank writes a profile to plan with (``profile_<rank>.json``); 0 for none.
-    Changes no bit. From the third on steps are like those after."""
+    Results are bitwise identical. From the third on steps are like those after."""
     timeout_s: float = Field(default=600.0, gt=0.0, le=7 * 24 * 3600.0)
     """Seconds that a rank waits for others before it fails."""
 

@@ -72,7 +72,7 @@ def default_text() -> bytes:
 def digest(tensors: Iterable[torch.Tensor]) -> str:
     """Return a digest of 128 bits of the bytes, dtypes and shapes of ``tensors``, in their order.
 
-    It is taken where they lie. No single change of a tensor can cancel. It tells accidents, not
+    It is taken where they lie. No single change of a tensor can cancel. It finds accidents, not
     intent.
     """
     state = hashlib.blake2b(digest_size=16)

@@ -39,7 +39,7 @@ _HANDLED = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
 """What torch's launcher handles while ranks run, and ever after."""
 
 _OF_INPUT = {error.__name__: error for error in (ConfigError, TargetError)}
-"""What only ranks can find wrong, by the name that the launcher is told."""
+"""What only ranks can find wrong, by the name in the launcher."""
 
 
 class RankFailedError(OffloadError, RuntimeError):

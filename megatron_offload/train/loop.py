@@ -111,10 +111,10 @@ class _Trainer:
                     say(self._line(record))
                 if manager and was_planning and not self._is_planning():
                     note = keep_plan(tune(manager), run.output if is_owner else None)
-                    if note:  # what a plan costs is told where time means anything
+                    if note:  # what a plan costs is reported where time means anything
                         say(note if on_gpu else note.partition(";")[0])
         if self._is_planning():
-            say("the run was over before its plan was settled; raise run.steps")
+            say("the run was over before its plan had converged; raise run.steps")
         report.parameters = tuple(gather(digest(self._parameters()), self._group))
         return report
 
@@ -128,7 +128,7 @@ class _Trainer:
         if self._before:
             plain = self._before[0].steps[record.step - 1]
             pairs = ((record.loss, plain.loss), (record.grad_norm, plain.grad_norm))
-            is_same = all(repr(a) == repr(b) for a, b in pairs)  # it tells every bit
+            is_same = all(repr(a) == repr(b) for a, b in pairs)  # which has every bit
             different = f"DIFFERENT: without, loss {plain.loss!r}"
             line += f"  {'the same bits as without' if is_same else different}"
         return line
@@ -256,7 +256,7 @@ def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tens
 
 
 def keep_plan(loop: MeasuredLoop, output: Path | None) -> str:
-    """Write the plan that stays into a folder, unless that is None; return what to say."""
+    """Write the final plan into a folder, unless that is None; return what to say."""
     if loop.plan is not None and output is not None:
         save_plan(loop.plan, output / PLAN_NAME)
     return loop.said

@@ -34,7 +34,7 @@ class RankStep:
     pp_rank: int
     dp_rank: int
     loss: float | None
-    """Mean over this rank's microbatches; None where the pipeline's last stage is elsewhere."""
+    """Mean over this rank's microbatches; None where another rank has the last stage."""
     grad_norm: float
     step_time_s: float
     offloaded_bytes: int = 0
@@ -57,7 +57,7 @@ class RankStep:
     is_profiled: bool = False
     """Whether it was taken for a profile, so that its peaks and its time are not like others'."""
     is_planned_by: bool = False
-    """Whether it came before the run had found what to move."""
+    """Whether it came before the run had found what to offload."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ def compare_reports(without: RunReport, offloaded: RunReport) -> Comparison:
     last = without.steps[-1].ranks if steps else ()
 
     def are_same(key: str, compared: Iterable[tuple[Any, Any]]) -> bool:
-        # A repr tells every bit of a number, and the sign of zero.
+        # A repr has every bit of a number, and the sign of zero.
         return all(repr(getattr(a, key)) == repr(getattr(b, key)) for a, b in compared)
 
     findings = {

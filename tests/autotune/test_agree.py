@@ -40,7 +40,7 @@ def store(monkeypatch):
 
 
 def play(*comes, asks=None, dies=(math.inf,) * NUM_RANKS, num_steps=120):
-    """Let ranks take steps together, and ask; return what each is told, and behind how many."""
+    """Let ranks take steps together, and ask; return what each is reported, and behind how many."""
     ranks, asking, told = {}, {}, [None] * NUM_RANKS
     for step in range(num_steps):
         for rank, (first, last) in enumerate(zip(comes, dies, strict=True)):
@@ -66,7 +66,7 @@ def play(*comes, asks=None, dies=(math.inf,) * NUM_RANKS, num_steps=120):
         ((0, 0, 0), (3, math.inf, math.inf), [None, ("0+1+2", 4), ("0+1+2", 4)]),
     ],
 )
-def test_all_who_live_are_told_the_same_behind_as_many_steps(store, comes, dies, expected):
+def test_all_who_live_are_reported_the_same_behind_as_many_steps(store, comes, dies, expected):
     assert play(*comes, dies=dies or (math.inf,) * NUM_RANKS) == expected
 
 
@@ -125,7 +125,7 @@ def settled_at(jobs, num_steps, late=0):
 
 
 @pytest.mark.parametrize("late", [0, 3])
-def test_replicas_settle_on_one_plan_behind_as_many_steps(jobs, late):
+def test_replicas_converge_on_one_plan_behind_as_many_steps(jobs, late):
     steps = settled_at(jobs, 45, late)
     assert len(set(steps)) == 1
     plans = [job.manager.tuner.plan for job in jobs]

@@ -23,7 +23,7 @@ def job():
 
 
 def remaking(job, rank, copied_bytes=0):
-    """Return what a rank measures that makes all again, and has just that to lose."""
+    """Return what a rank measures that recomputes all, and has just that to lose."""
     lost_us = []
     for one in job.schedule.ranks[rank]:
         if one.kind is PassKind.FORWARD:
@@ -66,7 +66,7 @@ def test_of_processes_that_do_the_same_the_slowest_counts_and_copies_slow_kernel
     assert alone.lost_us < copying.lost_us <= alone.lost_us + 4000 + 1e-6
 
 
-def test_where_the_host_is_the_limit_what_it_gives_the_engine_is_lost(job):
+def test_where_steps_are_cpu_bound_what_it_gives_the_engine_is_lost(job):
     step = remaking(job, 0)
     lost_us = [cost_of(job, {0: [step._replace(idle_share=x)]}).lost_us for x in (0.25, 0.3)]
     assert lost_us[1] == pytest.approx(lost_us[0] + step.host_us)

@@ -1,4 +1,4 @@
-"""Runs that find by their own steps what to move, on the virtual clock: promises hold."""
+"""Runs that find by their own steps what to offload, on the virtual clock: promises hold."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_whatever_the_link_gives_the_default_costs_no_more_than_it_may(gbps, per
 
 
 @pytest.mark.parametrize("plans", [0, 1, 3])
-def test_two_steps_are_seen_in_which_all_stays_and_two_of_each_plan(plans):
+def test_two_steps_are_seen_in_which_all_is_kept_and_two_of_each_plan(plans):
     job = VirtualJob(0.1, policy={"kind": "auto", "measured_plans": plans})
     copy, probed, timed, followed = job.backend.copy, set(), [], []
 
@@ -116,14 +116,14 @@ def test_two_steps_are_seen_in_which_all_stays_and_two_of_each_plan(plans):
     assert loop.plan.moved_bytes > 0
 
 
-# Where nothing moves.
+# Where nothing is offloaded.
 
 
 @pytest.mark.parametrize(
     ("gbps", "settings", "why"),
     [
         (0.001, {}, "a plan that frees a little is predicted to cost 102 %"),
-        (0.01, {}, "the cheapest plan that was tried costs 11.96 % of a step"),
+        (0.01, {}, "the least costly plan that was tried costs 11.96 % of a step"),
         (1.0, {"us_per_row": 0.0}, "there is no GPU here"),
         (1.0, {"us_per_row": 0.0, "policy": AUTO}, "there is no GPU here"),
         (0.001, {"min_tensor_bytes": 1 << 30}, "no step came to its end"),
@@ -315,7 +315,7 @@ def test_a_step_that_fails_ruins_nothing(where, gbps):
     assert plans[0] is None or plans[1].is_like(plans[0])
 
 
-# Where the host is the limit.
+# Where the step is CPU-bound.
 
 
 def host_bound_job(monkeypatch, engine_us, capacity_bytes=None):
@@ -403,11 +403,11 @@ def test_a_target_that_cannot_be_kept_is_warned_of_and_the_run_goes_on(log):
     loop = settled(job)
     assert log.records[-1].levelno == logging.WARNING
     assert "at most 8.00 KiB is wanted" in loop.said
-    # As little as there can be: everything moves, in the smallest room.
+    # As little as there can be: everything is offloaded, in the smallest room.
     assert loop.plan.moved_bytes == loop.plan.ranks[0].saved_bytes
 
 
-# Where it is said what moves, and where it begins anew.
+# Where it is said what is offloaded, and where it begins anew.
 
 
 @pytest.mark.parametrize(

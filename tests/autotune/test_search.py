@@ -14,7 +14,7 @@ from megatron_offload.errors import TargetError
 from megatron_offload.planning.plan import GroupChoice, MeasuredCost, OffloadPlan, RankPlan
 
 FULL = 64_000
-"""Peak without offload; what moves is the rest of it to a plan's peak."""
+"""Peak without offload; what is offloaded is the rest of it to a plan's peak."""
 
 
 def plan_for(peaks):
@@ -107,7 +107,7 @@ def test_whatever_moving_costs_the_limit_is_kept_and_little_memory_is_missed(see
         assert best - search.plan.moved_bytes <= 0.45 * FULL
 
 
-def test_of_plans_that_are_quick_enough_the_one_stays_that_reserves_least():
+def test_of_plans_that_are_quick_enough_the_final_one_is_what_reserves_least():
     search = costing(chooser=FakeChooser(free=FULL // 3))
     followed, reserved = [], iter([FULL // 8, FULL, FULL])
     play(search, lambda plan: followed.append(plan) or (cost(0.2), [next(reserved)]))
@@ -123,16 +123,16 @@ def test_where_no_plan_is_quick_enough_nothing_moves_unless_that_does_not_fit():
         assert search.is_kept != moves
 
 
-def test_where_nothing_moves_it_is_said_what_the_cheapest_plan_costs():
+def test_where_nothing_moves_it_is_said_what_the_least_costly_plan_costs():
     search = costing()
     assert play(search, lambda plan: (cost(50.0), [None]), is_host_bound=True) <= 3
     assert not search.plan.does_something
     assert not search.is_kept or search.plan.measured.slowdown_percent == 0
-    assert search.cheapest_cost().startswith("the cheapest plan that was tried costs 50.00 % of")
-    assert "a CUDA graph of the whole step has none" in search.said
+    assert search.least_cost().startswith("the least costly plan that was tried costs 50.00 % of")
+    assert "a CUDA graph of the whole step is not" in search.said
     settled = costing(chooser=FakeChooser(free=0, grain=FULL))
     assert settled.is_converged
-    assert settled.cheapest_cost() == "a plan that frees a little is predicted to cost 40 %"
+    assert settled.least_cost() == "a plan that frees a little is predicted to cost 40 %"
 
 
 @pytest.mark.parametrize("plans", [0, 1])
@@ -198,7 +198,7 @@ def test_a_target_below_what_there_can_be_is_gone_for_as_far_as_that_goes():
     assert not search.is_kept
 
 
-def test_where_nobody_tells_what_is_reserved_a_plan_is_trusted():
+def test_where_unknown_what_is_reserved_a_plan_is_trusted():
     search = memory(WANTED)
     assert play(search, lambda plan: (cost(0.5), [None])) == 1
     assert "unknown sizes are reserved" in search.said

@@ -1,4 +1,4 @@
-"""How much may be pinned where nobody said, read off made-up machines."""
+"""How much may be pinned by default, read off made-up machines."""
 
 from __future__ import annotations
 

@@ -340,7 +340,7 @@ def test_it_owns_plain_cpu_tensors():
     assert not backend.owns(torch.empty(2, device="meta"))
 
 
-def test_the_checks_stay_small_over_many_steps():
+def test_the_checks_are_small_over_many_steps():
     backend = make("eager", on_hazard="raise")
     slab, source = backend.empty_host(64 * NUM_BYTES), filled(7, 64 * NUM_BYTES)
     ready = None

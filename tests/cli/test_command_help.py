@@ -76,7 +76,8 @@ def test_help_lists_every_key_with_its_text(name, capsys):
         assert " ".join(description.split()[:4]) in text
     if name == "train":
         assert (
-            "--activation-offload-fraction NUMBER Share of each chunk's groups that moves" in text
+            "--activation-offload-fraction NUMBER Share of each chunk's groups that is offloaded"
+            in text
         )
         assert "--offload.policy.kind {auto,memory_target,modules,plan_file,ratio}" in text
 

@@ -201,7 +201,7 @@ def test_a_machine_that_is_given_wins_over_what_copies_got(tmp_path):
     assert source.machine == f"{FROM_COPIES}; machine.d2h_gbps=3"
 
 
-def test_where_nobody_told_of_memory_it_is_what_groups_save(tmp_path):
+def test_where_unknown_of_memory_it_is_what_groups_save(tmp_path):
     folder = ran(tmp_path / "run")
     no_peaks = {"peak_allocated_bytes": 0, "peak_reserved_bytes": 0}
     for rank in range(2):

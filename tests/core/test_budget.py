@@ -1,4 +1,4 @@
-"""How the device budget is shared by what leaves and what comes back."""
+"""How the device budget is shared by what leaves and what is reloaded."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_limits_that_are_not_set_follow_the_step():
     assert budget.total_bytes == 4000, "the peak of a step holds for those after it"
 
 
-def test_what_stays_counts_for_a_share_of_the_step_and_not_as_the_largest_group():
+def test_what_is_kept_counts_for_a_share_of_the_step_and_not_as_the_largest_group():
     budget = DeviceBudget()
     for _ in range(20):
         budget.add_saved(800, 0, is_learned=True)
@@ -76,7 +76,7 @@ def test_the_clock_runs_until_the_first_backward_only_where_limits_follow_the_st
     assert not budget.clock_runs, "someone has set it now"
 
 
-def test_one_group_may_always_come_back():
+def test_one_group_may_always_be_reloaded():
     budget = DeviceBudget(0, 0)
     assert budget.may_prefetch(1)
     assert not budget.may_keep(1)
@@ -86,7 +86,7 @@ def test_one_group_may_always_come_back():
 
 @pytest.mark.parametrize("inflight_bytes", [0, 8 * KIB, 24 * KIB])
 @pytest.mark.parametrize("prefetch_bytes", [16 * KIB, 40 * KIB])
-def test_both_kinds_stay_within_the_total(inflight_bytes, prefetch_bytes):
+def test_both_kinds_are_within_the_total(inflight_bytes, prefetch_bytes):
     model = make_model()
     expected = run_step(model, None, ORDER)
     manager = make_manager(max_inflight_bytes=inflight_bytes, prefetch_bytes=prefetch_bytes)
@@ -107,10 +107,10 @@ def test_while_the_pipeline_fills_copies_take_the_room_that_nothing_needs_yet():
     filling = counts[: 4 * num_groups]  # the first four of six forwards
     assert not any(held for _, held in filling), "nothing of it is needed soon"
     assert max(inflight for inflight, _ in filling) > 8 * KIB
-    assert max(held for _, held in counts) > 8 * KIB, "later it comes back ahead of its use"
+    assert max(held for _, held in counts) > 8 * KIB, "later it is reloaded ahead of its use"
 
 
-def test_what_is_needed_at_once_is_not_sent_away():
+def test_what_is_needed_at_once_is_not_offloaded():
     model = make_model()
     manager = make_manager(max_inflight_bytes=40 * KIB, prefetch_bytes=40 * KIB)
     order = [("F", 0), ("F", 1), ("B", 1), ("F", 2), ("B", 2), ("B", 0)]
@@ -174,7 +174,7 @@ def test_each_limit_is_the_users_then_a_plans_then_the_default(case):
 def test_the_default_is_that_of_the_plan_s_own_steps_whatever_those_before_have_saved():
     budget = learned_budget()
     budget.begin_step()
-    budget.follow_plan(None, None)  # such as one under which half is made again
+    budget.follow_plan(None, None)  # such as one under which half is recomputed
     for _ in range(10):
         budget.add_saved(400, 400, is_learned=True)
     budget.learn(400)

@@ -29,21 +29,21 @@ def make_profile(*, backward_at_bytes=(100, 100, 140, 160), sizes=(40, 20, 40, 0
         (40, (), {"attn": 40, "mlp": 20}),
         (60, (), {"attn": 40}),
         (100, (), {}),
-        (59, (KEYS[2],), {"attn": 40, "mlp": 20}),  # what stays lies between, too
+        (59, (KEYS[2],), {"attn": 40, "mlp": 20}),  # what is kept lies between, too
         (60, (KEYS[2],), {"attn": 40}),
         (60, (KEYS[0],), {}),
     ],
 )
-def test_what_is_away_when_backward_begins(device_bytes, kept, expected):
+def test_what_is_offloaded_when_backward_begins(device_bytes, kept, expected):
     assert make_profile().released_bytes(kept, device_bytes) == expected
 
 
-def test_what_is_committed_after_the_first_backward_is_not_away_yet():
+def test_what_is_committed_after_the_first_backward_is_not_offloaded_yet():
     late = make_profile(backward_at_bytes=(50, 100, 140, 160))
     assert late.released_bytes((), 0) == {"attn": 40, "mlp": 20}
 
 
-def test_what_was_made_again_of_an_earlier_group_is_away_too():
+def test_what_was_recomputed_of_an_earlier_group_is_offloaded_too():
     made, kept = RecomputeUnit("norm", 7), RecomputeUnit("mlp_act", 9, is_recomputed=False)
     profile = make_profile(backward_at_bytes=(50, 100, 140, 160))
     groups = (group._replace(recomputed=(made, kept)) for group in profile.groups)

@@ -21,7 +21,7 @@ def step_of(*sizes, num_chunks=1, recomputed=None):
 
 
 def passing(profile, *moving, shared=(), limits=(1000, 1000), chunk=0):
-    """Return the orders of what passes by in a chunk where all stay but these orders."""
+    """Return the orders of what is skipped in a chunk where all stay but these orders."""
     kept = {group.key for group in profile.groups if group.key.order not in moving}
     pairs = [(GroupKey(0, a), GroupKey(0, b)) for a, b in shared]
     found = skipped_groups(profile, kept, pairs, *limits)
@@ -30,7 +30,7 @@ def passing(profile, *moving, shared=(), limits=(1000, 1000), chunk=0):
 
 
 @pytest.mark.parametrize("chunk", [0, 1])
-def test_what_stays_passes_by_but_the_first_of_a_chunk_and_the_last_behind_what_moves(chunk):
+def test_what_is_kept_is_skipped_but_the_first_of_a_chunk_and_the_last_behind_what_moves(chunk):
     step = step_of(*[10] * 6, num_chunks=2)
     assert passing(step, chunk=chunk) == [1, 2, 3, 4, 5]
     assert passing(step, 1, limits=(20, 20), chunk=chunk) == [2, 3, 5]
@@ -46,7 +46,7 @@ def test_behind_what_moves_there_is_a_boundary_where_it_is_released_and_where_it
     assert passing(step, 2, limits=(0, 0)) == [1, 4, 5, 6, 7, 8, 9, 10, 11]
 
 
-def test_what_is_made_again_is_recorded_and_so_is_what_it_is_made_from():
+def test_what_is_recomputed_is_recorded_and_so_is_what_it_is_made_from():
     unit = RecomputeUnit("gelu", 10, needs=(GroupKey(0, 1),))
     assert passing(step_of(*[10] * 6, recomputed={3: (unit,)})) == [2, 4, 5]
     could_be = unit._replace(is_recomputed=False)

@@ -1,4 +1,4 @@
-"""What is decided at the boundaries of groups, with nothing behind it that could move."""
+"""What is decided at the boundaries of groups, with nothing behind it that could be offloaded."""
 
 from __future__ import annotations
 
@@ -85,20 +85,20 @@ def profile_of(*sizes):
     return StepProfile(groups, tuple(reversed(keys)), tuple(reversed(ends)))
 
 
-def test_in_a_step_that_nobody_knows_a_chunk_comes_back_from_its_end():
+def test_in_a_step_that_is_unknown_a_chunk_is_reloaded_from_its_end():
     assert Paper(10, 10).step(10, 10, 10) == [
         *("offload 0", "offload 1", "offload 2", "release 0"),
         *("late cancel 2", "cancel 1", "reload 0"),
     ]
 
 
-def test_a_step_that_is_known_keeps_what_would_come_straight_back():
+def test_a_step_that_is_known_keeps_what_would_be_reloaded_at_once():
     asked = Paper(10, 10).step(10, 10, 10, 10, profile=profile_of(10, 10, 10, 10))
-    assert [one for one in asked if one.startswith("keep")] == ["keep (too) 3"]
+    assert [one for one in asked if one.startswith("keep")] == ["keep (needed) 3"]
     assert not any(one.startswith("late") for one in asked)
 
 
-def test_who_has_to_move_moves_and_who_was_chosen_to_stay_stays():
+def test_who_has_to_move_moves_and_who_was_kept_is_kept():
     known = profile_of(10, 10)
     asked = Paper(10, 10).step(10, 10, profile=known, must_move=True)
     assert asked[:2] == ["offload 0", "offload 1"]
@@ -127,7 +127,7 @@ def test_what_the_device_has_no_memory_for_is_left_until_its_backward():
 
 
 @pytest.mark.parametrize("passes", [False, True])
-def test_the_clock_counts_what_has_passed_by(passes):
+def test_the_clock_counts_what_was_skipped(passes):
     paper = Paper()  # limits that follow the step, so that the clock says when a release is due
     known = profile_of(*[10] * 16)
     for group in known.groups:
@@ -154,7 +154,7 @@ def test_the_clock_counts_what_has_passed_by(passes):
     assert paper.window.step_bytes == (70 if passes else 80)
 
 
-def test_what_is_brought_back_by_hand_is_held():
+def test_what_is_reloaded_by_hand_is_held():
     paper = Paper(10, 10)
     paper.decisions.begin_step(None)
     first, _, last = paper.forward(10, 10, 10)

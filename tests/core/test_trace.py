@@ -234,7 +234,7 @@ def test_virtual_times_are_exact():
         Span("compute", "stall", "", 100, 256, wait="W2"),
         Span("compute", "forward", b, 356, 100),
         Span("compute", "stall", "", 456, 256, wait="W2"),
-        # b comes back late, a at the same moment: the budget always lets one group in.
+        # b is reloaded late, a at the same moment: the budget always lets one group in.
         Span("compute", "stall", b, 712, 128, wait="W4"),
         Span("compute", "backward", b, 840, 200),
         Span("compute", "stall", a, 1040, 128, wait="W4"),

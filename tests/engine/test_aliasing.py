@@ -1,4 +1,5 @@
-"""Tensors that share storage, of any layout, come back exactly as autograd would have kept them."""
+"""Tensors that share storage, of any layout, are reloaded exactly as autograd would have kept
+them."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def offload(manager, tensors, seen, name="group"):
 
 @pytest.mark.parametrize("timing", TIMINGS)
 @pytest.mark.parametrize("name", make_views())
-def test_a_view_comes_back_with_its_layout_and_values(name, timing):
+def test_a_view_is_reloaded_with_its_layout_and_values(name, timing):
     manager, seen = make_manager(timing), []
     manager.begin_chunk()
     expected = make_views()[name]
@@ -241,7 +242,7 @@ def test_a_mark_holds_for_the_views_that_an_operation_saves(mark, use):
     assert bytes_by_mark[1] == 0
 
 
-def test_a_mark_for_every_manager_follows_the_storage_until_it_is_taken_back():
+def test_a_mark_for_every_manager_follows_the_storage_until_it_is_undone():
     x = torch.randn(2, 1024)
     mark_everywhere(x[0])
     aliases = [x, x.detach(), x.t(), torch.empty(0).set_(x.untyped_storage())]
@@ -256,7 +257,7 @@ def test_a_mark_for_every_manager_follows_the_storage_until_it_is_taken_back():
     assert not _everywhere, "it goes with its storage"
 
 
-def test_small_and_unusual_tensors_stay_and_come_back():
+def test_small_and_unusual_tensors_are_kept_and_reloaded():
     manager, seen = make_manager(min_tensor_bytes=4096), []
     manager.begin_chunk()
     tensors = [
@@ -379,7 +380,8 @@ def test_boundaries_leave_the_graph_as_it_is():
 
 
 def test_bytes_that_groups_share_are_counted_once(monkeypatch):
-    # A group that stays, because the policy keeps it, shares a storage with a later one that moves.
+    # A group that is kept, because the policy keeps it, shares a storage with a later one that is
+    # offloaded.
     manager = make_manager()
     monkeypatch.setattr(
         manager.learner, "reason_to_keep", lambda g: "asked to" if g.key.order == 1 else ""

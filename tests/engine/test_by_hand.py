@@ -65,7 +65,7 @@ def test_a_group_in_a_step_begins_a_chunk_by_itself(order, num_chunks):
         assert_nothing_left(manager)
 
 
-def test_a_chunk_that_the_program_has_begun_stays_its_own():
+def test_a_chunk_that_the_program_has_begun_remains_its_own():
     mlps, manager = make_mlps(), make_manager()
     with manager.step():
         manager.begin_chunk()
@@ -91,7 +91,7 @@ def test_what_is_not_recorded_begins_no_chunk():
         assert manager.cur_forward_chunk() is None
 
 
-def test_groups_outside_of_a_step_and_a_chunk_are_told_of_once(caplog):
+def test_groups_outside_of_a_step_and_a_chunk_are_reported_once(caplog):
     mlps, manager = make_mlps(), make_manager()
     expected = train(mlps, None, "FB")
     with caplog.at_level(logging.WARNING):
@@ -100,7 +100,7 @@ def test_groups_outside_of_a_step_and_a_chunk_are_told_of_once(caplog):
             with torch.no_grad():
                 loss_of(mlps, manager, 0)
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
-        "group 'mlp' was started outside a chunk, so nothing of it moves"
+        "group 'mlp' was started outside a chunk, so nothing of it is offloaded"
     ]
     caplog.clear()
     with torch.no_grad():
@@ -108,7 +108,7 @@ def test_groups_outside_of_a_step_and_a_chunk_are_told_of_once(caplog):
     assert not caplog.records, "nothing would move in any case"
 
 
-def test_a_group_of_another_manager_than_the_step_s_is_told_where_to_go(monkeypatch, caplog):
+def test_a_group_of_another_manager_than_the_step_s_is_refused(monkeypatch, caplog):
     mlps, manager, others = make_mlps(), make_manager(), make_manager()
     monkeypatch.setattr(PipelineOffloadManager, "instance", others)
 
@@ -140,7 +140,7 @@ def test_a_group_of_another_manager_than_the_step_s_is_told_where_to_go(monkeypa
         (None, "as 'mlp' in this step:"),
     ],
 )
-def test_groups_that_are_never_committed_are_told_of_once(committed, expected, caplog):
+def test_groups_that_are_never_committed_are_reported_once(committed, expected, caplog):
     mlps, manager = make_mlps(), make_manager()
 
     def step():
@@ -176,7 +176,7 @@ def test_a_program_that_never_ends_a_step_has_counters():
     assert manager.last_step.num_groups == 3, "a step that is over"
 
 
-def test_a_program_that_never_ends_a_step_is_told_and_has_one_ended(monkeypatch, caplog):
+def test_a_program_that_never_ends_a_step_is_reported_and_has_one_ended(monkeypatch, caplog):
     monkeypatch.setattr(manager_file, "_MOST_CHUNKS", 3)
     mlps, manager = make_mlps(), make_manager()
     with caplog.at_level(logging.WARNING):

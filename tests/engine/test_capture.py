@@ -94,7 +94,7 @@ def test_nobody_else_gets_the_host_memory_that_replays_write_to():
     manager.backend.sync_copies = waits
     for _ in range(2):
         run_step(model, manager, ORDER)
-    waits.assert_not_called()  # as it is where memory is given back
+    waits.assert_not_called()  # as it is where memory is freed
     assert of_graph
     assert addresses
     assert not of_graph & addresses
@@ -105,7 +105,7 @@ def test_nobody_else_gets_the_host_memory_that_replays_write_to():
     assert manager.host_pool.stats.slab_bytes_total == 0
 
 
-def test_what_nothing_was_pinned_for_stays_on_the_device():
+def test_what_nothing_was_pinned_for_is_kept_on_the_device():
     model, manager = make_model(), make_capturing()
     expected = run_step(make_model(), None, ORDER)
     with manager.backend.capture():
@@ -116,7 +116,7 @@ def test_what_nothing_was_pinned_for_stays_on_the_device():
     assert manager.last_step.offloaded_bytes > 0
 
 
-def test_what_came_back_and_nobody_read_is_joined_too():
+def test_what_was_reloaded_and_was_not_read_is_joined_too():
     model, manager = settled(prefetch_bytes=64 * KIB)
     graphs = []
     with manager.backend.capture():
@@ -159,7 +159,7 @@ def test_in_a_graph_each_group_is_recorded():
     assert manager.last_step.offloaded_bytes == moved
 
 
-def test_what_draws_random_numbers_is_not_made_again():
+def test_what_draws_random_numbers_is_not_recomputed():
     model = make_model(recomputes=True)
     _, manager = settled(model=model)
     assert manager.last_step.recomputed_bytes > 0
@@ -177,7 +177,7 @@ def test_a_search_that_is_not_over_is_an_error():
         run_step(model, manager, ORDER)
 
 
-def test_the_launcher_tells_nothing_of_a_captured_step(tmp_path):
+def test_the_launcher_reports_nothing_of_a_captured_step(tmp_path):
     model, manager = settled(policy={"kind": "modules"})
     tune(manager, ReportedLoop(tmp_path))
     with manager.backend.capture():
@@ -217,7 +217,7 @@ def test_the_simulated_device_refuses_what_a_capture_forbids(what):
         getattr(backend, what)(*given.get(what, []))
 
 
-def test_a_region_that_a_graph_has_is_never_lent_again():
+def test_a_region_that_a_graph_has_is_never_allocated_again():
     manager = make_capturing()
     pool = manager.host_pool
     region, other = pool.allocate(4 * KIB), pool.allocate(4 * KIB)

@@ -231,7 +231,7 @@ def recomputing_step(manager):
     return loss.item()
 
 
-def test_each_virtual_stage_makes_again_what_the_plan_says(tmp_path):
+def test_each_virtual_stage_recomputes_what_the_plan_says(tmp_path):
     manager = make_manager()
     for _ in range(3):
         recomputing_step(manager)
@@ -255,10 +255,10 @@ def test_each_virtual_stage_makes_again_what_the_plan_says(tmp_path):
     assert losses == {recomputing_step(manager)}
 
 
-def test_what_a_plan_makes_again_and_the_run_can_not_is_said(tmp_path):
+def test_what_a_plan_recomputes_and_the_run_can_not_is_said(tmp_path):
     plan = make_plan(make_model())
     unit = UnitChoice(0, "norm", 1, 0.0, True)
     plan = replace(plan, ranks=(replace(plan.ranks[0], units=(unit,)),))
     manager = make_follower(plan, tmp_path / "plan.json")
-    with pytest.raises(ConfigError, match=r"it makes 'norm' again on pipeline rank 0, and the run"):
+    with pytest.raises(ConfigError, match=r"it recomputes 'norm' on pipeline rank 0, and the run"):
         run_step(make_model(), manager, ORDER)

@@ -31,8 +31,8 @@ SETTINGS = {
     # A fresh reload target orders H2D behind the compute stream (W6), which has waited for D2H at
     # the release (W2), so only targets that are kept for reuse leave W3 to stand alone.
     Wait.W3: {"retained_device_bytes": 256 * KIB},
-    # The pool lends what has been free longest, so only where it is short of memory does it lend
-    # what a reload is still reading.
+    # The pool allocates what has been free longest, so only where it is short of memory does it
+    # allocate what a reload is still reading.
     Wait.W5: {
         "host_memory_bytes": 40 * KIB,
         "host_slab_bytes": 4 * KIB,

@@ -1,4 +1,4 @@
-"""What something else keeps on the device isn't brought back, nor copied in the next step."""
+"""What something else keeps on the device isn't reloaded, nor copied in the next step."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_another_program_is_learned_anew():
     manager = make_manager()
     step(manager, holder=[])
     manager.begin_chunk()
-    held = torch.randn(1024)  # under the same key, so what is known of it stays true
+    held = torch.randn(1024)  # under the same key, so what is known of it is kept true
     offload(manager, [held], [], "another").backward()
     manager.reset()
     assert step(manager).offloaded_bytes == 4 * KIB

@@ -274,7 +274,7 @@ def check_tiling(pool):
     free = [piece for same_size in pool._free.values() for piece in same_size]
     stats = pool.stats
     assert sum(piece.num_bytes for piece in free) == stats.slab_bytes_total - stats.in_use_bytes
-    assert len({id(piece) for piece in free}) == len(free), "nothing is lent twice"
+    assert len({id(piece) for piece in free}) == len(free), "nothing is allocated twice"
 
 
 def test_graphs_may_die_in_another_thread_while_a_step_runs():

@@ -1,4 +1,4 @@
-"""What stays on the device is counted by why it stayed."""
+"""What is kept on the device is counted by why it was kept."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOMY = {"max_inflight_bytes": 64 * KIB, "prefetch_bytes": 64 * KIB}
         ({}, set()),
         ({"fraction": 0.0, "recompute": ["norm"]}, {"beyond the fraction 0 of its chunk"}),
         ({"fraction": 0.5}, {"beyond the fraction 0.5 of its chunk"}),
-        (ROOMY, {"too few groups lie between it and its backward for it to leave and come back"}),
+        (ROOMY, {"needed too soon in backward"}),
         ({"host_memory_bytes": 8 * KIB, "host_slab_bytes": 4 * KIB}, {"the host memory is full"}),
     ],
 )
@@ -99,7 +99,9 @@ def test_what_a_ratio_leaves_has_its_reason():
         assert offload.end_step()
         (group,) = offload.last_step.by_name.values()
         assert group.kept_bytes == group.offloaded_bytes == 4 * 256 * KIB
-        assert group.kept_bytes_by_reason == {"beyond the share that moves": group.kept_bytes}
+        assert group.kept_bytes_by_reason == {
+            "beyond the share that is offloaded": group.kept_bytes
+        }
     finally:
         CPUOffload.forget("kept")
 

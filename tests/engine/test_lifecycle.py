@@ -30,7 +30,7 @@ ORDER = one_forward_one_backward(4, depth=2)
 
 
 @pytest.mark.parametrize("timing", TIMINGS)
-def test_changing_microbatch_counts_and_sequence_lengths_stay_exact(timing):
+def test_changing_microbatch_counts_and_sequence_lengths_are_exact(timing):
     model, manager = make_model(), make_manager(timing)
     counts = [(4, 2, 16), (1, 1, 16), (6, 3, 16), (2, 2, 5), (4, 4, 64), (4, 2, 16)]
     for count, depth, rows in counts:
@@ -219,7 +219,7 @@ def test_delayed_groups_move_when_flushed_unless_their_backward_came_first(flush
 
 @pytest.mark.parametrize("cap_bytes", [0, 24 * KIB, 60 * KIB])
 @pytest.mark.parametrize("timing", TIMINGS)
-def test_over_the_host_cap_tensors_stay_and_are_counted(cap_bytes, timing):
+def test_over_the_host_cap_tensors_are_kept_and_are_counted(cap_bytes, timing):
     model = make_model()
     manager = make_manager(
         timing, host_memory_bytes=cap_bytes, host_slab_bytes=4 * KIB, prefetch_bytes=0
@@ -249,7 +249,7 @@ def test_forced_release_empties_only_what_was_copied():
 
 @pytest.mark.parametrize("stays", ["by plan", "soon", ""])
 def test_a_forced_release_counts_where_the_group_that_asks_for_it_moves(monkeypatch, stays):
-    # Where the inner group stays, the outer one still copies what both have saved.
+    # Where the inner group is kept, the outer one still copies what both have saved.
     manager = make_manager()
     if stays == "by plan":
         kept = {GroupKey(0, 1): "asked to"}

@@ -1,4 +1,4 @@
-"""What whoever watches is told, in which order, and that nothing else changes."""
+"""What whoever watches is reported, in which order, and that nothing else changes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_every_event_of_one_group_comes_in_its_order():
     assert told == [[what, "g[chunk 0, group 0]"] for what in ("d2h", Wait.W2, "h2d", Wait.W4)]
 
 
-def test_what_is_made_again_is_told_in_its_place():
+def test_what_is_recomputed_is_reported_in_its_place():
     manager, noting = make_manager(max_inflight_bytes=0, prefetch_bytes=0), Noting()
 
     def run(x):
@@ -91,7 +91,7 @@ def test_what_is_made_again_is_told_in_its_place():
     ]
 
 
-def test_two_are_told_the_same_and_no_bit_changes():
+def test_two_are_reported_the_same_and_bits_are_identical():
     model, manager, both = make_model(), make_manager(), (Noting(), Noting())
     with manager.observed_by(*both):
         check_steps(model, manager, ORDER)
@@ -102,7 +102,7 @@ def test_two_are_told_the_same_and_no_bit_changes():
     assert manager.observers == []
 
 
-def test_a_commit_that_is_put_off_is_told_twice():
+def test_a_commit_that_is_put_off_is_reported_twice():
     manager, noting = make_manager(), Noting()
     with manager.observed_by(noting):
         manager.begin_chunk()
@@ -111,7 +111,7 @@ def test_a_commit_that_is_put_off_is_told_twice():
     assert names(noting).count("group_commits") == 2
 
 
-def test_steps_inside_that_are_to_stay_move_nothing_and_teach_nothing():
+def test_steps_inside_that_are_to_be_kept_move_nothing_and_teach_nothing():
     model, manager = make_model(), make_manager()
     run_step(model, manager, ORDER)
     learned = manager.last_profile
@@ -124,7 +124,7 @@ def test_steps_inside_that_are_to_stay_move_nothing_and_teach_nothing():
     assert manager.last_profile is not learned
 
 
-def test_two_that_want_steps_to_stay_need_not_end_in_turn():
+def test_two_that_want_steps_to_be_kept_need_not_end_in_turn():
     model, manager = make_model(), make_manager()
     first, second = manager.keeping("one asks"), manager.keeping("another asks")
     first.__enter__()

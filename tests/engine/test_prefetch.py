@@ -1,4 +1,4 @@
-"""What comes back next, how far ahead, and what a wrong prediction costs: never correctness."""
+"""What is reloaded next, how far ahead, and what a wrong prediction costs: never correctness."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def test_a_wrong_prediction_is_exact(timing):
     assert manager.last_step.num_late_reloads == 0, "the order of the last step is learned at once"
 
 
-def test_after_a_wrong_turn_the_rest_of_a_chunk_comes_back_in_time():
+def test_after_a_wrong_turn_the_rest_of_a_chunk_is_reloaded_in_time():
     model, manager = make_model(), make_manager(prefetch_bytes=40 * KIB)
     forwards = [("F", m) for m in range(4)]
     for _ in range(2):
         run_step(model, manager, [*forwards, *[("B", m) for m in range(4)]])
     run_step(model, manager, [*forwards, *[("B", m) for m in (2, 0, 1, 3)]])
-    # What was brought back for the wrong microbatch takes the budget of the one that came (6
+    # What was reloaded for the wrong microbatch takes the budget of the one that came (6
     # groups); then one is late where backward returns to the first of those left out.
     assert manager.last_step.num_late_reloads == 7
 

@@ -1,4 +1,4 @@
-"""What a cheap function made is dropped, and made again in backward: every bit as it was."""
+"""What a cheap function made is dropped, and recomputed in backward: every bit as it was."""
 
 from __future__ import annotations
 
@@ -107,13 +107,13 @@ BUDGETS = [
 
 @pytest.mark.parametrize("timing", TIMINGS)
 @pytest.mark.parametrize("settings", BUDGETS, ids=str)
-def test_what_is_made_again_has_the_same_bits(timing, settings):
+def test_what_is_recomputed_has_the_same_bits(timing, settings):
     stats = check(make_manager(timing, **settings), norm_then_linear)
     assert stats.by_name["mlp"].recomputed_bytes == 2 * TENSOR_BYTES
     assert stats.refused_recipe_bytes == {}
 
 
-def test_the_summary_counts_what_is_made_again_until_its_backward():
+def test_the_summary_counts_what_is_recomputed_until_its_backward():
     manager = make_manager()
     for _ in range(3):
         for _ in range(2):  # one after the other: both are never away at once
@@ -154,7 +154,7 @@ def test_checking_mode_names_a_wrong_recipe(wrong):
             add_recipe(manager, y, dropout_of_norm, [x], unit="norm")
         return save(y, y)
 
-    with pytest.raises(CorruptionError, match=r"was made again \('norm'\) with other bits"):
+    with pytest.raises(CorruptionError, match=r"was recomputed \('norm'\) with other bits"):
         run(make_manager(checking=True), forward)
 
 
@@ -169,7 +169,7 @@ def test_another_kind_of_tensor_is_refused():
         run(make_manager(), forward)
 
 
-def test_what_it_is_made_of_comes_back_before_it():
+def test_what_it_is_made_of_is_reloaded_before_it():
     def forward(manager, x):
         y = in_group(manager, lambda x: make(manager, F.gelu, save(x, x)), x, "source")
         z = y * 1.0
@@ -243,7 +243,7 @@ def of_inference(manager, x):
     ],
     ids=["inference", "lazy", "not saved", "view", "part", "end", "begin"],
 )
-def test_what_can_not_be_made_again_is_moved_and_counted(why, forward):
+def test_what_can_not_be_recomputed_is_moved_and_counted(why, forward):
     manager = make_manager(checking=True)
     assert refusals(manager, forward).keys() == {why}
     assert manager.last_step.offloaded_bytes > 0
@@ -293,14 +293,14 @@ def test_what_is_changed_after_the_commit_is_noticed(what, max_inflight_bytes):
     with torch.no_grad():
         tensors[what].add_(1)
     if what != "output":
-        del tensors["output"]  # else it is there still, and not made again
+        del tensors["output"]  # else it is there still, and not recomputed
     with pytest.raises(InPlaceModificationError, match=r"is at version \d; expected version \d"):
         y.sum().backward()
     del other
     manager.abort()
 
 
-def test_what_needs_a_gradient_needs_it_when_it_is_made_again():
+def test_what_needs_a_gradient_needs_it_when_it_is_recomputed():
     """A product of matrices has another kernel where the smaller of the two needs none."""
 
     @one_group
@@ -327,7 +327,7 @@ def test_what_lies_in_a_list_is_an_input_as_any_other():
     assert stats.offloaded_bytes > 2 * TENSOR_BYTES  # the list keeps none of them on the device
 
 
-def test_what_is_read_and_changed_before_the_commit_makes_nothing_again():
+def test_what_is_read_and_changed_before_the_commit_recomputes_nothing():
     @one_group
     def forward(manager, x):
         mean = torch.zeros(1 << 19)  # larger than what is copied
@@ -365,7 +365,7 @@ def test_what_is_made_on_the_way_may_be_changed_behind_the_commit():
 
 
 class Rotate(torch.autograd.Function):
-    """As Liger's: a kernel writes in place, which nobody is told of."""
+    """As Liger's: a kernel writes in place, which nobody is reported."""
 
     @staticmethod
     def forward(ctx, q, k):
@@ -379,7 +379,7 @@ class Rotate(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("then", ["saved", "made of", "viewed often"])
-def test_what_a_kernel_has_written_to_unseen_is_not_made_again(then):
+def test_what_a_kernel_has_written_to_unseen_is_not_recomputed(then):
     @one_group
     def forward(manager, x):
         norms = [make(manager, lambda x: F.layer_norm(x, (WIDTH,)), save(x, x)) for _ in "qk"]
@@ -409,7 +409,7 @@ class Overwrite(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("is_saved_before", [False, True])
-def test_what_is_saved_detached_is_not_made_again(is_saved_before):
+def test_what_is_saved_detached_is_not_recomputed(is_saved_before):
     @one_group
     def forward(manager, x):
         logits = make(manager, torch.tanh, save(x, x))
@@ -454,7 +454,7 @@ def test_what_vmap_has_wrapped_is_saved_as_ever():
 
 
 def test_recipes_in_a_row_are_followed_three_deep():
-    """Each saves its input. The fourth can't be made of nothing but recipes, so it is moved."""
+    """Each saves its input. The fourth can't be made of nothing but recipes, so it is offloaded."""
 
     @one_group
     def forward(manager, x):
@@ -496,7 +496,7 @@ def test_what_was_noted_and_not_saved_keeps_nothing_through_backward():
     assert manager.last_step.recomputed_bytes > 0
 
 
-def test_two_consumers_share_what_is_made_again():
+def test_two_consumers_share_what_is_recomputed():
     calls = []
 
     def counted(x):
@@ -516,7 +516,7 @@ def test_two_consumers_share_what_is_made_again():
     assert len(calls) == 2  # in forward, and in backward
 
 
-def test_each_stream_makes_again_for_itself():  # none is ordered behind what another has made
+def test_each_stream_recomputes_for_itself():  # none is ordered behind what another has made
     calls = []
 
     def counted(x):
@@ -610,7 +610,7 @@ class TakesSines(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("mode", [HalvesCosines, TakesSines])
-def test_what_a_mode_has_changed_is_not_made_again_without_it(mode):
+def test_what_a_mode_has_changed_is_not_recomputed_without_it(mode):
     def forward(manager, x):
         with mode():
             return of(torch.cos)(manager, x)
@@ -735,7 +735,7 @@ def test_a_unit_that_is_off_is_listed_and_kept_or_moved():
     assert manager.last_step.recomputed_bytes == 0
 
 
-def test_what_the_program_keeps_is_not_made_again_and_next_time_not_dropped():
+def test_what_the_program_keeps_is_not_recomputed_and_next_time_not_dropped():
     kept = []
 
     def function(x):

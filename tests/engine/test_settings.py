@@ -69,7 +69,7 @@ def test_a_front_door_whose_configuration_is_not_enabled_moves_nothing(make):
     CPUOffload.forget("not enabled")
 
 
-def test_groups_that_nobody_marks_stop_while_offload_is_disabled():
+def test_groups_without_marks_stop_while_offload_is_disabled():
     offload = OffloadActivations(min_offload_size=0, config=make_config())
     offload.manager.disable_offload()
     assert not step_ends(offload)
@@ -79,7 +79,7 @@ def test_groups_that_nobody_marks_stop_while_offload_is_disabled():
     offload.close()
 
 
-# Which groups move
+# Which groups are offloaded
 
 
 def moved_names(manager, order=ORDER):
@@ -99,7 +99,7 @@ def moved_names(manager, order=ORDER):
         ({"policy": {"kind": "modules"}}, {"norm", "mlp"}),
     ],
 )
-def test_groups_stay_whose_names_are_not_among_those_that_were_set(settings, moved):
+def test_groups_are_kept_whose_names_are_not_among_those_that_were_set(settings, moved):
     manager = make_manager(**settings)
     assert moved_names(manager) == moved
     reason = "its name is not among OffloadConfig.modules"
@@ -107,7 +107,7 @@ def test_groups_stay_whose_names_are_not_among_those_that_were_set(settings, mov
         assert set(group.kept_bytes_by_reason) == (set() if name in moved else {reason})
 
 
-def test_a_name_that_no_group_has_is_told_of_once(caplog):
+def test_a_name_that_no_group_has_is_reported_once(caplog):
     moved_names(make_manager(modules=("mlp_act", "ml*")))
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 1
@@ -129,7 +129,7 @@ def test_a_share_is_one_of_the_groups_that_may_move():
             {"delta_bytes_across_pp_ranks": 1, "policy": {"kind": "ratio", "ratio": 0.5}},
             "delta_bytes_across_pp_ranks",
         ),
-        ({"fraction": 0.5, "policy": {"kind": "auto"}}, "'auto' says what stays"),
+        ({"fraction": 0.5, "policy": {"kind": "auto"}}, "'auto' says what is kept"),
         ({"fraction": 0.5, "policy": {"kind": "plan_file", "path": "p"}}, "'plan_file' says what"),
     ],
 )

@@ -47,7 +47,7 @@ def test_what_is_dropped_before_the_groups_end_is_free_at_once(is_leaf):
     assert group.num_bytes == 0
 
 
-def test_what_was_emptied_before_the_groups_end_stays():
+def test_what_was_emptied_before_the_groups_end_is_kept():
     # As recompute does: the storage of a view is emptied, and filled again before backward.
     manager = make_manager()
     manager.begin_chunk()

@@ -160,7 +160,7 @@ def test_each_that_reads_waits(monkeypatch):  # where nothing is watched, a wait
     manager.reset()
 
 
-def test_what_is_made_again_may_read_what_stays_of_another_stream(monkeypatch):
+def test_what_is_recomputed_may_read_what_is_kept_of_another_stream(monkeypatch):
     manager = make_manager("eager", max_inflight_bytes=1 << 20)
     backend, read = manager.backend, []
     manager.begin_chunk()

@@ -1,4 +1,4 @@
-"""What moves of a share leaves the device in good time, however small the share is."""
+"""What is offloaded of a share leaves the device in good time, however small the share is."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_plan_that_keeps_much_frees_memory(num_moving):
     assert_frees_memory(manager)
 
 
-def test_a_large_group_that_stays_makes_no_room_for_copies():
+def test_a_large_group_that_is_kept_makes_no_room_for_copies():
     sizes = (GROUP_BYTES,) * NUM_GROUPS + (8 * GROUP_BYTES,)
     manager = make_manager(fraction=0.5, **DEFAULTS)
     train(manager, sizes)
@@ -113,7 +113,7 @@ def test_room_that_was_set_is_used_until_the_first_backward(limit):
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.25, 0.5, 1.0])
-def test_a_ratio_of_what_nobody_marks_frees_memory(ratio):
+def test_a_ratio_of_what_is_unmarked_frees_memory(ratio):
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(10)))
     x = torch.randn(4096, 128)

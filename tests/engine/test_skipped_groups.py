@@ -1,4 +1,5 @@
-"""Groups that stay pass by unrecorded in steady steps: the same bits, and the same memory."""
+"""Groups that are kept are skipped unrecorded in steady steps: the same bits, and the same
+memory."""
 
 from __future__ import annotations
 
@@ -163,7 +164,7 @@ def test_evaluation_exceptions_and_aborts_between_change_nothing():
 
 
 @pytest.mark.parametrize("timing", TWO_TIMINGS)
-def test_what_shares_memory_with_what_moves_is_recorded_and_its_memory_comes_back(timing):
+def test_what_shares_memory_with_what_moves_is_recorded_and_its_memory_is_reloaded(timing):
     class Sharing(Layers):
         def forward(self, x, manager):
             first = x
@@ -200,7 +201,7 @@ def test_a_group_inside_one_that_is_recorded_is_recorded_too():
     assert manager.learner.is_steady
 
 
-def test_where_nothing_is_made_again_nobody_notes_how_it_was_made(monkeypatch):
+def test_where_nothing_is_recomputed_nobody_notes_how_it_was_made(monkeypatch):
     model = make_model(recomputes=True)
     manager = make_manager(fraction=1.0, **LIMITS)
     for _ in range(3):
@@ -223,7 +224,7 @@ def test_where_nothing_is_made_again_nobody_notes_how_it_was_made(monkeypatch):
         assert noted
 
 
-def test_groups_by_hand_are_recorded_whatever_stays():
+def test_groups_by_hand_are_recorded_whatever_is_kept():
     model = make_layers(3)
     manager = steady(model, fraction=0.01)
     chunk = manager.begin_chunk()
@@ -235,7 +236,7 @@ def test_groups_by_hand_are_recorded_whatever_stays():
     manager.abort()
 
 
-def test_what_passes_by_may_be_committed_by_hand():
+def test_a_skipped_group_may_be_committed_by_hand():
     model = make_layers()
     manager = steady(model)
     passing = manager.learner.skippable
@@ -251,7 +252,7 @@ def test_what_passes_by_may_be_committed_by_hand():
 
 
 @pytest.mark.parametrize("timing", TWO_TIMINGS)
-def test_groups_that_nobody_marks_pass_by_with_the_same_cuts(timing):
+def test_groups_without_marks_are_skipped_with_the_same_cuts(timing):
     model = make_layers(30)
     settings = {**LIMITS, "fraction": 0.3, "min_tensor_bytes": 0}
     manager = make_manager(timing, **settings)

@@ -67,7 +67,7 @@ def test_a_step_prints_as_a_table():
     stats.by_name["attention"] = GroupStats("attention", 10)
     assert stats.by_name["asked for"].kept_bytes == 0
     assert str(stats).splitlines() == [
-        "group      groups  offloaded  reloaded  made again  kept  late",
+        "group      groups  offloaded  reloaded  recomputed  kept  late",
         "mlp             2    5.0 MiB   4.0 MiB     1.0 KiB   0 B    12",
         "attention      10        0 B       0 B         0 B   0 B     0",
         "most at a time: 3.0 MiB off the device, 1.0 GiB on the host",

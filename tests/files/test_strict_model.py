@@ -66,7 +66,7 @@ def test_what_is_right_passes():
     assert read.either == Two(kind="two", weight=3)
 
 
-def test_python_is_told_the_same_words_by_the_same_error():
+def test_python_gets_the_same_words_by_the_same_error():
     for data in ({"leaf": {"size_byte": 1}}, {"leavs": 1}, {"either": {"kind": "on"}}):
         with pytest.raises(ConfigError) as told:
             validate(Root, data, "Root")

@@ -10,7 +10,7 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.files import text as files
 
 
-def test_text_comes_back(tmp_path):
+def test_text_round_trips(tmp_path):
     path = tmp_path / "a"
     files.replace_text(path, "héllo")
     assert files.read_text(path) == "héllo"
@@ -69,7 +69,7 @@ def test_a_key_given_twice_is_refused(tmp_path, text):
         files.read_json(file)
 
 
-def test_good_json_comes_back(tmp_path):
+def test_good_json_round_trips(tmp_path):
     path = tmp_path / "a.json"
     path.write_text('{"a": [1, 2.5, null, "x", 5e-324]}')
     assert files.read_json(path) == {"a": [1, 2.5, None, "x", 5e-324]}

@@ -139,9 +139,9 @@ def test_whatever_is_compiled_and_marked(part, names, order):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_inductor_s_graphs_move_and_lose_no_bit():
+def test_inductor_s_graphs_move_and_are_bitwise_identical():
     results = []
-    for min_tensor_bytes in (1 << 30, 0):  # the same graphs, once with nothing that moves
+    for min_tensor_bytes in (1 << 30, 0):  # the same graphs, once with nothing that is offloaded
         model, manager = make_model(), make_manager(min_tensor_bytes=min_tensor_bytes)
         offload_modules(model, ["layers.*.mlp"], manager=manager)
         results.append(train(compile_part(model, "model", "inductor"), step=manager.step))
@@ -253,7 +253,7 @@ def test_a_training_step_is_compiled_whole():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["marked first", "compiled first"])
-def test_a_compiled_model_s_head_stays(order):
+def test_a_compiled_model_s_head_is_kept(order):
     expected = train(torch.compile(make_model(), backend="aot_eager"))
     model, manager = make_model(), make_manager()
     if order == "compiled first":

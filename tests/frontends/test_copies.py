@@ -83,7 +83,7 @@ def test_a_copy_of_a_marked_model_is_unmarked(duplicate):
 
 
 @WAYS
-def test_a_copy_of_a_model_whose_head_stays(duplicate):
+def test_a_copy_of_a_model_whose_head_is_kept(duplicate):
     model, manager = make_model(), make_manager(recompute="**.linear_fc1")
     expected = gradients(model)
     context = get_act_offloading_ctx_manager(model[0], min_offload_size=0, manager=manager)

@@ -1,4 +1,4 @@
-"""What a front door is told is followed, or refused with what to use instead."""
+"""What a front door is reported is followed, or refused with what to use instead."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_key_that_is_set_to_none_asks_for_nothing():
 
 
 def moved_sizes(offload):
-    """Return the sizes of what moves of four tensors of 256 bytes to 16 KiB."""
+    """Return the sizes of what is offloaded of four tensors of 256 bytes to 16 KiB."""
     inputs = [torch.randn(size, requires_grad=True) for size in (64, 256, 1024, 4096)]
     manager = offload._groups.manager
     with offload:

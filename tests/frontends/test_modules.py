@@ -271,7 +271,7 @@ def test_a_call_that_fails_leaves_the_marks_of_an_earlier_one():
     assert manager.last_step.by_name["mlp_act"].num_groups == 4
 
 
-def test_the_pipeline_rank_is_what_was_told_where_none_is_given():
+def test_the_pipeline_rank_is_what_was_registered_where_none_is_given():
     model, manager = make_model(), make_manager(prefetch_bytes=0)
     register_pipeline_rank(lambda: 3)
     try:

@@ -140,7 +140,7 @@ def test_what_something_else_keeps_is_neither_moved_nor_counted():
 
 
 @pytest.mark.parametrize("ratio", [0, 0.5, 1])
-def test_what_is_made_again_is_no_part_of_the_share(ratio):
+def test_what_is_recomputed_is_no_part_of_the_share(ratio):
     class Gelu(nn.Module):
         def forward(self, x):
             return recomputable(nn.functional.gelu, x)

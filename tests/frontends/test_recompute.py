@@ -1,4 +1,4 @@
-"""What is made again at the front doors: to the bit, and really not moved."""
+"""What is recomputed at the front doors: to the bit, and really not offloaded."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def group_step(model, manager, inputs=None):
 
 @pytest.mark.parametrize("timing", TWO_TIMINGS)
 @pytest.mark.parametrize("units", [("norm", "*.act"), ("?.gate", "*.up")])
-def test_modules_by_name_are_made_again_where_groups_are(timing, units):
+def test_modules_by_name_are_recomputed_where_groups_are(timing, units):
     model = make_model()
     expected = train(model)
     manager = make_manager(timing, recompute=units)
@@ -187,7 +187,7 @@ class Layer(nn.Module):
 
 
 @pytest.mark.parametrize("timing", TWO_TIMINGS)
-def test_a_matrix_product_is_made_again_in_the_layers_that_a_plan_says(timing):
+def test_a_matrix_product_is_recomputed_in_the_layers_that_a_plan_says(timing):
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer() for _ in range(3)))
     expected = train(model)
@@ -373,7 +373,7 @@ def rounding_outputs():
 
 @pytest.mark.parametrize("is_outside", [True, False])
 @pytest.mark.parametrize("mode", [EmulatesBfloat16, TanhGelu, rounding_outputs])
-def test_what_a_mode_around_the_forward_changes_is_not_made_again(mode, is_outside):
+def test_what_a_mode_around_the_forward_changes_is_not_recomputed(mode, is_outside):
     model = around_part(nn.GELU)
 
     def within(context):
@@ -491,7 +491,7 @@ def test_a_module_runs_again_as_in_its_forward_and_leaves_no_trace(part, units):
 
 
 @pytest.mark.parametrize("part", [Forces, Expanded])
-def test_what_takes_gradients_or_reads_what_was_expanded_is_made_again(part):
+def test_what_takes_gradients_or_reads_what_was_expanded_is_recomputed(part):
     plain, model = around_part(part), around_part(part)
     offload = around(model, (OWN,))
     for _ in range(2):
@@ -629,7 +629,7 @@ class ConstantsRMSNorm(OwnRMSNorm):
 
 
 @pytest.mark.parametrize("min_tensor_bytes", [0, 1024])
-def test_what_a_norm_makes_and_draws_itself_is_made_again(min_tensor_bytes):
+def test_what_a_norm_makes_and_draws_itself_is_recomputed(min_tensor_bytes):
     model = around_part(ConstantsRMSNorm)
     expected = train(model)
     config = make_config(min_tensor_bytes=min_tensor_bytes, recompute=OWN)
@@ -715,11 +715,11 @@ def test_units_of_modules():
 @pytest.mark.parametrize("name", ["nrom", "mlp-act", "LayerNorm", "auto", "pointwise"])
 def test_an_unknown_unit_is_refused(name):
     assert OffloadConfig().recompute == ()
-    with pytest.raises(ValueError, match=f"nothing that can be made again is called '{name}'"):
+    with pytest.raises(ValueError, match=f"unknown recompute kind '{name}'"):
         OffloadConfig(recompute=[name])
 
 
-def test_what_a_door_cannot_make_again_it_refuses():
+def test_what_a_door_cannot_recompute_it_refuses():
     by_name = {"norm", "mlp_act", "*.norm"}
     served = {
         "OffloadActivations": set(),
@@ -737,5 +737,5 @@ def test_what_a_door_cannot_make_again_it_refuses():
             if unit in units:
                 refuse_unserved(door, config)
             else:
-                with pytest.raises(ConfigError, match=rf"can't make '{re.escape(unit)}' again; \w"):
+                with pytest.raises(ConfigError, match=rf"can't recompute '{re.escape(unit)}'; \w"):
                     refuse_unserved(door, config)

@@ -281,7 +281,7 @@ def test_a_default_device_is_the_program_s_own_affair(settings):
     assert offload.last_step.reloaded_bytes > 0
 
 
-def test_what_comes_back_during_an_evaluation_is_no_tensor_of_inference_mode():
+def test_what_is_reloaded_during_an_evaluation_is_no_tensor_of_inference_mode():
     offload = make_offload(max_inflight_bytes=0, prefetch_bytes=4 * KIB, recompute=())
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)))
     x = torch.randn(8, 32, requires_grad=True)
@@ -292,7 +292,7 @@ def test_what_comes_back_during_an_evaluation_is_no_tensor_of_inference_mode():
             with context:
                 losses.append(model(x).square().mean())
         (grad,) = torch.autograd.grad(losses.pop(), x)
-        with torch.inference_mode(), context:  # where groups are left, and others come back
+        with torch.inference_mode(), context:  # where groups are left, and others are reloaded
             model(x)
         (other,) = torch.autograd.grad(losses.pop(), x, create_graph=True)
         other.square().sum().backward()
@@ -430,7 +430,7 @@ class Branches(torch.nn.Module):
         return x + torch.cat([branch(y).exp() for branch in self.branches[:4]], dim=1)
 
 
-def test_the_groups_are_the_same_whatever_is_made_again():
+def test_the_groups_are_the_same_whatever_is_recomputed():
     model = torch.nn.Sequential(*(Branches() for _ in range(4)))
     found = []
     for units in ((), ("norm",)):
@@ -448,7 +448,7 @@ def test_the_groups_are_the_same_whatever_is_made_again():
     assert len(found[0]) > 8
 
 
-def test_what_is_recomputed_in_a_backward_inside_the_block_stays():
+def test_what_is_recomputed_in_a_backward_inside_the_block_is_kept():
     model, inputs = zoo.make("reentrant")
     x = inputs(torch.Generator().manual_seed(1)).requires_grad_()
     offload = make_offload(**TIGHT)
@@ -475,7 +475,7 @@ def test_a_forward_that_fails_copies_nothing_more():
     assert "activations" not in offload.manager.transfers.stats.by_name
 
 
-def test_small_tensors_parameters_and_buffers_stay():
+def test_small_tensors_parameters_and_buffers_are_kept():
     weight = nn.Parameter(torch.randn(64, 64))
     buffer = nn.Buffer(torch.randn(64, 64))
     x = torch.randn(64, 64, requires_grad=True)
@@ -619,7 +619,7 @@ HEADS = {
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_the_head_stays_on_the_device(name, recwarn):
+def test_the_head_is_kept_on_the_device(name, recwarn):
     model = HEADS[name]()
     heads = ("output", "classifier", "head")
     head = next(m for n, m in model.named_modules() if n.split(".")[-1] in heads)
@@ -693,19 +693,19 @@ def test_a_closed_context_says_so_when_it_is_entered():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
-def test_a_cuda_device_that_is_not_there_is_told_of():
+def test_a_cuda_device_that_is_not_there_is_reported():
     with pytest.raises(IntegrationError, match="needs a CUDA device and torch sees none"):
         OffloadActivations(config=OffloadConfig(backend="cuda"))
 
 
-def test_little_host_memory_is_told_once_and_counted(caplog):
+def test_little_host_memory_is_reported_once_and_counted(caplog):
     offload = make_offload(**TIGHT, host_memory_bytes=8 * KIB, host_slab_bytes=4 * KIB)
     assert zoo.assert_exact("transformer", offload).num_refused_blocks > 0
     told = [r for r in caplog.records if r.levelname == "WARNING" and "host" in r.message]
     assert len(told) == 1
 
 
-def test_buffers_of_the_model_stay():
+def test_buffers_of_the_model_are_kept():
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     model.register_buffer("table", torch.randn(32, 32))
     with pytest.warns(UserWarning, match="no output head"):
@@ -862,7 +862,7 @@ def test_other_settings_get_the_memory_that_nobody_uses():
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_a_manager_that_nobody_has_any_more_gives_its_memory_back():
+def test_a_manager_without_owners_gives_its_memory_back():
     before = slab_bytes()
     for _ in range(3):
         offload = make_offload(**TIGHT)

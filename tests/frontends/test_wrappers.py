@@ -1,4 +1,4 @@
-"""Tensors that are made of others: their parts move, and they come back as what they were."""
+"""Tensors that are made of others: their parts move, and they are reloaded as what they were."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_wrappers_in_wrappers_move_too():
     assert offload.last_step.offloaded_bytes == 4 * a.nbytes
 
 
-def test_a_wrapper_that_was_opted_out_stays_with_its_parts():
+def test_a_wrapper_that_was_opted_out_is_kept_with_its_parts():
     offload = make_offload(**TIGHT)
     made = []
 
@@ -117,7 +117,7 @@ def test_what_backward_was_handed_outlives_the_release():
         assert torch.equal(back.b, full)
 
 
-def test_a_wrapper_that_cannot_be_emptied_stays_whole(monkeypatch):
+def test_a_wrapper_that_cannot_be_emptied_is_kept_whole(monkeypatch):
     def refuse_none(wrapper, name, value):
         if value is None and name in ("a", "b"):
             raise AttributeError(name)
@@ -174,7 +174,7 @@ class Pending(TwoTensor):
         raise AssertionError
 
 
-def test_parameters_and_what_is_still_being_written_stay():
+def test_parameters_and_what_is_still_being_written_are_kept():
     offload = make_offload(**TIGHT)
     x = torch.ones(3, requires_grad=True)
     weight = nn.Parameter(TwoTensor(torch.randn(40, 40), torch.randn(40, 40)))
@@ -193,7 +193,7 @@ class Odd(torch.Tensor):
     """A subclass that can't be taken apart."""
 
 
-def test_a_subclass_that_says_nothing_of_its_parts_stays():
+def test_a_subclass_that_says_nothing_of_its_parts_is_kept():
     offload = make_offload(**TIGHT)
     back = saved_and_back(offload, lambda: torch.randn(64, 64).as_subclass(Odd))
     assert type(back) is Odd
@@ -278,7 +278,7 @@ def test_fully_sharded_models_are_bitwise_the_same(mesh, timing, monkeypatch):
     assert_nothing_left(offload.manager)
 
 
-def test_gathered_weights_stay(mesh):
+def test_gathered_weights_are_kept(mesh):
     moved = []
     for shard in (False, True):
         model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(3)])
@@ -310,7 +310,7 @@ class Mlp(nn.Module):
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
-def test_no_matrix_product_is_to_be_made_again_of_a_weight_that_may_be_away(mesh, is_sharded):
+def test_no_matrix_product_is_to_be_recomputed_of_a_weight_that_may_be_offloaded(mesh, is_sharded):
     model = nn.Sequential()
     model.add_module("mlp", Mlp())
     if is_sharded:
@@ -357,7 +357,7 @@ def test_what_marked_groups_leave_whole_is_counted(kind, mesh):
     assert manager.last_step.offloaded_bytes == 0
 
 
-def test_float8_tensors_of_torchao_come_back_as_they_were():
+def test_float8_tensors_of_torchao_are_reloaded_as_they_were():
     pytest.importorskip("torchao")
     from torchao.float8.float8_training_tensor import Float8TrainingTensor, LinearMMConfig
 
@@ -375,7 +375,7 @@ def test_float8_tensors_of_torchao_come_back_as_they_were():
     assert offload.last_step.offloaded_bytes >= data.nbytes
 
 
-def test_nf4_tensors_of_torchao_come_back_as_they_were():
+def test_nf4_tensors_of_torchao_are_reloaded_as_they_were():
     pytest.importorskip("torchao")
     from torchao.quantization import NF4Tensor, to_nf4
 
@@ -406,7 +406,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("min_offload_size", [0, 512])
-def test_other_layouts_come_back_as_they_were(layout, min_offload_size):
+def test_other_layouts_are_reloaded_as_they_were(layout, min_offload_size):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 16))
 

@@ -1,4 +1,4 @@
-"""Graphs of inductor on a GPU, with what they save moved and with nothing moved."""
+"""Graphs of inductor on a GPU, with what they save moved and with nothing was offloaded."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def test_every_bit_is_the_same(trained, inflight_bytes, prefetch_bytes, retained
     manager.close()
 
 
-def test_reserved_memory_falls_and_stays_flat():
+def test_reserved_memory_falls_and_is_flat():
     order = [("F", 0), ("F", 1), ("F", 2), ("B", 0), ("B", 1), ("B", 2)]
     peaks = {}
     for name in ("without", "with"):
@@ -237,7 +237,7 @@ def test_memory_that_can_not_be_had_is_an_answer_and_later_kernels_run():
     manager.close()
 
 
-def test_a_program_whose_pins_all_fail_stays_on_the_device(monkeypatch):
+def test_a_program_whose_pins_all_fail_is_kept_on_the_device(monkeypatch):
     model = make_model()
     inputs = make_inputs(model)
     expected = run_step(model, None, inputs)
@@ -283,7 +283,7 @@ def test_a_trim_gives_pinned_and_cached_memory_back_between_steps():
     manager.close()
 
 
-def test_groups_that_pass_by_change_no_bit_and_take_no_more_memory():
+def test_skipped_groups_are_bitwise_identical_and_take_no_more_memory():
     model = make_model(layers=16, dtype=torch.bfloat16)
     inputs = make_inputs(model)
     expected = run_step(model, None, inputs)

@@ -1,4 +1,4 @@
-"""Errors, shortages and checking on a real device: exact afterwards, and all memory comes back."""
+"""Errors, shortages and checking on a real device: exact afterwards, and all memory is reloaded."""
 
 from __future__ import annotations
 

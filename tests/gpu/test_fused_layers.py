@@ -1,4 +1,4 @@
-"""What TransformerEngine's layers and torch's kernels make is made again to the bit."""
+"""What TransformerEngine's layers and torch's kernels make is recomputed to the bit."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_gradients_are_those_of_a_step_that_keeps_everything(kind, precision):
         assert ("mlp_act" in recomputed(manager)) is ("MLP" in kind or "LU" in kind)
 
 
-def test_a_fused_norm_leaves_the_device():
+def test_a_fused_norm_is_offloaded():
     model = make_model("LayerNormLinear")
     made = []
     for units in ((), ("norm",)):
@@ -137,7 +137,7 @@ def test_plain_pytorch_with_a_gate():
     assert recomputed(offload.manager) >= {"mlp_act"}
 
 
-def test_a_matrix_product_is_made_again_in_the_layers_that_a_plan_says():
+def test_a_matrix_product_is_recomputed_in_the_layers_that_a_plan_says():
     class Fc1(te.LayerNormLinear):  # passes for Megatron's
         __module__ = "megatron.core.extensions.transformer_engine"
         __qualname__ = "TELayerNormColumnParallelLinear"

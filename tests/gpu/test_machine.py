@@ -87,7 +87,7 @@ def test_a_run_times_its_own_copies_and_plans_with_what_they_got():
     manager = make_manager(max_inflight_bytes=None, prefetch_bytes=None)
     reference = run_step(model, None, inputs)
     loop = tune(manager)
-    for _ in range(17):  # as docs/planning.md says, where the host is the limit
+    for _ in range(17):  # as docs/planning.md says, where the step is CPU-bound
         assert_same(reference, run_step(model, manager, inputs))
     print(f"\n{loop.said}")  # noqa: T201 - for whoever runs it with -s
     assert loop.is_converged

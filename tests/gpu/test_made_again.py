@@ -1,4 +1,4 @@
-"""What is made again on a real device: every bit, and the memory is there."""
+"""What is recomputed on a real device: every bit, and the memory is there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MICROBATCHES = 6
 
 
 class Remade(Layer):
-    """A norm, and an activation with dropout that backward makes again; two groups."""
+    """A norm, and an activation with dropout that backward recomputes; two groups."""
 
     def forward(self, x, manager):
         def activation(hidden):
@@ -76,7 +76,7 @@ def test_every_bit_is_the_same(trained, settings):
     manager.close()
 
 
-def test_what_is_made_again_takes_no_memory_meanwhile(trained):
+def test_what_is_recomputed_takes_no_memory_meanwhile(trained):
     model, _, _ = trained
     inputs = make_inputs(model, 2, 4 * ROWS)
     order = [("F", 0), ("F", 1), ("B", 0), ("B", 1)]
@@ -89,6 +89,6 @@ def test_what_is_made_again_takes_no_memory_meanwhile(trained):
         peaks.append(torch.cuda.max_memory_allocated())
     dropped_bytes = without.last_step.recomputed_bytes
     assert dropped_bytes == recomputed_bytes(model, 2, 4 * ROWS)
-    # Less what is made again for one layer's backward.
+    # Less what is recomputed for one layer's backward.
     assert peaks[0] - peaks[1] > dropped_bytes * (1 - 1 / LAYERS)
     without.close()

@@ -73,7 +73,7 @@ def begin_chunk(module):
 
 
 def late_reload(megatron, *, ours, is_late=True):
-    """Return whether a gradient is right whose tensor comes back while copies out are late."""
+    """Return whether a gradient is right whose tensor is reloaded while copies out are late."""
     if is_late:  # pinning may wait for the device, and then nothing is late
         late_reload(megatron, ours=ours, is_late=False)
     with handler(megatron, ours=ours) as module:
@@ -100,7 +100,7 @@ def test_7398_an_inline_reload_does_not_race_its_own_copy(megatron):
 
 
 def allocated_after_forward(megatron, *, ours):
-    """Return what norms that are run again leave on the device, of inputs that were moved."""
+    """Return what norms that are run again leave on the device, of inputs that were offloaded."""
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
     norm = torch.nn.LayerNorm(WIDTH, device="cuda")
@@ -128,12 +128,12 @@ def allocated_after_forward(megatron, *, ours):
         return held_bytes
 
 
-def test_6553_inputs_of_recomputed_norms_leave_the_device(megatron):
+def test_6553_inputs_of_recomputed_norms_are_offloaded(megatron):
     original = allocated_after_forward(megatron, ours=False)
     ours = allocated_after_forward(megatron, ours=True)
     input_bytes = ROWS * WIDTH * 4
     assert original >= NUM_NORMS * input_bytes
-    assert ours <= original - (NUM_NORMS - 2) * input_bytes, "the last may stay"
+    assert ours <= original - (NUM_NORMS - 2) * input_bytes, "the last may be kept"
 
 
 LAYERS, HIDDEN, SEQUENCE = 8, 1024, 8192

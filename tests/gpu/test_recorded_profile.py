@@ -108,7 +108,7 @@ def test_a_resident_step_shows_what_groups_save_and_the_device_really_has():
     manager.close()
 
 
-def test_memory_is_told_as_if_nothing_had_moved():
+def test_memory_is_reported_as_if_nothing_had_moved():
     model = make_model(layers=4, width=2048)
     inputs = make_inputs(model, rows=8192)
     manager = make_manager(max_inflight_bytes=None, prefetch_bytes=None)
@@ -123,7 +123,8 @@ def test_memory_is_told_as_if_nothing_had_moved():
         found[moves] = recorded.profile
         del results
         run_step(model, manager, inputs)
-    # What lives between two boundaries alone, as the loss's does, is seen where nothing moves.
+    # What lives between two boundaries alone, as the loss's does, is seen where nothing is
+    # offloaded.
     peaks = {moves: measured_peak_bytes(profile) for moves, profile in found.items()}
     allocated = {moves: profile.peak_allocated_bytes for moves, profile in found.items()}
     assert found[True].offloaded_bytes > peaks[False] / 4

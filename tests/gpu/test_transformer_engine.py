@@ -38,7 +38,7 @@ CONFIG = OffloadConfig(
     host_slab_bytes=64 * MIB,
     host_memory_bytes=8 * 1024 * MIB,
     min_tensor_bytes=0,
-    max_inflight_bytes=0,  # so that nothing is too near to be moved
+    max_inflight_bytes=0,  # so that nothing is too near to be offloaded
     prefetch_bytes=0,
     policy={"kind": "modules"},  # and nothing is looked for
 )

@@ -17,7 +17,7 @@ LAYERS, WIDTH, ROWS, MICROBATCHES = 8, 512, 1024, 3
 
 
 class Remade(Layer):
-    """A norm and an activation, which backward makes again, in one group."""
+    """A norm and an activation, which backward recomputes, in one group."""
 
     def forward(self, x, manager):
         def make(function, argument):

@@ -74,7 +74,7 @@ def build(name, device, options):
 
 
 def train(name, device, options, config):
-    """Return losses and gradients of every step, and what moved."""
+    """Return losses and gradients of every step, and what was offloaded."""
     schedule, stages, modules = build(name, device, options)
     offload = offload_pipeline(schedule, config=config) if config is not None else None
     has_first = any(stage.is_first for stage in stages)

@@ -1,7 +1,8 @@
 """Trains megatron-core's GPT as trainers over it do, with what their pages tell a user to write.
 
 The argument is JSON: by trainer, what is imported, the settings, and whether they are checked by a
-call of their own. The last line of the output is JSON: by trainer, what moved and what was said.
+call of their own. The last line of the output is JSON: by trainer, what was offloaded and what was
+said.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def test_exactly_the_chosen_operations_move(timing, chosen):
 
 
 @pytest.mark.parametrize("kept", CHOICES)
-def test_exactly_the_chosen_operations_stay(kept):
+def test_exactly_the_chosen_operations_are_kept(kept):
     model = make_model()
     expected = gradient(model)
     choose(model, **dict.fromkeys(kept, False))

@@ -1,4 +1,4 @@
-"""What TransformerEngine's fused layers save of their own is made again, unless quantised."""
+"""What TransformerEngine's fused layers save of their own is recomputed, unless quantised."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def recomputed(manager):
 
 
 @pytest.mark.parametrize("timing", TWO_TIMINGS)
-def test_the_norm_and_the_activation_are_made_again(timing, module):
+def test_the_norm_and_the_activation_are_recomputed(timing, module):
     expected = gradients(module)
     manager = make_manager(timing, recompute=UNITS, checking=True)
     for _ in range(3):
@@ -176,7 +176,7 @@ def test_a_wrong_recipe_is_caught_by_checking(module):
 
     drifting.__signature__ = inspect.signature(normalize)
     module.apply_normalization = drifting
-    with pytest.raises(CorruptionError, match="made again"), manager.step():
+    with pytest.raises(CorruptionError, match="recomputed"), manager.step():
         gradients(module, manager=manager)
     transformer_engine.uninstall()
     module.apply_normalization = normalize

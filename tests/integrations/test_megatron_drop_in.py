@@ -153,7 +153,7 @@ def test_of_a_checkpoint_hidden_states_leave_and_nothing_else(run, case):
 
 
 @programs("inputs-of-some-layers")
-def test_layers_that_are_not_made_again_have_the_groups_that_they_always_have(run, case):
+def test_layers_that_are_not_recomputed_have_the_groups_that_they_always_have(run, case):
     for step in finding(run)["cases"][case]["steps"]:
         assert set(step["groups"].values()) == {6}, "two layers of each kind, three microbatches"
 
@@ -171,13 +171,13 @@ def test_megatrons_fraction_reaches_the_policy(run, case):
 
 
 @programs(*REMADE)
-def test_each_unit_is_made_again(run, case):
+def test_each_unit_is_recomputed(run, case):
     for step in finding(run)["cases"][case]["steps"]:
         assert set(step["remade"]) == REMADE[case]
 
 
 @by_run
-def test_install_exchanges_every_reference(run):
+def test_install_patches_every_reference(run):
     references = finding(run)["references"]
     assert references["num_shared"] >= 14
     for where in ("module", "reference", "class", "manager"):
@@ -193,14 +193,14 @@ def test_uninstall_restores_exactly(run):
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("run", RUNS, ids="-".join)
-def test_what_draws_in_a_fork_of_megatrons_tracker_is_made_again_to_the_bit(run):
+def test_what_draws_in_a_fork_of_megatrons_tracker_is_recomputed_to_the_bit(run):
     found = finding(run)["tracker"]
     assert found["recomputed_bytes"] > 0
     assert found["equal"], "results, and the states that the tracker ends with"
 
 
 @by_run
-def test_inputs_of_checkpoints_without_output_leave_the_device(run):
+def test_inputs_of_checkpoints_without_output_are_offloaded(run):
     """Megatron saves detached copies of them, which autograd keeps whatever hooks do."""
     found = finding(run)["inputs"]
     assert found["equal"]
@@ -340,7 +340,7 @@ def test_layers_are_refused_where_only_their_parts_are_called():
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("granularity", [None, "selective"])
-def test_inputs_of_layers_are_refused_where_no_layer_is_made_again(granularity):
+def test_inputs_of_layers_are_refused_where_no_layer_is_recomputed(granularity):
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     options = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
@@ -355,7 +355,7 @@ def test_inputs_of_layers_are_refused_where_no_layer_is_made_again(granularity):
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("method", ["uniform", "block"])
 @pytest.mark.parametrize("names", [["layer_input"], ["core_attn"], ["layer_input", "core_attn"]])
-def test_names_that_can_move_nothing_under_full_recompute_are_told_of(names, method, caplog):
+def test_names_that_can_move_nothing_under_full_recompute_are_reported(names, method, caplog):
     options = {"recompute_granularity": "full", "recompute_method": method}
     model = configured(offload_modules=names, **options)
     note = functools.partial(megatron_core._marking, lambda _: None)
@@ -378,7 +378,7 @@ def test_other_targets_than_pipeline_ranks_are_refused_in_the_first_forward(targ
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("evaluates", [False, True])
-def test_names_under_which_nothing_is_saved_are_told_of_once(evaluates, caplog):
+def test_names_under_which_nothing_is_saved_are_reported_once(evaluates, caplog):
     manager = PipelineOffloadManager.get_instance()
     model = configured(offload_modules=["core_attn", "expert_fc1"])
     note = functools.partial(megatron_core._marking, lambda _: None)

@@ -268,7 +268,7 @@ def other_map(self, indices, probs):
 @pytest.mark.parametrize("changed", [raises, other_dtype, other_gradient, other_map])
 def test_a_step_that_is_not_megatrons_known_one_is_refused(changed, monkeypatch):
     monkeypatch.setattr(DeepepManager, "_indices_to_multihot", changed)
-    with pytest.raises(IntegrationError, match=r"not the one that this stands in for.*0\.16 to 0"):
+    with pytest.raises(IntegrationError, match=r"not the one that this replaces.*0\.16 to 0"):
         megatron_moe.install()
     assert DeepepManager._indices_to_multihot is changed
 

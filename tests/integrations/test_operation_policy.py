@@ -1,4 +1,4 @@
-"""A decision for each operation: exactly its tensors move, and the bits stay."""
+"""A decision for each operation: exactly its tensors are offloaded, and the bits stay."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_exactly_the_chosen_operations_move(chosen, timing):
 
 
 @pytest.mark.parametrize("kept", [(), ("fc1",), ("act",), ("fc2",), ("fc1", "act", "fc2")])
-def test_exactly_the_chosen_operations_stay_inside_an_offloaded_model(kept, manager):
+def test_exactly_the_chosen_operations_are_kept_inside_an_offloaded_model(kept, manager):
     model = MLP()
     expected = gradients(model)
     for name in kept:
@@ -241,7 +241,7 @@ def make_offload():
     return OffloadActivations(min_offload_size=0, manager=make_manager())
 
 
-def test_marked_tensors_stay_until_the_mark_is_taken_back():
+def test_marked_tensors_are_kept_until_the_mark_is_undone():
     tensors = [torch.randn(64), torch.randn(128), TwoTensor(torch.randn(16), torch.randn(16))]
     policy.mark_not_offload(tensors[0], None, tensors[2])
     assert save(make_offload(), *tensors, torch.randn(8)) == 4 * (128 + 8)

@@ -329,7 +329,7 @@ def inline_reload():
 
 
 def early_end(num_layers=1):
-    """#6783: interleaved; in the last chunk each name's last group stays."""
+    """#6783: interleaved; in the last chunk each name's last group is kept."""
     names = ["attn_norm", "core_attn", "attn_proj"] * num_layers
 
     def steps(program):
@@ -391,7 +391,7 @@ def norm_inputs(alive):
 
 
 def pinned_inputs():
-    """#6553: inputs of recomputed norms that stay on the device."""
+    """#6553: inputs of recomputed norms that are kept on the device."""
     alive = {}
     return {**compare(norm_inputs(alive), max_inflight_bytes=0), "alive": alive}
 
@@ -585,13 +585,13 @@ def test_7398_an_inline_reload_does_not_race_its_own_copy(findings):
 
 
 def test_6783_a_chunk_of_one_layer_does_not_end_too_early(findings):
-    """#6783, #7574: where a group stays, the next one is taken for another microbatch's."""
+    """#6783, #7574: where a group is kept, the next one is taken for another microbatch's."""
     assert findings["early_end, two layers"]["theirs"] == RIGHT
     assert "Chunk mismatch" in findings["early_end"]["theirs"]["error"]
     assert findings["early_end"]["ours"] == RIGHT
 
 
-def test_6553_inputs_of_recomputed_norms_leave_the_device(findings):
+def test_6553_inputs_of_recomputed_norms_are_offloaded(findings):
     """#6553: of six nothing is freed; here all but those that backward needs first."""
     found = findings["pinned_inputs"]
     assert found["theirs"] == found["ours"] == RIGHT
@@ -613,7 +613,7 @@ def test_7237_a_discarded_output_is_not_moved(findings):
     assert findings["discarded_output"]["ours"] == RIGHT
 
 
-def test_5101_a_group_that_stays_brings_no_other_back_early(findings):
+def test_5101_a_group_that_is_kept_reloads_no_other_early(findings):
     """#5101: when the third group's backward begins, all three that moved are back already."""
     found = findings["halves"]
     assert found["theirs"] == found["ours"] == RIGHT

@@ -144,7 +144,7 @@ def test_only_the_time_in_which_all_copy_counts(ends_us, gbps):
     assert gbps_while_all_copy(ends_us, 1000) == pytest.approx(gbps)
 
 
-# Another process, which a program of one line stands in for.
+# Another process, which a program of one line replaces.
 
 
 def program(monkeypatch, text):
@@ -166,7 +166,7 @@ def test_the_rates_of_another_process_are_read(monkeypatch):
     assert measure_gpus(2) == (gpu, gpu)
 
 
-def test_a_process_that_fails_is_told_with_its_reason(monkeypatch):
+def test_a_process_that_fails_is_reported_with_its_reason(monkeypatch):
     program(monkeypatch, "raise RuntimeError('no pages')")
     with pytest.raises(BandwidthError, match="measuring failed: RuntimeError: no pages"):
         measure_gpus(2)

@@ -45,7 +45,7 @@ def test_gpus_are_counted_by_kind(names, level, said):
         (make_rates().model_copy(update={"h2d_gbps": 19.0}), 1, "warning", "19.0 back", "iommu=pt"),
     ],
 )
-def test_rates_alone_and_when_others_copy_too_are_told(rates, num_gpus, level, said, advised):
+def test_rates_alone_and_when_others_copy_too_are_reported(rates, num_gpus, level, said, advised):
     finding = checks.check_rates(0, rates, num_gpus)
     assert finding.level == level
     assert said in finding.found
@@ -78,7 +78,7 @@ def machine(tmp_path):
     return Machine(tmp_path)
 
 
-def test_what_each_rank_may_pin_is_told(machine, monkeypatch):
+def test_what_each_rank_may_pin_is_reported(machine, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "garbage")  # the user's own plays no part
 
     def check(num_ranks):
@@ -143,7 +143,7 @@ def test_the_version_is_of_the_megatron_core_that_was_imported(monkeypatch):
         ({"PYTORCH_CUDA_ALLOC_CONF": "x" * 9999}, "ok", "..."),
     ],
 )
-def test_the_allocator_s_settings_are_told(environ, level, said):
+def test_the_allocator_s_settings_are_reported(environ, level, said):
     (finding,) = checks.check_environment(environ)
     assert finding.level == level
     assert said in finding.found
@@ -161,6 +161,6 @@ def test_the_allocator_s_settings_are_told(environ, level, said):
         ("CUDA_DEVICE_MAX_CONNECTIONS", "8", None),
     ],
 )
-def test_variables_that_matter_are_told(name, value, level):
+def test_variables_that_matter_are_reported(name, value, level):
     found = {finding.title: finding for finding in checks.check_environment({name: value})}
     assert (found[name].level if name in found else None) == level

@@ -59,20 +59,20 @@ def test_every_gpu_is_measured_and_looked_at(machine):
     assert "error" not in levels(examination)
 
 
-def test_without_a_measurement_no_copies_are_told(machine):
+def test_without_a_measurement_no_copies_are_reported(machine):
     examination = machine.examine(bandwidth=False)
     assert examination.profile is None
     assert machine.measured == []
     assert "GPU 0: copies" not in [finding.title for finding in examination.findings]
 
 
-def test_an_optimizer_on_the_host_is_told_of_where_a_job_has_one(machine):
+def test_an_optimizer_on_the_host_is_reported_where_a_job_has_one(machine):
     titles = [finding.title for finding in machine.examine(optimizer_bytes=1 << 30).findings]
     assert titles.count("optimizer offload") == 1
     assert "optimizer offload" not in [finding.title for finding in machine.examine().findings]
 
 
-def test_a_measurement_that_fails_is_an_error_and_the_rest_is_told(machine):
+def test_a_measurement_that_fails_is_an_error_and_the_rest_is_reported(machine):
     machine.error = BandwidthError("measuring GPU 1 failed: pinning failed")
     examination = machine.examine()
     (error,) = [finding for finding in examination.findings if finding.level == "error"]

@@ -76,7 +76,7 @@ def test_a_request_larger_than_a_slab_gets_one_of_its_own(backend):
 
 
 @pytest.mark.parametrize("num_bytes", [1000, 600])
-def test_freed_bytes_of_the_same_aligned_size_are_lent_again(backend, num_bytes):
+def test_freed_bytes_of_the_same_aligned_size_are_allocated_again(backend, num_bytes):
     pool = make(backend)
     region, _ = pool.allocate(1000), pool.allocate(5000)
     start, _ = span(region)
@@ -153,7 +153,7 @@ def test_a_full_pool_warns_once_with_its_numbers(backend, caplog):
     (record,) = caplog.records
     assert record.getMessage() == (
         "host pool is full: asked 8.0 KiB, 1.0 KiB in use, 4.0 KiB of 4.0 KiB pinned; the tensors "
-        "stay on the device (raise host_memory_bytes or lower the fraction)"
+        "are kept on the device (raise host_memory_bytes or lower the fraction)"
     )
 
 
@@ -364,13 +364,15 @@ def test_a_region_of_several_parts_shows_each_as_it_was_asked_for(backend):
     assert flat.data_ptr() == shaped.data_ptr() + 1024
     assert pool.stats.in_use_bytes == 1536
     pool.free(region, None)
-    assert pool.stats.in_use_bytes == 1536, "one part is lent still"
+    assert pool.stats.in_use_bytes == 1536, "one part is allocated still"
     pool.free(region, None)
     assert pool.stats.in_use_bytes == 0
     assert pool.allocate_parts(list(parts)).views[0] is shaped
 
 
-def test_bytes_that_are_lent_in_turn_in_several_shapes_are_shown_once_in_each(backend, monkeypatch):
+def test_bytes_that_are_allocated_in_turn_in_several_shapes_are_shown_once_in_each(
+    backend, monkeypatch
+):
     pool, num_shown = make(backend, slab=2 * KIB), []
     show = _Piece.show
     monkeypatch.setattr(
@@ -383,7 +385,7 @@ def test_bytes_that_are_lent_in_turn_in_several_shapes_are_shown_once_in_each(ba
         assert like is None or (region.tensor.shape, region.tensor.dtype) == like
         seen.append(region.tensor.data_ptr())
         pool.free(region, None)
-    assert len(num_shown) == 2 * len(likes)  # the slab has two such pieces, lent in turn
+    assert len(num_shown) == 2 * len(likes)  # the slab has two such pieces, allocated in turn
     for num_dimensions in range(50):  # as many shapes as a program likes
         like = torch.Size([1] * num_dimensions + [KIB]), torch.uint8
         pool.free(pool.allocate(KIB, like), None)
@@ -434,7 +436,7 @@ def test_a_recovery_keeps_what_is_owned_and_frees_the_rest(backend):
     assert pool.stats.slab_bytes_total == 64 * KIB
 
 
-def test_what_pieces_waste_of_their_slabs_stays_pinned_with_them(backend):
+def test_what_pieces_waste_of_their_slabs_is_kept_pinned_with_them(backend):
     pool = make(backend, slab=8 * KIB)
 
     def lend_and_free():

@@ -74,7 +74,7 @@ def test_another_size_is_not_served_from_a_kept_target(backend):
     assert (tensor.nbytes, pool.retained_bytes) == (999, 1000)
 
 
-def test_kept_bytes_stay_within_the_bound(backend):
+def test_kept_bytes_are_within_the_bound(backend):
     pool = TensorPool(backend, retained_bytes=2500)
     tensors = [lend(pool)[0] for _ in range(4)]
     while tensors:
@@ -93,7 +93,7 @@ def test_a_target_that_someone_still_sees_is_not_kept(backend):
     assert other.data_ptr() != view.data_ptr()
 
 
-def test_what_was_found_is_taken_back_where_the_rest_can_not_be_had(backend, monkeypatch):
+def test_what_was_found_is_undone_where_the_rest_can_not_be_had(backend, monkeypatch):
     pool = TensorPool(backend, retained_bytes=4000)
     pool.free(lend(pool)[0])
     monkeypatch.setattr(backend, "empty_device_like", Mock(side_effect=torch.OutOfMemoryError))

@@ -303,7 +303,7 @@ def test_a_recorded_step_can_be_planned_with():
         measured_peak_bytes(replace(moved.profile, counts_what_moved=False))
 
 
-def test_what_is_made_again_counts_as_gone_in_a_step_that_makes_it_again():
+def test_what_is_recomputed_counts_as_gone_in_a_step_that_recomputes_it():
     program = Program(host_memory_bytes=0)
     manager = program.manager
 
@@ -329,7 +329,7 @@ def test_what_is_made_again_counts_as_gone_in_a_step_that_makes_it_again():
     assert peaks(recorded) == (3000, 3000)  # of the first group one tensor, both of the second
 
 
-def test_what_the_allocator_can_not_use_stays_what_it_was(monkeypatch):
+def test_what_the_allocator_can_not_use_is_kept_what_it_was(monkeypatch):
     program = Program(max_inflight_bytes=0, prefetch_bytes=0)
     meter, most = program.meter, []
 
@@ -352,7 +352,7 @@ def test_what_the_allocator_can_not_use_stays_what_it_was(monkeypatch):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("timing", TIMINGS)
 @pytest.mark.parametrize("limits", [(12, 24), (12, None), (0, 0), (12, 0)])
-def test_memory_is_told_as_if_nothing_had_moved(limits, timing):
+def test_memory_is_reported_as_if_nothing_had_moved(limits, timing):
     model = make_model()
     inflight_bytes, prefetch_bytes = (kib if kib is None else kib * KIB for kib in limits)
     config = make_config(timing, max_inflight_bytes=inflight_bytes, prefetch_bytes=prefetch_bytes)
@@ -598,7 +598,7 @@ def test_several_watch_one_step_and_each_sees_what_it_would_see_alone(moves):
     assert (trace.num_bytes["d2h"] > 0) == moves
 
 
-def test_groups_that_nobody_marks_are_recorded_too():
+def test_groups_without_marks_are_recorded_too():
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU())
     offload = OffloadActivations(config=make_config(prefetch_bytes=1024))
     for tensor in model.parameters():

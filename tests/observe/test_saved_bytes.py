@@ -1,4 +1,4 @@
-"""What groups save counts once, moved or not, and what something else keeps is told apart."""
+"""What groups save counts once, moved or not, and what something else keeps is reported apart."""
 
 from __future__ import annotations
 

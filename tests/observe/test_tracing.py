@@ -43,7 +43,7 @@ class Untimed(SimulatedBackend):
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_what_is_made_again_has_spans_of_its_own(recomputes):
+def test_what_is_recomputed_has_spans_of_its_own(recomputes):
     manager = PipelineOffloadManager(make_config(), backend=Untimed())
     with trace_step(manager) as trace:
         run_step(make_model(recomputes=recomputes), manager, ORDER)

@@ -1,4 +1,5 @@
-"""Which groups move: every plan keeps its targets, as simulated, and costs no more than allowed."""
+"""Which groups are offloaded: every plan keeps its targets, as simulated, and costs no more than
+allowed."""
 
 from __future__ import annotations
 
@@ -139,7 +140,7 @@ def test_the_same_plan_comes_again():
 
 
 def recomputing_job(machine):
-    """A pipeline in which an activation is made again for next to nothing, and a product is not."""
+    """A pipeline in which an activation is recomputed for next to nothing, and a product is not."""
     job = make_job(ranks=2, microbatches=6, machine=machine)
 
     def changed(work):
@@ -154,7 +155,7 @@ def recomputing_job(machine):
 
 
 @pytest.mark.slow
-def test_what_costs_little_is_made_again_and_what_costs_much_only_where_the_link_is_the_limit():
+def test_what_costs_little_is_recomputed_and_what_costs_much_only_where_the_link_is_the_limit():
     made = []
     for machine in (Machine(), NARROW):
         job = recomputing_job(machine)
@@ -172,7 +173,7 @@ def test_what_costs_little_is_made_again_and_what_costs_much_only_where_the_link
     assert us[0] < 0.9 * us[1]
 
 
-def test_only_what_may_be_is_made_again():
+def test_only_what_may_be_is_recomputed():
     chooser = chooser_of(recomputing_job(NARROW), recompute=(frozenset({"act"}),))
     plan = chooser.under(((chooser.lowest_bytes + chooser.highest_bytes) // 2,) * 2)
     units = {(unit.unit, unit.is_recomputed) for rank in plan.ranks for unit in rank.units}

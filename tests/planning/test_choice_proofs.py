@@ -1,4 +1,4 @@
-"""The choice of what is kept, moved and made again, held against more of them.
+"""The choice of what is kept, moved and recomputed, held against more of them.
 
 Longer, and on large jobs: `benchmarks/check_choice.py`.
 """
@@ -15,7 +15,7 @@ CHECK = runpy.run_path(str(BENCHMARKS / "check_choice.py"))
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_a_plan_keeps_its_target_and_costs_no_more_than_one_that_makes_nothing_again(seed):
+def test_a_plan_keeps_its_target_and_costs_no_more_than_one_that_recomputes_nothing(seed):
     assert CHECK["check_random"](seed) == []
 
 

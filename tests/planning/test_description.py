@@ -92,7 +92,7 @@ def test_norms_that_are_not_fused_are_groups_with_the_same_bytes_in_all():
     assert sum(g.num_bytes for g in apart.groups) == sum(g.num_bytes for g in fused.groups)
 
 
-def test_small_tensors_and_unmarked_groups_stay():
+def test_small_tensors_and_unmarked_groups_are_kept():
     stage = job_from_model(describe(min_tensor_bytes="2MiB", modules=["core_attn"])).stages[0]
     marked = [group for group in stage.groups if group.is_marked]
     assert [group.name for group in marked] == ["core_attn"] * 2
@@ -328,7 +328,7 @@ def test_full_recompute_is_predicted_as_it_was_measured(file):
         assert rank.peak_reserved_bytes == pytest.approx(measured["peak_reserved_bytes"], rel=0.08)
 
 
-def test_units_that_the_job_makes_again_are_no_longer_saved():
+def test_units_that_the_job_recomputes_are_no_longer_saved():
     def saved(*units):
         groups = job_from_model(describe(recompute=list(units))).stages[1].groups
         return sum(group.num_bytes for group in groups[:6]) // MIB

@@ -1,4 +1,4 @@
-"""What the allocator can't lend again yet, counted by hand."""
+"""What the allocator can't allocate again yet, counted by hand."""
 
 from __future__ import annotations
 

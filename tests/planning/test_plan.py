@@ -61,7 +61,7 @@ def test_every_group_has_a_choice_and_a_reason():
         assert 0 < rank.moved_bytes < rank.saved_bytes
 
 
-def test_groups_without_bytes_stay():
+def test_groups_without_bytes_are_kept():
     profile = PROFILES[0]
     empty = profile.groups[0]._replace(num_bytes=0)
     plan = rank_plan(replace(profile, groups=(empty, *profile.groups[1:])), {}, "moves")

@@ -50,7 +50,7 @@ def test_every_kept_group_has_a_reason():
     assert any("100 bytes" in reason for reason in kept.values())
 
 
-def test_modules_that_are_not_listed_stay():
+def test_modules_that_are_not_listed_are_kept():
     profile = make_profile()
     kept = ModulesPolicy(modules=("group[01]", "other")).plan(profile)
     assert {key.order for key in kept} == {2, 3}

@@ -1,4 +1,4 @@
-"""From measured profiles back to a step: waiting is no work, and what was measured comes back."""
+"""From measured profiles back to a step: waiting is no work, and what was measured is reloaded."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def disturbed(profile, chunk, us):
     return replace(profile, times=tuple(times), step_us=profile.step_us + us)
 
 
-def test_a_host_that_is_away_in_half_of_the_microbatches_makes_no_step_longer():
+def test_an_absent_host_in_half_of_the_microbatches_makes_no_step_longer():
     job = make_job(ranks=1, microbatches=4)
     (profile,) = profiles_of(job)
     longer = disturbed(disturbed(profile, 1, 1e5), 2, 3e5)

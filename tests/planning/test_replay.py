@@ -57,7 +57,7 @@ def test_limits_that_are_not_set_follow_the_step():
     assert (budget.max_inflight_bytes, budget.prefetch_bytes) == (400, 400)
 
 
-def test_a_group_leaves_is_released_and_comes_back():
+def test_a_group_leaves_is_released_and_is_reloaded():
     job = one_rank(work(10), work(10), work(10))
     program = replay(job, 0, RankSettings(max_inflight_bytes=10, prefetch_bytes=0))
     # Compute, Offload, compute, offload and Await of the first, compute (the last stays), await;
@@ -67,7 +67,7 @@ def test_a_group_leaves_is_released_and_comes_back():
     assert program.peak_host_bytes == 20
 
 
-def test_what_is_kept_by_plan_stays():
+def test_what_is_kept_by_plan_is_kept():
     job = one_rank(work(10), work(10), work(10))
     small = RankSettings(max_inflight_bytes=10, prefetch_bytes=0)
     kept = RankSettings(frozenset({GroupKey(0, 0)}), max_inflight_bytes=10, prefetch_bytes=0)
@@ -76,7 +76,7 @@ def test_what_is_kept_by_plan_stays():
 
 
 def test_until_the_first_backward_bytes_alone_say_when_a_copy_is_waited_for():
-    """Half of the groups stay: what moves takes the room half as fast, and is waited for later."""
+    """Half of the groups are kept: the others take memory half as fast, and waited for later."""
     job = one_rank(*[work(10)] * 12)
     kept = frozenset(GroupKey(0, order) for order in range(1, 12, 2))
     limits = {"max_inflight_bytes": 20, "prefetch_bytes": 10}
@@ -110,7 +110,7 @@ def test_labels_and_memory_are_kept_only_where_they_are_asked_for():
     assert plain.kinds == recorded.kinds
 
 
-def test_what_is_made_again_is_there_in_its_own_forward_and_backward_alone():
+def test_what_is_recomputed_is_there_in_its_own_forward_and_backward_alone():
     norm = (UnitWork("norm", 6, 0.5),)
     job = one_rank(work(10, units=norm), work(1000))
     settings = replace(NO_OFFLOAD, recompute=(frozenset({"norm", "other"}),))
@@ -125,7 +125,7 @@ def test_what_is_made_again_is_there_in_its_own_forward_and_backward_alone():
     assert moving.offloaded_bytes == 4
 
 
-def test_what_it_is_made_from_comes_back_before():
+def test_what_it_is_made_from_is_reloaded_before():
     units = (UnitWork("act", 10, 0.5, (1,)),)
     job = one_rank(work(10), work(20, units=units), work(10))
     settings = RankSettings(
@@ -139,7 +139,7 @@ def test_what_it_is_made_from_comes_back_before():
     assert kinds(replay(job, 0, replace(settings, recompute=()))) == "COACC" + "CCRAC"
 
 
-def test_units_are_made_again_where_a_virtual_stage_says_so():
+def test_units_are_recomputed_where_a_virtual_stage_says_so():
     units = (UnitWork("act", 10, 0.5),)
     passes = tuple(
         Pass(stage, PassKind(kind), 0) for stage, kind in ((0, "F"), (1, "F"), (1, "B"), (0, "B"))

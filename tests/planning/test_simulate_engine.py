@@ -1,8 +1,8 @@
 """The simulator against the engine itself, on the simulated device's virtual clock.
 
 Both run the same random step: the engine with real tensors, streams and waits, the simulator with
-nothing. They must agree on what moves and in which order, on what is held, and on the times. What
-stays is recorded in both: the simulator counts its boundaries.
+nothing. They must agree on what is offloaded and in which order, on what is held, and on the times.
+What stays is recorded in both: the simulator counts its boundaries.
 """
 
 from __future__ import annotations
@@ -325,5 +325,5 @@ def test_where_pinned_memory_is_tight_the_decisions_are_the_same():
 
 @pytest.mark.parametrize("seed", range(60))
 @pytest.mark.parametrize("room", [1, 4])
-def test_what_is_made_again_is_simulated_too(seed, room):
+def test_what_is_recomputed_is_simulated_too(seed, room):
     check(seed, with_units=True, room=room)

@@ -193,7 +193,7 @@ def test_the_highest_rank_of_each_run_counts():
         assert pair.change is None, "a change needs both"
 
 
-def test_groups_are_added_up_and_say_what_moved_and_why_the_rest_stayed():
+def test_groups_are_added_up_and_say_what_moved_and_why_the_rest_was_kept():
     kept = {"why": GIB, "more": GIB + GIB // 2}
     ranks = [
         {
@@ -207,6 +207,6 @@ def test_groups_are_added_up_and_say_what_moved_and_why_the_rest_stayed():
     x, y = gpu_report(ranks=ranks).groups
     assert (x["name"], x["num_groups"], x["offloaded_bytes"]) == ("x", 4, 3 * GIB)
     moved = "3.0 GiB moved: named in offload.modules"
-    recomputed = "1.0 GiB made again in backward: named in offload.recompute"
+    recomputed = "1.0 GiB recomputed in backward: named in offload.recompute"
     assert x["reasons"] == [moved, recomputed, "1.5 GiB kept: more", "1.0 GiB kept: why"]
     assert y["reasons"] == ["nothing in it to move: too small, or kept alive by something else"]

@@ -11,7 +11,7 @@ from megatron_offload.report.tables import PlanRow, plan_rows, plan_table
 
 
 def plan_of(*ranks):
-    """Return a plan of groups, each a name, its bytes, whether it moves, and why."""
+    """Return a plan of groups, each a name, its bytes, whether it is offloaded, and why."""
     found = [[GroupChoice(GroupKey(0, i), *one) for i, one in enumerate(rank)] for rank in ranks]
     return OffloadPlan("x", 1, 1, tuple(RankPlan(tuple(choices)) for choices in found))
 
@@ -21,17 +21,17 @@ def test_groups_of_one_name_and_reason_are_one_row():
         [("mlp", 1, True, "for it"), ("norm", 7, False, "too soon")], [("mlp", 2, True, "for it")]
     )
     assert plan_rows(plan) == [
-        PlanRow("mlp", "moves", "for it", 2, 3),
-        PlanRow("norm", "stays", "too soon", 1, 7),
+        PlanRow("mlp", "offloaded", "for it", 2, 3),
+        PlanRow("norm", "kept", "too soon", 1, 7),
     ]
 
 
-def test_rows_of_a_name_stand_together_what_moves_comes_first_and_reasons_stay_apart():
+def test_rows_of_a_name_stand_together_what_moves_comes_first_and_reasons_are_apart():
     plan = plan_of(
         [("a", 1, False, "kept 3 of them"), ("b", 1, True, "x"), ("a", 1, False, "kept 4 of them")],
         [("a", 1, True, "z"), ("b", 1, False, "x")],
     )
-    assert [(row.name, row.choice == "moves", row.reason) for row in plan_rows(plan)] == [
+    assert [(row.name, row.choice == "offloaded", row.reason) for row in plan_rows(plan)] == [
         *(("a", True, "z"), ("a", False, "kept 3 of them"), ("a", False, "kept 4 of them")),
         *(("b", True, "x"), ("b", False, "x")),
     ]
@@ -44,7 +44,7 @@ def test_tables_take_nothing_of_a_plan_for_markup(capsys):
     assert printed.count("[red]a") == printed.count("[bold]why") == 1
 
 
-def test_units_say_what_is_made_again_and_what_that_takes():
+def test_units_say_what_is_recomputed_and_what_that_takes():
     units = [
         (
             UnitChoice(0, "norm", 5, 1000.0, True),
@@ -56,7 +56,7 @@ def test_units_say_what_is_made_again_and_what_that_takes():
     plan = plan_of(*[[("mlp", 1, True, "x")]] * 3)
     ranks = (replace(rank, units=each) for rank, each in zip(plan.ranks, units, strict=True))
     assert plan_rows(replace(plan, ranks=tuple(ranks))) == [
-        PlanRow("mlp", "moves", "x", 3, 3),
-        PlanRow("unit norm", "made again", "making it again takes 3.0 ms in all", 2, 12),
-        PlanRow("unit norm", "as its groups", "making it again takes 1.0 ms in all", 1, 5),
+        PlanRow("mlp", "offloaded", "x", 3, 3),
+        PlanRow("unit norm", "recomputed", "recompute takes 3.0 ms in all", 2, 12),
+        PlanRow("unit norm", "as its groups", "recompute takes 1.0 ms in all", 1, 5),
     ]

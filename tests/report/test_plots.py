@@ -124,7 +124,7 @@ def lab(color, vision):
 
 @pytest.mark.parametrize("vision", VISIONS)
 @pytest.mark.parametrize("name", ["_KINDS", "_COUNTERS", "_POINTS"])
-def test_colours_are_told_apart_by_every_kind_of_eyes(name, vision):
+def test_colours_are_distinct_by_every_kind_of_eyes(name, vision):
     colors = [color for color, _ in getattr(plots, name).values()]
     for pair in itertools.combinations(colors, 2):
         assert math.dist(*(lab(color, vision) for color in pair)) > 12, pair

@@ -209,7 +209,7 @@ def test_with_full_recompute_the_inputs_of_layers_are_marked(launch, version):
 
 
 @pytest.mark.slow
-def test_with_some_layers_made_again_all_of_the_others_is_marked_too(launch):
+def test_with_some_layers_recomputed_all_of_the_others_is_marked_too(launch):
     done = launch("0.16", *job("0.16", *FULL, "block"))
     modules = json.loads(done.stdout.splitlines()[-1])["modules"]
     assert {"layer_input", "qkv_linear", "mlp_fc1"} <= set(modules)
@@ -235,7 +235,7 @@ def test_a_graph_of_the_whole_step_is_captured_when_the_plan_is_found(
         block.commands() for block in blocks() if "--cuda-graph-impl full_iteration" in block.text
     )
     _, _, flags = command.removesuffix(" FLAGS").partition("pretrain_gpt.py ")
-    if version == "0.16":  # whose stand-in has no others
+    if version == "0.16":  # whose patch has no others
         flags, _, _ = flags.partition(" --te-rng-tracker")
     words = flags.replace("full_iteration", spelling).split()
     done = launch(version, *job(version, *words, "--offload-policy", policy))
@@ -302,7 +302,7 @@ def test_a_wrong_flag_is_one_line(words, expected, capsys):
     assert error.count("\n") == 1
 
 
-def test_what_is_wrong_in_a_file_is_told_with_its_name(tmp_path, capsys):
+def test_what_is_wrong_in_a_file_is_reported_with_its_name(tmp_path, capsys):
     (tmp_path / "job.yaml").write_text("offload: {fraction: 0.5}")
     assert cli.main(["run", "--offload-config", str(tmp_path / "job.yaml"), __file__]) == 2
     assert f"offload ({tmp_path / 'job.yaml'}): unknown key 'offload'" in capsys.readouterr().err
@@ -320,7 +320,7 @@ def test_flags_win_over_the_file(tmp_path):
     assert read_flags({"offload_recompute": "none"}).recompute == ()
 
 
-def test_what_is_settled_is_said_once_and_one_step_is_reported(tmp_path, capsys):
+def test_what_is_converged_is_said_once_and_one_step_is_reported(tmp_path, capsys):
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)))
     loop = launching.ReportedLoop(tmp_path / "report")
     manager = PipelineOffloadManager(OffloadConfig(min_tensor_bytes=0, fraction=1.0))
@@ -333,7 +333,7 @@ def test_what_is_settled_is_said_once_and_one_step_is_reported(tmp_path, capsys)
                 model(torch.randn(8, 64)).sum().backward()
     assert manager.tuner is loop
     said = capsys.readouterr().out
-    assert said.count("megatron-offload: a step of rank 0 moves *") == 1
+    assert said.count("megatron-offload: a step of rank 0 offloads *") == 1
     assert {path.name for path in loop_files(tmp_path)} == {"trace_0.json", "profile_0.json"}
     assert cli.main(["trace", str(tmp_path / "report")]) == 0
     manager.close()
@@ -385,7 +385,7 @@ def test_the_plug_in_alone_installs_the_defaults(plugged):
         ("modles=[x]", "unknown key 'modles'; did you mean 'modules'"),
         ("recompute=[nrom]", "'nrom'; did you mean 'norm'"),
         ("policy.kind=plan_file policy.path=/nowhere", "/nowhere"),
-        ("modules=[]", "'modules': no name, so nothing would move"),
+        ("modules=[]", "'modules': no name, so nothing would be offloaded"),
     ],
 )
 def test_a_plug_in_that_is_wrongly_configured_stops_the_job(plugged, settings, expected):
@@ -408,7 +408,7 @@ def loop_files(folder):
     return (folder / "report").iterdir()
 
 
-def test_a_variable_that_nobody_reads_stops_the_job(plugged):
+def test_a_variable_that_is_not_read_stops_the_job(plugged):
     with pytest.raises(ConfigError, match=r"variable MEGATRON_OFFLOAD_SETS; did you .*OAD_SET'"):
         plugged(SETS="policy.kind=auto")
     assert not megatron_core.is_installed()

@@ -24,7 +24,7 @@ MODELS = {
     "experts": f"{GATED} --num-experts 4 --moe-router-topk 2",
     "norms of queries and keys": "--qk-layernorm --offload-modules core_attn attn_proj",
     "more tokens": f"{GATED} --mtp-num-layers 1 --position-embedding-type rope",
-    "layers made again": "--recompute-granularity full --recompute-method uniform "
+    "layers recomputed": "--recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 1",
 }
 FIVE = {"qkv_linear", "core_attn", "attn_proj", "mlp_fc1", "mlp_act"}
@@ -33,7 +33,7 @@ MOVED = {
     "experts": {"qkv_linear", "core_attn", "attn_proj"},  # each expert is a dense MLP there
     "norms of queries and keys": {"core_attn", "attn_proj"},
     "more tokens": FIVE,
-    "layers made again": {"layer_input"},
+    "layers recomputed": {"layer_input"},
 }
 
 
@@ -71,7 +71,7 @@ def test_nothing_set_changes_no_number_either():
     longer = (*FLAGS, "--train-iters", "24", "--eval-interval", "12")
     printed = pretrain(*longer, launched="--offload-set min_tensor_bytes=0")
     check_same(printed, pretrain(*longer))
-    assert "megatron-offload: a step of rank 0 moves " in printed.text
+    assert "megatron-offload: a step of rank 0 offloads " in printed.text
 
 
 def test_a_pipeline_is_resumed_with_the_launcher_where_it_was_saved(tmp_path):

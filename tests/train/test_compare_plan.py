@@ -30,7 +30,7 @@ def test_profiles_of_the_run_make_a_plan(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["auto", pytest.param("plan_file", marks=pytest.mark.slow)])
-def test_the_plan_that_the_run_followed_stays_and_another_does_not(tmp_path, kind):
+def test_the_plan_that_the_run_followed_remains_and_another_does_not(tmp_path, kind):
     folder = ran(tmp_path / "with_offload")
     path = (folder if kind == "auto" else tmp_path) / "plan.json"
     plan = plan_by_rule(RatioConfig(kind="ratio", ratio=0.5), load_run(folder).profiles)

@@ -162,7 +162,7 @@ def test_timelines_of_all_ranks_are_put_into_one_file(tmp_path, capsys):
     assert read_traces(folder / "trace.json") == own
 
 
-def test_a_folder_without_timelines_is_told_how_to_get_some(tmp_path, capsys):
+def test_a_folder_without_timelines_says_how_to_get_some(tmp_path, capsys):
     assert main(["trace", str(traced(tmp_path / "run"))]) == 2
     assert "holds no timelines; set run.trace_step" in capsys.readouterr().err
 

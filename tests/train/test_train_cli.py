@@ -71,7 +71,7 @@ def test_a_key_is_a_flag_too(file):
         (["--set", "data.indexed=tokens"], "unknown key 'data.indexed'"),
         (["--set", "data.text=/nowhere.txt"], "/nowhere.txt"),
         (["--set", "data.text=5"], "'data.text': a list is wanted, as in [a, b] (got 5)"),
-        (["--set", "offload.modules=[]"], "no name, so nothing would move"),
+        (["--set", "offload.modules=[]"], "no name, so nothing would be offloaded"),
     ],
 )
 def test_bad_input_is_status_2_and_starts_nothing(file, words, expected, capsys):

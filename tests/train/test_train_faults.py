@@ -148,7 +148,7 @@ def test_what_one_rank_finds_wrong_with_the_input_ends_all_with_one_line(
     assert "Traceback" not in err
 
 
-def test_a_rank_that_is_killed_ends_the_others_and_its_steps_stay(tmp_path):
+def test_a_rank_that_is_killed_ends_the_others_and_its_steps_remain(tmp_path):
     found = {"rank": 0, "step": 3, "raises": None}
     status, err = run(words(tmp_path), program=(FAILING,), FAILURE=json.dumps(found))
     assert status == 1, err

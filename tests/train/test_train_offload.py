@@ -15,7 +15,7 @@ from megatron_offload.train.loop import check_patterns, keep_plan
 
 @pytest.mark.by_default
 @pytest.mark.parametrize("is_owner", [True, False])
-def test_the_plan_that_stays_is_said_once_and_written_by_the_first_rank(tmp_path, is_owner):
+def test_the_final_plan_is_said_once_and_written_by_the_first_rank(tmp_path, is_owner):
     job = VirtualJob(0.1)
     loop = tune(job.manager)
     output = tmp_path if is_owner else None

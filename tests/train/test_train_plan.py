@@ -1,4 +1,4 @@
-"""A run that finds what to move: all ranks settle on one plan, and no bit changes."""
+"""A run that finds what to offload: all ranks settle on one plan, and no bit changes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LONG = "run.steps=30"
 
 
 @pytest.mark.slow
-def test_all_ranks_follow_the_plan_that_they_have_settled_on_and_no_bit_changes(tmp_path):
+def test_all_ranks_follow_the_plan_that_they_have_converged_on_and_bits_are_identical(tmp_path):
     plain, output = tmp_path / "plain", tmp_path / "planned"
     assert run(words(plain, LONG))[0] == 0
     last = read_steps(plain)[-1]

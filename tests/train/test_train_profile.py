@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 ONE_RANK = ("parallel.pipeline=1", "parallel.virtual=1", "run.steps=5", "offload.enabled=true")
 
 
-def test_a_profiled_step_changes_no_bit_and_moves_what_others_move(train, tmp_path):
+def test_a_profiled_step_is_bitwise_identical_and_moves_what_others_move(train, tmp_path):
     train(tmp_path / "plain")
     train(tmp_path / "profiled", "run.profile_step=3", "offload.policy.kind=modules")
     assert numbers(tmp_path / "profiled") == numbers(tmp_path / "plain")
@@ -43,18 +43,18 @@ def test_a_profiled_step_changes_no_bit_and_moves_what_others_move(train, tmp_pa
     assert torch.__version__.startswith(dict(profile.run.versions)["torch"])  # +cu130 may follow
     # The step without its optimizer, which a busy machine may delay: no other unit fits.
     assert 0.002 < profile.step_us / (1e6 * steps[2].step_time_s) < 1
-    # It is told as if nothing had moved; the run's own count of the peak is not lost.
+    # It is reported as if nothing had moved; the run's own count of the peak is not lost.
     assert measured_peak_bytes(profile) > steps[2].peak_live_activation_bytes > 0
     assert steps[2].peak_live_activation_bytes == steps[4].peak_live_activation_bytes
 
 
 @pytest.mark.slow  # how soon it settles goes by the machine's own time
-def test_a_run_that_ends_before_it_has_settled_says_so(train, tmp_path, capsys):
+def test_a_run_that_ends_before_it_has_converged_says_so(train, tmp_path, capsys):
     policy = "offload.policy={kind: auto, most_slowdown_percent: 1000}"
     train(tmp_path, policy, "run.steps=3", "run.profile_step=0")
     steps = [record.ranks[0] for record in read_steps(tmp_path)]
     assert any(step.is_planned_by for step in steps)
-    assert all(step.offloaded_bytes == 0 for step in steps[:2]), "all stays that has room"
+    assert all(step.offloaded_bytes == 0 for step in steps[:2]), "all is kept that has room"
     assert "the run was over before its plan was settled" in capsys.readouterr().err
     assert not (tmp_path / "plan.json").exists()
 
@@ -79,7 +79,7 @@ def test_the_profiles_of_two_ranks_can_be_planned_and_simulated_with(tmp_path):
         assert rank.peak_device_bytes <= measured_peak_bytes(profile)
 
 
-def test_a_traced_step_changes_no_bit_and_is_the_one_that_was_asked_for(train, tmp_path):
+def test_a_traced_step_is_bitwise_identical_and_is_the_one_that_was_asked_for(train, tmp_path):
     train(tmp_path / "plain")
     train(tmp_path / "traced", "run.trace_step=3")
     assert numbers(tmp_path / "traced") == numbers(tmp_path / "plain")

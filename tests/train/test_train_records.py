@@ -1,4 +1,4 @@
-"""A line of steps.jsonl comes back as the record that it was made of, bit for bit."""
+"""A line of steps.jsonl is reloaded as the record that it was made of, bit for bit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def record(step=1, loss=0.1, grad_norm=2.0):
 
 
 @pytest.mark.parametrize("loss", [0.1, math.pi, 5e-324, math.inf])
-def test_a_line_comes_back_as_its_record(loss):
+def test_a_line_round_trips_as_its_record(loss):
     assert StepRecord.from_json(record(loss=loss).to_json(), "line") == record(loss=loss)
 
 

@@ -45,7 +45,7 @@ function zoom(button) {
   const canvas = button.parentElement.nextElementSibling.querySelector("canvas");
   const box = canvas.getBoundingClientRect();
   const at = { bubbles: true, clientX: box.left + box.width / 2, clientY: box.top + 30 };
-  canvas.dispatchEvent(new PointerEvent("pointermove", at)); // tells Vega which part is meant
+  canvas.dispatchEvent(new PointerEvent("pointermove", at)); // says to Vega which part is meant
   canvas.dispatchEvent(new WheelEvent("wheel", { ...at, deltaY: Number(button.dataset.zoom) }));
 }
 
