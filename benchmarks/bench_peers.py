@@ -9,7 +9,7 @@ one another, as in ``prefetch_bytes=2GiB|1GiB``, are those of pipeline ranks 0, 
     none         no offload; what all others are compared with
     ours-auto    this package, which chooses by itself what of attention and MLP to keep, to move,
                  and to recompute, as in ours-auto:policy.most_slowdown_percent=8
-    ours-target  the same for a size, as in ours-target:policy.target_bytes=20GiB
+    ours-target  the same for a size, as in ours-target:policy.memory_target=20GiB
     ours-recompute
                  all of attention and MLP moved, but the default units, which are recomputed; or as
                  in ours-recompute:recompute=norm+mlp_act

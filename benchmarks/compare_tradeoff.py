@@ -39,7 +39,7 @@ def modes_of(data: dict) -> dict[str, list[dict]]:
     """Return the rows of each mode that has come through, by what to call it here."""
     modes: dict[str, list[dict]] = {}
     for row in data["rows"]:
-        target = re.search(r"policy\.target_bytes=([\d.]+)GiB", row["mode"])
+        target = re.search(r"policy\.(?:target_bytes|memory_target)=([\d.]+)GiB", row["mode"])
         percent = re.search(r"policy\.most_slowdown_percent=([\d.]+)", row["mode"])
         kind = row["mode"].partition(":")[0]
         name = f"target {float(target[1]):g} GiB" if target else NAMES.get(kind, kind)

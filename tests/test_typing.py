@@ -19,7 +19,7 @@ OffloadConfig(max_inflight_bytes="1GiB", min_tensor_bytes=1024, prefetch_bytes=N
 OffloadConfig(modules=["mlp_fc1", "layers.*.mlp"], policy=AutoConfig(kind="auto"))
 OffloadConfig(modules="mlp_fc1", recompute="norm")
 OffloadConfig(modules=("mlp_fc1",), policy={"kind": "ratio", "ratio": 0.5})
-MemoryTargetConfig(kind="memory_target", target_bytes=["20GiB", 21 << 30])
+MemoryTargetConfig(kind="memory_target", memory_target=["20GiB", 21 << 30])
 OffloadConfig(policy=PlanFileConfig(kind="plan_file", path=Path("plan.json")))
 total: int | None = OffloadConfig().max_inflight_bytes
 names: tuple[str, ...] = OffloadConfig().modules

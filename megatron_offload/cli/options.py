@@ -19,11 +19,12 @@ from pydantic import BaseModel, ConfigDict
 from pydantic_core import PydanticUndefined
 
 from megatron_offload.errors import ConfigError, did_you_mean
+from megatron_offload.files.renames import RENAMED, current_name
 from megatron_offload.files.strict_model import StrictModel, validate
 
 
 class Options(StrictModel):
-    """The options of a command: of a field ``device_target`` the flag is ``--device-target``."""
+    """The options of a command: of a field ``memory_target`` the flag is ``--memory-target``."""
 
     model_config = ConfigDict(
         alias_generator=lambda name: name.replace("_", "-"), validate_by_name=True
@@ -83,12 +84,18 @@ def add_flags(parser: argparse.ArgumentParser, options: type[Options]) -> None:
 
 def parse_known(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
     """Return what words give; `ConfigError` names the flag nearest to one that is unknown."""
-    found, unknown = parser.parse_known_args(words)
+    found, unknown = parser.parse_known_args(map(_current_flag, words))
     if unknown:
         flag = unknown[0].partition("=")[0]
         near = did_you_mean(flag, parser._option_string_actions) if flag.startswith("-") else ""
         raise ConfigError(f"unrecognized arguments: {' '.join(unknown)}{near}")
     return found
+
+
+def _current_flag(word: str) -> str:
+    flag, equals, value = word.partition("=")
+    is_old = re.split(r"[.]|^--", flag)[-1] in RENAMED and flag.startswith("--")
+    return current_name(flag) + equals + value if is_old else word
 
 
 def read_options(

@@ -10,13 +10,13 @@ writes   the plan to --output, and the predicted trade-off curve to tradeoff.jso
          'megatron-offload report RUN_FOLDER' shows both files; with
          'offload: {policy: {kind: plan_file, path: FILE}}' a run follows the plan
 
-policy: with --device-target the quickest plan that brings every rank under it (memory_target), else
-        the most memory that costs no more than --max-cost of the step's time (auto)
+policy: with --memory-target the quickest plan that brings every rank under it (memory_target), else
+        the most memory that costs no more than --most-slowdown-percent of the step's time (auto)
 
 exit status: 0 planned, 1 the target can't be kept, 2 bad input
 
 example: megatron-offload plan --model gpt_16x8192_pp4_vpp2 \
-             --device-target 26GiB --output plan.json
+             --memory-target 26GiB --output plan.json
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ _WithoutSign = BeforeValidator(lambda text: str(text).removesuffix("%"))
 class Given(SourceOptions):
     """The options of ``plan``."""
 
-    device_target: tuple[TargetBytes, ...] | None = None
+    memory_target: tuple[TargetBytes, ...] | None = None
     """Most device memory of every pipeline rank, such as 26GiB; or one size for each."""
 
-    max_cost: Annotated[float, _WithoutSign, Field(ge=0, le=1000)] | None = None
+    most_slowdown_percent: Annotated[float, _WithoutSign, Field(ge=0, le=1000)] | None = None
     """Maximum step-time overhead in percent (default 1)."""
 
     output: Path | None = None
@@ -139,10 +139,10 @@ def _rank_table(source: Source, plan: OffloadPlan, without: Simulation, step: Si
 
 
 def _policy_of(given: Given) -> PolicyConfig:
-    targets, percent = given.device_target, given.max_cost
+    targets, percent = given.memory_target, given.most_slowdown_percent
     if targets is None:
         return AutoConfig(kind="auto", most_slowdown_percent=1.0 if percent is None else percent)
     if percent is not None:
-        raise ConfigError("give either --device-target or --max-cost")
+        raise ConfigError("give either --memory-target or --most-slowdown-percent")
     each = targets if len(targets) > 1 else targets[0]
-    return MemoryTargetConfig(kind="memory_target", target_bytes=each)
+    return MemoryTargetConfig(kind="memory_target", memory_target=each)

@@ -42,7 +42,7 @@ class MemoryTargetConfig(SolvedConfig):
 
     kind: Literal["memory_target"]
 
-    target_bytes: Converted[
+    memory_target: Converted[
         TargetBytes | Annotated[tuple[TargetBytes, ...], Field(min_length=1)],
         int | str | list[int | str] | tuple[int | str, ...],
     ]
@@ -54,7 +54,7 @@ class MemoryTargetConfig(SolvedConfig):
         Raises:
             ConfigError: there are several, and not as many as ranks.
         """
-        target = self.target_bytes
+        target = self.memory_target
         if isinstance(target, int):
             return (int(target),) * num_ranks
         check_targets(target, num_ranks)

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from typing import TYPE_CHECKING, Any
 
 RENAMED = {
+    "device-target": "memory-target",
     "elsewhere_bytes": "externally_referenced_bytes",
     "held_elsewhere_bytes": "externally_referenced_bytes",
     "is_remade": "is_recomputed",
     "is_settled": "is_converged",
+    "max-cost": "most-slowdown-percent",
     "num_early_returns": "num_cancelled_offloads",
     "peak_away_bytes": "peak_released_bytes",
     "peak_away_bytes_by_name": "peak_released_bytes_by_name",
     "remade": "recomputed",
     "remade_bytes": "recomputed_bytes",
     "remake": "recompute",
+    "target_bytes": "memory_target",
 }
 
 
 @functools.cache
 def current_name(old: str) -> str:
     """Return what an old name is called now, and warn at the first use; else a `KeyError`."""
-    prefix, slash, name = old.rpartition("/")
-    new = prefix + slash + RENAMED[name]
+    name = re.split(r"[/.]|^--", old)[-1]
+    new = old.removesuffix(name) + RENAMED[name]
     warnings.warn(f"{old!r} is now {new!r}", DeprecationWarning, stacklevel=3)
     return new
 

@@ -22,10 +22,11 @@ from pydantic import (
     Field,
     TypeAdapter,
     ValidationError,
+    model_validator,
 )
 
 from megatron_offload.errors import ConfigError, did_you_mean, shorten
-from megatron_offload.files.renames import with_current_names
+from megatron_offload.files.renames import RENAMED, current_name, with_current_names
 from megatron_offload.files.text import read_json, replace_text
 
 _A_SIZE = "a size is 0 or more bytes, as a number or a text such as '64MiB'"
@@ -100,6 +101,12 @@ class StrictModel(BaseModel):
         allow_inf_nan=False,
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _take_old_keys(cls, data: Any) -> Any:
+        old = data.keys() & RENAMED.keys() if isinstance(data, dict) else ()
+        return {current_name(k) if k in old else k: v for k, v in data.items()} if old else data
+
     if not TYPE_CHECKING:  # a checker knows the keys without
 
         def __init__(self, /, **data: Any) -> None:
@@ -153,7 +160,7 @@ def write_model(path: Path, model: BaseModel) -> None:
 
 
 def _refusal(model: Any, data: Any, source: str, error: ValidationError) -> ConfigError:
-    issues, lines = error.errors(), dict[str, str]()
+    data, issues, lines = with_current_names(data), error.errors(), dict[str, str]()
     for issue in issues[:_MOST_ISSUES]:
         where, kind = _place_of(data, issue["loc"])
         # Of the types that a value may have the first says what is wrong.

@@ -47,7 +47,7 @@ def read_flags(given: Mapping[str, Any]) -> OffloadConfig:
         data = {**data, "policy": {"kind": kind}}
     pairs = list(pairs or ())
     if target:
-        pairs.append(f"policy.target_bytes={f'[{target}]' if ',' in target else target}")
+        pairs.append(f"policy.memory_target={f'[{target}]' if ',' in target else target}")
     if slowdown is not None:
         pairs.append(f"policy.most_slowdown_percent={slowdown}")
     if units:

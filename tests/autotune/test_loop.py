@@ -168,7 +168,7 @@ def test_of_a_fraction_of_nothing_no_hook_is_left(recompute, passes):
 @pytest.mark.parametrize("gbps", [10.0, 0.01])
 @pytest.mark.parametrize(
     ("capacity_kib", "policy"),
-    [(160, AUTO), (90, AUTO), (160, {"kind": "memory_target", "target_bytes": "1GiB"})],
+    [(160, AUTO), (90, AUTO), (160, {"kind": "memory_target", "memory_target": "1GiB"})],
 )
 def test_what_the_device_has_no_room_for_moves_from_the_first_step_on(
     gbps, capacity_kib, policy, log
@@ -192,7 +192,7 @@ def test_what_the_device_has_no_room_for_moves_from_the_first_step_on(
 
 
 def test_no_more_than_twelve_steps_are_looked_at(log):
-    policy = {"kind": "memory_target", "target_bytes": TARGET, "measured_plans": 20}
+    policy = {"kind": "memory_target", "memory_target": TARGET, "measured_plans": 20}
     job = OpenJob(10.0, policy=policy)
     number, loop = 0, job.manager.tuner
     job.backend.memory = lambda: DeviceMemory(job.meter.live_bytes, TARGET + number * KIB)
@@ -207,7 +207,7 @@ def test_no_more_than_twelve_steps_are_looked_at(log):
 
 
 def test_looking_ends_where_it_takes_half_as_long_again_as_twelve_steps(log):
-    policy = {"kind": "memory_target", "target_bytes": 40 * KIB}
+    policy = {"kind": "memory_target", "memory_target": 40 * KIB}
     job = OpenJob(0.001, policy=policy)
     took_us = 0.0
     while not job.manager.tuner.is_converged:
@@ -346,7 +346,7 @@ def test_what_the_engine_takes_of_a_host_that_is_the_limit_is_cost(
         assert loop.plan.measured.slowdown_percent > engine_us / 50
 
 
-@pytest.mark.parametrize("policy", [{"kind": "memory_target", "target_bytes": TARGET}, AUTO])
+@pytest.mark.parametrize("policy", [{"kind": "memory_target", "memory_target": TARGET}, AUTO])
 def test_for_replays_the_plan_is_that_of_a_host_that_takes_no_time(policy):
     plans = []
     for launch_us in (0.0, 150.0):
@@ -383,7 +383,7 @@ def test_a_capture_with_a_plan_of_a_slow_host_is_warned_of_once(whole_step_graph
 def test_a_target_is_kept_whatever_the_allocator_takes(share, log):
     moved_bytes = []
     for plans in (0, 3):
-        policy = {"kind": "memory_target", "target_bytes": TARGET, "measured_plans": plans}
+        policy = {"kind": "memory_target", "memory_target": TARGET, "measured_plans": plans}
         job = VirtualJob(1.0, policy=policy)
         job.backend.reserved_bytes = lambda job=job: int(share * job.meter.peak_bytes)
         job.backend.trim_device = job.meter.reset_peak
@@ -399,7 +399,7 @@ def test_a_target_is_kept_whatever_the_allocator_takes(share, log):
 
 
 def test_a_target_that_cannot_be_kept_is_warned_of_and_the_run_goes_on(log):
-    job = VirtualJob(1.0, policy={"kind": "memory_target", "target_bytes": 8 * KIB})
+    job = VirtualJob(1.0, policy={"kind": "memory_target", "memory_target": 8 * KIB})
     loop = settled(job)
     assert log.records[-1].levelno == logging.WARNING
     assert "at most 8.00 KiB is wanted" in loop.said

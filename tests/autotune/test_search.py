@@ -150,7 +150,7 @@ WANTED = 40_000
 
 
 def memory(*wanted, chooser=None):
-    policy = MemoryTargetConfig(kind="memory_target", target_bytes=list(wanted), measured_plans=3)
+    policy = MemoryTargetConfig(kind="memory_target", memory_target=list(wanted), measured_plans=3)
     chooser = chooser or FakeChooser(num_ranks=len(wanted))
     search = search_of(chooser, policy, None)
     search.note(cost(0.0), [10**9] * len(wanted))

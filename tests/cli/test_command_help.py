@@ -17,7 +17,13 @@ WRITES = {
     "run": ["--offload-report", "SCRIPT", "torchrun"],
     "train": ["run.output", "steps.jsonl"],
     "compare": ["compare.json", "report.html", "plan.json"],
-    "plan": ["profile_<rank>.json", "plan.json", "tradeoff.json", "--device-target", "--max-cost"],
+    "plan": [
+        "profile_<rank>.json",
+        "plan.json",
+        "tradeoff.json",
+        "--memory-target",
+        "--most-slowdown-percent",
+    ],
     "simulate": ["--plan", "--trace", "perfetto"],
     "report": ["report.html", "tradeoff.json"],
     "doctor": ["--output", "plan --machine"],
@@ -91,7 +97,10 @@ def test_help_lists_every_key_with_its_text(name, capsys):
         (("report", "/nowhere"), "there is no folder /nowhere"),
         (("trace", "/nowhere"), "there is no folder /nowhere"),
         (("report", "x", "--ouput", "y"), "arguments: --ouput y; did you mean '--output'?"),
-        (("plan", "--max-cost", "x"), "'max-cost': input should be a valid number"),
+        (
+            ("plan", "--most-slowdown-percent", "x"),
+            "'most-slowdown-percent': input should be a valid number",
+        ),
         (("train", "--config"), "argument --config: expected one argument"),
         (("train", "--offload.fracton", "1"), "did you mean '--offload.fraction'?"),
         (("train", "--offload.fraction", "2"), "'offload.fraction': input should be less than"),
@@ -112,7 +121,8 @@ def test_bad_input_is_found_without_torch():
 
 
 @pytest.mark.parametrize(
-    "words", ["plan RUN --max-cost 1", "simulate --model RUN/job.yaml --trace RUN/trace.json"]
+    "words",
+    ["plan RUN --most-slowdown-percent 1", "simulate --model RUN/job.yaml --trace RUN/trace.json"],
 )
 def test_planning_and_simulating_need_no_torch(words, tmp_path):
     words = words.replace("RUN", str(ran(tmp_path))).split()

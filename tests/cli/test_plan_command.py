@@ -35,7 +35,7 @@ def plan(*words):
 
 def test_a_plan_of_a_model_is_a_file_for_it(model, tmp_path, capsys):
     output = tmp_path / "plan.json"
-    words = ("--model", model, "--max-cost", 5, "--output", output)
+    words = ("--model", model, "--most-slowdown-percent", 5, "--output", output)
     assert plan(*words, "--set", "offload.recompute=[]") == 0
     written = load_plan(output)
     source = load_model(model)
@@ -55,7 +55,7 @@ def test_a_plan_of_a_model_is_a_file_for_it(model, tmp_path, capsys):
 
 def test_the_curve_lies_beside_the_plan_with_the_plan_on_it(model, tmp_path):
     output = tmp_path / "deep.json"
-    assert plan("--model", model, "--max-cost", "1%", "--output", output) == 0
+    assert plan("--model", model, "--most-slowdown-percent", "1%", "--output", output) == 0
     curve = read_model(TradeOff, tmp_path / "tradeoff.json")
     assert curve.memory == "reserved memory"
     assert [point.kind for point in curve.points] == ["predicted", "plan", *["predicted"] * 4]
@@ -68,7 +68,7 @@ def test_the_curve_lies_beside_the_plan_with_the_plan_on_it(model, tmp_path):
 
 def test_without_output_a_model_leaves_nothing(model, tmp_path, capsys):
     before = sorted(tmp_path.iterdir())
-    words = ("--model", model, "--device-target", "1TiB")
+    words = ("--model", model, "--memory-target", "1TiB")
     assert plan(*words) == 0
     assert sorted(tmp_path.iterdir()) == before
     assert "nothing was written; --output" in capsys.readouterr().out
@@ -80,7 +80,7 @@ def test_a_memory_target_is_kept_in_what_is_written(tmp_path, model):
     highest = peak_of(simulate(without.job))
     target = highest - highest // 8
     output = tmp_path / "plan.json"
-    assert plan("--model", model, "--device-target", target, "--output", output) == 0
+    assert plan("--model", model, "--memory-target", target, "--output", output) == 0
     written = load_plan(output)
     assert written.policy == "memory_target"
     assert written.ranks[0].moved_bytes > 0
@@ -90,15 +90,15 @@ def test_a_memory_target_is_kept_in_what_is_written(tmp_path, model):
 def test_each_rank_may_have_a_target_of_its_own(model, tmp_path):
     output = tmp_path / "plan.json"
     words = ("--model", model, "--output", output)
-    assert plan(*words, "--device-target", "1TiB", "1TiB") == 0
+    assert plan(*words, "--memory-target", "1TiB", "1TiB") == 0
     assert all(rank.moved_bytes == 0 for rank in load_plan(output).ranks)
-    assert plan(*words, "--device-target", "1TiB", "1TiB", "1TiB") == 2
+    assert plan(*words, "--memory-target", "1TiB", "1TiB", "1TiB") == 2
 
 
 def test_a_target_out_of_reach_is_status_1_and_says_by_how_much(model, tmp_path, capsys):
     output = tmp_path / "plan.json"
     output.write_text("old")
-    assert plan("--model", model, "--device-target", "1MiB", "--output", output) == 1
+    assert plan("--model", model, "--memory-target", "1MiB", "--output", output) == 1
     error = capsys.readouterr().err
     found = re.search(
         r"can't be brought under 1.00 MiB: .* it still takes (\S+) MiB, (\S+) MiB more", error
@@ -111,7 +111,7 @@ def test_a_target_out_of_reach_is_status_1_and_says_by_how_much(model, tmp_path,
 def test_a_run_is_planned_from_its_profiles(tmp_path, model):
     folder = tmp_path / "run"
     ran(folder / "with_offload")  # of a comparison that run counts
-    assert plan(folder, "--max-cost", 1000) == 0
+    assert plan(folder, "--most-slowdown-percent", 1000) == 0
     assert load_plan(folder / "plan.json").moved_bytes > 0
     assert load_run(folder).memory == "reserved memory"
     seen, described = (simulate(source.job) for source in (load_run(folder), load_model(model)))
@@ -157,7 +157,7 @@ def test_profiles_that_don_t_belong_together_are_refused(tmp_path, capsys, edit,
         path_of(folder, 1).unlink()
     else:
         edited(folder, 1, edit)
-    assert plan(folder, "--device-target", "1TiB") == 2
+    assert plan(folder, "--memory-target", "1TiB") == 2
     error = capsys.readouterr().err
     assert re.search(expected, error)
     assert error.count("\n") == 1
@@ -174,13 +174,13 @@ def test_without_a_gpu_memory_is_what_was_saved(tmp_path):
 @pytest.mark.slow
 def test_a_run_is_planned_with_the_bandwidths_that_its_copies_got(tmp_path, capsys):
     folder = ran(tmp_path / "run")
-    assert plan(folder, "--device-target", "1TiB") == 0
+    assert plan(folder, "--memory-target", "1TiB") == 0
     said = "the defaults, measured with four H200s; --machine FILE takes others"
     assert f"bandwidths: {said}" in capsys.readouterr().out
     assert load_plan(folder / "plan.json").bandwidths == said
     for rank, d2h_gbps in enumerate((9.0, 8.0)):
         edited(folder, rank, lambda d, own=d2h_gbps: d.update(d2h_gbps=own, h2d_gbps=12.0))
-    assert plan(folder, "--device-target", "1TiB") == 0
+    assert plan(folder, "--memory-target", "1TiB") == 0
     assert f"bandwidths: {FROM_COPIES}" in capsys.readouterr().out.replace("\n", "")
     assert load_plan(folder / "plan.json").bandwidths == FROM_COPIES
     machine = load_run(folder).job.machine
@@ -241,10 +241,13 @@ def test_keys_win(tmp_path, model):
         (("EMPTY",), "holds no profile_<rank>.json; run again with .* run.profile_step"),
         (("--model", "/nowhere.yaml"), "can't read /nowhere.yaml"),
         (("--model", "MODEL", "--set", "model.layrs=3"), "did you mean 'layers'"),
-        (("--model", "MODEL", "--max-cost", "1", "--device-target", "1GiB"), "give either --dev"),
-        (("--model", "MODEL", "--device-target", "much"), "device-target.0"),
-        (("--model", "MODEL", "--device-target", "22"), "22 is 22 bytes; write 22GiB or 22MiB"),
-        (("--model", "MODEL", "--max-cost", "-1"), "'max-cost'"),
+        (
+            ("--model", "MODEL", "--most-slowdown-percent", "1", "--memory-target", "1GiB"),
+            "give either --memory-target",
+        ),
+        (("--model", "MODEL", "--memory-target", "much"), "memory-target.0"),
+        (("--model", "MODEL", "--memory-target", "22"), "22 is 22 bytes; write 22GiB or 22MiB"),
+        (("--model", "MODEL", "--most-slowdown-percent", "-1"), "'most-slowdown-percent'"),
         (("RUN", "--set", "model.layers=3"), "unknown key 'model'"),
         (("--model", "MODEL", "--machine", "UNMEASURED"), "no bandwidths of GPUs"),
         (
@@ -277,15 +280,15 @@ def test_bad_input_is_one_line_and_status_2(tmp_path, model, capsys, words, expe
 def test_the_plan_that_a_run_followed_is_not_replaced(tmp_path, capsys):
     folder = ran(tmp_path / "run")
     (folder / "config.yaml").write_text("offload: {policy: {kind: auto}}")
-    assert plan(folder, "--device-target", "1TiB") == 0, "the run came to no plan"
+    assert plan(folder, "--memory-target", "1TiB") == 0, "the run came to no plan"
     capsys.readouterr()
     before = (folder / "plan.json").read_bytes()
-    assert plan(folder, "--device-target", "2TiB") == 2
+    assert plan(folder, "--memory-target", "2TiB") == 2
     error = capsys.readouterr().err
     assert "plan.json is the plan that the run followed; --output FILE" in error
     assert (folder / "plan.json").read_bytes() == before
     words = ("--output", tmp_path / "new" / "plan.json")
-    assert plan(folder, "--device-target", "2TiB", *words) == 0
+    assert plan(folder, "--memory-target", "2TiB", *words) == 0
 
 
 def test_nor_is_a_comparison_s_copy_of_it_replaced(tmp_path, capsys):
@@ -306,5 +309,5 @@ def test_nor_is_a_comparison_s_copy_of_it_replaced(tmp_path, capsys):
         assert "plan.json is the plan that the run followed; --output FILE" in error
     assert path.read_bytes() == before
     save_plan(other, path)
-    assert plan(folder, "--device-target", "1TiB") == 0, "the run did not follow it"
+    assert plan(folder, "--memory-target", "1TiB") == 0, "the run did not follow it"
     assert load_plan(path).policy == "memory_target"

@@ -226,7 +226,7 @@ def test_the_benchmark_job_takes_the_step_that_was_measured():
 @pytest.mark.parametrize("command", ["simulate", "plan"])
 def test_what_fits_neither_gpu_nor_host_is_said_first(model, capsys, command):
     sizes = ["machine.device_bytes=8MiB", "machine.host_bytes=4MiB"]
-    words = ["--max-cost", "1000"] if command == "plan" else []
+    words = ["--most-slowdown-percent", "1000"] if command == "plan" else []
     given = [command, "--model", str(model), *words]
     assert main([*given, "--set", *sizes]) == 0
     first, second = capsys.readouterr().out.splitlines()[:2]

@@ -23,7 +23,7 @@ def read(text):
     ("target", "targets"), [("20GiB", (20 << 30,) * 2), ("[1GiB, 4096]", (1 << 30, 4096))]
 )
 def test_one_target_is_every_rank_s(target, targets):
-    assert read(f"policy: {{kind: memory_target, target_bytes: {target}}}").targets(2) == targets
+    assert read(f"policy: {{kind: memory_target, memory_target: {target}}}").targets(2) == targets
 
 
 @pytest.mark.parametrize(
@@ -36,11 +36,11 @@ def test_one_target_is_every_rank_s(target, targets):
         ("policy: {kind: ratio, ratio: 1.5}", "'policy.ratio': .* less than or equal to 1"),
         ("policy: {kind: ratio, ratio: 0.5, fraction: 1}", "'policy.fraction' of kind 'ratio'"),
         ("policy: {kind: auto, most_slowdown_procent: 1}", "did you mean 'most_slowdown_percent'"),
-        ("policy: {kind: memory_target, target_bytes: -1}", "0 or more bytes"),
-        ("policy: {kind: memory_target, target_bytes: [1GiB, lots]}", "target_bytes"),
-        ("policy: {kind: memory_target, target_bytes: []}", "target_bytes"),
-        ("policy: {kind: memory_target, target_bytes: 22}", "^it: 'policy.target_bytes': 22 is"),
-        ("policy: {kind: memory_target, target_bytes: [1GiB, 22]}", "write 22GiB or 22MiB"),
+        ("policy: {kind: memory_target, memory_target: -1}", "0 or more bytes"),
+        ("policy: {kind: memory_target, memory_target: [1GiB, lots]}", "memory_target"),
+        ("policy: {kind: memory_target, memory_target: []}", "memory_target"),
+        ("policy: {kind: memory_target, memory_target: 22}", "^it: 'policy.memory_target': 22 is"),
+        ("policy: {kind: memory_target, memory_target: [1GiB, 22]}", "write 22GiB or 22MiB"),
         ("policy: {kind: plan_file, path: ''}", "path"),
         ("policy: modules", "policy"),
     ],

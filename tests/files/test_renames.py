@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import warnings
 
 import pytest
 
 from megatron_offload.autotune.loop import MeasuredLoop
+from megatron_offload.cli.options import add_flags, read_options
+from megatron_offload.cli.plan import Given
+from megatron_offload.config import OffloadConfig
 from megatron_offload.core.profile import GroupKey, GroupProfile, RecomputeUnit, RunShape
 from megatron_offload.core.trace import Span, StepTrace, read_traces, write_traces
 from megatron_offload.engine.stats import GroupStats, StepStats
+from megatron_offload.errors import ConfigError
 from megatron_offload.files.renames import RENAMED, current_name
 from megatron_offload.planning.files import PROFILES, StepProfile
 
@@ -49,6 +54,34 @@ def test_metric_old_name_is_read():
     with pytest.warns(DeprecationWarning, match="'offload/remade_bytes'"):
         assert stats.metrics()["offload/remade_bytes"] == 7
     assert "offload/remade_bytes" not in stats.metrics()
+
+
+def test_policy_old_key_is_read():
+    with pytest.warns(DeprecationWarning, match="'target_bytes' is now 'memory_target'"):
+        config = OffloadConfig(policy={"kind": "memory_target", "target_bytes": "2GiB"})
+    assert config.policy.memory_target == 2 << 30
+    with pytest.raises(ConfigError, match=r"'policy\.memory_target': there is no unit"):
+        OffloadConfig(policy={"kind": "memory_target", "target_bytes": "2Gi B"})
+
+
+@pytest.mark.parametrize(
+    ("old", "now"),
+    [
+        ("--device-target=2GiB", "memory_target"),
+        ("--max-cost=5%", "most_slowdown_percent"),
+    ],
+)
+def test_flag_old_name_is_read(old, now):
+    parser = argparse.ArgumentParser()
+    add_flags(parser, Given)
+    with pytest.warns(DeprecationWarning, match=old.partition("=")[0]):
+        given = read_options(Given, parser, [old])
+    assert getattr(given, now) in ((2 << 30,), 5)
+
+
+def test_trainer_flag_old_name_is_current():
+    with pytest.warns(DeprecationWarning, match="target_bytes"):
+        assert current_name("--offload.policy.target_bytes") == "--offload.policy.memory_target"
 
 
 def test_unknown_name_is_refused():

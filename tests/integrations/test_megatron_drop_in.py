@@ -368,7 +368,7 @@ def test_names_that_can_move_nothing_under_full_recompute_are_reported(names, me
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(("targets", "is_refused"), [(["1GiB"] * 2, True), (["1GiB"], False)])
 def test_other_targets_than_pipeline_ranks_are_refused_in_the_first_forward(targets, is_refused):
-    policy = {"kind": "memory_target", "target_bytes": targets}
+    policy = {"kind": "memory_target", "memory_target": targets}
     config = OffloadConfig(backend="simulated", policy=policy)
     PipelineOffloadManager.get_instance().configure(config)
     refused = pytest.raises(ConfigError, match="2 memory targets are given for 1 pipeline ranks")

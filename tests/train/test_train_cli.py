@@ -50,7 +50,7 @@ def without_fraction(file):
 def test_a_key_is_a_flag_too(file):
     without_fraction(file)
     words = ("--offload.min_tensor_bytes", "5", "--offload.modules", "mlp_act", "core_attn")
-    more = ("--offload.policy.kind", "memory_target", "--offload.policy.target_bytes", "3GiB")
+    more = ("--offload.policy.kind", "memory_target", "--offload.policy.memory_target", "3GiB")
     config = config_of("train", "--config", str(file), *words, *more, "--set", "run.steps=5")
     assert (config.offload.min_tensor_bytes, config.run.steps) == (5, 5)
     assert config.offload.modules == ("mlp_act", "core_attn")

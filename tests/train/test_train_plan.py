@@ -19,7 +19,7 @@ def test_all_ranks_follow_the_plan_that_they_have_converged_on_and_bits_are_iden
     last = read_steps(plain)[-1]
     live_bytes = [rank.peak_live_activation_bytes for rank in last.ranks]
     target_bytes = int(0.9 * min(live_bytes))
-    policy = f"offload.policy={{kind: memory_target, target_bytes: {target_bytes}}}"
+    policy = f"offload.policy={{kind: memory_target, memory_target: {target_bytes}}}"
     settings = ("offload.enabled=true", policy, "offload.simulated.d2h_gbps=7.5")
     status, errors = run(words(output, LONG, *settings, "run.profile_step=3"))
     assert status == 0, errors
