@@ -47,13 +47,16 @@ EXTRA_MODULES = ("mlp_fc1", "mlp_act", "mlp_fc2", "expert_fc2", "shared_experts"
 
 MODULES: tuple[str, ...] = MEGATRON_MODULES + EXTRA_MODULES
 
-RECOMPUTE_UNITS: tuple[str, ...] = ("norm", "mlp_act", "mlp_fc1")
-"""What backward can recompute by name, other than modules (docs/recompute.md); ``mlp_fc1`` only
-where a plan says so."""
+RECOMPUTE_SITES: tuple[str, ...] = ("layer", "mlp", "attention")
+"""What is recomputed as a whole: a layer, or its MLP or attention."""
 
-MEGATRON_RECOMPUTE = RECOMPUTE_UNITS
+MEGATRON_RECOMPUTE: tuple[str, ...] = ("norm", "mlp_act", "mlp_fc1")
 """What is recomputed in a Megatron job unless something is set: its classes are known, and so is
 who reads what they make."""
+
+RECOMPUTE_KINDS = RECOMPUTE_SITES + MEGATRON_RECOMPUTE
+"""What backward can recompute by name, other than modules (docs/recompute.md); ``mlp_fc1`` only
+where a plan says so."""
 
 _KEEP_KEYS = {"fraction", "delta_bytes_across_pp_ranks"}
 """Keys by which groups are kept on the device."""
@@ -99,7 +102,7 @@ class OffloadConfig(StrictModel):
     were set."""
 
     recompute: NamesField = default(())
-    """What backward recomputes in place of offloading it: units out of `RECOMPUTE_UNITS`, and
+    """What backward recomputes in place of offloading it: kinds out of `RECOMPUTE_KINDS`, and
     modules by patterns of names holding a dot or ``*``. Where it isn't set nothing is, but for
     `MEGATRON_RECOMPUTE` in a Megatron job, once installed; ``()`` is nothing there too."""
 
@@ -232,8 +235,8 @@ def module_patterns(names: Collection[str]) -> tuple[str, ...]:
 
 
 def recompute_patterns(names: Collection[str]) -> tuple[str, ...]:
-    """Return which of these say what is recomputed by modules' names; the others are units."""
-    return _patterns(names, RECOMPUTE_UNITS, "unknown recompute kind", "a module")
+    """Return which of these say what is recomputed by modules' names; the others are kinds."""
+    return _patterns(names, RECOMPUTE_KINDS, "unknown recompute kind", "a module")
 
 
 def _patterns(

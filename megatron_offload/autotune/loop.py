@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from megatron_offload.autotune.agree import Ranks
 from megatron_offload.autotune.search import MOST_PLANNING_S, PlanSearch, search_of
+from megatron_offload.config import RECOMPUTE_SITES
 from megatron_offload.core.machine import Machine
 from megatron_offload.core.profile import StepProfile
 from megatron_offload.engine.learning import Learner
@@ -426,7 +427,8 @@ class MeasuredLoop(OldAttributes):
             what = "only what the device has no room for is offloaded"
             self._learner.open()
         else:
-            what = "nothing is offloaded" + " or recomputed" * bool(self._manager.recompute)
+            is_chosen = any(kind not in RECOMPUTE_SITES for kind in self._manager.recompute)
+            what = "nothing is offloaded" + " or recomputed" * is_chosen
             self._learner.move_nothing()
             if self._manager.host_pool.stats.slab_bytes_total:
                 self._manager.trim()  # no step comes that would unpin it

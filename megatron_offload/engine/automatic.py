@@ -167,6 +167,11 @@ class AutomaticGroups:
         forward = self._forwards[-1] if self._forwards else None
         return None if forward is None else forward.chunk
 
+    @property
+    def is_entered(self) -> bool:
+        """Whether a forward is under way."""
+        return bool(self._forwards)
+
     def _forget_interrupted(self) -> None:
         """Undo each `begin` that surrounds this one and has saved nothing.
 

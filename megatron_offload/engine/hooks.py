@@ -19,6 +19,9 @@ from torch._C._autograd import (
 from megatron_offload.engine.host_clock import HostClock, TimedHook
 from megatron_offload.engine.saved_tensor import SavedTensor
 
+RECOMPUTE = "megatron_offload.recompute"
+"""The owner of hooks under which nothing is recorded, since it is recomputed as a whole."""
+
 
 def is_in_backward() -> bool:
     """Whether this thread runs a backward; a forward in there is a recompute."""
@@ -26,7 +29,7 @@ def is_in_backward() -> bool:
 
 
 def others_hooks() -> str:
-    """Return whose module has set the hooks of saved tensors in force, if not this package's.
+    """Return whose module has set the hooks of saved tensors in force, if they are not of groups.
 
     A checkpoint counts what is saved inside it in forward and again in its rerun, another may
     compress; what they rely on isn't known, so nothing is taken from under them.
@@ -36,7 +39,8 @@ def others_hooks() -> str:
         return ""
     pack = hooks[0].func if isinstance(hooks[0], partial) else hooks[0]
     owner = getattr(pack, "__module__", None) or "something"
-    return "" if owner.startswith("megatron_offload.") else owner
+    is_ours = owner.startswith("megatron_offload.") and not owner.startswith(RECOMPUTE)
+    return "" if is_ours else owner
 
 
 def is_recording(*, needs_grad: bool = True) -> bool:

@@ -28,6 +28,7 @@ from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import OffloadGroup, Rules
 from megatron_offload.engine.guard import Guard, guarded
 from megatron_offload.engine.hooks import (
+    RECOMPUTE,
     HookStack,
     is_in_backward,
     is_recording,
@@ -308,7 +309,7 @@ class PipelineOffloadManager:
         others = "" if is_in_backward() else others_hooks()
         if others and torch.is_grad_enabled():
             self.transfers.stats.num_hidden_groups += 1
-        if others not in ("", "torch.utils.checkpoint"):
+        if others and not others.startswith((RECOMPUTE, "torch.utils.checkpoint")):
             self._say_once(_HIDDEN, others)
         return bool(others)
 
@@ -408,7 +409,8 @@ class PipelineOffloadManager:
     @property
     def rests(self) -> bool:
         """Whether no step is looked at or moves anything any more, whatever comes."""
-        is_idle = self.learner.moves_nothing and not (self._is_looked_at or self._is_in_step)
+        is_busy = self._is_looked_at or self._is_in_step or self.recompute
+        is_idle = self.learner.moves_nothing and not is_busy
         return is_idle and self.tuner is not None and self.tuner.rests
 
     @property

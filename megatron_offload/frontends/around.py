@@ -7,7 +7,7 @@ from typing import Any, Self
 from torch.autograd.graph import saved_tensors_hooks
 
 import megatron_offload.recompute.transformer_engine  # noqa: F401 - for its effect
-from megatron_offload.config import OffloadConfig, recompute_patterns
+from megatron_offload.config import RECOMPUTE_SITES, OffloadConfig, recompute_patterns
 from megatron_offload.engine.automatic import AutomaticGroups, unpack
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.stats import StepStats
@@ -36,7 +36,7 @@ _UNFOLLOWED: dict[str, dict[str, str]] = {
 A manager by hand, `offload_modules`, megatron-core's call sites and the trainer follow all."""
 
 _BY_NAME = "*"
-_MODULES = ("norm", "mlp_act", _BY_NAME)
+_MODULES = ("norm", "mlp_act", *RECOMPUTE_SITES, _BY_NAME)
 _RECOMPUTED = {
     "OffloadActivations": (),
     "get_act_offloading_ctx_manager": _MODULES,

@@ -247,7 +247,8 @@ def get_act_offloading_ctx_manager(
         inspect.signature(OffloadActivations).bind(**options)  # else a wrong one would show later
         return NoOffload()
     context = _OffloadModel(model=model, **options)
-    adopt_model(model, context.manager, manager_in_force)
+    groups = weakref.ref(context._groups)
+    adopt_model(model, context.manager, manager_in_force, lambda: _entered(groups))
     head = _find_head(model)
     if head is not None:
         _keep_on_device(head)
@@ -259,6 +260,11 @@ def get_act_offloading_ctx_manager(
             stacklevel=2,
         )
     return context
+
+
+def _entered(groups: weakref.ref[AutomaticGroups]) -> PipelineOffloadManager | None:
+    found = groups()
+    return found.manager if found is not None and found.is_entered else None
 
 
 def _find_head(model: nn.Module) -> nn.Module | None:

@@ -23,7 +23,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from megatron_offload.config import recompute_patterns
+from megatron_offload.config import RECOMPUTE_SITES, recompute_patterns
 from megatron_offload.core.profile import kind_of
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.modes import has_modes
@@ -39,6 +39,7 @@ from megatron_offload.recompute.call_state import MODES
 from megatron_offload.recompute.random_states import RandomStates, are_captured
 from megatron_offload.recompute.recipe import lasting
 from megatron_offload.recompute.recipes import add_recipe
+from megatron_offload.recompute.sites import recompute_sites
 
 _logger = logging.getLogger(__name__)
 
@@ -79,18 +80,27 @@ def unit_of(path: str, module: nn.Module) -> str | None:
 
 
 def adopt_model(
-    model: nn.Module, manager: PipelineOffloadManager, find_manager: FindManager | None = None
+    model: nn.Module,
+    manager: PipelineOffloadManager,
+    find_manager: FindManager | None = None,
+    find_for_sites: FindManager | None = None,
 ) -> list[RemovableHandle]:
-    """Keep a model's parameters and buffers, and let what its modules make be made again."""
+    """Keep a model's parameters and buffers, and let its modules be recomputed.
+
+    ``find_for_sites`` is asked by sites in place of ``find_manager``.
+    """
     for tensor in (*model.parameters(), *model.buffers()):
         manager.mark_not_offload(tensor)
-    return recompute_modules(
-        named_modules(model), manager.recompute, find_manager or (lambda: manager)
-    )
+    find_manager = find_manager or (lambda: manager)
+    units = manager.recompute
+    return recompute_modules(named_modules(model), units, find_manager, find_for_sites)
 
 
 def recompute_modules(
-    modules: Mapping[str, nn.Module], units: Collection[str], find_manager: FindManager
+    modules: Mapping[str, nn.Module],
+    units: Collection[str],
+    find_manager: FindManager,
+    find_for_sites: FindManager | None = None,
 ) -> list[RemovableHandle]:
     """Let what these modules make be made again, where ``units`` name them or their kind.
 
@@ -117,7 +127,8 @@ def recompute_modules(
         own.append(module.register_forward_hook(source.hook, with_kwargs=True, always_call=True))
         _share_id(own[-1], last=False)
         handles += own
-    return handles
+    sites = [kind for kind in RECOMPUTE_SITES if kind in units]
+    return handles + recompute_sites(modules, sites, find_for_sites or find_manager)
 
 
 def _is_plain_fc1(path: str, module: nn.Module) -> bool:

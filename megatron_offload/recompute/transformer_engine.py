@@ -30,6 +30,15 @@ _NORM_TAKES = ("inputmat", "ln_out", "ln_weight", "ln_bias", "eps", "output_quan
 _patches = PatchStack()
 
 
+def is_quantising() -> bool:
+    """Whether TransformerEngine's modules compute in 8 bits or fewer here and now."""
+    home = sys.modules.get("transformer_engine.pytorch.quantization") or sys.modules.get(
+        "transformer_engine.pytorch.fp8"
+    )
+    manager = getattr(home, "FP8GlobalStateManager", None)
+    return manager is not None and bool(manager.is_fp8_enabled())
+
+
 def install() -> None:
     """Let fused layers note how their outputs are made, where TransformerEngine is imported.
 

@@ -30,7 +30,7 @@ from megatron_offload import (
     get_act_offloading_ctx_manager,
     offload_modules,
 )
-from megatron_offload.config import RECOMPUTE_UNITS
+from megatron_offload.config import RECOMPUTE_KINDS
 from megatron_offload.core.policy_config import ModulesConfig
 from megatron_offload.errors import ConfigError
 from megatron_offload.frontends.around import _RECOMPUTED, refuse_unserved
@@ -728,11 +728,11 @@ def test_what_a_door_cannot_recompute_it_refuses():
         "get_act_offloading_ctx_manager": by_name,
         "offload_pipeline": by_name,
         "offload_modules": by_name | {"mlp_fc1"},
-        "megatron_core.install()": {*RECOMPUTE_UNITS, "*.norm"},
+        "megatron_core.install()": {*RECOMPUTE_KINDS, "*.norm"},
     }
     assert served.keys() == _RECOMPUTED.keys()
     for door, units in served.items():
-        for unit in (*RECOMPUTE_UNITS, "*.norm"):
+        for unit in (*RECOMPUTE_KINDS, "*.norm"):
             config = make_config(recompute=(unit,))
             if unit in units:
                 refuse_unserved(door, config)
