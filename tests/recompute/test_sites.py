@@ -1,0 +1,325 @@
+"""Layers, MLPs and attentions that are recomputed as a whole: bits, refusals, what is dropped."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_offload import (
+    OffloadConfig,
+    PipelineOffloadManager,
+    get_act_offloading_ctx_manager,
+    offload_modules,
+)
+from megatron_offload.engine.module_hooks import named_modules
+from megatron_offload.errors import (
+    ConfigError,
+    CorruptionError,
+    InPlaceModificationError,
+    StateError,
+)
+from megatron_offload.memory.storage_ref import StorageRef
+from megatron_offload.recompute.sites import find_sites
+
+WIDTH = 32
+KINDS = (("layer",), ("mlp",), ("attention",), ("mlp", "attention"), ("layer", "mlp", "norm"))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attn = nn.MultiheadAttention(WIDTH, 4, dropout=0.1, batch_first=True)
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Dropout(0.1), nn.Linear(4 * WIDTH, WIDTH)
+        )
+        self.scale = 0.5
+        self.factor = None
+        self.inside = None
+
+    def forward(self, x):
+        y = self.norm(x)
+        x = x + self.attn(y, y, y, need_weights=False)[0]
+        inside = x * self.scale
+        self.inside = StorageRef(inside.untyped_storage())
+        y = self.mlp(inside.sin()) * 0.1
+        if self.factor is not None:
+            y = y * self.factor(self)
+        # x is read twice in here and once outside: gradients are summed in the graph's order.
+        return x * y + x
+
+
+class Net(nn.Module):
+    def __init__(self, num_layers=3):
+        super().__init__()
+        self.embedding = nn.Embedding(50, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(num_layers))
+        self.head = nn.Linear(WIDTH, 50)
+
+    def forward(self, tokens):
+        x = first = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x) + first
+        return self.head(x)
+
+
+def make_net(factor=None):
+    torch.manual_seed(0)
+    net = Net()
+    for layer in net.layers:
+        layer.factor = factor
+    return net
+
+
+def around(net, kinds, **settings):
+    config = OffloadConfig(recompute=kinds, **settings)
+    return get_act_offloading_ctx_manager(net, config=config, min_offload_size=1)
+
+
+def train(net, context=None, num_steps=4, meanwhile=None, backward=torch.Tensor.backward):
+    """Return the losses, the gradients of all steps, and the random state at the end."""
+    torch.manual_seed(1)
+    found = []
+    for number in range(num_steps):
+        tokens = torch.randint(50, (2, 8 + 3 * (number % 2)))
+        with context or contextlib.nullcontext():
+            loss = net(tokens).square().mean()
+        if meanwhile:
+            meanwhile(net, True)
+        backward(loss)
+        if meanwhile:
+            meanwhile(net, False)
+        found += [loss.detach(), *(p.grad for p in net.parameters() if p.grad is not None)]
+        net.zero_grad()
+    return [*found, torch.get_rng_state()]
+
+
+def assert_equal(expected, found):
+    assert len(expected) == len(found)
+    assert all(map(torch.equal, expected, found))
+
+
+@pytest.mark.parametrize("settings", [{}, {"policy": "modules"}, {"checking": True}], ids=str)
+@pytest.mark.parametrize("kinds", KINDS, ids="+".join)
+def test_sites_recomputed_in_a_model_keep_its_bits(kinds, settings):
+    expected = train(make_net())
+    net = make_net()
+    context = around(net, kinds, **settings)
+    assert_equal(expected, train(net, context))
+    context.end_step()
+    by_name = context.last_step.by_name
+    assert by_name[kinds[0]].recomputed_bytes > 0
+    if kinds[0] == "layer":
+        assert by_name["mlp"].recomputed_bytes == 0, "the outer site has it"
+
+
+@pytest.mark.by_default
+@pytest.mark.parametrize("kind", ["layer", "mlp", "attention"])
+def test_sites_are_recomputed_where_nothing_is_offloaded_too(kind):
+    expected = train(make_net(), num_steps=8)
+    net = make_net()
+    context = around(net, kind)
+    assert_equal(expected, train(net, context, num_steps=8))
+    assert context.manager.learner.moves_nothing
+    tokens = torch.randint(50, (2, 8))
+    with context:
+        loss = net(tokens).sum()
+    assert context.last_step.by_name[kind].recomputed_bytes > 0
+    assert net.layers[0].inside.expired() == (kind == "layer")
+    loss.backward()
+
+
+def test_a_site_drops_its_inside_and_plain_forwards_do_not():
+    net = make_net()
+    context = around(net, "layer")
+    tokens = torch.randint(50, (2, 8))
+    for has_context in (True, False):
+        with context if has_context else contextlib.nullcontext():
+            loss = net(tokens).sum()
+        assert net.layers[1].inside.expired() == has_context
+        loss.backward()
+
+
+def test_sites_marked_in_a_model_by_name_keep_its_bits():
+    expected = train(make_net())
+    net = make_net()
+    manager = PipelineOffloadManager(OffloadConfig(recompute="mlp", policy="modules"))
+    offload_modules(net, "layers.*.attn", manager=manager)
+    torch.manual_seed(1)
+    found = []
+    for number in range(4):
+        tokens = torch.randint(50, (2, 8 + 3 * (number % 2)))
+        with manager.step():
+            loss = net(tokens).square().mean()
+            loss.backward()
+        found += [loss.detach(), *(p.grad for p in net.parameters())]
+        net.zero_grad()
+        assert manager.last_step.by_name["mlp"].recomputed_bytes > 0
+    assert_equal(expected, [*found, torch.get_rng_state()])
+
+
+def twice(loss):
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def by_autograd(loss):
+    loss.backward(create_graph=True)
+
+
+@pytest.mark.parametrize("backward", [twice, by_autograd])
+def test_a_site_whose_graph_is_read_twice_has_the_same_bits(backward):
+    expected = train(make_net(), backward=backward)
+    net = make_net()
+    assert_equal(expected, train(net, around(net, "layer"), backward=backward))
+
+
+def change_flags(net, begins):
+    net.train(not begins)
+
+
+def change_numbers(net, begins):
+    for layer in net.layers:
+        layer.scale = 7.0 if begins else 0.5
+
+
+def lose_attributes(net, begins):
+    for layer in net.layers:
+        if begins:
+            del layer.scale
+            layer.new = 1
+        else:
+            layer.scale = 0.5
+            del layer.new
+
+
+def draw_numbers(net, begins):
+    torch.rand(3)
+
+
+@pytest.mark.parametrize("meanwhile", [change_flags, change_numbers, lose_attributes, draw_numbers])
+def test_what_changes_between_forward_and_backward_changes_no_bit_of_a_site(meanwhile):
+    expected = train(make_net(), meanwhile=meanwhile)
+    net = make_net()
+    assert_equal(expected, train(net, around(net, "layer"), meanwhile=meanwhile))
+
+
+def count_calls(layer):
+    layer.num_calls = getattr(layer, "num_calls", 0) + 1
+    return layer.num_calls
+
+
+def test_a_counter_of_a_site_counts_forwards_alone():
+    expected = train(make_net(count_calls))
+    net = make_net(count_calls)
+    assert_equal(expected, train(net, around(net, "layer")))
+    assert [layer.num_calls for layer in net.layers] == [4, 4, 4]
+
+
+@pytest.mark.parametrize("draw", [lambda _: np.random.rand(), lambda _: next(_NUMBERS)])
+def test_a_site_that_computes_other_bits_is_named_before_a_gradient_is_wrong(draw):
+    net = make_net(draw)
+    with pytest.raises(CorruptionError, match=r"layers\.2 was recomputed with other bits.*'layer'"):
+        train(net, around(net, "layer"))
+    assert net.layers[0].mlp[0].weight.grad is None
+
+
+_NUMBERS = iter(np.random.default_rng(0).random(10_000).tolist())
+
+
+def test_a_site_that_saves_other_tensors_is_named():
+    def other(layer, seen=[]):  # noqa: B006 - what it has seen is the point
+        seen.append(1)
+        return layer.norm.weight.exp() if len(seen) > 3 else 2.0
+
+    net = make_net(other)
+    with pytest.raises(StateError, match=r"layers\.2 saved other tensors"):
+        train(net, around(net, "layer"), num_steps=1)
+
+
+def test_a_parameter_changed_between_forward_and_backward_is_an_error():
+    def change(net, begins):
+        with torch.no_grad():
+            net.layers[1].attn.in_proj_bias.add_(float(begins))
+
+    net = make_net()
+    with pytest.raises(InPlaceModificationError, match=r"layers\.1"):
+        train(net, around(net, "layer"), meanwhile=change)
+
+
+def test_a_site_that_changes_its_buffers_is_refused_in_its_first_forward():
+    net = make_net()
+    net.layers[1].mlp.append(nn.BatchNorm1d(11, track_running_stats=True))
+    with pytest.raises(StateError, match=r"layers\.1 changes its parameters or buffers.*'layer'"):
+        with around(net, "layer"):
+            net(torch.randint(50, (2, 11)))
+
+
+def test_a_site_with_hooks_inside_is_kept_and_says_so_once(caplog):
+    expected = train(make_net())
+    net, seen = make_net(), []
+    net.layers[0].mlp.register_forward_hook(lambda *_: seen.append(1))
+    context = around(net, "layer")
+    assert_equal(expected, train(net, context))
+    (text,) = (r.getMessage() for r in caplog.records if "layers.0" in r.getMessage())
+    assert "layers.0 is kept: a part of it has hooks" in text
+    assert len(seen) == 4
+
+
+def test_a_site_inside_a_checkpoint_of_the_user_is_left_to_him():
+    def run(context, num_steps=3):
+        net = make_net()
+        for layer in net.layers:
+            forward = layer.mlp.forward
+            layer.mlp.forward = lambda x, run=forward: checkpoint(run, x, use_reentrant=False)
+        return net, train(net, context and context(net), num_steps)
+
+    _, expected = run(None)
+    contexts = []
+
+    def make(net):
+        contexts.append(around(net, "mlp"))
+        return contexts[0]
+
+    _, found = run(make)
+    assert_equal(expected, found)
+    assert contexts[0].last_step.by_name["mlp"].recomputed_bytes == 0
+
+
+def test_a_forward_of_a_site_that_raises_leaves_no_hooks():
+    net = make_net()
+    context = around(net, "layer")
+    net.layers[1].factor = lambda _: 1 / 0
+    with pytest.raises(ZeroDivisionError), context:
+        net(torch.randint(50, (2, 8)))
+    net.layers[1].factor = None
+    assert_equal(train(make_net()), train(net, context))
+
+
+def test_sites_are_found_by_lists_of_layers_and_their_parts():
+    found = find_sites(named_modules(Net()), ["layer", "mlp", "attention"])
+    assert set(found.values()) == {"layer", "mlp", "attention"}
+    assert sorted(path for path, kind in found.items() if kind == "layer") == [
+        "layers.0",
+        "layers.1",
+        "layers.2",
+    ]
+
+
+def test_a_kind_of_site_that_no_module_is_says_so(caplog):
+    get_act_offloading_ctx_manager(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+        config=OffloadConfig(recompute="layer"),
+        warn_if_no_head=False,
+    )
+    assert "no module here is a site of kind 'layer'" in caplog.text
+
+
+def test_a_kind_that_is_misspelt_is_an_error():
+    with pytest.raises(ConfigError, match="'layer'"):
+        OffloadConfig(recompute="layers")
