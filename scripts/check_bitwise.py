@@ -95,8 +95,15 @@ SETS = {
 PAIRS = {"a2a": "ep", "deepep": "ep", "overlap": "ep", "tp": "tp", "cp": "cp", "dp": "dp"}
 """What two ranks of each pipeline rank share, where it isn't 1."""
 
-AGAIN = dict.fromkeys(("layer", "again"), ("norm", "mlp_act"))
-"""By set the units that are recomputed."""
+for _model in SETS.keys() - {"fused", "overlap", "full", *_FP8}:
+    SETS[_model] |= {"whole-layer": ("core_attn",), "whole-mlp": ("core_attn", "attn_proj")}
+
+AGAIN = {
+    **dict.fromkeys(("layer", "again"), ("norm", "mlp_act")),
+    "whole-layer": ("layer",),
+    "whole-mlp": ("mlp",),
+}
+"""By set what is recomputed: kinds of outputs, or whole layers, in which nothing is offloaded."""
 
 SIZES = {
     False: {**SHAPES["bitwise"], "min_elements": 1, "slab": "64MiB", "budgets": "64MiB/96MiB"},
@@ -224,6 +231,9 @@ def judge(combination, ranks):
         row["status"] = "differs"
     elif leaks:
         row |= {"status": "failed", "reason": f"left behind: {leaks[0]}"}
+    elif "layer" in combination["recompute"]:
+        if not all(rank["recomputed_bytes"] for rank in ranks):
+            row["status"] = "nothing recomputed"
     elif any(rank["offloaded_bytes"] == 0 for rank in ranks):
         row["status"] = "nothing was offloaded"
     elif not any(rank["reloaded_bytes"] or rank["externally_referenced_bytes"] for rank in ranks):

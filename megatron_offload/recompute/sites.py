@@ -100,12 +100,15 @@ def recompute_sites(
     kinds, handles = list(kinds), []
     for module in modules.values() if kinds else ():
         hooks_of(Site, module)
-    found = find_sites(modules, kinds)
+    found, said = find_sites(modules, kinds), set[str]()
     for kind in kinds:
         if kind not in found.values():
             _logger.warning("recompute: no module here is a site of kind %r", kind)
     for path, kind in found.items():
-        site, own = Site(path, kind, modules[path], find_manager), hooks_of(Site, modules[path])
+        site, own = (
+            Site(path, kind, modules[path], find_manager, said),
+            hooks_of(Site, modules[path]),
+        )
         own.append(site.module.register_forward_pre_hook(site.pre_hook, with_kwargs=True))
         own.append(site.module.register_forward_hook(site.hook, prepend=True, always_call=True))
         handles += own
@@ -119,6 +122,9 @@ class Site:
         path: its dotted name.
         kind: ``layer``, ``mlp`` or ``attention``, under which its bytes are counted.
         proven_in: the step in which it was proven last, by the training flags of its modules.
+
+    Args:
+        said: why sites of this model were kept, as far as that was said.
     """
 
     def __init__(
@@ -127,6 +133,7 @@ class Site:
         kind: str,
         module: nn.Module,
         find_manager: Callable[[], PipelineOffloadManager | None],
+        said: set[str],
     ) -> None:
         self.path, self.kind, self.module = path, kind, module
         self.parts = list(module.modules())
@@ -135,7 +142,7 @@ class Site:
         self._find_manager = find_manager
         self._forward = type(module).forward
         self._calls: list[SiteCall | None] = []
-        self._is_refused = False
+        self._said = said
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Replace by numbers what the call saves that begins now, where it can be run again."""
@@ -148,9 +155,9 @@ class Site:
             refusal = self._refusal(module, leaves)
             if not refusal:
                 call = SiteCall(self, manager, leaves, spec)
-            elif not self._is_refused:
-                self._is_refused = True
-                _logger.warning("recompute: %s is kept: %s", self.path, refusal)
+            elif refusal not in self._said:
+                self._said.add(refusal)
+                _logger.warning("recompute: %s, and maybe others, is kept: %s", self.path, refusal)
         self._calls.append(call)
         if call is not None:
             put_on(call.pack, call.unpack)

@@ -267,7 +267,7 @@ def test_a_site_with_hooks_inside_is_kept_and_says_so_once(caplog):
     context = around(net, "layer")
     assert_equal(expected, train(net, context))
     (text,) = (r.getMessage() for r in caplog.records if "layers.0" in r.getMessage())
-    assert "layers.0 is kept: a part of it has hooks" in text
+    assert "layers.0, and maybe others, is kept: a part of it has hooks" in text
     assert len(seen) == 4
 
 
