@@ -1,6 +1,7 @@
 """Fine-tuning whose lengths change with every step, with the defaults and without offload.
 
     python benchmarks/bench_lora.py --output lora.json
+    python benchmarks/bench_lora.py --modes off checkpoint layer mlp --steps 30
 
 A Llama of a billion random parameters in bf16 with LoRA (transformers, peft), batch 4, lengths of
 512 to 2048 drawn anew for each step. Runs take turns, each in a process of its own; times are of
@@ -24,6 +25,15 @@ from pathlib import Path
 import torch
 
 LATE = 40
+MODES = {
+    "off": None,
+    "default": {},
+    "layer": {"recompute": "layer"},
+    "mlp": {"recompute": "mlp"},
+    "checkpoint": None,
+}
+"""By mode the settings of the context around each forward: none without one. ``checkpoint`` is
+that of transformers, layer by layer."""
 
 
 def train(mode: str, num_steps: int) -> dict[str, object]:
@@ -31,7 +41,7 @@ def train(mode: str, num_steps: int) -> dict[str, object]:
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from megatron_offload import get_act_offloading_ctx_manager
+    from megatron_offload import OffloadConfig, get_act_offloading_ctx_manager
 
     torch.manual_seed(0)
     draw = random.Random(0)
@@ -49,22 +59,25 @@ def train(mode: str, num_steps: int) -> dict[str, object]:
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     model = get_peft_model(model, LoraConfig(r=16, target_modules=names))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    has_offload = mode == "default"
-    offload = get_act_offloading_ctx_manager(model) if has_offload else contextlib.nullcontext()
+    offload, settings = contextlib.nullcontext(), MODES[mode]
+    if settings is not None:
+        offload = get_act_offloading_ctx_manager(model, config=OffloadConfig(**settings))
+    elif mode == "checkpoint":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     times, losses = [], []
     for _ in range(num_steps):
         length = draw.randrange(512, 2049)
         tokens = torch.randint(128256, (4, length), device="cuda")
         began = time.perf_counter()
         with offload:
-            loss = model(input_ids=tokens, labels=tokens).loss
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
         times.append(time.perf_counter() - began)
     peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    said = offload.manager.tuner.said if has_offload else ""
+    said = "" if settings is None else offload.manager.tuner.said
     return {"mode": mode, "s": times, "losses": losses, "peak_bytes": peaks, "said": said}
 
 
@@ -74,12 +87,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=110)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--mode", choices=["off", "default"], help=argparse.SUPPRESS)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["off", "default"])
+    parser.add_argument("--mode", choices=MODES, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.mode:
         sys.stdout.write(json.dumps(train(given.mode, given.steps)))
         return
-    runs: dict[str, list[dict]] = {"off": [], "default": []}
+    runs: dict[str, list[dict]] = {mode: [] for mode in given.modes}
     for _ in range(given.rounds):
         for mode, found in runs.items():
             command = [sys.executable, __file__, "--mode", mode, "--steps", str(given.steps)]
@@ -87,16 +101,18 @@ def main() -> None:
             found.append(json.loads(result.stdout.strip().splitlines()[-1]))
     if given.output:
         given.output.write_text(json.dumps(runs))
-    off, on = (
+    off, *others = (
         [statistics.median(seconds) for seconds in zip(*(run["s"] for run in found), strict=True)]
         for found in runs.values()
     )
-    print(
-        f"all steps {sum(on) / sum(off):.3f}, last {LATE} {sum(on[-LATE:]) / sum(off[-LATE:]):.3f}"
-    )
-    worst = max(range(20, given.steps), key=lambda i: on[i] / off[i])
-    print(f"slowest behind the 20th {on[worst] / off[worst]:.2f} (step {worst})")
-    print("first 20:", " ".join(f"{a / b:.2f}" for a, b in zip(on[:20], off[:20], strict=False)))
+    for mode, on in zip(given.modes[1:], others, strict=True):
+        all_steps, late = sum(on) / sum(off), sum(on[-LATE:]) / sum(off[-LATE:])
+        print(f"{mode}: all steps {all_steps:.3f}, last {LATE} {late:.3f}")
+        worst = max(range(min(20, given.steps - 1), given.steps), key=lambda i: on[i] / off[i])
+        print(f"slowest behind the 20th {on[worst] / off[worst]:.2f} (step {worst})")
+        print(
+            "first 20:", " ".join(f"{a / b:.2f}" for a, b in zip(on[:20], off[:20], strict=False))
+        )
     for mode, found in runs.items():
         print(
             mode, [[round(b / 2**30, 1) for b in r["peak_bytes"]] for r in found], found[-1]["said"]

@@ -453,6 +453,10 @@ assert trainer.offload.last_step.offloaded_bytes > 0
         _LAYERS,
         'assert offload.last_step.by_name["activations"].recomputed_bytes > 0',
     ),
+    'OffloadConfig(recompute="layer")': (
+        _LAYERS,
+        'assert offload.last_step.by_name["layer"].recomputed_bytes > 0',
+    ),
     "recomputable(torch.nn.functional.gelu, y)": (
         f"{_LAYERS}linear, x = model.output, torch.randn(1024, 512, requires_grad=True)\n",
         'assert manager.last_step.by_name["ffn"].recomputed_bytes > 0',
