@@ -6,11 +6,12 @@ it, would sum the gradients of a tensor that is read inside and outside in anoth
 
 What the call is given is saved as the hooks around it save. It runs again under the same
 `CallState`, with the random states and the plain attributes that it had. In the first step, and now
-and then, checksums of all that it saved show whether it computes the same bits.
+and then, checksums of what it returns show whether it computes the same bits.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -167,11 +168,11 @@ class Site:
         call = self._calls.pop() if self._calls else None
         if call is not None:
             take_off(partial(eq, call.pack))
-            call.close()
+            call.close(output)
 
-    def run(self, args: Any, kwargs: Any) -> None:
+    def run(self, args: Any, kwargs: Any) -> Any:
         """Run the forward."""
-        self._forward(self.module, *args, **kwargs)
+        return self._forward(self.module, *args, **kwargs)
 
     def _refusal(self, module: nn.Module, leaves: Sequence[Any]) -> str:
         if has_modes():
@@ -207,7 +208,7 @@ class SiteCall:
     """One call of a site: what it needs to run again, and what of that backward has not read yet.
 
     Raises:
-        CorruptionError: where it is proven, the call has saved other bits than before.
+        CorruptionError: where it is proven, the call has returned other bits than before.
         StateError: it has saved another number or kind of tensors.
         InPlaceModificationError: something that it takes was changed since.
     """
@@ -228,9 +229,11 @@ class SiteCall:
         self._random_states = None if are_captured(devices) else RandomStates(devices)
         key = self._attributes.training
         since = manager.step_number - site.proven_in.get(key, -_PROVE_EVERY)
-        self._sums: list[torch.Tensor] | None = None
-        if (since == 0 and manager.config.checking) or since >= _PROVE_EVERY:
-            self._sums, site.proven_in[key] = [], manager.step_number
+        self._proves = since >= _PROVE_EVERY or manager.config.checking
+        if self._proves:
+            site.proven_in[key] = manager.step_number
+        self._devices, self._sums = devices, list[torch.Tensor]()
+        self._states_after: RandomStates | None = None
         self._num_saved = self._shapes = 0  # the second a hash of them all
         self._made: list[torch.Tensor | None] = []
         self._made_versions: list[int] = []
@@ -246,8 +249,6 @@ class SiteCall:
         if _shows_parameter(tensor):
             return SavedTensor(tensor, self.site.path)
         self._num_bytes += tensor.nbytes
-        if self._sums is not None:
-            self._sums.append(_sum(tensor))
         return number
 
     def unpack(self, packed: int | SavedTensor) -> torch.Tensor:
@@ -265,17 +266,21 @@ class SiteCall:
             self._made[packed] = None
         return made
 
-    def close(self) -> None:
-        """Count what was dropped; the call is over.
+    def close(self, output: Any) -> None:
+        """Count what was dropped, and note what the call has made; it is over.
 
         Raises:
             StateError: it has changed a buffer, and would do so again.
         """
-        if self._sums is not None and not self._attributes.are_unchanged():
-            raise StateError(
-                f"{self.site.path} changes its parameters or buffers in its forward, and would do "
-                f"so again when it is recomputed; leave {self.site.kind!r} out of recompute"
-            )
+        if self._proves:
+            if not self._attributes.are_unchanged():
+                raise StateError(
+                    f"{self.site.path} changes its parameters or buffers in its forward, and would "
+                    f"do so again when it is recomputed; leave {self.site.kind!r} out of recompute"
+                )
+            self._sums = _sums_of(output)
+            if self._random_states is not None:
+                self._states_after = RandomStates(self._devices)
         self._stats.by_name[self.site.kind].recomputed_bytes += self._num_bytes
 
     @graph_break
@@ -301,39 +306,37 @@ class SiteCall:
                 self._constants.add(len(made))
             made.append(None if _shows_parameter(tensor) else tensor.detach())
             versions.append(tensor._version)
-            if len(made) == self._num_saved:
+            if len(made) == self._num_saved and not self._proves:
                 raise _Enough
 
-        def run() -> None:
+        def run() -> bool:
             _push_saved_tensors_default_hooks(keep, _unread)
             try:
-                self.site.run(args, kwargs)
+                output = self.site.run(args, kwargs)
+                after = self._states_after
+                is_same = after is None or after.are_current()
             except _Enough:
-                pass
+                return True
             finally:
                 _pop_saved_tensors_default_hooks()
+            return is_same and all(map(torch.equal, _sums_of(output), self._sums))
 
         states = self._random_states
         with self._attributes.in_force(self.site.path):
-            if states is None:
-                self._state.run(run)
-            else:
-                with states.in_force():
-                    self._state.run(run)
+            with contextlib.nullcontext() if states is None else states.in_force():
+                is_same = self._state.run(run)
         if (len(made), shapes) != (self._num_saved, self._shapes):
             raise StateError(
                 f"{self.site.path} saved other tensors when it was recomputed: its forward must do "
                 f"the same each time; leave {self.site.kind!r} out of recompute"
             )
-        if self._sums:
-            found = torch.stack([_sum(one) for one in made if one is not None])
-            expected, self._sums = torch.stack(self._sums), None
-            if not torch.equal(found, expected):
-                raise CorruptionError(
-                    f"{self.site.path} was recomputed with other bits than its forward had, and "
-                    "gradients would be wrong: it reads what has changed since, or draws random "
-                    f"numbers of Python or numpy; leave {self.site.kind!r} out of recompute"
-                )
+        if self._proves and not is_same:
+            raise CorruptionError(
+                f"{self.site.path} was recomputed with other bits than its forward had, and "
+                "gradients would be wrong: it reads what has changed since, or draws random "
+                f"numbers of Python or numpy; leave {self.site.kind!r} out of recompute"
+            )
+        self._proves = False
         self._made, self._made_versions = made, versions
 
 
@@ -387,12 +390,14 @@ def _shows_parameter(tensor: torch.Tensor) -> bool:
     return is_parameter(tensor) or (base is not None and is_parameter(base))
 
 
-def _sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a checksum of a tensor's values, as an int64 of shape [] on its device."""
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    return checksum(
-        flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
-    )
+def _sums_of(output: Any) -> list[torch.Tensor]:
+    """Return checksums of the tensors in what a call has returned, each on its device."""
+    sums = []
+    for tensor in pytree.tree_leaves(output):
+        if isinstance(tensor, torch.Tensor) and tensor.numel():
+            flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+            sums.append(checksum(flat.view(torch.uint8)))
+    return sums
 
 
 def _unpack(packed: SavedTensor) -> torch.Tensor:
