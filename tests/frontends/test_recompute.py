@@ -30,7 +30,7 @@ from megatron_offload import (
     get_act_offloading_ctx_manager,
     offload_modules,
 )
-from megatron_offload.config import RECOMPUTE_KINDS
+from megatron_offload.config import RECOMPUTE_KINDS, RECOMPUTE_SITES
 from megatron_offload.core.policy_config import ModulesConfig
 from megatron_offload.errors import ConfigError
 from megatron_offload.frontends.around import _RECOMPUTED, refuse_unserved
@@ -720,7 +720,7 @@ def test_an_unknown_unit_is_refused(name):
 
 
 def test_what_a_door_cannot_recompute_it_refuses():
-    by_name = {"norm", "mlp_act", "*.norm"}
+    by_name = {"norm", "mlp_act", "*.norm", *RECOMPUTE_SITES}
     served = {
         "OffloadActivations": set(),
         "CPUOffload": set(),
