@@ -21,7 +21,7 @@ TOP = {
     "errors.py",
     "fine_grained_activation_offload.py",
 }
-ROOMS = (
+PACKAGES = (
     "errors.py",
     "files",
     "core",
@@ -44,7 +44,7 @@ ROOMS = (
     "cli",
     "__main__.py",
 )
-"""From the ground up: a room imports what stands before it."""
+"""From the ground up: a package imports what stands before it."""
 TORCHLESS = (
     "cli/",
     "config.py",
@@ -64,7 +64,7 @@ def name_of(path):
     return path.relative_to(PACKAGE).as_posix()
 
 
-def room_of(name):
+def package_of(name):
     return name.split("/")[0]
 
 
@@ -104,8 +104,8 @@ def test_imports_point_downward(path):
         assert not wrong, f"{name} must not import {sorted(wrong)}"
 
     if name != "__init__.py":  # public names, found when they are asked for
-        mine = ROOMS.index(room_of(name))
-        above = [file for file in files_imported(path) if ROOMS.index(room_of(file)) > mine]
+        mine = PACKAGES.index(package_of(name))
+        above = [file for file in files_imported(path) if PACKAGES.index(package_of(file)) > mine]
         assert not above, f"{name} imports {above}, which stand above it"
     if name.startswith(TORCHLESS):
         forbid("torch", "megatron", "transformer_engine")

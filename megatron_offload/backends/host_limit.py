@@ -53,11 +53,11 @@ def default_cap_bytes(
         # A container may see no more than its own group, at the mount; "/.." is outside of it.
         group = PurePosixPath("" if ".." in path else path.lstrip("/"))
         for place in (group, *group.parents):
-            free_bytes = min(free_bytes, _room_bytes(mount / place))
+            free_bytes = min(free_bytes, _free_bytes(mount / place))
     return int(free_bytes * share) // num_ranks
 
 
-def _room_bytes(folder: Path) -> float:
+def _free_bytes(folder: Path) -> float:
     """Return what a group may still take; inf without a limit. Each version has its own files."""
     files = "memory.limit_in_bytes", "memory.max", "memory.high"
     limits = [read_int(folder / name) for name in files]  # over the last the kernel slows down

@@ -125,12 +125,8 @@ def _rank_table(source: Source, plan: OffloadPlan, without: Simulation, step: Si
     ranks = zip(plan.ranks, without.ranks, step.ranks, strict=True)
     for index, (rank, before, after) in enumerate(ranks):
         peaks = (before.peak_reserved_bytes, after.peak_reserved_bytes, after.peak_host_bytes)
-        sizes = (
-            rank.moved_bytes,
-            rank.recomputed_bytes,
-            rank.saved_bytes - rank.moved_bytes,
-            *peaks,
-        )
+        kept_bytes = rank.saved_bytes - rank.moved_bytes
+        sizes = (rank.moved_bytes, rank.recomputed_bytes, kept_bytes, *peaks)
         rows.append([index, *map(format_bytes, sizes)])
     peak = f"peak {source.memory}"
     columns = ["rank", "moved", "recomputed", "kept", peak, "with the plan", "host"]

@@ -39,7 +39,7 @@ def kind_of(unit: str) -> str:
     return unit.partition(":")[0]
 
 
-def is_default_kind(unit: str) -> bool:
+def is_default(unit: str) -> bool:
     """Whether a unit is recomputed without a plan, too: not one that is named by its module."""
     return ":" not in unit
 
@@ -97,9 +97,8 @@ class GroupProfile(NamedTuple):
     def saved_bytes(self) -> int:
         """What it saves that no group before it does: the same whatever moves, in every run."""
         recomputed_bytes = sum(unit.num_bytes for unit in self.recomputed if unit.is_recomputed)
-        return (
-            self.num_bytes + recomputed_bytes + self.externally_referenced_bytes - self.shared_bytes
-        )
+        held_bytes = self.num_bytes + self.externally_referenced_bytes
+        return held_bytes + recomputed_bytes - self.shared_bytes
 
     def with_recompute(self, names: Collection[str]) -> GroupProfile:
         """Return the group as it would be with these units recomputed."""

@@ -69,8 +69,8 @@ class Checker(Observer):
         if block.recipe is not None:
             came = f"was recomputed ({block.recipe.unit!r})"
         what = f"a region of {block.high - block.low} bytes"
-        if block.part[1] is not None:
-            size, dtype = block.part[1]
+        if block.spec[1] is not None:
+            size, dtype = block.spec[1]
             what = f"a tensor of shape {list(size)} and dtype {dtype}"
         raise CorruptionError(
             f"group {block.group.label}: {what} (number {block.index} that {block.group.name!r} "
@@ -99,12 +99,12 @@ def checksum(region: torch.Tensor) -> torch.Tensor:
     """Return the checksum of a flat uint8 tensor, an int64 of shape [] on its device."""
     total = torch.zeros((), dtype=torch.int64, device=region.device)
     for first in range(0, -(-region.numel() // _WORD_BYTES), _CHUNK_WORDS):
-        part = region[first * _WORD_BYTES : (first + _CHUNK_WORDS) * _WORD_BYTES]
-        if part.numel() % _WORD_BYTES or part.storage_offset() % _WORD_BYTES:
-            words = total.new_zeros(-(-part.numel() // _WORD_BYTES))
-            words.view(torch.uint8)[: part.numel()] = part
+        piece = region[first * _WORD_BYTES : (first + _CHUNK_WORDS) * _WORD_BYTES]
+        if piece.numel() % _WORD_BYTES or piece.storage_offset() % _WORD_BYTES:
+            words = total.new_zeros(-(-piece.numel() // _WORD_BYTES))
+            words.view(torch.uint8)[: piece.numel()] = piece
         else:
-            words = part.view(torch.int64)
+            words = piece.view(torch.int64)
         end = first + words.numel()
         weights = torch.arange(2 * first + 1, 2 * end + 1, 2, device=region.device)
         total += (words * weights).sum()

@@ -23,8 +23,8 @@ from megatron_offload.engine.marks import (
     may_be_activation,
 )
 from megatron_offload.engine.modes import apart, has_modes, is_traced
-from megatron_offload.engine.saved_tensor import FORMS, SavedTensor
-from megatron_offload.engine.subclasses import is_wrapper, plain_parts
+from megatron_offload.engine.saved_tensor import LAYOUTS, SavedTensor
+from megatron_offload.engine.subclasses import inner_tensors, is_wrapper
 from megatron_offload.engine.transfers import Transfers
 
 _TOO_SMALL = "smaller than what moves (min_tensor_bytes, min_tensor_elements)"
@@ -151,12 +151,12 @@ class ChunkOffloadHandler:
         reason = _IN_PARTS if is_wrapper(tensor) else _OF_OTHER_CLASS
         self.resolve_blocks()  # or a part that is offloaded by itself would not be known
         known = *self.marks.kept(), self._counted_keys
-        for part in plain_parts([tensor]):
-            if self.transfers.backend.owns(part):
-                key = part.untyped_storage()._cdata
+        for inner in inner_tensors([tensor]):
+            if self.transfers.backend.owns(inner):
+                key = inner.untyped_storage()._cdata
                 if self.find_block(key) is None and not any(key in keys for keys in known):
                     self._counted_keys.add(key)
-                    self.transfers.stats.by_name[group.name].keep(part.nbytes, reason)
+                    self.transfers.stats.by_name[group.name].keep(inner.nbytes, reason)
 
     def _take_ready_mark(self, tensor: torch.Tensor, record: SavedTensor) -> None:
         marked = tensor.__dict__.pop(READY_MARK, None)  # once: a later write gives another
@@ -178,7 +178,7 @@ class ChunkOffloadHandler:
         transfers, blocks, stream = self.transfers, self.blocks, self._saves_on
         references, recipes, rules = group.references, self.recipes, self.rules
         least_bytes, least_elements = rules.min_tensor_bytes, rules.min_tensor_elements
-        owns, (kept, everywhere), forms = transfers.backend.owns, self.marks.kept(), FORMS
+        owns, (kept, everywhere), layouts = transfers.backend.owns, self.marks.kept(), LAYOUTS
         for saved_reference in saved:
             record = saved_reference()
             if record is None:
@@ -189,16 +189,16 @@ class ChunkOffloadHandler:
             storage_key = alias.untyped_storage()._cdata
             if storage_key in kept or storage_key in everywhere:
                 continue
-            form = forms[alias.shape, alias.stride(), alias.storage_offset(), alias.dtype]
-            if form.is_special and not has_own_bytes(alias):
+            layout = layouts[alias.shape, alias.stride(), alias.storage_offset(), alias.dtype]
+            if layout.is_special and not has_own_bytes(alias):
                 continue
-            if form.num_bytes < least_bytes or form.num_elements < least_elements:
+            if layout.num_bytes < least_bytes or layout.num_elements < least_elements:
                 if storage_key not in self._counted_keys and self.find_block(storage_key) is None:
                     self._counted_keys.add(storage_key)  # else it was counted, or moves
                     by_name = transfers.stats.by_name[record.group_name]
-                    by_name.keep(form.num_bytes, _TOO_SMALL)
+                    by_name.keep(layout.num_bytes, _TOO_SMALL)
                 continue
-            record.form = form
+            record.layout = layout
             if not record.is_detached:
                 if recipes is not None and not alias.requires_grad:
                     recipes.refuse_without_graph(storage_key)
@@ -220,16 +220,16 @@ class ChunkOffloadHandler:
                         references.append(weakref.ref(block))  # the first user reloads it
                         group.shares_with += (block.group.key,)
                     continue
-            low, high, part = form.low, form.high, form.part
-            if part is None:
+            low, high, spec = layout.low, layout.high, layout.spec
+            if spec is None:
                 low -= low % ALIGNMENT_BYTES
-                if not form.is_contiguous:
+                if not layout.is_contiguous:
                     storage_bytes = alias.untyped_storage().nbytes()  # fewer, where it was emptied
-                    if high <= storage_bytes <= 2 * (high - form.low):
+                    if high <= storage_bytes <= 2 * (high - layout.low):
                         low, high = 0, storage_bytes  # its like may be in between: q, k, v
-                part = high - low, None
+                spec = high - low, None
             record.block = block = Block(
-                transfers, group, record, stream, storage_key, low, high, part
+                transfers, group, record, stream, storage_key, low, high, spec
             )
             blocks[storage_key] = reference = weakref.ref(block)
             references.append(reference)

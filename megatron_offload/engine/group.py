@@ -31,7 +31,7 @@ from megatron_offload.core.profile import GroupKey, RecomputeUnit
 from megatron_offload.memory.storage_ref import StorageRef
 
 if TYPE_CHECKING:
-    from megatron_offload.memory.host_pool import HostRegion, Part
+    from megatron_offload.memory.host_pool import HostRegion, ViewSpec
 
 ALIGNMENT_BYTES = 512
 """A block starts at a multiple of this within its storage, so that a reloaded tensor has the same
@@ -46,7 +46,7 @@ NO_BASE = id(None)
 """`Record.base` of what is no view."""
 
 
-class Form(Protocol):
+class TensorLayout(Protocol):
     """What a strided tensor is within its storage."""
 
     low: int
@@ -63,7 +63,7 @@ class Record(Protocol):
     version: int
 
     @property
-    def form(self) -> Form:
+    def layout(self) -> TensorLayout:
         """What it is within its storage."""
 
 
@@ -161,9 +161,9 @@ class Block:
         storage_key: the storage's identity; 0 once the storage has gone.
         low, high: the region's byte range within the storage, ``num_bytes``; grows until the copy
             is issued.
-        part: what it takes of host memory, shown as the tensor where one contiguous tensor is all
+        spec: what it takes of host memory, shown as the tensor where one contiguous tensor is all
             of the region.
-        form, base: of the record with most of its bytes, as ``version``: the first, or a
+        layout, base: of the record with most of its bytes, as ``version``: the first, or a
             contiguous one around that.
         alias, others: one detached alias per record, sharing storage and version counter with the
             tensor that was saved. Emptying them is what releases the source.
@@ -183,7 +183,7 @@ class Block:
         storage_ref: the storage, where something else still held it at the release.
         was_reached: whether backward has come to a group that has it.
         target: what it is reloaded to; ``target_version`` when it was read first.
-        handed: by form, what stands for leaves that were saved in it. While the block has it too,
+        handed: by layout, what stands for leaves that were saved in it. While the block has it too,
             autograd takes none of them for a gradient that is its own.
         recipe: how it is recomputed, once it was dropped without a copy; till its group's commit,
             how it could be.
@@ -199,7 +199,7 @@ class Block:
     lease: Lease | None = None
     target: torch.Tensor | None = None
     target_version: int | None = None
-    handed: dict[Form, torch.Tensor] | None = None
+    handed: dict[TensorLayout, torch.Tensor] | None = None
     reload: Reload | None = None
     storage_ref: StorageRef | None = None
     recipe: Recipe | None = None
@@ -216,7 +216,7 @@ class Block:
         storage_key: int,
         low: int,
         high: int,
-        part: Part,
+        spec: ViewSpec,
     ) -> None:
         self.group = self.mover = group
         self.name = record.group_name
@@ -224,12 +224,12 @@ class Block:
         self.storage_key = storage_key
         self.version = record.version
         self.alias = record.alias
-        self.form = record.form
+        self.layout = record.layout
         self.base = record.base
         self.low = low
         self.high = high
-        self.num_bytes = part[0]
-        self.part = part
+        self.num_bytes = spec[0]
+        self.spec = spec
         self.index = len(group.references)
         self.store = store
 
@@ -275,24 +275,24 @@ class Block:
         Between the rows of a view, and between two views, lie bytes that may have been written
         since. Equal versions say that they were not if all are counted together.
         """
-        form, known = record.form, self.form
-        if self.version != record.version or not self.covers(form.low, form.high):
+        layout, known = record.layout, self.layout
+        if self.version != record.version or not self.covers(layout.low, layout.high):
             return False
         if not all(count_together(alias, record.alias) for alias in (self.alias, *self.others)):
             return False
-        is_saved = known.is_contiguous and known.low <= form.low and form.high <= known.high
-        return is_saved or form is known or (record.base == self.base != NO_BASE)
+        is_saved = known.is_contiguous and known.low <= layout.low and layout.high <= known.high
+        return is_saved or layout is known or (record.base == self.base != NO_BASE)
 
     def add(self, record: Record) -> None:
         """Make room for one more record of the storage; only before the copy is issued."""
-        form, known = record.form, self.form
-        self.low = min(self.low, form.low - form.low % ALIGNMENT_BYTES)
-        self.high = max(self.high, form.high)
+        layout, known = record.layout, self.layout
+        self.low = min(self.low, layout.low - layout.low % ALIGNMENT_BYTES)
+        self.high = max(self.high, layout.high)
         self.num_bytes = self.high - self.low
-        self.part = self.num_bytes, None
+        self.spec = self.num_bytes, None
         self.others += (record.alias,)
-        if form.is_contiguous and form.low <= known.low and known.high <= form.high:
-            self.form, self.version, self.base = form, record.version, record.base
+        if layout.is_contiguous and layout.low <= known.low and known.high <= layout.high:
+            self.layout, self.version, self.base = layout, record.version, record.base
         elif record.base != self.base:
             self.base = NO_BASE
 

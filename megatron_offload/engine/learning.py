@@ -336,15 +336,12 @@ class Learner:
                     pattern,
                 )
         self._has_seen_names = True
-        groups = (
-            group._replace(
-                num_bytes=0,
-                externally_referenced_bytes=group.externally_referenced_bytes + group.num_bytes,
-            )
-            if self._is_unlisted(group.name)
-            else group
-            for group in profile.groups
-        )
+        groups = []
+        for group in profile.groups:
+            if self._is_unlisted(group.name):
+                kept_bytes = group.externally_referenced_bytes + group.num_bytes
+                group = group._replace(num_bytes=0, externally_referenced_bytes=kept_bytes)
+            groups.append(group)
         return replace(profile, groups=tuple(groups))
 
     @property

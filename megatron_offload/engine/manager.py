@@ -21,7 +21,7 @@ from megatron_offload.config import OffloadConfig
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import GroupState
 from megatron_offload.core.policy_config import SolvedConfig
-from megatron_offload.core.profile import GroupKey, RunShape, StepProfile, is_default_kind
+from megatron_offload.core.profile import GroupKey, RunShape, StepProfile, is_default
 from megatron_offload.engine.checking import Checker
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.graph_break import graph_break
@@ -433,7 +433,7 @@ class PipelineOffloadManager:
 
     def may_recompute(self, unit: str) -> bool:
         """Whether it matters how an output of this unit is made: others wait for a plan."""
-        may = is_default_kind(unit) or self.learner.plans(unit) or self._is_looked_at
+        may = is_default(unit) or self.learner.plans(unit) or self._is_looked_at
         return may and self.notes_recipes
 
     @property

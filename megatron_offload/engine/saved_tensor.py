@@ -13,17 +13,17 @@ from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import ALIGNMENT_BYTES, Block, count_together
 from megatron_offload.engine.modes import apart, has_modes
 from megatron_offload.errors import InPlaceModificationError
-from megatron_offload.memory.host_pool import Part
+from megatron_offload.memory.host_pool import ViewSpec
 
-FormKey = tuple[torch.Size, tuple[int, ...], int | torch.SymInt, torch.dtype]
+LayoutKey = tuple[torch.Size, tuple[int, ...], int | torch.SymInt, torch.dtype]
 """Size, stride, storage offset and dtype of a tensor."""
 
-_MOST_FORMS = 4096
+_MOST_LAYOUTS = 4096
 
 _QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 
 
-class Form:
+class TensorLayout:
     """What a strided tensor is within its storage: one object for all that are alike.
 
     Attributes:
@@ -32,18 +32,18 @@ class Form:
         is_special: whether its size or dtype may mean that it has no bytes of its own;
             `has_own_bytes` says.
         low, high: the byte range within its storage, from the first element to the end of the last.
-        part: of host memory, what takes it as it is; None where that can't be: it is not
+        spec: of host memory, what takes it as it is; None where that can't be: it is not
             contiguous, or begins at no multiple of `ALIGNMENT_BYTES`.
-        fresh_part: the same, where fresh memory of its size has its strides too. Those of
+        fresh_spec: the same, where fresh memory of its size has its strides too. Those of
             dimensions of size 1 may differ, by which kernels know the channels-last layout.
     """
 
     __slots__ = (
-        *("dtype", "fresh_part", "high", "is_contiguous", "is_special", "low", "num_bytes"),
-        *("num_elements", "offset", "part", "size", "stride"),
+        *("dtype", "fresh_spec", "high", "is_contiguous", "is_special", "low", "num_bytes"),
+        *("num_elements", "offset", "spec", "size", "stride"),
     )
 
-    def __init__(self, key: FormKey) -> None:
+    def __init__(self, key: LayoutKey) -> None:
         size, stride, offset, dtype = key
         self.size, self.stride, self.offset, self.dtype = size, stride, int(offset), dtype
         self.num_elements = num_elements = size.numel()
@@ -56,8 +56,8 @@ class Form:
         pairs = zip(size, stride, fresh, strict=True)
         self.is_contiguous = 0 in size or all(many == 1 or a == b for many, a, b in pairs)
         is_whole = self.is_contiguous and self.low % ALIGNMENT_BYTES == 0
-        self.part: Part | None = (self.num_bytes, (size, dtype)) if is_whole else None
-        self.fresh_part = self.part if stride == fresh else None
+        self.spec: ViewSpec | None = (self.num_bytes, (size, dtype)) if is_whole else None
+        self.fresh_spec = self.spec if stride == fresh else None
 
 
 def _fresh_strides(size: torch.Size) -> tuple[int, ...]:
@@ -69,15 +69,15 @@ def _fresh_strides(size: torch.Size) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-class _Forms(dict[FormKey, Form]):
-    def __missing__(self, key: FormKey) -> Form:
-        if len(self) >= _MOST_FORMS:
+class _Layouts(dict[LayoutKey, TensorLayout]):
+    def __missing__(self, key: LayoutKey) -> TensorLayout:
+        if len(self) >= _MOST_LAYOUTS:
             self.clear()
-        form = self[key] = Form(key)
-        return form
+        layout = self[key] = TensorLayout(key)
+        return layout
 
 
-FORMS = _Forms()
+LAYOUTS = _Layouts()
 """All that were asked for lately."""
 
 
@@ -92,8 +92,8 @@ def changed_in_place(what: str, version: int, expected: int) -> InPlaceModificat
 class SavedTensor:
     """The record that stands for one saved tensor in the autograd graph.
 
-    It knows the tensor's own `Form`, so that a transposed, expanded or overlapping view is reloaded
-    exactly as it was.
+    It knows the tensor's `TensorLayout`, so that a transposed, expanded or overlapping view is
+    reloaded exactly as it was.
 
     Args:
         tensor: what autograd saves.
@@ -104,17 +104,17 @@ class SavedTensor:
             node's own output from that node would be a cycle.
         base: the identity of what it is a view of: views of one tensor have one version counter.
         block: where its bytes are; None while it is kept as it is.
-        form: its layout when reloaded; noted before it has a block.
+        layout: of the tensor when reloaded; noted before it has a block.
         leaf: where the alias of a tensor without a gradient was taken, that tensor: autograd itself
             keeps no alias of it.
     """
 
     base: int
-    form: Form
+    layout: TensorLayout
     leaf: weakref.ref[torch.Tensor] | None
 
     __slots__ = (
-        *("__weakref__", "alias", "base", "block", "form", "group_name", "is_detached", "leaf"),
+        *("__weakref__", "alias", "base", "block", "layout", "group_name", "is_detached", "leaf"),
         "version",
     )
 
@@ -138,7 +138,7 @@ class SavedTensor:
         if self.block is None:
             shape, dtype = self.alias.shape, self.alias.dtype
         else:
-            shape, dtype = self.form.size, self.form.dtype
+            shape, dtype = self.layout.size, self.layout.dtype
         return f"of shape {list(shape)} and dtype {dtype}, saved in group {self.group_name!r},"
 
     @graph_break
@@ -170,16 +170,16 @@ class SavedTensor:
 
         All views of it count their changes together.
         """
-        form, version = self.form, 0 if target.is_inference() else target._version
+        layout, version = self.layout, 0 if target.is_inference() else target._version
         if block.target_version is None:
             block.target_version = version
         elif block.target_version != version and self._counts_with(block):
             what = f"a tensor {self._description()}"
             raise changed_in_place(f"{what} by a backward,", version, block.target_version)
-        if block.part is form.fresh_part and block.reload is not None:
+        if block.spec is layout.fresh_spec and block.reload is not None:
             return target.detach()  # it is all of the block
-        is_whole = target.dtype is form.dtype and target.shape == form.size
-        if is_whole and target.stride() == form.stride:
+        is_whole = target.dtype is layout.dtype and target.shape == layout.size
+        if is_whole and target.stride() == layout.stride:
             return target.detach()
         return self.view_in(target, block.low)
 
@@ -200,7 +200,7 @@ class SavedTensor:
                 return leaf
         if block.handed is None:
             block.handed = {}
-        return block.handed.setdefault(self.form, found)
+        return block.handed.setdefault(self.layout, found)
 
     def check_version(self) -> None:
         """Raise `InPlaceModificationError` where the tensor was changed since it was saved."""
@@ -210,10 +210,10 @@ class SavedTensor:
 
     def view_in(self, memory: torch.Tensor, low: int) -> torch.Tensor:
         """Return the tensor in memory that begins with byte ``low`` of what was its storage."""
-        form = self.form
+        layout = self.layout
         shift = memory.storage_offset() * memory.itemsize - low
-        offset = form.offset + shift // form.dtype.itemsize
-        if memory.dtype is not form.dtype:
+        offset = layout.offset + shift // layout.dtype.itemsize
+        if memory.dtype is not layout.dtype:
             flat = memory.detach().view(-1).view(torch.uint8)
-            memory = flat[: flat.numel() - flat.numel() % form.dtype.itemsize].view(form.dtype)
-        return memory.as_strided(form.size, form.stride, offset).detach()
+            memory = flat[: flat.numel() - flat.numel() % layout.dtype.itemsize].view(layout.dtype)
+        return memory.as_strided(layout.size, layout.stride, offset).detach()

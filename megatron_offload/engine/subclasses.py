@@ -29,19 +29,19 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     )
 
 
-def plain_parts(tensors: Iterable[Any]) -> Iterator[torch.Tensor]:
+def inner_tensors(tensors: Iterable[Any]) -> Iterator[torch.Tensor]:
     """Yield the plain tensors of which tensors, and TransformerEngine's storages, are made."""
     for tensor in tensors:
         if hasattr(type(tensor), "__tensor_flatten__"):
             names, _ = tensor.__tensor_flatten__()
-            yield from plain_parts(getattr(tensor, name) for name in names)
+            yield from inner_tensors(getattr(tensor, name) for name in names)
         elif isinstance(tensor, torch.Tensor):
             yield tensor
 
 
-def _is_size_of(tensor: torch.Tensor, part: torch.Tensor) -> bool:
+def _is_size_of(tensor: torch.Tensor, inner: torch.Tensor) -> bool:
     """Whether a part says how long a nested tensor's rows are: another would be another size."""
-    return tensor.is_nested and not part.is_floating_point()
+    return tensor.is_nested and not inner.is_floating_point()
 
 
 def hollow(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -67,11 +67,11 @@ def hollow(tensor: torch.Tensor) -> torch.Tensor | None:
 class SavedWrapper:
     """The record that stands for a saved wrapper in the autograd graph.
 
-    ``alias`` is the wrapper's `hollow` one; ``pack`` records a part.
+    ``alias`` is the wrapper's `hollow` one; ``pack`` records an inner tensor.
     """
 
     __slots__ = (
-        *("_alias", "_context", "_kind", "_others", "_parts", "_size", "_stride", "_version"),
+        *("_alias", "_context", "_inner", "_kind", "_others", "_size", "_stride", "_version"),
     )
 
     def __init__(
@@ -83,26 +83,26 @@ class SavedWrapper:
         self._kind: Any = type(tensor)
         self._size = tensor.size()
         self._stride = tensor.stride()
-        parts = {name: getattr(tensor, name) for name in names}
-        self._parts = {
-            name: SavedTensor(part, name) if _is_size_of(tensor, part) else pack(part)
-            for name, part in parts.items()
-            if isinstance(part, torch.Tensor)
+        found = {name: getattr(tensor, name) for name in names}
+        self._inner = {
+            name: SavedTensor(inner, name) if _is_size_of(tensor, inner) else pack(inner)
+            for name, inner in found.items()
+            if isinstance(inner, torch.Tensor)
         }
-        # Newer versions of torch list a device mesh among the parts, for one.
-        self._others = {name: part for name, part in parts.items() if name not in self._parts}
+        # Newer versions of torch list a device mesh among the inner tensors.
+        self._others = {name: inner for name, inner in found.items() if name not in self._inner}
 
     def unpack(self) -> torch.Tensor:
-        """Return a wrapper like the one that was saved, around the parts.
+        """Return a wrapper like the one that was saved, around the inner tensors.
 
         Raises:
-            InPlaceModificationError: it or a part was changed in place since it was saved.
+            InPlaceModificationError: it or an inner tensor was changed in place since it was saved.
         """
         if self._alias._version != self._version:
             what = f"a {self._kind.__name__} of shape {list(self._size)}"
             raise changed_in_place(what, self._alias._version, self._version)
-        parts = self._others | {name: part.unpack() for name, part in self._parts.items()}
+        found = self._others | {name: inner.unpack() for name, inner in self._inner.items()}
         tensor: torch.Tensor = self._kind.__tensor_unflatten__(
-            parts, self._context, self._size, self._stride
+            found, self._context, self._size, self._stride
         )
         return tensor

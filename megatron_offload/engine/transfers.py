@@ -20,7 +20,7 @@ import torch
 from megatron_offload.backends.base import Backend, Event, Stream, Wait
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import OFFLOADING, ON_HOST, RELOADED, RELOADING, RESIDENT
-from megatron_offload.core.profile import RecomputeUnit, is_default_kind
+from megatron_offload.core.profile import RecomputeUnit, is_default
 from megatron_offload.core.window import InFlightWindow
 from megatron_offload.engine.group import Block, Flight, Lease, OffloadGroup, Reload
 from megatron_offload.engine.guard import Guard, guarded
@@ -123,12 +123,10 @@ class Transfers:
                 return False
             units = group.rules.recompute
             is_dropped = may_drop and (
-                is_default_kind(recipe.unit) if units is None else recipe.unit in units
+                is_default(recipe.unit) if units is None else recipe.unit in units
             )
         needs = tuple(sorted(recipe.needs() - {group.key}))
-        group.recomputed += (
-            RecomputeUnit(recipe.unit, num_bytes, needs=needs, is_recomputed=is_dropped),
-        )
+        group.recomputed += (RecomputeUnit(recipe.unit, num_bytes, 0.0, needs, is_dropped),)
         if not is_dropped:
             block.recipe = None
         elif not block.released:
@@ -186,7 +184,7 @@ class Transfers:
             group.advance(RESIDENT)
             return
         aliases = [block.alias for block in moving]
-        sources = [_region_of(block) if block.part[1] is None else block.alias for block in moving]
+        sources = [_region_of(block) if block.spec[1] is None else block.alias for block in moving]
         streams = [block.stream for block in moving]
         flight = Flight(group, list(map(ref, moving)), streams, aliases)
         produced: list[Event] = []
@@ -249,7 +247,7 @@ class Transfers:
         """Return the blocks for which there is host memory, each with it; add its last readers."""
         pool, owners = self.host_pool, group.references
         if len(moving) > 1 and group.num_bytes <= self._shared_bytes:
-            region = pool.allocate_parts([block.part for block in moving])
+            region = pool.allocate_views([block.spec for block in moving])
             if region is not None:
                 region.owners = owners
                 if region.ready_event is not None:
@@ -259,7 +257,7 @@ class Transfers:
         regions: list[HostRegion] = []
         num_unpinnable = pool.stats.num_unpinnable
         for block in moving:
-            found = pool.allocate(*block.part)
+            found = pool.allocate(*block.spec)
             if found is None:
                 self.stats.num_refused_blocks += 1
                 self.stats.refused_bytes += block.num_bytes - block.kept_bytes
@@ -301,19 +299,19 @@ class Transfers:
             is_on_host = block.region is not None and block.released
             if is_on_host and (block.storage_ref is None or not self._revive(block)):
                 moving[block.stream].append(block)
-        parts: list[tuple[Any, ...]] = []
+        batches: list[tuple[Any, ...]] = []
         for stream, same in moving.items():
             hosts: list[Any] = [block.host for block in same]
             with self.backend.computing_on(stream):
                 targets = self._allocate_targets(hosts, may_fail=may_fail)
             if targets is None:
                 return False
-            parts.append((stream, same, hosts, *targets))
+            batches.append((stream, same, hosts, *targets))
         if group.state is ON_HOST:
             group.advance(RELOADING)
-        for stream, *part in parts:
+        for stream, *batch in batches:
             with self.backend.computing_on(stream):
-                self._issue_reload(group, *part)
+                self._issue_reload(group, *batch)
         return True
 
     def _allocate_targets(
@@ -367,8 +365,8 @@ class Transfers:
             read.append(block.take_region())
             self._note_reload(block, reload)
             by_name[block.name].reloaded_bytes += block.num_bytes
-        for region, parts in groupby(read):
-            self.host_pool.free(region, event, len(list(parts)))
+        for region, users in groupby(read):
+            self.host_pool.free(region, event, len(list(users)))
 
     def _note_reload(self, block: Block, reload: Reload) -> None:
         block.reload = reload
@@ -574,7 +572,7 @@ class Transfers:
 def _region_of(block: Block) -> torch.Tensor:
     """Return the bytes of a block that has its source."""
     source = block.alias
-    if block.part[1] is not None:
+    if block.spec[1] is not None:
         return source
     region = torch.empty(0, dtype=torch.uint8, device=source.device)
     return region.set_(source.untyped_storage(), block.low, (block.num_bytes,), (1,))

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_offload.engine.marks import mark_everywhere
 from megatron_offload.engine.patches import PatchStack
-from megatron_offload.engine.subclasses import plain_parts
+from megatron_offload.engine.subclasses import inner_tensors
 
 _MODULES = tuple(
     f"transformer_engine.pytorch.module.{name}"
@@ -33,7 +33,7 @@ _patches = PatchStack()
 
 def mark_not_offload(*tensors: Any) -> None:
     """Keep tensors on the device, what they consist of, and all that shares its storage."""
-    for tensor in (*tensors, *plain_parts(tensors)):
+    for tensor in (*tensors, *inner_tensors(tensors)):
         if isinstance(tensor, torch.Tensor):
             mark_everywhere(tensor)
 

@@ -171,11 +171,8 @@ def _allocate(
         allocated = left.pop()
         _allocated.discard(allocated)
         found = allocated.groups  # None of one whose making was interrupted
-        if (
-            found
-            and found.manager.host_pool is allocated.pool
-            and not found.manager.host_pool.is_closed
-        ):
+        pool = allocated.pool
+        if found and found.manager.host_pool is pool and not found.manager.host_pool.is_closed:
             groups = found  # else it was configured anew
             if allocated.model != of_model and groups.manager.tuner is not None:
                 groups.manager.tuner.begin(groups.manager)

@@ -27,7 +27,7 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import unmark
 from megatron_offload.engine.patches import Call, PatchStack
 from megatron_offload.engine.saved_tensor import SavedTensor
-from megatron_offload.engine.subclasses import plain_parts
+from megatron_offload.engine.subclasses import inner_tensors
 from megatron_offload.engine.transformer_engine import mark_not_offload
 from megatron_offload.errors import IntegrationError
 from megatron_offload.frontends.around import followed
@@ -165,7 +165,7 @@ uninstall = _patches.undo
 
 def mark_activation_offload(*tensors: torch.Tensor | None) -> None:
     """Let tensors go where what surrounds them goes; frees `mark_not_offload`."""
-    for part in (*(tensor for tensor in tensors if tensor is not None), *plain_parts(tensors)):
+    for part in (*(tensor for tensor in tensors if tensor is not None), *inner_tensors(tensors)):
         unmark(part)
 
 
@@ -199,7 +199,7 @@ def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = Fal
     if not isinstance(owner, (AutomaticGroups, ChunkOffloadHandler)):
         return
     backend = (owner.manager if isinstance(owner, AutomaticGroups) else owner.transfers).backend
-    parts = [part for part in plain_parts(tensors) if backend.owns(part)]
+    parts = [part for part in inner_tensors(tensors) if backend.owns(part)]
     if not parts:
         return
     for part in parts:

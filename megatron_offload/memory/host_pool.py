@@ -22,7 +22,7 @@ from megatron_offload.core.units import format_bytes
 
 ALIGNMENT_BYTES = 512
 
-Part: TypeAlias = tuple[int, tuple[torch.Size, torch.dtype] | None]
+ViewSpec: TypeAlias = tuple[int, tuple[torch.Size, torch.dtype] | None]
 """Bytes of a region, and the shape and dtype to show them in; None for flat bytes."""
 
 _MOST_SHOWN = 8
@@ -104,7 +104,7 @@ class _Piece:
     """Which of the pool's events that is: a later one stands for those before it. -1 where a graph
     has the bytes."""
     region: HostRegion | None = None
-    views: dict[tuple[Part, ...], list[torch.Tensor]] = field(default_factory=dict)
+    views: dict[tuple[ViewSpec, ...], list[torch.Tensor]] = field(default_factory=dict)
     """What it was shown as: one step's regions are as the last one's, though not in its order.
     Sizes and the offset are the same whenever it is allocated for these parts."""
 
@@ -114,17 +114,17 @@ class _Piece:
             yield piece
             piece = piece.next
 
-    def show(self, parts: tuple[Part, ...]) -> list[torch.Tensor]:
+    def show(self, specs: tuple[ViewSpec, ...]) -> list[torch.Tensor]:
         """Return a tensor for each part."""
         views = []
         start = self.offset
-        for num_bytes, like in parts:
+        for num_bytes, like in specs:
             view = self.base[start : start + num_bytes]
             views.append(view if like is None else view.view(like[1]).view(like[0]))
             start += _aligned(num_bytes)
         if len(self.views) >= _MOST_SHOWN:
             self.views.clear()
-        self.views[parts] = views
+        self.views[specs] = views
         return views
 
     def cut(self, num_bytes: int) -> _Piece:
@@ -206,21 +206,21 @@ class HostPool:
         self, num_bytes: int, like: tuple[torch.Size, torch.dtype] | None = None
     ) -> HostRegion | None:
         """Allocate ``num_bytes``, or return None when memory is short, which is warned of once."""
-        region = self.allocate_parts([(num_bytes, like)])
+        region = self.allocate_views([(num_bytes, like)])
         if region is None:
             self._refuse(num_bytes)
         return region
 
-    def allocate_parts(self, parts: Sequence[Part]) -> HostRegion | None:
+    def allocate_views(self, specs: Sequence[ViewSpec]) -> HostRegion | None:
         """Allocate memory for several tensors, each aligned; None when it is short, uncounted.
 
         A part without bytes, and a pool that is closed, are a `ValueError`.
         """
-        if any(num_bytes < 1 for num_bytes, _ in parts):
-            raise ValueError(f"a region has at least one byte, got {parts}")
+        if any(num_bytes < 1 for num_bytes, _ in specs):
+            raise ValueError(f"a region has at least one byte, got {specs}")
         if self.is_closed:
             raise ValueError("the host pool is closed")
-        size_bytes, key = sum([_aligned(num_bytes) for num_bytes, _ in parts]), tuple(parts)
+        size_bytes, key = sum([_aligned(num_bytes) for num_bytes, _ in specs]), tuple(specs)
         same_size = self._free.get(size_bytes)
         piece = same_size.popleft() if same_size else self._find(size_bytes)
         if piece is None:
@@ -230,10 +230,10 @@ class HostPool:
         if stats.in_use_bytes > stats.peak_in_use_bytes:
             stats.peak_in_use_bytes = stats.in_use_bytes
         views = piece.views.get(key) or piece.show(key)
-        region = piece.region = HostRegion(piece, views, size_bytes, piece.event, len(parts))
+        region = piece.region = HostRegion(piece, views, size_bytes, piece.event, len(specs))
         return region
 
-    def free(self, region: HostRegion, after: Event | None, num_parts: int = 1) -> None:
+    def free(self, region: HostRegion, after: Event | None, num_views: int = 1) -> None:
         """Free parts of a region; with the last, its bytes may be allocated again at once.
 
         ``after`` is the event behind the last H2D copy out of it; None leaves the former users' in
@@ -246,7 +246,7 @@ class HostPool:
         if after is not None and piece.turn >= 0:
             self._num_reads += 1
             piece.event, piece.turn = after, self._num_reads
-        region.num_users -= num_parts
+        region.num_users -= num_views
         if region.num_users > 0:
             return
         region._piece = piece.region = None
@@ -395,13 +395,13 @@ class HostPool:
 
     def _add_slab(self, size_bytes: int) -> bool:
         """Pin a slab that holds ``size_bytes``: a full one, else just what was asked."""
-        room_bytes = self.cap_bytes - self.stats.slab_bytes_total
-        room_bytes -= room_bytes % ALIGNMENT_BYTES
-        if size_bytes > room_bytes:
+        free_bytes = self.cap_bytes - self.stats.slab_bytes_total
+        free_bytes -= free_bytes % ALIGNMENT_BYTES
+        if size_bytes > free_bytes:
             return False
         pinned_bytes = self.stats.slab_bytes_total - self.bytes_of_graphs + size_bytes
         self._full_share = min(1.0, (self.stats.in_use_bytes + size_bytes) / pinned_bytes)
-        largest_bytes = max(size_bytes, min(self.slab_bytes, room_bytes))
+        largest_bytes = max(size_bytes, min(self.slab_bytes, free_bytes))
         return self._pin(largest_bytes) or self._pin(size_bytes)
 
     def _pin(self, num_bytes: int) -> bool:

@@ -99,7 +99,7 @@ class _Recorder(BoundaryTimer):
         self._kept: set[_Identity] = set()
         """What something else holds, so that offloading it would not free it."""
         self._most_memory = DeviceMemory(0, 0)
-        self._most_with_released_bytes = 0
+        self._most_bytes = 0
         self._marks: dict[OffloadGroup, dict[Boundary, int]] = {}
 
     def look(self) -> None:
@@ -115,9 +115,7 @@ class _Recorder(BoundaryTimer):
                 released_bytes = self._manager.host_pool.alone.total_bytes
                 released_bytes -= self._manager.transfers.dropped_bytes  # recomputed
                 with_released_bytes = found.allocated_bytes + released_bytes
-                self._most_with_released_bytes = max(
-                    self._most_with_released_bytes, with_released_bytes
-                )
+                self._most_bytes = max(self._most_bytes, with_released_bytes)
             if self._holds_back:
                 self._hold_back()
 
@@ -202,7 +200,7 @@ class _Recorder(BoundaryTimer):
             own_us = elapsed_us(turns[0].time, until.time) - waited_us - events_us
             at_us.append(max(at_us[-1], own_us))  # clocks of several streams differ by a little
         allocated_bytes, reserved_bytes = self._most_memory
-        most_bytes = self._most_with_released_bytes
+        most_bytes = self._most_bytes
         times = []
         for seen in learned.groups:  # one that backward never came to counts as left at once
             mark, end = marks[seen.key], marks[seen.key]["commit"]
@@ -255,7 +253,5 @@ class _Recorder(BoundaryTimer):
             num_bytes=sum(saved.values()) - kept_bytes - recomputed_bytes,
             externally_referenced_bytes=kept_bytes,
             shared_bytes=0,
-            recomputed=tuple(
-                one._replace(us=recompute_us.get((key, one.unit), 0.0)) for one in units
-            ),
+            recomputed=tuple(x._replace(us=recompute_us.get((key, x.unit), 0.0)) for x in units),
         )

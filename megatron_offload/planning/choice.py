@@ -26,7 +26,7 @@ from megatron_offload.core.profile import (
     GroupKey,
     RecomputeUnit,
     StepProfile,
-    is_default_kind,
+    is_default,
     merge_units,
 )
 from megatron_offload.core.units import format_bytes
@@ -52,7 +52,7 @@ from megatron_offload.planning.simulate import (
     simulate_programs,
 )
 
-_NUM_ROOMS = 10
+_NUM_STEPS = 10
 
 _NUM_TARGETS = 64
 """The range of targets is cut into so many by the search for the least memory."""
@@ -72,37 +72,37 @@ _Settings: TypeAlias = tuple[RankSettings, ...]
 """Of each rank."""
 
 
-class _Way(NamedTuple):
-    """How a rank's settings are found for a target."""
+class _Candidate(NamedTuple):
+    """How a rank's settings are found for a target: of the candidates one is chosen."""
 
-    room: int = 0
-    """Which of its rooms copies have; where that is too large for the target, the next smaller."""
-    level: int = 0
+    step: int = 0
+    """Which budget step copies have; where that is too large for the target, the next smaller."""
+    depth: int = 0
     """How many kinds of bytes are recomputed; where fewer keep the target alone, so many."""
     order: int = 0
     split: float = 0.5
-    """What of the room is for groups that are reloaded."""
+    """What of the budget is for groups that are reloaded."""
 
-    def variants(self, most_level: int) -> list[list[_Way]]:
-        """Return what is tried around it: rooms, levels, orders, and splits."""
-        steps = dict.fromkeys((1, -1, (most_level + 1) // 4, -(most_level + 1) // 4))
-        rooms = (self.room + step for step in (-1, 1, 2))
-        levels = (self.level + step for step in steps)
+    def variants(self, most_depth: int) -> list[list[_Candidate]]:
+        """Return what is tried around it: budget steps, depths, orders, and splits."""
+        shifts = dict.fromkeys((1, -1, (most_depth + 1) // 4, -(most_depth + 1) // 4))
+        steps = (self.step + shift for shift in (-1, 1, 2))
+        depths = (self.depth + shift for shift in shifts)
         return [
-            [self._replace(room=room) for room in rooms if 0 <= room < _NUM_ROOMS],
-            [self._replace(level=level) for level in levels if 0 <= level <= most_level],
+            [self._replace(step=step) for step in steps if 0 <= step < _NUM_STEPS],
+            [self._replace(depth=depth) for depth in depths if 0 <= depth <= most_depth],
             [self._replace(order=order) for order in (0, 1)],
             [self._replace(split=split) for split in (0.25, 0.375, 0.5, 0.625, 0.75)],
         ]
 
 
-_Ways: TypeAlias = tuple[_Way, ...]
+_Candidates: TypeAlias = tuple[_Candidate, ...]
 """A candidate: one of each rank."""
 
 
 class _Found(NamedTuple):
     us: float
-    ways: _Ways
+    candidates: _Candidates
     settings: _Settings
 
 
@@ -112,7 +112,7 @@ class Chooser:
     Args:
         profiles: of each pipeline rank, in any order.
         job: their step.
-        limits: what a user has set; the room that it leaves open is chosen. Nothing is made
+        limits: what a user has set; the budget that it leaves open is chosen. Nothing is made
             again but what its ``recompute`` has.
         link_share: of the bandwidth of copies, what a plan has to do with: 1 where it is measured.
 
@@ -148,7 +148,7 @@ class Chooser:
             may = dict(enumerate(limits.recompute))
             kinds = [(unit, stage) for unit, stage in kinds if unit in may.get(stage, ())]
         self._kinds = kinds
-        self._levels = [by_stage(kinds[:number]) for number in range(len(kinds) + 1)]
+        self._depths = [by_stage(kinds[:number]) for number in range(len(kinds) + 1)]
         boundaries = sum(
             2 * len(job.stages[one.stage].groups) for passes in job.schedule.ranks for one in passes
         )
@@ -170,9 +170,9 @@ class Chooser:
             )
         )
         self.without = self._simulate((NO_OFFLOAD,) * num_ranks)
-        ends = _Way(level=0), _Way(level=len(kinds))
+        ends = _Candidate(depth=0), _Candidate(depth=len(kinds))
         self._least_bytes = [
-            min(self._peak(rank, self._settings(rank, way)) for way in ends)
+            min(self._peak(rank, self._settings(rank, each)) for each in ends)
             for rank in range(num_ranks)
         ]
         self.lowest_bytes = max(self._least_bytes)
@@ -207,7 +207,7 @@ class Chooser:
         too_low, kept = -1, _NUM_TARGETS
         num_ranks = len(self._profiles)
         target, best = highest, (NO_OFFLOAD,) * num_ranks
-        starts: list[_Ways] = []
+        starts: list[_Candidates] = []
         with half_the_time():
             while kept - too_low > 1 and lowest < highest:
                 middle = (too_low + kept) // 2
@@ -216,7 +216,7 @@ class Chooser:
                 may_look_again = starts and self._most_candidates >= 100  # else it takes too long
                 if may_look_again and found.us > limit_us:  # what is near the last best is not all
                     found = self._search((tried,) * num_ranks, (), limit_us)[0]
-                starts = [found.ways, *starts[:1]]
+                starts = [found.candidates, *starts[:1]]
                 if found.us <= limit_us:
                     kept, target, best = middle, tried, found.settings
                 else:
@@ -250,7 +250,7 @@ class Chooser:
         """Return the best candidate that keeps targets which can be kept."""
         found = self._search(targets)
         if all(len(profile.groups) <= 12 for profile in self._profiles):  # each weighs much
-            plain = [one for one in found if not any(way.level for way in one.ways)]
+            plain = [one for one in found if not any(each.depth for each in one.candidates)]
             with half_the_time():  # with more to choose from the outcome is never worse
                 for starts, kinds in ((plain, []), (found, self._kinds)):
                     for one in self._starts(targets, starts):
@@ -266,7 +266,10 @@ class Chooser:
         return min(alike, key=loss)
 
     def _search(
-        self, targets: Sequence[int], starts: Collection[_Ways] = (), limit_us: float | None = None
+        self,
+        targets: Sequence[int],
+        starts: Collection[_Candidates] = (),
+        limit_us: float | None = None,
     ) -> list[_Found]:
         """Return candidates that keep targets which can be kept, the quickest first.
 
@@ -274,56 +277,57 @@ class Chooser:
         the search.
         """
         found: dict[_Settings, _Found] = {}
-        num_ranks, top = len(targets), len(self._levels) - 1
+        num_ranks, top = len(targets), len(self._depths) - 1
 
-        def look(many: Iterable[_Ways]) -> bool:
+        def look(many: Iterable[_Candidates]) -> bool:
             """Simulate candidates; return whether it is enough."""
-            for ways in many:
+            for candidates in many:
                 # No step with so much recomputed is quicker than the one that moves nothing.
-                bare = (self._bare_step(self._levels[way.level]).step_us for way in ways)
+                bare = (self._bare_step(self._depths[each.depth]).step_us for each in candidates)
                 is_hopeless = limit_us is not None and max(bare) > limit_us
                 if len(found) >= self._most_candidates or (is_hopeless and found):
                     continue
-                settings = tuple(map(self._choose, range(num_ranks), targets, ways))
+                settings = tuple(map(self._choose, range(num_ranks), targets, candidates))
                 if settings in found:
                     continue
                 us = self._simulate(settings, is_slow=limit_us is not None).step_us
                 if limit_us is not None and us <= limit_us:
                     us = max(us, self._simulate(settings).step_us)
-                found[settings] = _Found(us, ways, settings)
+                found[settings] = _Found(us, candidates, settings)
                 if limit_us is not None and us <= limit_us:
                     return True
             return False
 
-        def best(level: int = top) -> _Found:
-            low = (one for one in found.values() if max(way.level for way in one.ways) <= level)
+        def best(depth: int = top) -> _Found:
+            low = (x for x in found.values() if max(each.depth for each in x.candidates) <= depth)
             return min(low, key=lambda one: one.us)
 
-        def climb(level: int) -> bool:
+        def climb(depth: int) -> bool:
             """Look around the best with so many kinds recomputed; return whether it is enough."""
-            if best(level).us > 1.1 * best().us:  # hopeless
+            if best(depth).us > 1.1 * best().us:  # hopeless
                 return False
             for index in range(4):  # of all ranks alike
-                if look((way,) * num_ranks for way in best(level).ways[0].variants(level)[index]):
+                variants = best(depth).candidates[0].variants(depth)[index]
+                if look((each,) * num_ranks for each in variants):
                     return True
-            start = best(level)
+            start = best(depth)
             ranks = self._simulate(start.settings).ranks
             lost = [rank.stall_us[RELEASE] + rank.stall_us[RELOAD] for rank in ranks]
             return look(
-                (*start.ways[:rank], way, *start.ways[rank + 1 :])
+                (*start.candidates[:rank], each, *start.candidates[rank + 1 :])
                 for rank in sorted(range(num_ranks), key=lambda rank: -lost[rank])[:2]
-                for variants in start.ways[rank].variants(level)
-                for way in variants
+                for variants in start.candidates[rank].variants(depth)
+                for each in variants
             )
 
-        num_default = sum(is_default_kind(unit) for unit, _ in self._kinds)
-        levels = sorted({0, num_default // 2, num_default, (num_default + top) // 2, top})
-        grid = product(levels, range(2, _NUM_ROOMS, 3))
-        first = list(starts) or [(_Way(room, level),) * num_ranks for level, room in grid]
+        num_default = sum(is_default(unit) for unit, _ in self._kinds)
+        depths = sorted({0, num_default // 2, num_default, (num_default + top) // 2, top})
+        grid = product(depths, range(2, _NUM_STEPS, 3))
+        first = list(starts) or [(_Candidate(step, depth),) * num_ranks for depth, step in grid]
         climbs = [top] if starts else sorted({0, num_default, top}) * 2
         if not look(first[:1]):
             with half_the_time():
-                _ = look(first[1:]) or any(climb(level) for level in climbs)
+                _ = look(first[1:]) or any(climb(depth) for depth in climbs)
         return sorted(found.values(), key=lambda one: one.us)
 
     # Small jobs
@@ -332,11 +336,11 @@ class Chooser:
         """Yield what is changed at last: the best of these, and what moves all in several rooms."""
         best = sorted(found, key=lambda one: one.us)[:3]
         yield from best
-        for room in range(0, _NUM_ROOMS, 3):
-            ways = tuple(way._replace(room=room) for way in best[0].ways)
-            settings = tuple(map(self._settings, range(len(ways)), ways))
+        for step in range(0, _NUM_STEPS, 3):
+            candidates = tuple(each._replace(step=step) for each in best[0].candidates)
+            settings = tuple(map(self._settings, range(len(candidates)), candidates))
             if self._keeps(targets, settings):
-                yield _Found(self._simulate(settings).step_us, ways, settings)
+                yield _Found(self._simulate(settings).step_us, candidates, settings)
 
     def _keeps(self, targets: Sequence[int], settings: _Settings) -> bool:
         return all(self._peak(rank, one) <= targets[rank] for rank, one in enumerate(settings))
@@ -378,30 +382,31 @@ class Chooser:
             if not keys:
                 return settings
             live = self._rank(rank, settings.recompute or ())
-            room = self._settings(rank, _Way(room=_NUM_ROOMS // 2))
-            settings = replace(room, kept=live.keys, recompute=settings.recompute)
+            middle = self._settings(rank, _Candidate(step=_NUM_STEPS // 2))
+            settings = replace(middle, kept=live.keys, recompute=settings.recompute)
         sizes = (getattr(settings, name) or 0 for name in LIMITS)
         limits = {x: int(s * y) for x, s, y in zip(LIMITS, shares, sizes, strict=True)}
         return replace(settings, kept=settings.kept ^ keys, **limits | self._user_limits)
 
     # Candidates
 
-    def _choose(self, rank: int, target: int, one: _Way) -> RankSettings:
-        """Return what a rank does to keep a target, with the largest room that this leaves it."""
-        if self._peak(rank, self._nothing(one.level)) <= target:
-            still = map(self._nothing, range(one.level + 1))
+    def _choose(self, rank: int, target: int, one: _Candidate) -> RankSettings:
+        """Return what a rank does to keep a target, with the largest budget that this leaves it."""
+        if self._peak(rank, self._nothing(one.depth)) <= target:
+            still = map(self._nothing, range(one.depth + 1))
             return next(settings for settings in still if self._peak(rank, settings) <= target)
-        rooms = [one._replace(room=room) for room in range(one.room, -1, -1)]
-        for way in (*rooms, _Way(0, one.level, one.order), _Way(0, len(self._levels) - 1), _Way()):
-            everything = self._settings(rank, way)
+        steps = [one._replace(step=step) for step in range(one.step, -1, -1)]
+        least = _Candidate(0, one.depth, one.order), _Candidate(0, len(self._depths) - 1)
+        for each in (*steps, *least, _Candidate()):
+            everything = self._settings(rank, each)
             if self._peak(rank, everything) <= target:
                 break
-        live = self._rank(rank, self._levels[way.level])
-        room_bytes = (everything.max_inflight_bytes or 0) + (everything.prefetch_bytes or 0)
-        aim_bytes = target - self._peak(rank, self._nothing(way.level)) + int(live.rows.max())
+        live = self._rank(rank, self._depths[each.depth])
+        budget_bytes = (everything.max_inflight_bytes or 0) + (everything.prefetch_bytes or 0)
+        aim_bytes = target - self._peak(rank, self._nothing(each.depth)) + int(live.rows.max())
         found, least_bytes = everything, min(group.num_bytes for group in live.groups)
         for _ in range(4):  # replaying may show more than rows do: then for a lower target
-            settings = self._settings(rank, way, live.cover(way.order, aim_bytes, room_bytes))
+            settings = self._settings(rank, each, live.cover(each.order, aim_bytes, budget_bytes))
             excess_bytes = self._peak(rank, settings) - target
             if excess_bytes <= 0:
                 found = settings
@@ -412,23 +417,23 @@ class Chooser:
             aim_bytes -= excess_bytes
         return found
 
-    def _nothing(self, level: int) -> RankSettings:
-        return replace(NO_OFFLOAD, recompute=self._levels[level])
+    def _nothing(self, depth: int) -> RankSettings:
+        return replace(NO_OFFLOAD, recompute=self._depths[depth])
 
     def _settings(
-        self, rank: int, one: _Way, moved: Collection[GroupKey] | None = None
+        self, rank: int, one: _Candidate, moved: Collection[GroupKey] | None = None
     ) -> RankSettings:
-        recompute = self._levels[one.level]
+        recompute = self._depths[one.depth]
         live = self._rank(rank, recompute)
         moved = live.keys if moved is None else moved
         if not moved:
-            return self._nothing(one.level)
+            return self._nothing(one.depth)
         # One group may always be under way.
         least = max(1, *(group.num_bytes // 2 for group in live.groups))
         growth = max(1.0, live.saved_bytes / least)
-        room_bytes = round(least * growth ** (one.room / (_NUM_ROOMS - 1)))
-        prefetch_bytes = int(room_bytes * one.split)
-        limits = dict(zip(LIMITS, (room_bytes - prefetch_bytes, prefetch_bytes), strict=True))
+        budget_bytes = round(least * growth ** (one.step / (_NUM_STEPS - 1)))
+        prefetch_bytes = int(budget_bytes * one.split)
+        limits = dict(zip(LIMITS, (budget_bytes - prefetch_bytes, prefetch_bytes), strict=True))
         limits |= self._user_limits
         return RankSettings(kept=live.keys.difference(moved), recompute=recompute, **limits)
 

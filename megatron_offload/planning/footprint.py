@@ -75,14 +75,14 @@ class Footprint:
             changes[group.end_row] -= group.num_bytes
         return int(np.cumsum(changes).max(initial=0))
 
-    def cover(self, order: int, target_bytes: int, room_bytes: int) -> list[GroupKey]:
+    def cover(self, order: int, target_bytes: int, budget_bytes: int) -> list[GroupKey]:
         """Return what moves so that its rows keep a target, in an order, less what need not.
 
         The orders are 0, spread over the step, and 1, the largest first. Of what is live in a row
         and moves, as much as the room is there still.
         """
         over = self.rows - target_bytes
-        lacking = np.where(over > 0, over + room_bytes, -(2**62))  # there nothing is wanted
+        lacking = np.where(over > 0, over + budget_bytes, -(2**62))  # there nothing is wanted
         taken = []
         for group in self._orders[order]:
             rows = lacking[group.first_row : group.end_row]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron_offload.core.machine import Machine
-from megatron_offload.core.profile import GroupKey, is_default_kind
+from megatron_offload.core.profile import GroupKey, is_default
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule
 
@@ -70,7 +70,7 @@ class GroupWork:
         Their bytes are there while its forward runs, which makes them, and while its backward does.
         """
         if names is None:
-            names = [unit.unit for unit in self.units if is_default_kind(unit.unit)]
+            names = [unit.unit for unit in self.units if is_default(unit.unit)]
         chosen = tuple(unit for unit in self.units if unit.unit in names)
         if not (chosen and self.is_marked):
             return self

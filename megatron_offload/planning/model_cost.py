@@ -65,8 +65,8 @@ class LayerCosts:
 
     def _gradient_bytes(self, inputs: int, outputs: int, experts: int | None = None) -> int:
         """Return what a weight's gradient takes: its part of one, or those of whole experts."""
-        num_parts = self.model.tensor_parallel if experts is None else 1
-        num_bytes = inputs * outputs * self.model.value_bytes * (experts or 1) // num_parts
+        num_views = self.model.tensor_parallel if experts is None else 1
+        num_bytes = inputs * outputs * self.model.value_bytes * (experts or 1) // num_views
         return 0 if self.model.fused_gradients else num_bytes
 
     def _product(self, flop: float) -> float:

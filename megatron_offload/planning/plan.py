@@ -53,11 +53,8 @@ class GroupChoice(NamedTuple):
     @property
     def identity(self) -> _Identity:
         """What every run of the job has. Keepers are found out late, so all parts count as one."""
-        return (
-            self.key,
-            self.name,
-            self.num_bytes + self.externally_referenced_bytes + self.recomputed_bytes,
-        )
+        other_bytes = self.externally_referenced_bytes + self.recomputed_bytes
+        return self.key, self.name, self.num_bytes + other_bytes
 
 
 class UnitChoice(NamedTuple):
@@ -214,9 +211,7 @@ def rank_plan(
         key = group.key
         moves = group.num_bytes > 0 and key not in kept
         recomputed_bytes = sum(unit.num_bytes for unit in group.recomputed if unit.is_recomputed)
-        nothing = (
-            "is all recomputed" if recomputed_bytes else "holds nothing that offloading would free"
-        )
+        nothing = "is all recomputed" if recomputed_bytes else "holds nothing worth offloading"
         reason = moved if moves else kept.get(key, nothing)
         sizes = (group.externally_referenced_bytes, recomputed_bytes)
         choices.append(GroupChoice(key, group.name, group.num_bytes, moves, reason, *sizes))

@@ -21,7 +21,7 @@ from megatron_offload.core.profile import (
     GroupTimes,
     RunShape,
     StepProfile,
-    is_default_kind,
+    is_default,
 )
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.footprint import Footprint
@@ -118,9 +118,7 @@ def _between(name: str, forward_us: float, backward_us: float) -> GroupWork:
 def _work(chunks: Sequence[_Timed], index: int) -> GroupWork:
     groups = [chunk[index][0] for chunk in chunks]
     times = [chunk[index][1] for chunk in chunks]
-    recompute_us = [
-        sum(unit.us for unit in group.recomputed if unit.is_recomputed) for group in groups
-    ]
+    recompute_us = [sum(one.us for one in each.recomputed if one.is_recomputed) for each in groups]
     bare = [group.with_recompute(()) for group in groups]
     pairs = zip(times, recompute_us, strict=True)
     backward_us = [max(0.0, one.done_us - one.backward_us - us) for one, us in pairs]
@@ -147,7 +145,7 @@ def _units(groups: Sequence[GroupProfile], chunks: Sequence[_Timed]) -> Iterator
         us = statistics.median_low(unit.us for unit in alike)
         chunk, order = groups[0].key
         own = [key.order for key in alike[0].needs if key.chunk == chunk]
-        if not us and not is_default_kind(name):
+        if not us and not is_default(name):
             timed = (chunk[place][1] for chunk in chunks for place in own)
             us = sum(one.committed_us - one.started_us for one in timed) / len(chunks)
         yield UnitWork(name, num_bytes, us or num_bytes / 1e6, tuple(order - at for at in own))
@@ -164,10 +162,8 @@ def job_of(profiles: Sequence[StepProfile], schedule: Schedule, machine: Machine
     for rank, profile in enumerate(profiles):
         vp_stages = RankWork(job, rank).vp_stages
         units = ((one, group.key.chunk) for group in profile.groups for one in group.recomputed)
-        recomputed = by_stage(
-            (one.unit, vp_stages[chunk]) for one, chunk in units if one.is_recomputed
-        )
-        as_seen.append(replace(NO_OFFLOAD, recompute=recomputed))
+        dropped = by_stage((one.unit, vp_stages[at]) for one, at in units if one.is_recomputed)
+        as_seen.append(replace(NO_OFFLOAD, recompute=dropped))
     explained = [rank.peak_device_bytes for rank in simulate(job, as_seen).ranks]
     static = [max(0, peak - own) for peak, own in zip(peaks, explained, strict=True)]
     return replace(job, static_bytes=tuple(static), unused_bytes=0)

@@ -135,15 +135,15 @@ def fair_rates(
     rates = [0.0] * 4
     rising = {kind for kind in range(4) if numbers[kind]}
     while rising:
-        levels = []
+        found = []
         for kinds, gbps in limits:
             taken = sum(rates[kind] * numbers[kind] for kind in kinds if kind not in rising)
             number = sum(numbers[kind] for kind in kinds if kind in rising)
             if number:
-                levels.append(((gbps - taken) / number, kinds))
-        level, kinds = min(levels)
+                found.append(((gbps - taken) / number, kinds))
+        rate, kinds = min(found)
         for kind in rising.intersection(kinds):
-            rates[kind] = level
+            rates[kind] = rate
         rising -= set(kinds)
     return tuple(rate * 1e3 for rate in rates)
 

@@ -27,7 +27,7 @@ from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.group import Block, BlockRef
 from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.modes import has_modes
-from megatron_offload.engine.saved_tensor import FORMS, SavedTensor
+from megatron_offload.engine.saved_tensor import LAYOUTS, SavedTensor
 from megatron_offload.errors import CorruptionError, StateError
 from megatron_offload.memory.storage_ref import StorageRef
 from megatron_offload.memory.tensor_pool import span_bytes
@@ -128,7 +128,7 @@ class Input(SavedTensor):
         recipe: FunctionRecipe | None,
     ) -> None:
         super().__init__(tensor, unit)
-        self.form = FORMS[tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype]
+        self.layout = LAYOUTS[tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype]
         if not self.is_detached:
             self.detach()
             self.leaf = None  # what a function takes isn't handed to autograd
@@ -142,8 +142,8 @@ class Input(SavedTensor):
         self.recipe = recipe
 
     def _description(self) -> str:
-        form = f"shape {list(self.form.size)} and dtype {self.form.dtype}"
-        return f"of {form}, from which a saved one is made again ({self.group_name!r}),"
+        layout = f"shape {list(self.layout.size)} and dtype {self.layout.dtype}"
+        return f"of {layout}, from which a saved one is made again ({self.group_name!r}),"
 
     def bind(self, depth: int) -> str:
         """Keep the input's block from here on; return why that can't be, or nothing."""
@@ -153,7 +153,7 @@ class Input(SavedTensor):
             found, self._blocks = self._blocks.get(self.storage_key), None
             self.block = None if found is None else found()
         block = self.block
-        if block is None or not block.covers(self.form.low, self.form.high):
+        if block is None or not block.covers(self.layout.low, self.layout.high):
             if self.recipe is None:
                 return "an input is not saved"
             self.block = None
@@ -193,10 +193,10 @@ class Input(SavedTensor):
         self.check_version()
         if block.flight is not None and not block.cancelled:
             block.store.keep_source(block)
-        source, form = block.alias, self.form
+        source, layout = block.alias, self.layout
         block.store.read(block, source)
-        is_same = source.dtype is form.dtype and source.storage_offset() == form.offset
-        if is_same and source.shape == form.size and source.stride() == form.stride:
+        is_same = source.dtype is layout.dtype and source.storage_offset() == layout.offset
+        if is_same and source.shape == layout.size and source.stride() == layout.stride:
             return source.detach()
         return self.view_in(source, int(source.storage_offset()) * source.itemsize)
 
@@ -207,8 +207,8 @@ class _Read(SavedTensor):
     __slots__ = ()
 
     def _description(self) -> str:
-        form = f"shape {list(self.alias.shape)} and dtype {self.alias.dtype}"
-        return f"of {form}, from which a saved one is made again ({self.group_name!r}),"
+        layout = f"shape {list(self.alias.shape)} and dtype {self.alias.dtype}"
+        return f"of {layout}, from which a saved one is made again ({self.group_name!r}),"
 
 
 class FunctionRecipe:

@@ -124,10 +124,8 @@ def _start_ranks(runs: Runs, kind: str, ranks: int) -> list[RunReport]:
         codes = {-failure.exitcode for failure in error.failures.values()}
         if len(codes) == 1 and codes <= {signal.SIGTERM, signal.SIGINT}:
             raise StoppedError(codes.pop()) from error
-        message: Any = error.get_first_failure()[1].message  # a text where a signal has ended it
-        name, _, text = (message if isinstance(message, str) else message["message"]).partition(
-            ": "
-        )
+        said: Any = error.get_first_failure()[1].message  # a text where a signal has ended it
+        name, _, text = (said if isinstance(said, str) else said["message"]).partition(": ")
         if name in _OF_INPUT:
             raise _OF_INPUT[name](text) from error
         raise RankFailedError(f"a rank failed:\n{error}") from error

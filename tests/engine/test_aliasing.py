@@ -12,7 +12,7 @@ from torch.autograd import Function
 
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.marks import _everywhere, mark_everywhere, unmark
-from megatron_offload.engine.saved_tensor import FORMS
+from megatron_offload.engine.saved_tensor import LAYOUTS
 from megatron_offload.errors import InPlaceModificationError
 
 
@@ -133,8 +133,8 @@ def test_what_is_copied_with_a_view_is_not_copied_again(is_view):
     manager.begin_chunk()
     whole = torch.randn(48, 48)
     parts = whole.chunk(3, dim=1) if is_view else [whole.view(24, 96), whole, whole.t()]
-    expected = [part.clone() for part in parts]
-    losses = [offload(manager, [part], seen, f"part {at}") for at, part in enumerate(parts)]
+    expected = [spec.clone() for spec in parts]
+    losses = [offload(manager, [spec], seen, f"part {at}") for at, spec in enumerate(parts)]
     assert manager.transfers.stats.offloaded_bytes == 48 * 48 * 4
     del whole, parts
     for loss in losses:
@@ -410,5 +410,5 @@ def test_bytes_that_groups_share_are_counted_once(monkeypatch):
     [(torch.ones(600)[128:], True), (torch.ones(600)[3:], False), (torch.ones(3, 4).t(), False)],
 )
 def test_host_memory_shows_as_it_was_what_is_contiguous_and_aligned(view, is_shown):
-    form = FORMS[view.shape, view.stride(), view.storage_offset(), view.dtype]
-    assert (form.part is not None) is is_shown
+    layout = LAYOUTS[view.shape, view.stride(), view.storage_offset(), view.dtype]
+    assert (layout.spec is not None) is is_shown

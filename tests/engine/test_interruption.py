@@ -322,7 +322,7 @@ def test_a_block_that_dies_inside_a_call_is_freed_by_the_next(monkeypatch):
     model, manager = make_model(layers=2), make_manager(**SETTINGS)
     old = forward(model, manager)
     manager.reset()
-    allocate, pool = manager.host_pool.allocate_parts, manager.host_pool
+    allocate, pool = manager.host_pool.allocate_views, manager.host_pool
     assert pool.stats.in_use_bytes > 0
 
     def allocate_while_a_graph_dies(parts):
@@ -331,7 +331,7 @@ def test_a_block_that_dies_inside_a_call_is_freed_by_the_next(monkeypatch):
         assert pool.stats.in_use_bytes == in_use_bytes, "the pool is in use just now"
         return allocate(parts)
 
-    monkeypatch.setattr(pool, "allocate_parts", allocate_while_a_graph_dies)
+    monkeypatch.setattr(pool, "allocate_views", allocate_while_a_graph_dies)
     check_steps(model, manager, ORDER)
 
 

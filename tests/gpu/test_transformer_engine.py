@@ -21,7 +21,7 @@ from megatron_offload.engine import transformer_engine
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.transformer_engine import plain_parts
+from megatron_offload.engine.transformer_engine import inner_tensors
 from megatron_offload.frontends.whole_model import OffloadActivations
 from megatron_offload.integrations import transformer_engine as policy
 
@@ -204,7 +204,7 @@ class Watch:
         monkeypatch.setattr(transformer_engine, "mark_not_offload", noted_mark)
 
     def add_weights(self, tensors):
-        parts = plain_parts(tensors)
+        parts = inner_tensors(tensors)
         self.weights += [StorageWeakRef(part.untyped_storage()) for part in parts]
 
     def assert_no_weight_moved(self, model):

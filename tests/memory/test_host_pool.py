@@ -357,8 +357,8 @@ def test_live_regions_never_overlap_whatever_is_asked(seed):
 
 def test_a_region_of_several_parts_shows_each_as_it_was_asked_for(backend):
     pool = make(backend)
-    parts = [(1024, (torch.Size([16, 32]), torch.bfloat16)), (100, None)]
-    region = pool.allocate_parts(parts)
+    specs = [(1024, (torch.Size([16, 32]), torch.bfloat16)), (100, None)]
+    region = pool.allocate_views(specs)
     shaped, flat = region.views
     assert (shaped.dtype, shaped.shape, flat.nbytes) == (torch.bfloat16, (16, 32), 100)
     assert flat.data_ptr() == shaped.data_ptr() + 1024
@@ -367,7 +367,7 @@ def test_a_region_of_several_parts_shows_each_as_it_was_asked_for(backend):
     assert pool.stats.in_use_bytes == 1536, "one part is allocated still"
     pool.free(region, None)
     assert pool.stats.in_use_bytes == 0
-    assert pool.allocate_parts(list(parts)).views[0] is shaped
+    assert pool.allocate_views(list(specs)).views[0] is shaped
 
 
 def test_bytes_that_are_allocated_in_turn_in_several_shapes_are_shown_once_in_each(
@@ -376,7 +376,7 @@ def test_bytes_that_are_allocated_in_turn_in_several_shapes_are_shown_once_in_ea
     pool, num_shown = make(backend, slab=2 * KIB), []
     show = _Piece.show
     monkeypatch.setattr(
-        _Piece, "show", lambda piece, parts: num_shown.append(parts) or show(piece, parts)
+        _Piece, "show", lambda piece, specs: num_shown.append(specs) or show(piece, specs)
     )
     likes = [(torch.Size([16, 32]), torch.bfloat16), (torch.Size([256]), torch.float32), None]
     seen = []
@@ -394,7 +394,7 @@ def test_bytes_that_are_allocated_in_turn_in_several_shapes_are_shown_once_in_ea
 
 def test_the_event_of_the_part_that_was_read_last_counts(backend):
     pool, first, second = make(backend, slab=2 * KIB), h2d_event(backend), h2d_event(backend)
-    region, other = pool.allocate_parts([(512, None)] * 2), pool.allocate(1024)
+    region, other = pool.allocate_views([(512, None)] * 2), pool.allocate(1024)
     pool.free(region, first)
     pool.free(other, second)
     pool.free(region, None)  # later, but read before

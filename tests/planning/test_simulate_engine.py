@@ -100,9 +100,9 @@ def lend_no_place_twice(pool):
     """Let no copy out wait until its place on the host was read: places are not simulated."""
     free = pool.free
 
-    def forget(region, after, num_parts=1):
+    def forget(region, after, num_views=1):
         piece = region._piece
-        free(region, after, num_parts)
+        free(region, after, num_views)
         if region._piece is None:
             pool._free[piece.num_bytes].remove(piece)
             pool._may_coalesce = False
