@@ -129,7 +129,7 @@ def _rank_table(source: Source, plan: OffloadPlan, without: Simulation, step: Si
         sizes = (rank.moved_bytes, rank.recomputed_bytes, kept_bytes, *peaks)
         rows.append([index, *map(format_bytes, sizes)])
     peak = f"peak {source.memory}"
-    columns = ["rank", "moved", "recomputed", "kept", peak, "with the plan", "host"]
+    columns = ["rank", "offloaded", "recomputed", "kept", peak, "with the plan", "host"]
     title = f"Plan of {source.title}, policy {plan.policy}: PREDICTED"
     return plain_table(title, columns, 0, rows)
 

@@ -110,7 +110,7 @@ class Source:
         kinds = set(map(kind_of, units))
         for name in set(flags.recompute) - kinds:
             raise ConfigError(
-                f"offload.recompute: the job has no unit {name!r}{did_you_mean(name, kinds)}"
+                f"offload.recompute: the job has no kind {name!r}{did_you_mean(name, kinds)}"
             )
         num_virtual = len(self.job.schedule.stages_of(0))
         chosen = frozenset(unit for unit in units if kind_of(unit) in flags.recompute)

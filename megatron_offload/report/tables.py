@@ -76,13 +76,13 @@ def rank_table(ranks: Sequence[Mapping[str, Any]], title: str) -> Table:
 
 
 class PlanRow(NamedTuple):
-    """Groups of one name, or what is saved of one unit, treated alike over all pipeline ranks."""
+    """Groups of one name, or what is saved of one recompute kind, treated alike on all ranks."""
 
     name: str
     choice: str
     reason: str
     num_groups: int
-    """Of a unit, virtual stages."""
+    """Of a recompute kind, virtual stages."""
     num_bytes: int
 
 
@@ -101,7 +101,10 @@ def plan_rows(plan: OffloadPlan) -> list[PlanRow]:
     rows.sort(key=lambda row: (names.index(row.name), row.choice == _CHOICE[False]))
     units: dict[tuple[str, str], list[UnitChoice]] = {}
     for unit in (unit for rank in plan.ranks for unit in rank.units or ()):
-        kind = f"unit {kind_of(unit.unit)}", "recomputed" if unit.is_recomputed else "as its groups"
+        kind = (
+            f"recompute {kind_of(unit.unit)}",
+            "recomputed" if unit.is_recomputed else "as its groups",
+        )
         units.setdefault(kind, []).append(unit)
     for kind, alike in units.items():
         reason = f"recompute takes {sum(unit.us for unit in alike) / 1e3:.1f} ms in all"

@@ -17,7 +17,7 @@ _FLAGS: dict[str, tuple[str, Any, str]] = {
     "policy": ("KIND", str, f"{', '.join(_KINDS)}; auto unless something is set"),
     "memory-target": ("SIZE[,SIZE]", str, "most a rank reserves, such as 60GiB; or one for each"),
     "most-slowdown-percent": ("P", float, "of the step's time, which auto may cost; 1 unless set"),
-    "recompute": ("UNIT[,UNIT]", str, "recomputed, or none; unless set norm,mlp_act,mlp_fc1"),
+    "recompute": ("KIND[,KIND]", str, "recomputed, or none; unless set norm,mlp_act,mlp_fc1"),
     "config": ("FILE", str, "YAML with any keys of OffloadConfig; flags win"),
     "set": ("KEY=VALUE", str, "one more of these keys; may be given again"),
     "report": ("FOLDER", str, "for trace_RANK.json and profile_RANK.json of one step, plan.json"),

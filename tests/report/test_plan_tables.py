@@ -57,6 +57,6 @@ def test_units_say_what_is_recomputed_and_what_that_takes():
     ranks = (replace(rank, units=each) for rank, each in zip(plan.ranks, units, strict=True))
     assert plan_rows(replace(plan, ranks=tuple(ranks))) == [
         PlanRow("mlp", "offloaded", "x", 3, 3),
-        PlanRow("unit norm", "recomputed", "recompute takes 3.0 ms in all", 2, 12),
-        PlanRow("unit norm", "as its groups", "recompute takes 1.0 ms in all", 1, 5),
+        PlanRow("recompute norm", "recomputed", "recompute takes 3.0 ms in all", 2, 12),
+        PlanRow("recompute norm", "as its groups", "recompute takes 1.0 ms in all", 1, 5),
     ]
