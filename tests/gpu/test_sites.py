@@ -1,4 +1,4 @@
-"""Layers recomputed as a whole on a real device: every bit, and no more memory than a checkpoint."""
+"""Layers recomputed on a real device: every bit, and no more memory than a checkpoint."""
 
 from __future__ import annotations
 
