@@ -1,7 +1,7 @@
-"""What backward makes again: modules by class and by name, and by hand.
+"""Recompute of what modules return, by their class and by name.
 
-Each of them tells the manager from what and how it made its output; the rest is the engine's.
-Classes are known by their exact names, in which nobody's own code is; others count where a pattern
+Hooks note from what and how a module made its output; the rest is the engine's.
+Classes are known by their exact names, under which no user's code is; others count where a pattern
 names the module. Hooks leave copies of modules alone.
 """
 
@@ -102,10 +102,10 @@ def recompute_modules(
     find_manager: FindManager,
     find_for_sites: FindManager | None = None,
 ) -> list[RemovableHandle]:
-    """Let what these modules make be made again, where ``units`` name them or their kind.
+    """Let what these modules return be recomputed, where ``units`` name them or their kind.
 
     The hooks of an earlier call on the same modules go. ``find_manager`` returns whose forward it
-    is when one of them has run; None: nobody's.
+    is when one of them has run; None where it is no manager's.
     """
     patterns = {pattern: expression_of(pattern) for pattern in recompute_patterns(units)}
     for pattern, expression in patterns.items():
@@ -134,7 +134,7 @@ def recompute_modules(
 def _is_plain_fc1(path: str, module: nn.Module) -> bool:
     """Whether this is the first matrix product of Megatron's dense MLP, and nothing besides.
 
-    Not where its weight is sharded, and so may be away when its output is made again.
+    Not where its weight is sharded, and so may have no memory when its output is recomputed.
     """
     config, weight = getattr(module, "config", None), module._parameters.get("weight")
     has_more = (getattr(config, key, None) for key in ("fp8", "fp4", "sequence_parallel"))
@@ -164,7 +164,7 @@ class _Begun(NamedTuple):
 
 
 class _Source:
-    """The hooks of one module that tell how its output was made.
+    """The hooks of one module that note how its output was made.
 
     One that is known draws no random numbers, changes nothing, and never asks for the grad mode. Of
     others the state is noted when their forward begins, and what they change is seen at its end.
@@ -213,7 +213,7 @@ class _Source:
         return _Begun("", twin, reads, versions, RandomStates(devices))
 
     def end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Tell the manager how the output was made."""
+        """Note how the output was made."""
         begun = self._begun.pop() if self._begun else None
         is_one = isinstance(output, torch.Tensor)
         made = output if is_one or not isinstance(output, (tuple, list)) else output[0]
@@ -251,12 +251,12 @@ class _Source:
         return "a global forward hook may have replaced it" if any(_GLOBAL_HOOKS) else ""
 
     def _refusal(self, module: nn.Module) -> str:
-        """Return why a module's output can't be made again by its forward, or nothing."""
+        """Return why a module's output can't be recomputed by its forward, or nothing."""
         if has_modes():
             return MODES
         is_own = type(module) is self._kind and self._kind.forward is self._forward
         if not is_own or "forward" in vars(module) or (self._is_known and _is_patched(self._kind)):
-            return "its module's forward was exchanged"
+            return "its module's forward was replaced"
         if self._is_known:
             own = (x for x in vars(module).values() if isinstance(x, torch.Tensor))
             return _READS_MORE if any(x.requires_grad for x in own) else ""
@@ -279,7 +279,7 @@ def _is_patched(kind: type[nn.Module]) -> bool:
 
 
 def _is_plain(argument: Any) -> bool:
-    """Whether a call can change nothing of an argument but tensors, whose versions tell."""
+    """Whether a call can change nothing of an argument but tensors, which count versions."""
     if type(argument) in (list, tuple):
         return all(map(_is_plain, argument))
     if type(argument) is dict:

@@ -1,7 +1,7 @@
 """The states of the random generators that a function may draw from, to draw the same once more.
 
 Megatron-core's tracker has states of its own, of which its ``fork`` puts one in the place of the
-device's. Whoever calls a function, and whenever that library was imported, they count as well.
+device's. They count as well, whenever that library was imported.
 """
 
 from __future__ import annotations

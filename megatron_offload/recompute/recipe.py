@@ -1,8 +1,8 @@
-"""How a saved tensor is made again in backward, in place of being kept or copied.
+"""How a saved tensor is recomputed in backward, in place of being kept or copied.
 
 A recipe is noted for an output that exists, and found by its live storage. The block that the
 output is saved in takes it; at the group's commit it is bound to the blocks of its inputs, and the
-bytes are dropped. What is made again is what the forward made: the same function, of the same
+bytes are dropped. What is recomputed is what the forward made: the same function, of the same
 bytes, under the same `CallState`, from the same random state.
 
     SavedTensor -> Block -> FunctionRecipe -> Input -> Block of what it is made from
@@ -51,7 +51,7 @@ _MOST_COPIED_BYTES = 1 << 20
 def lasting(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that holds a parameter's values until backward: a copy where it is small.
 
-    A library may take a parameter away after its own layer, and bring it back for that layer's
+    A library may release a parameter after its own layer, and reload it for that layer's
     backward, too late for what a later layer has saved; and no version counts what is written
     through ``.data``, as where weights are clipped or averaged.
     """
@@ -143,7 +143,7 @@ class Input(SavedTensor):
 
     def _description(self) -> str:
         layout = f"shape {list(self.layout.size)} and dtype {self.layout.dtype}"
-        return f"of {layout}, from which a saved one is made again ({self.group_name!r}),"
+        return f"of {layout}, from which a saved one is recomputed ({self.group_name!r}),"
 
     def bind(self, depth: int) -> str:
         """Keep the input's block from here on; return why that can't be, or nothing."""
@@ -157,7 +157,7 @@ class Input(SavedTensor):
             if self.recipe is None:
                 return "an input is not saved"
             self.block = None
-            self.recipe = self.recipe.copy()  # whoever saves the input may still take that itself
+            self.recipe = self.recipe.copy()  # a block of the input may still take that itself
             return self.recipe.bind_inputs()
         if not block.is_before_copy and not block.has(self):
             return "an input was changed in place"
@@ -176,7 +176,7 @@ class Input(SavedTensor):
         return {block.group.key}
 
     def as_given(self) -> torch.Tensor:
-        """Return the input as the function was given it, made again or reloaded where it has to be.
+        """Return the input as the function was given it, recomputed or reloaded where it has to be.
 
         By what needs a gradient a product of matrices chooses its kernel, even where grad is off.
         """
@@ -187,7 +187,7 @@ class Input(SavedTensor):
         block = self.block
         if block is not None and block.released:
             return super().unpack()
-        if block is None:  # it is made again as it was, whoever has changed it since
+        if block is None:  # it is recomputed as it was, whatever has changed it since
             assert self.recipe is not None
             return self.view_in(self.recipe.run(), 0)
         self.check_version()
@@ -208,7 +208,7 @@ class _Read(SavedTensor):
 
     def _description(self) -> str:
         layout = f"shape {list(self.alias.shape)} and dtype {self.alias.dtype}"
-        return f"of {layout}, from which a saved one is made again ({self.group_name!r}),"
+        return f"of {layout}, from which a saved one is recomputed ({self.group_name!r}),"
 
 
 class FunctionRecipe:
@@ -303,7 +303,7 @@ class FunctionRecipe:
         return copied
 
     def bind_inputs(self) -> str:
-        """As `bind`, for an output that nobody saves."""
+        """As `bind`, for an output that is not saved."""
         refusal = self._refusal
         for record in self._reads:
             if record.alias._version != record.version:
@@ -331,8 +331,8 @@ class FunctionRecipe:
             if is_plain and tensor.nbytes and not tensor.untyped_storage().nbytes():
                 raise StateError(
                     f"a tensor {record._description()} has no memory now, as where a parameter is "
-                    f"sharded until its own module's backward; leave {self.unit!r} out of what is "
-                    "made again"
+                    f"sharded until its own module's backward; leave {self.unit!r} out of "
+                    "recompute"
                 )
         given = {id(part): part.as_given() for part in self._parts if type(part) is Input}
         parts = [given.get(id(part), part) for part in self._parts]
@@ -347,7 +347,7 @@ class FunctionRecipe:
                 f"{list(made.shape)}, {made.stride()}, {made.dtype}" if is_tensor else type(made)
             )
             raise CorruptionError(
-                f"a saved tensor was made again by {self._function!r} ({self.unit!r}) as {found}, "
+                f"a saved tensor was recomputed by {self._function!r} ({self.unit!r}) as {found}, "
                 f"and was {list(self._form[0])}, {self._form[1]}, {self._form[2]} (shape, strides, "
                 "dtype) in forward: the function must make the same tensor each time it is called"
             )

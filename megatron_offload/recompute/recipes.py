@@ -1,7 +1,7 @@
-"""What a chunk's forward has made and nobody has saved yet, and how it is recomputed.
+"""What a chunk's forward has made and is not saved yet, and how it is recomputed.
 
-A recipe is noted when an output exists. The block that the output is saved in takes it; what nobody
-saves is forgotten when the forward is over.
+A recipe is noted when an output exists. The block that the output is saved in takes it; what is not
+saved is forgotten when the forward is over.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Recipes:
     def __init__(self, chunk: ChunkOffloadHandler) -> None:
         self._chunk: ChunkOffloadHandler = weakref.proxy(chunk)
         self._recipes: dict[int, FunctionRecipe] = {}
-        """By the storage that was made; of those that nobody has saved yet."""
+        """By the storage that was made; of those that are not saved yet."""
         self._made: dict[int, int] = {}
         """By the id of a tensor that had a recipe noted, or of what it is a view of: the id of the
         node that has made the view."""
@@ -81,7 +81,7 @@ class Recipes:
         keeps_grad: bool = False,
         refusal: str = "",
     ) -> None:
-        """Note how a tensor was made: whoever saves it need not keep its bytes.
+        """Note how a tensor was made, so that what saves it need not keep its bytes.
 
         What the function ``reads`` besides its inputs, such as parameters, must be as it was: a
         change before the backward raises `InPlaceModificationError`. The others are as in
@@ -138,7 +138,7 @@ class Recipes:
             block.recipe = recipe
 
     def _input_of(self, tensor: torch.Tensor, unit: str) -> tuple[Input | None, Recipe | None]:
-        """Return a tensor as a recipe's input, with how it was made itself; None: it stays."""
+        """Return a tensor as a recipe's input, with how it was made itself; None: it is kept."""
         chunk, block, recipe = self._chunk, None, None
         if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
             key = tensor.untyped_storage()._cdata
@@ -203,11 +203,11 @@ def recomputable(
     unit: str = "by_hand",
     manager: PipelineOffloadManager | None = None,
 ) -> T:
-    """Call a cheap function, and let backward recompute its output from its inputs.
+    """Call a function, and let backward recompute its output from its inputs.
 
     Where autograd saves the output in a group, its memory is dropped at the group's commit, and
     neither kept nor copied. Whatever is saved of the inputs is; in backward the function is called
-    with the same bytes, under the same autocast, grad mode and switches of torch. Elsewhere than in
+    with the same bytes, under the same autocast, grad mode and switches of torch. Outside of
     a group, `OffloadActivations` and the like, or where a mode of dispatch or of functions is
     entered, it is just called. ``last_step.refused_recipe_bytes`` says which outputs were kept or
     offloaded all the same, and why.

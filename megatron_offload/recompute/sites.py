@@ -1,6 +1,6 @@
 """Layers, MLPs and attentions whose inside is dropped in forward and run again in backward.
 
-The graph stays the original one: what a site's call saves is replaced by numbers, and the first
+The graph is the original one: what a site's call saves is replaced by numbers, and the first
 that backward asks for runs the call again. A backward inside a backward, as other checkpoints have
 it, would sum the gradients of a tensor that is read inside and outside in another order.
 
@@ -96,7 +96,7 @@ def recompute_sites(
 ) -> list[RemovableHandle]:
     """Hook the sites among these modules; the hooks of an earlier call on them go.
 
-    ``find_manager`` returns whose forward it is; None: nobody's.
+    ``find_manager`` returns whose forward it is; None where it is no manager's.
     """
     kinds, handles = list(kinds), []
     for module in modules.values() if kinds else ():
@@ -180,7 +180,7 @@ class Site:
         if is_quantising():
             return "its quantisers' scales change with every call"
         if module is not self.module or "forward" in vars(module):
-            return "its forward was exchanged"
+            return "its forward was replaced"
         last = next(reversed(module._forward_pre_hooks.values()))
         first = next(iter(module._forward_hooks.values()))
         if last is not self.pre_hook or first is not self.hook:
@@ -355,7 +355,7 @@ class _Attributes:
         self._versions = [x._version for x in self._tensors]
 
     def are_unchanged(self) -> bool:
-        """Whether nobody has written to the parameters and buffers since."""
+        """Whether the parameters and buffers are as they were."""
         return [x._version for x in self._tensors] == self._versions
 
     @contextmanager

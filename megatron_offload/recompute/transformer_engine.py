@@ -59,7 +59,7 @@ def install() -> None:
 
 
 uninstall = _patches.undo
-"""Puts back what `install` found; the next chunk exchanges it again."""
+"""Puts back what `install` found; the next chunk patches it again."""
 
 PipelineOffloadManager.at_chunk.append(install)
 

@@ -331,7 +331,7 @@ REFUSED = {
     "reads what is sparse": (OWN, Sparse, "it takes or reads a sparse tensor"),
     "holds a script": (OWN, scripted, "its module has a part in TorchScript"),
     "weight made anew": ("norm", norm_of_a_network, "its module reads a tensor that is an attrib"),
-    "exchanged forward": ("norm", patched_norm, "its module's forward was exchanged"),
+    "exchanged forward": ("norm", patched_norm, "its module's forward was replaced"),
 }
 
 
