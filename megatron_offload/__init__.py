@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from megatron_offload.frontends.whole_model import (
         get_act_offloading_ctx_manager as get_act_offloading_ctx_manager,
     )
+    from megatron_offload.recompute.loss import cross_entropy as cross_entropy
     from megatron_offload.recompute.recipes import recomputable as recomputable
 
 _HOMES = {
@@ -45,6 +46,7 @@ _HOMES = {
     "OffloadActivations": "frontends.whole_model",
     "OffloadConfig": "config",
     "PipelineOffloadManager": "engine.manager",
+    "cross_entropy": "recompute.loss",
     "get_act_offloading_ctx_manager": "frontends.whole_model",
     "get_tensor_memory": "frontends.ratio",
     "group_commit": "fine_grained_activation_offload",

@@ -1,0 +1,204 @@
+"""Cross entropy by blocks of rows: backward keeps the logits as they came, and no copy of them.
+
+Owns how a block is computed. Every row goes through torch's own kernels, which take each row by
+itself, and the mean through torch's own over as many rows as there are: so all bits are torch's.
+Blocks begin at multiples of 16 rows, where rows lie as they would in the whole tensor: kernels go
+by how an address is aligned. What isn't known to give the same bits is torch's own function.
+What replaces a model's loss by this one: `megatron_offload.recompute.model_loss`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron_offload.engine.hooks import is_in_backward, others_hooks
+from megatron_offload.engine.saved_tensor import SavedTensor
+
+_BLOCK_BYTES = {"cuda": 512 * 1024**2, "cpu": 4 * 1024**2}
+"""Of a block as it is computed, at most, on a CPU for each thread; three are alive at a time.
+Smaller ones cost host time, a dozen calls each; on a CPU these fit its caches, which is faster
+than whole tensors."""
+
+_ALIGNED_ROWS = 16
+_IGNORED = -100
+_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+_BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+_aten = torch.ops.aten
+
+
+def cross_entropy(
+    input: Tensor,  # noqa: A002  # torch's name
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return `torch.nn.functional.cross_entropy`, bitwise, and the same gradient in less memory.
+
+    The logits themselves are all that is saved for backward. Their copies in ``dtype``, logarithms
+    of probabilities and gradients exist by blocks; torch has up to four of them whole.
+    Change the logits in place before backward, and that raises, as it does for any saved tensor.
+
+    By torch's own function, with what that needs of memory: class weights, label smoothing, class
+    probabilities as target, logits of other than two dimensions, the deprecated arguments; logits
+    in 16 bits without ``dtype`` under autocast; tensor subclasses, other devices than CPU and CUDA,
+    `torch.compile`, tracing, transforms of `torch.func` and forward-mode gradients.
+    Second derivatives (``create_graph=True``) are computed without blocks.
+
+    Args:
+        input: logits, of shape ``[rows, classes]``.
+        target: classes, int64, of shape ``[rows]``.
+        weight: as torch's.
+        size_average: as torch's.
+        ignore_index: rows with this target count for nothing.
+        reduce: as torch's.
+        reduction: ``mean`` over the rows that count, ``sum``, or ``none`` for one loss a row.
+        label_smoothing: as torch's.
+        dtype: what logits are taken in, as in ``cross_entropy(logits.to(dtype), target)``; the
+            gradient has the dtype of ``input``. None: their own.
+
+    Raises:
+        RuntimeError: in backward, where the logits were changed in place since.
+        IndexError: a target that is no class (on CPU; a device-side assertion on CUDA).
+    """
+    others = (weight, size_average, reduce)
+    if others != (None,) * 3 or label_smoothing or not _takes(input, target, reduction, dtype):
+        if dtype is not None:
+            input = input.to(dtype)  # noqa: A001
+        options = (weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+        return F.cross_entropy(input, target, *options)
+    of = dtype or input.dtype, _REDUCTIONS[reduction], ignore_index
+    with _kept():
+        return _ByRows.apply(input, target, *of)
+
+
+def block_rows(logits: Tensor, dtype: torch.dtype) -> int:
+    """Return how many rows of logits are computed at a time."""
+    kind = logits.device.type
+    most_bytes = _BLOCK_BYTES[kind] * (torch.get_num_threads() if kind == "cpu" else 1)
+    rows = most_bytes // (logits.shape[-1] * dtype.itemsize)
+    return max(rows - rows % _ALIGNED_ROWS, _ALIGNED_ROWS)
+
+
+def _takes(logits: Any, target: Any, reduction: str, dtype: torch.dtype | None) -> bool:
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    if type(logits) not in _PLAIN or type(target) not in _PLAIN:
+        return False
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return False
+    device, computed = logits.device.type, dtype or logits.dtype
+    is_known = computed in _DTYPES and logits.dtype in _DTYPES and reduction in _REDUCTIONS
+    is_plain = logits.dim() == 2 and target.dim() == 1 and target.dtype is torch.int64
+    is_plain &= logits.numel() > 0 and logits.shape[:1] == target.shape
+    is_plain &= target.device == logits.device and device in ("cpu", "cuda")
+    casts = device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
+    return is_known and is_plain and not (casts and computed.itemsize < 4)
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _kept() -> Any:
+    """Keep the logits on the device inside this package's contexts: backward needs them first."""
+    if _top_saved_tensors_default_hooks(True) is None or others_hooks():
+        return nullcontext()
+    return saved_tensors_hooks(_keep, SavedTensor.unpack)
+
+
+def _keep(tensor: Tensor) -> SavedTensor:
+    return SavedTensor(tensor, "loss")
+
+
+class _ByRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, dtype: torch.dtype, reduction: int, ignored: int
+    ) -> Tensor:
+        blocks = [
+            _aten.nll_loss_forward(chances, target[rows], None, 0, ignored)[0]
+            for rows, chances in _log_softmax(logits, dtype)
+        ]
+        loss = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+        total = loss.new_empty(())
+        if reduction:
+            # Their negatives are what torch adds up, row by row: as of one class, with no others.
+            only = torch.where(target == ignored, _IGNORED, 0)
+            loss, total = _aten.nll_loss_forward(-loss[:, None], only, None, reduction, _IGNORED)
+        ctx.save_for_backward(logits, target, total)
+        ctx.how = dtype, reduction, ignored
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        logits, target, total = ctx.saved_tensors
+        dtype, reduction, ignored = ctx.how
+
+        def of_block(rows: slice, chances: Tensor) -> Tensor:
+            own = gradient if reduction else gradient[rows]
+            of = target[rows], None, reduction, ignored, total
+            own = _aten.nll_loss_backward(own, chances, *of)
+            return _aten._log_softmax_backward_data(own, chances, 1, dtype)
+
+        if torch.is_grad_enabled():  # of create_graph: in one piece, for a gradient of its own
+            whole = slice(None)
+            chances = _aten._log_softmax(logits.to(dtype).contiguous(), 1, False)
+            return of_block(whole, chances).to(logits.dtype), *(None,) * 4
+        result = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        for rows, chances in _log_softmax(logits, dtype):
+            result[rows] = of_block(rows, chances)
+        return result, *(None,) * 4
+
+
+def _log_softmax(logits: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """Yield blocks of rows, each with the logarithms of its probabilities, for one turn."""
+    step = block_rows(logits, dtype)
+    for first in range(0, len(logits), step):
+        rows = slice(first, first + step)
+        yield rows, _aten._log_softmax(logits[rows].to(dtype), 1, False)
+
+
+def may_compare(device: torch.device) -> bool:
+    """Whether two losses can be compared here: not in backward, inference or a captured graph."""
+    is_capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", bool)
+    return not (is_in_backward() or torch.is_inference_mode_enabled() or is_capturing())
+
+
+def have_same_bits(
+    one: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor], logits: Tensor
+) -> bool:
+    """Whether two losses of logits, and their gradients, are equal bit by bit.
+
+    The host waits for the device once.
+    """
+
+    def results(loss_of: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+        own = logits.detach().requires_grad_()
+        loss = loss_of(own)
+        yield from (loss.detach(), *torch.autograd.grad(loss, own, torch.ones_like(loss)))
+
+    try:
+        with torch.enable_grad(), saved_tensors_hooks(_keep, SavedTensor.unpack):
+            pairs = list(zip(results(one), results(other), strict=True))
+    except (RuntimeError, TypeError, ValueError):
+        return False  # if that was not of the comparison, the program's own call raises it next
+    if any(a.dtype is not b.dtype or a.shape != b.shape for a, b in pairs):
+        return False
+    unequal = [(a.view(_BITS[a.itemsize]) != b.view(_BITS[b.itemsize])).any() for a, b in pairs]
+    return not bool(torch.stack(unequal).any())
