@@ -19,7 +19,7 @@ from pydantic_settings import CliPositionalArg
 from rich.table import Table
 
 from megatron_offload.cli.options import OptionsWithKeys
-from megatron_offload.config import OffloadConfig, apply_overrides, find_config, load_yaml
+from megatron_offload.config import LOSS, OffloadConfig, apply_overrides, find_config, load_yaml
 from megatron_offload.core.machine import MachineProfile
 from megatron_offload.core.policy_config import PlanFileConfig, RatioConfig
 from megatron_offload.core.profile import StepProfile, kind_of
@@ -108,7 +108,7 @@ class Source:
             return RankSettings(**given)
         units = {unit.unit for stage in self.job.stages for g in stage.groups for unit in g.units}
         kinds = set(map(kind_of, units))
-        for name in set(flags.recompute) - kinds:
+        for name in {*flags.recompute} - {*kinds, LOSS}:
             raise ConfigError(
                 f"offload.recompute: the job has no kind {name!r}{did_you_mean(name, kinds)}"
             )

@@ -17,7 +17,7 @@ import torch
 
 from megatron_offload.backends import create_backend
 from megatron_offload.backends.base import Backend
-from megatron_offload.config import OffloadConfig
+from megatron_offload.config import LOSS, OffloadConfig
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import GroupState
 from megatron_offload.core.policy_config import SolvedConfig
@@ -751,11 +751,13 @@ class PipelineOffloadManager:
 
     @property
     def recompute(self) -> tuple[str, ...]:
-        """What is recomputed, by unit and pattern."""
+        """What is recomputed, by unit and pattern; the loss is none of the engine's."""
         is_usual = self is PipelineOffloadManager.instance and (
             "recompute" not in self.config.model_fields_set
         )
-        return self.usual_recompute if is_usual else self.config.recompute
+        if is_usual:
+            return self.usual_recompute
+        return tuple(unit for unit in self.config.recompute if unit != LOSS)
 
     @property
     def is_keeping(self) -> bool:

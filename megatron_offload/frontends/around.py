@@ -7,7 +7,7 @@ from typing import Any, Self
 from torch.autograd.graph import saved_tensors_hooks
 
 import megatron_offload.recompute.transformer_engine  # noqa: F401 - for its effect
-from megatron_offload.config import RECOMPUTE_SITES, OffloadConfig, recompute_patterns
+from megatron_offload.config import LOSS, RECOMPUTE_SITES, OffloadConfig, recompute_patterns
 from megatron_offload.engine.automatic import AutomaticGroups, unpack
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.stats import StepStats
@@ -39,12 +39,12 @@ _BY_NAME = "*"
 _MODULES = ("norm", "mlp_act", *RECOMPUTE_SITES, _BY_NAME)
 _RECOMPUTED = {
     "OffloadActivations": (),
-    "get_act_offloading_ctx_manager": _MODULES,
+    "get_act_offloading_ctx_manager": (*_MODULES, LOSS),
     "CPUOffload": (),
     "offload_pipeline": _MODULES,
     "operation_groups": (),
     "offload_modules": (*_MODULES, "mlp_fc1"),
-    "megatron_core.install()": (*_MODULES, "mlp_fc1"),
+    "megatron_core.install()": (*_MODULES, "mlp_fc1", LOSS),
 }
 """By door what it can recompute."""
 

@@ -95,7 +95,8 @@ def offload_modules(
     """
     chunks = [_unwrap(m) for m in ([model] if isinstance(model, nn.Module) else model)]
     manager = engine_of(manager) or PipelineOffloadManager.get_instance()
-    refuse_unserved("offload_modules", manager.config)
+    if not is_part:
+        refuse_unserved("offload_modules", manager.config)
     result = ModuleOffload(manager)
     wanted = tuple(dict.fromkeys([names] if isinstance(names, str) else names))
     if not (wanted or is_part):

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Hashable
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -24,11 +24,13 @@ from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.hooks import others_hooks, put_on, take_off
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.module_hooks import ModuleHook, hooks_of
+from megatron_offload.engine.patches import PatchStack
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import ConfigError
 from megatron_offload.frontends.around import AroundForwards, followed
 from megatron_offload.memory.host_pool import HostPool
+from megatron_offload.recompute.model_loss import owners_of_loss, patch_loss
 from megatron_offload.recompute.modules import adopt_model
 from megatron_offload.recompute.recipes import manager_in_force
 
@@ -133,6 +135,24 @@ class _OffloadModel(OffloadActivations):
     """The same for a model that is known, whose modules note how they made their outputs."""
 
     _door = "get_act_offloading_ctx_manager"
+
+    def __init__(self, *args: Any, model: nn.Module | None = None, **options: Any) -> None:
+        super().__init__(*args, model=model, **options)
+        has_loss = model is not None and self.manager.config.has_loss_by_rows
+        self._owners = owners_of_loss(model) if model is not None and has_loss else []
+        self._patched: list[PatchStack] = []
+
+    def __enter__(self) -> Self:  # type: ignore[override]  # torch's returns nothing
+        super().__enter__()
+        self._patched.append(patch_loss(self._owners))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            if self._patched:
+                self._patched.pop().undo()
+        finally:
+            super().__exit__(*exception)
 
 
 def _make(
