@@ -20,6 +20,7 @@ from megatron_offload.config import LAYER_INPUT
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.patches import Call, PatchStack, around
+from megatron_offload.integrations.megatron_loss import vocabulary_loss
 from megatron_offload.recompute.recipes import add_recipe
 
 _FUSED = {
@@ -49,6 +50,7 @@ def replacements() -> Iterator[tuple[Any, Any]]:
         ("tensor_parallel.random", "checkpoint", _grouping),
         ("extensions.transformer_engine", "te_checkpoint", _grouping),
         ("recompute", "checkpointed_forward", _by_segments),
+        ("tensor_parallel.cross_entropy", "vocab_parallel_cross_entropy", vocabulary_loss),
     )
     for module, name, call in calls:
         original = getattr(_module(module), name, None)
