@@ -457,6 +457,13 @@ assert trainer.offload.last_step.offloaded_bytes > 0
         _LAYERS,
         'assert offload.last_step.by_name["layer"].recomputed_bytes > 0',
     ),
+    "cross_entropy(logits, target, dtype=torch.float32)": (
+        "import torch\n"
+        "logits = torch.randn(96, 512).bfloat16().requires_grad_()\n"
+        "target = torch.randint(512, (96,))\n",
+        "expected = torch.nn.functional.cross_entropy(logits.float(), target)\n"
+        "assert torch.equal(loss, expected) and logits.grad is not None",
+    ),
     "recomputable(torch.nn.functional.gelu, y)": (
         f"{_LAYERS}linear, x = model.output, torch.randn(1024, 512, requires_grad=True)\n",
         'assert manager.last_step.by_name["ffn"].recomputed_bytes > 0',
