@@ -30,6 +30,8 @@ MODES = {
     "default": {},
     "layer": {"recompute": "layer"},
     "mlp": {"recompute": "mlp"},
+    "loss": {"recompute": "loss"},
+    "mlp-loss": {"recompute": ["mlp", "loss"]},
     "checkpoint": None,
 }
 """By mode the settings of the context around each forward: none without one. ``checkpoint`` is

@@ -51,7 +51,7 @@ RECOMPUTE_SITES: tuple[str, ...] = ("layer", "mlp", "attention")
 """What is recomputed as a whole: a layer, or its MLP or attention."""
 
 LOSS = "loss"
-"""The recompute kind of a model's loss by rows, which is on unless ``recompute`` is set."""
+"""The recompute kind of a model's loss by rows."""
 
 MEGATRON_RECOMPUTE: tuple[str, ...] = ("norm", "mlp_act", "mlp_fc1")
 """What is recomputed in a Megatron job unless something is set: its classes are known, and so is
@@ -106,8 +106,8 @@ class OffloadConfig(StrictModel):
 
     recompute: NamesField = default(())
     """What backward recomputes in place of offloading it: kinds out of `RECOMPUTE_KINDS`, and
-    modules by patterns of names holding a dot or ``*``. Where it isn't set only the loss is,
-    and `MEGATRON_RECOMPUTE` in a Megatron job, once installed; ``()`` is nothing there too."""
+    modules by patterns of names holding a dot or ``*``. Where it isn't set nothing is, but for
+    `MEGATRON_RECOMPUTE` in a Megatron job, once installed; ``()`` is nothing there too."""
 
     fraction: float = Field(default=1.0, ge=0.0, le=1.0)
     """Share of each chunk's groups that is offloaded, earliest first."""
@@ -223,8 +223,7 @@ class OffloadConfig(StrictModel):
     @property
     def has_loss_by_rows(self) -> bool:
         """Whether a model's own loss is computed by rows, at doors that know it."""
-        is_usual = "recompute" not in self.model_fields_set
-        return self.enabled and (is_usual or LOSS in self.recompute)
+        return self.enabled and LOSS in self.recompute
 
     @property
     def smallest_tensor(self) -> tuple[int, int]:

@@ -43,8 +43,10 @@ def calls(monkeypatch):
     return seen
 
 
-def offload_of(model, **settings):
-    config = OffloadConfig(**{**MOVING.model_dump(exclude_unset=True), **settings})
+def offload_of(model, recompute="loss", **settings):
+    config = OffloadConfig(
+        **MOVING.model_dump(exclude_unset=True) | {"recompute": recompute} | settings
+    )
     return get_act_offloading_ctx_manager(model, config=config)
 
 
@@ -107,9 +109,11 @@ def test_a_loss_is_put_back_where_its_forward_raises():
 
 
 @pytest.mark.parametrize("settings", [{"recompute": ()}, {"recompute": "norm"}, {"enabled": False}])
-def test_a_loss_is_left_alone_where_it_is_switched_off(settings):
+def test_a_loss_is_left_alone_where_it_is_not_named(settings):
     model = make_model(None)
     with offload_of(model, **settings):
+        assert model.loss_function is utils.ForCausalLMLoss
+    with get_act_offloading_ctx_manager(model, config=MOVING):
         assert model.loss_function is utils.ForCausalLMLoss
     with offload_of(model, recompute=["norm", "loss"]):
         assert model.loss_function is model_loss.causal_loss
