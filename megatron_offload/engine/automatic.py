@@ -150,6 +150,10 @@ class AutomaticGroups:
         if forward.pack is not None:
             take_off(partial(eq, forward.pack))
         if has_failed:
+            transfers = self.manager.transfers  # of a call inside that an interrupt has cut short
+            take_off(
+                lambda pack: getattr(owner_of(pack), "transfers", 0) is transfers, all_of_them=True
+            )
             forward.chunk.close_group(forward.name)
         else:
             self._commit(forward)

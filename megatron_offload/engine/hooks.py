@@ -35,9 +35,10 @@ def others_hooks() -> str:
     compress; what they rely on isn't known, so nothing is taken from under them.
     """
     hooks = _top_saved_tensors_default_hooks(True)
-    if hooks is None or isinstance(hooks[0], TimedHook):
+    if hooks is None:
         return ""
-    pack = hooks[0].func if isinstance(hooks[0], partial) else hooks[0]
+    pack = _untimed(hooks[0])
+    pack = pack.func if isinstance(pack, partial) else pack
     owner = getattr(pack, "__module__", None) or "something"
     is_ours = owner.startswith("megatron_offload.") and not owner.startswith(RECOMPUTE)
     return "" if is_ours else owner

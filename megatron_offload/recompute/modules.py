@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.config import RECOMPUTE_SITES, recompute_patterns
 from megatron_offload.core.profile import kind_of
+from megatron_offload.engine.hooks import is_in_backward
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.modes import has_modes
 from megatron_offload.engine.module_hooks import (
@@ -188,6 +189,8 @@ class _Source:
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note what a forward begins with, and may change."""
+        if is_in_backward():
+            return  # a rerun, which may end without `end`
         begun = None
         if self._manager() is not None:
             given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
@@ -214,6 +217,8 @@ class _Source:
 
     def end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Note how the output was made."""
+        if is_in_backward():
+            return
         begun = self._begun.pop() if self._begun else None
         is_one = isinstance(output, torch.Tensor)
         made = output if is_one or not isinstance(output, (tuple, list)) else output[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 
 import numpy as np
 import pytest
@@ -221,9 +222,15 @@ def test_a_counter_of_a_site_counts_forwards_alone():
     assert [layer.num_calls for layer in net.layers] == [4, 4, 4]
 
 
-@pytest.mark.parametrize("draw", [lambda _: np.random.rand(), lambda _: next(_NUMBERS)])
-def test_a_site_that_computes_other_bits_is_named_before_a_gradient_is_wrong(draw):
+@pytest.mark.parametrize("draw", [lambda _: np.random.rand(), lambda _: random.random()])
+def test_a_site_that_draws_other_random_numbers_is_refused_in_its_first_forward(draw):
     net = make_net(draw)
+    with pytest.raises(StateError, match=r"layers\.0 draws random numbers of Python or numpy"):
+        train(net, around(net, "layer"))
+
+
+def test_a_site_that_computes_other_bits_is_named_before_a_gradient_is_wrong():
+    net = make_net(lambda _: next(_NUMBERS))
     with pytest.raises(CorruptionError, match=r"layers\.2 was recomputed with other bits.*'layer'"):
         train(net, around(net, "layer"))
     assert net.layers[0].mlp[0].weight.grad is None
@@ -252,12 +259,111 @@ def test_a_parameter_changed_between_forward_and_backward_is_an_error():
         train(net, around(net, "layer"), meanwhile=change)
 
 
-def test_a_site_that_changes_its_buffers_is_refused_in_its_first_forward():
+class Norm(nn.Module):
+    """A batch norm over the last dimension, and a counter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.count = nn.BatchNorm1d(WIDTH), torch.zeros(1)
+
+    def forward(self, x):
+        self.count += 1
+        return self.norm(x.flatten(0, 1)).view_as(x)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_site_that_writes_to_its_buffers_is_kept_from_its_second_call_on(is_late, caplog):
+    found = []
+    for has_context in (False, True):
+        net = make_net()
+        norms = [Norm() for _ in net.layers]
+        if not is_late:
+            for layer, norm in zip(net.layers, norms, strict=True):
+                layer.mlp.append(norm)
+        context = around(net, "layer") if has_context else None
+        if is_late:
+            for layer, norm in zip(net.layers, norms, strict=True):
+                layer.mlp.append(norm)
+        found.append([*train(net, context), *net.buffers(), *(norm.count for norm in norms)])
+    assert_equal(*found)
+    assert "writes to its buffers or other tensors" in caplog.text
+
+
+class Late(Block):
+    """Ends in a kernel that fills what is saved behind that."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.RReLU()
+
+    def forward(self, x):
+        return self.last(super().forward(x))
+
+
+class Locked(Block):
+    """Draws a mask in its first forward, and makes its scale there."""
+
+    def __init__(self):
+        super().__init__()
+        self.mask = self.scale_layer = None
+
+    def forward(self, x):
+        if self.mask is None:
+            self.mask = torch.rand(WIDTH)
+        if self.scale_layer is None:
+            torch.manual_seed(3)
+            self.scale_layer = nn.Linear(WIDTH, WIDTH)
+        return super().forward(x) * self.mask + self.scale_layer(x)
+
+
+@pytest.mark.parametrize("kind", [Late, Locked])
+def test_a_site_of_unusual_layers_keeps_its_bits(kind):
+    def make():
+        torch.manual_seed(0)
+        net = Net()
+        net.layers = nn.ModuleList(kind() for _ in range(3))
+        return net
+
+    def forget(net, begins):
+        for layer in net.layers:
+            layer.mask = None
+
+    def run(net, context=None):
+        return train(net, context, meanwhile=forget if kind is Locked else None)
+
+    expected, net = run(make()), make()
+    assert_equal(expected, run(net, around(net, "layer")))
+
+
+@pytest.mark.by_default
+def test_nested_sites_are_right_while_steps_are_looked_at():
+    expected = train(make_net(), num_steps=6)
     net = make_net()
-    net.layers[1].mlp.append(nn.BatchNorm1d(11, track_running_stats=True))
-    with pytest.raises(StateError, match=r"layers\.1 changes its parameters or buffers.*'layer'"):
-        with around(net, "layer"):
-            net(torch.randint(50, (2, 11)))
+    assert_equal(expected, train(net, around(net, ["layer", "mlp"]), num_steps=6))
+
+
+def test_a_gradient_taken_inside_a_site_keeps_its_bits():
+    def slope(layer):
+        z = torch.linspace(0, 1, WIDTH, requires_grad=True)
+        (found,) = torch.autograd.grad(layer.mlp(z).sum(), z, create_graph=True)
+        return found
+
+    expected, net = train(make_net(slope)), make_net(slope)
+    assert_equal(expected, train(net, around(net, "layer")))
+
+
+def test_an_interrupt_inside_a_site_leaves_no_hooks():
+    def stop(_):
+        raise KeyboardInterrupt
+
+    net = make_net()
+    context = around(net, "layer")
+    net.layers[1].factor = stop
+    with pytest.raises(KeyboardInterrupt), context:
+        net(torch.randint(50, (2, 8)))
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    net.layers[1].factor = None
+    assert_equal(train(make_net()), train(net, context))
 
 
 def test_a_site_with_hooks_inside_is_kept_and_says_so_once(caplog):
