@@ -447,9 +447,10 @@ class _Attributes:
             then = own.copy()
             for name in own.keys() - _INNER:
                 if isinstance(own[name], torch.Tensor):
-                    self._state.append(own[name])
-                    if own[name].grad_fn is not None:  # of an earlier call, whose graph may go
-                        then[name] = own[name].detach().requires_grad_()
+                    found = own[name]
+                    if found.grad_fn is not None:  # of an earlier call, whose graph may go
+                        found = then[name] = found.detach().requires_grad_()
+                    self._state.append(found)
             tables = parameters, buffers, own["_modules"]
             self._tables += [(own, then), *((table, table.copy()) for table in tables)]
         self._versions = [x._version for x in self._parameters]
