@@ -296,6 +296,7 @@ class SiteCall:
         self._step_number = manager.step_number
         since = self._step_number - site.proven_in.get(key, -_PROVE_EVERY)
         self._proves = since % _PROVE_EVERY == 0 or since > _PROVE_EVERY or manager.config.checking
+        self._proves &= self._random_states is not None  # a capture can't be waited for
         self._is_open = True
         if self._proves:
             self._attributes.keep_values()
@@ -353,8 +354,7 @@ class SiteCall:
                     f"when it is recomputed; leave {site.kind!r} out of recompute"
                 )
             self._sums = _sums_of(output)
-            if self._random_states is not None:
-                self._states_after = RandomStates(self._devices)
+            self._states_after = RandomStates(self._devices)
         self._stats.by_name[self.site.kind].recomputed_bytes += self._num_bytes
 
     @graph_break
@@ -389,7 +389,7 @@ class SiteCall:
             made.append(None if _shows_parameter(tensor) else kept)
             versions.append(tensor._version)
             if len(made) == self._num_saved and proves:
-                at_last_save = [_sum(one) for one in made if one is not None]
+                at_last_save = _sums_of(made)
             elif len(made) >= self._num_saved and not (proves or self.site.fills_late):
                 raise _Enough
             return kept
@@ -407,9 +407,8 @@ class SiteCall:
             finally:
                 _pop_saved_tensors_default_hooks()
             if proves:
-                saved = [one for one in made[: self._num_saved] if one is not None]
-                late = not all(map(torch.equal, at_last_save, map(_sum, saved)))
-                self.site.fills_late |= late
+                saved = _sums_of(made[: self._num_saved])
+                self.site.fills_late |= not all(map(torch.equal, at_last_save, saved))
             return not proves or (is_same and all(map(torch.equal, _sums_of(output), self._sums)))
 
         states = self._random_states
