@@ -1,4 +1,4 @@
-"""Layer unmarked groups: what autograd saves, in the order of saving, cut by size.
+"""Groups of layers without marks: what autograd saves, in the order of saving, cut by size.
 
 A group ends when it is large enough, backward has reached it with the first of its tensors that is
 asked for, and has left it when the last of them is dropped. A step, where the program does not end

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -429,3 +431,44 @@ def test_a_kind_of_site_that_no_module_is_says_so(caplog):
 def test_a_kind_that_is_misspelt_is_an_error():
     with pytest.raises(ConfigError, match="'layer'"):
         OffloadConfig(recompute="layers")
+
+
+class Given(torch.autograd.Function):
+    """Has a saved constant as the gradient of its first argument."""
+
+    @staticmethod
+    def forward(ctx, own, constant):
+        ctx.save_for_backward(constant)
+        return own.new_ones(())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.saved_tensors[0], None
+
+
+def test_a_constant_that_a_backward_returns_is_taken_by_no_gradient():
+    constant = torch.ones(WIDTH)
+    net = make_net(lambda layer: Given.apply(layer.own, constant))
+    for layer in net.layers:
+        layer.own = nn.Parameter(torch.zeros(WIDTH))
+    context = around(net, "layer")
+    for _ in range(3):
+        with context:
+            loss = net(torch.randint(50, (2, 8))).sum()
+        loss.backward()
+    assert torch.equal(constant, torch.ones(WIDTH))
+    assert all(torch.equal(layer.own.grad, torch.full((WIDTH,), 3.0)) for layer in net.layers)
+
+
+def test_an_auxiliary_loss_of_megatron_is_noted_once(monkeypatch):
+    noted, name = [], "megatron.core.transformer.moe.router"
+    router = SimpleNamespace(save_to_aux_losses_tracker=noted.append)
+    monkeypatch.setitem(sys.modules, name, router)
+
+    def route(layer):
+        router.save_to_aux_losses_tracker(1)
+        return 1.0
+
+    net = make_net(route)
+    train(net, around(net, "layer"), num_steps=2)
+    assert len(noted) == 2 * len(net.layers)
