@@ -131,8 +131,6 @@ class ChunkOffloadHandler:
         if (marks or base is not None) and not may_be_activation(tensor):
             return record
         record.base = id(base)
-        if base is not None and self.recipes is not None:
-            self.recipes.refuse_what_is_written(tensor, base)
         stream = transfers.backend.compute_stream()
         if group.unresolved is not self or stream is not self._saves_on:
             self.resolve_blocks()
@@ -200,8 +198,6 @@ class ChunkOffloadHandler:
                 continue
             record.layout = layout
             if not record.is_detached:
-                if recipes is not None and not alias.requires_grad:
-                    recipes.refuse_without_graph(storage_key)
                 alias = record.detach()
             found = blocks.get(storage_key)
             block = None if found is None else found()

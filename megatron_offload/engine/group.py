@@ -307,8 +307,11 @@ class Recipe(Protocol):
     depth: int
     version: int
 
-    def bind(self, block: Block) -> str:
-        """Keep what they are made from; return why the block can't be dropped, or nothing."""
+    def bind(self, block: Block, *, drops: bool) -> str:
+        """Keep what they are made from; return why the block can't be dropped, or nothing.
+
+        ``drops`` says that it will be, where that is nothing.
+        """
 
     def needs(self) -> set[GroupKey]:
         """Return the groups whose bytes have to be on the device before `run`."""
@@ -322,12 +325,6 @@ class Recipes(Protocol):
 
     def take(self, storage_key: int) -> Recipe | None:
         """Return the recipe of what a storage holds, which has a block from here on."""
-
-    def refuse_without_graph(self, storage_key: int) -> None:
-        """Know that what a storage holds was saved without a graph."""
-
-    def refuse_what_is_written(self, view: torch.Tensor, base: torch.Tensor) -> None:
-        """Use no recipe for what a saved view shows, if a kernel may have written there since."""
 
     def forget(self) -> None:
         """Let go of what was made and not saved: the forward is over."""

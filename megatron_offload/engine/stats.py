@@ -82,6 +82,8 @@ class StepStats(OldAttributes):
     leaks: tuple[str, ...] = ()
     """In checking mode, the groups that still held memory when the step ended."""
 
+    proven_bytes: int = 0
+    """Bytes that were recomputed and compared with what was saved."""
     refused_recipe_bytes: dict[str, int] = field(default_factory=dict)
     """Bytes that have a recipe and were kept or offloaded all the same, by why, in words for
     people."""

@@ -113,18 +113,17 @@ class Transfers:
         is_dropped = block.released  # with a group before this, which shares it
         num_bytes = block.num_bytes
         if not is_dropped:
-            refusal = recipe.bind(block)
-            if self.owners.knows(block):
-                refusal = refusal or "something else keeps it alive"
+            units = group.rules.recompute
+            is_dropped = may_drop and (
+                is_default(recipe.unit) if units is None else recipe.unit in units
+            )
+            refusal = "something else keeps it alive" if self.owners.knows(block) else ""
+            refusal = refusal or recipe.bind(block, drops=is_dropped)
             if refusal:
                 block.recipe = None
                 refused = self.stats.refused_recipe_bytes
                 refused[refusal] = refused.get(refusal, 0) + num_bytes
                 return False
-            units = group.rules.recompute
-            is_dropped = may_drop and (
-                is_default(recipe.unit) if units is None else recipe.unit in units
-            )
         needs = tuple(sorted(recipe.needs() - {group.key}))
         group.recomputed += (RecomputeUnit(recipe.unit, num_bytes, 0.0, needs, is_dropped),)
         if not is_dropped:

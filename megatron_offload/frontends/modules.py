@@ -25,7 +25,7 @@ from megatron_offload.engine.module_hooks import (
 from megatron_offload.engine.patches import Call, PatchStack
 from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.frontends.around import engine_of, refuse_unserved
-from megatron_offload.recompute.modules import adopt_model
+from megatron_offload.recompute.sites import adopt_model
 
 _logger = logging.getLogger(__name__)
 

@@ -31,8 +31,7 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.frontends.around import AroundForwards, followed
 from megatron_offload.memory.host_pool import HostPool
 from megatron_offload.recompute.model_loss import owners_of_loss, patch_loss
-from megatron_offload.recompute.modules import adopt_model
-from megatron_offload.recompute.recipes import manager_in_force
+from megatron_offload.recompute.sites import adopt_model
 
 _HEADS = ("output", "lm_head", "output_layer", "embed_out", "score", "classifier", "head")
 """What libraries call the layer that makes logits: torchtune; Hugging Face and litgpt; Megatron;
@@ -265,7 +264,7 @@ def get_act_offloading_ctx_manager(
         return NoOffload()
     context = _OffloadModel(model=model, **options)
     groups = weakref.ref(context._groups)
-    adopt_model(model, context.manager, manager_in_force, lambda: _entered(groups))
+    adopt_model(model, context.manager, lambda: _entered(groups))
     head = _find_head(model)
     if head is not None:
         _keep_on_device(head)

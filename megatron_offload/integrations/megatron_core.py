@@ -36,7 +36,7 @@ from megatron_offload.errors import ConfigError, IntegrationError
 from megatron_offload.frontends.around import refuse_unserved
 from megatron_offload.frontends.modules import ModuleOffload, offload_modules
 from megatron_offload.integrations.megatron_recompute import replacements, wrap_methods
-from megatron_offload.recompute.modules import recompute_modules
+from megatron_offload.recompute.sites import recompute_modules
 
 _MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 _PREPARE = "preprocess_for_fine_grained_offloading"

@@ -14,7 +14,7 @@ from megatron_offload.engine.patches import Call, PatchStack
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import IntegrationError
 from megatron_offload.frontends.around import AroundForwards, followed
-from megatron_offload.recompute.modules import adopt_model
+from megatron_offload.recompute.sites import adopt_model
 
 
 class PipelineOffload(PatchStack):

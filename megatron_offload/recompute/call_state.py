@@ -74,7 +74,7 @@ _SWITCHES = tuple(_switches())
 _GETTERS = tuple(read for read, _ in _SWITCHES)
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     """Keep what is saved out of the hooks around; a pack and unpack hook."""
     return tensor
 
@@ -113,6 +113,6 @@ class CallState:
                 undo.callback(_pop_mode)
             undo.enter_context(torch.set_grad_enabled(self._has_grad))
             if self._has_grad and torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
-                _push_saved_tensors_default_hooks(_as_it_is, _as_it_is)
+                _push_saved_tensors_default_hooks(as_it_is, as_it_is)
                 undo.callback(_pop_saved_tensors_default_hooks)
             return function(*args)

@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._C._autograd import CreationMeta, _get_creation_meta
 from torch.utils import _pytree as pytree
 
 from megatron_offload.core.profile import GroupKey
@@ -32,15 +31,8 @@ from megatron_offload.errors import CorruptionError, StateError
 from megatron_offload.memory.storage_ref import StorageRef
 from megatron_offload.memory.tensor_pool import span_bytes
 from megatron_offload.recompute.call_state import MODES, CallState
+from megatron_offload.recompute.proof import Proof, Proofs, Witness
 from megatron_offload.recompute.random_states import RandomStates
-
-_KNOWN_FUNCTIONS = ("torch.", "megatron.core.", "transformer_engine.", "megatron_offload.")
-"""Where autograd functions come from that write in place only where PyTorch counts it."""
-
-_MOST_VIEWS = 10
-"""Of which each is a view of the next, that are looked through; behind more anything may be."""
-
-_HANDED_ON = (CreationMeta.IN_CUSTOM_FUNCTION, CreationMeta.MULTI_OUTPUT_NODE)
 
 _MOST_IN_A_ROW = 3
 """Recipes of which each needs what the one before makes."""
@@ -65,27 +57,6 @@ def lasting(tensor: torch.Tensor) -> torch.Tensor:
     copied = torch.nn.Parameter(copied, tensor.requires_grad)
     vars(copied).update(vars(tensor))
     return copied
-
-
-def may_be_written(view: torch.Tensor, base: torch.Tensor, maker: int) -> bool:
-    """Whether a view of a tensor has come through an autograd function that isn't known.
-
-    ``maker`` is the id of the node behind which that counts, if it isn't the base's.
-
-    Some let a kernel write to what they are given and hand it on, as Liger's rotary embedding does,
-    and mark nothing as dirty: no version counts that.
-    """
-    if _get_creation_meta(view) not in _HANDED_ON:
-        return False
-    node, end = view.grad_fn, base.grad_fn
-    for _ in range(_MOST_VIEWS):
-        if node is None or node is end or id(node) == maker:
-            return False
-        function = getattr(node, "_forward_cls", None)
-        if function is not None and not function.__module__.startswith(_KNOWN_FUNCTIONS):
-            return True
-        node = node.next_functions[0][0] if node.next_functions else None
-    return True
 
 
 def taken_apart(
@@ -217,21 +188,23 @@ class FunctionRecipe:
     Args:
         function: returns a tensor that shares memory with none of its inputs.
         parts: its arguments; each activation that can move as an `Input`.
-        reads: what else it reads, parameters for one, that must be as it was.
+        reads: of them those that never move, and must be as they were.
         output: what it has made.
         unit: the kind of recipe, by which it is counted, configured and planned.
         random_states: as they were before; None where it draws nothing.
-        keeps_grad: whether grad mode counts for it; see `CallState`.
+        depth: how many recipes are run one after another to make this.
+        proofs: what is known of outputs that are made like this, and in whose book.
         refusal: why it can't be used, if that is known already.
+        keeps_grad: whether grad mode counts for it; see `CallState`.
 
     Attributes:
-        depth: how many recipes are run one after another to make this; 0 where it can't be used.
+        depth: as given; 0 where it can't be used.
         version: version counter of the output when it was made.
     """
 
     __slots__ = (
-        *("_form", "_function", "_has_graph", "_parts", "_random_states", "_reads", "_refusal"),
-        *("_state", "_storage_ref", "depth", "unit", "version"),
+        *("_book", "_call_state", "_form", "_function", "_parts", "_proof", "_random_states"),
+        *("_reads", "_refusal", "_storage_ref", "_witness", "depth", "unit", "version"),
     )
 
     def __init__(
@@ -243,26 +216,29 @@ class FunctionRecipe:
         unit: str,
         random_states: RandomStates | None,
         depth: int,
+        proofs: tuple[Proofs, Proof],
         refusal: str,
         *,
-        keeps_grad: bool = False,
+        keeps_grad: bool,
     ) -> None:
         self.unit = unit
         self._function = function
         self._parts = parts
         self._reads = [_Read(tensor, unit) for tensor in reads]
         self._form = output.shape, output.stride(), output.dtype
-        self._has_graph = output.requires_grad
         self.version: int = output._version
         storage = output.untyped_storage()
         self._storage_ref = StorageRef(storage)  # as with an `Input`
         self._random_states = random_states
-        self._state = CallState(keeps_grad=keeps_grad)
+        self._call_state = CallState(keeps_grad=keeps_grad)
+        self._book, self._proof = proofs
+        self._witness: Witness | None = None
+        refusal = refusal or self._book.refusal(self._proof)
         if has_modes():
             refusal = refusal or MODES
-        taken = (x for x in (*parts, *reads) if isinstance(x, torch.Tensor))
+        taken = (x for x in parts if isinstance(x, torch.Tensor))
         if any(x.layout is not torch.strided for x in taken):
-            refusal = refusal or "it takes or reads a sparse tensor"
+            refusal = refusal or "it takes a sparse tensor"
         if output.storage_offset() or storage.nbytes() > span_bytes(output):
             refusal = refusal or "its storage holds more"
         if depth > _MOST_IN_A_ROW:
@@ -270,30 +246,20 @@ class FunctionRecipe:
         self.depth = 0 if refusal else depth
         self._refusal = refusal
 
-    def refuse(self, because: str) -> None:
-        """Make nothing with this."""
-        self._refusal = self._refusal or because
-        self.depth = 0
-
-    def refuse_without_graph(self) -> None:
-        """Make nothing with this, if what it made had a graph; it was saved without.
-
-        So does an autograd function whose kernel has written to it first, as some losses do that
-        leave their gradient where the logits were: no version counts that.
-        """
-        if self._has_graph:
-            self.refuse("it was detached before it was saved, and may have been written to")
-
-    def bind(self, block: Block) -> str:
+    def bind(self, block: Block, *, drops: bool) -> str:
         """Keep the inputs' blocks from here on; return why the block can't be dropped, or nothing.
 
-        What an input is made from counts as its input too.
+        What an input is made from counts as its input too. Where the block ``drops`` and nothing
+        is proven, its bytes are copied: `run` compares, and returns the copy.
         """
         version = self.version
         for alias in (block.alias, *block.others):
             if alias._version != version:
                 return "it was changed in place"
-        return self.bind_inputs()
+        refusal = self.bind_inputs()
+        if drops and not refusal:
+            self._witness = self._book.witness(self._proof, block, self._form)
+        return refusal
 
     def copy(self) -> FunctionRecipe:
         """Return one that can be bound by itself."""
@@ -338,7 +304,7 @@ class FunctionRecipe:
         parts = [given.get(id(part), part) for part in self._parts]
         states = self._random_states
         with nullcontext() if states is None else states.in_force():
-            made: torch.Tensor = self._state.run(self._function, *parts)
+            made: torch.Tensor = self._call_state.run(self._function, *parts)
         if type(made) is torch.Tensor:
             made = made.detach()
         is_tensor = type(made) is torch.Tensor and made.storage_offset() == 0
@@ -351,4 +317,5 @@ class FunctionRecipe:
                 f"and was {list(self._form[0])}, {self._form[1]}, {self._form[2]} (shape, strides, "
                 "dtype) in forward: the function must make the same tensor each time it is called"
             )
-        return made
+        witness, self._witness = self._witness, None
+        return made if witness is None else witness.compare(made)

@@ -7,8 +7,10 @@ saved is forgotten when the forward is over.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -23,12 +25,12 @@ from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.modes import has_modes
 from megatron_offload.engine.patches import Call
 from megatron_offload.engine.subclasses import is_wrapper
+from megatron_offload.recompute.proof import Proof, Proofs
 from megatron_offload.recompute.random_states import RandomStates
 from megatron_offload.recompute.recipe import (
     FunctionRecipe,
     Input,
     lasting,
-    may_be_written,
     taken_apart,
 )
 
@@ -42,32 +44,17 @@ class Recipes:
         self._chunk: ChunkOffloadHandler = weakref.proxy(chunk)
         self._recipes: dict[int, FunctionRecipe] = {}
         """By the storage that was made; of those that are not saved yet."""
-        self._made: dict[int, int] = {}
-        """By the id of a tensor that had a recipe noted, or of what it is a view of: the id of the
-        node that has made the view."""
+        self._num_calls: Counter[Hashable] = Counter()
+        """Of each function so far."""
 
     def take(self, storage_key: int) -> Recipe | None:
         """Return the recipe of what a storage holds, which has a block from here on."""
         return self._recipes.pop(storage_key, None)
 
-    def refuse_without_graph(self, storage_key: int) -> None:
-        """Know that what a storage holds was saved without a graph."""
-        recipe = self._recipe_of(storage_key)
-        if recipe is not None:
-            recipe.refuse_without_graph()
-
-    def refuse_what_is_written(self, view: torch.Tensor, base: torch.Tensor) -> None:
-        """Use no recipe for what a saved view shows, if a kernel may have written there since."""
-        if id(base) not in self._made or not may_be_written(view, base, self._made[id(base)]):
-            return
-        recipe = self._recipe_of(view.untyped_storage()._cdata)
-        if recipe is not None:
-            recipe.refuse("an autograd function has handed it on, and may have written to it")
-
     def forget(self) -> None:
         """Let go of what was made and not saved: the forward is over."""
         self._recipes.clear()
-        self._made.clear()
+        self._num_calls.clear()
 
     def add(
         self,
@@ -75,16 +62,17 @@ class Recipes:
         function: Callable[..., Any],
         inputs: Sequence[Any],
         unit: str,
-        reads: Sequence[torch.Tensor] = (),
         *,
+        called: Any = None,
+        proof: Proof | None = None,
         random_states: RandomStates | None = None,
         keeps_grad: bool = False,
         refusal: str = "",
     ) -> None:
         """Note how a tensor was made, so that what saves it need not keep its bytes.
 
-        What the function ``reads`` besides its inputs, such as parameters, must be as it was: a
-        change before the backward raises `InPlaceModificationError`. The others are as in
+        ``called`` is what the function calls, where that is another one; ``proof`` what is known of
+        such outputs, by default of this call of it in each forward. The others are as in
         `FunctionRecipe`.
         """
         chunk = self._chunk
@@ -93,12 +81,10 @@ class Recipes:
             return
         if output.is_inference():  # nothing saves that
             return
-        base = output._base
-        self._made[id(output if base is None else base)] = 0 if base is None else id(output.grad_fn)
         key = output.untyped_storage()._cdata
         depth = 1
         parts: list[Any] = []
-        constants = list(reads)
+        constants: list[torch.Tensor] = []
         known: dict[int, Any] = {}
         for given in inputs:
             if id(given) in known:  # it is one for the function too
@@ -129,8 +115,11 @@ class Recipes:
             parts.append(part)
             if isinstance(given, torch.Tensor):
                 known[id(given)] = part
-        what = function, parts, constants, output, unit, random_states, depth, refusal
-        recipe = FunctionRecipe(*what, keeps_grad=keeps_grad)
+        book = Proofs.of(chunk.transfers)
+        if proof is None:
+            proof = self._proof_of(book, called or function, unit)
+        what = function, parts, constants, output, unit, random_states, depth, (book, proof)
+        recipe = FunctionRecipe(*what, refusal, keeps_grad=keeps_grad)
         block = chunk.find_block(key)
         if block is None:
             self._recipes[key] = recipe
@@ -142,9 +131,6 @@ class Recipes:
         chunk, block, recipe = self._chunk, None, None
         if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
             key = tensor.untyped_storage()._cdata
-            base = tensor._base
-            if base is not None:
-                self.refuse_what_is_written(tensor, base)
             block = chunk.find_block(key)
             if block is None:
                 chunk.blocks.pop(key, None)  # nor will one of another storage be found under it
@@ -157,12 +143,14 @@ class Recipes:
         chunk.transfers.sources.empty(part.alias)
         return part, recipe if block is None else block.recipe
 
-    def _recipe_of(self, storage_key: int) -> FunctionRecipe | None:
-        """Return how what a storage holds was made, where that was noted and is not in use yet."""
-        block = self._chunk.find_block(storage_key)
-        if block is not None and block.recipe is not None and not block.released:
-            return cast(FunctionRecipe, block.recipe)
-        return self._recipes.get(storage_key)
+    def _proof_of(self, book: Proofs, function: Any, unit: str) -> Proof:
+        while isinstance(function, partial):
+            function = function.func
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        code = self._chunk.vp_stage, unit, name, getattr(function, "__code__", None)
+        number = self._num_calls[code]
+        self._num_calls[code] = number + 1
+        return book.of_function((*code, number), f"{name} (call {number} of each forward)")
 
 
 def recipes_of(chunk: ChunkOffloadHandler) -> Recipes:
@@ -191,8 +179,8 @@ def add_recipe(
     """
     chunk = manager.recorded_chunk()
     if chunk is not None:
-        function, args = taken_apart(function, args, kwargs)
-        recipes_of(chunk).add(output, function, args, unit, **how)
+        again, args = taken_apart(function, args, kwargs)
+        recipes_of(chunk).add(output, again, args, unit, called=function, **how)
 
 
 @graph_break
@@ -233,7 +221,7 @@ def recomputable(
     states = RandomStates(devices) if preserve_rng_state else None
     output = function(*inputs)
     if isinstance(output, torch.Tensor):
-        how: dict[str, Any] = {"random_states": states, "keeps_grad": True}
+        how: dict[str, Any] = {"random_states": states, "keeps_grad": True, "called": function}
         recipes_of(chunk).add(output, again, parts, unit, **how)
     return output
 

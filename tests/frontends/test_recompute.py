@@ -37,7 +37,7 @@ from megatron_offload.frontends.around import _RECOMPUTED, refuse_unserved
 from megatron_offload.observe.recorder import profile_step
 from megatron_offload.planning.plan import UnitChoice, plan_of
 from megatron_offload.planning.policy import plan_by_rule
-from megatron_offload.recompute.modules import unit_of
+from megatron_offload.recompute.sites import unit_of
 
 ROWS, WIDTH = 16, 32
 OWN = "**own_norm"

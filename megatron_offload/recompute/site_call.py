@@ -1,0 +1,324 @@
+"""One call of a site, and how it runs again.
+
+The graph is the original one: what the call saves is replaced by numbers, and the first that
+backward asks for runs the call again. A backward inside a backward, as other checkpoints have
+it, would sum the gradients of a tensor that is read inside and outside in another order.
+
+What the call is given is saved as the hooks around it save. It runs again under the same
+`CallState`, with the random states and the plain attributes that it had. In the first step, and now
+and then, checksums of what it returns show whether it computes the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from functools import partial
+from threading import RLock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch._C._autograd import (
+    _pop_saved_tensors_default_hooks,
+    _push_saved_tensors_default_hooks,
+    _top_saved_tensors_default_hooks,
+)
+from torch.utils import _pytree as pytree
+
+from megatron_offload.engine.checking import checksum
+from megatron_offload.engine.graph_break import graph_break
+from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.engine.marks import is_parameter
+from megatron_offload.engine.patches import PatchStack
+from megatron_offload.engine.saved_tensor import SavedTensor, changed_in_place
+from megatron_offload.errors import CorruptionError, StateError
+from megatron_offload.recompute.call_state import CallState, as_it_is
+from megatron_offload.recompute.module_state import ModuleState
+from megatron_offload.recompute.random_states import RandomStates, are_captured
+
+if TYPE_CHECKING:
+    from megatron_offload.recompute.sites import Site
+
+_ROUTER = "megatron.core.transformer.moe.router"
+
+_running = RLock()
+"""Held while a call runs again: it changes modules and random states, and puts them back."""
+
+_PROVE_EVERY = 256
+"""One step in so many is proven again."""
+
+
+class ModuleCall:
+    """A call of a site's module: what it needs to run again, but for the tensors it is given.
+
+    Attributes:
+        site: whose call it is.
+        manager: whose forward it is in.
+        leaves: its arguments, taken apart; emptied when it is over.
+        picks_first: whether of what it returns the first is what is recomputed.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        manager: PipelineOffloadManager,
+        parts: Sequence[nn.Module],
+        leaves: Sequence[Any],
+        spec: Any,
+    ) -> None:
+        self.site, self.manager, self.leaves = site, manager, leaves
+        self.picks_first = False
+        self._module, self._spec = parts[0], spec
+        self.state = ModuleState(parts, copies=not site.drops_inside)
+        self._call_state = CallState(keeps_grad=site.draws)
+        self.devices = {x.device.type for x in leaves if isinstance(x, torch.Tensor)} - {"meta"}
+        may_draw = site.draws and not are_captured(self.devices)
+        self._random_states = RandomStates(self.devices) if may_draw else None
+
+    def output(self, *leaves: Any) -> Any:
+        """Return what it returned, of the same arguments."""
+        with _running:
+            return self._picked(self.run(partial(self.forward, leaves)))
+
+    def close(self, output: Any) -> None:
+        """Know that it is over."""
+        self.leaves = ()
+
+    def _picked(self, output: Any) -> Any:
+        return output[0] if self.picks_first else output
+
+    def forward(self, leaves: Sequence[Any]) -> Any:
+        """Run the forward of the module as it is now."""
+        args, kwargs = leaves, {}
+        if self._spec is not None:
+            args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        return self.site.run(self._module, args, kwargs)
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        """Run a function under the state of this call; behind it all is as it was before."""
+        states, site = self._random_states, self.site
+        with self.state.in_force(site.path, site.unit), _unlogged():
+            with contextlib.nullcontext() if states is None else states.in_force():
+                return self._call_state.run(function)
+
+
+class _Enough(BaseException):
+    """All that a call had saved was saved again."""
+
+
+class SiteCall(ModuleCall):
+    """One whose inside is dropped: what of that backward has not read yet.
+
+    Attributes:
+        depth: how often the site has called itself and has not returned.
+        transfers: of the manager, which takes the hooks off that an interrupt has left.
+
+    Raises:
+        CorruptionError: where it is proven, the call has returned other bits than before.
+        StateError: it has saved another number or kind of tensors.
+        InPlaceModificationError: something that it takes was changed since.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        manager: PipelineOffloadManager,
+        parts: Sequence[nn.Module],
+        leaves: Sequence[Any],
+        spec: Any,
+    ) -> None:
+        super().__init__(site, manager, parts, leaves, spec)
+        self.depth, self.transfers = 0, manager.transfers
+        hooks = _top_saved_tensors_default_hooks(True)
+        pack, self._unpack = hooks or (partial(SavedTensor, group_name=site.path), _unpack)
+        tensors = {id(x): x for x in leaves if isinstance(x, torch.Tensor)}
+        self._inputs = {key: (pack(x), x.requires_grad) for key, x in tensors.items()}
+        self._template = [(id(x), None) if isinstance(x, torch.Tensor) else (0, x) for x in leaves]
+        step = manager.step_number
+        since = step - site.proven_in.get(self.state.training, -_PROVE_EVERY)
+        self._step_number, self._proves = (
+            step,
+            self._random_states is not None
+            and (since % _PROVE_EVERY == 0 or since > _PROVE_EVERY or manager.config.checking),
+        )  # a capture can't be waited for
+        self._is_open = True
+        if self._proves:
+            self.state.keep_values()
+            self._others = _other_states()
+        self._sums: list[torch.Tensor] = []
+        self._states_after: RandomStates | None = None
+        self._forms: list[Any] | int = []
+        """Shape and dtype of each tensor that was saved; then a hash of them."""
+        self._num_saved = self._num_bytes = 0
+        self._made: list[torch.Tensor | None] = []
+        self._made_versions: list[int] = []
+        self._constants: set[int] = set()
+
+    @graph_break
+    def pack(self, tensor: torch.Tensor) -> int | SavedTensor:
+        """Return a number in place of a saved tensor; the pack hook."""
+        number = self._num_saved
+        self._num_saved = number + 1
+        self._forms.append((tensor.shape, tensor.dtype))  # type: ignore[union-attr]
+        if _shows_parameter(tensor):
+            return SavedTensor(tensor, self.site.path)
+        self._num_bytes += tensor.nbytes
+        return number
+
+    @graph_break
+    def unpack(self, packed: int | SavedTensor) -> torch.Tensor:
+        """Return a saved tensor; the first of them runs the call again."""
+        if isinstance(packed, SavedTensor):
+            return packed.unpack()
+        if packed >= len(self._made) or self._made[packed] is None:
+            with _running:
+                self._run_again(self._given())
+        made, version = self._made[packed], self._made_versions[packed]
+        assert made is not None
+        if made._version != version:
+            what = f"a tensor of shape {list(made.shape)} that {self.site.path} saves,"
+            raise changed_in_place(what, made._version, version)
+        if packed not in self._constants:
+            self._made[packed] = None
+        return made
+
+    def output(self, *leaves: Any) -> Any:
+        """Return what it returned; what it saves is at hand from here on."""
+        with _running:
+            return self._picked(self._run_again(leaves, needs_output=True))
+
+    def close(self, output: Any) -> None:
+        """Count what was dropped, and note what the call has made; it is over.
+
+        Raises:
+            StateError: it has drawn random numbers that can't be drawn again.
+        """
+        self._is_open, site = False, self.site
+        self._forms = hash(tuple(self._forms))  # type: ignore[arg-type]
+        self.leaves = ()
+        if self._proves:
+            if not self.state.is_unchanged():
+                site.refusal = "its forward writes to its buffers or other tensors that it has"
+                site.warn(site.refusal)
+            if self._others != _other_states():
+                raise StateError(
+                    f"{site.path} draws random numbers of Python or numpy, and would draw others "
+                    f"when it is recomputed; leave {site.unit!r} out of recompute"
+                )
+            self._sums = _sums_of(output)
+            self._states_after = RandomStates(self.devices)
+        self.transfers.stats.by_name[site.unit].recomputed_bytes += self._num_bytes
+
+    def _given(self) -> list[Any]:
+        given = {
+            key: self._unpack(packed).detach().requires_grad_(needs_grad)
+            for key, (packed, needs_grad) in self._inputs.items()
+        }
+        return [given[key] if key else leaf for key, leaf in self._template]
+
+    @graph_break
+    def _run_again(self, leaves: Sequence[Any], *, needs_output: bool = False) -> Any:
+        site, proves = self.site, self._proves and not self._is_open
+        runs_on = needs_output or proves or site.fills_late
+        made: list[torch.Tensor | None] = []
+        versions: list[int] = []
+        forms: list[Any] = []
+        at_last_save: list[torch.Tensor] = []
+
+        @graph_break
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal at_last_save
+            forms.append((tensor.shape, tensor.dtype))
+            if tensor.is_leaf and not tensor.requires_grad:
+                # What autograd could take as a gradient of its own, if nothing else had it.
+                self._constants.add(len(made))
+            kept = tensor.detach()
+            made.append(None if _shows_parameter(tensor) else kept)
+            versions.append(tensor._version)
+            if len(made) == self._num_saved and proves:
+                at_last_save = _sums_of(made)
+            elif len(made) >= self._num_saved and not runs_on:
+                raise _Enough
+            return kept
+
+        def run() -> tuple[Any, bool]:
+            _push_saved_tensors_default_hooks(keep, as_it_is)
+            try:
+                output, after = self.forward(leaves), self._states_after
+                is_same = after is None or after.are_current()
+            except (_Enough, Exception):  # TorchScript makes another of it
+                if runs_on or len(made) < self._num_saved:
+                    raise
+                return None, True
+            finally:
+                _pop_saved_tensors_default_hooks()
+            if proves:
+                saved = _sums_of(made[: self._num_saved])
+                site.fills_late |= not all(map(torch.equal, at_last_save, saved))
+                is_same = is_same and all(map(torch.equal, _sums_of(output), self._sums))
+            return output, is_same
+
+        output, is_same = self.run(run)
+        then = self._forms if isinstance(self._forms, int) else hash(tuple(self._forms))
+        if (len(made), hash(tuple(forms))) != (self._num_saved, then):
+            raise StateError(
+                f"{site.path} saved other tensors when it was recomputed: its forward must do "
+                f"the same each time; leave {site.unit!r} out of recompute"
+            )
+        if not is_same:
+            raise CorruptionError(
+                f"{site.path} was recomputed with other bits than its forward had, and "
+                "gradients would be wrong: it reads what has changed since, or draws random "
+                f"numbers of Python or numpy; leave {site.unit!r} out of recompute"
+            )
+        if proves:
+            self._proves, site.proven_in[self.state.training] = False, self._step_number
+        self._made, self._made_versions = made, versions
+        return output
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Let Megatron's routers note no auxiliary loss twice."""
+    home, name = sys.modules.get(_ROUTER), "save_to_aux_losses_tracker"
+    with PatchStack() as patches:
+        if hasattr(home, name):
+            patches.replace(home, name, lambda *_, **__: None)
+        yield
+
+
+def _other_states() -> tuple[Any, ...]:
+    """Return Python's and numpy's random states, which are not put back."""
+    state: Any = np.random.get_state(legacy=False)
+    return random.getstate(), repr(state)
+
+
+def _shows_parameter(tensor: torch.Tensor) -> bool:
+    base = tensor._base
+    return is_parameter(tensor) or (base is not None and is_parameter(base))
+
+
+def _sums_of(output: Any) -> list[torch.Tensor]:
+    """Return checksums of the tensors in what a call has returned, each on its device."""
+    sums = []
+    for leaf in pytree.tree_leaves(output):
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            sums += _sums_of([getattr(leaf, field.name) for field in fields(leaf)])
+        elif type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.is_nested:
+            sums.append(_sum(leaf))
+    return sums
+
+
+def _sum(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    return checksum(flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8))
+
+
+def _unpack(packed: SavedTensor) -> torch.Tensor:
+    return packed.unpack()
