@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from operator import is_, itemgetter
+from operator import is_, itemgetter, methodcaller
 from typing import Any
 
 import torch
@@ -16,8 +17,12 @@ from megatron_offload.errors import StateError
 from megatron_offload.recompute.recipe import lasting
 
 _TABLES = itemgetter("_parameters", "_buffers", "_modules")
-_PLAIN: set[type] = set()
-"""Types of attributes that are no tensors."""
+_COPY, _VALUES = methodcaller("copy"), methodcaller("values")
+_PLAIN: set[type] = {dict, set}
+"""Types of attributes that neither are tensors nor may change."""
+
+_INNER = frozenset(vars(nn.Module()))
+"""What each module has, besides what its class gives it: three dicts and a set among it."""
 
 
 class ModuleState:
@@ -32,10 +37,10 @@ class ModuleState:
         owns = [vars(part) for part in parts]
         self.training = tuple([own["training"] for own in owns])
         self._tables = [*chain.from_iterable(map(_TABLES, owns))]
-        self._then: list[dict[str, Any]] = [*map(dict.copy, self._tables)]
-        values = chain.from_iterable(map(dict.values, self._tables[::3]))
+        self._then: list[dict[str, Any]] = [*map(_COPY, self._tables)]
+        values = chain.from_iterable(map(_VALUES, self._tables[::3]))
         self._parameters: list[torch.Tensor] = [x for x in values if x is not None]
-        values = chain.from_iterable(map(dict.values, self._tables[1::3]))
+        values = chain.from_iterable(map(_VALUES, self._tables[1::3]))
         self._state: list[torch.Tensor] = [x for x in values if x is not None]
         if copies:
             own_copies = {id(x): lasting(x) for x in self._parameters}
@@ -44,16 +49,20 @@ class ModuleState:
                 table.update(
                     (name, own_copies[id(x)]) for name, x in table.items() if x is not None
                 )
+        containers: dict[int, Any] = {}
         for own in owns:
-            then = own.copy()
-            if not _PLAIN.issuperset(map(type, own.values())):
-                for name, found in own.items():
-                    if not isinstance(found, torch.Tensor):
-                        _PLAIN.add(type(found))
-                        continue
+            then, kinds = own.copy(), [*map(type, own.values())]
+            has_more = kinds.count(dict) > 3 or kinds.count(set) > 1
+            for name in own.keys() - _INNER if has_more or not _PLAIN.issuperset(kinds) else ():
+                found, kind = own[name], type(own[name])
+                if isinstance(found, torch.Tensor):
                     if found.grad_fn is not None:  # of an earlier call, whose graph may go
                         then[name] = found = found.detach().requires_grad_()
                     self._state.append(found)
+                elif issubclass(kind, (list, dict, set)):
+                    then[name] = containers.setdefault(id(found), copy.copy(found))
+                else:
+                    _PLAIN.add(kind)
             self._tables.append(own)
             self._then.append(then)
         self._versions = [x._version for x in self._parameters]
@@ -94,7 +103,7 @@ class ModuleState:
             )
         kept = zip(changed, self._values or (), strict=False)
         values = {id(x): value.clone() for x, value in kept}
-        before = [*map(dict.copy, self._tables)]
+        before = [*map(_COPY, self._tables)]
         try:
             for table, then in zip(self._tables, self._then, strict=True):
                 if values:  # it writes to copies

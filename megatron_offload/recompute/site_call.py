@@ -75,7 +75,7 @@ class ModuleCall:
         self.site, self.manager, self.leaves = site, manager, leaves
         self.picks_first = False
         self._module, self._spec = parts[0], spec
-        self.state = ModuleState(parts, copies=not site.drops_inside)
+        self.state = ModuleState(parts, copies=site.drops_output)
         self._call_state = CallState(keeps_grad=site.draws)
         self.devices = {x.device.type for x in leaves if isinstance(x, torch.Tensor)} - {"meta"}
         may_draw = site.draws and not are_captured(self.devices)
@@ -139,6 +139,7 @@ class SiteCall(ModuleCall):
         pack, self._unpack = hooks or (partial(SavedTensor, group_name=site.path), _unpack)
         tensors = {id(x): x for x in leaves if isinstance(x, torch.Tensor)}
         self._inputs = {key: (pack(x), x.requires_grad) for key, x in tensors.items()}
+        self._input_versions = [x._version for x in tensors.values()]
         self._template = [(id(x), None) if isinstance(x, torch.Tensor) else (0, x) for x in leaves]
         step = manager.step_number
         since = step - site.proven_in.get(self.state.training, -_PROVE_EVERY)
@@ -197,10 +198,17 @@ class SiteCall(ModuleCall):
         """Count what was dropped, and note what the call has made; it is over.
 
         Raises:
-            StateError: it has drawn random numbers that can't be drawn again.
+            StateError: it can't be recomputed: it has drawn random numbers that can't be drawn
+                again, or has changed what it was given.
         """
         self._is_open, site = False, self.site
         self._forms = hash(tuple(self._forms))  # type: ignore[arg-type]
+        tensors = {id(x): x for x in self.leaves if isinstance(x, torch.Tensor)}
+        if self._input_versions != [x._version for x in tensors.values()]:
+            raise StateError(
+                f"{site.path} changes in place what it is given, and so can't be recomputed; leave "
+                f"{site.unit!r} out of recompute"
+            )
         self.leaves = ()
         if self._proves:
             if not self.state.is_unchanged():

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from operator import eq, itemgetter
+from operator import eq, itemgetter, methodcaller
 from typing import Any
 from weakref import ref
 
@@ -88,6 +88,7 @@ _CONSTANTS = (bool, int, float, str, torch.dtype, torch.device)
 
 _HOOKS = itemgetter("_forward_pre_hooks", "_forward_hooks")
 _MODULES = itemgetter("_modules")
+_VALUES = methodcaller("values")
 
 FindManager = Callable[[], PipelineOffloadManager | None]
 
@@ -201,7 +202,7 @@ class Site:
         found = [part() for part in self._parts]
         if None not in found:
             tables = map(_MODULES, map(vars, found))
-            if [*chain.from_iterable(map(dict.values, tables))] == self._children:
+            if [*chain.from_iterable(map(_VALUES, tables))] == self._children:
                 return found  # type: ignore[return-value]
         self._look_at(module)
         return list(module.modules())
@@ -289,7 +290,7 @@ class Site:
         if self._has_script:
             return "a part of it is in TorchScript"
         tables = chain.from_iterable(map(_HOOKS, map(vars, parts[1:])))
-        hooks = chain.from_iterable(map(OrderedDict.values, tables))
+        hooks = chain.from_iterable(map(_VALUES, tables))
         if not all(isinstance(hook, ModuleHook) for hook in hooks):
             return "a part of it has hooks"
         for leaf in leaves:
