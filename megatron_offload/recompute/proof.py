@@ -10,16 +10,14 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary, proxy, ref
 
 import torch
 
+from megatron_offload.engine.group import Block
+from megatron_offload.engine.transfers import Transfers
 from megatron_offload.memory.tensor_pool import span_bytes
-
-if TYPE_CHECKING:
-    from megatron_offload.engine.group import Block
-    from megatron_offload.engine.transfers import Transfers
 
 _logger = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ and then, checksums of what it returns show whether it computes the same bits.
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
 from threading import RLock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,10 +41,10 @@ from megatron_offload.engine.saved_tensor import SavedTensor, changed_in_place
 from megatron_offload.errors import CorruptionError, StateError
 from megatron_offload.recompute.call_state import CallState, as_it_is
 from megatron_offload.recompute.module_state import ModuleState
+from megatron_offload.recompute.proof import Proof
 from megatron_offload.recompute.random_states import RandomStates, are_captured
 
-if TYPE_CHECKING:
-    from megatron_offload.recompute.sites import Site
+_logger = logging.getLogger(__name__)
 
 _ROUTER = "megatron.core.transformer.moe.router"
 
@@ -52,6 +53,51 @@ _running = RLock()
 
 _PROVE_EVERY = 256
 """One step in so many is proven again."""
+
+
+class Site:
+    """One module whose calls are recomputed.
+
+    Attributes:
+        path: its dotted name.
+        unit: the kind or pattern by which it was found, under which its bytes are counted.
+        draws: whether it may draw random numbers, or ask for the grad mode.
+        drops_inside: whether what it saves is dropped in forward.
+        drops_output: whether what it returns is, where that is saved.
+        refusal: why it is kept from here on, by what a call has shown.
+        proof: what is known of its outputs.
+        fills_late: whether a kernel fills what is saved last behind that, so that a rerun must not
+            end there.
+        proven_in: the step in which it was proven last, by the training flags of its modules.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        unit: str,
+        forward: Callable[..., Any],
+        said: set[str],
+        *,
+        draws: bool,
+        drops_inside: bool,
+        drops_output: bool,
+    ) -> None:
+        self.path, self.unit = path, unit
+        self.draws, self.drops_inside, self.drops_output = draws, drops_inside, drops_output
+        self.refusal, self.proof = "", Proof(path)
+        self.fills_late = False
+        self.proven_in: dict[tuple[bool, ...], int] = {}
+        self._forward, self._said = forward, said
+
+    def warn(self, refusal: str) -> None:
+        """Say once for each reason that a site is kept."""
+        if refusal not in self._said:
+            self._said.add(refusal)
+            _logger.warning("recompute: %s, and maybe others, is kept: %s", self.path, refusal)
+
+    def run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Run the forward."""
+        return self._forward(module, *args, **kwargs)
 
 
 class ModuleCall:
@@ -74,6 +120,7 @@ class ModuleCall:
     ) -> None:
         self.site, self.manager, self.leaves = site, manager, leaves
         self.picks_first = False
+        self._versions = [x._version for x in leaves if isinstance(x, torch.Tensor)]
         self._module, self._spec = parts[0], spec
         self.state = ModuleState(parts, copies=site.drops_output)
         self._call_state = CallState(keeps_grad=site.draws)
@@ -86,9 +133,16 @@ class ModuleCall:
         with _running:
             return self._picked(self.run(partial(self.forward, leaves)))
 
-    def close(self, output: Any) -> None:
-        """Know that it is over."""
-        self.leaves = ()
+    def close(self, output: Any) -> bool:
+        """Know that it is over, and has returned this; return whether it may run again."""
+        site, leaves, self.leaves = self.site, self.leaves, ()
+        if [x._version for x in leaves if isinstance(x, torch.Tensor)] != self._versions:
+            site.refusal = "its forward changes in place what it is given"
+        elif not self.state.is_unchanged():
+            site.refusal = "its forward writes to its buffers or other tensors that it has"
+        if site.refusal:
+            site.warn(site.refusal)
+        return not site.refusal
 
     def _picked(self, output: Any) -> Any:
         return output[0] if self.picks_first else output
@@ -139,7 +193,6 @@ class SiteCall(ModuleCall):
         pack, self._unpack = hooks or (partial(SavedTensor, group_name=site.path), _unpack)
         tensors = {id(x): x for x in leaves if isinstance(x, torch.Tensor)}
         self._inputs = {key: (pack(x), x.requires_grad) for key, x in tensors.items()}
-        self._input_versions = [x._version for x in tensors.values()]
         self._template = [(id(x), None) if isinstance(x, torch.Tensor) else (0, x) for x in leaves]
         step = manager.step_number
         since = step - site.proven_in.get(self.state.training, -_PROVE_EVERY)
@@ -194,26 +247,23 @@ class SiteCall(ModuleCall):
         with _running:
             return self._picked(self._run_again(leaves, needs_output=True))
 
-    def close(self, output: Any) -> None:
+    def close(self, output: Any) -> bool:
         """Count what was dropped, and note what the call has made; it is over.
 
         Raises:
             StateError: it can't be recomputed: it has drawn random numbers that can't be drawn
                 again, or has changed what it was given.
         """
+        leaves = self.leaves
+        may_run = super().close(output)
         self._is_open, site = False, self.site
         self._forms = hash(tuple(self._forms))  # type: ignore[arg-type]
-        tensors = {id(x): x for x in self.leaves if isinstance(x, torch.Tensor)}
-        if self._input_versions != [x._version for x in tensors.values()]:
+        if self._versions != [x._version for x in leaves if isinstance(x, torch.Tensor)]:
             raise StateError(
                 f"{site.path} changes in place what it is given, and so can't be recomputed; leave "
                 f"{site.unit!r} out of recompute"
             )
-        self.leaves = ()
         if self._proves:
-            if not self.state.is_unchanged():
-                site.refusal = "its forward writes to its buffers or other tensors that it has"
-                site.warn(site.refusal)
             if self._others != _other_states():
                 raise StateError(
                     f"{site.path} draws random numbers of Python or numpy, and would draw others "
@@ -222,6 +272,7 @@ class SiteCall(ModuleCall):
             self._sums = _sums_of(output)
             self._states_after = RandomStates(self.devices)
         self.transfers.stats.by_name[site.unit].recomputed_bytes += self._num_bytes
+        return may_run
 
     def _given(self) -> list[Any]:
         given = {

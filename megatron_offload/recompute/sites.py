@@ -44,9 +44,8 @@ from megatron_offload.engine.module_hooks import (
     hooks_of,
     named_modules,
 )
-from megatron_offload.recompute.proof import Proof
 from megatron_offload.recompute.recipes import recipes_of
-from megatron_offload.recompute.site_call import ModuleCall, SiteCall
+from megatron_offload.recompute.site_call import ModuleCall, Site, SiteCall
 from megatron_offload.recompute.transformer_engine import is_quantising
 
 _logger = logging.getLogger(__name__)
@@ -134,12 +133,12 @@ def recompute_modules(
     for path, module in modules.items():
         if isinstance(module, torch.jit.ScriptModule):
             continue  # no hook of it runs
-        own = hooks_of(Site, module)
+        own = hooks_of(_HookedSite, module)
         named = next((name for name, e in patterns.items() if e.fullmatch(path)), "")
         unit = found.get(path) or named or unit_of(path, module) or ""
         if kind_of(unit) not in units:
             continue
-        site = Site(path, unit, module, find_manager, said)
+        site = _HookedSite(path, unit, module, find_manager, said)
         own.append(module.register_forward_pre_hook(site.pre_hook, with_kwargs=True))
         own.append(module.register_forward_hook(site.hook, always_call=True))
         for handle, last in zip(own, (True, False), strict=True):
@@ -148,23 +147,10 @@ def recompute_modules(
     return handles
 
 
-class Site:
-    """One module whose calls are recomputed.
+class _HookedSite(Site):
+    """A site with the hooks of its module.
 
-    Attributes:
-        path: its dotted name.
-        unit: the kind or pattern by which it was found, under which its bytes are counted.
-        drops_inside: whether what it saves is dropped in forward.
-        drops_output: whether what it returns is, where that is saved.
-        draws: whether it may draw random numbers, or ask for the grad mode.
-        refusal: why it is kept from here on, by what a call has shown.
-        proof: what is known of its outputs.
-        fills_late: whether a kernel fills what is saved last behind that, so that a rerun must not
-            end there.
-        proven_in: the step in which it was proven last, by the training flags of its modules.
-
-    Args:
-        said: why sites of this model were kept, as far as that was said.
+    ``said`` is why sites of this model were kept, as far as that was said.
     """
 
     def __init__(
@@ -175,18 +161,19 @@ class Site:
         find_manager: FindManager,
         said: set[str],
     ) -> None:
-        self.path, self.unit = path, unit
-        self.draws = kind_of(unit) not in _KNOWN
-        self.drops_output = unit not in RECOMPUTE_SITES
         is_of_torch = type(module).__module__.startswith("torch.nn.") and not module._modules
-        self.drops_inside = self.draws and not is_of_torch
-        self.refusal, self.proof = "", Proof(path)
-        self.fills_late = False
-        self.proven_in: dict[tuple[bool, ...], int] = {}
+        draws = kind_of(unit) not in _KNOWN
+        super().__init__(
+            path,
+            unit,
+            type(module).forward,
+            said,
+            draws=draws,
+            drops_inside=draws and not is_of_torch,
+            drops_output=unit not in RECOMPUTE_SITES,
+        )
         self.pre_hook, self.hook = EagerHook(self.begin), EagerHook(self.end)
-        self._find_manager = find_manager
-        self._forward, self._type = type(module).forward, type(module)
-        self._said = said
+        self._find_manager, self._type = find_manager, type(module)
         self._calls: list[ModuleCall | None] = []
         """Under way, where the inside is kept: no hooks say so."""
         self._look_at(module)
@@ -238,12 +225,6 @@ class Site:
         kind = SiteCall if self.drops_inside else ModuleCall
         return kind(self, manager, parts, leaves, spec)
 
-    def warn(self, refusal: str) -> None:
-        """Say once for each reason that a site is kept."""
-        if refusal not in self._said:
-            self._said.add(refusal)
-            _logger.warning("recompute: %s, and maybe others, is kept: %s", self.path, refusal)
-
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """Leave the call, which may have raised."""
         if not self.drops_inside:
@@ -261,16 +242,13 @@ class Site:
         if call is None:
             return
         leaves = call.leaves
-        call.close(output)
+        if not call.close(output):
+            return
         chunk = call.manager.recorded_chunk() if self.drops_output else None
         call.picks_first = isinstance(output, (tuple, list))
         made = output[0] if call.picks_first else output
         if chunk is not None and isinstance(made, torch.Tensor):
             recipes_of(chunk).add(made, call.output, leaves, self.unit, proof=self.proof)
-
-    def run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Run the forward."""
-        return self._forward(module, *args, **kwargs)
 
     def _refusal(self, module: nn.Module, parts: Sequence[nn.Module], leaves: Sequence[Any]) -> str:
         if has_modes():

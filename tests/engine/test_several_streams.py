@@ -173,12 +173,12 @@ def test_what_is_recomputed_may_read_what_is_kept_of_another_stream(monkeypatch)
     commit_group(manager, out, "g")
     place = y.data_ptr()
     del y, z
-    monkeypatch.setattr(backend, "read_on", lambda stream, tensor: read.append((stream, tensor)))
+    monkeypatch.setattr(
+        backend, "read_on", lambda stream, tensor: read.append((stream, tensor.data_ptr()))
+    )
     with backend.computing_on(backend.side_stream):
         out.sum().backward()
-    assert [(stream, tensor.data_ptr()) for stream, tensor in read] == [
-        (backend.side_stream, place)
-    ]
+    assert (backend.side_stream, place) in read
     manager.reset()
 
 

@@ -25,6 +25,7 @@ NAMES = [
     "externally_referenced_bytes",
     "peak_host_bytes",
     "peak_released_bytes",
+    "proven_bytes",
 ]
 
 
