@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import chain
-from operator import is_, itemgetter, methodcaller
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
+from operator import is_, itemgetter
+from typing import Any, TypeAlias
+from weakref import ref
 
 import torch
 from torch import nn
@@ -16,13 +16,60 @@ from megatron_offload.engine.saved_tensor import changed_in_place
 from megatron_offload.errors import StateError
 from megatron_offload.recompute.recipe import lasting
 
-_TABLES = itemgetter("_parameters", "_buffers", "_modules")
-_COPY, _VALUES = methodcaller("copy"), methodcaller("values")
-_PLAIN: set[type] = {dict, set}
-"""Types of attributes that neither are tensors nor may change."""
-
 _INNER = frozenset(vars(nn.Module()))
-"""What each module has, besides what its class gives it: three dicts and a set among it."""
+"""What each module has, besides what its class gives it."""
+
+_TABLES = "_parameters", "_buffers", "_modules"
+_NUM_TABLES = len(_TABLES)
+
+_PLAIN: set[tuple[type, ...]] = set()
+"""Types of attributes of which none is a tensor or may change of itself."""
+
+
+class Part:
+    """A module: it itself, and what it has."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = ref(module)  # which has a hook that has this
+        self._names: tuple[str, ...] = ()
+        self._num_attributes = -1
+        self._read: Callable[[dict[str, Any]], tuple[Any, ...]]
+
+    def read(self) -> _Had:
+        """Return what it has now."""
+        own = vars(self.module())
+        values = None
+        if len(own) == self._num_attributes:
+            with suppress(KeyError):
+                values = self._read(own)
+        if values is None:
+            self._num_attributes = len(own)
+            self._names = *_TABLES, "training", *(own.keys() - _INNER)
+            self._read = itemgetter(*self._names)
+            values = self._read(own)
+        return own, self._names, values, [x.copy() if x else x for x in values[:_NUM_TABLES]]
+
+    def still_has(self, was: _Had) -> bool:
+        """Whether it has what it had."""
+        own, names, values, tables = was
+        if names is not self._names or len(own) != self._num_attributes:
+            return False
+        try:
+            if not all(map(is_, self._read(own), values)):
+                return False
+        except KeyError:
+            return False
+        for table, then in zip(values, tables, strict=False):
+            if (table or then) and (
+                [*then] != [*table] or not all(map(is_, then.values(), table.values()))
+            ):
+                return False
+        return True
+
+
+_Had: TypeAlias = tuple[dict[str, Any], tuple[str, ...], tuple[Any, ...], list[dict[str, Any]]]
+"""A module's attributes; names and values of its tables, its training flag and those that aren't
+inner ones; and copies of the tables, but of empty ones."""
 
 
 class ModuleState:
@@ -33,41 +80,43 @@ class ModuleState:
         copies: whether small parameters are copied, in case they are written to unseen.
     """
 
-    def __init__(self, parts: Sequence[nn.Module], *, copies: bool) -> None:
-        owns = [vars(part) for part in parts]
-        self.training = tuple([own["training"] for own in owns])
-        self._tables = [*chain.from_iterable(map(_TABLES, owns))]
-        self._then: list[dict[str, Any]] = [*map(_COPY, self._tables)]
-        values = chain.from_iterable(map(_VALUES, self._tables[::3]))
-        self._parameters: list[torch.Tensor] = [x for x in values if x is not None]
-        values = chain.from_iterable(map(_VALUES, self._tables[1::3]))
-        self._state: list[torch.Tensor] = [x for x in values if x is not None]
-        if copies:
-            own_copies = {id(x): lasting(x) for x in self._parameters}
-            self._parameters = [*own_copies.values()]
-            for table in self._then[::3]:
-                table.update(
-                    (name, own_copies[id(x)]) for name, x in table.items() if x is not None
-                )
-        containers: dict[int, Any] = {}
-        for own in owns:
-            then, kinds = own.copy(), [*map(type, own.values())]
-            has_more = kinds.count(dict) > 3 or kinds.count(set) > 1
-            for name in own.keys() - _INNER if has_more or not _PLAIN.issuperset(kinds) else ():
-                found, kind = own[name], type(own[name])
-                if isinstance(found, torch.Tensor):
-                    if found.grad_fn is not None:  # of an earlier call, whose graph may go
-                        then[name] = found = found.detach().requires_grad_()
-                    self._state.append(found)
-                elif issubclass(kind, (list, dict, set)):
-                    then[name] = containers.setdefault(id(found), copy.copy(found))
-                else:
-                    _PLAIN.add(kind)
-            self._tables.append(own)
-            self._then.append(then)
+    def __init__(self, parts: Sequence[Part], *, copies: bool) -> None:
+        self._parts = parts
+        self._had = had = [part.read() for part in parts]
+        self._parameters: list[torch.Tensor] = []
+        self._state: list[torch.Tensor] = []
+        known: dict[int, Any] = {}
+        for place, (own, names, values, (parameters, buffers, children)) in enumerate(had):
+            if copies and parameters:
+                pairs = parameters.items()
+                parameters = {key: x if x is None else _kept(x, known) for key, x in pairs}
+            kinds = tuple(map(type, values))
+            if kinds not in _PLAIN or copies:
+                values = self._look_at(values, kinds, known)
+                had[place] = own, names, values, [parameters, buffers, children]
+            self._parameters += [x for x in parameters.values() if x is not None]
+            if buffers:
+                self._state += [x for x in buffers.values() if x is not None]
+        self.training = tuple([values[_NUM_TABLES] for _, _, values, _ in had])
         self._versions = [x._version for x in self._parameters]
         self._state_versions = [x._version for x in self._state]
         self._values: list[torch.Tensor] | None = None
+
+    def _look_at(
+        self, values: tuple[Any, ...], kinds: tuple[type, ...], known: dict[int, Any]
+    ) -> tuple[Any, ...]:
+        """Find the tensors among some attributes, and copy what may change of itself."""
+        found = [*values[: _NUM_TABLES + 1]]
+        others = values[_NUM_TABLES + 1 :]
+        for value in others:
+            if isinstance(value, torch.Tensor):
+                if value.grad_fn is not None:  # of an earlier call, whose graph may go
+                    value = value.detach().requires_grad_()
+                self._state.append(value)
+            found.append(_copy_of(value, known))
+        if not any(isinstance(x, (torch.Tensor, list, dict, set)) for x in others):
+            _PLAIN.add(kinds)
+        return tuple(found)
 
     def keep_values(self) -> None:
         """Copy the buffers and other tensors, in case that the call writes to them."""
@@ -101,22 +150,66 @@ class ModuleState:
                 f"a buffer or another tensor of {path} was written to since its forward; leave "
                 f"{unit!r} out of recompute"
             )
-        kept = zip(changed, self._values or (), strict=False)
-        values = {id(x): value.clone() for x, value in kept}
-        before = [*map(_COPY, self._tables)]
+        had = self._had
+        if changed:  # it writes to copies
+            kept = zip(changed, self._values or (), strict=True)
+            written = {id(x): value.clone() for x, value in kept}
+            had = [
+                (
+                    own,
+                    names,
+                    tuple(written.get(id(x), x) for x in values),
+                    [{key: written.get(id(x), x) for key, x in table.items()} for table in tables],
+                )
+                for own, names, values, tables in had
+            ]
+        parts = self._parts
+        before = [
+            was if part.still_has(was) else part.read()
+            for part, was in zip(parts, had, strict=True)
+        ]
         try:
-            for table, then in zip(self._tables, self._then, strict=True):
-                if values:  # it writes to copies
-                    then = {name: values.get(id(x), x) for name, x in then.items()}
-                _fill(table, then)
+            for was, now in zip(had, before, strict=True):
+                if was is not now:
+                    _put_back(was)
             yield
         finally:
-            for table, now in zip(self._tables, before, strict=True):
-                _fill(table, now)
+            for part, was in zip(parts, before, strict=True):
+                if not part.still_has(was):
+                    _put_back(was)
 
 
-def _fill(table: dict[str, Any], values: Mapping[str, Any]) -> None:
-    if table.keys() != values.keys() or not all(map(is_, table.values(), values.values())):
-        table.update(values)  # first, so that an interrupt leaves no empty module
-        for name in table.keys() - values.keys():
-            del table[name]
+def _put_back(was: _Had) -> None:
+    """Give a module what it had."""
+    own, names, values, tables = was
+    _fill(own, dict(zip(names, values, strict=True)), own.keys() - _INNER)
+    for table, then in zip(values, tables, strict=False):
+        _fill(table, then, table.keys())
+
+
+def _fill(table: dict[str, Any], values: Mapping[str, Any], names: Set[str]) -> None:
+    table.update(values)  # first, so that an interrupt leaves no empty module
+    for name in names - values.keys():
+        del table[name]
+
+
+def _kept(parameter: torch.Tensor, known: dict[int, Any]) -> torch.Tensor:
+    """Return a copy of a parameter where it is small, made once."""
+    if id(parameter) not in known:
+        known[id(parameter)] = lasting(parameter)
+    copied: torch.Tensor = known[id(parameter)]
+    return copied
+
+
+def _copy_of(value: Any, known: dict[int, Any]) -> Any:
+    """Return a container with copies of those in it, each made once."""
+    if not isinstance(value, (list, dict, set)):
+        return value
+    if id(value) not in known:
+        known[id(value)] = copied = copy.copy(value)
+        if not isinstance(copied, set):
+            for key, inner in list(
+                copied.items() if isinstance(copied, dict) else enumerate(copied)
+            ):
+                copied[key] = _copy_of(inner, known)
+    return known[id(value)]

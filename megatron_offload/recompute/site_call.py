@@ -40,7 +40,7 @@ from megatron_offload.engine.patches import PatchStack
 from megatron_offload.engine.saved_tensor import SavedTensor, changed_in_place
 from megatron_offload.errors import CorruptionError, StateError
 from megatron_offload.recompute.call_state import CallState, as_it_is
-from megatron_offload.recompute.module_state import ModuleState
+from megatron_offload.recompute.module_state import ModuleState, Part
 from megatron_offload.recompute.proof import Proof
 from megatron_offload.recompute.random_states import RandomStates, are_captured
 
@@ -114,14 +114,15 @@ class ModuleCall:
         self,
         site: Site,
         manager: PipelineOffloadManager,
-        parts: Sequence[nn.Module],
+        module: nn.Module,
+        parts: Sequence[Part],
         leaves: Sequence[Any],
         spec: Any,
     ) -> None:
         self.site, self.manager, self.leaves = site, manager, leaves
         self.picks_first = False
         self._versions = [x._version for x in leaves if isinstance(x, torch.Tensor)]
-        self._module, self._spec = parts[0], spec
+        self._module, self._spec = module, spec
         self.state = ModuleState(parts, copies=site.drops_output)
         self._call_state = CallState(keeps_grad=site.draws)
         self.devices = {x.device.type for x in leaves if isinstance(x, torch.Tensor)} - {"meta"}
@@ -183,11 +184,12 @@ class SiteCall(ModuleCall):
         self,
         site: Site,
         manager: PipelineOffloadManager,
-        parts: Sequence[nn.Module],
+        module: nn.Module,
+        parts: Sequence[Part],
         leaves: Sequence[Any],
         spec: Any,
     ) -> None:
-        super().__init__(site, manager, parts, leaves, spec)
+        super().__init__(site, manager, module, parts, leaves, spec)
         self.depth, self.transfers = 0, manager.transfers
         hooks = _top_saved_tensors_default_hooks(True)
         pack, self._unpack = hooks or (partial(SavedTensor, group_name=site.path), _unpack)

@@ -15,7 +15,6 @@ from functools import partial
 from itertools import chain
 from operator import eq, itemgetter, methodcaller
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import nn
@@ -44,6 +43,7 @@ from megatron_offload.engine.module_hooks import (
     hooks_of,
     named_modules,
 )
+from megatron_offload.recompute.module_state import Part
 from megatron_offload.recompute.recipes import recipes_of
 from megatron_offload.recompute.site_call import ModuleCall, Site, SiteCall
 from megatron_offload.recompute.transformer_engine import is_quantising
@@ -178,21 +178,21 @@ class _HookedSite(Site):
         """Under way, where the inside is kept: no hooks say so."""
         self._look_at(module)
 
-    def _look_at(self, module: nn.Module) -> None:
-        parts = list(module.modules())
-        self._parts = [ref(part) for part in parts]  # weak, for the module has this as a hook
-        self._children = [child for part in parts for child in part._modules.values()]
-        self._has_script = any(isinstance(part, torch.jit.ScriptModule) for part in parts)
+    def _look_at(self, module: nn.Module) -> list[nn.Module]:
+        modules = list(module.modules())
+        self._parts = [Part(one) for one in modules]
+        self._children = [child for one in modules for child in one._modules.values()]
+        self._has_script = any(isinstance(one, torch.jit.ScriptModule) for one in modules)
+        return modules
 
-    def parts(self, module: nn.Module) -> list[nn.Module]:
+    def _modules_of(self, module: nn.Module) -> list[nn.Module]:
         """Return the module and all that is in it now."""
-        found = [part() for part in self._parts]
+        found = [part.module() for part in self._parts]
         if None not in found:
             tables = map(_MODULES, map(vars, found))
             if [*chain.from_iterable(map(_VALUES, tables))] == self._children:
                 return found  # type: ignore[return-value]
-        self._look_at(module)
-        return list(module.modules())
+        return self._look_at(module)
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note what the call begins with, and replace by numbers what it saves."""
@@ -217,13 +217,13 @@ class _HookedSite(Site):
         leaves, spec = args, None
         if kwargs or any(isinstance(x, (tuple, list, dict)) for x in args):
             leaves, spec = pytree.tree_flatten((args, kwargs))
-        parts = self.parts(module)
-        refusal = self.refusal or self._refusal(module, parts, leaves)
+        modules = self._modules_of(module)
+        refusal = self.refusal or self._refusal(module, modules, leaves)
         if refusal:
             self.warn(refusal)
             return None
         kind = SiteCall if self.drops_inside else ModuleCall
-        return kind(self, manager, parts, leaves, spec)
+        return kind(self, manager, module, self._parts, leaves, spec)
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """Leave the call, which may have raised."""
@@ -250,7 +250,9 @@ class _HookedSite(Site):
         if chunk is not None and isinstance(made, torch.Tensor):
             recipes_of(chunk).add(made, call.output, leaves, self.unit, proof=self.proof)
 
-    def _refusal(self, module: nn.Module, parts: Sequence[nn.Module], leaves: Sequence[Any]) -> str:
+    def _refusal(
+        self, module: nn.Module, modules: Sequence[nn.Module], leaves: Sequence[Any]
+    ) -> str:
         if has_modes():
             return "a mode of dispatch or of functions was entered"
         if self.drops_inside and is_quantising():
@@ -267,7 +269,7 @@ class _HookedSite(Site):
             return "there are global hooks of forwards"
         if self._has_script:
             return "a part of it is in TorchScript"
-        tables = chain.from_iterable(map(_HOOKS, map(vars, parts[1:])))
+        tables = chain.from_iterable(map(_HOOKS, map(vars, modules[1:])))
         hooks = chain.from_iterable(map(_VALUES, tables))
         if not all(isinstance(hook, ModuleHook) for hook in hooks):
             return "a part of it has hooks"
