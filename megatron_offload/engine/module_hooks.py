@@ -19,17 +19,17 @@ _GLOBS = {".**": r"(?:\.[^.]+)*", "**.": r"(?:[^.]+\.)*", "**": ".*", "*": "[^.]
 
 
 class ModuleHook:
-    """A forward hook of one module; its copies, and what is loaded from a file, do nothing."""
+    """A forward ``hook`` of one module; its copies, and what is loaded from a file, do nothing."""
 
-    __slots__ = ("_hook",)
+    __slots__ = ("hook",)
 
     def __init__(self, hook: Callable[..., object]) -> None:
-        self._hook = hook
+        self.hook = hook
 
     @graph_break
     def __call__(self, *args: Any) -> None:
         """Run the hook."""
-        self._hook(*args)
+        self.hook(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A call that takes anything, does nothing and returns None, and that every Python has.
@@ -44,7 +44,7 @@ class EagerHook(ModuleHook):
     def __call__(self, *args: Any) -> None:
         """Run the hook."""
         if not torch.compiler.is_compiling():
-            self._hook(*args)
+            self.hook(*args)
 
 
 _owned: WeakKeyDictionary[nn.Module, dict[Hashable, list[RemovableHandle]]] = WeakKeyDictionary()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from operator import is_, itemgetter
 from typing import Any, TypeAlias
 from weakref import ref
@@ -38,11 +38,11 @@ class Part:
     def read(self) -> _Had:
         """Return what it has now."""
         own = vars(self.module())
-        values = None
-        if len(own) == self._num_attributes:
-            with suppress(KeyError):
-                values = self._read(own)
-        if values is None:
+        try:
+            values = self._read(own) if len(own) == self._num_attributes else ()
+        except KeyError:
+            values = ()
+        if not values:
             self._num_attributes = len(own)
             self._names = *_TABLES, "training", *(own.keys() - _INNER)
             self._read = itemgetter(*self._names)

@@ -139,8 +139,8 @@ def recompute_modules(
         if kind_of(unit) not in units:
             continue
         site = _HookedSite(path, unit, module, find_manager, said)
-        own.append(module.register_forward_pre_hook(site.pre_hook, with_kwargs=True))
-        own.append(module.register_forward_hook(site.hook, always_call=True))
+        own.append(module.register_forward_pre_hook(EagerHook(site.begin), with_kwargs=True))
+        own.append(module.register_forward_hook(EagerHook(site.end), always_call=True))
         for handle, last in zip(own, (True, False), strict=True):
             _share_id(handle, last=last)
         handles += own
@@ -172,7 +172,6 @@ class _HookedSite(Site):
             drops_inside=draws and not is_of_torch,
             drops_output=unit not in RECOMPUTE_SITES,
         )
-        self.pre_hook, self.hook = EagerHook(self.begin), EagerHook(self.end)
         self._find_manager, self._type = find_manager, type(module)
         self._calls: list[ModuleCall | None] = []
         """Under way, where the inside is kept: no hooks say so."""
@@ -263,7 +262,7 @@ class _HookedSite(Site):
             return "it runs under forward-mode differentiation"
         last = next(reversed(module._forward_pre_hooks.values()))
         first = next(iter(module._forward_hooks.values()))
-        if last is not self.pre_hook or first is not self.hook:
+        if getattr(last, "hook", None) != self.begin or getattr(first, "hook", None) != self.end:
             return "another hook of it comes in between"
         if _global_forward_hooks or _global_forward_pre_hooks:
             return "there are global hooks of forwards"

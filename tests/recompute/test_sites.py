@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import sys
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -407,6 +409,20 @@ def test_a_forward_of_a_site_that_raises_leaves_no_hooks():
         net(torch.randint(50, (2, 8)))
     net.layers[1].factor = None
     assert_equal(train(make_net()), train(net, context))
+
+
+def test_a_model_with_sites_goes_with_its_last_name():
+    gc.collect()
+    gc.disable()
+    try:
+        net = make_net()
+        context = around(net, "layer")
+        train(net, context, num_steps=2)
+        weight = weakref.ref(net.layers[1].mlp[0].weight)
+        del net
+        assert weight() is None
+    finally:
+        gc.enable()
 
 
 def test_sites_are_found_by_lists_of_layers_and_their_parts():
