@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_offload.engine.hooks import is_in_backward, others_hooks
 from megatron_offload.engine.saved_tensor import SavedTensor
+from megatron_offload.recompute import loss_kernel
 
 _BLOCK_BYTES = {"cuda": 512 * 1024**2, "cpu": 4 * 1024**2}
 """Of a block as it is computed, at most, on a CPU for each thread; three are alive at a time.
@@ -131,35 +133,56 @@ class _ByRows(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, dtype: torch.dtype, reduction: int, ignored: int
     ) -> Tensor:
-        blocks = [
-            _aten.nll_loss_forward(chances, target[rows], None, 0, ignored)[0]
-            for rows, chances in _log_softmax(logits, dtype)
-        ]
-        loss = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+        blocks: list[Tensor] = []
+        tops: list[Tensor] = []
+        log_sums: list[Tensor] = []
+        has_kernel = loss_kernel.serves(logits, dtype)
+        for rows, chances in _log_softmax(logits, dtype):
+            blocks.append(_aten.nll_loss_forward(chances, target[rows], None, 0, ignored)[0])
+            if has_kernel:
+                top, place = logits[rows].max(1, keepdim=True)
+                tops.append(top)
+                log_sums.append(-chances.gather(1, place))  # the largest logit's chance is its sum
+        loss = torch.cat(blocks)
         total = loss.new_empty(())
         if reduction:
             # Their negatives are what torch adds up, row by row: as of one class, with no others.
             only = torch.where(target == ignored, _IGNORED, 0)
             loss, total = _aten.nll_loss_forward(-loss[:, None], only, None, reduction, _IGNORED)
-        ctx.save_for_backward(logits, target, total)
+        of_rows = (torch.cat(tops).to(dtype), torch.cat(log_sums)) if has_kernel else ()
+        ctx.save_for_backward(logits, target, total, *of_rows)
         ctx.how = dtype, reduction, ignored
         return loss
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        logits, target, total = ctx.saved_tensors
+        logits, target, total, *of_rows = ctx.saved_tensors
         dtype, reduction, ignored = ctx.how
 
         def of_block(rows: slice, chances: Tensor) -> Tensor:
             own = gradient if reduction else gradient[rows]
             of = target[rows], None, reduction, ignored, total
             own = _aten.nll_loss_backward(own, chances, *of)
-            return _aten._log_softmax_backward_data(own, chances, 1, dtype)
+            return _aten._log_softmax_backward_data(own, chances, 1, dtype).to(logits.dtype)
 
         if torch.is_grad_enabled():  # of create_graph: in one piece, for a gradient of its own
             whole = slice(None)
             chances = _aten._log_softmax(logits.to(dtype).contiguous(), 1, False)
-            return of_block(whole, chances).to(logits.dtype), *(None,) * 4
+            return of_block(whole, chances), *(None,) * 4
+        if of_rows:
+            top, log_sum = of_rows
+            # What torch has at each row's target, before its softmax, where all else is 0.
+            only = torch.where(target == ignored, _IGNORED, 0)
+            of = only, None, reduction, _IGNORED, total
+            own = _aten.nll_loss_backward(gradient, torch.empty_like(top), *of)
+            found = loss_kernel.run(logits, top, log_sum, 0 - own)
+            place = torch.where(target == ignored, 0, target)[:, None]
+            chance = logits.gather(1, place).to(dtype) - top - log_sum
+            at_target = _aten._log_softmax_backward_data(own, chance, 1, dtype)
+            found.scatter_(1, place, at_target.to(found.dtype))
+            blocks = (of_block(*one) for one in _log_softmax(logits, dtype))
+            if loss_kernel.has_bits_of(found, partial(next, blocks)):
+                return found, *(None,) * 4
         result = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         for rows, chances in _log_softmax(logits, dtype):
             result[rows] = of_block(rows, chances)
