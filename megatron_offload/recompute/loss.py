@@ -134,22 +134,21 @@ class _ByRows(torch.autograd.Function):
         ctx: Any, logits: Tensor, target: Tensor, dtype: torch.dtype, reduction: int, ignored: int
     ) -> Tensor:
         blocks: list[Tensor] = []
-        tops: list[Tensor] = []
         log_sums: list[Tensor] = []
         has_kernel = loss_kernel.serves(logits, dtype)
+        top, place = logits.max(1, keepdim=True) if has_kernel else (logits, logits)
         for rows, chances in _log_softmax(logits, dtype):
             blocks.append(_aten.nll_loss_forward(chances, target[rows], None, 0, ignored)[0])
             if has_kernel:
-                top, place = logits[rows].max(1, keepdim=True)
-                tops.append(top)
-                log_sums.append(-chances.gather(1, place))  # the largest logit's chance is its sum
+                # Of the largest logit the logarithm is that of the sum, negated.
+                log_sums.append(-chances.gather(1, place[rows]))
         loss = torch.cat(blocks)
         total = loss.new_empty(())
         if reduction:
             # Their negatives are what torch adds up, row by row: as of one class, with no others.
             only = torch.where(target == ignored, _IGNORED, 0)
             loss, total = _aten.nll_loss_forward(-loss[:, None], only, None, reduction, _IGNORED)
-        of_rows = (torch.cat(tops).to(dtype), torch.cat(log_sums)) if has_kernel else ()
+        of_rows = (top.to(dtype), torch.cat(log_sums)) if has_kernel else ()
         ctx.save_for_backward(logits, target, total, *of_rows)
         ctx.how = dtype, reduction, ignored
         return loss

@@ -149,7 +149,7 @@ def test_a_model_keeps_its_bits_by_rows_at_one_sync(dtype, monkeypatch):
     monkeypatch.setattr(model_loss, "_by_rows", lambda *args: calls.append(args) or by_rows(*args))
     model = programs.make_model(None).to("cuda", dtype)
     expected = programs.train(model, contextlib.nullcontext())
-    config = OffloadConfig(backend="cuda", policy={"kind": "modules"})
+    config = OffloadConfig(backend="cuda", policy={"kind": "modules"}, recompute="loss")
     offload = get_act_offloading_ctx_manager(model, config=config)
     for _ in range(2):
         assert_same_bits(expected, programs.train(model, offload))
