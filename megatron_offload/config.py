@@ -106,8 +106,9 @@ class OffloadConfig(StrictModel):
 
     recompute: NamesField = default(())
     """What backward recomputes in place of offloading it: kinds out of `RECOMPUTE_KINDS`, and
-    modules by patterns of names holding a dot or ``*``. Where it isn't set nothing is, but for
-    `MEGATRON_RECOMPUTE` in a Megatron job, once installed; ``()`` is nothing there too."""
+    modules by patterns of names holding a dot or ``*``. Where it isn't set nothing is, but for the
+    loss of a transformers model on a GPU where that takes no time, and `MEGATRON_RECOMPUTE` in a
+    Megatron job, once installed; ``()`` is nothing there too."""
 
     fraction: float = Field(default=1.0, ge=0.0, le=1.0)
     """Share of each chunk's groups that is offloaded, earliest first."""
@@ -222,8 +223,9 @@ class OffloadConfig(StrictModel):
 
     @property
     def has_loss_by_rows(self) -> bool:
-        """Whether a model's own loss is computed by rows, at doors that know it."""
-        return self.enabled and LOSS in self.recompute
+        """Whether a model's own loss may be computed by rows, at doors that know it."""
+        is_open = "recompute" not in self.model_fields_set
+        return self.enabled and (is_open or LOSS in self.recompute)
 
     @property
     def smallest_tensor(self) -> tuple[int, int]:

@@ -105,7 +105,7 @@ def has_bits_of(gradient: Tensor, torchs: Callable[[], Tensor]) -> bool:
 
 
 def _key(logits: Tensor) -> tuple[Any, ...]:
-    return logits.device, logits.dtype, logits.shape[1]
+    return logits.device, logits.dtype, logits.shape[-1]
 
 
 @functools.cache

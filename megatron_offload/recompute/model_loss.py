@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_offload.engine.patches import PatchStack
+from megatron_offload.recompute import loss_kernel
 from megatron_offload.recompute.loss import (
     block_rows,
     cross_entropy,
@@ -62,13 +63,13 @@ def owners_of_loss(model: nn.Module) -> list[ref[nn.Module]]:
     ]
 
 
-def patch_loss(owners: Collection[ref[nn.Module]]) -> PatchStack:
-    """Let these modules call the loss by rows until what is returned is undone."""
+def patch_loss(owners: Collection[ref[nn.Module]], loss: Callable[..., Any]) -> PatchStack:
+    """Let these modules call another loss until what is returned is undone."""
     patched = PatchStack()
     for owner in owners:
         module = owner()
         if module is not None and "_loss_function" not in vars(module):
-            patched.replace(module, "_loss_function", causal_loss)
+            patched.replace(module, "_loss_function", loss)
     return patched
 
 
@@ -98,6 +99,22 @@ def causal_loss(
     if is_ours and _is_proven(original, logits, how, shift_labels is not None, kwargs):
         return _by_rows(logits, labels, *how, shift_labels)
     return original(logits, labels, *how, shift_labels, **kwargs)
+
+
+def large_causal_loss(logits: Any, labels: Any, *args: Any, **kwargs: Any) -> Any:
+    """As `causal_loss`, by rows where that takes no more time: large logits, in one kernel."""
+    is_large = (
+        not torch.compiler.is_compiling()
+        and type(logits) is Tensor
+        and 4 * logits.numel() >= _LARGE_BYTES
+    )
+    if is_large and loss_kernel.serves(logits, torch.float32):
+        return causal_loss(logits, labels, *args, **kwargs)
+    return _transformers().ForCausalLMLoss(logits, labels, *args, **kwargs)
+
+
+_LARGE_BYTES = 256 * 1024**2
+"""Of logits in float32; below, the host's calls for the loss by rows take longer than it does."""
 
 
 def _transformers() -> Any:

@@ -18,7 +18,7 @@ from megatron_offload import OffloadConfig, get_act_offloading_ctx_manager
 from megatron_offload.errors import ConfigError
 from megatron_offload.frontends.around import refuse_unserved
 from megatron_offload.recompute import loss as rows
-from megatron_offload.recompute import model_loss
+from megatron_offload.recompute import loss_kernel, model_loss
 
 ROWS = BATCH * LENGTH
 utils = importlib.import_module(f"{transformers.__name__}.loss.loss_utils")
@@ -109,14 +109,27 @@ def test_a_loss_is_put_back_where_its_forward_raises():
 
 
 @pytest.mark.parametrize("settings", [{"recompute": ()}, {"recompute": "norm"}, {"enabled": False}])
-def test_a_loss_is_left_alone_where_it_is_not_named(settings):
+def test_a_loss_is_left_alone_where_other_kinds_are_named(settings):
     model = make_model(None)
     with offload_of(model, **settings):
         assert model.loss_function is utils.ForCausalLMLoss
-    with get_act_offloading_ctx_manager(model, config=MOVING):
-        assert model.loss_function is utils.ForCausalLMLoss
     with offload_of(model, recompute=["norm", "loss"]):
         assert model.loss_function is model_loss.causal_loss
+
+
+@pytest.mark.parametrize("is_served", [False, True])
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_loss_that_is_not_named_is_by_rows_where_one_kernel_serves(
+    is_served, is_large, monkeypatch, calls
+):
+    monkeypatch.setattr(loss_kernel, "serves", lambda *_: is_served)
+    monkeypatch.setattr(model_loss, "_LARGE_BYTES", 0 if is_large else 1 << 40)
+    expected = train(make_model(None), contextlib.nullcontext())
+    model = make_model(None)
+    offload = get_act_offloading_ctx_manager(model, config=MOVING)
+    assert_same_bits(expected, train(model, offload))
+    assert bool(calls) is (is_served and is_large)
+    assert model.loss_function is utils.ForCausalLMLoss
 
 
 def test_a_door_that_knows_no_loss_refuses_it_by_name():
