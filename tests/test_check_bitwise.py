@@ -6,7 +6,7 @@ import sys
 import pytest
 from processes import ROOT, later, run_python
 
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.append(str(ROOT / "scripts"))
 
 import check_bitwise
 from check_bitwise import judge, settle, summary

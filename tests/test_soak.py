@@ -10,7 +10,7 @@ import pytest
 import torch
 from processes import ROOT, run_python
 
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.append(str(ROOT / "scripts"))
 
 from soak import Soak
 
