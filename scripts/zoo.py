@@ -134,7 +134,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--here", action="store_true", help="this interpreter has all packages")
     parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN")
     parser.add_argument("--jobs", type=int, default=2, help="models at a time")
-    parser.add_argument("--limit", type=float, default=120, help="seconds that a model may take")
+    parser.add_argument("--limit", type=float, default=60, help="seconds that a model may take")
     parser.add_argument("--output", type=Path, help="a JSON file")
     return parser.parse_args()
 

@@ -35,7 +35,7 @@ MOST_PARAMETERS = 32_000_000
 MOST_BYTES = 8 << 30
 NUM_TOKENS = 90
 
-FIXED = {"mrope_section": [2, 3, 3], "per_layer_config": None, "use_cache": False}
+FIXED = {"mrope_section": [2, 3, 3], "use_cache": False}
 TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 Inputs = dict[str, Any]
@@ -76,7 +76,8 @@ def transformers_forms(name: str) -> Iterator[Form]:
     config_class = transformers.CONFIG_MAPPING[name]
     takes = inspect.signature(kind.forward).parameters
     needs = {k for k, v in takes.items() if v.default is v.empty and v.kind != v.VAR_KEYWORD}
-    needs = needs - {"self"} | {kind.main_input_name}
+    main = kind.main_input_name
+    needs = needs - {"self"} | {*([main] if isinstance(main, str) else main)}
     more = ("decoder_input_ids", "", "input_ids", "pixel_values", "input_features", "bbox")
     sets = [needs | {one} - {""} for one in more if not one or one in takes]
     inputs = [
@@ -100,6 +101,8 @@ def shrink(key: str, value: Any, rules: Mapping[str, float], num_layers: int = 0
     """Return a configuration's value made small."""
     if isinstance(value, dict):
         num_layers = value.get("num_hidden_layers") or 0
+        if "rope_theta" in value:
+            value = {"mrope_section": None} | value
         return {k: shrink(str(k), v, rules, num_layers) for k, v in value.items()}
     if key in FIXED:
         return FIXED[key]
@@ -222,10 +225,10 @@ def diffusers_forms(name: str) -> Iterator[Form]:
 
 
 FAMILIES = {
-    "transformers": (transformers_names, transformers_forms),
-    "timm": (timm_names, timm_forms),
-    "peft": (peft_names, peft_forms),
     "diffusers": (diffusers_names, diffusers_forms),
+    "peft": (peft_names, peft_forms),
+    "timm": (timm_names, timm_forms),
+    "transformers": (transformers_names, transformers_forms),
 }
 
 
@@ -315,12 +318,15 @@ def built(family: str, name: str) -> tuple[Model, list[tuple[str, torch.Tensor]]
         seed(0)
         return make()
 
-    for make, all_inputs in FAMILIES[family][1](name):
+    def record(model: Model) -> list[tuple[str, torch.Tensor]]:
+        return [(name, x.clone()) for name, x in train(model)]
+
+    for make, all_inputs in attempt(lambda: [*FAMILIES[family][1](name)]) or ():
         module = attempt(functools.partial(small, make))
         for inputs in all_inputs if module is not None else ():
             given = attempt(functools.partial(inputs, module))
             model = Model(module, given)
-            found = given and attempt(lambda model=model: [(k, x.clone()) for k, x in train(model)])
+            found = given and attempt(functools.partial(record, model))
             if found:
                 return model, found
     raise LookupError(reasons[0])
