@@ -101,7 +101,7 @@ def shrink(key: str, value: Any, rules: Mapping[str, float], num_layers: int = 0
     """Return a configuration's value made small."""
     if isinstance(value, dict):
         num_layers = value.get("num_hidden_layers") or 0
-        if "rope_theta" in value:
+        if "rope_type" in value:
             value = {"mrope_section": None} | value
         return {k: shrink(str(k), v, rules, num_layers) for k, v in value.items()}
     if key in FIXED:
@@ -110,8 +110,8 @@ def shrink(key: str, value: Any, rules: Mapping[str, float], num_layers: int = 0
         if len(value) == num_layers:  # one of each kind
             value = [value[0], next((x for x in value if x != value[0]), value[0])]
         return [shrink(key, one, rules) for one in value]
-    if value is None and "experts" in key:
-        value = 4
+    if value is None and re.search("experts|vocab_size", key):
+        value = 128 if "vocab" in key else 4
     most = next((most for pattern, most in rules.items() if re.search(pattern, key)), None)
     if isinstance(value, bool) or most is None or not isinstance(value, (int, float)):
         return value
@@ -246,7 +246,8 @@ def import_families(families: Iterable[str]) -> None:
             torch.library.define(f"torchvision::{name}", boxes)
     for family in families:
         importlib.import_module({"transformers": "transformers.modeling_utils"}.get(family, family))
-        logging.getLogger(family).setLevel(logging.ERROR)
+    for name in FAMILIES:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 # One model

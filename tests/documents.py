@@ -106,6 +106,7 @@ NOT_RUN_PREFIXES = {
     "python3 benchmarks/bench_": f"{_BENCHMARK}; {_PARSED}",
     "python3 examples/long_context.py ": f"{_BENCHMARK}; {_PARSED}",
     "python3 scripts/check_bitwise.py --output ": f"trains 126 models; {_PARSED}",
+    "python3 scripts/zoo.py ": f"trains hundreds of models; tests/test_zoo.py; {_PARSED}",
     "python3 scripts/soak.py ": f"takes many minutes; tests/test_soak.py; {_PARSED}",
 }
 
