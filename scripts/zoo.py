@@ -46,6 +46,7 @@ PACKAGES = ("torchvision", "transformers", "timm", "peft", "diffusers")
 STATUSES = ("equal", "differs", "failed", "refused", "not deterministic", "not buildable")
 
 os.environ["OMP_NUM_THREADS"] = "1"
+sys.path.insert(0, str(ROOT))  # the package of this checkout
 
 
 class Running:
