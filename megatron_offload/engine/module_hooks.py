@@ -72,8 +72,13 @@ def named_modules(chunk: nn.Module) -> dict[str, nn.Module]:
 
 
 def expression_of(pattern: str) -> re.Pattern[str]:
-    """Return a pattern over dotted names as a regular expression."""
-    regex = re.escape(pattern)
+    """Return a pattern over dotted names as a regular expression; ``0-13`` is 14 numbers."""
+    regex = re.sub(r"(?<![^.])(\d+)\\-(\d+)(?![^\\])", _numbers, re.escape(pattern))
     for glob, meaning in _GLOBS.items():
         regex = regex.replace(re.escape(glob), meaning)
     return re.compile(regex)
+
+
+def _numbers(found: re.Match[str]) -> str:
+    first, last = map(int, found.groups())
+    return f"(?:{'|'.join(map(str, range(first, min(last + 1, first + 10_000))))})"

@@ -129,6 +129,7 @@ def recompute_modules(
     for pattern, expression in patterns.items():
         if not any(expression.fullmatch(path) for path in modules):
             _logger.warning("recompute: no module here matches %r", pattern)
+    layers = find_sites(modules, ["layer"])
     handles, said = [], set[str]()
     for path, module in modules.items():
         if isinstance(module, torch.jit.ScriptModule):
@@ -139,6 +140,8 @@ def recompute_modules(
         if kind_of(unit) not in units:
             continue
         site = _HookedSite(path, unit, module, find_manager, said)
+        # A layer's output is what the next one is given, and runs again from.
+        site.drops_output &= path not in layers
         own.append(module.register_forward_pre_hook(EagerHook(site.begin), with_kwargs=True))
         own.append(module.register_forward_hook(EagerHook(site.end), always_call=True))
         for handle, last in zip(own, (True, False), strict=True):

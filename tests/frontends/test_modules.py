@@ -192,6 +192,10 @@ def test_a_backward_inside_a_forward(timing, has_room, names):
         ("**.mlp", "a.b.mlps", False),
         ("a?c.*", "abc.d", True),
         ("a.c", "abc", False),
+        ("layers.0-11.mlp", "layers.9.mlp", True),
+        ("layers.0-11.mlp", "layers.12.mlp", False),
+        ("**.9-11", "h.10", True),
+        ("a.b-c.1-2x", "a.b-c.1-2x", True),
     ],
 )
 def test_patterns_over_dotted_names(pattern, path, matches):

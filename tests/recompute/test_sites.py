@@ -123,6 +123,18 @@ def test_sites_recomputed_in_a_model_keep_its_bits(kinds, settings):
         assert by_name["mlp"].recomputed_bytes == 0, "the outer site has it"
 
 
+def test_some_of_the_layers_are_recomputed_by_their_numbers():
+    expected = train(make_net())
+    net = make_net()
+    context = around(net, "layers.0-1", policy="modules")
+    assert_equal(expected, train(net, context))
+    with context:
+        loss = net(torch.randint(50, (2, 8))).sum()
+    assert [layer.inside.expired() for layer in net.layers] == [True, True, False]
+    assert context.manager.transfers.dropped_bytes == 0, "a layer's input is kept or offloaded"
+    loss.backward()
+
+
 @pytest.mark.by_default
 @pytest.mark.parametrize("kind", ["layer", "mlp", "attention"])
 def test_sites_are_recomputed_where_nothing_is_offloaded_too(kind):
