@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from operator import is_, itemgetter
-from typing import Any, TypeAlias
+from itertools import chain
+from operator import getitem, is_
+from typing import Any
 from weakref import ref
 
 import torch
@@ -19,108 +20,136 @@ from megatron_offload.recompute.recipe import lasting
 _INNER = frozenset(vars(nn.Module()))
 """What each module has, besides what its class gives it."""
 
-_TABLES = "_parameters", "_buffers", "_modules"
-_NUM_TABLES = len(_TABLES)
-
-_PLAIN: set[tuple[type, ...]] = set()
-"""Types of attributes of which none is a tensor or may change of itself."""
+_TABLES = ("_parameters", "_buffers", "_modules")
+_NAMES = (*_TABLES, "training")
 
 
-class Part:
-    """A module: it itself, and what it has."""
+class ModuleTables:
+    """Where the attributes, parameters, buffers and children of a module and its parts are.
+
+    Read at each call, so all that is read is one list: the values of ``keys`` in ``homes``.
+
+    Attributes:
+        has_script: whether a part is in TorchScript, of which nothing is read.
+        hooks: the tables of the parts' forward hooks.
+        places: the places of parameters in the list.
+        training: the training flags that were read last, and so the next three.
+        parameters: the parameters.
+        buffers: the buffers.
+        changing: the places of attributes that are tensors, or may change of themselves.
+    """
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = ref(module)  # which has a hook that has this
-        self._names: tuple[str, ...] = ()
-        self._num_attributes = -1
-        self._read: Callable[[dict[str, Any]], tuple[Any, ...]]
+        parts = [x for x in module.modules() if not isinstance(x, torch.jit.ScriptModule)]
+        self.has_script = len(parts) < sum(1 for _ in module.modules())
+        owns = [vars(part) for part in parts]
+        self.hooks = [own[f"_forward{kind}_hooks"] for own in owns[1:] for kind in ("", "_pre")]
+        self._module = ref(module)  # which has a hook that has this
+        self._num_own = len(owns)
+        names = [(*_NAMES, *(own.keys() - _INNER)) for own in owns]
+        tables: list[dict[str, Any]] = [own[name] for name in _TABLES for own in owns]
+        self._dicts = [*owns[1:], *tables]
+        self._names: list[tuple[str, ...]] = [*names, *map(tuple, tables)]
+        self._sizes = [*map(len, (owns[0], *self._dicts))]
+        self._keys = [name for names_of in self._names[1:] for name in names_of]
+        homes = zip(self._dicts, self._names[1:], strict=True)
+        self._homes = [table for table, names_of in homes for _ in names_of]
+        places = iter(range(len(self._names[0]) + len(self._keys)))
+        of_dict = [[next(places) for _ in names_of] for names_of in self._names]
+        of_own, num = of_dict[: self._num_own], self._num_own
+        self.places, self._buffers, children = (
+            [*chain.from_iterable(of_dict[start : start + num])]
+            for start in range(num, 4 * num, num)
+        )
+        self._flags = [places_of[len(_TABLES)] for places_of in of_own]
+        self._structure = {*children, *(x for own in of_own for x in own[: len(_TABLES)])}
+        self._attributes = [x for own in of_own for x in own[len(_NAMES) :]]
+        self._last: list[Any] = []
+        self.training: tuple[bool, ...] = ()
+        self.parameters: list[torch.Tensor] = []
+        self.buffers: list[torch.Tensor] = []
+        self.changing: list[int] = []
 
-    def read(self) -> _Had:
-        """Return what it has now."""
-        own = vars(self.module())
+    @property
+    def dicts(self) -> list[dict[str, Any]]:
+        """All tables that are read; the first is of the module's own attributes."""
+        return [vars(self._module()), *self._dicts]
+
+    def read(self) -> list[Any] | None:
+        """Return all values; the list of before where nothing has changed. None: other ones."""
+        own = vars(self._module())
         try:
-            values = self._read(own) if len(own) == self._num_attributes else ()
+            if [len(own), *map(len, self._dicts)] != self._sizes:
+                return None
+            values = [*map(own.__getitem__, self._names[0]), *map(getitem, self._homes, self._keys)]
         except KeyError:
-            values = ()
-        if not values:
-            self._num_attributes = len(own)
-            self._names = *_TABLES, "training", *(own.keys() - _INNER)
-            self._read = itemgetter(*self._names)
-            values = self._read(own)
-        return own, self._names, values, [x.copy() if x else x for x in values[:_NUM_TABLES]]
+            return None
+        last = self._last
+        if last and all(map(is_, values, last)):
+            return last
+        changed = (x for x in self._structure if last and values[x] is not last[x])
+        if any(True for _ in changed):
+            return None
+        self._last = values
+        self.training = tuple([values[x] for x in self._flags])
+        self.parameters = [values[x] for x in self.places if values[x] is not None]
+        self.buffers = [values[x] for x in self._buffers if values[x] is not None]
+        self.changing = [x for x in self._attributes if not isinstance(values[x], _CONSTANTS)]
+        return values
 
-    def still_has(self, was: _Had) -> bool:
-        """Whether it has what it had."""
-        own, names, values, tables = was
-        if names is not self._names or len(own) != self._num_attributes:
-            return False
-        try:
-            if not all(map(is_, self._read(own), values)):
-                return False
-        except KeyError:
-            return False
-        for table, then in zip(values, tables, strict=False):
-            if (table or then) and (
-                [*then] != [*table] or not all(map(is_, then.values(), table.values()))
-            ):
-                return False
-        return True
+    def has(self, values: list[Any]) -> bool:
+        """Whether all values are these."""
+        found = self.read()
+        return found is values or (found is not None and all(map(is_, found, values)))
 
-
-_Had: TypeAlias = tuple[dict[str, Any], tuple[str, ...], tuple[Any, ...], list[dict[str, Any]]]
-"""A module's attributes; names and values of its tables, its training flag and those that aren't
-inner ones; and copies of the tables, but of empty ones."""
+    def fill(self, values: Iterable[Any]) -> None:
+        """Put values back, and take away what came since."""
+        following = iter(values)
+        for place, (table, names) in enumerate(zip(self.dicts, self._names, strict=True)):
+            then = {name: next(following) for name in names}
+            _fill(table, then, table.keys() - _INNER if place < self._num_own else table.keys())
 
 
 class ModuleState:
     """The attributes, children, parameters and buffers of modules as they are when this is made.
 
     Args:
-        parts: the modules.
+        tables: where they are.
+        values: of these.
         copies: whether small parameters are copied, in case they are written to unseen.
     """
 
-    def __init__(self, parts: Sequence[Part], *, copies: bool) -> None:
-        self._parts = parts
-        self._had = had = [part.read() for part in parts]
-        self._parameters: list[torch.Tensor] = []
-        self._state: list[torch.Tensor] = []
-        known: dict[int, Any] = {}
-        for place, (own, names, values, (parameters, buffers, children)) in enumerate(had):
-            if copies and parameters:
-                pairs = parameters.items()
-                parameters = {key: x if x is None else _kept(x, known) for key, x in pairs}
-            kinds = tuple(map(type, values))
-            if kinds not in _PLAIN or copies:
-                values = self._look_at(values, kinds, known)
-                had[place] = own, names, values, [parameters, buffers, children]
-            self._parameters += [x for x in parameters.values() if x is not None]
-            if buffers:
-                self._state += [x for x in buffers.values() if x is not None]
-        self.training = tuple([values[_NUM_TABLES] for _, _, values, _ in had])
+    def __init__(self, tables: ModuleTables, values: list[Any], *, copies: bool) -> None:
+        self._tables = tables
+        self.training, self._parameters, self._state = (
+            tables.training,
+            tables.parameters,
+            tables.buffers,
+        )
+        if tables.changing:
+            values, self._state = list(values), list(self._state)
+            known: dict[int, Any] = {}
+            for place in tables.changing:
+                value = values[place]
+                if isinstance(value, torch.Tensor):
+                    if value.grad_fn is not None:  # of an earlier call, whose graph may go
+                        values[place] = value = value.detach().requires_grad_()
+                    self._state.append(value)
+                else:
+                    values[place] = _copy_of(value, known)
+        if copies and self._parameters:
+            small = {id(x): lasting(x) for x in self._parameters}
+            self._parameters, values = [*small.values()], list(values)
+            for place in tables.places:
+                values[place] = small.get(id(values[place]))
+        self._values = values
         self._versions = [x._version for x in self._parameters]
         self._state_versions = [x._version for x in self._state]
-        self._values: list[torch.Tensor] | None = None
+        self._contents: list[torch.Tensor] | None = None
 
-    def _look_at(
-        self, values: tuple[Any, ...], kinds: tuple[type, ...], known: dict[int, Any]
-    ) -> tuple[Any, ...]:
-        """Find the tensors among some attributes, and copy what may change of itself."""
-        found = [*values[: _NUM_TABLES + 1]]
-        others = values[_NUM_TABLES + 1 :]
-        for value in others:
-            if isinstance(value, torch.Tensor):
-                if value.grad_fn is not None:  # of an earlier call, whose graph may go
-                    value = value.detach().requires_grad_()
-                self._state.append(value)
-            found.append(_copy_of(value, known))
-        if not any(isinstance(x, (torch.Tensor, list, dict, set)) for x in others):
-            _PLAIN.add(kinds)
-        return tuple(found)
-
-    def keep_values(self) -> None:
+    def keep_contents(self) -> None:
         """Copy the buffers and other tensors, in case that the call writes to them."""
-        self._values = [x.detach().clone() for x in self._state]
+        self._contents = [x.detach().clone() for x in self._state]
 
     def is_unchanged(self) -> bool:
         """Whether the buffers and other tensors are as they were."""
@@ -134,71 +163,43 @@ class ModuleState:
             InPlaceModificationError: a parameter was changed in place since.
             StateError: a buffer was, of which nothing is known; or a parameter has no memory now.
         """
-        for x, version in zip(self._parameters, self._versions, strict=True):
-            if x._version != version:
-                what = f"a parameter of {path}, which is recomputed ({unit!r}),"
-                raise changed_in_place(what, x._version, version)
+        if [x._version for x in self._parameters] != self._versions:
+            for x, version in zip(self._parameters, self._versions, strict=True):
+                if x._version != version:
+                    what = f"a parameter of {path}, which is recomputed ({unit!r}),"
+                    raise changed_in_place(what, x._version, version)
+        for x in self._parameters:
             is_plain = type(x) in (torch.Tensor, nn.Parameter)
-            if is_plain and x.nbytes and not x.untyped_storage().nbytes():
+            if is_plain and not x.data_ptr() and x.nbytes:
                 raise StateError(
                     f"a parameter of {path} has no memory now, as where it is sharded until its "
                     f"own module's backward; leave {unit!r} out of recompute"
                 )
-        changed = [] if self.is_unchanged() else self._state
-        if changed and self._values is None:
-            raise StateError(
-                f"a buffer or another tensor of {path} was written to since its forward; leave "
-                f"{unit!r} out of recompute"
-            )
-        had = self._had
-        if changed:  # it writes to copies
-            kept = zip(changed, self._values or (), strict=True)
-            written = {id(x): value.clone() for x, value in kept}
-            had = [
-                (
-                    own,
-                    names,
-                    tuple(written.get(id(x), x) for x in values),
-                    [{key: written.get(id(x), x) for key, x in table.items()} for table in tables],
+        values = self._values
+        if not self.is_unchanged():
+            if self._contents is None:
+                raise StateError(
+                    f"a buffer or another tensor of {path} was written to since its forward; leave "
+                    f"{unit!r} out of recompute"
                 )
-                for own, names, values, tables in had
-            ]
-        parts = self._parts
-        before = [
-            was if part.still_has(was) else part.read()
-            for part, was in zip(parts, had, strict=True)
-        ]
+            pairs = zip(self._state, self._contents, strict=True)
+            written = {id(x): content.clone() for x, content in pairs}
+            values = [written.get(id(x), x) for x in values]
+        tables = self._tables
+        before = None if tables.has(values) else [(x, x.copy()) for x in tables.dicts]
         try:
-            for was, now in zip(had, before, strict=True):
-                if was is not now:
-                    _put_back(was)
+            if before is not None:
+                tables.fill(values)
             yield
         finally:
-            for part, was in zip(parts, before, strict=True):
-                if not part.still_has(was):
-                    _put_back(was)
+            if before is not None:
+                for table, then in before:
+                    _fill(table, then, table.keys())
+            elif not tables.has(values):
+                tables.fill(values)
 
 
-def _put_back(was: _Had) -> None:
-    """Give a module what it had."""
-    own, names, values, tables = was
-    _fill(own, dict(zip(names, values, strict=True)), own.keys() - _INNER)
-    for table, then in zip(values, tables, strict=False):
-        _fill(table, then, table.keys())
-
-
-def _fill(table: dict[str, Any], values: Mapping[str, Any], names: Set[str]) -> None:
-    table.update(values)  # first, so that an interrupt leaves no empty module
-    for name in names - values.keys():
-        del table[name]
-
-
-def _kept(parameter: torch.Tensor, known: dict[int, Any]) -> torch.Tensor:
-    """Return a copy of a parameter where it is small, made once."""
-    if id(parameter) not in known:
-        known[id(parameter)] = lasting(parameter)
-    copied: torch.Tensor = known[id(parameter)]
-    return copied
+_CONSTANTS = (bool, int, float, str, type(None), tuple, torch.dtype, torch.device, nn.Module)
 
 
 def _copy_of(value: Any, known: dict[int, Any]) -> Any:
@@ -208,8 +209,13 @@ def _copy_of(value: Any, known: dict[int, Any]) -> Any:
     if id(value) not in known:
         known[id(value)] = copied = copy.copy(value)
         if not isinstance(copied, set):
-            for key, inner in list(
-                copied.items() if isinstance(copied, dict) else enumerate(copied)
-            ):
+            pairs = copied.items() if isinstance(copied, dict) else enumerate(copied)
+            for key, inner in list(pairs):
                 copied[key] = _copy_of(inner, known)
     return known[id(value)]
+
+
+def _fill(table: dict[str, Any], values: Mapping[str, Any], names: Iterable[str]) -> None:
+    table.update(values)  # first, so that an interrupt leaves no empty module
+    for name in set(names) - values.keys():
+        del table[name]

@@ -40,7 +40,7 @@ from megatron_offload.engine.patches import PatchStack
 from megatron_offload.engine.saved_tensor import SavedTensor, changed_in_place
 from megatron_offload.errors import CorruptionError, StateError
 from megatron_offload.recompute.call_state import CallState, as_it_is
-from megatron_offload.recompute.module_state import ModuleState, Part
+from megatron_offload.recompute.module_state import ModuleState
 from megatron_offload.recompute.proof import Proof
 from megatron_offload.recompute.random_states import RandomStates, are_captured
 
@@ -115,7 +115,7 @@ class ModuleCall:
         site: Site,
         manager: PipelineOffloadManager,
         module: nn.Module,
-        parts: Sequence[Part],
+        state: ModuleState,
         leaves: Sequence[Any],
         spec: Any,
     ) -> None:
@@ -123,7 +123,7 @@ class ModuleCall:
         self.picks_first = False
         self._versions = [x._version for x in leaves if isinstance(x, torch.Tensor)]
         self._module, self._spec = module, spec
-        self.state = ModuleState(parts, copies=site.drops_output)
+        self.state = state
         self._call_state = CallState(keeps_grad=site.draws)
         self.devices = {x.device.type for x in leaves if isinstance(x, torch.Tensor)} - {"meta"}
         may_draw = site.draws and not are_captured(self.devices)
@@ -185,11 +185,11 @@ class SiteCall(ModuleCall):
         site: Site,
         manager: PipelineOffloadManager,
         module: nn.Module,
-        parts: Sequence[Part],
+        state: ModuleState,
         leaves: Sequence[Any],
         spec: Any,
     ) -> None:
-        super().__init__(site, manager, module, parts, leaves, spec)
+        super().__init__(site, manager, module, state, leaves, spec)
         self.depth, self.transfers = 0, manager.transfers
         hooks = _top_saved_tensors_default_hooks(True)
         pack, self._unpack = hooks or (partial(SavedTensor, group_name=site.path), _unpack)
@@ -205,7 +205,7 @@ class SiteCall(ModuleCall):
         )  # a capture can't be waited for
         self._is_open = True
         if self._proves:
-            self.state.keep_values()
+            self.state.keep_contents()
             self._others = _other_states()
         self._sums: list[torch.Tensor] = []
         self._states_after: RandomStates | None = None

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from operator import eq, itemgetter, methodcaller
+from operator import eq
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ from megatron_offload.engine.module_hooks import (
     hooks_of,
     named_modules,
 )
-from megatron_offload.recompute.module_state import Part
+from megatron_offload.recompute.module_state import ModuleState, ModuleTables
 from megatron_offload.recompute.recipes import recipes_of
 from megatron_offload.recompute.site_call import ModuleCall, Site, SiteCall
 from megatron_offload.recompute.transformer_engine import is_quantising
@@ -85,9 +85,6 @@ _SHARED_ID = RemovableHandle(OrderedDict()).id
 
 _CONSTANTS = (bool, int, float, str, torch.dtype, torch.device)
 
-_HOOKS = itemgetter("_forward_pre_hooks", "_forward_hooks")
-_MODULES = itemgetter("_modules")
-_VALUES = methodcaller("values")
 
 FindManager = Callable[[], PipelineOffloadManager | None]
 
@@ -178,23 +175,16 @@ class _HookedSite(Site):
         self._find_manager, self._type = find_manager, type(module)
         self._calls: list[ModuleCall | None] = []
         """Under way, where the inside is kept: no hooks say so."""
-        self._look_at(module)
+        self._tables = ModuleTables(module)
 
-    def _look_at(self, module: nn.Module) -> list[nn.Module]:
-        modules = list(module.modules())
-        self._parts = [Part(one) for one in modules]
-        self._children = [child for one in modules for child in one._modules.values()]
-        self._has_script = any(isinstance(one, torch.jit.ScriptModule) for one in modules)
-        return modules
-
-    def _modules_of(self, module: nn.Module) -> list[nn.Module]:
-        """Return the module and all that is in it now."""
-        found = [part.module() for part in self._parts]
-        if None not in found:
-            tables = map(_MODULES, map(vars, found))
-            if [*chain.from_iterable(map(_VALUES, tables))] == self._children:
-                return found  # type: ignore[return-value]
-        return self._look_at(module)
+    def _state(self, module: nn.Module) -> ModuleState:
+        """Return what the module and its parts have now."""
+        values = self._tables.read()
+        if values is None:
+            self._tables = ModuleTables(module)
+            values = self._tables.read()
+            assert values is not None
+        return ModuleState(self._tables, values, copies=self.drops_output)
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note what the call begins with, and replace by numbers what it saves."""
@@ -219,13 +209,13 @@ class _HookedSite(Site):
         leaves, spec = args, None
         if kwargs or any(isinstance(x, (tuple, list, dict)) for x in args):
             leaves, spec = pytree.tree_flatten((args, kwargs))
-        modules = self._modules_of(module)
-        refusal = self.refusal or self._refusal(module, modules, leaves)
+        state = self._state(module)
+        refusal = self.refusal or self._refusal(module, leaves)
         if refusal:
             self.warn(refusal)
             return None
         kind = SiteCall if self.drops_inside else ModuleCall
-        return kind(self, manager, module, self._parts, leaves, spec)
+        return kind(self, manager, module, state, leaves, spec)
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """Leave the call, which may have raised."""
@@ -252,9 +242,7 @@ class _HookedSite(Site):
         if chunk is not None and isinstance(made, torch.Tensor):
             recipes_of(chunk).add(made, call.output, leaves, self.unit, proof=self.proof)
 
-    def _refusal(
-        self, module: nn.Module, modules: Sequence[nn.Module], leaves: Sequence[Any]
-    ) -> str:
+    def _refusal(self, module: nn.Module, leaves: Sequence[Any]) -> str:
         if has_modes():
             return "a mode of dispatch or of functions was entered"
         if self.drops_inside and is_quantising():
@@ -269,12 +257,13 @@ class _HookedSite(Site):
             return "another hook of it comes in between"
         if _global_forward_hooks or _global_forward_pre_hooks:
             return "there are global hooks of forwards"
-        if self._has_script:
+        tables = self._tables
+        if tables.has_script:
             return "a part of it is in TorchScript"
-        tables = chain.from_iterable(map(_HOOKS, map(vars, modules[1:])))
-        hooks = chain.from_iterable(map(_VALUES, tables))
-        if not all(isinstance(hook, ModuleHook) for hook in hooks):
-            return "a part of it has hooks"
+        if any(tables.hooks):
+            hooks = chain.from_iterable(table.values() for table in tables.hooks)
+            if not all(isinstance(hook, ModuleHook) for hook in hooks):
+                return "a part of it has hooks"
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
                 is_plain = type(leaf) is torch.Tensor and leaf.layout is torch.strided
