@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_offload.recompute.random_states import are_captured
+
 _SOURCE = r"""
 #if BITS == 32
 typedef unsigned int word;
@@ -72,7 +74,7 @@ def serves(logits: Tensor, dtype: torch.dtype) -> bool:
     if logits.device.type != "cuda" or not is_known:
         return False
     known = _proven.get(_key(logits))
-    if known is None and torch.cuda.is_current_stream_capturing():
+    if known is None and are_captured({logits.device.type}):
         return False
     return known is not False and _compiled(logits.device, logits.dtype) is not None
 
@@ -85,7 +87,7 @@ def run(logits: Tensor, top: Tensor, log_sum: Tensor, factor: Tensor) -> Tensor:
     kernel = _compiled(logits.device, logits.dtype)
     assert kernel is not None
     result = torch.empty_like(logits)
-    with torch.cuda.device(logits.device):
+    with torch.get_device_module(logits.device).device(logits.device):
         grid, block = (len(logits), 1, 1), (_NUM_THREADS, 1, 1)
         kernel(grid, block, (logits, top, log_sum, factor, result, logits.shape[1]))
     return result
@@ -110,14 +112,15 @@ def _key(logits: Tensor) -> tuple[Any, ...]:
 
 @functools.cache
 def _compiled(device: torch.device, dtype: torch.dtype) -> Callable[..., None] | None:
-    compile_kernel = getattr(torch.cuda, "_compile_kernel", None)
+    home = torch.get_device_module(device)
+    compile_kernel = getattr(home, "_compile_kernel", None)
     if compile_kernel is None or torch.version.hip is not None:
         return None
     defines = (
         f"#define BITS {8 * dtype.itemsize}\n#define IS_BFLOAT16 {dtype == torch.bfloat16:d}\n"
     )
     try:
-        with torch.cuda.device(device):
+        with home.device(device):
             return compile_kernel(defines + _SOURCE, "gradient")
     except (RuntimeError, OSError):  # no NVRTC here, or a device older than its instructions
         return None

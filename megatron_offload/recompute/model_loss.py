@@ -7,6 +7,7 @@ once, of as many rows as show every kind of block, and compared bit by bit befor
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Collection, Hashable
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_offload.engine.patches import PatchStack
+from megatron_offload.machine.job_ranks import rank_in
 from megatron_offload.recompute import loss_kernel
 from megatron_offload.recompute.loss import (
     block_rows,
@@ -25,6 +27,8 @@ from megatron_offload.recompute.loss import (
     have_same_bits,
     may_compare,
 )
+
+_logger = logging.getLogger(__name__)
 
 _KNOWN = {
     "ForCausalLMLoss": (
@@ -182,7 +186,13 @@ def _is_proven(
         _proven[key] = have_same_bits(
             lambda own: original(own, *given, **kwargs), lambda own: _by_rows(own, *given), some
         )
-        if not _proven[key]:
+        if _proven[key] and rank_in() == 0:
+            _logger.warning(
+                "megatron-offload: the loss is computed by rows, with the same bits: some four copies "
+                "of its logits in float32, here %.1f GiB each, aren't made (recompute=() makes them)",
+                4 * logits.numel() / 1024**3,
+            )
+        elif not _proven[key]:
             warnings.warn(
                 f"the loss by rows isn't proven to be {original.__module__}.ForCausalLMLoss on "
                 f"{logits.device}, for {vocab_size} classes in {logits.dtype}: transformers' own "
