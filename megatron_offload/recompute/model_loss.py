@@ -188,8 +188,9 @@ def _is_proven(
         )
         if _proven[key] and rank_in() == 0:
             _logger.warning(
-                "megatron-offload: the loss is computed by rows, with the same bits: some four copies "
-                "of its logits in float32, here %.1f GiB each, aren't made (recompute=() makes them)",
+                "megatron-offload: the loss is computed by rows, with the same bits: some four "
+                "copies of its logits in float32, here %.1f GiB each, aren't made. recompute=() "
+                "leaves the model its own",
                 4 * logits.numel() / 1024**3,
             )
         elif not _proven[key]:

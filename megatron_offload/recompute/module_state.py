@@ -103,7 +103,7 @@ class ModuleTables:
         return found is values or (found is not None and all(map(is_, found, values)))
 
     def fill(self, values: Iterable[Any]) -> None:
-        """Put values back, and take away what came since."""
+        """Put values back, and delete what came since."""
         following = iter(values)
         for place, (table, names) in enumerate(zip(self.dicts, self._names, strict=True)):
             then = {name: next(following) for name in names}

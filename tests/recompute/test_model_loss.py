@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from megatron_offload import OffloadConfig, get_act_offloading_ctx_manager
 from megatron_offload.errors import ConfigError
 from megatron_offload.frontends.around import refuse_unserved
 from megatron_offload.recompute import loss as rows
-from megatron_offload.recompute import loss_kernel, model_loss
+from megatron_offload.recompute import model_loss
 
 ROWS = BATCH * LENGTH
 utils = importlib.import_module(f"{transformers.__name__}.loss.loss_utils")
@@ -122,7 +123,8 @@ def test_a_loss_is_left_alone_where_other_kinds_are_named(settings):
 def test_a_loss_that_is_not_named_is_by_rows_where_one_kernel_serves(
     is_served, is_large, monkeypatch, calls
 ):
-    monkeypatch.setattr(loss_kernel, "serves", lambda *_: is_served)
+    kernel = SimpleNamespace(serves=lambda *_: is_served)
+    monkeypatch.setattr(model_loss, "loss_kernel", kernel)
     monkeypatch.setattr(model_loss, "_LARGE_BYTES", 0 if is_large else 1 << 40)
     expected = train(make_model(None), contextlib.nullcontext())
     model = make_model(None)
