@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -69,6 +69,15 @@ def named_modules(chunk: nn.Module) -> dict[str, nn.Module]:
     for path, module in chunk.named_modules():
         modules.setdefault(".".join(p for p in path.split(".") if p != "_orig_mod"), module)
     return modules
+
+
+def compiled_parts(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """Return which modules run inside a compiled graph, of which their hooks would be a part."""
+    compiled = (
+        module if module._compiled_call_impl is not None else module._modules.get("_orig_mod")
+        for module in modules
+    )
+    return {part for module in compiled if module is not None for part in module.modules()}
 
 
 def expression_of(pattern: str) -> re.Pattern[str]:

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_offload.engine.module_hooks import compiled_parts
 from megatron_offload.engine.patches import PatchStack
 from megatron_offload.machine.job_ranks import rank_in
 from megatron_offload.recompute import loss_kernel
@@ -52,12 +53,7 @@ def owners_of_loss(model: nn.Module) -> list[ref[nn.Module]]:
     if original is None or parent is None:
         return []
     its_property, mapping = parent.PreTrainedModel.loss_function, _transformers().LOSS_MAPPING
-    compiled = {
-        inner
-        for module in model.modules()
-        if "_orig_mod" in module._modules or module._compiled_call_impl is not None
-        for inner in module.modules()
-    }
+    compiled = compiled_parts(model.modules())
     return [
         ref(module)
         for module in model.modules()

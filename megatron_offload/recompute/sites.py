@@ -39,6 +39,7 @@ from megatron_offload.engine.modes import has_modes, is_traced
 from megatron_offload.engine.module_hooks import (
     EagerHook,
     ModuleHook,
+    compiled_parts,
     expression_of,
     hooks_of,
     named_modules,
@@ -126,7 +127,7 @@ def recompute_modules(
     for pattern, expression in patterns.items():
         if not any(expression.fullmatch(path) for path in modules):
             _logger.warning("recompute: no module here matches %r", pattern)
-    layers = find_sites(modules, ["layer"])
+    layers, compiled = find_sites(modules, ["layer"]), compiled_parts(modules.values())
     handles, said = [], set[str]()
     for path, module in modules.items():
         if isinstance(module, torch.jit.ScriptModule):
@@ -137,6 +138,9 @@ def recompute_modules(
         if kind_of(unit) not in units:
             continue
         site = _HookedSite(path, unit, module, find_manager, said)
+        if module in compiled:  # a hook would be part of its graph, and change its random numbers
+            site.warn("it is compiled")
+            continue
         # A layer's output is what the next one is given, and runs again from.
         site.drops_output &= path not in layers
         own.append(module.register_forward_pre_hook(EagerHook(site.begin), with_kwargs=True))

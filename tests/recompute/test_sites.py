@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
+import shutil
 import sys
 import weakref
 from types import SimpleNamespace
@@ -421,6 +422,21 @@ def test_a_forward_of_a_site_that_raises_leaves_no_hooks():
         net(torch.randint(50, (2, 8)))
     net.layers[1].factor = None
     assert_equal(train(make_net()), train(net, context))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.parametrize("kind", ["layer", "mlp", "layers.*.mlp.2"])
+def test_compiled_parts_of_a_layer_keep_their_bits_and_say_so(kind, caplog):
+    found = []
+    for has_context in (False, True):
+        torch._dynamo.reset()
+        net = make_net()
+        for layer in net.layers:
+            layer.mlp.compile(backend="inductor")
+        found.append(train(net, around(net, kind) if has_context else None))
+    assert_equal(*found)
+    assert ("is kept: it is compiled" in caplog.text) is (kind != "layer")
 
 
 def test_a_model_with_sites_goes_with_its_last_name():
