@@ -67,7 +67,6 @@ class Recipes:
         proof: Proof | None = None,
         random_states: RandomStates | None = None,
         keeps_grad: bool = False,
-        refusal: str = "",
     ) -> None:
         """Note how a tensor was made, so that what saves it need not keep its bytes.
 
@@ -82,7 +81,7 @@ class Recipes:
         if output.is_inference():  # nothing saves that
             return
         key = output.untyped_storage()._cdata
-        depth = 1
+        depth, refusal = 1, ""
         parts: list[Any] = []
         constants: list[torch.Tensor] = []
         known: dict[int, Any] = {}

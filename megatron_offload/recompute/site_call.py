@@ -119,11 +119,10 @@ class ModuleCall:
         leaves: Sequence[Any],
         spec: Any,
     ) -> None:
-        self.site, self.manager, self.leaves = site, manager, leaves
+        self.site, self.manager, self.leaves, self.state = site, manager, leaves, state
         self.picks_first = False
         self._versions = [x._version for x in leaves if isinstance(x, torch.Tensor)]
         self._module, self._spec = module, spec
-        self.state = state
         self._call_state = CallState(keeps_grad=site.draws)
         self.devices = {x.device.type for x in leaves if isinstance(x, torch.Tensor)} - {"meta"}
         may_draw = site.draws and not are_captured(self.devices)
@@ -196,16 +195,12 @@ class SiteCall(ModuleCall):
         tensors = {id(x): x for x in leaves if isinstance(x, torch.Tensor)}
         self._inputs = {key: (pack(x), x.requires_grad) for key, x in tensors.items()}
         self._template = [(id(x), None) if isinstance(x, torch.Tensor) else (0, x) for x in leaves]
-        step = manager.step_number
-        since = step - site.proven_in.get(self.state.training, -_PROVE_EVERY)
-        self._step_number, self._proves = (
-            step,
-            self._random_states is not None
-            and (since % _PROVE_EVERY == 0 or since > _PROVE_EVERY or manager.config.checking),
-        )  # a capture can't be waited for
-        self._is_open = True
+        self._is_open, self._step_number = True, manager.step_number
+        since = self._step_number - site.proven_in.get(state.training, -_PROVE_EVERY)
+        is_due = since % _PROVE_EVERY == 0 or since > _PROVE_EVERY or manager.config.checking
+        self._proves = is_due and self._random_states is not None  # a capture can't be waited for
         if self._proves:
-            self.state.keep_contents()
+            state.keep_contents()
             self._others = _other_states()
         self._sums: list[torch.Tensor] = []
         self._states_after: RandomStates | None = None
