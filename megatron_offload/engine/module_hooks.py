@@ -74,8 +74,9 @@ def named_modules(chunk: nn.Module) -> dict[str, nn.Module]:
 def compiled_parts(modules: Iterable[nn.Module]) -> set[nn.Module]:
     """Return which modules run inside a compiled graph, of which their hooks would be a part."""
     compiled = (
-        module if module._compiled_call_impl is not None else module._modules.get("_orig_mod")
+        module if module._compiled_call_impl is not None else module._modules["_orig_mod"]
         for module in modules
+        if module._compiled_call_impl is not None or "_orig_mod" in module._modules
     )
     return {part for module in compiled if module is not None for part in module.modules()}
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from operator import getitem, is_
 from typing import Any
@@ -21,7 +22,9 @@ _INNER = frozenset(vars(nn.Module()))
 """What each module has, besides what its class gives it."""
 
 _TABLES = ("_parameters", "_buffers", "_modules")
-_NAMES = (*_TABLES, "training")
+_NUM_TABLES = len(_TABLES)
+
+_CONTAINERS = (list, dict, set, deque)
 
 
 class ModuleTables:
@@ -46,7 +49,9 @@ class ModuleTables:
         self.hooks = [own[f"_forward{kind}_hooks"] for own in owns[1:] for kind in ("", "_pre")]
         self._module = ref(module)  # which has a hook that has this
         self._num_own = len(owns)
-        names = [(*_NAMES, *(own.keys() - _INNER)) for own in owns]
+        # A wrapper's flag may be a property, as that of a compiled module.
+        flag = "training", "_is_full_backward_hook"
+        names = [(*_TABLES, flag["training" not in own], *(own.keys() - _INNER)) for own in owns]
         tables: list[dict[str, Any]] = [own[name] for name in _TABLES for own in owns]
         self._dicts = [*owns[1:], *tables]
         self._names: list[tuple[str, ...]] = [*names, *map(tuple, tables)]
@@ -61,9 +66,9 @@ class ModuleTables:
             [*chain.from_iterable(of_dict[start : start + num])]
             for start in range(num, 4 * num, num)
         )
-        self._flags = [places_of[len(_TABLES)] for places_of in of_own]
-        self._structure = {*children, *(x for own in of_own for x in own[: len(_TABLES)])}
-        self._attributes = [x for own in of_own for x in own[len(_NAMES) :]]
+        self._flags = [places_of[_NUM_TABLES] for places_of in of_own]
+        self._structure = {*children, *(x for own in of_own for x in own[:_NUM_TABLES])}
+        self._attributes = [x for own in of_own for x in own[_NUM_TABLES + 1 :]]
         self._last: list[Any] = []
         self.training: tuple[bool, ...] = ()
         self.parameters: list[torch.Tensor] = []
@@ -130,19 +135,13 @@ class ModuleState:
             values, self._state = list(values), list(self._state)
             known: dict[int, Any] = {}
             for place in tables.changing:
-                value = values[place]
-                if isinstance(value, torch.Tensor):
-                    if value.grad_fn is not None:  # of an earlier call, whose graph may go
-                        values[place] = value = value.detach().requires_grad_()
-                    self._state.append(value)
-                else:
-                    values[place] = _copy_of(value, known)
+                values[place] = _copy_of(values[place], known, self._state)
         if copies and self._parameters:
             small = {id(x): lasting(x) for x in self._parameters}
             self._parameters, values = [*small.values()], list(values)
             for place in tables.places:
                 values[place] = small.get(id(values[place]))
-        self._values = values
+        self._values, self._changing = values, tables.changing
         self._versions = [x._version for x in self._parameters]
         self._state_versions = [x._version for x in self._state]
         self._contents: list[torch.Tensor] | None = None
@@ -175,16 +174,19 @@ class ModuleState:
                     f"a parameter of {path} has no memory now, as where it is sharded until its "
                     f"own module's backward; leave {unit!r} out of recompute"
                 )
+        changed = [] if self.is_unchanged() else self._state
+        if changed and self._contents is None:
+            raise StateError(
+                f"a buffer or another tensor of {path} was written to since its forward; leave "
+                f"{unit!r} out of recompute"
+            )
         values = self._values
-        if not self.is_unchanged():
-            if self._contents is None:
-                raise StateError(
-                    f"a buffer or another tensor of {path} was written to since its forward; leave "
-                    f"{unit!r} out of recompute"
-                )
-            pairs = zip(self._state, self._contents, strict=True)
-            written = {id(x): content.clone() for x, content in pairs}
-            values = [written.get(id(x), x) for x in values]
+        if changed or self._changing:  # it writes to copies, each time that it runs
+            kept = zip(changed, self._contents or () if changed else (), strict=True)
+            copies = {id(x): content.clone().requires_grad_(x.requires_grad) for x, content in kept}
+            values = [copies.get(id(x), x) for x in values]
+            for place in self._changing:
+                values[place] = _copy_of(values[place], copies)
         tables = self._tables
         before = None if tables.has(values) else [(x, x.copy()) for x in tables.dicts]
         try:
@@ -202,17 +204,30 @@ class ModuleState:
 _CONSTANTS = (bool, int, float, str, type(None), tuple, torch.dtype, torch.device, nn.Module)
 
 
-def _copy_of(value: Any, known: dict[int, Any]) -> Any:
-    """Return a container with copies of those in it, each made once."""
-    if not isinstance(value, (list, dict, set)):
-        return value
-    if id(value) not in known:
-        known[id(value)] = copied = copy.copy(value)
-        if not isinstance(copied, set):
-            pairs = copied.items() if isinstance(copied, dict) else enumerate(copied)
-            for key, inner in list(pairs):
-                copied[key] = _copy_of(inner, known)
-    return known[id(value)]
+def _copy_of(value: Any, known: dict[int, Any], tensors: list[torch.Tensor] | None = None) -> Any:
+    """Return a container with copies of those in it, or of a generator, each made once.
+
+    Tensors are added to the list, where there is one.
+    """
+    if id(value) in known:
+        return known[id(value)]
+    copied: Any = value
+    if isinstance(value, torch.Tensor) and tensors is not None:
+        if value.grad_fn is not None:  # of an earlier call, whose graph may go
+            copied = value.detach().requires_grad_()
+        known[id(value)] = copied
+        tensors.append(copied)
+    elif isinstance(value, torch.Generator):
+        known[id(value)] = copied = value.clone_state()
+    elif isinstance(value, _CONTAINERS):
+        with suppress(Exception):  # one of a class of its own may let nothing be set
+            known[id(value)] = copied = copy.copy(value)
+            ordered = () if isinstance(value, set) else enumerate(value)
+            for key, inner in [*(value.items() if isinstance(value, dict) else ordered)]:
+                other = _copy_of(inner, known, tensors)
+                if other is not inner:
+                    copied[key] = other
+    return copied
 
 
 def _fill(table: dict[str, Any], values: Mapping[str, Any], names: Iterable[str]) -> None:

@@ -6,11 +6,14 @@ device's. They count as well, whenever that library was imported.
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from ctypes import string_at
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -18,6 +21,31 @@ def are_captured(devices: Iterable[str]) -> bool:
     """Whether a graph of one of these types of devices is captured: its states can't be read."""
     asked = (getattr(_module(kind), "is_current_stream_capturing", None) for kind in devices)
     return any(is_captured is not None and is_captured() for is_captured in asked)
+
+
+def other_states() -> tuple[Any, Any]:
+    """Return Python's and numpy's states, which are not put back, to compare with later ones."""
+    of_numpy: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    python = _words_at(_python()) if _is_known else random.getstate()
+    if type(of_numpy) is not np.random.MT19937:
+        return python, repr(of_numpy.state)
+    return python, _words_at(of_numpy.ctypes.state_address)
+
+
+def _python() -> int:
+    return id(random._inst) + object.__basicsize__
+
+
+def _words_at(address: int) -> bytes:
+    """Return what a Mersenne twister is; both libraries' own copies take fifty times as long."""
+    return string_at(address, _NUM_WORDS * 4)
+
+
+_NUM_WORDS = 625
+_is_known = sys.implementation.name == "cpython" and hasattr(random, "_inst")
+if _is_known:
+    _next, *_words = memoryview(_words_at(_python())).cast("I")
+    _is_known = random.getstate()[1] == (*_words, _next)
 
 
 class RandomStates:

@@ -14,11 +14,13 @@ keeps the blocks of its inputs, until the last record of its own block has gone.
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
@@ -54,7 +56,10 @@ def lasting(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     if not is_parameter(tensor):
         return copied.requires_grad_(tensor.requires_grad)
-    copied = torch.nn.Parameter(copied, tensor.requires_grad)
+    if type(copied) is torch.Tensor:  # of whatever class of parameters
+        copied = torch.Tensor._make_subclass(type(tensor), copied, tensor.requires_grad)
+    else:
+        copied = torch.nn.Parameter(copied, tensor.requires_grad)
     vars(copied).update(vars(tensor))
     return copied
 
@@ -305,7 +310,12 @@ class FunctionRecipe:
         states = self._random_states
         if states is None and self._witness is not None:  # in case that it does draw
             states = RandomStates(part.device.type for part in given.values())
-        with nullcontext() if states is None else states.in_force():
+        with ExitStack() as undo:
+            if states is not None:
+                undo.enter_context(states.in_force())
+            if self._witness is not None:
+                undo.callback(random.setstate, random.getstate())
+                undo.callback(np.random.set_state, np.random.get_state(legacy=False))
             made: torch.Tensor = self._call_state.run(self._function, *parts)
         if type(made) is torch.Tensor:
             made = made.detach()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,6 @@ from functools import partial
 from threading import RLock
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch._C._autograd import (
@@ -42,7 +40,7 @@ from megatron_offload.errors import CorruptionError, StateError
 from megatron_offload.recompute.call_state import CallState, as_it_is
 from megatron_offload.recompute.module_state import ModuleState
 from megatron_offload.recompute.proof import Proof
-from megatron_offload.recompute.random_states import RandomStates, are_captured
+from megatron_offload.recompute.random_states import RandomStates, are_captured, other_states
 
 _logger = logging.getLogger(__name__)
 
@@ -201,7 +199,7 @@ class SiteCall(ModuleCall):
         self._proves = is_due and self._random_states is not None  # a capture can't be waited for
         if self._proves:
             state.keep_contents()
-            self._others = _other_states()
+        self._others = other_states()
         self._sums: list[torch.Tensor] = []
         self._states_after: RandomStates | None = None
         self._forms: list[Any] | int = []
@@ -260,12 +258,12 @@ class SiteCall(ModuleCall):
                 f"{site.path} changes in place what it is given, and so can't be recomputed; leave "
                 f"{site.unit!r} out of recompute"
             )
+        if self._others != other_states():
+            raise StateError(
+                f"{site.path} draws random numbers of Python or numpy, and would draw others "
+                f"when it is recomputed; leave {site.unit!r} out of recompute"
+            )
         if self._proves:
-            if self._others != _other_states():
-                raise StateError(
-                    f"{site.path} draws random numbers of Python or numpy, and would draw others "
-                    f"when it is recomputed; leave {site.unit!r} out of recompute"
-                )
             self._sums = _sums_of(output)
             self._states_after = RandomStates(self.devices)
         self.transfers.stats.by_name[site.unit].recomputed_bytes += self._num_bytes
@@ -347,12 +345,6 @@ def _unlogged() -> Iterator[None]:
         if hasattr(home, name):
             patches.replace(home, name, lambda *_, **__: None)
         yield
-
-
-def _other_states() -> tuple[Any, ...]:
-    """Return Python's and numpy's random states, which are not put back."""
-    state: Any = np.random.get_state(legacy=False)
-    return random.getstate(), repr(state)
 
 
 def _shows_parameter(tensor: torch.Tensor) -> bool:

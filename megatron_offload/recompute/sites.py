@@ -137,7 +137,7 @@ def recompute_modules(
         unit = found.get(path) or named or unit_of(path, module) or ""
         if kind_of(unit) not in units:
             continue
-        site = _HookedSite(path, unit, module, find_manager, said)
+        site = _HookedSite(path or type(module).__name__, unit, module, find_manager, said)
         if module in compiled:  # a hook would be part of its graph, and change its random numbers
             site.warn("it is compiled")
             continue
@@ -307,7 +307,7 @@ def find_sites(modules: Mapping[str, nn.Module], kinds: Iterable[str]) -> dict[s
 def _may_be_layer(module: nn.Module | None) -> bool:
     """Whether a member of a list has parts, and is called itself."""
     is_called = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
-    return is_called and module is not None and any(module.children())
+    return is_called and module is not None and next(module.children(), None) is not None
 
 
 def _is_layer(module: nn.Module) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import contextmanager, nullcontext
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -166,6 +168,17 @@ def test_a_wrong_recipe_costs_no_bit_and_is_named(wrong, settings, caplog):
     assert stats.refused_recipe_bytes == {OTHER_BITS: TENSOR_BYTES}
     (text,) = (record.getMessage() for record in caplog.records)
     assert f"what {wrong.__name__} (call 0 of each forward) returns is kept" in text
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_the_proof_puts_other_libraries_random_numbers_back(draw):
+    drawn = []
+    for manager in (None, make_manager()):
+        random.seed(0)
+        np.random.seed(0)
+        drawn.append([*run(manager, of(lambda x: x.cos() * (1 + draw())))])
+        drawn[-1].append(torch.tensor(draw()))
+    assert_same(*drawn)
 
 
 OTHER_BITS = "it was compared when it was recomputed, and had other bits"

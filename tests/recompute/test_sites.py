@@ -239,11 +239,100 @@ def test_a_counter_of_a_site_counts_forwards_alone():
     assert [layer.num_calls for layer in net.layers] == [4, 4, 4]
 
 
+def count_in_a_list(layer):
+    layer.state.append(1)
+    return len(layer.state)
+
+
+def count_in_a_tensor(layer):
+    layer.state[0] += 1
+    return 2.0
+
+
+def draw_from_its_own(layer):
+    return torch.rand((), generator=layer.state)
+
+
+def backward_twice(loss):
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+STATES = {
+    count_in_a_list: (list, list),
+    count_in_a_tensor: (lambda: [torch.zeros(())], list),
+    draw_from_its_own: (torch.Generator, lambda state: state.get_state().tolist()),
+}
+
+
+@pytest.mark.parametrize("factor", STATES)
+def test_what_a_site_changes_in_place_is_changed_by_forwards_alone(factor):
+    make, read = STATES[factor]
+    found, states = [], []
+    for has_context in (False, True):
+        net = make_net(factor)
+        for layer in net.layers:
+            layer.state = make()
+        context = around(net, "layer") if has_context else None
+        found.append(train(net, context, backward=backward_twice))
+        states.append([read(layer.state) for layer in net.layers])
+    assert_equal(*found)
+    assert states[0] == states[1]
+
+
+class FrozenDict(dict):
+    def __reduce_ex__(self, protocol):
+        raise TypeError
+
+
+class Scale(nn.Parameter):
+    def halved(self):
+        return self * 0.5
+
+
+class Scaled(nn.Module):
+    """Has what can't be copied by its class alone, a flag that is a property, a compiled part."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.config = Scale(torch.rand(WIDTH)), FrozenDict(factor=2.0)
+        self.part = torch.compile(nn.Linear(WIDTH, WIDTH), backend="eager")
+
+    training = property(lambda self: True, lambda self, value: None)
+
+    def forward(self, x):
+        return (self.part(x) * self.scale.halved() * self.config["factor"]).sin()
+
+
+@pytest.mark.parametrize("kind", ["layer", "layers.*.mlp"])
+def test_a_site_may_have_what_is_of_classes_of_its_own(kind):
+    found = []
+    for has_context in (False, True):
+        net = make_net()
+        for layer in net.layers:
+            layer.mlp = Scaled()
+        context = around(net, kind) if has_context else None
+        found.append(train(net, context))
+    assert_equal(*found)
+    context.end_step()
+    assert context.last_step.by_name[kind].recomputed_bytes > 0
+
+
 @pytest.mark.parametrize("draw", [lambda _: np.random.rand(), lambda _: random.random()])
 def test_a_site_that_draws_other_random_numbers_is_refused_in_its_first_forward(draw):
     net = make_net(draw)
     with pytest.raises(StateError, match=r"layers\.0 draws random numbers of Python or numpy"):
         train(net, around(net, "layer"))
+
+
+@pytest.mark.parametrize("draw", [np.random.rand, random.random])
+def test_a_site_that_draws_them_later_is_refused_then(draw):
+    net = make_net(lambda layer: draw() if layer.scale == 7.0 else 1.0)
+    context = around(net, "layer")
+    train(net, context)
+    change_numbers(net, True)
+    with pytest.raises(StateError, match=r"layers\.0 draws random numbers of Python or numpy"):
+        train(net, context)
 
 
 def test_a_site_that_computes_other_bits_is_named_before_a_gradient_is_wrong():
@@ -461,6 +550,11 @@ def test_sites_are_found_by_lists_of_layers_and_their_parts():
         "layers.1",
         "layers.2",
     ]
+
+
+def test_a_layer_may_begin_with_a_compiled_part():
+    layers = [nn.Sequential(torch.compile(nn.Linear(4, 4)), nn.GELU()) for _ in range(2)]
+    assert sorted(find_sites(named_modules(nn.ModuleList(layers)), ["layer"])) == ["0", "1"]
 
 
 def test_a_kind_of_site_that_no_module_is_says_so(caplog):
