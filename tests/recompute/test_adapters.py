@@ -1,0 +1,86 @@
+"""A Llama whose linear layers have adapters with dropout: every kind of site keeps its bits."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from llama_programs import WORDS, make_model
+from losses import assert_same_bits
+from torch import nn
+
+from megatron_offload import OffloadConfig, get_act_offloading_ctx_manager
+
+ADAPTED = ("q_proj", "v_proj", "gate_proj", "up_proj", "down_proj")
+KINDS = {
+    "layer": ["layer"],
+    "mlp": ["mlp"],
+    "attention": ["attention", "mlp"],
+    "some layers": ["model.layers.0-1", "mlp"],
+    "norm": ["**.*layernorm", "model.norm"],
+    "adapter": ["**.adapter"],
+    "dropout": ["**.adapter.dropout", "**.act_fn"],
+    "everything": ["**.adapter", "**.*layernorm", "mlp_act", "loss"],
+}
+
+
+class Adapter(nn.Module):
+    """As peft's LoRA: two small matrices behind dropout."""
+
+    def __init__(self, linear, rank=4):
+        super().__init__()
+        self.dropout = nn.Dropout(0.1)
+        self.down = nn.Linear(linear.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, linear.out_features, bias=False)
+
+    def forward(self, x):
+        return self.up(self.down(self.dropout(x))) * 2.0
+
+
+class Adapted(nn.Module):
+    def __init__(self, linear):
+        super().__init__()
+        self.base, self.adapter = linear, Adapter(linear)
+
+    def forward(self, x):
+        return self.base(x) + self.adapter(x)
+
+
+def make_adapted():
+    model = make_model(None).requires_grad_(False)
+    for module in list(model.modules()):
+        for name in ADAPTED:
+            if isinstance(getattr(module, name, None), nn.Linear):
+                setattr(module, name, Adapted(getattr(module, name)))
+    return model
+
+
+def take_step(model, context):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    found = []
+    for _ in range(2):
+        words = torch.randint(WORDS, (2, 40))
+        with context:
+            loss = model(input_ids=words, labels=words).loss
+        loss.backward()
+        found.append(loss.detach())
+    found += [p.grad.clone() for p in trained]
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_llama_with_adapters_keeps_its_bits(kind, dtype):
+    found = []
+    for has_context in (False, True):
+        model, context = make_adapted().to(dtype), contextlib.nullcontext()
+        if has_context:
+            config = OffloadConfig(recompute=KINDS[kind], policy="modules")
+            context = get_act_offloading_ctx_manager(model, config=config, min_offload_size=1)
+        torch.manual_seed(1)
+        found.append([x for _ in range(3) for x in take_step(model, context)])
+    assert_same_bits(*found)
+    context.end_step()
+    assert any(group.recomputed_bytes for group in context.last_step.by_name.values())
