@@ -87,7 +87,7 @@ class _Recorder(BoundaryTimer):
     ) -> None:
         super().__init__(manager)
         self._run, self._holds_back = run, holds_back
-        self._num_turns = 0
+        self._num_turns, self._step_number = 0, manager.step_number
         self._learned: StepProfile | None = None
 
     def restart(self) -> None:
@@ -170,6 +170,8 @@ class _Recorder(BoundaryTimer):
 
     def finish(self) -> StepProfile:
         """Wait for the step's end on the device; return what was seen."""
+        if self._learned is None and self._manager.step_number > self._step_number:
+            return StepProfile((), (), run=self._run or RunShape())  # it had no group
         if self._learned is None:
             raise StateError(
                 "no step with a backward has ended inside profile_step: call the manager's reset, "

@@ -567,6 +567,13 @@ def test_a_step_that_failed_and_was_tried_again_inside_counts_alone():
     assert recorded.profile.times[0].committed_us - recorded.profile.times[0].started_us == 100
 
 
+def test_a_step_whose_layers_are_all_recomputed_is_a_profile_of_no_group():
+    manager = make_manager()
+    with profile_step(manager) as recorded, manager.step():
+        torch.ones(2, requires_grad=True).square().sum().backward()
+    assert (recorded.profile.groups, recorded.profile.run) == ((), RunShape())
+
+
 def test_what_is_no_whole_step_is_refused():
     program = Program()
     with pytest.raises(StateError, match="no step with a backward has ended"):
