@@ -92,14 +92,16 @@ class ModuleTables:
         last = self._last
         if last and all(map(is_, values, last)):
             return last
-        changed = (x for x in self._structure if last and values[x] is not last[x])
-        if any(True for _ in changed):
+        if last and any(values[x] is not last[x] for x in self._structure):
             return None
-        self._last = values
         self.training = tuple([values[x] for x in self._flags])
         self.parameters = [values[x] for x in self.places if values[x] is not None]
         self.buffers = [values[x] for x in self._buffers if values[x] is not None]
         self.changing = [x for x in self._attributes if not isinstance(values[x], _CONSTANTS)]
+        tensors = [x for x in self.changing if isinstance(values[x], torch.Tensor)]
+        self._last = values
+        if tensors:  # which may have a graph, and aren't kept here
+            self._last = [None if x in tensors else value for x, value in enumerate(values)]
         return values
 
     def has(self, values: list[Any]) -> bool:
@@ -126,11 +128,8 @@ class ModuleState:
 
     def __init__(self, tables: ModuleTables, values: list[Any], *, copies: bool) -> None:
         self._tables = tables
-        self.training, self._parameters, self._state = (
-            tables.training,
-            tables.parameters,
-            tables.buffers,
-        )
+        self.training = tables.training
+        self._parameters, self._state = tables.parameters, tables.buffers
         if tables.changing:
             values, self._state = list(values), list(self._state)
             known: dict[int, Any] = {}

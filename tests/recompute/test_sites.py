@@ -528,6 +528,24 @@ def test_compiled_parts_of_a_layer_keep_their_bits_and_say_so(kind, caplog):
     assert ("is kept: it is compiled" in caplog.text) is (kind != "layer")
 
 
+def test_an_activation_that_a_layer_has_as_an_attribute_goes_when_the_next_comes():
+    alive = []
+
+    def note(layer):
+        layer.seen = layer.norm.weight.exp()
+        alive.append(weakref.ref(layer.seen))
+        return layer.seen
+
+    net, most = make_net(note), 0
+    context = around(net, "layer")
+    for _ in range(4):
+        with context:
+            loss = net(torch.randint(50, (2, 8))).sum()
+        most = max(most, sum(one() is not None for one in alive))
+        loss.backward()
+    assert most == len(net.layers)
+
+
 def test_a_model_with_sites_goes_with_its_last_name():
     gc.collect()
     gc.disable()
