@@ -74,7 +74,6 @@ class Site:
         path: str,
         unit: str,
         forward: Callable[..., Any],
-        said: set[str],
         *,
         draws: bool,
         drops_inside: bool,
@@ -85,7 +84,7 @@ class Site:
         self.refusal, self.proof = "", Proof(path)
         self.fills_late = False
         self.proven_in: dict[tuple[bool, ...], int] = {}
-        self._forward, self._said = forward, said
+        self._forward, self._said = forward, set[str]()
 
     def warn(self, refusal: str) -> None:
         """Say once for each reason that a site is kept."""

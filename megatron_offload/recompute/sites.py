@@ -132,12 +132,14 @@ def recompute_modules(
     for path, module in modules.items():
         if isinstance(module, torch.jit.ScriptModule):
             continue  # no hook of it runs
-        own = hooks_of(_HookedSite, module)
+        site, own = _site_of(module), hooks_of(_HookedSite, module)
         named = next((name for name, e in patterns.items() if e.fullmatch(path)), "")
         unit = found.get(path) or named or unit_of(path, module) or ""
         if kind_of(unit) not in units:
             continue
-        site = _HookedSite(path or type(module).__name__, unit, module, find_manager, said)
+        if site is None or not site.is_still(unit, module):
+            site = _HookedSite(path or type(module).__name__, unit, module)
+        site.serve(find_manager, said)
         if module in compiled:  # a hook would be part of its graph, and change its random numbers
             site.warn("it is compiled")
             continue
@@ -151,35 +153,42 @@ def recompute_modules(
     return handles
 
 
+def _site_of(module: nn.Module) -> _HookedSite | None:
+    """Return the site whose hooks a module has, and so what is known of it."""
+    for hook in module._forward_pre_hooks.values():
+        site = getattr(getattr(hook, "hook", None), "__self__", None)
+        if isinstance(site, _HookedSite):
+            return site
+    return None
+
+
 class _HookedSite(Site):
-    """A site with the hooks of its module.
+    """A site with the hooks of its module."""
 
-    ``said`` is why sites of this model were kept, as far as that was said.
-    """
-
-    def __init__(
-        self,
-        path: str,
-        unit: str,
-        module: nn.Module,
-        find_manager: FindManager,
-        said: set[str],
-    ) -> None:
+    def __init__(self, path: str, unit: str, module: nn.Module) -> None:
         is_of_torch = type(module).__module__.startswith("torch.nn.") and not module._modules
         draws = kind_of(unit) not in _KNOWN
         super().__init__(
             path,
             unit,
             type(module).forward,
-            said,
             draws=draws,
             drops_inside=draws and not is_of_torch,
             drops_output=unit not in RECOMPUTE_SITES,
         )
-        self._find_manager, self._type = find_manager, type(module)
+        self._type = type(module)
+        self._find_manager: FindManager
         self._calls: list[ModuleCall | None] = []
         """Under way, where the inside is kept: no hooks say so."""
         self._tables = ModuleTables(module)
+
+    def serve(self, find_manager: FindManager, said: set[str]) -> None:
+        """Ask another for the manager; ``said`` is why sites of the model were kept so far."""
+        self._find_manager, self._said = find_manager, said
+
+    def is_still(self, unit: str, module: nn.Module) -> bool:
+        """Whether what is known of it holds for a module of this unit."""
+        return (self.unit, self._type) == (unit, type(module))
 
     def _state(self, module: nn.Module) -> ModuleState:
         """Return what the module and its parts have now."""

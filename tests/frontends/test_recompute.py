@@ -146,6 +146,20 @@ def test_all_that_named_modules_make_of_what_is_saved_leaves(units, times):
     assert recomputed_bytes(offload.manager) == expected
 
 
+def test_what_was_proven_is_proven_for_the_next_context_too():
+    model, proven = make_model(), []
+    expected = train(model)
+    for _ in range(3):
+        offload = around(model, ("norm", "mlp_act"), min_tensor_bytes=64)
+        assert_same(expected, train(model, offload))
+        assert offload.end_step()
+        proven.append(offload.last_step.proven_bytes)
+        assert recomputed_bytes(offload.manager) > 0
+        del offload  # a new one goes on where it was
+    assert proven[0] > 0
+    assert proven[1:] == [0, 0]
+
+
 def group_step(model, manager, inputs=None):
     with manager.step():
         found = train(model, inputs=inputs)
