@@ -25,7 +25,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from megatron_offload.core.profile import GroupKey
-from megatron_offload.engine.group import Block, BlockRef
+from megatron_offload.engine.checking import checksum
+from megatron_offload.engine.group import Block, BlockRef, Recipe
 from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.modes import has_modes
 from megatron_offload.engine.saved_tensor import LAYOUTS, SavedTensor
@@ -33,7 +34,7 @@ from megatron_offload.errors import CorruptionError, StateError
 from megatron_offload.memory.storage_ref import StorageRef
 from megatron_offload.memory.tensor_pool import span_bytes
 from megatron_offload.recompute.call_state import MODES, CallState
-from megatron_offload.recompute.proof import Proof, Proofs, Witness
+from megatron_offload.recompute.proof import Proof, Proofs
 from megatron_offload.recompute.random_states import RandomStates
 
 _MOST_IN_A_ROW = 3
@@ -209,7 +210,7 @@ class FunctionRecipe:
 
     __slots__ = (
         *("_book", "_call_state", "_form", "_function", "_parts", "_proof", "_random_states"),
-        *("_reads", "_refusal", "_storage_ref", "_witness", "depth", "unit", "version"),
+        *("_are_equal", "_reads", "_refusal", "_storage_ref", "_sum", "depth", "unit", "version"),
     )
 
     def __init__(
@@ -237,8 +238,9 @@ class FunctionRecipe:
         self._random_states = random_states
         self._call_state = CallState(keeps_grad=keeps_grad)
         self._book, self._proof = proofs
-        self._witness: Witness | None = None
-        refusal = refusal or self._book.refusal(self._proof)
+        self._are_equal: list[torch.Tensor] = []
+        self._sum: torch.Tensor | None = None
+        refusal = refusal or self._proof.refusal
         if has_modes():
             refusal = refusal or MODES
         taken = (x for x in parts if isinstance(x, torch.Tensor))
@@ -254,17 +256,48 @@ class FunctionRecipe:
     def bind(self, block: Block, *, drops: bool) -> str:
         """Keep the inputs' blocks from here on; return why the block can't be dropped, or nothing.
 
-        What an input is made from counts as its input too. Where the block ``drops`` and nothing
-        is proven, its bytes are copied: `run` compares, and returns the copy.
+        What an input is made from counts as its input too. For a proof the host waits for what
+        comparisons have shown.
         """
         version = self.version
         for alias in (block.alias, *block.others):
             if alias._version != version:
                 return "it was changed in place"
         refusal = self.bind_inputs()
-        if drops and not refusal:
-            self._witness = self._book.witness(self._proof, block, self._form)
-        return refusal
+        if refusal or (self._sum is None and not drops):
+            return refusal
+        if self._sum is None:
+            return self._book.refusal(self._proof)
+        with self._book.transfers.backend.computing_on(block.stream):
+            saved = sum_of(block.alias)
+            return self._book.settle(
+                self._proof, [*self._are_equal, saved == self._sum], block.num_bytes
+            )
+
+    def begin_proof(
+        self,
+        output: torch.Tensor,
+        given: Sequence[Any],
+        sources: Sequence[tuple[torch.Tensor, Recipe]],
+        *,
+        runs: bool,
+    ) -> None:
+        """Compare an output that was made now, if its function ``runs`` once more.
+
+        It was ``given`` its arguments; ``sources`` are those of which backward would take what
+        other recipes make.
+        """
+        self._sum = sum_of(output)
+        for tensor, recipe in sources:
+            if isinstance(recipe, FunctionRecipe) and recipe._sum is not None:
+                self._are_equal.append(sum_of(tensor) == recipe._sum)
+        if runs:
+            own = (x.detach().requires_grad_(x.requires_grad) for x in given if _is_plain(x))
+            known = dict(zip((id(x) for x in given if _is_plain(x)), own, strict=True))
+            made = self._call([known.get(id(x), x) for x in given])
+            is_same = self._is_as_before(made)
+            found = sum_of(made) if is_same else self._sum + 1
+            self._are_equal.append(found == self._sum)
 
     def copy(self) -> FunctionRecipe:
         """Return one that can be bound by itself."""
@@ -306,21 +339,9 @@ class FunctionRecipe:
                     "recompute"
                 )
         given = {id(part): part.as_given() for part in self._parts if type(part) is Input}
-        parts = [given.get(id(part), part) for part in self._parts]
-        states = self._random_states
-        if states is None and self._witness is not None:  # in case that it does draw
-            states = RandomStates(part.device.type for part in given.values())
-        with ExitStack() as undo:
-            if states is not None:
-                undo.enter_context(states.in_force())
-            if self._witness is not None:
-                undo.callback(random.setstate, random.getstate())
-                undo.callback(np.random.set_state, np.random.get_state(legacy=False))
-            made: torch.Tensor = self._call_state.run(self._function, *parts)
-        if type(made) is torch.Tensor:
-            made = made.detach()
-        is_tensor = type(made) is torch.Tensor and made.storage_offset() == 0
-        if not is_tensor or (made.shape, made.stride(), made.dtype) != self._form:
+        made = self._call([given.get(id(part), part) for part in self._parts])
+        if not self._is_as_before(made):
+            is_tensor = type(made) is torch.Tensor
             found = (
                 f"{list(made.shape)}, {made.stride()}, {made.dtype}" if is_tensor else type(made)
             )
@@ -329,4 +350,39 @@ class FunctionRecipe:
                 f"and was {list(self._form[0])}, {self._form[1]}, {self._form[2]} (shape, strides, "
                 "dtype) in forward: the function must make the same tensor each time it is called"
             )
-        return made if self._witness is None else self._witness.compare(made)
+        if self._sum is not None and not torch.equal(sum_of(made), self._sum):
+            raise CorruptionError(
+                f"what {self._proof.name} returns was recomputed with other bits than its forward "
+                "had, and gradients would be wrong: it reads what has changed since; leave "
+                f"{self.unit!r} out of recompute"
+            )
+        return made
+
+    def _call(self, parts: Sequence[Any]) -> torch.Tensor:
+        """Return what the function makes; for a proof no random state is changed."""
+        states = self._random_states
+        if states is None and self._sum is not None:
+            states = RandomStates({x.device.type for x in parts if isinstance(x, torch.Tensor)})
+        with ExitStack() as undo:
+            if states is not None:
+                undo.enter_context(states.in_force())
+            if self._sum is not None:
+                undo.callback(random.setstate, random.getstate())
+                undo.callback(np.random.set_state, np.random.get_state(legacy=False))
+            made: torch.Tensor = self._call_state.run(self._function, *parts)
+        return made.detach() if type(made) is torch.Tensor else made
+
+    def _is_as_before(self, made: torch.Tensor) -> bool:
+        is_plain = type(made) is torch.Tensor and made.storage_offset() == 0
+        return is_plain and (made.shape, made.stride(), made.dtype) == self._form
+
+
+def sum_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the checksum of the bytes of a tensor's storage, on its device."""
+    storage = tensor.untyped_storage()
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return checksum(flat.set_(storage, 0, (storage.nbytes(),), (1,)))
+
+
+def _is_plain(given: Any) -> bool:
+    return type(given) is torch.Tensor

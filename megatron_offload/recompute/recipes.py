@@ -67,12 +67,13 @@ class Recipes:
         proof: Proof | None = None,
         random_states: RandomStates | None = None,
         keeps_grad: bool = False,
+        runs: bool = True,
     ) -> None:
         """Note how a tensor was made, so that what saves it need not keep its bytes.
 
         ``called`` is what the function calls, where that is another one; ``proof`` what is known of
-        such outputs, by default of this call of it in each forward. The others are as in
-        `FunctionRecipe`.
+        such outputs, by default of this call of it in each forward; ``runs`` whether it runs once
+        more to be compared. The others are as in `FunctionRecipe`.
         """
         chunk = self._chunk
         is_plain = type(output) is torch.Tensor and chunk.transfers.backend.owns(output)
@@ -82,6 +83,7 @@ class Recipes:
             return
         key = output.untyped_storage()._cdata
         depth, refusal = 1, ""
+        sources: list[tuple[torch.Tensor, Recipe]] = []
         parts: list[Any] = []
         constants: list[torch.Tensor] = []
         known: dict[int, Any] = {}
@@ -109,8 +111,9 @@ class Recipes:
                         refusal = "an input is made of several tensors"
                 elif part.storage_key == key:
                     refusal = "it is a view of an input"
-                if made is not None and made.depth >= depth:
-                    depth = made.depth + 1
+                if made is not None:
+                    depth = max(depth, made.depth + 1)
+                    sources.append((given, made))
             parts.append(part)
             if isinstance(given, torch.Tensor):
                 known[id(given)] = part
@@ -119,6 +122,8 @@ class Recipes:
             proof = self._proof_of(book, called or function, unit)
         what = function, parts, constants, output, unit, random_states, depth, (book, proof)
         recipe = FunctionRecipe(*what, refusal, keeps_grad=keeps_grad)
+        if recipe.depth and book.begin(proof):
+            recipe.begin_proof(output, inputs, sources, runs=runs)
         block = chunk.find_block(key)
         if block is None:
             self._recipes[key] = recipe

@@ -253,7 +253,8 @@ class _HookedSite(Site):
         call.picks_first = isinstance(output, (tuple, list))
         made = output[0] if call.picks_first else output
         if chunk is not None and isinstance(made, torch.Tensor):
-            recipes_of(chunk).add(made, call.output, leaves, self.unit, proof=self.proof)
+            how: dict[str, Any] = {"proof": self.proof, "runs": not self.drops_inside}
+            recipes_of(chunk).add(made, call.output, leaves, self.unit, **how)
 
     def _refusal(self, module: nn.Module, leaves: Sequence[Any]) -> str:
         if has_modes():
