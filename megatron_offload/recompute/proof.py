@@ -30,7 +30,7 @@ class Proof:
 
     Attributes:
         name: of the site or function, for messages.
-        is_due: whether the next outputs are compared, as are all of a step in which one was.
+        is_due: whether the next outputs are compared, as are all of the step ``seen_in``.
         is_known: whether outputs were compared, and were equal.
         refusal: why it isn't recomputed any more.
     """
@@ -85,9 +85,7 @@ class Proofs:
         if proof.is_known or proof.refusal:
             return proof.refusal
         proof.is_due = True
-        return "it is compared in the next step" + " that is no capture" * bool(
-            self.transfers.backend.is_capturing()
-        )
+        return "it is compared in the next step (not in one that is captured)"
 
     def settle(self, proof: Proof, are_equal: Sequence[torch.Tensor], num_bytes: int) -> str:
         """Read what comparisons of one output have shown; return why it can't be dropped.
@@ -95,14 +93,16 @@ class Proofs:
         The host waits for the device.
         """
         self.transfers.stats.proven_bytes += num_bytes
-        if not proof.refusal and not bool(torch.stack([*are_equal]).all()):
-            proof.refusal = "it was compared when it was recomputed, and had other bits"
-            _logger.warning(
-                "recompute: what %s returns is kept from here on: recomputed it has other bits",
-                proof.name,
-            )
-        elif not proof.is_known:
+        if proof.refusal:
+            return proof.refusal
+        if torch.stack([*are_equal]).all():
             proof.is_known = True
-        if proof.is_known and not any(one() is proof for one in self._known):
-            self._known.append(ref(proof))
+            if not any(one() is proof for one in self._known):
+                self._known.append(ref(proof))
+            return ""
+        proof.refusal = "it was compared when it was recomputed, and had other bits"
+        _logger.warning(
+            "recompute: what %s returns is kept from here on: recomputed it has other bits",
+            proof.name,
+        )
         return proof.refusal
