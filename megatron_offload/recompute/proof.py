@@ -21,6 +21,8 @@ from megatron_offload.engine.transfers import Transfers
 _logger = logging.getLogger(__name__)
 
 _SEE_AGAIN = 64
+_MOST_IN_A_STEP = 256
+"""Outputs that are compared for one proof, also where steps never end."""
 
 _books: WeakKeyDictionary[Transfers, Proofs] = WeakKeyDictionary()
 
@@ -39,6 +41,7 @@ class Proof:
         self.name, self.refusal = name, ""
         self.is_due, self.is_known = True, False
         self.seen_in: StepStats | None = None
+        self.num_left = 0
 
 
 class Proofs:
@@ -74,10 +77,13 @@ class Proofs:
 
     def begin(self, proof: Proof) -> bool:
         """Return whether an output that was made now is compared."""
-        is_due = proof.is_due or proof.seen_in is self._stats
-        if not is_due or proof.refusal or self.transfers.backend.is_capturing():
+        if proof.is_due:
+            proof.seen_in, proof.num_left = self._stats, _MOST_IN_A_STEP
+        if proof.seen_in is not self._stats or not proof.num_left or proof.refusal:
             return False
-        proof.is_due, proof.seen_in = False, self._stats
+        if self.transfers.backend.is_capturing():
+            return False
+        proof.is_due, proof.num_left = False, proof.num_left - 1
         return True
 
     def refusal(self, proof: Proof) -> str:

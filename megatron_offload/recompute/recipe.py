@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
+from megatron_offload.backends.base import Event
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.checking import checksum
 from megatron_offload.engine.group import Block, BlockRef, Recipe
@@ -210,7 +211,8 @@ class FunctionRecipe:
 
     __slots__ = (
         *("_book", "_call_state", "_form", "_function", "_parts", "_proof", "_random_states"),
-        *("_are_equal", "_reads", "_refusal", "_storage_ref", "_sum", "depth", "unit", "version"),
+        *("_are_equal", "_compared", "_reads", "_refusal", "_storage_ref", "_sum", "depth"),
+        *("unit", "version"),
     )
 
     def __init__(
@@ -240,6 +242,7 @@ class FunctionRecipe:
         self._book, self._proof = proofs
         self._are_equal: list[torch.Tensor] = []
         self._sum: torch.Tensor | None = None
+        self._compared: Event = None
         refusal = refusal or self._proof.refusal
         if has_modes():
             refusal = refusal or MODES
@@ -269,6 +272,7 @@ class FunctionRecipe:
         if self._sum is None:
             return self._book.refusal(self._proof)
         with self._book.transfers.backend.computing_on(block.stream):
+            block.stream.wait_event(self._compared)
             saved = sum_of(block.alias)
             return self._book.settle(
                 self._proof, [*self._are_equal, saved == self._sum], block.num_bytes
@@ -298,6 +302,8 @@ class FunctionRecipe:
             is_same = self._is_as_before(made)
             found = sum_of(made) if is_same else self._sum + 1
             self._are_equal.append(found == self._sum)
+        backend = self._book.transfers.backend
+        self._compared = backend.record(backend.compute_stream())
 
     def copy(self) -> FunctionRecipe:
         """Return one that can be bound by itself."""
