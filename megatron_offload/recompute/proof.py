@@ -93,7 +93,7 @@ class Proofs:
         proof.is_due = True
         return "it is compared in the next step (not in one that is captured)"
 
-    def settle(self, proof: Proof, are_equal: Sequence[torch.Tensor], num_bytes: int) -> str:
+    def resolve(self, proof: Proof, are_equal: Sequence[torch.Tensor], num_bytes: int) -> str:
         """Read what comparisons of one output have shown; return why it can't be dropped.
 
         The host waits for the device.

@@ -274,7 +274,7 @@ class FunctionRecipe:
         with self._book.transfers.backend.computing_on(block.stream):
             block.stream.wait_event(self._compared)
             saved = sum_of(block.alias)
-            return self._book.settle(
+            return self._book.resolve(
                 self._proof, [*self._are_equal, saved == self._sum], block.num_bytes
             )
 
