@@ -299,9 +299,10 @@ class FunctionRecipe:
             own = (x.detach().requires_grad_(x.requires_grad) for x in given if _is_plain(x))
             known = dict(zip((id(x) for x in given if _is_plain(x)), own, strict=True))
             made = self._call([known.get(id(x), x) for x in given])
-            is_same = self._is_as_before(made)
-            found = sum_of(made) if is_same else self._sum + 1
-            self._are_equal.append(found == self._sum)
+            if self._is_as_before(made):
+                self._are_equal.append((_words_of(made) == _words_of(output)).all())
+            else:
+                self._are_equal.append(self._sum != self._sum)
         backend = self._book.transfers.backend
         self._compared = backend.record(backend.compute_stream())
 
@@ -388,6 +389,11 @@ def sum_of(tensor: torch.Tensor) -> torch.Tensor:
     storage = tensor.untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return checksum(flat.set_(storage, 0, (storage.nbytes(),), (1,)))
+
+
+def _words_of(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return flat if flat.numel() % 8 else flat.view(torch.int64)
 
 
 def _is_plain(given: Any) -> bool:
