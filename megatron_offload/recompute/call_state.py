@@ -112,7 +112,7 @@ class CallState:
                 _push_mode(self._device_context)
                 undo.callback(_pop_mode)
             undo.enter_context(torch.set_grad_enabled(self._has_grad))
-            if self._has_grad and torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+            if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
                 _push_saved_tensors_default_hooks(as_it_is, as_it_is)
                 undo.callback(_pop_saved_tensors_default_hooks)
             return function(*args)
