@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import importlib.util
 import inspect
 import itertools
 import logging
@@ -235,9 +236,8 @@ FAMILIES = {
 def import_families(families: Iterable[str]) -> None:
     """Import what all models of these need, once, before the first process is forked."""
     try:
-        import torchvision  # noqa: F401
-    except ImportError:
-        pass
+        if importlib.util.find_spec("torchvision"):
+            importlib.import_module("torchvision")
     except RuntimeError:  # a build for CUDA beside a torch for CPUs has no kernels; none is called
         for name in [name for name in sys.modules if name.startswith("torchvision")]:
             del sys.modules[name]

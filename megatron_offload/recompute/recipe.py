@@ -333,7 +333,8 @@ class FunctionRecipe:
         Raises:
             InPlaceModificationError: something that the function takes was changed since.
             StateError: a parameter that it takes has no memory now.
-            CorruptionError: the function made another kind of tensor than before.
+            CorruptionError: the function made another kind of tensor than before, or for a proof
+                other bits.
         """
         for record in self._reads:
             record.check_version()

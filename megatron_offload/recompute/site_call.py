@@ -176,17 +176,10 @@ class SiteCall(ModuleCall):
         InPlaceModificationError: something that it takes was changed since.
     """
 
-    def __init__(
-        self,
-        site: Site,
-        manager: PipelineOffloadManager,
-        module: nn.Module,
-        state: ModuleState,
-        leaves: Sequence[Any],
-        spec: Any,
-    ) -> None:
-        super().__init__(site, manager, module, state, leaves, spec)
+    def __init__(self, site: Site, manager: PipelineOffloadManager, *call: Any) -> None:
+        super().__init__(site, manager, *call)
         self.depth, self.transfers = 0, manager.transfers
+        leaves, state = self.leaves, self.state
         hooks = _top_saved_tensors_default_hooks(True)
         pack, self._unpack = hooks or (partial(SavedTensor, group_name=site.path), _unpack)
         tensors = {id(x): x for x in leaves if isinstance(x, torch.Tensor)}
