@@ -14,6 +14,7 @@ from megatron_offload.core.policy_config import (
     ModulesConfig,
     PolicyConfig,
 )
+from megatron_offload.core.row_config import LOSS, RowConfig
 from megatron_offload.errors import ConfigError, did_you_mean, shorten
 from megatron_offload.files.strict_model import (
     BytesField,
@@ -50,9 +51,6 @@ MODULES: tuple[str, ...] = MEGATRON_MODULES + EXTRA_MODULES
 RECOMPUTE_SITES: tuple[str, ...] = ("layer", "mlp", "attention")
 """What is recomputed as a whole: a layer, or its MLP or attention."""
 
-LOSS = "loss"
-"""The recompute kind of a model's loss by rows."""
-
 MEGATRON_RECOMPUTE: tuple[str, ...] = ("norm", "mlp_act", "mlp_fc1")
 """What is recomputed in a Megatron job unless something is set: its classes are known, and so is
 who reads what they make."""
@@ -63,6 +61,8 @@ where a plan says so."""
 
 _KEEP_KEYS = {"fraction", "delta_bytes_across_pp_ranks"}
 """Keys by which groups are kept on the device."""
+
+_INSTEAD_OF_ROWS = {"modules", "recompute", "policy", *_KEEP_KEYS}
 
 CopyTiming = Literal["eager", "late", "eager_d2h_late_h2d", "late_d2h_eager_h2d", "random"]
 
@@ -109,6 +109,10 @@ class OffloadConfig(StrictModel):
     modules by patterns of names holding a dot or ``*``. Where it isn't set nothing is, but for the
     loss of a transformers model on a GPU where that takes no time, and `MEGATRON_RECOMPUTE` in a
     Megatron job, once installed; ``()`` is nothing there too."""
+
+    rows: tuple[RowConfig, ...] = ()
+    """What is done at which sites of which layers (docs/rows.md), in place of all other keys that
+    say what is offloaded or recomputed. What no row names is kept, without any cost."""
 
     fraction: float = Field(default=1.0, ge=0.0, le=1.0)
     """Share of each chunk's groups that is offloaded, earliest first."""
@@ -203,6 +207,8 @@ class OffloadConfig(StrictModel):
 
     def model_post_init(self, _: Any, /) -> None:
         """Refuse two keys that both say what is kept."""
+        for key in sorted(self.model_fields_set & _INSTEAD_OF_ROWS) if self.rows else ():
+            raise ConfigError(f"rows say what is offloaded and recomputed, and so does {key!r}")
         if self.policy is not None and not isinstance(self.policy, ModulesConfig):
             for key in sorted(self.model_fields_set & _KEEP_KEYS):
                 raise ConfigError(
@@ -213,7 +219,7 @@ class OffloadConfig(StrictModel):
     @property
     def tuned_policy(self) -> AutoConfig | MemoryTargetConfig | None:
         """What the run's own steps are to find; None where the settings say what is offloaded."""
-        if not self.enabled:
+        if not self.enabled or self.rows:
             return None
         if isinstance(self.policy, (AutoConfig, MemoryTargetConfig)):
             return self.policy
@@ -224,8 +230,13 @@ class OffloadConfig(StrictModel):
     @property
     def has_loss_by_rows(self) -> bool:
         """Whether a model's own loss may be computed by rows, at doors that know it."""
-        is_open = "recompute" not in self.model_fields_set
-        return self.enabled and (is_open or LOSS in self.recompute)
+        is_open = "recompute" not in self.model_fields_set and not self.rows
+        return self.enabled and (is_open or self.names_loss)
+
+    @property
+    def names_loss(self) -> bool:
+        """Whether it says that the loss is computed by rows."""
+        return LOSS in self.recompute or any(row.by_rows for row in self.rows)
 
     @property
     def smallest_tensor(self) -> tuple[int, int]:

@@ -31,6 +31,7 @@ PACKAGES = (
     "machine",
     "planning",
     "engine",
+    "model_map",
     "recompute",
     "observe",
     "autotune",

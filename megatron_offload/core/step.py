@@ -231,6 +231,11 @@ class StepDecisions(Generic[G]):
                 self.window.pass_boundary(group.clock_bytes)
         self.look_ahead()
 
+    def tick(self, num_bytes: int) -> None:
+        """Let the clock go by what has no group."""
+        self.window.pass_boundary(num_bytes)
+        self.look_ahead()
+
     def reload_group(self, group: G, *, is_late: bool = False) -> None:
         """Let a group be on the device, wherever it is in the order; late at its own backward."""
         is_held = False

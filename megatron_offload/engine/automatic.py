@@ -124,10 +124,14 @@ class AutomaticGroups:
         chunk = self.manager.begin_chunk(vp_stage=vp_stage, pp_rank=pp_rank)
         if self.min_tensor_bytes is not None:
             chunk.rules.min_tensor_bytes = self.min_tensor_bytes
-        chunk.rules.max_inflight_blocks = self.max_inflight_tensors
+        by_rows = bool(self.manager.config.rows)
+        if not (by_rows and self.max_inflight_tensors):
+            chunk.rules.max_inflight_blocks = self.max_inflight_tensors
         chunk.rules.should_offload = self.should_offload
         pack = None
-        if self.manager.is_skipping:
+        if by_rows:
+            pass  # hooks of modules record what rows name
+        elif self.manager.is_skipping:
             self.manager.note_skipped()
         elif self.manager.do_offload and not (is_in_backward() or self.manager.is_hidden()):
             pack = self.pack

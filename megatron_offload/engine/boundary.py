@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from megatron_offload.engine.graph_break import graph_break
+from megatron_offload.engine.group import Pick
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_parameter
 
@@ -26,10 +27,13 @@ Tensors = TypeVar("Tensors", bound=torch.Tensor | Sequence[Any] | None)
 
 
 @graph_break
-def start_group(manager: PipelineOffloadManager, tensors: Tensors, name: str) -> Tensors:
+def start_group(
+    manager: PipelineOffloadManager, tensors: Tensors, name: str, pick: Pick | None = None
+) -> Tensors:
     """Open a group: what autograd saves under the manager's hooks belongs to it from here on.
 
     Backward has left the group when the gradient of the first tensor that needs one is complete.
+    A ``pick`` says which of its tensors are offloaded; None: all that can be.
 
     Returns:
         ``tensors`` itself, the group's inputs: one tensor, a tuple or list of anything, or None.
@@ -40,6 +44,7 @@ def start_group(manager: PipelineOffloadManager, tensors: Tensors, name: str) ->
     group = manager.start_group(chunk, name, may_pass=True)
     if group.is_skipped:
         return tensors
+    group.pick = pick
     tensor = _first_with_grad(tensors)
     if tensor is None:
         return tensors
@@ -95,6 +100,20 @@ def commit_group(
         # the next begins with, backward leaves the one before it enters the other.
         tensor.grad_fn.register_prehook(partial(manager.enter_backward, group))
     return tensors
+
+
+def tick(manager: PipelineOffloadManager, tensors: Tensors, num_bytes: int) -> None:
+    """Let the step's clock go by a layer without groups, now and when backward comes to its end.
+
+    Args:
+        manager: whose copies are released and reloaded by that clock.
+        tensors: the layer's outputs, as of `commit_group`.
+        num_bytes: what the clock counts.
+    """
+    manager.tick(num_bytes)
+    tensor = _first_with_grad(tensors)
+    if tensor is not None and tensor.grad_fn is not None:
+        tensor.grad_fn.register_prehook(lambda *_: manager.tick(num_bytes))
 
 
 def _first_with_grad(tensors: torch.Tensor | Sequence[Any] | None) -> torch.Tensor | None:

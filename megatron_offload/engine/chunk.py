@@ -116,7 +116,9 @@ class ChunkOffloadHandler:
         """
         if has_modes():
             return apart(self.pack, group, tensor)
-        transfers = self.transfers
+        transfers, pick = self.transfers, group.pick
+        if pick is not None and not pick.takes():
+            return SavedTensor(tensor, group.name)
         if transfers.observers and not is_parameter(tensor):
             for observer in transfers.observers:
                 observer.tensor_saved(tensor)
@@ -137,6 +139,8 @@ class ChunkOffloadHandler:
             self._saves_in, self._saves_on = group, stream
             group.unresolved = self
         self._saved.append(weakref.ref(record))
+        if pick is not None:
+            pick.note(record)
         if marks:
             self._take_ready_mark(tensor, record)
         return record

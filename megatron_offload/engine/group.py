@@ -59,6 +59,7 @@ class Record(Protocol):
 
     alias: torch.Tensor
     base: int
+    block: Block | None
     group_name: str
     version: int
 
@@ -352,6 +353,24 @@ class Rules:
     """The units of recipes by which tensors are recomputed; None for the default kinds."""
 
 
+class Pick(Protocol):
+    """Which of the tensors that one group saves are offloaded.
+
+    ``drops_only`` says that none is, but those that are recomputed are dropped.
+    """
+
+    drops_only: bool
+
+    def takes(self) -> bool:
+        """Whether the next that is saved may be, or is left to autograd without a record."""
+
+    def note(self, record: Record) -> None:
+        """Note the record of one that may be."""
+
+    def choose(self, group: OffloadGroup) -> None:
+        """Keep some of a group's blocks, now that all are known: its forward is over."""
+
+
 class _ResolvesBlocks(Protocol):
     def resolve_blocks(self) -> None: ...
 
@@ -370,7 +389,8 @@ class OffloadGroup(Group):
         is_skipped: whether nothing of it is recorded.
         shares_with: groups before it that have saved some of its memory too.
         forced: tensors that something else keeps alive and that are not read again.
-        unsettled: who has records of it that have found no blocks yet.
+        unresolved: who has records of it that have found no blocks yet.
+        pick: which of its tensors are offloaded; None: all that can be.
     """
 
     externally_referenced_bytes = shared_bytes = 0
@@ -382,6 +402,7 @@ class OffloadGroup(Group):
     leaf_hook: RemovableHandle | None = None
     forced: tuple[weakref.ref[torch.Tensor], ...] = ()
     unresolved: _ResolvesBlocks | None = None
+    pick: Pick | None = None
 
     def __init__(self, key: GroupKey, name: str, budget: DeviceBudget, rules: Rules) -> None:
         super().__init__(key, name, budget)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Protocol, Self
+from weakref import ref
 
 import torch
 
@@ -191,6 +192,8 @@ class PipelineOffloadManager:
         self.transfers = Transfers(self.backend, *pools, self.budget, self.guard, self.observers)
         self.window = self.transfers.window
         self.learner = Learner(config, policy, self.transfers)
+        self._row_names = {row.site for row in config.rows}
+        self.transfers.by_rows = bool(config.rows)
         self.observers[:] = [one for one in self.observers if not isinstance(one, Checker)]
         if config.checking:
             self.observers.append(Checker())
@@ -294,6 +297,8 @@ class PipelineOffloadManager:
         if not self.do_offload or self.is_hidden() or not is_recording():
             return None
         chunk, since = self._chunk, self._begun_at_backward
+        if self.config.rows and name not in self._row_names:
+            return None
         is_over = since is not None and since != len(self.decisions.backward_order)
         if chunk is None or (is_over and not chunk.open_groups):
             if not self._is_in_step:
@@ -465,7 +470,9 @@ class PipelineOffloadManager:
         if self.is_skipping and self.last_profile is not None:  # a step has as many as the last
             is_over = self._num_begun > max(group.key.chunk for group in self.last_profile.groups)
         else:
-            is_over = bool(self.decisions.committed) and self.decisions.is_idle()
+            call = self.last_call
+            has_begun = bool(self.decisions.committed) or call is not None
+            is_over = has_begun and self.decisions.is_idle() and (call is None or call() is None)
         if is_over:
             self.reset()
         return is_over
@@ -582,6 +589,8 @@ class PipelineOffloadManager:
         self._num_begun = 0
         self._has_skipped = False
         self._chunk = self._begun_at_backward = self._pack = None
+        self.last_call: ref[object] | None = None
+        """The last call of this step whose inside is recomputed: there may be no groups besides."""
         for chunk in self._entered:
             chunk.forget_groups()
         self._entered.clear()
@@ -663,6 +672,11 @@ class PipelineOffloadManager:
         self.decisions.leave_backward(group)
         for observer in self.observers:
             observer.backward_left(group)
+
+    @guarded
+    def tick(self, num_bytes: int) -> None:
+        """Let the step's clock go by something without groups, as large as if it had saved this."""
+        self.decisions.tick(num_bytes)
 
     @property
     def last_reached(self) -> GroupKey | None:
@@ -752,6 +766,8 @@ class PipelineOffloadManager:
     @property
     def recompute(self) -> tuple[str, ...]:
         """What is recomputed, by unit and pattern; the loss is none of the engine's."""
+        if self.config.rows:
+            return tuple(row.site for row in self.config.rows if row.recompute)
         is_usual = self is PipelineOffloadManager.instance and (
             "recompute" not in self.config.model_fields_set
         )

@@ -96,6 +96,8 @@ class Step(StepDecisions[OffloadGroup]):
     ) -> None:
         """Decide about a group whose forward is over, and issue its copies."""
         transfers = self._transfers
+        if group.pick is not None:
+            group.pick.choose(group)
         transfers.measure(group, may_drop=not keep_reason)
         transfers.stats.by_name[group.name].num_groups += 1
         if must_move:

@@ -60,6 +60,8 @@ class Transfers:
         self.stats = StepStats()
         self.dropped_bytes = 0  # off the device, to be recomputed
         self.owners = ForeignOwners()
+        self.by_rows = False
+        """Whether what no row names is saved without a record."""
         self.takes_targets = self.tensor_pool.keeps or self.backend.observes
         self._leases: set[Lease] = set()
         """Of blocks that have something to free; kept here, since nothing reports one that
@@ -78,6 +80,7 @@ class Transfers:
         moving: list[Block] = []
         owners, chooses = self.owners, group.rules.should_offload
         knows_any = bool(owners.known)
+        drops_only = group.pick is not None and group.pick.drops_only
         num_bytes = 0
         for found in group.references:
             block = found()
@@ -88,7 +91,7 @@ class Transfers:
             block_bytes, counted_bytes = block.num_bytes, block.counted_bytes
             if chooses is not None and not counted_bytes and not owners.knows(block):
                 block.is_kept = block.is_kept or not chooses(block_bytes)
-            if block.is_kept:
+            if block.is_kept or drops_only:
                 group.kept_bytes += block_bytes
                 self._count_kept(block, "beyond the share that is offloaded")
                 continue

@@ -15,20 +15,23 @@ from megatron_offload.errors import ConfigError
 
 _ALL_MOVES = "it takes what autograd saves, whatever module that is; offload_modules() goes by name"
 _RATIO = "offload_ratio says what is offloaded; give that, or use OffloadActivations"
+_NO_MODEL = "it isn't given the model; get_act_offloading_ctx_manager(model) is"
 _BY_RANK = {
     "delta_bytes_across_pp_ranks": "it knows no pipeline ranks; give each rank its own fraction"
 }
 _UNFOLLOWED: dict[str, dict[str, str]] = {
-    "OffloadActivations": {"modules": _ALL_MOVES, **_BY_RANK},
+    "OffloadActivations": {"modules": _ALL_MOVES, "rows": _NO_MODEL, **_BY_RANK},
     "get_act_offloading_ctx_manager": {"modules": _ALL_MOVES, **_BY_RANK},
     "CPUOffload": {
         "modules": _ALL_MOVES,
+        "rows": _NO_MODEL,
         **dict.fromkeys(("policy", "fraction", *_BY_RANK), _RATIO),
     },
     "offload_pipeline": {"modules": _ALL_MOVES},
     "operation_groups": {
         "modules": "set_activation_offloading() says which modules move",
         "recompute": "its operations are fused as they run; leave it out or give ()",
+        "rows": "its operations are fused as they run",
         **_BY_RANK,
     },
 }

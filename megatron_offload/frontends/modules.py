@@ -9,12 +9,10 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from megatron_offload.autotune.loop import tune
 from megatron_offload.config import EXTRA_MODULES, MEGATRON_MODULES
-from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.module_hooks import (
     ModuleHook,
@@ -22,10 +20,12 @@ from megatron_offload.engine.module_hooks import (
     hooks_of,
     named_modules,
 )
-from megatron_offload.engine.patches import Call, PatchStack
+from megatron_offload.engine.patches import PatchStack
 from megatron_offload.errors import ConfigError, did_you_mean
+from megatron_offload.frontends.adopt import adopt_model
 from megatron_offload.frontends.around import engine_of, refuse_unserved
-from megatron_offload.recompute.sites import adopt_model
+from megatron_offload.model_map.offload_site import OffloadSite, inputs, outputs
+from megatron_offload.model_map.structure import has_forward
 
 _logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ def offload_modules(
         refuse_unserved("offload_modules", manager.config)
     result = ModuleOffload(manager)
     wanted = tuple(dict.fromkeys([names] if isinstance(names, str) else names))
-    if not (wanted or is_part):
+    if not (wanted or is_part or manager.config.rows):
         raise ConfigError("offload_modules() was given no names, so nothing would be offloaded")
     modules = [named_modules(chunk) for chunk in chunks]
     kinds = {name: kind for name in wanted if (kind := _kind_of(name, modules, is_part))}
@@ -160,69 +160,26 @@ def _find(modules: Mapping[str, nn.Module], kind: _Kind) -> list[str]:
         path
         for path, module in modules.items()
         if path and any(expression.fullmatch(path) for expression in expressions)
-        if kind.between or _has_forward(module)
+        if kind.between or has_forward(module)
         if all(f"{path}.{end}" in modules for end in kind.between or ())
     ]
-
-
-def _has_forward(module: nn.Module) -> bool:
-    if isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
-        return False
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _mark(
     result: ModuleOffload, modules: Mapping[str, nn.Module], name: str, kind: _Kind
 ) -> list[str]:
-    found = _find(modules, kind)
+    found, manager = _find(modules, kind), result.manager
     for path in found:
         module = modules[path]
         handles = hooks_of(name, module)
         if kind.between is None:
-            begin, end, _ = _region(result.manager, name, _inputs, _outputs)
-            handles.append(module.register_forward_pre_hook(begin, with_kwargs=True))
-            handles.append(module.register_forward_hook(end, always_call=True))
+            handles += OffloadSite(name, lambda: manager).hook(module)
         else:
             first, last = (modules[f"{path}.{end}"] for end in kind.between)
-            begin, end, close = _region(result.manager, name, _outputs, _inputs)
+            site = OffloadSite(name, lambda: manager, takes=(outputs, inputs))
+            begin, end, close = map(ModuleHook, (site.begin, site.end, site.close))
             handles.append(first.register_forward_hook(begin))
             handles.append(last.register_forward_pre_hook(end, with_kwargs=True, prepend=True))
             handles.append(module.register_forward_hook(close, always_call=True))
         result.remove_later(handles)
     return found
-
-
-def _inputs(args: Any, kwargs: Any) -> Sequence[Any]:
-    return *args, *kwargs.values()
-
-
-def _outputs(args: Any, output: Any) -> Sequence[Any]:
-    if isinstance(output, dict):
-        return tuple(output.values())
-    return output if isinstance(output, (tuple, list)) else (output,)
-
-
-def _region(
-    manager: PipelineOffloadManager, name: str, first: Call, last: Call
-) -> tuple[ModuleHook, ModuleHook, ModuleHook]:
-    """Return hooks that begin a group, end it, and end all that are open."""
-    num_open = 0
-
-    def begin(module: nn.Module, args: Any, passed: Any) -> None:
-        nonlocal num_open
-        start_group(manager, first(args, passed), name)
-        manager.__enter__()
-        num_open += 1
-
-    def end(module: nn.Module, args: Any, passed: Any) -> None:
-        nonlocal num_open
-        if num_open:  # else another hook has raised before ours ran
-            num_open -= 1
-            manager.__exit__()
-            commit_group(manager, last(args, passed), name)
-
-    def close(module: nn.Module, args: Any, output: Any) -> None:
-        while num_open:  # the forward ended without calling the last module, or raised
-            end(module, (), {})
-
-    return ModuleHook(begin), ModuleHook(end), ModuleHook(close)

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_offload.autotune.loop import tune
 from megatron_offload.backends import current_device
-from megatron_offload.config import LOSS, OffloadConfig
+from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.hooks import others_hooks, put_on, take_off
@@ -28,6 +28,7 @@ from megatron_offload.engine.patches import PatchStack
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import ConfigError
+from megatron_offload.frontends.adopt import adopt_model
 from megatron_offload.frontends.around import AroundForwards, followed
 from megatron_offload.memory.host_pool import HostPool
 from megatron_offload.recompute.model_loss import (
@@ -36,7 +37,6 @@ from megatron_offload.recompute.model_loss import (
     owners_of_loss,
     patch_loss,
 )
-from megatron_offload.recompute.sites import adopt_model
 
 _HEADS = ("output", "lm_head", "output_layer", "embed_out", "score", "classifier", "head")
 """What libraries call the layer that makes logits: torchtune; Hugging Face and litgpt; Megatron;
@@ -145,7 +145,7 @@ class _OffloadModel(OffloadActivations):
         config = self.manager.config
         has_loss = model is not None and config.has_loss_by_rows
         self._owners = owners_of_loss(model) if model is not None and has_loss else []
-        self._loss = causal_loss if LOSS in config.recompute else large_causal_loss
+        self._loss = causal_loss if config.names_loss else large_causal_loss
         self._patched: list[PatchStack] = []
 
     def __enter__(self) -> Self:  # type: ignore[override]  # torch's returns nothing

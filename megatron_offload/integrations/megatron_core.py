@@ -33,10 +33,10 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.module_hooks import named_modules
 from megatron_offload.engine.patches import Call, PatchStack
 from megatron_offload.errors import ConfigError, IntegrationError
+from megatron_offload.frontends.adopt import hook_modules
 from megatron_offload.frontends.around import refuse_unserved
 from megatron_offload.frontends.modules import ModuleOffload, offload_modules
 from megatron_offload.integrations.megatron_recompute import replacements, wrap_methods
-from megatron_offload.recompute.sites import recompute_modules
 
 _MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 _PREPARE = "preprocess_for_fine_grained_offloading"
@@ -283,8 +283,9 @@ def _marking(original: Callable[[Any], None], self: Any) -> None:
             refuse_unserved("megatron_core.install()", manager.config)
             if isinstance(manager.config.policy, MemoryTargetConfig):
                 manager.config.policy.targets(pipeline("world_size"))  # as many as there are ranks
-            units, find_manager = manager.recompute, PipelineOffloadManager.get_instance
-            marked.remove_later(recompute_modules(named_modules(self), units, find_manager))
+            find_manager = PipelineOffloadManager.get_instance
+            modules = named_modules(self)
+            marked.remove_later(hook_modules(modules, manager, find_manager, is_part=True))
         _marked[self] = manager.config, marked
     is_full = self.config.recompute_granularity == "full"  # see above
     if manager.do_offload and torch.is_grad_enabled() and not is_full:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_offload.config import LOSS
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.recompute.loss import block_rows, have_same_bits, may_compare
 
@@ -46,7 +45,7 @@ def vocabulary_loss(
     """
     more = () if tp_group is None else (tp_group,)
     manager = PipelineOffloadManager.get_instance()
-    is_named = manager.config.enabled and LOSS in manager.config.recompute
+    is_named = manager.config.enabled and manager.config.names_loss
     is_plain = type(logits) is Tensor and type(target) is Tensor and not label_smoothing
     if torch.compiler.is_compiling() or not (is_named and is_plain and _takes(logits, target)):
         return original(logits, target, label_smoothing, *more)

@@ -13,8 +13,8 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.patches import Call, PatchStack
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import IntegrationError
+from megatron_offload.frontends.adopt import adopt_model
 from megatron_offload.frontends.around import AroundForwards, followed
-from megatron_offload.recompute.sites import adopt_model
 
 
 class PipelineOffload(PatchStack):
@@ -32,7 +32,7 @@ class PipelineOffload(PatchStack):
         groups = AutomaticGroups(manager, "stage", finds_steps=False)
         self.on_undo(manager.close)
         for place, stage in enumerate(stages):
-            self.remove_later(adopt_model(stage.submod, manager))
+            self.remove_later(adopt_model(stage.submod, manager, is_part=True))
             where = {"vp_stage": place, "pp_rank": stage.group_rank}
             name = f"stage {stage.stage_index}"
             context = AroundForwards(groups, name=name, **where)

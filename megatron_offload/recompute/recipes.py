@@ -141,8 +141,9 @@ class Recipes:
                 recipe = self._recipes.get(key)
                 if recipe is not None and recipe.version != tensor._version:
                     recipe = None  # what it has made was changed in place since
-        if block is None and recipe is None and not chunk.may_move(tensor):
-            return None, None
+        is_recorded = owner_of_hooks() is not None or not chunk.transfers.by_rows
+        if block is None and recipe is None and not (is_recorded and chunk.may_move(tensor)):
+            return None, None  # it is kept as it is, and the site has it anyway
         part = Input(tensor, unit, chunk.blocks, recipe)
         chunk.transfers.sources.empty(part.alias)
         return part, recipe if block is None else block.recipe

@@ -20,6 +20,7 @@ from dataclasses import fields, is_dataclass
 from functools import partial
 from threading import RLock
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -186,6 +187,7 @@ class SiteCall(ModuleCall):
         self._inputs = {key: (pack(x), x.requires_grad) for key, x in tensors.items()}
         self._template = [(id(x), None) if isinstance(x, torch.Tensor) else (0, x) for x in leaves]
         self._is_open, self._step_number = True, manager.step_number
+        manager.last_call = ref(self)
         since = self._step_number - site.proven_in.get(state.training, -_PROVE_EVERY)
         is_due = since % _PROVE_EVERY == 0 or since > _PROVE_EVERY or manager.config.checking
         self._proves = is_due and self._random_states is not None  # a capture can't be waited for

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from operator import eq
@@ -42,23 +42,15 @@ from megatron_offload.engine.module_hooks import (
     compiled_parts,
     expression_of,
     hooks_of,
-    named_modules,
 )
+from megatron_offload.model_map.structure import find_sites, layers_of
+from megatron_offload.model_map.watch import SavedMemory
 from megatron_offload.recompute.module_state import ModuleState, ModuleTables
 from megatron_offload.recompute.recipes import recipes_of
 from megatron_offload.recompute.site_call import ModuleCall, Site, SiteCall
 from megatron_offload.recompute.transformer_engine import is_quantising
 
 _logger = logging.getLogger(__name__)
-
-_LAYERS = ("TransformerLayer", "GradientCheckpointingLayer")
-"""Classes, by their own name or that of a base, whose owners let them be recomputed."""
-
-_PARTS = {
-    "mlp": ("mlp", "feed_forward", "ffn", "ff"),
-    "attention": ("self_attention", "cross_attention", "self_attn", "attn", "attention"),
-}
-"""What libraries call the parts of a layer."""
 
 _KNOWN = {
     "norm": """
@@ -99,24 +91,10 @@ def unit_of(path: str, module: nn.Module) -> str | None:
     return unit
 
 
-def adopt_model(
-    model: nn.Module, manager: PipelineOffloadManager, find_manager: FindManager | None = None
-) -> list[RemovableHandle]:
-    """Keep a model's parameters and buffers, and let its modules be recomputed."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        manager.mark_not_offload(tensor)
-    return recompute_modules(
-        named_modules(model), manager.recompute, find_manager or (lambda: manager)
-    )
+def sites_of(modules: Mapping[str, nn.Module], units: Collection[str]) -> dict[str, str]:
+    """Return the unit of each module that these name by its kind, its class or a pattern.
 
-
-def recompute_modules(
-    modules: Mapping[str, nn.Module], units: Collection[str], find_manager: FindManager
-) -> list[RemovableHandle]:
-    """Let these modules be recomputed where ``units`` name them or their kind.
-
-    The hooks of an earlier call on the same modules go. ``find_manager`` returns whose forward it
-    is when one of them runs; None where it is no manager's.
+    What is named and isn't there is said in a warning.
     """
     kinds = [kind for kind in RECOMPUTE_SITES if kind in units]
     patterns = {pattern: expression_of(pattern) for pattern in recompute_patterns(units)}
@@ -127,15 +105,30 @@ def recompute_modules(
     for pattern, expression in patterns.items():
         if not any(expression.fullmatch(path) for path in modules):
             _logger.warning("recompute: no module here matches %r", pattern)
-    layers, compiled = find_sites(modules, ["layer"]), compiled_parts(modules.values())
+    for path, module in modules.items():
+        named = next((name for name, e in patterns.items() if e.fullmatch(path)), "")
+        unit = found.get(path) or named or unit_of(path, module) or ""
+        if kind_of(unit) in units:
+            found[path] = unit
+    return found
+
+
+def recompute_modules(
+    modules: Mapping[str, nn.Module], sites: Mapping[str, str], find_manager: FindManager
+) -> list[RemovableHandle]:
+    """Let modules be recomputed, by their dotted name that of their unit.
+
+    The hooks of an earlier call on the same modules go. ``find_manager`` returns whose forward it
+    is when one of them runs; None where it is no manager's.
+    """
+    layers, compiled = layers_of(modules), compiled_parts(modules.values())
     handles, said = [], set[str]()
     for path, module in modules.items():
         if isinstance(module, torch.jit.ScriptModule):
             continue  # no hook of it runs
         site, own = _site_of(module), hooks_of(_HookedSite, module)
-        named = next((name for name, e in patterns.items() if e.fullmatch(path)), "")
-        unit = found.get(path) or named or unit_of(path, module) or ""
-        if kind_of(unit) not in units:
+        unit = sites.get(path)
+        if unit is None:
             continue
         if site is None or not site.is_still(unit, module):
             site = _HookedSite(path or type(module).__name__, unit, module)
@@ -247,8 +240,8 @@ class _HookedSite(Site):
         if call is None:
             return
         leaves = call.leaves
-        if not call.close(output):
-            return
+        if not call.close(output) or isinstance(owner_of_hooks(), SavedMemory):
+            return  # in the latter it isn't known yet who saves it
         chunk = call.manager.recorded_chunk() if self.drops_output else None
         call.picks_first = isinstance(output, (tuple, list))
         made = output[0] if call.picks_first else output
@@ -288,40 +281,6 @@ class _HookedSite(Site):
             elif not (leaf is None or isinstance(leaf, _CONSTANTS)):
                 return f"it is given a {type(leaf).__name__}, which may change (use_cache=False?)"
         return ""
-
-
-def find_sites(modules: Mapping[str, nn.Module], kinds: Iterable[str]) -> dict[str, str]:
-    """Return the kind of each module that is a site of these kinds, by its dotted name.
-
-    Layers are those of Megatron and Hugging Face, and the members of each list of modules that
-    have one class and parts, except within another layer.
-    """
-    layers = {path for path, module in modules.items() if _is_layer(module)}
-    for path, module in modules.items():
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
-            continue
-        members = module._modules
-        alike = {type(child) for child in members.values()}
-        if len(alike) == 1 and all(map(_may_be_layer, members.values())):
-            layers.update(f"{path}.{name}".lstrip(".") for name in members)
-    layers = {path for path in layers if not any(path.startswith(f"{one}.") for one in layers)}
-    found: dict[str, str] = {}
-    for kind in kinds:
-        paths = layers
-        if kind != "layer":
-            paths = {f"{layer}.{name}" for layer in layers for name in _PARTS[kind]}
-        found.update((path, kind) for path in modules if path in paths)
-    return found
-
-
-def _may_be_layer(module: nn.Module | None) -> bool:
-    """Whether a member of a list has parts, and is called itself."""
-    is_called = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
-    return is_called and module is not None and next(module.children(), None) is not None
-
-
-def _is_layer(module: nn.Module) -> bool:
-    return any(base.__name__ in _LAYERS for base in type(module).__mro__)
 
 
 def _is_plain_fc1(path: str, module: nn.Module) -> bool:

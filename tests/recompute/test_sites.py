@@ -30,7 +30,7 @@ from megatron_offload.errors import (
     StateError,
 )
 from megatron_offload.memory.storage_ref import StorageRef
-from megatron_offload.recompute.sites import find_sites
+from megatron_offload.model_map.structure import find_sites
 
 WIDTH = 32
 KINDS = (("layer",), ("mlp",), ("attention",), ("mlp", "attention"), ("layer", "mlp", "norm"))

@@ -1,0 +1,78 @@
+"""A row: what is done at one site of a model's layers.
+
+A plan that a person writes is a list of rows; what none of them names is kept, and costs nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from megatron_offload.errors import ConfigError
+from megatron_offload.files.strict_model import Converted, StrictModel, default
+
+LOSS = "loss"
+"""The site of a model's loss, which is computed by rows of its logits."""
+
+_RANGES = re.compile(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*")
+
+
+def _ranges(value: Any) -> str:
+    text = str(value).replace(" ", "")
+    if isinstance(value, bool) or not (text == "all" or _RANGES.fullmatch(text)):
+        raise ValueError("layers are 'all', a number, or numbers such as '0-13,20'")
+    return text
+
+
+Layers = Annotated[str, BeforeValidator(_ranges)]
+
+
+class RowConfig(StrictModel):
+    """One site of some layers, and one of three actions: offload, recompute, by_rows."""
+
+    site: Annotated[str, Field(min_length=1, max_length=200)]
+    """A module within each layer by its dotted name, such as ``mlp.act_fn`` or ``mlp.*``; ``layer``
+    for the layer itself; ``mlp`` and ``attention`` under whatever name; or ``loss``."""
+
+    layers: Converted[Layers, int | str] = default("all")
+    """Which layers: ``all``, or numbers from 0 over the whole model, such as ``0-13,20``."""
+
+    offload: Literal["all"] | Annotated[int, Field(strict=True, ge=1)] | None = None
+    """Offload what is saved inside the site: ``all`` of it, or so many of the largest tensors."""
+
+    recompute: bool = False
+    """Recompute the site in backward."""
+
+    by_rows: bool = False
+    """Compute the loss by rows of its logits, with the same bits."""
+
+    def model_post_init(self, _: Any, /) -> None:
+        """Refuse a row without an action, with several, or with one that the site can't have."""
+        if bool(self.offload) + self.recompute + self.by_rows != 1:
+            raise ConfigError(
+                f"the row of {self.site!r} needs one action: offload: all, offload: 2, "
+                "recompute: true, or by_rows: true"
+            )
+        if self.by_rows != (self.site == LOSS):
+            raise ConfigError("by_rows: true is for site: loss, and that takes nothing else")
+
+    @property
+    def most(self) -> int | None:
+        """How many of its largest tensors are offloaded; None where that is all."""
+        return None if self.offload == "all" else self.offload
+
+    def has_layer(self, number: int) -> bool:
+        """Whether a layer is among the row's."""
+        if self.layers == "all":
+            return True
+        for part in self.layers.split(","):
+            first, _, last = part.partition("-")
+            if int(first) <= number <= int(last or first):
+                return True
+        return False
+
+    def __str__(self) -> str:
+        does = "recompute" if self.recompute else f"offload: {self.offload}"
+        return f"{{layers: {self.layers}, site: {self.site}, {does}}}"

@@ -1,0 +1,77 @@
+"""What each front door does with a model that it is given: marks, sites, and hooks of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.engine.module_hooks import hooks_of, named_modules
+from megatron_offload.model_map.offload_site import (
+    FindManager,
+    LargestTensors,
+    LayerClock,
+    OffloadSite,
+)
+from megatron_offload.model_map.rows import find_rows
+from megatron_offload.model_map.structure import layers_of
+from megatron_offload.model_map.watch import RowWatch
+from megatron_offload.recompute.sites import recompute_modules, sites_of
+
+
+def adopt_model(
+    model: nn.Module,
+    manager: PipelineOffloadManager,
+    find_manager: FindManager | None = None,
+    *,
+    is_part: bool = False,
+) -> list[RemovableHandle]:
+    """Keep a model's parameters and buffers, and hook what is recomputed, or named by rows.
+
+    Args:
+        model: a model, or one of its chunks.
+        manager: has what is configured.
+        find_manager: returns whose forward it is; by default always ``manager``.
+        is_part: as in `find_rows`.
+
+    Raises:
+        ConfigError: as `find_rows`.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        manager.mark_not_offload(tensor)
+    modules, find_manager = named_modules(model), find_manager or (lambda: manager)
+    return hook_modules(modules, manager, find_manager, is_part=is_part)
+
+
+def hook_modules(
+    modules: Mapping[str, nn.Module],
+    manager: PipelineOffloadManager,
+    find_manager: FindManager,
+    *,
+    is_part: bool = False,
+) -> list[RemovableHandle]:
+    """Hook what is recomputed, or named by rows; the hooks of an earlier call go.
+
+    ``is_part`` is as in `find_rows`.
+    """
+    rows = find_rows(manager.config.rows, modules, is_part=is_part)
+    sites = rows.recomputed if manager.config.rows else sites_of(modules, manager.recompute)
+    handles = recompute_modules(modules, sites, find_manager)
+    for path, module in modules.items():
+        own = hooks_of(OffloadSite, module)
+        row = rows.offloaded.get(path)
+        if row is not None:
+            largest = None if row.most is None else LargestTensors.of(module, row.most)
+            own += OffloadSite(row.site, find_manager, largest).hook(module)
+            handles += own
+    clock = LayerClock(find_manager)
+    for path in layers_of(modules):
+        own = hooks_of(LayerClock, modules[path])
+        if rows.offloaded:
+            own += clock.hook(modules[path])
+            handles += own
+    if rows.offloaded or rows.recomputed:
+        handles += RowWatch(modules[""], rows, find_manager).hook()
+    return handles

@@ -1,0 +1,172 @@
+"""Hooks of modules whose calls are groups: where a row stands, and where a name was given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from megatron_offload.engine.boundary import commit_group, start_group, tick
+from megatron_offload.engine.group import OffloadGroup, Record
+from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.engine.module_hooks import ModuleHook
+
+FindManager = Callable[[], PipelineOffloadManager | None]
+"""Returns whose forward it is; None where it is no manager's."""
+
+Take = Callable[[Any, Any], Sequence[Any]]
+"""Takes tensors out of what a hook is given."""
+
+
+def inputs(args: Any, kwargs: Any) -> Sequence[Any]:
+    """Return what a module was given, of what its pre-hook was."""
+    return *args, *kwargs.values()
+
+
+def outputs(args: Any, output: Any) -> Sequence[Any]:
+    """Return what a module has returned, of what its hook was given."""
+    if isinstance(output, dict):
+        return tuple(output.values())
+    return output if isinstance(output, (tuple, list)) else (output,)
+
+
+class LargestTensors:
+    """Which of the tensors that calls of one module save are the largest, as the first has shown.
+
+    The first call is recorded whole. Of those that follow only what was chosen then, as long as
+    they save as many. Where it is ``most`` 0 of them, those chosen are there to be recomputed.
+    """
+
+    def __init__(self, most: int, chosen: frozenset[int] | None = None, num_saved: int = 0) -> None:
+        self.most, self.chosen, self.num_saved = most, chosen, num_saved
+
+    @classmethod
+    def of(cls, module: nn.Module, most: int) -> LargestTensors:
+        """Return what is known of a module, for hooks that are set anew."""
+        known = _known.get(module)
+        if known is None or known.most != most:
+            known = _known[module] = cls(most)
+        return known
+
+    def begin(self) -> _Call:
+        """Return the `Pick` of a call that begins."""
+        return _Call(self)
+
+
+_known: WeakKeyDictionary[nn.Module, LargestTensors] = WeakKeyDictionary()
+
+
+class _Call:
+    def __init__(self, site: LargestTensors) -> None:
+        self._site, self._chosen, self._num_saved = site, site.chosen, 0
+        self.drops_only = site.most == 0
+        self._records: list[tuple[int, ref[Record]]] = []
+
+    def takes(self) -> bool:
+        number = self._num_saved
+        self._num_saved = number + 1
+        return self._chosen is None or number in self._chosen
+
+    def note(self, record: Record) -> None:
+        if self._chosen is None:
+            self._records.append((self._num_saved - 1, ref(record)))
+
+    def choose(self, group: OffloadGroup) -> None:
+        site = self._site
+        if self._chosen is not None:
+            if self._num_saved != site.num_saved:
+                site.chosen = None  # it is another call
+            return
+        own = [block for block in group.blocks() if block.group is group]
+        largest = sorted(own, key=lambda block: -block.num_bytes)[: site.most]
+        for block in own:
+            block.is_kept = block not in largest
+        saved = [(number, found()) for number, found in self._records]
+        chosen = (number for number, record in saved if record and record.block in largest)
+        site.chosen, site.num_saved = frozenset(chosen), self._num_saved
+
+
+class OffloadSite:
+    """Makes a group of what runs between two hooks.
+
+    Args:
+        name: the group's.
+        find_manager: as there.
+        largest: which of its tensors are offloaded; None for all.
+        takes: what begins and ends the group in backward: its first and its last tensors.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        find_manager: FindManager,
+        largest: LargestTensors | None = None,
+        takes: tuple[Take, Take] = (inputs, outputs),
+    ) -> None:
+        self.name, self.largest = name, largest
+        self._find_manager, (self._first, self._last) = find_manager, takes
+        self._open: list[PipelineOffloadManager | None] = []
+
+    def hook(self, module: nn.Module) -> list[RemovableHandle]:
+        """Let each call of a module be a group."""
+        return [
+            module.register_forward_pre_hook(ModuleHook(self.begin), with_kwargs=True),
+            module.register_forward_hook(ModuleHook(self.end), always_call=True),
+        ]
+
+    def begin(self, module: nn.Module, args: Any, passed: Any) -> None:
+        """Begin a group."""
+        manager = self._find_manager()
+        self._open.append(manager)
+        if manager is not None:
+            pick = None if self.largest is None else self.largest.begin()
+            start_group(manager, self._first(args, passed), self.name, pick)
+            manager.__enter__()
+
+    def end(self, module: nn.Module, args: Any, passed: Any) -> None:
+        """End the group that was begun last; there is none where another hook raised before."""
+        if self._open and (manager := self._open.pop()) is not None:
+            manager.__exit__()
+            commit_group(manager, self._last(args, passed), self.name)
+
+    def close(self, module: nn.Module, args: Any, output: Any) -> None:
+        """End all that are open: the forward ended without calling the last module, or raised."""
+        while self._open:
+            self.end(module, (), {})
+
+
+class LayerClock:
+    """Lets the step's clock go by layers in which no row offloads anything.
+
+    Sources are released and reloads begin by that clock. Such a layer counts as the last one that
+    has groups.
+    """
+
+    def __init__(self, find_manager: FindManager) -> None:
+        self._find_manager = find_manager
+        self._begun_at: list[int] = []
+        self._layer_bytes = 0
+
+    def hook(self, layer: nn.Module) -> list[RemovableHandle]:
+        """Hook one of the layers."""
+        return [
+            layer.register_forward_pre_hook(ModuleHook(self._begin), prepend=True),
+            layer.register_forward_hook(ModuleHook(self._end), always_call=True),
+        ]
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        manager = self._find_manager()
+        self._begun_at.append(-1 if manager is None else manager.window.step_bytes)
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        begun_at, manager = self._begun_at.pop() if self._begun_at else -1, self._find_manager()
+        if manager is None or begun_at < 0 or not manager.records():
+            return
+        passed_bytes = manager.window.step_bytes - begun_at
+        if passed_bytes > 0:
+            self._layer_bytes = passed_bytes
+        elif self._layer_bytes:
+            tick(manager, outputs((), output), self._layer_bytes)

@@ -1,0 +1,115 @@
+"""What rows mean in one model: which modules are recomputed, and of which what is offloaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from megatron_offload.config import MEGATRON_MODULES, RECOMPUTE_SITES
+from megatron_offload.core.row_config import LOSS, RowConfig
+from megatron_offload.engine.module_hooks import compiled_parts, expression_of
+from megatron_offload.errors import ConfigError, did_you_mean
+from megatron_offload.model_map.structure import PARTS, has_forward, layers_of
+
+_logger = logging.getLogger(__name__)
+
+
+class FoundRows(NamedTuple):
+    """Rows by the dotted names of modules."""
+
+    recomputed: dict[str, str]
+    """The site's name in its row, by which its bytes are counted."""
+    offloaded: dict[str, RowConfig]
+
+    def drops_output(self, path: str) -> bool:
+        """Whether what a module returns is recomputed too, where it is saved."""
+        return self.recomputed.get(path, "layer") not in RECOMPUTE_SITES
+
+    def place_of(self, path: str) -> str:
+        """Return the module under whose row a module's saves are offloaded; empty where none is."""
+        while path and path not in self.offloaded:
+            path = path.rpartition(".")[0]
+        return path
+
+
+def find_rows(
+    rows: Sequence[RowConfig], modules: Mapping[str, nn.Module], *, is_part: bool = False
+) -> FoundRows:
+    """Return of which modules rows are.
+
+    Args:
+        rows: as in the configuration.
+        modules: of the model, by dotted names.
+        is_part: whether what isn't found may be in another part of the model, on another rank.
+
+    Raises:
+        ConfigError: a row names what the model doesn't have, or what can't be hooked, or two rows
+            are about one module.
+    """
+    found, layers, compiled = (
+        FoundRows({}, {}),
+        layers_of(modules),
+        compiled_parts(modules.values()),
+    )
+    known: dict[str, RowConfig] = {}
+    for row in rows:
+        if row.site == LOSS:
+            continue
+        numbered = [path for path, number in layers.items() if row.has_layer(number)]
+        paths = [path for layer in numbered for path in _within(layer, row.site, modules)]
+        if not paths and not (is_part and row.site in MEGATRON_MODULES):
+            missing = f"row {row}: {_missing(row, layers, numbered, modules)}"
+            if not is_part:
+                raise ConfigError(missing)
+            _logger.warning("%s (in this part of the model)", missing)
+        for path in paths:
+            if path in known:
+                raise ConfigError(f"rows {known[path]} and {row} are both about {path}")
+            if not has_forward(modules[path]):
+                raise ConfigError(
+                    f"row {row}: {path} has no forward of its own that takes hooks; "
+                    f"{row.site + '.*'!r} names what is in it"
+                )
+            if modules[path] in compiled:
+                raise ConfigError(
+                    f"row {row}: {path} is compiled with what is around it, and hooks would be "
+                    "part of that graph; name what torch.compile() was given"
+                )
+            known[path] = row
+            if row.recompute:
+                found.recomputed[path] = row.site
+            else:
+                found.offloaded[path] = row
+    return found
+
+
+def _within(layer: str, site: str, modules: Mapping[str, nn.Module]) -> list[str]:
+    """Return the modules of a layer that a site's name stands for."""
+    if site == "layer":
+        return [layer]
+    names = PARTS.get(site, ())
+    if names:
+        return [path for name in names if (path := f"{layer}.{name}") in modules]
+    expression = expression_of(f"{layer}.{site}")
+    return [path for path in modules if expression.fullmatch(path)]
+
+
+def _missing(
+    row: RowConfig,
+    layers: Mapping[str, int],
+    numbered: Sequence[str],
+    modules: Mapping[str, nn.Module],
+) -> str:
+    """Say what there is in place of a site that isn't."""
+    if not layers:
+        return "no repeated layers were found in this model, so there are no sites"
+    if not numbered:
+        return f"there are layers {min(layers.values())} to {max(layers.values())}"
+    starts = tuple(f"{layer}." for layer in numbered)
+    inner = {path: next((x for x in starts if path.startswith(x)), "") for path in modules}
+    known = {path.removeprefix(start) for path, start in inner.items() if start}
+    names = {"layer", *(kind for kind in PARTS if _within(numbered[0], kind, modules)), *known}
+    return f"no layer has a site {row.site!r}{did_you_mean(row.site, names)}"

@@ -1,0 +1,76 @@
+"""A model's layers, and the parts of layers that libraries call by many names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+_LAYERS = ("TransformerLayer", "GradientCheckpointingLayer")
+"""Classes, by their own name or that of a base, whose owners let them be recomputed."""
+
+PARTS = {
+    "mlp": ("mlp", "feed_forward", "ffn", "ff"),
+    "attention": ("self_attention", "cross_attention", "self_attn", "attn", "attention"),
+}
+"""What libraries call the parts of a layer."""
+
+
+def find_sites(modules: Mapping[str, nn.Module], kinds: Iterable[str]) -> dict[str, str]:
+    """Return the kind of each module that is a site of these kinds, by its dotted name."""
+    layers = layers_of(modules)
+    found: dict[str, str] = {}
+    for kind in kinds:
+        paths = {*layers}
+        if kind != "layer":
+            paths = {f"{layer}.{name}" for layer in layers for name in PARTS[kind]}
+        found.update((path, kind) for path in modules if path in paths)
+    return found
+
+
+def layers_of(modules: Mapping[str, nn.Module]) -> dict[str, int]:
+    """Return the dotted name of each layer with its number, from 0.
+
+    Layers are those of Megatron and Hugging Face, and the members of each list of modules that
+    have one class and parts, except within another layer. Megatron numbers them over all pipeline
+    ranks; others have their place in their list.
+    """
+    layers = {path for path, module in modules.items() if _is_layer(module)}
+    for path, module in modules.items():
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
+            continue
+        members = module._modules
+        alike = {type(child) for child in members.values()}
+        if len(alike) == 1 and all(map(_may_be_layer, members.values())):
+            layers.update(f"{path}.{name}".lstrip(".") for name in members)
+    outer = [path for path in modules if path in layers and not _is_within(path, layers)]
+    return {path: _number_of(modules[path], path) for path in outer}
+
+
+def _is_within(path: str, layers: set[str]) -> bool:
+    return any(path.startswith(f"{one}.") for one in layers)
+
+
+def _number_of(layer: nn.Module, path: str) -> int:
+    number, last = getattr(layer, "layer_number", None), path.rpartition(".")[2]
+    if isinstance(number, int):
+        return number - 1
+    return int(last) if last.isdigit() else 0
+
+
+def _may_be_layer(module: nn.Module | None) -> bool:
+    """Whether a member of a list has parts, and is called itself."""
+    is_called = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    return is_called and module is not None and next(module.children(), None) is not None
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return any(base.__name__ in _LAYERS for base in type(module).__mro__)
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module is called itself, and takes hooks."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
