@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 LATE = 40
+LOSS = {"site": "loss", "by_rows": True}
 MODES = {
     "off": None,
     "default": {},
@@ -32,6 +33,11 @@ MODES = {
     "mlp": {"recompute": "mlp"},
     "loss": {"recompute": "loss"},
     "mlp-loss": {"recompute": ["mlp", "loss"]},
+    "rows-loss": {"rows": [LOSS]},
+    "rows-two": {"rows": [LOSS, {"site": "mlp", "offload": 2}]},
+    "rows-two-of-12": {"rows": [LOSS, {"site": "mlp", "layers": "0-11", "offload": 2}]},
+    "rows-mlp": {"rows": [LOSS, {"site": "mlp", "recompute": True}]},
+    "rows-layer": {"rows": [{"site": "layer", "recompute": True}]},
     "checkpoint": None,
 }
 """By mode the settings of the context around each forward: none without one. ``checkpoint`` is
@@ -79,7 +85,7 @@ def train(mode: str, num_steps: int) -> dict[str, object]:
         losses.append(loss.item())
         times.append(time.perf_counter() - began)
     peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    said = "" if settings is None else offload.manager.tuner.said
+    said = "" if settings is None else getattr(offload.manager.tuner, "said", "")
     return {"mode": mode, "s": times, "losses": losses, "peak_bytes": peaks, "said": said}
 
 

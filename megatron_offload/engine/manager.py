@@ -18,11 +18,12 @@ import torch
 
 from megatron_offload.backends import create_backend
 from megatron_offload.backends.base import Backend
-from megatron_offload.config import LOSS, OffloadConfig
+from megatron_offload.config import OffloadConfig
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import GroupState
 from megatron_offload.core.policy_config import SolvedConfig
 from megatron_offload.core.profile import GroupKey, RunShape, StepProfile, is_default
+from megatron_offload.core.row_config import LOSS
 from megatron_offload.engine.checking import Checker
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.graph_break import graph_break
@@ -414,6 +415,8 @@ class PipelineOffloadManager:
     @property
     def rests(self) -> bool:
         """Whether no step is looked at or moves anything any more, whatever comes."""
+        if self.config.rows:
+            return self._row_names == {LOSS} and not self._is_looked_at
         is_busy = self._is_looked_at or self._is_in_step or self.recompute
         is_idle = self.learner.moves_nothing and not is_busy
         return is_idle and self.tuner is not None and self.tuner.rests

@@ -75,8 +75,8 @@ def find_rows(
                 )
             if modules[path] in compiled:
                 raise ConfigError(
-                    f"row {row}: {path} is compiled with what is around it, and hooks would be "
-                    "part of that graph; name what torch.compile() was given"
+                    f"row {row}: {path} is compiled, and hooks would be part of its graph; name "
+                    "what torch.compile() has returned, as module.compile() leaves no place"
                 )
             known[path] = row
             if row.recompute:

@@ -179,7 +179,7 @@ class RowWatch:
             return self._hook_savers(known[1])
         _watched.pop(root, None)
         begin, end = ModuleHook(self._begin), ModuleHook(self._end)
-        handles.append(root.register_forward_pre_hook(begin, prepend=True))
+        handles.append(root.register_forward_pre_hook(begin))  # behind what begins a chunk
         handles.append(root.register_forward_hook(end, always_call=True))
         return handles
 

@@ -33,10 +33,10 @@ from megatron_offload import (
     recomputable,
 )
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.errors import HazardError
+from megatron_offload.errors import ConfigError, HazardError
 
 ROWS, WIDTH = 16, 24
-DOORS = ("context", "model", "modules", "hand")
+DOORS = ("context", "model", "modules", "hand", "rows")
 
 
 # Functions of a segment and its input.
@@ -454,6 +454,20 @@ class Model(nn.Module):
         return found
 
 
+def any_rows(model, rng):
+    """Return rows of some modules in layers, many of which can't be: others save the same."""
+    if len(model.layers) < 2:
+        return []
+    rows = [{"site": "layer", "layers": 0, "offload": rng.choice(("all", 1, 3))}]
+    for name, module in model.layers.named_modules():
+        number, _, site = name.partition(".")
+        is_pure = site.rpartition(".")[2] in COMPUTING
+        if number and rng.random() < 0.2 and not isinstance(module, nn.ModuleDict):
+            does = {"recompute": True} if is_pure else {"offload": rng.choice(("all", 1, 2))}
+            rows.append({"layers": int(number), "site": site or "layer", **does})
+    return rows[rng.random() < 0.5 :]
+
+
 @contextmanager
 def opened(door, model, rng):
     """Yield what is around a step, and around a forward."""
@@ -471,12 +485,15 @@ def opened(door, model, rng):
         names = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in COMPUTING]
         named = rng.sample(names, min(len(names), rng.randint(1, 3)))
         settings["recompute"] = rng.choice(((), ("norm", "mlp_act"), ("norm", *named), named))
+    if door == "rows":
+        settings.pop("policy")
+        settings["rows"] = any_rows(model, rng)
     manager = make_manager(**settings)
     options = {"max_fwd_stash_size": rng.choice((1, 5, 20)), "manager": manager}
     with ExitStack() as stack:
         if door == "context":
             context = OffloadActivations(**options)
-        elif door == "model":
+        elif door in ("model", "rows"):
             context = get_act_offloading_ctx_manager(model, warn_if_no_head=False, **options)
         elif door == "modules":
             names = rng.choice((["layers.*"], ["layers.**"], ["layers.*", "**.inner"]))
@@ -487,7 +504,7 @@ def opened(door, model, rng):
             stack.callback(setattr, PipelineOffloadManager, "instance", None)
             for module in model.modules():
                 module._is_marked = rng.random() < 0.8
-        if door in ("context", "model"):
+        if door in ("context", "model", "rows"):
             yield nullcontext, lambda: context
             context.end_step()
         else:
@@ -578,6 +595,8 @@ def run(seed, door=None):
                     results.append(result)
         except HazardError:
             raise
+        except ConfigError:  # rows that can't be, as the first forward shows
+            return results
         except RuntimeError as error:
             results.append(error)
     return results

@@ -1,0 +1,331 @@
+"""Rows: what they name is offloaded or recomputed with every bit, and the rest costs nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+
+import pytest
+import torch
+from llama_programs import make_model as make_llama
+from llama_programs import train as train_llama
+from programs import assert_nothing_left, make_manager
+from torch import nn
+
+from megatron_offload import (
+    CPUOffload,
+    OffloadActivations,
+    OffloadConfig,
+    get_act_offloading_ctx_manager,
+    offload_modules,
+)
+from megatron_offload.engine.hooks import owner_of_hooks
+from megatron_offload.errors import ConfigError
+from megatron_offload.model_map import watch
+
+WIDTH = 32
+AT_ONCE = {"max_inflight_bytes": 0, "prefetch_bytes": 0}
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.act, self.drop = nn.SiLU(), nn.Dropout(0.1)
+
+    def forward(self, x):
+        return self.down(self.drop(self.act(self.up(x))))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(WIDTH), Mlp()
+        self.q, self.k = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.hooks_seen = []
+
+    def forward(self, x):
+        self.hooks_seen.append(type(owner_of_hooks()))
+        y = self.norm(x)
+        x = x + self.q(y).sin() * self.k(y)
+        return x + self.mlp(x)
+
+
+class Net(nn.Module):
+    def __init__(self, num_layers=4):
+        super().__init__()
+        self.embed = nn.Embedding(50, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(num_layers))
+        self.head = nn.Linear(WIDTH, 50)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def make_net(num_layers=4):
+    torch.manual_seed(0)
+    return Net(num_layers)
+
+
+def around(net, rows, **settings):
+    config = OffloadConfig(rows=rows, min_tensor_bytes=0, **settings)
+    return get_act_offloading_ctx_manager(net, config=config, min_offload_size=0)
+
+
+def take_steps(net, context=None, lengths=(8, 8, 8), num_forwards=1):
+    """Return losses, gradients and the random state; each step has forwards with one backward."""
+    torch.manual_seed(1)
+    found = []
+    for length in lengths:
+        losses = []
+        for _ in range(num_forwards):
+            with context or contextlib.nullcontext():
+                losses.append(net(torch.randint(50, (2, length))).square().mean())
+        for loss in losses[::-1]:
+            loss.backward()
+        found += [*(loss.detach() for loss in losses), *(p.grad for p in net.parameters())]
+        net.zero_grad()
+    return [*found, torch.get_rng_state()]
+
+
+def assert_equal(expected, found):
+    assert len(expected) == len(found)
+    assert all(map(torch.equal, expected, found))
+
+
+ROWS = {
+    "offload all of the MLPs": [{"site": "mlp", "offload": "all"}],
+    "offload the largest two": [{"site": "mlp", "offload": 2}],
+    "offload activations": [{"site": "mlp.act", "offload": "all"}],
+    "recompute MLPs": [{"site": "mlp", "recompute": True}],
+    "recompute layers": [{"site": "layer", "recompute": True}],
+    "recompute norms": [{"site": "norm", "recompute": True}],
+    "some of each": [
+        {"site": "layer", "layers": 0, "recompute": True},
+        {"site": "mlp", "layers": "1-2", "offload": 1},
+        {"site": "norm", "layers": "1,3", "recompute": True},
+    ],
+    "inside another": [
+        {"site": "layer", "layers": "0-1", "offload": "all"},
+        {"site": "mlp", "layers": "0-1", "recompute": True},
+    ],
+}
+
+
+@pytest.mark.parametrize("num_forwards", [1, 2])
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_rows_keep_every_bit_and_do_what_they_say(rows, num_forwards):
+    lengths = (8, 8, 12, 5, 8)
+    expected = take_steps(make_net(), None, lengths, num_forwards)
+    net = make_net()
+    context = around(net, rows, **AT_ONCE)
+    assert_equal(expected, take_steps(net, context, lengths, num_forwards))
+    assert context.end_step()
+    by_name = context.last_step.by_name
+    assert {*by_name} == {row["site"] for row in rows}
+    for row in rows:
+        does = by_name[row["site"]]
+        assert (does.recomputed_bytes if "recompute" in row else does.offloaded_bytes) > 0
+    assert_nothing_left(context.manager)
+
+
+def test_a_row_offloads_no_more_than_its_largest_tensors():
+    def offloaded(most):
+        net = make_net()
+        context = around(net, [{"site": "mlp", "offload": most}], **AT_ONCE)
+        found = []
+        for _ in range(3):
+            take_steps(net, context, (8,))
+            context.end_step()
+            found.append(context.last_step.by_name["mlp"].offloaded_bytes)
+        return found
+
+    width_bytes = 4 * 2 * 8 * WIDTH * 4  # of four layers, and of floats
+    first, second, third = offloaded(2)
+    assert first == second == third == 2 * 4 * width_bytes
+    assert offloaded(1)[-1] == 4 * width_bytes
+    assert offloaded("all")[-1] > third
+
+
+def test_layers_without_rows_have_no_hooks_of_saved_tensors():
+    net = make_net()
+    context = around(net, [{"site": "mlp", "layers": "0-1", "offload": 1}])
+    take_steps(net, context)
+    for layer in net.layers:
+        seen = layer.hooks_seen
+        assert seen == [watch.SavedMemory, type(None), type(None)]  # the first is watched
+
+
+def test_the_clock_goes_by_layers_without_rows():
+    """What the first layers offload is freed before the others end, and reloaded before its use."""
+    net = make_net(num_layers=12)
+    context = around(net, [{"site": "mlp", "layers": "0-3", "offload": "all"}])
+    in_flight = []
+    net.head.register_forward_hook(lambda *_: in_flight.append(context.manager.window.num_inflight))
+    take_steps(net, context, (8,) * 5)
+    context.end_step()
+    assert in_flight[-1] == 0
+    stats = context.last_step.by_name["mlp"]
+    assert stats.offloaded_bytes == stats.reloaded_bytes > 0
+    assert stats.kept_bytes == stats.num_late_reloads == 0
+
+
+def test_nothing_is_looked_at_again(monkeypatch):
+    made = []
+    real = watch.SavedMemory.__init__
+    monkeypatch.setattr(
+        watch.SavedMemory, "__init__", lambda self, *given: made.append(1) or real(self, *given)
+    )
+    net = make_net()
+    rows = [{"site": "mlp", "offload": 1}, {"site": "norm", "recompute": True}]
+    context = around(net, rows)
+    take_steps(net, context, (8, 8))
+    net.eval()
+    with torch.no_grad(), context:
+        net(torch.randint(50, (1, 3)))
+    with context:
+        net(torch.randint(50, (1, 3)))  # nobody goes back
+    net.train()
+    take_steps(net, context, (20, 6, 9), num_forwards=3)
+    take_steps(net, around(net, rows), (8, 8))  # another context of the same model
+    assert made == [1]
+    take_steps(net, around(net, rows[:1]), (8, 8))
+    assert made == [1, 1]
+
+
+def test_what_others_save_too_is_refused():
+    net = make_net()
+    rows = [{"site": "q", "offload": "all"}]
+    with pytest.raises(ConfigError, match=r"site: q, offload: all}: k in layers.0 also save"):
+        take_steps(net, around(net, rows))
+    take_steps(net, around(net, [*rows, {"site": "k", "offload": "all"}]))
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"site": "mlp.atc", "recompute": True}, "no layer has a site 'mlp.atc'; did you mean"),
+        ({"site": "mlp", "layers": "4-9", "offload": 1}, "there are layers 0 to 3"),
+        ({"site": "mlp", "layers": "4-x", "offload": 1}, "layers are 'all', a number"),
+        ({"site": "mlp"}, "needs one action"),
+        ({"site": "mlp", "offload": 1, "recompute": True}, "needs one action"),
+        ({"site": "loss", "offload": 1}, "by_rows: true is for site: loss"),
+        ({"site": "mlp", "ofload": 1}, "did you mean 'offload'"),
+        ({"site": "attention", "offload": 1}, "no layer has a site 'attention'"),
+    ],
+    ids=lambda value: "",
+)
+def test_rows_that_cannot_be_are_refused_at_once(row, said):
+    with pytest.raises(ConfigError, match=said):
+        around(make_net(), [row])
+
+
+def test_rows_are_refused_beside_what_says_the_same_and_where_no_model_is_given():
+    row = {"site": "mlp", "offload": 1}
+    for other in ({"policy": "auto"}, {"recompute": "mlp"}, {"fraction": 0.5}, {"modules": "a.*"}):
+        with pytest.raises(ConfigError, match="rows say what is offloaded and recomputed"):
+            OffloadConfig(rows=[row], **other)
+    config = OffloadConfig(rows=[row])
+    for door in (OffloadActivations, CPUOffload):
+        with pytest.raises(ConfigError, match="isn't given the model"):
+            door(config=config)
+    net = make_net()
+    with pytest.raises(ConfigError, match=r"both about layers\.0\.mlp"):
+        around(net, [row, {**row, "layers": 0, "offload": 2}])
+    net.layers[0].compile(backend="eager")
+    with pytest.raises(ConfigError, match="is compiled, and hooks"):
+        around(net, [row])
+    with pytest.raises(ConfigError, match="no repeated layers"):
+        around(nn.Linear(2, 2), [row])
+
+
+def test_rows_of_compiled_layers_keep_every_bit():
+    def compiled():
+        net = make_net()
+        for layer in net.layers:
+            layer.mlp = torch.compile(layer.mlp, backend="aot_eager")
+        return net
+
+    expected = take_steps(compiled())
+    net = compiled()
+    context = around(net, [{"site": "mlp", "offload": "all"}], **AT_ONCE)
+    assert_equal(expected, take_steps(net, context))
+    context.end_step()
+    assert context.last_step.by_name["mlp"].offloaded_bytes > 0
+
+
+def test_rows_serve_a_manager_by_hand_and_copies_of_its_model():
+    rows = [{"site": "mlp", "offload": "all"}, {"site": "norm", "recompute": True}]
+    expected = take_steps(make_net())
+    net, manager = make_net(), make_manager(rows=rows, min_tensor_bytes=0, max_inflight_bytes=0)
+
+    class Step(contextlib.AbstractContextManager):
+        def __enter__(self):
+            manager.reset()
+
+        def __exit__(self, *_):
+            pass
+
+    with offload_modules(net, [], manager=manager):
+        assert_equal(expected, take_steps(net, Step()))
+        manager.reset()
+        assert manager.last_step.by_name["mlp"].offloaded_bytes > 0
+        assert manager.last_step.by_name["norm"].recomputed_bytes > 0
+        take_steps(copy.deepcopy(net))
+        assert not manager.last_step.is_captured
+    take_steps(net)
+    assert all(not layer.mlp._forward_hooks for layer in net.layers)
+
+
+def test_a_forward_that_raises_leaves_rows_as_they_were():
+    expected = take_steps(make_net(), None, (8, 8))
+    net = make_net()
+    context = around(net, [{"site": "mlp", "offload": "all"}], **AT_ONCE)
+    for layer in (net.layers[1].mlp.down, net.head):
+        handle = layer.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError), context:
+            net(torch.randint(50, (2, 8)))
+        handle.remove()
+        assert owner_of_hooks() is None
+    assert_equal(expected, take_steps(net, context, (8, 8)))
+
+
+def test_a_model_with_rows_is_freed_by_reference_counts():
+    net = make_net()
+    context = around(net, [{"site": "mlp", "offload": 1}, {"site": "norm", "recompute": True}])
+    take_steps(net, context)
+    gone = []
+    weakref_of = torch.utils.weak.weakref.ref(net.layers[0].mlp, lambda _: gone.append(1))
+    gc.disable()
+    try:
+        del net
+        assert gone, weakref_of
+    finally:
+        gc.enable()
+
+
+LLAMA_ROWS = {
+    "loss": [{"site": "loss", "by_rows": True}],
+    "mlp": [{"site": "mlp", "offload": 2}, {"site": "loss", "by_rows": True}],
+    "recompute": [
+        {"site": "mlp", "recompute": True},
+        {"site": "input_layernorm", "recompute": True},
+    ],
+    "layers": [{"site": "layer", "layers": "1-2", "recompute": True}],
+}
+
+
+@pytest.mark.parametrize("rows", LLAMA_ROWS.values(), ids=LLAMA_ROWS)
+def test_rows_of_a_llama_keep_every_bit(rows):
+    expected, context = [], None
+    model = make_llama(None)
+    for _ in range(3):
+        expected += train_llama(model, contextlib.nullcontext())
+    model = make_llama(None)
+    context = around(model, rows)
+    found = [one for _ in range(3) for one in train_llama(model, context)]
+    assert_equal(expected, found)
