@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from megatron_offload.frontends.whole_model import (
         get_act_offloading_ctx_manager as get_act_offloading_ctx_manager,
     )
+    from megatron_offload.model_map.mapping import map_model as map_model
     from megatron_offload.recompute.loss import cross_entropy as cross_entropy
     from megatron_offload.recompute.recipes import recomputable as recomputable
 
@@ -51,6 +52,7 @@ _HOMES = {
     "get_tensor_memory": "frontends.ratio",
     "group_commit": "fine_grained_activation_offload",
     "group_start": "fine_grained_activation_offload",
+    "map_model": "model_map.mapping",
     "offload_modules": "frontends.modules",
     "recomputable": "recompute.recipes",
 }

@@ -110,7 +110,9 @@ class OffloadConfig(StrictModel):
     loss of a transformers model on a GPU where that takes no time, and `MEGATRON_RECOMPUTE` in a
     Megatron job, once installed; ``()`` is nothing there too."""
 
-    rows: tuple[RowConfig, ...] = ()
+    rows: Converted[
+        tuple[RowConfig, ...], Sequence[RowConfig | Mapping[str, Any]] | Mapping[str, Any]
+    ] = default(())
     """What is done at which sites of which layers (docs/rows.md), in place of all other keys that
     say what is offloaded or recomputed. What no row names is kept, without any cost."""
 
@@ -188,6 +190,12 @@ class OffloadConfig(StrictModel):
     @classmethod
     def _section_of(cls, policy: Any) -> Any:
         return {"kind": policy} if isinstance(policy, str) else policy
+
+    @field_validator("rows", mode="before")
+    @classmethod
+    def _rows_of(cls, rows: Any) -> Any:
+        given = rows if isinstance(rows, (list, tuple)) else [rows]
+        return [parse_yaml(row) if isinstance(row, str) else row for row in given]
 
     @field_validator("modules")
     @classmethod

@@ -23,6 +23,7 @@ COMMANDS = {
     "train": "train a GPT with pipeline parallelism",
     "compare": "train without and then with offload, and compare every step's bits",
     "plan": "choose what is offloaded, from profiles or a described model",
+    "map": "print what each site of a model saves, from its config.json",
     "simulate": "predict a step without and with offload, with no GPU",
     "report": "write one HTML page about a run",
     "doctor": "say what is wrong with this machine for offload",

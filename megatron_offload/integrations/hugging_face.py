@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
 from megatron_offload.config import OffloadConfig
-from megatron_offload.errors import ConfigError
+from megatron_offload.errors import ConfigError, IntegrationError, did_you_mean, shorten
 from megatron_offload.frontends.whole_model import get_act_offloading_ctx_manager
+from megatron_offload.model_map.mapping import ModelMap, map_model
 
 
 class OffloadMixin:
@@ -52,3 +59,38 @@ class OffloadMixin:
         if "loss" in logs:
             logs |= self.offload.last_step.metrics()
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+
+def map_config(data: Mapping[str, Any], shape: tuple[int, int], dtype: str) -> ModelMap:
+    """Return the map of a causal language model, from what its ``config.json`` holds.
+
+    One forward runs with fake tensors: nothing is computed, and no weights are made.
+
+    Args:
+        data: the configuration; code that it refers to is not loaded.
+        shape: sequences, and tokens of each.
+        dtype: name of the type of weights and activations.
+
+    Raises:
+        ConfigError: transformers doesn't know such a model, or can't build or run it.
+        IntegrationError: there is no transformers.
+    """
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError as error:
+        raise IntegrationError(f"transformers is needed: {error}") from error
+    known = [str(name) for name in transformers.CONFIG_MAPPING]
+    kind = str(data.get("model_type", ""))
+    if kind not in known:
+        said = shorten(repr(kind))
+        raise ConfigError(f"transformers has no model_type {said}{did_you_mean(kind, known)}")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    try:
+        config = transformers.CONFIG_MAPPING[kind].from_dict(dict(data))
+        with FakeTensorMode():
+            make = transformers.AutoModelForCausalLM.from_config
+            model = make(config, dtype=getattr(torch, dtype)).train()
+            tokens = torch.zeros(shape, dtype=torch.long)
+            return map_model(model, input_ids=tokens, labels=tokens, use_cache=False)
+    except Exception as error:
+        raise ConfigError(f"no map of this {kind} can be made: {error}") from error

@@ -10,7 +10,7 @@ import importlib
 import logging
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -22,11 +22,13 @@ from megatron_offload.autotune.loop import MeasuredLoop, tune
 from megatron_offload.config import (
     EXTRA_MODULES,
     LAYER_INPUT,
+    MEGATRON_MODULES,
     MEGATRON_RECOMPUTE,
     OffloadConfig,
     module_patterns,
 )
 from megatron_offload.core.policy_config import MemoryTargetConfig
+from megatron_offload.core.row_config import RowConfig
 from megatron_offload.engine.group import SOURCES
 from megatron_offload.engine.learning import register_pipeline_rank
 from megatron_offload.engine.manager import PipelineOffloadManager
@@ -280,6 +282,7 @@ def _marking(original: Callable[[Any], None], self: Any) -> None:
         marked = offload_modules(self, filter(_is_ours, names), manager=manager, is_part=True)
         patches.on_undo(marked.remove)
         if manager.config.enabled:
+            _refuse_rows(manager.config.rows, config)
             refuse_unserved("megatron_core.install()", manager.config)
             if isinstance(manager.config.policy, MemoryTargetConfig):
                 manager.config.policy.targets(pipeline("world_size"))  # as many as there are ranks
@@ -289,7 +292,23 @@ def _marking(original: Callable[[Any], None], self: Any) -> None:
         _marked[self] = manager.config, marked
     is_full = self.config.recompute_granularity == "full"  # see above
     if manager.do_offload and torch.is_grad_enabled() and not is_full:
-        _look_for_names(manager, self.config.offload_modules)
+        rows, names = {row.site for row in manager.config.rows}, self.config.offload_modules
+        _look_for_names(manager, rows.intersection(names) if rows else names)
+
+
+def _refuse_rows(rows: Sequence[RowConfig], config: Any) -> None:
+    """Refuse rows of layers that no rank has, and of marked groups what can't be said of them."""
+    for row in rows:
+        if row.layers != "all" and not any(map(row.has_layer, range(config.num_layers))):
+            raise ConfigError(f"row {row}: there are layers 0 to {config.num_layers - 1}")
+        if row.site in MEGATRON_MODULES:
+            if row.offload != "all" or row.layers != "all":
+                raise ConfigError(
+                    f"row {row}: {row.site} is a group that Megatron's layers mark, of which rows "
+                    "say 'offload: all' and 'layers: all'"
+                )
+            if row.site not in config.offload_modules:
+                raise ConfigError(f"row {row}: add {row.site!r} to offload_modules, which mark it")
 
 
 def _look_for_names(manager: PipelineOffloadManager, names: Iterable[str]) -> None:

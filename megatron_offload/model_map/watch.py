@@ -74,6 +74,17 @@ class SavedMemory(Observer):
         self._may_move, self._rows = may_move, rows
         self._calls: list[tuple[str, list[int]]] = []
 
+    def watch(self, modules: Mapping[str, nn.Module]) -> list[RemovableHandle]:
+        """Hook modules, by their dotted names; return the handles."""
+        handles: list[RemovableHandle] = []
+        for path, module in modules.items():
+            if not isinstance(module, torch.jit.ScriptModule):
+                enter = ModuleHook(lambda *_, path=path: self.enter(path))
+                leave = ModuleHook(lambda *given, path=path: self.leave(path, given[-1]))
+                handles.append(module.register_forward_pre_hook(enter, prepend=True))
+                handles.append(module.register_forward_hook(leave, always_call=True))
+        return handles
+
     def enter(self, path: str) -> None:
         """Begin a call of a module."""
         self._calls.append((path, [0]))
@@ -204,18 +215,11 @@ class RowWatch:
         if chunk is None:
             return
         self._manager, self._seen = manager, SavedMemory(chunk.may_move, self._rows)
-        for path, part in self._modules().items():
-            if path and not isinstance(part, torch.jit.ScriptModule):
-                self._watch(path, part, self._seen)
+        inner = {path: part for path, part in self._modules().items() if path}
+        self._inner = self._seen.watch(inner)
         self._seen.enter("")
         manager.observers.append(self._seen)
         put_on(self._seen.pack, SavedTensor.unpack)
-
-    def _watch(self, path: str, part: nn.Module, seen: SavedMemory) -> None:
-        enter = ModuleHook(lambda *_: seen.enter(path))
-        leave = ModuleHook(lambda _, args, output: seen.leave(path, output))
-        self._inner.append(part.register_forward_pre_hook(enter, prepend=True))
-        self._inner.append(part.register_forward_hook(leave, always_call=True))
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         seen, manager, self._seen = self._seen, self._manager, None

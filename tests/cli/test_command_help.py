@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+import typing
 
 import pytest
 from jobs import ran, run_without
@@ -24,6 +25,7 @@ WRITES = {
         "--memory-target",
         "--most-slowdown-percent",
     ],
+    "map": ["config.json", "--length"],
     "simulate": ["--plan", "--trace", "perfetto"],
     "report": ["report.html", "tradeoff.json"],
     "doctor": ["--output", "plan --machine"],
@@ -65,7 +67,8 @@ def test_help_says_what_is_read_and_written_how_it_ends_and_an_example(name, cap
 def keys_of(model, prefix=""):
     """Yield every key that a section and those in it have, with its text."""
     for name, field in model.model_fields.items():
-        inner = list(_sections_at(field.annotation, ()))
+        is_list = typing.get_origin(field.annotation) is tuple
+        inner = [] if is_list else list(_sections_at(field.annotation, ()))
         for section in inner:
             yield from keys_of(section, f"{prefix}{name}.")
         if not inner:

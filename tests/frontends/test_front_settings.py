@@ -21,6 +21,7 @@ SOME = {
     "backend": "simulated",
     "host_slab_bytes": 4096,
     "recompute": ("norm",),
+    "rows": [{"site": "mlp", "offload": 2}],
 }
 """Values where no number will do."""
 
