@@ -308,6 +308,10 @@ words = torch.randint(64, (64,))
 dataset = [{"input_ids": words, "labels": words}] * 8
 """
 
+LLAMA_CONFIG = """{"model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
+"num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}"""
+"""A small model's ``config.json``."""
+
 _TRAINED = """
 assert trainer.offload.last_step.offloaded_bytes > 0
 trainer.offload.close()
@@ -315,6 +319,16 @@ trainer.offload.close()
 
 _MOVED = "assert manager.last_step.offloaded_bytes > 0, manager.last_step"
 PRELUDES = {
+    '{"layers": "4-7", "site": "mlp", "offload": 2}': (
+        _LAYERS,
+        "assert offload.end_step()\n"
+        "assert offload.last_step.by_name['layer'].recomputed_bytes > 0\n"
+        "assert offload.last_step.by_name['mlp'].num_groups == 4",
+    ),
+    "seen = map_model(model, batch)": (
+        f"{_LAYERS}\nbatch = data[0]",
+        "assert 'layers.*.mlp.1' not in str(seen) and seen.num_bytes > 0",
+    ),
     "megatron_core.install(config)": ("", "assert megatron_core.is_installed()"),
     "import megatron_offload.auto": (
         "import sys\nfrom types import SimpleNamespace\n"
@@ -500,6 +514,9 @@ SLOW_SNIPPETS = {
 """Of `PRELUDES`, those that take seconds, and why."""
 
 SHOWN = {
+    "offload:\n  rows:": "tests/model_map/test_rows.py has such rows",
+    "layers  site ": "tests/model_map/test_mapping.py has such a table",
+    "row {layers: all, site: self_attn.q_proj": "tests/model_map/test_rows.py provokes it",
     "megatron-offload: a step of rank 0": "what the launcher prints",
     "megatron sft ": f"another trainer's command; {_SETTINGS}",
     "policy:": f"another trainer's settings; {_SETTINGS}",

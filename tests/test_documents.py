@@ -38,6 +38,7 @@ def scratch_folder(path):
     for name in LINKED:
         (path / name).symlink_to(ROOT / name)
     (path / "pretrain_gpt.py").symlink_to(pretrain_runs.EXAMPLE)
+    (path / "config.json").write_text(documents.LLAMA_CONFIG)
     return path
 
 
@@ -111,6 +112,7 @@ def test_a_page_s_command_runs(command, scratch, request, monkeypatch):
 @pytest.mark.parametrize("command", [*cases(documents.examples())])
 def test_the_example_of_a_command_s_help_runs(command, tmp_path, request, monkeypatch):
     lies_there = documents.wants_run(command) or documents.wants_megatron(command)
+    lies_there |= "config.json" in command
     folder = request.getfixturevalue("scratch") if lies_there else tmp_path
     run_case(command, folder, request, monkeypatch)
 

@@ -7,7 +7,7 @@ prints   by site the layers that have it, what one of them saves there, in how m
          one forward with fake tensors, in which nothing is computed and no memory is needed
 writes   nothing
 
-exit status: 0 printed, 2 bad input, or transformers is missing
+exit status: 0 printed, 1 transformers is missing, 2 bad input
 
 example: megatron-offload map config.json --batch 4 --length 2048
 """
