@@ -30,7 +30,7 @@ _NUM_FITS = 3
 than the one before."""
 
 _NUM_STEPS = 8
-"""How many steps are looked at then: pinning is slow, and unpinning waits for the device."""
+"""How many steps have to be alike then: pinning is slow, and unpinning waits for the device."""
 
 _OPEN_SHARE = 0.6
 """Of the device's memory, what may be in use while all that is saved is kept: what comes besides,
@@ -366,22 +366,20 @@ class Learner:
     # Memory
 
     def _fit_host_pool(self) -> None:
-        """Unpin what the last steps didn't need; blocks the host where there is such.
+        """Unpin what steps don't need that are alike by now; blocks the host where there is such.
 
-        Each time, twice as many steps are looked at before the next: lengths that alternate soon
-        stop it.
+        Where lengths vary nothing is unpinned: a longer one would pin it again.
         """
         pool, peaks = self._host_pool, self._peaks
         peaks.append(pool.stats.peak_in_use_bytes)
         at_once = self.is_steady and self._num_fits_left > 0
-        if not at_once and len(peaks) < (peaks.maxlen or 0):
+        recent = [*peaks][-2 if at_once else 0 :]
+        if len(recent) < (2 if at_once else _NUM_STEPS) or min(recent) != max(recent):
             return
-        keep_bytes = pool.pinned_for(peaks[-1] if at_once else max(peaks))
+        keep_bytes = pool.pinned_for(recent[-1])
         pinned_bytes = pool.stats.slab_bytes_total - pool.bytes_of_graphs
         surplus_bytes = pinned_bytes - keep_bytes
         is_much = at_once or surplus_bytes > _LEAST_SURPLUS_SHARE * pinned_bytes
         if surplus_bytes >= pool.slab_bytes and is_much:
             self._backend.sync_copies()
             pool.shrink(keep_bytes)
-            if not at_once:
-                self._peaks = deque(maxlen=2 * len(peaks))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from programs import (
     KIB,
@@ -56,6 +58,17 @@ def test_pinned_memory_follows_when_shapes_change_for_good(monkeypatch, timing):
         settled.setdefault(rows, pool.stats.slab_bytes_total)
     assert settled[8] < 0.6 * settled[16]
     assert settled[16] < 0.6 * settled[32]
+
+
+def test_what_is_pinned_remains_where_lengths_vary(monkeypatch):
+    model, manager = make_model(), make_manager(host_slab_bytes=4 * KIB)
+    draw = random.Random(0)
+    for _ in range(4):
+        run_step(model, manager, ORDER, rows=32)
+    pinned, unpinned = watch_pins(manager, monkeypatch)
+    for _ in range(40):
+        run_step(model, manager, ORDER, rows=draw.randrange(8, 33))
+    assert (pinned, unpinned) == ([], [])
 
 
 def test_slabs_that_pieces_do_not_fill_are_pinned_once(monkeypatch):
