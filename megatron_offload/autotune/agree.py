@@ -14,23 +14,20 @@ from collections.abc import Callable, Generator, Iterator
 
 import torch.distributed as dist
 
-_MOST_BYTES = 4 << 20
-"""What goes into the store at once: more breaks it for the job itself."""
-
-_NUM_STEPS_AHEAD = 3
-"""An answer is taken so many steps behind the one in which it is given: all have it by then."""
-
-_MOST_STEPS_HEARD = 8
-"""So many steps behind its own the first waits for what ranks have that may be without groups."""
-
-_MOST_STEPS_WAITED = 64
-"""Behind so many steps no answer comes any more."""
+_MOST_BYTES = 4 << 20  # what goes into the store at once: more breaks it for the job itself
+_NUM_STEPS_AHEAD = 3  # behind so many steps all have an answer, and take it
+_MOST_STEPS_HEARD = 8  # so long the first waits for ranks that may be without groups
+_MOST_STEPS_WAITED = 64  # behind so many no answer comes any more
 
 
 class Ranks:
     """The ranks of a job that look for a plan under one ``name``, or this process alone.
 
     Who puts something down first answers. Others count once they have put something down.
+
+    Attributes:
+        answers: whether this rank does, for all or for itself.
+        is_alone: whether there are no others.
     """
 
     def __init__(self, name: str) -> None:
@@ -40,17 +37,9 @@ class Ranks:
             job = dist.distributed_c10d._get_default_store()
             self._store = dist.PrefixStore(f"megatron_offload/{name}", job)
             self._place = self._store.add("ranks", 1) - 1
+        self.answers = self._place == 0
+        self.is_alone = self._store is None
         self._num_ranks = 1
-
-    @property
-    def answers(self) -> bool:
-        """Whether this rank does, for all or for itself."""
-        return self._place == 0
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether there are no others."""
-        return self._store is None
 
     def is_first_of(self, kind: str) -> bool:
         """Whether no other rank has asked this about ``kind`` before."""
@@ -67,16 +56,15 @@ class Ranks:
         if self._store is None:
             yield answer([said])
             return
-        number, own = self._number, f"{self._number}/{self._place}"
+        number = self._number
         self._number += 1
         if self.answers:
             others = yield from self._hear(number)
             found = _packed(answer([said, *others]) if all(others) else "")
-            self._store.set(
-                f"{number}/answer", json.dumps([self._waited + _NUM_STEPS_AHEAD, found])
-            )
+            said = json.dumps([self._waited + _NUM_STEPS_AHEAD, found])
+            self._store.set(f"{number}/answer", said)
         else:
-            self._store.set(own, _packed(said))
+            self._store.set(f"{number}/{self._place}", _packed(said))
             self._waited = 0
             while not self._store.check([f"{number}/answer"]):
                 if self._waited >= _MOST_STEPS_WAITED:

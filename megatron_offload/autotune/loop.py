@@ -52,32 +52,15 @@ from megatron_offload.planning.replay import ending_after
 from megatron_offload.planning.schedule import PassKind
 from megatron_offload.planning.simulate import simulate
 
-_MOST_PROGRAMS = 3
-"""So often it begins anew, where a program has changed for good."""
-
-_MOST_STEPS = 12
-"""So many steps are looked at, unless the program changes for good or runs out of memory."""
-
-_MOST_LONGER = 0.5
-"""All of them together may take so much longer than without."""
-
+_MOST_PROGRAMS = 3  # so often it begins anew, where a program has changed for good
+_MOST_STEPS = 12  # looked at, unless the program changes for good or runs out of memory
+_MOST_LONGER = 0.5  # all of them together may take so much longer than without
 _SPARE_SHARE = 16  # of the device's memory, what plans leave to spare
-
-_MOST_IDLE_SHARE = 0.25
-"""Where the device waits for the host at more boundaries, the host is taken to be the limit."""
-
-_GROWN_SHARE = 4
-"""A step that needs more memory than any before, by more than this part of what one saves, is
-longer."""
-
-_MOST_MIXED = 16
-"""Where short steps are the host's, so many long ones in a row are no mix of both."""
-
-_MOST_EMPTY = 8
-"""So many steps without a group are no evaluation before training."""
-
-_PROBE_BYTES = 32 << 20
-"""What one of the copies moves that time the link."""
+_MOST_IDLE_SHARE = 0.25  # with more boundaries that wait for the host, that is the limit
+_GROWN_SHARE = 4  # a step that needs more by this part of what one saves is longer
+_MOST_MIXED = 16  # where the host is the limit, so many long steps in a row are no mix
+_MOST_EMPTY = 8  # so many steps without a group are no evaluation before training
+_PROBE_BYTES = 32 << 20  # what one of the copies moves that time the link
 
 _logger = logging.getLogger(__name__)
 

@@ -20,13 +20,9 @@ from megatron_offload.planning.replay import OutOfTimeError, ending_after
 
 MOST_PLANNING_S = 10.0
 
-_MARGIN_SHARE = 96
-"""Targets that differ by less than this share are the same; so much is left to spare."""
-
+_MARGIN_SHARE = 96  # targets that differ by less are the same; so much is left to spare
+_AIM_SHARE = 0.9  # of what a step may cost, so that a plan that costs a little more is kept
 _HOST_BOUND = "; steps are CPU-bound, a CUDA graph of the whole step is not (docs/cuda_graphs.md)"
-
-_AIM_SHARE = 0.9
-"""Of what a step may cost, what plans aim at, so that one that costs a little more is kept."""
 
 
 class PlanSearch(ABC):
@@ -40,6 +36,9 @@ class PlanSearch(ABC):
         left_s: what planning may take yet of a core's time.
         for_replays: whether steps will be replays of a graph, in which the host takes no time.
     """
+
+    _stands_aside = False
+    """Whether nothing is offloaded where the best breaks its promise."""
 
     def __init__(self, chooser: Chooser, policy: AutoConfig | MemoryTargetConfig) -> None:
         self._chooser, self._kind = chooser, policy.kind
@@ -72,10 +71,6 @@ class PlanSearch(ABC):
         self.plan = replace(self.plan, ranks=ranks, measured=cost)
         self._is_host_bound |= is_host_bound
         self._tried.append(self.plan)
-        self._go_on()
-
-    def _go_on(self) -> None:
-        """Follow another plan, or converge."""
         is_first = len(self._tried) == 1
         plan, began_s = None, time.thread_time()
         if is_first or self._num_left:
@@ -87,8 +82,8 @@ class PlanSearch(ABC):
             self.plan = min(self._tried, key=self._rating)  # the best that was measured
             self.is_kept = not self._rating(self.plan)[0]
             promise = self._promise()
-            if not self.is_kept:
-                self.plan = self._instead()
+            if not self.is_kept and self._stands_aside:
+                self.plan = self._under(self._chooser.highest_bytes)
             if self._predicts:
                 promise, self.plan = f"{promise}, as predicted", replace(self.plan, measured=None)
             if self._is_host_bound:  # not in replays
@@ -130,10 +125,6 @@ class PlanSearch(ABC):
     def _promise(self) -> str:
         """Return what was wanted, in words."""
 
-    def _instead(self) -> OffloadPlan:
-        """Return what is followed where the best breaks its promise."""
-        return self.plan
-
 
 class CostSearch(PlanSearch):
     """Finds the plan that reserves least and costs no more of the step's time than it may.
@@ -149,16 +140,13 @@ class CostSearch(PlanSearch):
     """
 
     def __init__(
-        self,
-        chooser: Chooser,
-        policy: AutoConfig,
-        most_freed_bytes: float,
-        capacity_bytes: int | None,
+        self, chooser: Chooser, policy: AutoConfig, capacity_bytes: float, most_freed_bytes: float
     ) -> None:
         super().__init__(chooser, policy)
         self._limit = policy.most_slowdown_percent
-        self._capacity_bytes = math.inf if capacity_bytes is None else capacity_bytes
-        self._least_bytes = min(self._capacity_bytes, chooser.highest_bytes - most_freed_bytes)
+        self._capacity_bytes = capacity_bytes
+        self._least_bytes = min(capacity_bytes, chooser.highest_bytes - most_freed_bytes)
+        self._stands_aside = chooser.highest_bytes <= capacity_bytes
 
     def _next(self) -> OffloadPlan | None:
         chooser, tried = self._chooser, self._tried
@@ -213,10 +201,6 @@ class CostSearch(PlanSearch):
             return math.inf, most_bytes
         return (0.0 if self._is_quick(plan) else _cost(plan)), most_bytes
 
-    def _instead(self) -> OffloadPlan:
-        highest_bytes = self._chooser.highest_bytes
-        return self._under(highest_bytes) if highest_bytes <= self._capacity_bytes else self.plan
-
     def _promise(self) -> str:
         would = "this costs" if self.is_kept else "the quickest that was tried costs"
         return f"; {would} {self.plan.measured}, at most {self._limit:g} % is wanted"
@@ -231,10 +215,7 @@ class MemorySearch(PlanSearch):
     """
 
     def __init__(
-        self,
-        chooser: Chooser,
-        policy: MemoryTargetConfig,
-        capacity_bytes: int | None,
+        self, chooser: Chooser, policy: MemoryTargetConfig, capacity_bytes: int | None
     ) -> None:
         super().__init__(chooser, policy)
         num_ranks = len(self.plan.ranks)
@@ -249,12 +230,12 @@ class MemorySearch(PlanSearch):
             targets = tuple(map(self._next_target, range(len(targets)), self.plan.ranks))
             if targets == self._planned:
                 return None
+        self._planned = targets
         try:
-            plan, self._planned = self._chooser.under(targets), targets
+            return self._chooser.under(targets)
         except TargetError:
             self._planned = tuple(max(each, self._chooser.lowest_bytes) for each in targets)
-            plan = self._chooser.under(self._planned)
-        return plan
+            return self._chooser.under(self._planned)
 
     def _next_target(self, place: int, rank: RankPlan) -> int:
         planned, wanted = self._planned[place], self._wanted_bytes[place]
@@ -299,7 +280,8 @@ def search_of(
     at most.
     """
     if isinstance(policy, AutoConfig):
-        return CostSearch(chooser, policy, most_freed_bytes, capacity_bytes)
+        most_bytes = math.inf if capacity_bytes is None else capacity_bytes
+        return CostSearch(chooser, policy, most_bytes, most_freed_bytes)
     return MemorySearch(chooser, policy, capacity_bytes)
 
 

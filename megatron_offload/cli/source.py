@@ -8,6 +8,7 @@ alone where it had none. What was assumed of a machine is said.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -230,8 +231,8 @@ def load_source(given: SourceOptions) -> Source:
 
 
 def _described(path: Path, given: SourceOptions) -> Source:
-    machine = None if given.machine is None else _read_machine(given.machine)
-    described = description.load_description(path, given.set, machine=machine)
+    machine = [f"machine={json.dumps(_read_machine(given.machine))}"] if given.machine else []
+    described = description.load_description(path, [*machine, *given.set])
     job = described.job()
     origin = str(given.machine or f"{path}, what it leaves out as measured with four H200s")
     profiles = tuple(profiled_job.profiles_of(job))

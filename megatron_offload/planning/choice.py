@@ -42,7 +42,7 @@ from megatron_offload.planning.plan import (
     rank_plan,
 )
 from megatron_offload.planning.policy import plan_by_rule
-from megatron_offload.planning.replay import RankProgram, RankWork, half_the_time
+from megatron_offload.planning.replay import RankWork, half_the_time
 from megatron_offload.planning.simulate import (
     RELEASE,
     RELOAD,
@@ -52,24 +52,18 @@ from megatron_offload.planning.simulate import (
     simulate_programs,
 )
 
-_NUM_STEPS = 10
-
-_NUM_TARGETS = 64
-"""The range of targets is cut into so many by the search for the least memory."""
-
 SLOW_LINK_SHARE = 0.8
 """Of the bandwidth of copies, what a plan has to do with. One that was to cost four H200s 0.5 % at
 most, with all of it, cost them 3.6 % (docs/planning.md)."""
 
-_MOST_BOUNDARIES = 600_000
-"""Of groups, that all candidates of one target pass together: some seconds of one core."""
+_NUM_STEPS = 10
+_NUM_TARGETS = 64  # parts of the range of targets in the search for the least memory
+_MOST_BOUNDARIES = 600_000  # that all candidates of one target pass: some seconds of one core
 
+_Settings: TypeAlias = tuple[RankSettings, ...]  # of each rank
 _Kind: TypeAlias = tuple[str, int]
 _Change: TypeAlias = tuple[set[GroupKey], set[_Kind], tuple[float, float]]
 """Groups and kinds that a rank treats otherwise, and how much of each of its limits it has."""
-
-_Settings: TypeAlias = tuple[RankSettings, ...]
-"""Of each rank."""
 
 
 class _Candidate(NamedTuple):
@@ -137,8 +131,8 @@ class Chooser:
                 f"profiles are of {len(self._profiles)} pipeline ranks, the job has {num_ranks}"
             )
         self._limits = limits
-        given = ((name, getattr(limits, name)) for name in LIMITS)
-        self._user_limits = {name: size for name, size in given if size is not None}
+        given = {name: getattr(limits, name) for name in LIMITS}
+        self._user_limits = {name: size for name, size in given.items() if size is not None}
         # Messages between ranks keep what they have.
         rates = ((name, rate) for name, rate in job.machine if "gbps" in name and "p2p" not in name)
         slow = {name: rate and rate * link_share for name, rate in rates}
@@ -161,9 +155,7 @@ class Chooser:
         self._rank = cache(
             lambda rank, made: Footprint(work(rank, made).profile, bare_step(made).ranks[rank])
         )
-        self._program = program = cache(
-            lambda rank, one: _replay_planned(work(rank, one.recompute), one)
-        )
+        self._program = program = cache(lambda rank, one: work(rank, one.recompute).replay(one))
         self._step = cache(
             lambda machine, settings: simulate_programs(
                 replace(job, machine=machine), [program(*one) for one in enumerate(settings)]
@@ -481,12 +473,6 @@ class Chooser:
             for rank, peak_bytes in zip(plan.ranks, peaks, strict=True)
         )
         return replace(plan, ranks=tuple(ranks))
-
-
-def _replay_planned(work: RankWork, settings: RankSettings) -> RankProgram:
-    """Replay what a plan of these settings says: what holds nothing is kept."""
-    nothing = (group.key for group in work.profile.groups if not group.num_bytes)
-    return work.replay(replace(settings, kept=settings.kept.union(nothing)))
 
 
 def _kinds_of(job: Job) -> list[tuple[str, int]]:

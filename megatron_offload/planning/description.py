@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -155,17 +155,14 @@ def _with_share(model: ModelDescription, share: float) -> ModelDescription:
     return model.model_copy(update={"achieved_share": share})
 
 
-def load_description(
-    path: str | Path, overrides: Sequence[str] = (), *, machine: Mapping[str, Any] | None = None
-) -> JobDescription:
+def load_description(path: str | Path, overrides: Sequence[str] = ()) -> JobDescription:
     """Read a job; `ConfigError` says all that is wrong, one line each.
 
-    ``machine`` is a section in the place of the file's; over both win the ``section.key=value``
-    pairs of ``overrides``. A measured step is one of the job as the file has it.
+    ``overrides`` are ``section.key=value`` pairs. A measured step is one of the job as the file has
+    it.
     """
     data = load_yaml(path)
-    changed = data if machine is None else data | {"machine": dict(machine)}
-    asked = validate(JobDescription, apply_overrides(changed, overrides), str(path))
+    asked = validate(JobDescription, apply_overrides(data, overrides), str(path))
     if asked.measured is None:
         return asked
     before = data | {"measured": asked.measured.model_dump()}

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from megatron_offload.core.machine import Machine
 from megatron_offload.core.profile import GroupKey, is_default
-from megatron_offload.errors import ConfigError
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule
 
 
@@ -58,11 +57,6 @@ class GroupWork:
     """What of ``num_bytes`` can be recomputed."""
     recomputed: tuple[UnitWork, ...] = ()
     """What is recomputed, and so no part of ``num_bytes`` any more."""
-
-    def __post_init__(self) -> None:
-        unit_bytes = sum(unit.num_bytes for unit in self.units)
-        if unit_bytes > self.num_bytes:
-            raise ConfigError(f"group {self.name!r}: its units have {unit_bytes} bytes, it fewer")
 
     def with_recompute(self, names: Collection[str] | None) -> GroupWork:
         """Return the same work with some units recomputed; None: all default kinds.
@@ -134,14 +128,9 @@ class RankSettings:
     """What each pass of the rank takes besides, as it was measured."""
 
 
-LIMITS = ("max_inflight_bytes", "prefetch_bytes")
-"""The budgets of `RankSettings`."""
-
+LIMITS = ("max_inflight_bytes", "prefetch_bytes")  # the budgets of `RankSettings`
 UNLIMITED = RankSettings()
-"""Everything may be offloaded, within the engine's own budgets."""
-
 NO_OFFLOAD = RankSettings(offloads=False, recompute=())
-"""Everything is kept, and nothing waits for a copy."""
 
 
 @dataclass(frozen=True, slots=True)

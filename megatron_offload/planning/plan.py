@@ -180,13 +180,13 @@ class OffloadPlan:
         groups = [(group.key, group.name, group.saved_bytes) for group in profile.groups]
         choices = [choice.identity for choice in self.ranks[run.pp_rank].choices]
         pairs = list(zip_longest(choices, groups))
-        different = [index for index, (planned, found) in enumerate(pairs) if planned != found]
-        if not different or _is_nearly_the_same(pairs):
+        if _is_nearly_the_same(pairs):
             return
-        planned, found = pairs[different[0]]
+        index = next(index for index, (planned, found) in enumerate(pairs) if planned != found)
+        planned, found = map(_describe, pairs[index])
         raise _another_run(
-            f"group {different[0]} of pipeline rank {run.pp_rank} is {_describe(planned)} in the "
-            f"plan and {_describe(found)} in the run"
+            f"group {index} of pipeline rank {run.pp_rank} is {planned} in the plan and {found} in "
+            "the run"
         )
 
 
@@ -197,6 +197,12 @@ def by_stage(kinds: Iterable[tuple[str, int]]) -> tuple[frozenset[str], ...]:
     return tuple(
         frozenset(unit for unit, place in found if place == stage) for stage in range(num_stages)
     )
+
+
+def plan_of(policy: str, profiles: Sequence[StepProfile], ranks: Iterable[RankPlan]) -> OffloadPlan:
+    """Return the plan of all ranks, made by a kind of policy from profiles that were checked."""
+    run = profiles[0].run
+    return OffloadPlan(policy, run.num_microbatches, run.vp_size, tuple(ranks))
 
 
 def rank_plan(
@@ -216,12 +222,6 @@ def rank_plan(
         sizes = (group.externally_referenced_bytes, recomputed_bytes)
         choices.append(GroupChoice(key, group.name, group.num_bytes, moves, reason, *sizes))
     return RankPlan(tuple(choices), **settings)
-
-
-def plan_of(policy: str, profiles: Sequence[StepProfile], ranks: Iterable[RankPlan]) -> OffloadPlan:
-    """Return the plan of all ranks, made by a kind of policy from profiles that were checked."""
-    run = profiles[0].run
-    return OffloadPlan(policy, run.num_microbatches, run.vp_size, tuple(ranks))
 
 
 def check_profiles(profiles: Collection[StepProfile]) -> tuple[StepProfile, ...]:
@@ -264,7 +264,7 @@ def _another_run(difference: str) -> ConfigError:
     )
 
 
-def _describe(group: tuple[GroupKey, str, int] | None) -> str:
+def _describe(group: _Identity | None) -> str:
     if group is None:
         return "missing"
     key, name, num_bytes = group

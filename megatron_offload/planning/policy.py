@@ -28,9 +28,7 @@ class ModulesPolicy:
     """Share of each chunk's groups that is offloaded, earliest first, in [0, 1]."""
     keep_bytes: int = 0
     """What is kept on the device besides, of the groups whose backward comes first, because they
-    are gone soonest anyway. Megatron has pipeline rank times
-    ``delta_offload_bytes_across_pp_ranks``.
-    """
+    are gone soonest anyway. Megatron has rank times ``delta_offload_bytes_across_pp_ranks``."""
     modules: tuple[str, ...] = ()
     """Names or patterns of the groups that are offloaded; empty: all that were marked."""
     delta_bytes_across_pp_ranks: int = 0
@@ -62,12 +60,6 @@ class ModulesPolicy:
                 kept[group.key] = f"beyond the fraction {self.fraction:g} of its chunk"
         return kept
 
-    def plan_rank(self, profile: StepProfile) -> RankPlan:
-        """Return the plan of one rank, which needs no other's."""
-        delta_bytes = profile.run.pp_rank * self.delta_bytes_across_pp_ranks
-        policy = replace(self, keep_bytes=self.keep_bytes + delta_bytes)
-        return rank_plan(profile, policy.plan(profile), "of a module that is offloaded")
-
 
 def plan_by_ratio(ratio: float, profile: StepProfile) -> RankPlan:
     """Return the plan of one rank by which a share of its bytes moves: the first, whole groups."""
@@ -97,10 +89,13 @@ def plan_by_rule(
         for profile in profiles:
             plan.check(profile)
         return plan
-    profiles = check_profiles(profiles)
-    if isinstance(rule, RatioConfig):
-        ranks = [plan_by_ratio(rule.ratio, profile) for profile in profiles]
-    else:
+    profiles, ranks = check_profiles(profiles), []
+    for profile in profiles:
+        if isinstance(rule, RatioConfig):
+            ranks.append(plan_by_ratio(rule.ratio, profile))
+            continue
         policy = rule if isinstance(rule, ModulesPolicy) else ModulesPolicy()
-        ranks = [policy.plan_rank(profile) for profile in profiles]
+        delta_bytes = profile.run.pp_rank * policy.delta_bytes_across_pp_ranks
+        kept = replace(policy, keep_bytes=policy.keep_bytes + delta_bytes).plan(profile)
+        ranks.append(rank_plan(profile, kept, "of a module that is offloaded"))
     return plan_of(rule.kind, profiles, ranks)

@@ -70,18 +70,12 @@ def check_time() -> None:
 class OpKind(IntEnum):
     """What the compute stream comes by, and what its argument is."""
 
-    COMPUTE = 0
-    """Works for so many microseconds."""
-    OFFLOAD = 1
-    """This copy, to the host, may begin once all before is done."""
-    RELOAD = 2
-    """Likewise, to the device."""
-    AWAIT = 3
-    """Waits for this copy."""
-    SEND = 4
-    """This message leaves: the one with this number."""
-    RECEIVE = 5
-    """Waits for this message."""
+    COMPUTE = 0  # so many microseconds
+    OFFLOAD = 1  # the copy, which may begin once all before is done
+    RELOAD = 2  # likewise
+    AWAIT = 3  # the copy
+    SEND = 4  # the message's number
+    RECEIVE = 5  # likewise
 
 
 class Piece(NamedTuple):

@@ -9,7 +9,6 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from pydantic import ByteSize
 
-from megatron_offload.autotune.loop import MeasuredLoop, tune
+from megatron_offload.autotune.loop import tune
 from megatron_offload.config import OffloadConfig, module_patterns, recompute_patterns
 from megatron_offload.core.policy_config import SolvedConfig
 from megatron_offload.core.profile import RunShape
@@ -110,9 +109,11 @@ class _Trainer:
                 if self._before is not None:
                     say(self._line(record))
                 if manager and was_planning and not self._is_planning():
-                    note = keep_plan(tune(manager), run.output if is_owner else None)
-                    if note:  # what a plan costs is reported where time means anything
-                        say(note if on_gpu else note.partition(";")[0])
+                    loop = tune(manager)
+                    if loop.plan is not None and is_owner:
+                        save_plan(loop.plan, run.output / PLAN_NAME)
+                    if loop.said:  # what a plan costs is reported where time means anything
+                        say(loop.said if on_gpu else loop.said.partition(";")[0])
         if self._is_planning():
             say("the run was over before its plan had converged; raise run.steps")
         report.parameters = tuple(gather(digest(self._parameters()), self._group))
@@ -253,13 +254,6 @@ def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tens
     loss = losses.mean()
     # The schedule divides its own copy in place.
     return loss, {"loss": loss.detach().clone()}
-
-
-def keep_plan(loop: MeasuredLoop, output: Path | None) -> str:
-    """Write the final plan into a folder, unless that is None; return what to say."""
-    if loop.plan is not None and output is not None:
-        save_plan(loop.plan, output / PLAN_NAME)
-    return loop.said
 
 
 def counters_of(manager: PipelineOffloadManager | None) -> dict[str, Any]:

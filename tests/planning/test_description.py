@@ -267,7 +267,7 @@ def test_what_if_changes_the_model_and_not_the_share_of_the_measured_step():
     for change in changes:
         asked = load_description(path, [f"model.{change}"])
         assert asked.model.achieved_share == share, change
-    other = load_description(path, ["machine.p2p_gbps=1"], machine={"p2p_gbps": 2})
+    other = load_description(path, ['machine={"p2p_gbps": 2}', "machine.p2p_gbps=1"])
     assert (other.model.achieved_share, other.machine.p2p_gbps) == (share, 1)
     half = load_description(path, ["model.layers=8", "measured.step_ms=2969.4"])
     assert half.model.achieved_share == pytest.approx(share / 2, rel=0.1), "of all 16 layers"

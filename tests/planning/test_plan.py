@@ -147,10 +147,7 @@ def changed(change):
     [
         (lambda d: d["ranks"][1].update(prefech_bytes=3), "did you mean 'prefetch_bytes'"),
         (lambda d: d["ranks"][0]["choices"][0].update(moves="keep"), "valid boolean"),
-        (lambda d: d["ranks"][0]["choices"][0]["key"].update(order=1), "one key"),
-        (lambda d: d["ranks"].clear(), "'ranks'"),
         (lambda d: d.update(version=1), "'version'"),
-        (lambda d: d.update(vp_size=0), "'vp_size'"),
         (lambda d: d.update(bandwidths=3), "'bandwidths'"),
         (lambda d: d.update(measured={**COST, "step_us": "fast"}), "step_us'"),
         (lambda d: d.update(measured={**COST, "lost_us": -1.0}), "lost_us'"),
