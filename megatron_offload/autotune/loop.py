@@ -1,18 +1,6 @@
 """The measured loop: a run finds by its own steps what to offload, and whether anything pays.
 
-    the first step      all is kept that the device has room for; its kernels are loaded
-    the second          is profiled likewise, and short copies behind it time the link
-    then, per plan      one step takes its memory, the next is measured; three plans at most
-
-What a plan costs shows in what its own steps have lost, and where the device waits for the host
-by what the engine takes of the host's time. Few steps are looked at, and they may take little
-longer; where that can't be kept, or nothing pays, nothing is offloaded and no step has a hook any
-more. A program whose steps have other groups for good, need more memory than any before or have run
-out of it is looked at again. Exactness depends on nothing here.
-
-A rank that waits for a copy, or recomputes something, often loses what it would have waited for
-another rank anyway. So what each pass has lost is put into the simulated step without offload: as
-much longer as that becomes, the plan has made the step.
+docs/planning.md says in which steps, and when it looks again. Exactness depends on nothing here.
 """
 
 from __future__ import annotations
@@ -56,9 +44,9 @@ _MOST_PROGRAMS = 3  # so often it begins anew, where a program has changed for g
 _MOST_STEPS = 12  # looked at, unless the program changes for good or runs out of memory
 _MOST_LONGER = 0.5  # all of them together may take so much longer than without
 _SPARE_SHARE = 16  # of the device's memory, what plans leave to spare
-_MOST_IDLE_SHARE = 0.25  # with more boundaries that wait for the host, that is the limit
+_MOST_IDLE_SHARE = 0.25  # of boundaries: where more of them wait for the host, steps are CPU-bound
 _GROWN_SHARE = 4  # a step that needs more by this part of what one saves is longer
-_MOST_MIXED = 16  # where the host is the limit, so many long steps in a row are no mix
+_MOST_MIXED = 16  # where steps are CPU-bound, so many long ones in a row are no mix
 _MOST_EMPTY = 8  # so many steps without a group are no evaluation before training
 _PROBE_BYTES = 32 << 20  # what one of the copies moves that time the link
 
@@ -449,7 +437,11 @@ def _host_percent(step: MeasuredStep) -> float:
 
 
 def cost_of(job: Job, shown: Mapping[int, Sequence[MeasuredStep]]) -> MeasuredCost:
-    """Return what a step has cost, by what each process of each pipeline rank has measured."""
+    """Return what a step has cost, by what each process of each pipeline rank has measured.
+
+    A rank often loses what it would have waited for another one anyway. So what passes have lost is
+    put into the simulated step without offload: as much longer as that becomes, the step was.
+    """
     settings = []
     for rank, passes in enumerate(job.schedule.ranks):
         steps, chunks = shown.get(rank), job.schedule.chunks_of(rank)

@@ -37,7 +37,7 @@ class PlanSearch(ABC):
         for_replays: whether steps will be replays of a graph, in which the host takes no time.
     """
 
-    _stands_aside = False
+    _gives_up = False
     """Whether nothing is offloaded where the best breaks its promise."""
 
     def __init__(self, chooser: Chooser, policy: AutoConfig | MemoryTargetConfig) -> None:
@@ -82,7 +82,7 @@ class PlanSearch(ABC):
             self.plan = min(self._tried, key=self._rating)  # the best that was measured
             self.is_kept = not self._rating(self.plan)[0]
             promise = self._promise()
-            if not self.is_kept and self._stands_aside:
+            if not self.is_kept and self._gives_up:
                 self.plan = self._under(self._chooser.highest_bytes)
             if self._predicts:
                 promise, self.plan = f"{promise}, as predicted", replace(self.plan, measured=None)
@@ -133,10 +133,6 @@ class CostSearch(PlanSearch):
     is taken to grow evenly with the other; beyond them, just as fast. Where none was quick enough,
     the last is found without predictions: cost is taken to grow evenly with what is freed. It grows
     faster the less memory is left, so that is quick enough.
-
-    What waits and recomputes have lost shows small costs well; where the device waits for the
-    host, what the engine takes of the host's time is lost as well. A step's own time isn't looked
-    at: the first steps behind a change take longer than later ones.
     """
 
     def __init__(
@@ -146,7 +142,7 @@ class CostSearch(PlanSearch):
         self._limit = policy.most_slowdown_percent
         self._capacity_bytes = capacity_bytes
         self._least_bytes = min(capacity_bytes, chooser.highest_bytes - most_freed_bytes)
-        self._stands_aside = chooser.highest_bytes <= capacity_bytes
+        self._gives_up = chooser.highest_bytes <= capacity_bytes
 
     def _next(self) -> OffloadPlan | None:
         chooser, tried = self._chooser, self._tried

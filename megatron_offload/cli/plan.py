@@ -30,7 +30,7 @@ from rich.table import Table
 
 from megatron_offload.cli.options import writing
 from megatron_offload.cli.source import Source, SourceOptions, load_source
-from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, PolicyConfig
+from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, PlanFileConfig
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import TargetBytes, write_model
@@ -91,7 +91,10 @@ def _is_followed(path: Path, folder: Path | None, source: Source) -> bool:
 
 
 def make(
-    source: Source, chooser: Chooser, config: PolicyConfig, output: Path | None
+    source: Source,
+    chooser: Chooser,
+    config: AutoConfig | MemoryTargetConfig | PlanFileConfig,
+    output: Path | None,
 ) -> OffloadPlan:
     """Return a plan; write it, and beside it what it and other targets are predicted to bring."""
     plan = replace(chooser.plan(config), bandwidths=source.machine)
@@ -134,7 +137,7 @@ def _rank_table(source: Source, plan: OffloadPlan, without: Simulation, step: Si
     return plain_table(title, columns, 0, rows)
 
 
-def _policy_of(given: Given) -> PolicyConfig:
+def _policy_of(given: Given) -> AutoConfig | MemoryTargetConfig:
     targets, percent = given.memory_target, given.most_slowdown_percent
     if targets is None:
         return AutoConfig(kind="auto", most_slowdown_percent=1.0 if percent is None else percent)

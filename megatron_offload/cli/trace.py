@@ -41,6 +41,8 @@ def run(given: Given) -> int:
     with writing(path := given.folder / "trace.json"):
         write_traces(path, [one for file in paths for one in read_traces(file)])
     console().print(f"trace: {path}, for https://ui.perfetto.dev")
-    if missing := run_folder.missing_files(paths, num_ranks):
+    last = int(paths[-1].stem.rpartition("_")[2])
+    names = (f"trace_{rank}.json" for rank in range(max(num_ranks, last + 1)))
+    if missing := [name for name in names if folder / name not in paths]:
         console().print(f"missing in {folder}: {', '.join(missing)}", style="yellow")
     return 0

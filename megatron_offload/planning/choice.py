@@ -1,10 +1,7 @@
 """What to recompute and to offload, and in how much memory, by simulating few candidates.
 
-A candidate says how many kinds of saved bytes are recomputed, those first that free most for their
-time; an order in which the groups of each rank are offloaded until its target is kept; how much
-device memory their copies have, and how that is split between the two directions. What a candidate
-takes of memory doesn't depend on times, so it is replayed; how long its step takes is simulated.
-Where a job is small, single groups, limits and kinds of the best are changed at last.
+docs/planning.md ("How groups are chosen") says which. What a candidate takes of memory doesn't
+depend on times, so it is replayed; how long its step takes is simulated.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 from megatron_offload.core.policy_config import (
     AutoConfig,
     MemoryTargetConfig,
-    PolicyConfig,
+    PlanFileConfig,
     check_targets,
 )
 from megatron_offload.core.profile import (
@@ -69,13 +66,10 @@ _Change: TypeAlias = tuple[set[GroupKey], set[_Kind], tuple[float, float]]
 class _Candidate(NamedTuple):
     """How a rank's settings are found for a target: of the candidates one is chosen."""
 
-    step: int = 0
-    """Which budget step copies have; where that is too large for the target, the next smaller."""
-    depth: int = 0
-    """How many kinds of bytes are recomputed; where fewer keep the target alone, so many."""
+    step: int = 0  # of the budget that copies have; smaller where the target asks for that
+    depth: int = 0  # how many kinds are recomputed; fewer where those alone keep the target
     order: int = 0
-    split: float = 0.5
-    """What of the budget is for groups that are reloaded."""
+    split: float = 0.5  # what of the budget is for groups that are reloaded
 
     def variants(self, most_depth: int) -> list[list[_Candidate]]:
         """Return what is tried around it: budget steps, depths, orders, and splits."""
@@ -90,8 +84,7 @@ class _Candidate(NamedTuple):
         ]
 
 
-_Candidates: TypeAlias = tuple[_Candidate, ...]
-"""A candidate: one of each rank."""
+_Candidates: TypeAlias = tuple[_Candidate, ...]  # one of each rank
 
 
 class _Found(NamedTuple):
@@ -216,11 +209,8 @@ class Chooser:
         least = f"{format_bytes(target)}, the least found for at most {most_slowdown_percent:.3g} %"
         return self._plan("auto", best, [f"{least} of the step's time"] * num_ranks)
 
-    def plan(self, config: PolicyConfig) -> OffloadPlan:
-        """Return the plan that a section of a configuration asks for, with what it would bring.
-
-        A rule decides on the groups as the profiled steps had them.
-        """
+    def plan(self, config: AutoConfig | MemoryTargetConfig | PlanFileConfig) -> OffloadPlan:
+        """Return the plan that a section of a configuration asks for, with what it would bring."""
         if isinstance(config, AutoConfig):
             return self.within(config.most_slowdown_percent)
         if isinstance(config, MemoryTargetConfig):

@@ -16,12 +16,9 @@ class LiveGroup(NamedTuple):
 
     key: GroupKey
     num_bytes: int
-    first_row: int
-    """The first piece of work in which it may be offloaded."""
-    end_row: int
-    """The one that needs it again."""
-    life_us: float
-    """From its commit to its backward."""
+    first_row: int  # the first piece of work in which it may be offloaded
+    end_row: int  # the one that needs it again
+    life_us: float  # from its commit to its backward
 
 
 class Footprint:
@@ -54,10 +51,9 @@ class Footprint:
             times_us += (start_us, end_us)
             if piece.kind is PassKind.FORWARD:
                 first_rows[piece.key] = row + 1
-            elif sizes[piece.key]:
-                first_row, life_us = first_rows[piece.key], start_us - times_us[1]
-                group = LiveGroup(piece.key, sizes[piece.key], first_row, row, life_us)
-                self.groups.append(group)
+            elif num_bytes := sizes[piece.key]:
+                place = first_rows[piece.key], row, start_us - times_us[1]
+                self.groups.append(LiveGroup(piece.key, num_bytes, *place))
         self.keys = frozenset(group.key for group in self.groups)
         in_order = sorted(self.groups, key=lambda group: group.first_row)
         largest = sorted(in_order, key=lambda group: (-group.num_bytes, -group.life_us))

@@ -8,6 +8,7 @@ from pydantic import ByteSize, Field, field_validator, model_validator
 
 from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.files.strict_model import Bytes, Names, StrictModel
+from megatron_offload.planning.schedule import ScheduleName
 
 LAYER_GROUPS = (
     *("attn_norm", "qkv_linear", "core_attn", "attn_proj"),
@@ -64,7 +65,7 @@ class ModelDescription(StrictModel):
     """GPUs that share every sequence, each with its part of the tokens."""
     expert_parallel: int = Field(default=1, ge=1, le=_MOST)
     """GPUs that share the experts, each whole; a token goes to any GPU with the same chance."""
-    schedule: Literal["gpipe", "1f1b", "interleaved"] | None = None
+    schedule: ScheduleName | None = None
     """None: ``interleaved`` with several virtual stages, else ``1f1b``."""
     stage_layers: tuple[int, ...] | None = None
     """Layers of each stage of the whole pipeline; None: as many everywhere."""

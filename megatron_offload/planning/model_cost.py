@@ -16,23 +16,16 @@ _SPARED_SHARE = 0.27
 writes, which takes that much less power, the products beside it are done so much earlier."""
 _LEAST_TIME = 0.85  # of what products take at that limit: their time at the full clock
 _PRODUCT_US = 2.0  # what a product takes however small it is
-_ATTENTION_SHARE = 0.72
-"""What flash attention gets of what products get, with infinitely long sequences."""
-_ATTENTION_TOKENS = 1200
-"""The length of a sequence at which it gets half of that: blocks on the diagonal are half empty."""
-_MEMORY_SHARE = 0.83
-"""The part of the memory's bandwidth that kernels get which only read and write."""
-_ROTATION = 29
-"""What rotating a tensor by kernels of its own costs, in reads or writes of it: they are a dozen,
-and most of them strided."""
+_ATTENTION_SHARE = 0.72  # of what products get: flash attention's, with infinitely long sequences
+_ATTENTION_TOKENS = 1200  # the length at which it gets half of that: diagonal blocks are half empty
+_MEMORY_SHARE = 0.83  # of the memory's bandwidth, what kernels get which only read and write
 _ACTIVATION = 1.4  # what an activation takes more than its traffic does
-_GATE_FORWARD, _GATE_BACKWARD = 10.0, 23.0
-"""Reads or writes of its output by a gated activation in kernels of its own, strided likewise."""
-_LOSS_FORWARD, _LOSS_BACKWARD = 13.0, 4.6
-"""Reads or writes of the logits in fp32 by kernels of its own; fused, 3 and 2."""
-_SORTED_GRADIENT = 30
-"""Reads or writes of a microbatch's embeddings that adding up their gradients is worth."""
 
+# In reads or writes of a tensor, by kernels of their own, most of which are strided:
+_ROTATION = 29  # of the tensor that is rotated
+_GATE_FORWARD, _GATE_BACKWARD = 10.0, 23.0  # of the output of a gated activation
+_LOSS_FORWARD, _LOSS_BACKWARD = 13.0, 4.6  # of the logits in fp32; fused, 3 and 2
+_SORTED_GRADIENT = 30  # of a microbatch's embeddings, to add up their gradients
 
 _MADE_FROM = {
     "qkv_linear": "attn_norm",

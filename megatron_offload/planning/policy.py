@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import ClassVar
 
-from megatron_offload.core.policy_config import ModulesConfig, PlanFileConfig, RatioConfig
+from megatron_offload.core.policy_config import PlanFileConfig, RatioConfig
 from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile
 from megatron_offload.planning.files import load_plan
 from megatron_offload.planning.plan import OffloadPlan, RankPlan, check_profiles, plan_of, rank_plan
@@ -74,12 +74,11 @@ def plan_by_ratio(ratio: float, profile: StepProfile) -> RankPlan:
 
 
 def plan_by_rule(
-    rule: ModulesPolicy | ModulesConfig | RatioConfig | PlanFileConfig,
-    profiles: Collection[StepProfile],
+    rule: ModulesPolicy | RatioConfig | PlanFileConfig, profiles: Collection[StepProfile]
 ) -> OffloadPlan:
     """Return the plan of all ranks that needs no search: a rule's, or that of a file.
 
-    Profiles are one of each rank, in any order; of a section the rule is what it asks for.
+    Profiles are one of each rank, in any order.
 
     Raises:
         ConfigError: the file can't be read or is of another run, or profiles are missing.
@@ -94,8 +93,7 @@ def plan_by_rule(
         if isinstance(rule, RatioConfig):
             ranks.append(plan_by_ratio(rule.ratio, profile))
             continue
-        policy = rule if isinstance(rule, ModulesPolicy) else ModulesPolicy()
-        delta_bytes = profile.run.pp_rank * policy.delta_bytes_across_pp_ranks
-        kept = replace(policy, keep_bytes=policy.keep_bytes + delta_bytes).plan(profile)
+        delta_bytes = profile.run.pp_rank * rule.delta_bytes_across_pp_ranks
+        kept = replace(rule, keep_bytes=rule.keep_bytes + delta_bytes).plan(profile)
         ranks.append(rank_plan(profile, kept, "of a module that is offloaded"))
     return plan_of(rule.kind, profiles, ranks)

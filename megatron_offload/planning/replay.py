@@ -1,9 +1,7 @@
 """What the engine does in a steady step on one rank, call by call: no times, only the order.
 
 `core.step.StepDecisions` decides here as in the engine, over the passes of a schedule; what it asks
-for is written down. So what is offloaded, where the
-compute stream waits, and every peak of memory follow from here, whatever the copies cost;
-`megatron_offload.planning.simulate` adds the times.
+for is written down. `planning.simulate` adds the times.
 
 Memory is counted as the allocator sees it: in the order of the compute stream's program. A source
 takes device memory until the compute stream has waited for its copy, a reload's target from its
@@ -81,12 +79,10 @@ class OpKind(IntEnum):
 class Piece(NamedTuple):
     """A group's part of one pass."""
 
-    key: GroupKey
-    """Its order is -1 where the engine doesn't see the group."""
+    key: GroupKey  # of order -1 where the engine doesn't see the group
     kind: PassKind
     us: float
-    taken_bytes: int
-    """The most that is taken of the device meanwhile, as `RankProgram.peak_taken_bytes`."""
+    taken_bytes: int  # the most of the device meanwhile, as `RankProgram.peak_taken_bytes`
 
 
 @dataclass(slots=True, kw_only=True)

@@ -16,7 +16,9 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import simpy
 
 from megatron_offload.core.machine import Machine
 from megatron_offload.core.trace import PIPELINE_WAIT, Counter, Span, StepTrace
@@ -24,9 +26,6 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.planning.job import LIMITS, NO_OFFLOAD, UNLIMITED, Job, RankSettings
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.replay import OpKind, RankProgram, check_time, replay
-
-if TYPE_CHECKING:
-    import simpy
 
 RELEASE = "W2"
 """The stall at a release, whose copy to the host is not over."""
@@ -154,13 +153,10 @@ class _Queue:
     def __init__(self, rank: _Streams, name: str) -> None:
         self.rank = rank
         self.name = name
-        self.waiting: deque[tuple[int, int]] = deque()
-        """Copies, each with the position of its op."""
-        self.copy: tuple[int, int] | None = None
-        """The one that is under way."""
+        self.waiting: deque[tuple[int, int]] = deque()  # copies, each with its op's position
+        self.copy: tuple[int, int] | None = None  # the one that is under way
         self.rest_bytes = self.rate = self.start_us = self.since_us = 0.0
-        self.end: simpy.Event | None = None
-        """When it will be over, as things are."""
+        self.end: simpy.Event | None = None  # when it will be over, as things are
 
 
 class _Streams:
@@ -186,8 +182,6 @@ class _Step:
     """The processes of all ranks, and what they share."""
 
     def __init__(self, job: Job, ranks: list[_Streams]) -> None:
-        import simpy
-
         self.environment = simpy.Environment()
         machine = job.machine
         gpus_per_rank = min(job.gpus_per_rank, machine.gpus_per_node)

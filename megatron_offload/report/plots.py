@@ -49,11 +49,8 @@ _POINTS = {
     "plan": ("#d55e00", "diamond"),
 }
 
-MOST_TIMELINES = 64
-"""Ranks in one page; hundreds would be of no help."""
-
-_COLUMNS = 2000
-"""Parts of a step, fewer of more ranks than 16; what is shorter than one is drawn together."""
+MOST_TIMELINES = 64  # ranks in one page; hundreds would be of no help
+_COLUMNS = 2000  # of a step, fewer of more ranks than 16; what is shorter is drawn together
 
 
 def timeline_chart(trace: StepTrace, end_us: float, num_ranks: int = 1) -> Any:

@@ -26,7 +26,6 @@ _RANK = {
     "host": "peak_host_bytes",
 }
 _GPU = {"peak allocated": "peak_allocated_bytes", "peak reserved": "peak_reserved_bytes"}
-_CHOICE = {True: "offloaded", False: "kept"}
 
 
 def print_offload_summary_table(
@@ -94,18 +93,15 @@ def plan_rows(plan: OffloadPlan) -> list[PlanRow]:
     """
     found: dict[tuple[str, str, str], list[int]] = {}
     for choice in (choice for rank in plan.ranks for choice in rank.choices):
-        key = (choice.name, _CHOICE[choice.moves], choice.reason)
+        key = (choice.name, "offloaded" if choice.moves else "kept", choice.reason)
         found.setdefault(key, []).append(choice.num_bytes)
     names = list(dict.fromkeys(name for name, _, _ in found))
     rows = [PlanRow(*key, len(sizes), sum(sizes)) for key, sizes in found.items()]
-    rows.sort(key=lambda row: (names.index(row.name), row.choice == _CHOICE[False]))
+    rows.sort(key=lambda row: (names.index(row.name), row.choice == "kept"))
     units: dict[tuple[str, str], list[UnitChoice]] = {}
     for unit in (unit for rank in plan.ranks for unit in rank.units or ()):
-        kind = (
-            f"recompute {kind_of(unit.unit)}",
-            "recomputed" if unit.is_recomputed else "as its groups",
-        )
-        units.setdefault(kind, []).append(unit)
+        does = "recomputed" if unit.is_recomputed else "as its groups"
+        units.setdefault((f"recompute {kind_of(unit.unit)}", does), []).append(unit)
     for kind, alike in units.items():
         reason = f"recompute takes {sum(unit.us for unit in alike) / 1e3:.1f} ms in all"
         size = sum(unit.num_bytes for unit in alike)

@@ -34,12 +34,10 @@ if TYPE_CHECKING:
 Runs = Sequence[tuple[str, TrainConfig]]
 """Runs to take one after the other in the same processes, each with its title."""
 
-
+# What torch's launcher handles while ranks run, and ever after.
 _HANDLED = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
-"""What torch's launcher handles while ranks run, and ever after."""
-
+# What only ranks can find wrong, by the name in the launcher.
 _OF_INPUT = {error.__name__: error for error in (ConfigError, TargetError)}
-"""What only ranks can find wrong, by the name in the launcher."""
 
 
 class RankFailedError(OffloadError, RuntimeError):

@@ -230,11 +230,8 @@ class _Trainer:
 
 def check_patterns(offload: OffloadConfig, names: Collection[str]) -> None:
     """Refuse patterns that match no module of any rank."""
-    wanted = {
-        "modules": module_patterns(offload.modules),
-        "recompute": recompute_patterns(offload.recompute),
-    }
-    for key, patterns in wanted.items():
+    modules, recompute = module_patterns(offload.modules), recompute_patterns(offload.recompute)
+    for key, patterns in (("modules", modules), ("recompute", recompute)):
         for pattern in patterns:
             if not any(map(expression_of(pattern).fullmatch, names)):
                 raise ConfigError(
@@ -247,13 +244,12 @@ def _forward_step(iterator: Iterator[dict[str, torch.Tensor]], model: Any) -> tu
     """Run one microbatch through one chunk; the form that megatron-core's schedules ask for."""
     batch = next(iterator)
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-    return output, _mean_loss
 
+    def mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss = losses.mean()
+        return loss, {"loss": loss.detach().clone()}  # the schedule divides its copy in place
 
-def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    loss = losses.mean()
-    # The schedule divides its own copy in place.
-    return loss, {"loss": loss.detach().clone()}
+    return output, mean_loss
 
 
 def counters_of(manager: PipelineOffloadManager | None) -> dict[str, Any]:

@@ -89,11 +89,6 @@ class StepRecord:
         """Return one line of ``steps.jsonl``."""
         return json.dumps(asdict(self))
 
-    @classmethod
-    def from_json(cls, text: bytes | str, source: str) -> StepRecord:
-        """Return the record that `to_json` made a line of, which errors call ``source``."""
-        return validate(cls, parse_json(text, source, allow_nan=True), source)
-
 
 @dataclass(slots=True)
 class RunReport:
@@ -132,7 +127,7 @@ def read_steps(folder: Path) -> list[StepRecord]:
             if not line.endswith(b"\n"):
                 break
             source = f"{path} line {len(records) + 1}"
-            record = StepRecord.from_json(line, source)
+            record = validate(StepRecord, parse_json(line, source, allow_nan=True), source)
             if record.step != len(records) + 1:
                 raise ConfigError(f"{source} is of step {record.step}, which does not follow")
             records.append(record)

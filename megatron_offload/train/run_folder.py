@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -123,11 +123,3 @@ def rank_files(folder: Path, kind: str) -> list[Path]:
     found = {path: name.fullmatch(path.name) for path in folder.glob(f"{kind}_*")}
     ranks = {int(match[1]): path for path, match in found.items() if match}
     return [ranks[rank] for rank in sorted(ranks)]
-
-
-def missing_files(paths: Sequence[Path], num_ranks: int = 0) -> list[str]:
-    """Return the names that `rank_files` lacks: of all ranks, or else up to its last one."""
-    kind, _, last = paths[-1].stem.rpartition("_")
-    names = [f"{kind}_{rank}.json" for rank in range(max(num_ranks, int(last) + 1))]
-    found = {path.name for path in paths}
-    return [name for name in names if name not in found]

@@ -10,7 +10,7 @@ import pytest
 from problems import MIB, make_job, random_job
 
 from megatron_offload.core.machine import Machine
-from megatron_offload.core.policy_config import ModulesConfig, PlanFileConfig, RatioConfig
+from megatron_offload.core.policy_config import PlanFileConfig, RatioConfig
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError, TargetError
 from megatron_offload.planning.choice import SLOW_LINK_SHARE, Chooser
@@ -179,5 +179,3 @@ def test_only_what_may_be_is_recomputed():
     units = {(unit.unit, unit.is_recomputed) for rank in plan.ranks for unit in rank.units}
     assert ("product", False) in units
     assert ("product", True) not in units
-    rule = chooser.plan(ModulesConfig())
-    assert rule.ranks[0].units is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from problems import profiles
 
-from megatron_offload.core.policy_config import ModulesConfig, PlanFileConfig, RatioConfig
+from megatron_offload.core.policy_config import PlanFileConfig, RatioConfig
 from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.files import save_plan
@@ -93,4 +93,3 @@ def test_a_section_becomes_its_rule():
     numbers = {"fraction": 0.5, "delta_bytes_across_pp_ranks": 2000}
     policy = ModulesPolicy(modules=("core_attn", "mlp_*"), **numbers)
     assert plan_by_rule(policy, runs) != plan_by_rule(ModulesPolicy(), runs)
-    assert plan_by_rule(ModulesConfig(), runs) == plan_by_rule(ModulesPolicy(), runs)

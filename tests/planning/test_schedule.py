@@ -120,7 +120,6 @@ def test_1f1b_is_torch_s_own():
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("1f1", 2, 2), "did you mean '1f1b'"),
         (("1f1b", 0, 2), "at least one rank"),
         (("gpipe", 2, 0), "at least one rank"),
         (("1f1b", 2, 2, 2), "no virtual stages"),
