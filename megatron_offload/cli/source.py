@@ -1,9 +1,7 @@
 """What ``plan`` and ``simulate`` are about: the profiles of a run's folder, or a described model.
 
-Profiles are those of one whole run, one of each pipeline rank. They hold no temporaries, and not
-what the allocator wastes: all that a run's groups don't explain of each rank's measured peak counts
-as always there. Peaks are those of reserved memory where the run had a GPU; of saved activations
-alone where it had none. What was assumed of a machine is said.
+Peaks are those of reserved memory where the run had a GPU; of saved activations alone where it had
+none. What was assumed of a machine is said.
 """
 
 from __future__ import annotations

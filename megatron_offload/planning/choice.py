@@ -27,7 +27,7 @@ from megatron_offload.core.profile import (
     merge_units,
 )
 from megatron_offload.core.units import format_bytes
-from megatron_offload.errors import ConfigError, TargetError
+from megatron_offload.errors import TargetError
 from megatron_offload.planning.footprint import Footprint
 from megatron_offload.planning.job import LIMITS, NO_OFFLOAD, UNLIMITED, Job, RankSettings
 from megatron_offload.planning.plan import (
@@ -119,10 +119,6 @@ class Chooser:
     ) -> None:
         self._profiles = check_profiles(profiles)
         num_ranks = job.schedule.num_ranks
-        if len(self._profiles) != num_ranks:
-            raise ConfigError(
-                f"profiles are of {len(self._profiles)} pipeline ranks, the job has {num_ranks}"
-            )
         self._limits = limits
         given = {name: getattr(limits, name) for name in LIMITS}
         self._user_limits = {name: size for name, size in given.items() if size is not None}

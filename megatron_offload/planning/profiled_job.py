@@ -1,10 +1,8 @@
 """A step as the profiles of all its ranks have shown it, and the profiles of a step.
 
-Times of a group are medians over the microbatches, the lower of two: what disturbs one makes it
-longer. What lies between two groups of one chunk is compute as well, and its median too. Between
-two passes of a rank, other stages may have been waited for: there the least of all microbatches
-counts, as the work in front of the later pass. A rank that never waited gets its measured time
-back, as far as its microbatches are alike.
+Times of a group, and of what lies between two, are medians over the microbatches, the lower of two:
+what disturbs one makes it longer. Between two passes of a rank, other stages may have been waited
+for: there the least of all microbatches counts, as the work in front of the later pass.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ Memory is counted as the allocator sees it: in the order of the compute stream's
 takes device memory until the compute stream has waited for its copy, a reload's target from its
 issue on, and host memory is taken from the issue of the offload to that of the reload.
 
-How long planning takes has a bound, looked at in the middle of simulations, too. Time is that of
-the thread's own work: what else the machine does changes no plan.
+The bound of planning is one of the thread's own time: what else the machine does changes no plan.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ class RankProgram:
     recompute_us: float = 0.0
     """What that takes, as a part of the compute."""
     moved: list[GroupKey] = field(default_factory=list)
-    """Groups whose copy to the host was issued, in that order."""
+    """In the order in which their copies to the host were issued."""
     pieces: list[Piece] = field(default_factory=list)
     """Of all groups and passes, in order; only where it was asked for."""
     kinds: bytearray = field(default_factory=bytearray)
@@ -215,11 +214,6 @@ class RankWork:
         if not 0 <= other < num_stages or other in self._own_stages:
             return None
         return (one.microbatch * num_stages + (one.stage if sends else other)) * 2 + is_forward
-
-
-def replay(job: Job, rank: int, settings: RankSettings, *, records: bool = False) -> RankProgram:
-    """Return what one rank's streams do in a steady step; see `RankWork.replay`."""
-    return RankWork(job, rank, settings.recompute).replay(settings, records=records)
 
 
 class WorkGroup(Group):

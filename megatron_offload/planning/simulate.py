@@ -25,7 +25,7 @@ from megatron_offload.core.trace import PIPELINE_WAIT, Counter, Span, StepTrace
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.job import LIMITS, NO_OFFLOAD, UNLIMITED, Job, RankSettings
 from megatron_offload.planning.plan import OffloadPlan
-from megatron_offload.planning.replay import OpKind, RankProgram, check_time, replay
+from megatron_offload.planning.replay import OpKind, RankProgram, RankWork, check_time
 
 RELEASE = "W2"
 """The stall at a release, whose copy to the host is not over."""
@@ -68,14 +68,15 @@ def simulate(
         record: keep the spans of all streams and the bytes over time; see `RankResult.trace`.
 
     Raises:
-        ConfigError: settings are too many or too few, or the schedule's ranks wait in a circle.
+        ConfigError: the schedule's ranks wait in a circle.
     """
     num_ranks = job.schedule.num_ranks
     if settings is None or isinstance(settings, RankSettings):
         settings = [settings or NO_OFFLOAD] * num_ranks
-    if len(settings) != num_ranks:
-        raise ConfigError(f"the schedule has {num_ranks} ranks, settings are for {len(settings)}")
-    programs = [replay(job, rank, one, records=record) for rank, one in enumerate(settings)]
+    programs = [
+        RankWork(job, rank, one.recompute).replay(one, records=record)
+        for rank, one in zip(range(num_ranks), settings, strict=True)
+    ]
     return simulate_programs(job, programs, record=record)
 
 

@@ -15,6 +15,7 @@ from megatron_offload.core.profile import (
 )
 from megatron_offload.planning.job import GroupWork, Job, StageWork
 from megatron_offload.planning.profiled_job import profiles_of
+from megatron_offload.planning.replay import RankWork
 from megatron_offload.planning.schedule import PassKind, make_schedule
 
 MIB = 2**20
@@ -136,6 +137,11 @@ def random_job(rng, most_ranks=4):
 def profiles(**settings):
     """Return the profiles of a job's ranks; see `make_job`."""
     return profiles_of(make_job(**settings))
+
+
+def replay(job, rank, settings, **asked):
+    """Return what one rank's streams do in a steady step."""
+    return RankWork(job, rank, settings.recompute).replay(settings, **asked)
 
 
 def peak_in_flight(schedule, rank):

@@ -7,12 +7,12 @@ import random
 import time
 
 import pytest
-from problems import make_job, random_job
+from problems import make_job, random_job, replay
 
 from megatron_offload.planning.choice import Chooser
 from megatron_offload.planning.job import RankSettings
 from megatron_offload.planning.profiled_job import profiles_of
-from megatron_offload.planning.replay import OutOfTimeError, ending_after, replay
+from megatron_offload.planning.replay import OutOfTimeError, ending_after
 from megatron_offload.planning.simulate import simulate_programs
 
 

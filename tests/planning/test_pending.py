@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from problems import replay
 
 from megatron_offload.planning.job import (
     NO_OFFLOAD,
@@ -14,7 +15,6 @@ from megatron_offload.planning.job import (
     StageWork,
     pending_bytes,
 )
-from megatron_offload.planning.replay import replay
 from megatron_offload.planning.schedule import Pass, PassKind, make_schedule
 from megatron_offload.planning.simulate import simulate
 

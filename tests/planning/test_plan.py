@@ -115,7 +115,6 @@ def test_another_run_is_refused_and_the_difference_named(change, message):
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [
-        ([], "got none"),
         ([0], "got those of 0"),
         ([0, 1, 1], "got those of 0, 1, 1"),
         ([1], "got those of 1"),
