@@ -30,11 +30,11 @@ from rich.table import Table
 
 from megatron_offload.cli.options import writing
 from megatron_offload.cli.source import Source, SourceOptions, load_source
-from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, PlanFileConfig
+from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import TargetBytes, write_model
-from megatron_offload.planning.choice import Chooser
+from megatron_offload.planning.choice import Chooser, Planned
 from megatron_offload.planning.files import load_plan, save_plan
 from megatron_offload.planning.plan import OffloadPlan
 from megatron_offload.planning.simulate import Simulation
@@ -42,9 +42,7 @@ from megatron_offload.report.console import console, plain_table
 from megatron_offload.report.tables import TRADEOFF_NAME, TradeOff, TradeOffPoint, plan_table
 from megatron_offload.train.run_folder import PLAN_NAME
 
-_NUM_TARGETS = 4
-"""Memory targets on the trade-off curve."""
-
+_NUM_TARGETS = 4  # on the trade-off curve
 _WithoutSign = BeforeValidator(lambda text: str(text).removesuffix("%"))
 
 
@@ -90,12 +88,7 @@ def _is_followed(path: Path, folder: Path | None, source: Source) -> bool:
     return path.resolve() in places and load_plan(path).is_like(load_plan(own))
 
 
-def make(
-    source: Source,
-    chooser: Chooser,
-    config: AutoConfig | MemoryTargetConfig | PlanFileConfig,
-    output: Path | None,
-) -> OffloadPlan:
+def make(source: Source, chooser: Chooser, config: Planned, output: Path | None) -> OffloadPlan:
     """Return a plan; write it, and beside it what it and other targets are predicted to bring."""
     plan = replace(chooser.plan(config), bandwidths=source.machine)
     if output is None:
@@ -137,7 +130,7 @@ def _rank_table(source: Source, plan: OffloadPlan, without: Simulation, step: Si
     return plain_table(title, columns, 0, rows)
 
 
-def _policy_of(given: Given) -> AutoConfig | MemoryTargetConfig:
+def _policy_of(given: Given) -> Planned:
     targets, percent = given.memory_target, given.most_slowdown_percent
     if targets is None:
         return AutoConfig(kind="auto", most_slowdown_percent=1.0 if percent is None else percent)

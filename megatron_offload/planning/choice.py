@@ -57,6 +57,9 @@ _NUM_STEPS = 10
 _NUM_TARGETS = 64  # parts of the range of targets in the search for the least memory
 _MOST_BOUNDARIES = 600_000  # that all candidates of one target pass: some seconds of one core
 
+Planned: TypeAlias = AutoConfig | MemoryTargetConfig | PlanFileConfig
+"""Policies of which a plan can be made or predicted."""
+
 _Settings: TypeAlias = tuple[RankSettings, ...]  # of each rank
 _Kind: TypeAlias = tuple[str, int]
 _Change: TypeAlias = tuple[set[GroupKey], set[_Kind], tuple[float, float]]
@@ -205,7 +208,7 @@ class Chooser:
         least = f"{format_bytes(target)}, the least found for at most {most_slowdown_percent:.3g} %"
         return self._plan("auto", best, [f"{least} of the step's time"] * num_ranks)
 
-    def plan(self, config: AutoConfig | MemoryTargetConfig | PlanFileConfig) -> OffloadPlan:
+    def plan(self, config: Planned) -> OffloadPlan:
         """Return the plan that a section of a configuration asks for, with what it would bring."""
         if isinstance(config, AutoConfig):
             return self.within(config.most_slowdown_percent)

@@ -103,20 +103,19 @@ class RankProgram:
     """Recomputed in backward, and so neither kept nor offloaded."""
     recompute_us: float = 0.0
     """What that takes, as a part of the compute."""
-    moved: list[GroupKey] = field(default_factory=list)
-    """In the order in which their copies to the host were issued."""
-    pieces: list[Piece] = field(default_factory=list)
-    """Of all groups and passes, in order; only where it was asked for."""
+    moved: list[GroupKey] = field(default_factory=list)  # as their copies to the host were issued
+    copy_bytes: list[int] = field(default_factory=list)  # by the copy's number, as it was issued
+
+    # What the compute stream comes by, in two flat sequences: a large job has millions of them.
     kinds: bytearray = field(default_factory=bytearray)
-    """What the compute stream comes by, an `OpKind` each. Two flat sequences, because a large job
-    has millions of them."""
     arguments: list[float] = field(default_factory=list)
-    copy_bytes: list[int] = field(default_factory=list)
-    """By the index of the copy, in the order of issue."""
+
+    # Only where it was asked for.
+    pieces: list[Piece] = field(default_factory=list)  # of all groups and passes, in order
     labels: list[tuple[str, bool]] = field(default_factory=list)
-    """The group of each op, and whether its pass is a backward; only where it was asked for."""
+    """The group of each op, and whether its pass is a backward."""
     memory: list[tuple[int, dict[ByteCount, int]]] = field(default_factory=list)
-    """Bytes that hold from the beginning of an op on, and its position; likewise."""
+    """Bytes that hold from the beginning of an op on, and its position."""
 
 
 _Places: TypeAlias = tuple[tuple[GroupProfile, GroupWork], ...]

@@ -47,8 +47,7 @@ class Pair(NamedTuple):
         return self.offloaded / self.without - 1
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryKind:
+class MemoryKind(NamedTuple):
     """A way to measure device memory, such as "reserved memory", and each rank's peak in bytes."""
 
     name: str
