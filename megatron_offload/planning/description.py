@@ -82,7 +82,7 @@ def fit_achieved_share(
     for _ in range(20):
         if inverse < 1:
             break
-        fitted = _with_share(model, 1 / inverse)
+        fitted = model.model_copy(update={"achieved_share": 1 / inverse})
         got_us = simulate(job_from_model(fitted, machine)).step_us
         if abs(got_us / step_us - 1) < 1e-6:
             return fitted.achieved_share
@@ -139,20 +139,7 @@ class JobDescription(Surroundings):
                 f"model.tensor_parallel {num_gpus} doesn't fit into a node of "
                 f"machine.gpus_per_node {machine.gpus_per_node}"
             )
-        return job_from_model(_with_share(self.model, self.achieved_share), machine)
-
-    @property
-    def achieved_share(self) -> float:
-        """The share that counts: what the measured step shows, else the model's."""
-        if self.measured is None:
-            return self.model.achieved_share
-        given = self.model.model_dump(exclude_unset=True) | self.measured.model
-        other = validate(ModelDescription, given, "measured.model")
-        return fit_achieved_share(other, self.measured.step_ms * 1e3, self.machine)
-
-
-def _with_share(model: ModelDescription, share: float) -> ModelDescription:
-    return model.model_copy(update={"achieved_share": share})
+        return job_from_model(self.model, machine)
 
 
 def load_description(path: str | Path, overrides: Sequence[str] = ()) -> JobDescription:
@@ -163,8 +150,13 @@ def load_description(path: str | Path, overrides: Sequence[str] = ()) -> JobDesc
     """
     data = load_yaml(path)
     asked = validate(JobDescription, apply_overrides(data, overrides), str(path))
-    if asked.measured is None:
+    measured = asked.measured
+    if measured is None:
         return asked
-    before = data | {"measured": asked.measured.model_dump()}
-    share = validate(JobDescription, before, f"{path}, as it was measured").achieved_share
-    return asked.model_copy(update={"model": _with_share(asked.model, share), "measured": None})
+    as_read = data | {"measured": measured.model_dump()}
+    before = validate(JobDescription, as_read, f"{path}, as it was measured")
+    given = before.model.model_dump(exclude_unset=True) | measured.model
+    other = validate(ModelDescription, given, "measured.model")
+    share = fit_achieved_share(other, measured.step_ms * 1e3, before.machine)
+    model = asked.model.model_copy(update={"achieved_share": share})
+    return asked.model_copy(update={"model": model, "measured": None})

@@ -45,8 +45,6 @@ class LayerCosts:
         self.token_bytes = self.tokens * model.value_bytes // model.tensor_parallel
         self.hidden_bytes = model.hidden * self.token_bytes
         self.kv_bytes = model.kv_width * self.token_bytes
-        self.scores_bytes = 4 * self.tokens * model.heads // model.tensor_parallel
-        self.logits_bytes = 4 * self.tokens * model.vocabulary // model.tensor_parallel
         # What sequence parallelism gathers from the other GPUs in front of a linear layer.
         num_gathered = model.tensor_parallel if model.tensor_parallel > 1 else 0
         self.gathered_bytes = self.hidden_bytes * num_gathered
@@ -147,12 +145,13 @@ class LayerCosts:
         flop = 2.0 * work * self.tokens * model.sequence * model.hidden
         forward_us, backward_us = self._product(flop), self._product(2.5 * flop)
         qkv_bytes = hidden + 2 * self.kv_bytes
+        scores_bytes = 4 * self.tokens * model.heads // model.tensor_parallel
         num_scores = self.tokens * model.sequence * model.heads // model.tensor_parallel
         rotated = (2 if model.fused_kernels else _ROTATION) if model.rotary else 0
         rotation_bytes = rotated * (hidden + self.kv_bytes)
         return GroupWork(
             "core_attn",
-            **self._saved(hidden, self.kv_bytes, self.kv_bytes, hidden, self.scores_bytes),
+            **self._saved(hidden, self.kv_bytes, self.kv_bytes, hidden, scores_bytes),
             # Values are copied, slowly; gradients are put side by side.
             forward_us=forward_us + self._traffic(rotation_bytes + 5 * self.kv_bytes),
             backward_us=backward_us + self._traffic(rotation_bytes + 2 * qkv_bytes),
@@ -261,7 +260,8 @@ class LayerCosts:
 
     def loss(self) -> list[GroupWork]:
         """Return the last norm, the head, and the cross entropy in fp32."""
-        model, logits, hidden = self.model, self.logits_bytes, self.hidden_bytes
+        model, hidden = self.model, self.hidden_bytes
+        logits = 4 * self.tokens * model.vocabulary // model.tensor_parallel
         before: dict[str, Any] = {"norm_bytes": hidden, "gathered_bytes": self.gathered_bytes}
         head = self._linear("head", model.hidden, model.vocabulary, (hidden, hidden), **before)
         entropy = GroupWork(
