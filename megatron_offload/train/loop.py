@@ -40,7 +40,7 @@ from megatron_offload.train.model import (
     build_scheduler,
     open_model_parallel,
 )
-from megatron_offload.train.records import RankStep, RunReport, StepRecord, open_log
+from megatron_offload.train.records import LOG_NAME, RankStep, RunReport, StepRecord
 from megatron_offload.train.run_folder import PLAN_NAME, prepare_folder
 
 
@@ -97,14 +97,15 @@ class _Trainer:
             gpu = torch.cuda.get_device_name(self._device) if on_gpu else None
             prepare_folder(self._config, gpu, torch.distributed.get_world_size())
         with contextlib.ExitStack() as stack:
-            log = stack.enter_context(open_log(run.output)) if is_owner else None
+            if is_owner:
+                log = stack.enter_context((run.output / LOG_NAME).open("w", buffering=1))
             if manager and self._meter:
                 stack.enter_context(manager.observed_by(self._meter))
             for step in range(1, run.steps + 1):
                 was_planning = self._is_planning()
                 record = self._train_step(step)
                 report.steps.append(record)
-                if log is not None:
+                if is_owner:
                     log.write(record.to_json() + "\n")
                 if self._before is not None:
                     say(self._line(record))

@@ -12,12 +12,12 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from megatron_offload.engine.stats import GroupStats
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import StrictModel, validate
-from megatron_offload.files.text import open_regular, parse_json, replace_text
+from megatron_offload.files.text import open_regular, parse_json
 
 LOG_NAME = "steps.jsonl"
 COMPARISON_NAME = "compare.json"
@@ -132,13 +132,6 @@ def read_steps(folder: Path) -> list[StepRecord]:
                 raise ConfigError(f"{source} is of step {record.step}, which does not follow")
             records.append(record)
     return records
-
-
-def open_log(folder: Path) -> TextIO:
-    """Open ``steps.jsonl`` for lines; what an earlier run has written there is gone."""
-    path = folder / LOG_NAME
-    replace_text(path, "")
-    return path.open("a", encoding="utf-8", buffering=1)
 
 
 class Comparison(StrictModel):
