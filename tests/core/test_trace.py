@@ -11,6 +11,7 @@ import torch
 from programs import (
     assert_nothing_left,
     assert_same,
+    in_group,
     make_config,
     make_manager,
     make_model,
@@ -18,6 +19,7 @@ from programs import (
     recorded,
     run_step,
 )
+from virtual_clock import Tick
 
 from megatron_offload.backends.base import Wait
 from megatron_offload.backends.simulated import SimulatedBackend
@@ -30,7 +32,6 @@ from megatron_offload.core.trace import (
     read_traces,
     write_traces,
 )
-from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.observe.trace_step import trace_step
 
@@ -191,32 +192,18 @@ def test_the_manager_is_left_as_it_was():
     assert manager.observers == []
 
 
-class Work(torch.autograd.Function):
-    """Identity that takes virtual time: 100 us forward, 200 us backward; saves nothing."""
-
-    @staticmethod
-    def forward(ctx, x, backend):
-        ctx.backend = backend
-        backend.advance_compute(100)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        ctx.backend.advance_compute(200)
-        return grads[0], None
-
-
 def two_groups(manager, backend):
-    """One microbatch through two groups that save 256 bytes each."""
+    """One microbatch through two groups that save 256 bytes each, of 100 us forward each."""
     weight = torch.nn.Parameter(torch.ones(64))
+
+    def work(x):
+        return Tick.apply(x, backend.advance_compute, 100) * weight
+
     with manager.step():
         manager.begin_chunk()
         x = torch.ones(64, requires_grad=True) * 1
         for name in ("a", "b"):
-            x = start_group(manager, x, name)
-            with manager:
-                x = Work.apply(x, backend) * weight
-            x = commit_group(manager, x, name)
+            x = in_group(manager, work, x, name)
         x.sum().backward()
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from programs import assert_nothing_left, in_group, make_manager
+from programs import in_group, make_manager
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -252,27 +252,6 @@ def test_a_model_inside_a_group_leaves_no_hook_of_it_in_force():
         y = in_group(manager, run, torch.randn(4, 8, requires_grad=True))
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         y.sum().backward()
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.uint4, torch.float8_e4m3fn])
-def test_every_dtype_moves_by_its_bytes(dtype):
-    class SaveAs(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x.detach().to(torch.uint8).view(dtype))
-            return x * 1
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * ctx.saved_tensors[0].view(torch.uint8)
-
-    manager = make_manager(max_inflight_bytes=0, prefetch_bytes=0)
-    x = torch.arange(SIZE).remainder(2).float().requires_grad_()
-    with manager.step():
-        in_group(manager, SaveAs.apply, x).sum().backward()
-    assert torch.equal(x.grad, x.detach())
-    assert manager.last_step.offloaded_bytes == SIZE
-    assert_nothing_left(manager)
 
 
 def test_a_copy_that_fails_is_tried_once():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from programs import KIB, TIMINGS, assert_nothing_left, make_manager
-from test_aliasing import offload
+from programs import save_in_group as offload
 
 from megatron_offload.errors import InPlaceModificationError
 

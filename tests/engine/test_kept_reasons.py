@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from programs import KIB, in_group, make_manager, make_model, one_forward_one_backward, run_step
-from test_aliasing import Keep
+from programs import (
+    KIB,
+    Keep,
+    in_group,
+    make_manager,
+    make_model,
+    one_forward_one_backward,
+    run_step,
+)
 
 from megatron_offload import CPUOffload
 

@@ -13,6 +13,7 @@ from programs import (
     Times,
     assert_nothing_left,
     assert_same,
+    in_group,
     make_config,
     make_manager,
     make_model,
@@ -27,7 +28,6 @@ from megatron_offload.backends.base import DeviceMemory
 from megatron_offload.backends.simulated import SimulatedBackend
 from megatron_offload.core.machine import Machine
 from megatron_offload.core.profile import GroupKey, GroupTimes, RunShape
-from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError, StateError
 from megatron_offload.frontends.whole_model import OffloadActivations
@@ -84,11 +84,12 @@ class Program:
             self.manager.observers.append(self.meter)
 
     def group(self, x, name, *works):
-        x = start_group(self.manager, x, name)
-        for num_bytes, us in works:
-            with self.manager:
+        def run(x):
+            for num_bytes, us in works:
                 x = Work.apply(x, self.backend, num_bytes, us)
-        return commit_group(self.manager, x, name)
+            return x
+
+        return in_group(self.manager, run, x, name)
 
     def forward(self):
         self.manager.begin_chunk()
@@ -307,19 +308,16 @@ def test_what_is_recomputed_counts_as_gone_in_a_step_that_recomputes_it():
     program = Program(host_memory_bytes=0)
     manager = program.manager
 
+    def run(x):
+        base = torch.ones(250)
+        return Times.apply(Times.apply(x, base), recomputable(torch.neg, base, manager=manager))
+
     def step():
         x = torch.ones(250, requires_grad=True)
         with manager.step():
             manager.begin_chunk()
             for _ in range(2):
-                x = start_group(manager, x, "a")
-                with manager:
-                    base = torch.ones(250)
-                    x = Times.apply(
-                        Times.apply(x, base), recomputable(torch.neg, base, manager=manager)
-                    )
-                    del base
-                x = commit_group(manager, x, "a")
+                x = in_group(manager, run, x, "a")
             x.sum().backward()
 
     step()
@@ -414,14 +412,14 @@ def test_a_start_without_a_gradient_is_left_where_the_next_boundary_is(at_once, 
     program = Program()
     manager = program.manager
     outputs = []
+
+    def run(x):
+        return Work.apply(x.requires_grad_(), program.backend, 100, 10)
+
     with profile_step(manager, moves=False) as recorded, manager.step():
         for _ in range(2):
             manager.begin_chunk()
-            x = start_group(manager, torch.ones(1), "first")
-            with manager:
-                x = Work.apply(x.requires_grad_(), program.backend, 100, 10)
-            outputs.append(commit_group(manager, x, "first"))
-            del x
+            outputs.append(in_group(manager, run, torch.ones(1), "first"))
             if at_once:
                 outputs.pop().backward()
         while outputs:
@@ -435,10 +433,8 @@ def test_a_commit_that_is_put_off_ends_the_forward_where_it_is_called():
     manager = program.manager
     with profile_step(manager, moves=False) as recorded, manager.step():
         manager.begin_chunk()
-        x = start_group(manager, torch.ones(1, requires_grad=True) * 1, "a")
-        with manager:
-            x = Work.apply(x, program.backend, 100, 10)
-        x = commit_group(manager, x, "a", delay=True)
+        x = torch.ones(1, requires_grad=True) * 1
+        x = in_group(manager, lambda x: Work.apply(x, program.backend, 100, 10), x, "a", delay=True)
         x = Work.apply(x, program.backend, 0, 7)
         manager.flush_delayed_groups()
         x.backward()

@@ -4,32 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from programs import KIB, make_manager
+from programs import KIB, Times, in_group, make_manager
 from torch import nn
 
-from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.observe.recorder import profile_step
-
-
-class Save(torch.autograd.Function):
-    """Identity on its first input that saves the others."""
-
-    @staticmethod
-    def forward(ctx, x, *tensors):
-        ctx.save_for_backward(*tensors)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return (grad, *[None] * len(ctx.saved_tensors))
 
 
 def offload(manager, tensors, name):
     """Save ``tensors`` in one group; return its loss."""
-    x = start_group(manager, torch.zeros(1, requires_grad=True), name)
-    with manager:
-        y = Save.apply(x, *tensors)
-    return commit_group(manager, y, name)
+    x = torch.zeros(1, requires_grad=True)
+    return in_group(manager, lambda x: Times.apply(x, *tensors), x, name)
 
 
 def record(manager, step, *, moves=False):
@@ -123,10 +107,7 @@ class Through(nn.Module):
         self.weight = nn.Parameter(torch.ones(1024))
 
     def forward(self, x):
-        x = start_group(self.manager, x, "norm")
-        with self.manager:
-            y = (x * self.weight).sin()
-        return commit_group(self.manager, y, "norm")
+        return in_group(self.manager, lambda x: (x * self.weight).sin(), x, "norm")
 
 
 def test_the_input_of_a_stage_is_the_schedules():
