@@ -1,14 +1,18 @@
-"""What is decided at the boundaries of groups, with nothing behind it that could be offloaded."""
+"""What is decided at the boundaries of groups, with nothing behind it that could be offloaded.
+
+And the state table of a group.
+"""
 
 from __future__ import annotations
 
 import pytest
 
 from megatron_offload.core.budget import DeviceBudget
-from megatron_offload.core.group import Group, GroupState
+from megatron_offload.core.group import MOVES, Group, GroupState
 from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile
 from megatron_offload.core.step import StepDecisions
 from megatron_offload.core.window import InFlightWindow
+from megatron_offload.errors import StateError
 
 
 class PlainGroup(Group):
@@ -174,3 +178,33 @@ def test_a_graph_that_outlives_its_step_counts_for_nothing():
     assert paper.asked[-2:] == ["late cancel 1", "late reload 0"]
     assert (paper.budget.held_bytes, paper.window.step_bytes) == (0, 0)
     assert paper.decisions.backward_order == []
+
+
+def paths_to(state):
+    """Return one sequence of moves from RECORDING that ends in ``state``."""
+    paths = {GroupState.RECORDING: []}
+    frontier = [GroupState.RECORDING]
+    while frontier:
+        here = frontier.pop()
+        for there in MOVES[here]:
+            if there not in paths:
+                paths[there] = [*paths[here], there]
+                frontier.append(there)
+    return paths[state]
+
+
+@pytest.mark.parametrize("here", GroupState, ids=lambda s: s.name)
+@pytest.mark.parametrize("there", GroupState, ids=lambda s: s.name)
+def test_only_moves_in_the_table_are_made(here, there):
+    assert set(MOVES) == set(GroupState)
+    group = PlainGroup(GroupKey(0, 0), "core_attn", DeviceBudget())
+    for state in paths_to(here):
+        group.advance(state)
+    if there in MOVES[here]:
+        group.advance(there)
+        assert group.state is there
+        return
+    with pytest.raises(StateError, match="core_attn") as error:
+        group.advance(there)
+    assert group.state is here, "a refused move must change nothing"
+    assert f"from {here.name} to {there.name}" in str(error.value)

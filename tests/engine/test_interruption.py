@@ -14,6 +14,7 @@ import threading
 import pytest
 import torch
 import traps
+import zoo
 from programs import (
     KIB,
     assert_nothing_left,
@@ -35,6 +36,7 @@ from megatron_offload.engine.boundary import start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Observer
 from megatron_offload.errors import StateError
+from megatron_offload.frontends.whole_model import OffloadActivations
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
 
@@ -72,20 +74,10 @@ def run_forwards_and_backwards(model, manager):
 
 
 def check_every_position(model, manager, trap, *, aborts, positions=range):
-    """Let one step after the other fail, each at the next position; see the one after it."""
+    """Let one step after the other fail, each at the next position; see the two after it."""
     expected = run_step(model, None, ORDER)
-    trap.disarm()
-    assert_same(expected, run_step(model, manager, ORDER))
-    trap.arm(None)
-    assert not run_interrupted(model, manager, aborts=aborts)
-    num_positions = trap.num_calls
-    for position in positions(num_positions):
-        trap.arm(position)
-        if not run_interrupted(model, manager, aborts=aborts):
-            # What is learned decides how many calls a step makes: this one had fewer.
-            assert position >= trap.num_calls > 0.7 * num_positions
-            break
-        trap.disarm()
+
+    def check():
         if manager.guard.has_failed:
             # Else a copy could write to what an unwound frame gave back.
             assert num_pending(manager.backend) == 0
@@ -97,8 +89,11 @@ def check_every_position(model, manager, trap, *, aborts, positions=range):
             gc.collect()
             assert_nothing_left(manager)
             check_tiling(manager.host_pool)
-        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    return num_positions
+
+    def step():
+        return run_interrupted(model, manager, aborts=aborts)
+
+    return traps.check_every_position(trap, step, check, share=0.7, positions=positions)
 
 
 @pytest.mark.parametrize(
@@ -437,3 +432,55 @@ def test_every_entry_of_the_backend_is_trapped():
     assert public == left_out | set(BACKEND_CALLS)
     assert all(hasattr(PipelineOffloadManager, name) for name in BOUNDARY_CALLS)
     assert {"start_group", "commit_group"} <= set(vars(boundary))
+
+
+# A program without marks
+
+
+LIMITS = {"max_inflight_bytes": 8192, "prefetch_bytes": 8192}
+
+
+def check_every_position_without_marks(manager, trap, positions=range):
+    """Let one step after the other fail, each at the next position; see the two after it."""
+    offload = OffloadActivations(max_fwd_stash_size=3, min_offload_size=0, manager=manager)
+    expected = zoo.train("views", None, steps=1, order="FFBB")
+
+    def check():
+        for _ in range(2):
+            gc.collect()  # the exception's traceback held the graphs
+            assert_same(expected, zoo.train("views", offload, steps=1, order="FFBB"))
+        offload.end_step()
+        gc.collect()
+        assert_nothing_left(manager)
+        assert not offload._groups._forwards
+
+    def step():
+        try:
+            zoo.train("views", offload, steps=1, order="FFBB")
+        except (InjectedError, KeyboardInterrupt):
+            return True
+        return False
+
+    return traps.check_every_position(trap, step, check, share=0.8, positions=positions)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("timing", "after"), [("late", False), ("random", True)])
+def test_an_error_at_every_call_of_the_backend_without_marks(monkeypatch, timing, after):
+    manager, trap = make_manager(timing, **LIMITS), Trap()
+    for name in traps.BACKEND_CALLS:
+        call = getattr(manager.backend, name)
+        monkeypatch.setattr(manager.backend, name, trap.around(call, after=after))
+    assert check_every_position_without_marks(manager, trap) > 50
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_keyboard_interrupt_at_every_line_without_marks(request, line_trap):
+    stride = request.config.getoption("--every-line")
+
+    def positions(count):
+        return range(5 % stride, count, stride)
+
+    manager = make_manager("random", **LIMITS)
+    assert check_every_position_without_marks(manager, line_trap, positions) > 1000
