@@ -270,15 +270,6 @@ def test_small_and_unusual_tensors_are_kept_and_reloaded():
     assert seen[0][7].shape == (0, 4096)
 
 
-def test_a_tensor_without_elements_takes_no_part_where_all_sizes_move():
-    manager, seen = make_manager(), []
-    manager.begin_chunk()
-    loss = offload(manager, [torch.randn(64)[:0], torch.randn(64)], seen)
-    assert manager.transfers.stats.offloaded_bytes == 256
-    loss.backward()
-    assert seen[0][0].shape == (0,)
-
-
 @pytest.mark.parametrize(
     "dtype",
     [

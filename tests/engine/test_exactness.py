@@ -74,26 +74,19 @@ def read_after_backward(group):
     return [made]
 
 
-def two_readers_one_writes(group):
-    x, w = torch.rand(SIZE, requires_grad=True), torch.rand(SIZE, requires_grad=True)
+def two_readers_one_writes(group, size=SIZE, view=lambda y: y):
+    x, w = torch.rand(SIZE, requires_grad=True), torch.rand(size, requires_grad=True)
 
     def run(x):
         y = x * 2
-        return (y * w).sum() + WriteToSaved.apply(y)
+        return (view(y) * w).sum() + WriteToSaved.apply(y)
 
     group(run, x).backward()
     return [x.grad, w.grad]
 
 
 def written_then_read_as_a_view(group):
-    x, w = torch.rand(SIZE, requires_grad=True), torch.rand(SIZE // 2, requires_grad=True)
-
-    def run(x):
-        y = x * 2
-        return (y[1::2] * w).sum() + WriteToSaved.apply(y)
-
-    group(run, x).backward()
-    return [x.grad, w.grad]
+    return two_readers_one_writes(group, SIZE // 2, lambda y: y[1::2])
 
 
 def written_twice(group):

@@ -96,28 +96,3 @@ def test_a_buffer_is_kept_by_its_module():
         offload(manager, [module.table, other], "group").backward()
 
     assert record(manager, step) == [("group", 0, 5 * KIB)]
-
-
-class Through(nn.Module):
-    """A stage's first layer."""
-
-    def __init__(self, manager):
-        super().__init__()
-        self.manager = manager
-        self.weight = nn.Parameter(torch.ones(1024))
-
-    def forward(self, x):
-        return in_group(self.manager, lambda x: (x * self.weight).sin(), x, "norm")
-
-
-def test_the_input_of_a_stage_is_the_schedules():
-    manager = make_manager()
-    stage = Through(manager)
-    manager.mark_not_offload(stage.weight)
-
-    def step():
-        received = torch.ones(1024, requires_grad=True)
-        stage(received).sum().backward()
-        assert received.grad is not None
-
-    assert record(manager, step) == [("norm", 4 * KIB, 4 * KIB)]

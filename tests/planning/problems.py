@@ -67,6 +67,15 @@ def fields_of(profile):
     return [getattr(profile, name) for name in profile.__dataclass_fields__]
 
 
+def plain_machine(gbps, **more):
+    """Return a machine whose links carry as much each way, alone and together; the node far more.
+
+    The node has one limit for both ways.
+    """
+    rates = {"d2h_gbps": gbps, "h2d_gbps": gbps, "both_gbps": gbps, "node_gbps": 100 * gbps}
+    return Machine(**{**rates, "node_d2h_gbps": None, "node_h2d_gbps": None, **more})
+
+
 GROUPS = (
     ("qkv_linear", 192, 0.8),
     ("core_attn", 128, 1.5),

@@ -6,15 +6,11 @@ import random
 from dataclasses import replace
 
 import pytest
+from problems import plain_machine
 
 from megatron_offload.core.trace import PIPELINE_WAIT
 from megatron_offload.errors import ConfigError
-from megatron_offload.planning.job import (
-    GroupWork,
-    Job,
-    Machine,
-    StageWork,
-)
+from megatron_offload.planning.job import GroupWork, Job, Machine, StageWork
 from megatron_offload.planning.replay import OpKind, RankProgram
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule, make_schedule
 from megatron_offload.planning.simulate import (
@@ -26,16 +22,7 @@ from megatron_offload.planning.simulate import (
 )
 
 KB = 1000
-MACHINE = Machine(
-    d2h_gbps=1.0,
-    h2d_gbps=1.0,
-    both_gbps=1.0,
-    node_gbps=100.0,
-    node_d2h_gbps=None,
-    node_h2d_gbps=None,
-    p2p_latency_us=5.0,
-    p2p_gbps=1.0,
-)
+MACHINE = plain_machine(1.0, p2p_latency_us=5.0, p2p_gbps=1.0)
 JOB = Job(make_schedule("gpipe", 1, 1), (StageWork(()),), (0,), MACHINE)
 
 
