@@ -137,6 +137,13 @@ def make_manager(
     return PipelineOffloadManager(config, backend=backend)
 
 
+def open_group(name="g", **settings):
+    """Return a new manager, a chunk that it has begun, and a group of that."""
+    manager = make_manager(**settings)
+    chunk = manager.begin_chunk()
+    return manager, chunk, manager.start_group(chunk, name)
+
+
 def in_group(manager, run, x, name="g", forced=None, *, delay=False):
     """Return ``run(x)``, run as one group; without a manager, run as it is."""
     if manager is None:
