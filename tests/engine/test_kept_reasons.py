@@ -93,6 +93,7 @@ def test_storage_that_two_groups_save_is_kept_once(settings):
     # What the second has of the shared storage beyond the first's part is its own.
     kept = {name: group.kept_bytes for name, group in stats.by_name.items()}
     assert kept == {"first": 1280 * 4 + other.nbytes, "second": 768 * 4}
+    assert stats.refused_bytes == sum(kept.values()) * ("host_memory_bytes" in settings)
     for group in stats.by_name.values():
         assert sum(group.kept_bytes_by_reason.values()) == group.kept_bytes
 
@@ -131,12 +132,6 @@ def test_a_share_holds_for_other_numbers_of_microbatches_than_were_learned(share
         if number:  # the first shows what there is to share
             assert 0 < stats.offloaded_bytes <= 0.65 * (stats.offloaded_bytes + stats.kept_bytes)
     manager.close()
-
-
-def test_what_the_host_refuses_of_two_groups_counts_once():
-    large = torch.ones(1024)
-    stats = stats_of({"first": [large], "second": [large]}, host_memory_bytes=0)
-    assert stats.refused_bytes == stats.kept_bytes == large.nbytes
 
 
 # What a step's counters say to programs and to people.
