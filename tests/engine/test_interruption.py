@@ -330,36 +330,30 @@ def test_what_died_during_another_thread_s_call_is_not_counted_as_left():
     assert manager.host_pool.stats.in_use_bytes == 0
 
 
-@pytest.mark.parametrize("position", range(6))
-def test_a_graph_that_survives_an_interrupted_release_is_still_right(monkeypatch, position):
+@pytest.mark.parametrize("position", [*range(6), "aborted"])
+def test_a_graph_that_survives_an_interrupt_or_an_abort_is_still_right(monkeypatch, position):
     model, trap = make_model(layers=2), Trap()
     manager = make_manager(max_inflight_bytes=4096 * KIB)
     parameters = list(model.parameters())
     expected = torch.autograd.grad(forward(model, None), parameters)
     loss = forward(model, manager)
-    trap.error = KeyboardInterrupt
-    monkeypatch.setattr(release, "use_count_of", trap.around(release.use_count_of, after=True))
-    trap.arm(position)
-    with contextlib.suppress(KeyboardInterrupt):
-        manager.join_offloads()
-    trap.disarm()
-    assert manager.guard.has_failed
+    if position == "aborted":
+        manager.abort()
+    else:
+        trap.error = KeyboardInterrupt
+        monkeypatch.setattr(release, "use_count_of", trap.around(release.use_count_of, after=True))
+        trap.arm(position)
+        with contextlib.suppress(KeyboardInterrupt):
+            manager.join_offloads()
+        trap.disarm()
+        assert manager.guard.has_failed
     assert_same(expected, torch.autograd.grad(loss, parameters))
     del loss
-    manager.reset()
+    if position == "aborted":
+        assert_nothing_left(manager)
+    else:
+        manager.reset()
     check_steps(model, manager, ORDER)
-
-
-def test_what_an_aborted_step_had_not_released_is_still_right():
-    model, manager = make_model(layers=2), make_manager(max_inflight_bytes=4096 * KIB)
-    parameters = list(model.parameters())
-    expected = torch.autograd.grad(forward(model, None), parameters)
-    loss = forward(model, manager)
-    manager.abort()
-    assert_same(expected, torch.autograd.grad(loss, parameters))
-    del loss
-    assert_nothing_left(manager)
-    assert_same(run_step(model, None, ORDER), run_step(model, manager, ORDER))
 
 
 def test_a_step_that_ends_after_a_failed_call_teaches_nothing(monkeypatch):

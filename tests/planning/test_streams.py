@@ -53,11 +53,6 @@ def test_a_copy_begins_where_it_was_issued_and_no_sooner():
     assert rank.stall_us[RELOAD] == pytest.approx(90)
 
 
-def test_what_is_over_is_not_waited_for():
-    ops = [(OpKind.OFFLOAD, 0), (OpKind.COMPUTE, 200.0), (OpKind.AWAIT, 0)]
-    assert run(*ops, copy_bytes=[100 * KB]).stall_us[RELEASE] == 0
-
-
 def test_a_rate_that_changes_on_the_way_counts_from_there_on():
     # Alone 1 GB/s, together half of it each: 50 kB alone, 100 kB of each together, then 50 alone.
     machine = MACHINE.model_copy(update={"both_gbps": 0.5})

@@ -179,15 +179,23 @@ def test_what_the_script_raises_and_its_exit_status_pass_through(launch, then, s
     assert "megatron-offload:" not in done.stderr
 
 
+FULL = ("--recompute-granularity", "full", "--recompute-num-layers", "1", "--recompute-method")
+
+
 @pytest.mark.slow
-def test_without_a_word_offload_is_on_for_attention_and_mlp(launch):
-    found = found_by(launch("0.16", *job("0.16")))
+@pytest.mark.parametrize(
+    ("words", "modules"),
+    [
+        ((), {"qkv_linear", "core_attn", "mlp_fc1", "mlp_fc2"}),
+        ((*FULL, "block"), {"layer_input", "qkv_linear", "mlp_fc1"}),
+    ],
+    ids=["nothing is recomputed", "some layers are recomputed"],
+)
+def test_without_a_word_offload_is_on_for_attention_and_mlp(launch, words, modules):
+    found = found_by(launch("0.16", *job("0.16", *words)))
     assert found["on"]
     assert found["policy"] is None
-    assert {"qkv_linear", "core_attn", "mlp_fc1", "mlp_fc2"} <= set(found["modules"])
-
-
-FULL = ("--recompute-granularity", "full", "--recompute-num-layers", "1", "--recompute-method")
+    assert modules <= set(found["modules"])
 
 
 @pytest.mark.sampled
@@ -195,12 +203,6 @@ FULL = ("--recompute-granularity", "full", "--recompute-num-layers", "1", "--rec
 def test_with_full_recompute_the_inputs_of_layers_are_marked(launch, version):
     found = found_by(launch(version, *job(version, *FULL, "uniform")))
     assert found["modules"] == ["layer_input"]
-
-
-@pytest.mark.slow
-def test_with_some_layers_recomputed_all_of_the_others_is_marked_too(launch):
-    found = found_by(launch("0.16", *job("0.16", *FULL, "block")))
-    assert {"layer_input", "qkv_linear", "mlp_fc1"} <= set(found["modules"])
 
 
 EARLIER = "local --cuda-graph-scope full_iteration"

@@ -111,18 +111,14 @@ def test_control_c_while_ranks_start_ends_with_one_line(tmp_path):
     assert err.strip() == "megatron-offload: stopped by SIGINT"
 
 
-def test_ranks_end_when_the_launcher_is_killed(tmp_path):
-    with started(COMMAND, for_long(tmp_path), two_steps_done(tmp_path)) as process:
-        process.kill()
-        process.communicate(timeout=30)  # a pipe ends with the last that may write to it
-
-
-@pytest.mark.parametrize("delay", [0, 1.5])
-def test_ranks_end_when_the_launcher_is_killed_while_they_start(delay, tmp_path):
-    with started(COMMAND, for_long(tmp_path), ranks_of) as process:
+@pytest.mark.parametrize(("delay", "starts"), [(0, False), (0, True), (1.5, True)])
+def test_ranks_end_when_the_launcher_is_killed_while_they_start_too(delay, starts, tmp_path):
+    is_ready = ranks_of if starts else two_steps_done(tmp_path)
+    with started(COMMAND, for_long(tmp_path), is_ready) as process:
         time.sleep(delay)
         process.kill()
-        process.communicate(timeout=60)
+        # A pipe ends with the last that may write to it.
+        process.communicate(timeout=60 if starts else 30)
 
 
 def run_failing(output, *settings, **failure):
