@@ -7,15 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from programs import (
-    KIB,
-    TIMINGS,
-    Keep,
-    assert_nothing_left,
-    assert_same,
-    in_group,
-    make_manager,
-)
+from programs import KIB, TIMINGS, Keep, assert_nothing_left, assert_same, in_group, make_manager
 from programs import save_in_group as offload
 
 from megatron_offload.engine.boundary import commit_group, start_group

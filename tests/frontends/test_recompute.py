@@ -26,11 +26,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_offload import (
-    OffloadConfig,
-    get_act_offloading_ctx_manager,
-    offload_modules,
-)
+from megatron_offload import OffloadConfig, get_act_offloading_ctx_manager, offload_modules
 from megatron_offload.config import RECOMPUTE_KINDS, RECOMPUTE_SITES
 from megatron_offload.core.policy_config import ModulesConfig
 from megatron_offload.errors import ConfigError, StateError

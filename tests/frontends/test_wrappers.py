@@ -8,14 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
-from programs import (
-    TWO_TIMINGS,
-    Keep,
-    ParallelMlp,
-    assert_nothing_left,
-    assert_same,
-    make_manager,
-)
+from programs import TWO_TIMINGS, Keep, ParallelMlp, assert_nothing_left, assert_same, make_manager
 from test_whole_model import TIGHT, make_offload
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

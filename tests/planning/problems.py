@@ -6,13 +6,7 @@ import itertools
 from dataclasses import replace
 
 from megatron_offload.core.machine import Machine
-from megatron_offload.core.profile import (
-    GroupKey,
-    GroupProfile,
-    GroupTimes,
-    RunShape,
-    StepProfile,
-)
+from megatron_offload.core.profile import GroupKey, GroupProfile, GroupTimes, RunShape, StepProfile
 from megatron_offload.planning.job import GroupWork, Job, StageWork
 from megatron_offload.planning.profiled_job import profiles_of
 from megatron_offload.planning.schedule import PassKind, make_schedule

@@ -13,12 +13,7 @@ from megatron_offload.core.policy_config import ModulesConfig, PlanFileConfig, R
 from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.files import PLANS, load_plan, save_plan
-from megatron_offload.planning.plan import (
-    MeasuredCost,
-    OffloadPlan,
-    check_profiles,
-    rank_plan,
-)
+from megatron_offload.planning.plan import MeasuredCost, OffloadPlan, check_profiles, rank_plan
 from megatron_offload.planning.policy import ModulesPolicy, plan_by_rule
 
 PROFILES = profiles(ranks=2, virtual=2, microbatches=4)
