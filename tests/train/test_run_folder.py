@@ -1,29 +1,18 @@
-"""A folder is one run's; a line of its steps.jsonl is reloaded as the record it was made of."""
+"""A folder is one run's."""
 
 from __future__ import annotations
 
-import math
 import os
-import re
-from dataclasses import replace
 
 import pytest
 from training_runs import small_plan
 
 from megatron_offload.config import load_yaml
-from megatron_offload.engine.stats import GroupStats
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import validate
 from megatron_offload.planning.files import load_plan, save_plan
 from megatron_offload.train.config import TrainConfig
-from megatron_offload.train.records import (
-    RankStep,
-    RunReport,
-    StepRecord,
-    compare_reports,
-    open_log,
-    read_steps,
-)
+from megatron_offload.train.records import RankStep, StepRecord, open_log
 from megatron_offload.train.run_folder import check_output, locked, prepare_folder
 
 STEP = RankStep(0, 0, 0, 1.0, 1.0, 0.5)
@@ -74,8 +63,6 @@ def test_a_log_that_is_no_file_is_refused(tmp_path, make):
     make(tmp_path / "steps.jsonl")
     with pytest.raises(ConfigError, match="holds an earlier run"):
         check_output(tmp_path)
-    with pytest.raises(ConfigError, match="not a regular file"):
-        read_steps(tmp_path)
 
 
 def test_a_new_log_takes_the_place_of_a_pipe(tmp_path):
@@ -126,106 +113,3 @@ def test_the_plan_that_is_followed_lies_in_the_folder_and_an_earlier_one_does_no
     assert load_plan(folder / "plan.json") == plan, "its own"
     prepared(kind="auto")
     assert not (folder / "plan.json").exists()
-
-
-# A line of steps.jsonl is reloaded as the record that it was made of, bit for bit.
-
-
-def record(step=1, loss=0.1, grad_norm=2.0):
-    group = GroupStats("mlp", offloaded_bytes=3)
-    ranks = [
-        RankStep(0, 0, 0, None, grad_norm, 0.5, peak_live_activation_bytes=7, gradients="ab"),
-        RankStep(1, 1, 0, loss, grad_norm, 0.25, offloaded_bytes=3, groups=(group,)),
-    ]
-    return StepRecord.merge(step, 1e-3, 64, ranks)
-
-
-@pytest.mark.parametrize("loss", [0.1, math.pi, 5e-324, math.inf])
-def test_a_line_round_trips_as_its_record(loss):
-    assert StepRecord.from_json(record(loss=loss).to_json(), "line") == record(loss=loss)
-
-
-def test_a_run_that_diverged_is_still_read():
-    found = StepRecord.from_json(record(loss=math.nan, grad_norm=math.nan).to_json(), "line")
-    assert math.isnan(found.loss)
-    assert math.isnan(found.ranks[1].loss)
-
-
-def test_a_run_without_a_step_has_no_peaks():
-    assert RunReport().peaks() == []
-
-
-def test_without_an_end_all_whole_lines_are_read(tmp_path):
-    lines = [record(step).to_json() + "\n" for step in (1, 2, 3)]
-    path = tmp_path / "steps.jsonl"
-    path.write_text("".join(lines) + '{"step": 4, "lo')
-    assert read_steps(tmp_path) == [record(1), record(2), record(3)]
-    assert read_steps(tmp_path / "none") == []
-    path.write_text(lines[0] + lines[2])
-    with pytest.raises(ConfigError, match="step 3, which does not follow"):
-        read_steps(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        (lambda lines: [lines[0], *lines], "line 2 is of step 1"),
-        (lambda lines: [b"{}\n", *lines], "line 1: 'step' is required"),
-        (lambda lines: [b"[1, 2]\n", *lines], "line 1 must hold a mapping"),
-        (lambda lines: [b"\xff\n", *lines], "line 1 is not plain JSON"),
-        (lambda lines: [lines[0].replace(b'"step": 1', b'"step": "x"')], "line 1: 'step'"),
-        (lambda lines: [lines[0].replace(b'"loss": ', b'"loss": "z", "x": ')], "'loss'"),
-        (lambda lines: [lines[0].replace(b'"kept_bytes": ', b'"kept_bytes": "z", "x": ')], "kept_"),
-        (lambda lines: [lines[0].replace(b'"ranks": [', b'"ranks": [7, ')], "'ranks.0'"),
-        (lambda lines: [b"[" * 1000 + b"]" * 1000 + b"\n"], "recursion limit"),
-    ],
-)
-def test_a_broken_log_is_refused(tmp_path, change, expected):
-    lines = [record(step).to_json().encode() + b"\n" for step in (1, 2)]
-    (tmp_path / "steps.jsonl").write_bytes(b"".join(change(lines)))
-    with pytest.raises(ConfigError, match=re.escape(expected)):
-        read_steps(tmp_path)
-
-
-def test_the_median_leaves_out_the_first_step_and_one_that_was_unlike_the_others():
-    times = {1: 100.0, 2: 1.0, 3: 50.0, 4: 2.0, 5: 3.0}
-    report = RunReport([replace(record(step), step_time_s=t) for step, t in times.items()])
-    assert report.median_step_time_s(without=3) == 2.0
-    assert report.median_step_time_s() == 2.5
-    assert RunReport(report.steps[:1]).median_step_time_s() is None
-    assert RunReport(report.steps[:2]).median_step_time_s(without=2) is None
-
-
-def test_a_profiled_step_counts_for_no_peak_and_no_time():
-    steps = [record(step) for step in (1, 2, 3)]
-    ranks = [replace(rank, is_profiled=True, peak_host_bytes=9999) for rank in steps[1].ranks]
-    profiled = replace(steps[1], step_time_s=50.0, ranks=tuple(ranks))
-    report = RunReport([steps[0], profiled, replace(steps[2], step_time_s=2.0)])
-    assert report.median_step_time_s() == 2.0
-    assert report.peaks() == RunReport([steps[0], steps[2]]).peaks()
-    assert RunReport([profiled]).peaks()[0]["peak_host_bytes"] == 9999
-    assert StepRecord.from_json(profiled.to_json(), "line") == profiled
-
-
-def report(loss=1.0, grad_norm=2.0, gradients="g", parameters="p"):
-    ranks = [
-        RankStep(0, 0, 0, None, grad_norm, 0.1, gradients="same"),
-        RankStep(1, 1, 0, loss, grad_norm, 0.1, gradients=gradients),
-    ]
-    return RunReport([StepRecord.merge(1, 0.1, 64, ranks)], ("q", parameters))
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "is_identical"),
-    [
-        ({}, {}, True),
-        ({}, {"loss": math.nextafter(1.0, 2.0)}, False),
-        ({}, {"grad_norm": math.nextafter(2.0, 1.0)}, False),
-        ({}, {"gradients": "h"}, False),
-        ({}, {"parameters": "r"}, False),
-        ({}, {"loss": math.nan}, False),
-        ({"gradients": None}, {"gradients": None}, False),  # no digest is no proof
-    ],
-)
-def test_the_smallest_difference_anywhere_counts(one, other, is_identical):
-    assert compare_reports(report(**one), report(**other)).is_identical == is_identical
