@@ -96,6 +96,21 @@ def everything_moves(request, monkeypatch):
 
 
 @pytest.fixture
+def refused(capsys):
+    """Run a command line that is refused; return the one line that says why."""
+    from megatron_offload.cli.main import main
+
+    def refused(*words):
+        capsys.readouterr()
+        assert main([*map(str, words)]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1, "one line"
+        return error
+
+    return refused
+
+
+@pytest.fixture
 def quick_collections():
     """Collect what the test makes, and not the libraries, each time."""
     gc.collect()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from typing import get_args
 
@@ -136,6 +137,13 @@ def make_manager(
     return PipelineOffloadManager(config, backend=backend)
 
 
+def open_group(name="g", **settings):
+    """Return a new manager, a chunk that it has begun, and a group of that."""
+    manager = make_manager(**settings)
+    chunk = manager.begin_chunk()
+    return manager, chunk, manager.start_group(chunk, name)
+
+
 def in_group(manager, run, x, name="g", forced=None, *, delay=False):
     """Return ``run(x)``, run as one group; without a manager, run as it is."""
     if manager is None:
@@ -186,6 +194,19 @@ class ColumnParallelLinear(nn.Linear):
     """Passes for Megatron's, whose output a plan may recompute."""
 
     __module__ = "megatron.core.tensor_parallel.layers"
+
+
+class ParallelMlp(nn.Module):
+    """Named as Megatron's."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.linear_fc1 = ColumnParallelLinear(width, 4 * width)
+        self.act = nn.GELU()
+        self.linear_fc2 = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.linear_fc2(self.act(self.linear_fc1(x)))
 
 
 def make_model(*, layers=3, width=32, seed=0, recomputes=False):
@@ -246,16 +267,40 @@ def forward(model, manager, *, grad=True, seed=1, rows=16):
 
 
 class Times(torch.autograd.Function):
-    """Hands its input on; backward multiplies by what was saved."""
+    """Hands its first input on, and saves the others alone; backward multiplies by them."""
 
     @staticmethod
-    def forward(ctx, x, saved):
-        ctx.save_for_backward(saved)
+    def forward(ctx, x, *saved):
+        ctx.save_for_backward(*saved)
         return x * 1.0
 
     @staticmethod
     def backward(ctx, grad):
-        return grad * ctx.saved_tensors[0], None
+        all_saved = ctx.saved_tensors
+        for saved in all_saved:
+            grad = grad * (saved if saved.shape == grad.shape else saved.sum())
+        return grad, *[None] * len(all_saved)
+
+
+class Keep(torch.autograd.Function):
+    """Identity on its first input that saves whatever it is given, and hands it to ``seen``."""
+
+    @staticmethod
+    def forward(ctx, x, seen, *tensors):
+        ctx.save_for_backward(*tensors)
+        ctx.seen = seen
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.seen.append(ctx.saved_tensors)
+        return (grad, None, *[None] * len(ctx.saved_tensors))
+
+
+def save_in_group(manager, tensors, seen, name="group"):
+    """Save ``tensors`` in one group; return the loss whose backward hands them to ``seen``."""
+    x = torch.zeros(1, requires_grad=True)
+    return in_group(manager, lambda x: Keep.apply(x, seen, *tensors), x, name)
 
 
 def run_step(model, manager, order, *, rows=16, seed=1, inputs=None, place=None):
@@ -293,6 +338,12 @@ def assert_same(expected, actual):
     assert len(expected) == len(actual)
     for index, (a, b) in enumerate(zip(expected, actual, strict=True)):
         assert torch.equal(a, b), f"result {index} of shape {tuple(a.shape)} differs"
+
+
+def in_thread(function):
+    """Return what a function returns in another thread."""
+    with ThreadPoolExecutor(1, thread_name_prefix="other") as pool:
+        return pool.submit(function).result()
 
 
 def num_pending(backend):

@@ -53,6 +53,14 @@ def layer(x, weight, name="mlp", **commit):
     return FineGrainedActivationOffloadingInterface.group_commit(y, name, **commit)
 
 
+def take_step(manager, x, weight, **options):
+    """Take a step of one layer; return what it has moved."""
+    begin(manager, **options)
+    layer(x, weight).sum().backward()
+    manager.reset()
+    return manager.last_step.offloaded_bytes
+
+
 @pytest.fixture
 def weight():
     return torch.nn.Parameter(torch.randn(16, 16, generator=torch.Generator().manual_seed(3)))
@@ -95,10 +103,7 @@ def test_the_class_attribute_says_which_manager_the_process_has(manager, x, weig
     PipelineOffloadManager.OFFLOAD_MGR = own
     try:
         assert PipelineOffloadManager.get_instance() is own
-        begin(own)
-        layer(x, weight).sum().backward()
-        own.reset()
-        assert own.last_step.offloaded_bytes > 0
+        assert take_step(own, x, weight) > 0
         assert own.engine is engine_manager.PipelineOffloadManager.get_instance()
         PipelineOffloadManager.OFFLOAD_MGR = None
         new = PipelineOffloadManager.get_instance()
@@ -218,21 +223,13 @@ def test_an_exception_inside_a_group_restores_the_hooks(manager, x, weight):
     saved = torch.tanh(x).grad_fn._saved_result
     assert isinstance(saved, torch.Tensor)
     manager.abort()
-    begin(manager)
-    layer(x, weight).sum().backward()
-    manager.reset()
+    take_step(manager, x, weight)
     assert_exact(x, weight, num_layers=1)
 
 
 def test_the_smallest_tensor_is_counted_in_elements(manager, x, weight):
-    begin(manager, min_elements=x.numel() + 1)
-    layer(x, weight).sum().backward()
-    manager.reset()
-    assert manager.last_step.offloaded_bytes == 0
-    begin(manager, min_elements=x.numel())
-    layer(x, weight).sum().backward()
-    manager.reset()
-    assert manager.last_step.offloaded_bytes > 0
+    assert take_step(manager, x, weight, min_elements=x.numel() + 1) == 0
+    assert take_step(manager, x, weight, min_elements=x.numel()) > 0
 
 
 def test_switched_off_nothing_is_recorded(manager, x, weight):

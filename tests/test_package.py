@@ -138,9 +138,8 @@ def test_a_file_of_ones_own_wins_over_a_name_and_a_folder_does_not(tmp_path, mon
         (["plan", "--model", "lama3"], MODELS),
     ],
 )
-def test_an_unknown_name_is_refused_with_those_that_exist(words, names, capsys):
-    assert cli.main(words) == 2
-    error = capsys.readouterr().err
+def test_an_unknown_name_is_refused_with_those_that_exist(words, names, refused):
+    error = refused(*words)
     assert "no configuration of that name" in error
     assert all(name in error for name in names)
 

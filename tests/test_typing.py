@@ -54,13 +54,9 @@ def errors_in(folder, text, strict=True):
 
 
 @pytest.mark.slow
-def test_mypy_accepts_the_forms_that_settings_take(folder):
-    assert errors_in(folder, ACCEPTED) == []
-
-
-@pytest.mark.slow
-def test_mypy_refuses_unknown_settings_and_wrong_forms(folder):
-    assert errors_in(folder, REFUSED) == [4, 5, 6]
+@pytest.mark.parametrize(("text", "lines"), [(ACCEPTED, []), (REFUSED, [4, 5, 6])])
+def test_mypy_accepts_the_forms_that_settings_take_and_refuses_others(folder, text, lines):
+    assert errors_in(folder, text) == lines
 
 
 @pytest.mark.slow

@@ -133,3 +133,32 @@ def is_in_finalizer(frame):
             return True
         frame = frame.f_back
     return False
+
+
+def check_every_position(trap, step, check, *, share, positions=range):
+    """Let one step after the other fail, each at the next position, and check what follows it.
+
+    Returns the number of positions.
+
+    Args:
+        trap: what counts them.
+        step: says whether the step that it takes was interrupted.
+        check: takes steps that are not, and looks at what they leave.
+        share: of the positions that a step has at least, whatever was learned.
+        positions: by their number those that are tried.
+    """
+    trap.disarm()
+    check()
+    trap.arm(None)
+    assert not step()
+    num_positions = trap.num_calls
+    for position in positions(num_positions):
+        trap.arm(position)
+        if not step():
+            # What is learned decides how many calls a step makes: this one had fewer.
+            assert position >= trap.num_calls > share * num_positions
+            break
+        trap.disarm()
+        check()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    return num_positions

@@ -5,13 +5,12 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import torch
-from programs import assert_nothing_left, assert_same, make_config, run_step
+from programs import assert_nothing_left, assert_same, in_group, make_config, run_step
 
 from megatron_offload import OffloadActivations
 from megatron_offload.backends.base import DeviceMemory
 from megatron_offload.backends.simulated import SimulatedBackend
 from megatron_offload.core.profile import RunShape
-from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.observe.live_bytes import LiveActivationMeter
 
@@ -47,10 +46,11 @@ class TimedBlock(torch.nn.Module):
 
     def forward(self, x, manager):
         for name, module in (("norm", self.norm), ("fc", self.fc)):
-            x = start_group(manager, x, name) if manager else x
-            with manager or torch.enable_grad():
-                y = module(Tick.apply(x, self.clock, self.duration_us)).square()
-            x = commit_group(manager, y, name) if manager else y
+
+            def run(x, module=module):
+                return module(Tick.apply(x, self.clock, self.duration_us)).square()
+
+            x = in_group(manager, run, x, name)
         return x
 
 

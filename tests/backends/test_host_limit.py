@@ -1,4 +1,4 @@
-"""How much may be pinned by default, read off made-up machines."""
+"""How much may be pinned by default, and memory next to a device, read off made-up machines."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ import os
 
 import pytest
 
-from megatron_offload.backends.host_limit import default_cap_bytes
+from megatron_offload.backends.host_limit import (
+    default_cap_bytes,
+    near_cpus,
+    read_field,
+    running_on,
+)
 from megatron_offload.errors import ConfigError
 
 KIB = 1024
 FREE = 2000 * KIB
+DEVICE = "0000:dc:02.0"
 V1_NO_LIMIT = 9223372036854771712
 
 
@@ -98,6 +104,8 @@ def test_a_group_s_limit_counts_without_its_page_cache(machine):
     machine.limit_v2("job", "max", used=700_000)
     assert machine.free() == FREE
     machine.limit_v2("job", 100, used=200)
+    assert machine.free() == 0
+    machine.limit_v2("job", 0)
     assert machine.free() == 0
 
 
@@ -191,3 +199,39 @@ def test_a_list_of_groups_that_makes_no_sense_is_survived(machine, text):
     machine.use_v2("/job")
     machine.write("proc/self/cgroup", text)
     assert machine.free() == FREE
+
+
+def test_a_field_is_found_by_its_whole_name(tmp_path):
+    (tmp_path / "file").write_text("SwapTotalled: 3 kB\nSwapTotal: 5 kB\nSwapFree:\n")
+    assert read_field(tmp_path / "file", "SwapTotal:") == 5
+    assert read_field(tmp_path / "file", "SwapFree:") is None
+
+
+# Next to a device.
+
+
+@pytest.mark.parametrize(
+    ("text", "cpus"),
+    [
+        (b"0\n", {0}),
+        (b"0-1,8,16-17\n", {0, 1, 8, 16, 17}),
+        *((text, set()) for text in (b"", b"\n", b"none", b"0-", b"-1", b"1-x", b"0,,1", b"\xff")),
+    ],
+)
+def test_cpus_next_to_a_device_are_read_or_unknown(tmp_path, text, cpus):
+    file = tmp_path / "bus/pci/devices" / DEVICE / "local_cpulist"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(text)
+    assert near_cpus(DEVICE, sysfs=tmp_path) == cpus
+    assert near_cpus("0000:01:00.0", sysfs=tmp_path) == near_cpus(None, sysfs=tmp_path) == set()
+
+
+@pytest.mark.parametrize("unknown", [frozenset(), frozenset({100_000})])
+def test_this_thread_runs_there_inside_if_it_may_and_where_it_ran_after(unknown):
+    before = os.sched_getaffinity(0)
+    near = frozenset({max(before)})
+    with running_on(near):
+        assert os.sched_getaffinity(0) == near
+    assert os.sched_getaffinity(0) == before
+    with running_on(unknown):
+        assert os.sched_getaffinity(0) == before

@@ -1,26 +1,31 @@
-"""Trace files, sums of spans, and one traced step of a real program."""
+"""Trace files, sums of spans, and traced steps of real programs, which a trace leaves unchanged."""
 
 from __future__ import annotations
 
 import itertools
 import json
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from programs import (
     assert_nothing_left,
     assert_same,
+    in_group,
     make_config,
     make_manager,
     make_model,
+    num_pending,
     one_forward_one_backward,
     recorded,
     run_step,
 )
+from virtual_clock import Tick
 
-from megatron_offload.backends.base import Wait
+from megatron_offload.backends import cuda
+from megatron_offload.backends.base import Backend, Wait
 from megatron_offload.backends.simulated import SimulatedBackend
+from megatron_offload.config import OffloadConfig
 from megatron_offload.core.trace import (
     STREAMS,
     ByteCount,
@@ -30,12 +35,10 @@ from megatron_offload.core.trace import (
     read_traces,
     write_traces,
 )
-from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.observe.trace_step import trace_step
 
 ORDER = one_forward_one_backward(5, depth=3)
-ROOT = Path(__file__).parent.parent.parent
 
 
 def small_trace(rank=0):
@@ -191,32 +194,18 @@ def test_the_manager_is_left_as_it_was():
     assert manager.observers == []
 
 
-class Work(torch.autograd.Function):
-    """Identity that takes virtual time: 100 us forward, 200 us backward; saves nothing."""
-
-    @staticmethod
-    def forward(ctx, x, backend):
-        ctx.backend = backend
-        backend.advance_compute(100)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        ctx.backend.advance_compute(200)
-        return grads[0], None
-
-
 def two_groups(manager, backend):
-    """One microbatch through two groups that save 256 bytes each."""
+    """One microbatch through two groups that save 256 bytes each, of 100 us forward each."""
     weight = torch.nn.Parameter(torch.ones(64))
+
+    def work(x):
+        return Tick.apply(x, backend.advance_compute, 100) * weight
+
     with manager.step():
         manager.begin_chunk()
         x = torch.ones(64, requires_grad=True) * 1
         for name in ("a", "b"):
-            x = start_group(manager, x, name)
-            with manager:
-                x = Work.apply(x, backend) * weight
-            x = commit_group(manager, x, name)
+            x = in_group(manager, work, x, name)
         x.sum().backward()
 
 
@@ -273,3 +262,62 @@ def test_a_group_without_a_backward_of_its_start_is_left_by_the_next():
         for loss in losses:
             loss.backward()
     assert values_of(trace, ByteCount.LIVE)[-1] < max(values_of(trace, ByteCount.LIVE)) / 2
+
+
+def test_reading_the_times_runs_nothing():
+    manager = make_manager(max_inflight_bytes=None)
+    run_step(make_model(), manager, ORDER)
+    (chunk, *_), model = [manager.begin_chunk()], make_model()
+    with trace_step(manager) as trace:
+        y = model[0](torch.ones(16, 32, requires_grad=True), manager)
+    assert chunk.groups
+    assert trace.of("d2h")
+    assert num_pending(manager.backend) > 0
+    del y
+
+
+class Untimed(SimulatedBackend):
+    timestamp = Backend.timestamp
+    sync_elapsed_us = Backend.sync_elapsed_us
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_what_is_recomputed_has_spans_of_its_own(recomputes):
+    manager = make_manager(backend_type=Untimed)
+    with trace_step(manager) as trace:
+        run_step(make_model(recomputes=recomputes), manager, ORDER)
+    spans = [span for span in trace.of("compute") if span.kind == "recompute"]
+    assert {span.label.split("[")[0] for span in spans} == ({"mlp"} if recomputes else set())
+
+
+def test_a_backend_without_timing_gives_the_times_of_issue():
+    manager = make_manager(backend_type=Untimed)
+    with trace_step(manager) as trace:
+        run_step(make_model(), manager, ORDER)
+    for stream in ("d2h", "h2d"):
+        spans = trace.of(stream)
+        assert 0 <= spans[0].start_us <= spans[-1].end_us <= trace.of("compute")[-1].end_us
+
+
+def test_nvtx_ranges_carry_the_groups_name(monkeypatch):
+    # Stands in for a device: what is looked at is which ranges are open around which copies.
+    ranges = []
+
+    monkeypatch.setattr(cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="GPU"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    monkeypatch.setattr(cuda.CudaBackend, "compute_stream", lambda self: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream: None))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", ranges.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: None)
+    pairs = [(torch.zeros(100), torch.ones(100))]
+    quiet = cuda.CudaBackend()
+    quiet.copy(pairs, quiet.d2h_stream, "mlp")
+    assert ranges == []
+    backend = cuda.CudaBackend(OffloadConfig(nvtx=True))
+    backend.copy(pairs, backend.d2h_stream, "mlp")
+    backend.copy(pairs, backend.h2d_stream, "{mlp}")
+    assert ranges == ["offload mlp", "reload {mlp}"]
+    assert int(pairs[0][0].sum()) == 100

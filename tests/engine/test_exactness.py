@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from programs import assert_nothing_left, in_group, make_manager
+from programs import in_group, make_manager
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -74,26 +74,19 @@ def read_after_backward(group):
     return [made]
 
 
-def two_readers_one_writes(group):
-    x, w = torch.rand(SIZE, requires_grad=True), torch.rand(SIZE, requires_grad=True)
+def two_readers_one_writes(group, size=SIZE, view=lambda y: y):
+    x, w = torch.rand(SIZE, requires_grad=True), torch.rand(size, requires_grad=True)
 
     def run(x):
         y = x * 2
-        return (y * w).sum() + WriteToSaved.apply(y)
+        return (view(y) * w).sum() + WriteToSaved.apply(y)
 
     group(run, x).backward()
     return [x.grad, w.grad]
 
 
 def written_then_read_as_a_view(group):
-    x, w = torch.rand(SIZE, requires_grad=True), torch.rand(SIZE // 2, requires_grad=True)
-
-    def run(x):
-        y = x * 2
-        return (y[1::2] * w).sum() + WriteToSaved.apply(y)
-
-    group(run, x).backward()
-    return [x.grad, w.grad]
+    return two_readers_one_writes(group, SIZE // 2, lambda y: y[1::2])
 
 
 def written_twice(group):
@@ -252,27 +245,6 @@ def test_a_model_inside_a_group_leaves_no_hook_of_it_in_force():
         y = in_group(manager, run, torch.randn(4, 8, requires_grad=True))
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         y.sum().backward()
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.uint4, torch.float8_e4m3fn])
-def test_every_dtype_moves_by_its_bytes(dtype):
-    class SaveAs(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x.detach().to(torch.uint8).view(dtype))
-            return x * 1
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * ctx.saved_tensors[0].view(torch.uint8)
-
-    manager = make_manager(max_inflight_bytes=0, prefetch_bytes=0)
-    x = torch.arange(SIZE).remainder(2).float().requires_grad_()
-    with manager.step():
-        in_group(manager, SaveAs.apply, x).sum().backward()
-    assert torch.equal(x.grad, x.detach())
-    assert manager.last_step.offloaded_bytes == SIZE
-    assert_nothing_left(manager)
 
 
 def test_a_copy_that_fails_is_tried_once():

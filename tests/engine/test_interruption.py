@@ -14,12 +14,14 @@ import threading
 import pytest
 import torch
 import traps
+import zoo
 from programs import (
     KIB,
     assert_nothing_left,
     assert_same,
     check_steps,
     forward,
+    in_thread,
     make_manager,
     make_model,
     num_pending,
@@ -34,6 +36,7 @@ from megatron_offload.engine.boundary import start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Observer
 from megatron_offload.errors import StateError
+from megatron_offload.frontends.whole_model import OffloadActivations
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
 
@@ -71,20 +74,10 @@ def run_forwards_and_backwards(model, manager):
 
 
 def check_every_position(model, manager, trap, *, aborts, positions=range):
-    """Let one step after the other fail, each at the next position; see the one after it."""
+    """Let one step after the other fail, each at the next position; see the two after it."""
     expected = run_step(model, None, ORDER)
-    trap.disarm()
-    assert_same(expected, run_step(model, manager, ORDER))
-    trap.arm(None)
-    assert not run_interrupted(model, manager, aborts=aborts)
-    num_positions = trap.num_calls
-    for position in positions(num_positions):
-        trap.arm(position)
-        if not run_interrupted(model, manager, aborts=aborts):
-            # What is learned decides how many calls a step makes: this one had fewer.
-            assert position >= trap.num_calls > 0.7 * num_positions
-            break
-        trap.disarm()
+
+    def check():
         if manager.guard.has_failed:
             # Else a copy could write to what an unwound frame gave back.
             assert num_pending(manager.backend) == 0
@@ -96,8 +89,11 @@ def check_every_position(model, manager, trap, *, aborts, positions=range):
             gc.collect()
             assert_nothing_left(manager)
             check_tiling(manager.host_pool)
-        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    return num_positions
+
+    def step():
+        return run_interrupted(model, manager, aborts=aborts)
+
+    return traps.check_every_position(trap, step, check, share=0.7, positions=positions)
 
 
 @pytest.mark.parametrize(
@@ -200,10 +196,9 @@ def test_memory_that_can_not_be_had_comes_later_or_from_what_is_in_flight(monkey
     else:
         manager = make_manager(max_inflight_bytes=24 * KIB, prefetch_bytes=0)
         refused = refuse_memory(monkeypatch, manager, lambda: manager.window.num_inflight)
-    assert_same(run_step(model, None, ORDER), run_step(model, manager, ORDER))
+    check_steps(model, manager, ORDER)
     assert refused
     assert manager.last_step.num_memory_shortages > 0
-    assert_nothing_left(manager)
 
 
 def test_what_a_reload_has_got_is_given_back_where_the_rest_can_not_be_had(monkeypatch):
@@ -222,7 +217,6 @@ def test_what_a_reload_has_got_is_given_back_where_the_rest_can_not_be_had(monke
     monkeypatch.setattr(manager.backend, "empty_device_like", empty_like_and_fail_twice)
     check_steps(model, manager, ORDER)
     assert manager.last_step.num_memory_shortages == 2
-    assert_nothing_left(manager)
 
 
 def test_memory_that_can_not_be_had_at_all_is_an_error_and_the_next_step_works(monkeypatch):
@@ -231,8 +225,6 @@ def test_memory_that_can_not_be_had_at_all_is_an_error_and_the_next_step_works(m
         refuse_memory(context, manager, lambda: True)
         assert run_interrupted(model, manager, aborts=False)
     check_steps(model, manager, ORDER)
-    gc.collect()
-    assert_nothing_left(manager)
 
 
 @pytest.mark.sampled(2)
@@ -300,20 +292,12 @@ def test_graphs_may_die_in_another_thread_while_a_step_runs():
 def test_a_backward_may_run_in_another_thread_than_its_forward():
     model, manager = make_model(), make_manager("random", **SETTINGS)
     expected = run_step(model, None, ORDER)
-    results = []
-    thread = threading.Thread(target=lambda: results.extend(run_step(model, manager, ORDER)))
-    thread.start()
-    thread.join()
-    assert_same(expected, results)
+    assert_same(expected, in_thread(lambda: run_step(model, manager, ORDER)))
 
     parameters = list(model.parameters())
     expected = torch.autograd.grad(forward(model, None), parameters)
     loss = forward(model, manager)
-    thread = threading.Thread(target=lambda: results.append(torch.autograd.grad(loss, parameters)))
-    thread.start()
-    thread.join()
-    assert_same(expected, results[-1])
-    del thread
+    assert_same(expected, in_thread(lambda: torch.autograd.grad(loss, parameters)))
     manager.reset()
     assert_nothing_left(manager)
 
@@ -340,45 +324,36 @@ def test_what_died_during_another_thread_s_call_is_not_counted_as_left():
     old = [forward(model, manager)]
     manager.reset()
     with manager.guard.lock:
-        killer = threading.Thread(target=old.clear)
-        killer.start()
-        killer.join()
+        in_thread(old.clear)
     assert manager.host_pool.stats.in_use_bytes > 0, "put off"
     assert not any(manager.state_of().values())
     assert manager.host_pool.stats.in_use_bytes == 0
 
 
-@pytest.mark.parametrize("position", range(6))
-def test_a_graph_that_survives_an_interrupted_release_is_still_right(monkeypatch, position):
+@pytest.mark.parametrize("position", [*range(6), "aborted"])
+def test_a_graph_that_survives_an_interrupt_or_an_abort_is_still_right(monkeypatch, position):
     model, trap = make_model(layers=2), Trap()
     manager = make_manager(max_inflight_bytes=4096 * KIB)
     parameters = list(model.parameters())
     expected = torch.autograd.grad(forward(model, None), parameters)
     loss = forward(model, manager)
-    trap.error = KeyboardInterrupt
-    monkeypatch.setattr(release, "use_count_of", trap.around(release.use_count_of, after=True))
-    trap.arm(position)
-    with contextlib.suppress(KeyboardInterrupt):
-        manager.join_offloads()
-    trap.disarm()
-    assert manager.guard.has_failed
+    if position == "aborted":
+        manager.abort()
+    else:
+        trap.error = KeyboardInterrupt
+        monkeypatch.setattr(release, "use_count_of", trap.around(release.use_count_of, after=True))
+        trap.arm(position)
+        with contextlib.suppress(KeyboardInterrupt):
+            manager.join_offloads()
+        trap.disarm()
+        assert manager.guard.has_failed
     assert_same(expected, torch.autograd.grad(loss, parameters))
     del loss
-    manager.reset()
-    assert_same(run_step(model, None, ORDER), run_step(model, manager, ORDER))
-    assert_nothing_left(manager)
-
-
-def test_what_an_aborted_step_had_not_released_is_still_right():
-    model, manager = make_model(layers=2), make_manager(max_inflight_bytes=4096 * KIB)
-    parameters = list(model.parameters())
-    expected = torch.autograd.grad(forward(model, None), parameters)
-    loss = forward(model, manager)
-    manager.abort()
-    assert_same(expected, torch.autograd.grad(loss, parameters))
-    del loss
-    assert_nothing_left(manager)
-    assert_same(run_step(model, None, ORDER), run_step(model, manager, ORDER))
+    if position == "aborted":
+        assert_nothing_left(manager)
+    else:
+        manager.reset()
+    check_steps(model, manager, ORDER)
 
 
 def test_a_step_that_ends_after_a_failed_call_teaches_nothing(monkeypatch):
@@ -451,3 +426,55 @@ def test_every_entry_of_the_backend_is_trapped():
     assert public == left_out | set(BACKEND_CALLS)
     assert all(hasattr(PipelineOffloadManager, name) for name in BOUNDARY_CALLS)
     assert {"start_group", "commit_group"} <= set(vars(boundary))
+
+
+# A program without marks
+
+
+LIMITS = {"max_inflight_bytes": 8192, "prefetch_bytes": 8192}
+
+
+def check_every_position_without_marks(manager, trap, positions=range):
+    """Let one step after the other fail, each at the next position; see the two after it."""
+    offload = OffloadActivations(max_fwd_stash_size=3, min_offload_size=0, manager=manager)
+    expected = zoo.train("views", None, steps=1, order="FFBB")
+
+    def check():
+        for _ in range(2):
+            gc.collect()  # the exception's traceback held the graphs
+            assert_same(expected, zoo.train("views", offload, steps=1, order="FFBB"))
+        offload.end_step()
+        gc.collect()
+        assert_nothing_left(manager)
+        assert not offload._groups._forwards
+
+    def step():
+        try:
+            zoo.train("views", offload, steps=1, order="FFBB")
+        except (InjectedError, KeyboardInterrupt):
+            return True
+        return False
+
+    return traps.check_every_position(trap, step, check, share=0.8, positions=positions)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("timing", "after"), [("late", False), ("random", True)])
+def test_an_error_at_every_call_of_the_backend_without_marks(monkeypatch, timing, after):
+    manager, trap = make_manager(timing, **LIMITS), Trap()
+    for name in traps.BACKEND_CALLS:
+        call = getattr(manager.backend, name)
+        monkeypatch.setattr(manager.backend, name, trap.around(call, after=after))
+    assert check_every_position_without_marks(manager, trap) > 50
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_keyboard_interrupt_at_every_line_without_marks(request, line_trap):
+    stride = request.config.getoption("--every-line")
+
+    def positions(count):
+        return range(5 % stride, count, stride)
+
+    manager = make_manager("random", **LIMITS)
+    assert check_every_position_without_marks(manager, line_trap, positions) > 1000

@@ -22,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 from megatron_offload.backends.base import Wait
 from megatron_offload.config import SimulatedConfig
 from megatron_offload.core.profile import GroupKey
-from megatron_offload.engine.boundary import start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import StateError
 
@@ -184,19 +183,6 @@ def test_a_checkpoint_inside_a_group_has_its_inputs_moved():
     z = in_group(manager, run, x)
     assert manager.transfers.stats.offloaded_bytes > 0
     assert_same(expected, torch.autograd.grad(z.sum(), linear.weight))
-
-
-def test_without_a_chunk_and_when_disabled_boundaries_are_the_identity():
-    manager = make_manager()
-    x = torch.randn(128, requires_grad=True)
-    in_group(manager, torch.exp, x)
-    chunk = manager.begin_chunk()
-    manager.disable_offload()
-    start_group(manager, x, "g")
-    assert not chunk.groups
-    manager.enable_offload()
-    start_group(manager, x, "g")
-    assert len(chunk.groups) == 1
 
 
 @pytest.mark.parametrize("flushes", [True, False])

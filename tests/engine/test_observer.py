@@ -111,19 +111,6 @@ def test_a_commit_that_is_put_off_is_reported_twice():
     assert names(noting).count("group_commits") == 2
 
 
-def test_steps_inside_that_are_to_be_kept_move_nothing_and_teach_nothing():
-    model, manager = make_model(), make_manager()
-    run_step(model, manager, ORDER)
-    learned = manager.last_profile
-    with manager.keeping("it is asked for"):
-        run_step(model, manager, ORDER)
-    assert manager.last_step.offloaded_bytes == 0
-    assert manager.last_profile is learned
-    run_step(model, manager, ORDER)
-    assert manager.last_step.offloaded_bytes > 0
-    assert manager.last_profile is not learned
-
-
 def test_two_that_want_steps_to_be_kept_need_not_end_in_turn():
     model, manager = make_model(), make_manager()
     first, second = manager.keeping("one asks"), manager.keeping("another asks")

@@ -30,16 +30,6 @@ def test_the_first_step_reloads_within_a_chunk_in_reverse_order():
     assert manager.last_step.num_late_reloads + manager.last_step.num_cancelled_offloads == 1
 
 
-def test_a_learned_order_leaves_no_late_reload():
-    model, manager = make_model(), make_manager(prefetch_bytes=24 * KIB)
-    run_step(model, manager, ORDER)
-    assert manager.last_step.num_late_reloads > 0
-    for _ in range(2):
-        run_step(model, manager, ORDER)
-        assert manager.last_step.num_late_reloads == 0
-        assert manager.last_step.reloaded_bytes > 0
-
-
 @pytest.mark.parametrize("timing", TIMINGS)
 def test_a_wrong_prediction_is_exact(timing):
     model, manager = make_model(), make_manager(timing, prefetch_bytes=40 * KIB)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from programs import KIB, TIMINGS, assert_nothing_left, assert_same, in_group, make_manager
+from programs import KIB, TIMINGS, Times, assert_nothing_left, assert_same, in_group, make_manager
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -23,24 +23,7 @@ ROWS, WIDTH = 16, 32
 TENSOR_BYTES = ROWS * WIDTH * 4
 
 
-class Save(torch.autograd.Function):
-    """Hands its first input on, and saves the others alone; backward multiplies by them."""
-
-    @staticmethod
-    def forward(ctx, x, *saved):
-        ctx.save_for_backward(*saved)
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx, grad):
-        all_saved = ctx.saved_tensors
-        for saved in all_saved:
-            grad = grad * (saved if saved.shape == grad.shape else saved.sum())
-        return grad, *[None] * len(all_saved)
-
-
-def save(x, *tensors):
-    return Save.apply(x, *tensors)
+save = Times.apply
 
 
 def rows():
@@ -596,22 +579,6 @@ def test_autocast_of_the_forward_is_that_of_backward():
     assert check(manager, forward).recomputed_bytes == TENSOR_BYTES
 
 
-def asks_grad_mode(x):
-    return x.cos() if torch.is_grad_enabled() else x.sin()
-
-
-def asks_backend(x):
-    return x.cos() if torch.backends.mkldnn.enabled else x.sin()
-
-
-def asks_default_dtype(x):
-    return x.cos() if torch.get_default_dtype() == torch.float32 else x.sin()
-
-
-def asks_default_device(x):
-    return x.cos() if torch.ones(WIDTH).is_meta else x.sin()
-
-
 @contextmanager
 def other_default_dtype():
     torch.set_default_dtype(torch.float64)
@@ -622,21 +589,21 @@ def other_default_dtype():
 
 
 @pytest.mark.parametrize(
-    ("function", "context"),
+    ("switch", "context"),
     [
-        (asks_grad_mode, nullcontext),
-        (asks_grad_mode, torch.no_grad),
-        (asks_backend, lambda: torch.backends.mkldnn.flags(enabled=False)),
-        (asks_default_dtype, other_default_dtype),
-        (asks_default_device, lambda: torch.device("meta")),
+        (torch.is_grad_enabled, nullcontext),
+        (torch.is_grad_enabled, torch.no_grad),
+        (lambda: torch.backends.mkldnn.enabled, lambda: torch.backends.mkldnn.flags(enabled=False)),
+        (lambda: torch.get_default_dtype() == torch.float32, other_default_dtype),
+        (lambda: torch.ones(WIDTH).is_meta, lambda: torch.device("meta")),
     ],
     ids=["grad", "no grad", "backend", "default dtype", "default device"],
 )
-def test_a_function_that_asks_for_a_switch_finds_that_of_the_forward(function, context):
+def test_a_function_that_asks_for_a_switch_finds_that_of_the_forward(switch, context):
     @one_group
     def forward(manager, x):
         with context():
-            y = make(manager, function, x)
+            y = make(manager, lambda x: x.cos() if switch() else x.sin(), x)
         return save(save(x, x), y)
 
     assert check(make_manager(checking=True), forward).recomputed_bytes == TENSOR_BYTES

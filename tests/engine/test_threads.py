@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from programs import assert_nothing_left, assert_same, make_config, make_manager
+from programs import assert_nothing_left, assert_same, in_thread, make_config, make_manager
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -15,11 +15,6 @@ from megatron_offload.errors import StateError
 from megatron_offload.frontends.modules import offload_modules
 from megatron_offload.frontends.ratio import CPUOffload
 from megatron_offload.frontends.whole_model import OffloadActivations
-
-
-def in_thread(function):
-    with ThreadPoolExecutor(1, thread_name_prefix="other") as pool:
-        return pool.submit(function).result()
 
 
 def make_whole():

@@ -52,6 +52,13 @@ class Stack(nn.Module):
         return x.sum()
 
 
+def loss_inside(ratio, stack):
+    """Return the loss of a stack whose forward is inside the context of a tag."""
+    x = torch.full((8,), 0.01, requires_grad=True)
+    with CPUOffload(ratio, "model"):
+        return stack(x)
+
+
 FIRST = [4096, 128, 9000, 512, 2048, 300, 7000, 1024] * 3
 SECOND = [1500, 6000, 256, 256, 12000, 768, 3000] * 3
 
@@ -87,9 +94,7 @@ def test_after_the_first_step_it_is_the_beginning_that_moves():
     CPUOffload(0.3, "model", config(max_inflight_bytes=0, prefetch_bytes=4096))
     model = Stack(sizes)
     for step in range(3):
-        x = torch.full((8,), 0.01, requires_grad=True)
-        with CPUOffload(0.3, "model"):
-            loss = model(x)
+        loss = loss_inside(0.3, model)
         blocks = [
             block
             for group in manager_of("model").decisions.groups()
@@ -166,9 +171,7 @@ def test_what_is_recomputed_is_no_part_of_the_share(ratio):
 def test_a_group_s_size_is_that_of_what_moves():
     CPUOffload(0.5, "model", config(max_inflight_bytes=0, prefetch_bytes=0))
     for _ in range(2):
-        x = torch.full((8,), 0.01, requires_grad=True)
-        with CPUOffload(0.5, "model"):
-            loss = Stack([1024] * 10)(x)
+        loss = loss_inside(0.5, Stack([1024] * 10))
         sizes = [g.num_bytes for g in manager_of("model").decisions.groups()]
         assert sum(sizes) == 5 * 4096
         loss.backward()
@@ -178,9 +181,7 @@ def test_a_group_s_size_is_that_of_what_moves():
 def test_the_ratio_may_change_between_steps():
     CPUOffload(0, "model", config())
     for ratio in (0, 1, 0.5, 0, 1):
-        x = torch.full((8,), 0.01, requires_grad=True)
-        with CPUOffload(ratio, "model"):
-            loss = Stack([1024] * 10)(x)
+        loss = loss_inside(ratio, Stack([1024] * 10))
         loss.backward()
         del loss
         assert end_step("model") or ratio == 0

@@ -8,13 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
-from programs import (
-    TWO_TIMINGS,
-    ColumnParallelLinear,
-    assert_nothing_left,
-    assert_same,
-    make_manager,
-)
+from programs import TWO_TIMINGS, Keep, ParallelMlp, assert_nothing_left, assert_same, make_manager
 from test_whole_model import TIGHT, make_offload
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,32 +22,15 @@ from megatron_offload.integrations.transformer_engine import mark_not_offload
 from megatron_offload.observe.recorder import profile_step
 
 
-class Keep(torch.autograd.Function):
-    """Saves its input and hands out what it gets back."""
-
-    seen = []  # noqa: RUF012 - one for all
-
-    @staticmethod
-    def forward(ctx, x, tensor):
-        ctx.save_for_backward(tensor)
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        Keep.seen.append(ctx.saved_tensors[0])
-        return grad * 2, None
-
-
 def saved_and_back(offload, make):
     """Save what ``make`` makes, without keeping it, and return what backward is handed."""
-    Keep.seen.clear()
-    x = torch.ones(3, requires_grad=True)
+    x, seen = torch.ones(3, requires_grad=True), []
     with offload:
-        y = Keep.apply(x, make())
+        y = Keep.apply(x, seen, make())
     y.sum().backward()
     del y
     assert offload.end_step()
-    return Keep.seen.pop()
+    return seen.pop()[0]
 
 
 @pytest.mark.parametrize("timing", TWO_TIMINGS)
@@ -85,7 +62,7 @@ def test_wrappers_in_wrappers_move_too():
 
 def test_a_wrapper_that_was_opted_out_is_kept_with_its_parts():
     offload = make_offload(**TIGHT)
-    made = []
+    made, seen = [], []
 
     def make(mark):
         tensor = TwoTensor(torch.randn(40, 40), torch.randn(40, 40))
@@ -94,11 +71,10 @@ def test_a_wrapper_that_was_opted_out_is_kept_with_its_parts():
         return tensor
 
     for mark in (lambda tensor: setattr(tensor, "_do_not_offload", True), mark_not_offload):
-        Keep.seen.clear()
         with offload:
-            y = Keep.apply(torch.ones(3, requires_grad=True), make(mark))
+            y = Keep.apply(torch.ones(3, requires_grad=True), seen, make(mark))
         y.sum().backward()
-        assert torch.equal(Keep.seen.pop().a, made[0])
+        assert torch.equal(seen.pop()[0].a, made[0])
         del y
         offload.end_step()
         assert offload.last_step.offloaded_bytes == 0
@@ -132,7 +108,7 @@ def test_a_wrapper_that_cannot_be_emptied_is_kept_whole(monkeypatch):
     with offload:
         x = torch.randn(40, 40, requires_grad=True)
         wrapper = TwoTensor(x, x.clone()).sin()
-        y = Keep.apply(x, wrapper)
+        y = Keep.apply(x, [], wrapper)
     wrapper.add_(1)
     with pytest.raises(InPlaceModificationError):
         y.sum().backward()
@@ -143,7 +119,7 @@ def test_a_change_of_a_part_is_an_error():
     x = torch.ones(3, requires_grad=True)
     wrapper = TwoTensor(torch.randn(40, 40), torch.randn(40, 40))
     with offload:
-        y = Keep.apply(x, wrapper)
+        y = Keep.apply(x, [], wrapper)
     wrapper.b.add_(1)
     with pytest.raises(InPlaceModificationError):
         y.sum().backward()
@@ -176,17 +152,17 @@ class Pending(TwoTensor):
 
 def test_parameters_and_what_is_still_being_written_are_kept():
     offload = make_offload(**TIGHT)
-    x = torch.ones(3, requires_grad=True)
+    x, seen = torch.ones(3, requires_grad=True), []
     weight = nn.Parameter(TwoTensor(torch.randn(40, 40), torch.randn(40, 40)))
     pending = Pending(torch.randn(40, 40), torch.randn(40, 40))
     with offload:
-        y = Keep.apply(Keep.apply(x, weight), pending)
+        y = Keep.apply(Keep.apply(x, seen, weight), seen, pending)
     assert "activations" not in offload.manager.transfers.stats.by_name or (
         offload.manager.transfers.stats.by_name["activations"].offloaded_bytes == 0
     )
     y.sum().backward()
-    assert type(Keep.seen.pop()) is TwoTensor
-    assert type(Keep.seen.pop()) is Pending
+    assert type(seen.pop()[0]) is TwoTensor
+    assert type(seen.pop()[0]) is Pending
 
 
 class Odd(torch.Tensor):
@@ -297,22 +273,10 @@ def test_gathered_weights_are_kept(mesh):
     assert moved[0] > 0
 
 
-class Mlp(nn.Module):
-    """Named as Megatron's."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear_fc1, self.linear_fc2 = ColumnParallelLinear(32, 128), nn.Linear(128, 32)
-        self.act = nn.GELU()
-
-    def forward(self, x):
-        return self.linear_fc2(self.act(self.linear_fc1(x)))
-
-
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_no_matrix_product_is_to_be_recomputed_of_a_weight_that_may_be_offloaded(mesh, is_sharded):
     model = nn.Sequential()
-    model.add_module("mlp", Mlp())
+    model.add_module("mlp", ParallelMlp())
     if is_sharded:
         for part in (model.mlp.linear_fc1, model.mlp.linear_fc2, model):
             fully_shard(part, mesh=mesh)
@@ -341,12 +305,11 @@ def test_what_marked_groups_leave_whole_is_counted(kind, mesh):
 
     class Saves(nn.Module):
         def forward(self, x):
-            return Keep.apply(Keep.apply(x, made), made)
+            return Keep.apply(Keep.apply(x, [], made), [], made)
 
     manager, model = make_manager(), nn.Sequential(Saves())
     with offload_modules(model, ["0"], manager=manager), manager.step():
         model(torch.ones(3, requires_grad=True)).sum().backward()
-    Keep.seen.clear()
     (reasons,) = [group.kept_bytes_by_reason for group in manager.last_step.by_name.values()]
     if kind in ("parameter", "opted out"):
         assert not reasons

@@ -290,6 +290,11 @@ def configured(*modules, **options):
     return model
 
 
+def note(model):
+    """Let a model be seen, as in its forward."""
+    megatron_core._marking(lambda _: None, model)
+
+
 def test_before_cuda_begins_the_manager_is_left_alone_until_the_first_forward(monkeypatch):
     """A job says its device later; until then each rank would take memory on the first."""
     monkeypatch.setattr(PipelineOffloadManager, "instance", None)
@@ -358,7 +363,6 @@ def test_inputs_of_layers_are_refused_where_no_layer_is_recomputed(granularity):
 def test_names_that_can_move_nothing_under_full_recompute_are_reported(names, method, caplog):
     options = {"recompute_granularity": "full", "recompute_method": method}
     model = configured(offload_modules=names, **options)
-    note = functools.partial(megatron_core._marking, lambda _: None)
     note(model)
     note(model)
     is_said = caplog.text.count("only 'layer_input' moves anything")
@@ -381,7 +385,6 @@ def test_other_targets_than_pipeline_ranks_are_refused_in_the_first_forward(targ
 def test_names_under_which_nothing_is_saved_are_reported_once(evaluates, caplog):
     manager = PipelineOffloadManager.get_instance()
     model = configured(offload_modules=["core_attn", "expert_fc1"])
-    note = functools.partial(megatron_core._marking, lambda _: None)
     for _ in range(4):
         with manager.step():
             for _ in range(2):

@@ -61,12 +61,9 @@ def signature_of(function, *, drop_first):
     return inspect.Signature(parameters[1:] if drop_first else parameters)
 
 
-def is_static(function):
-    return any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in function.decorator_list)
-
-
-def is_property(function):
-    return any(isinstance(d, ast.Name) and d.id == "property" for d in function.decorator_list)
+def is_a(kind, function):
+    """Whether a parsed function is decorated so: a static method, or a property."""
+    return any(isinstance(d, ast.Name) and d.id == kind for d in function.decorator_list)
 
 
 def names(path):
@@ -92,12 +89,13 @@ def definitions(path):
             continue
         is_function = any(ast.unparse(base).endswith("Function") for base in node.bases)
         for member in node.body:
-            if not isinstance(member, ast.FunctionDef) or is_property(member):
+            if not isinstance(member, ast.FunctionDef) or is_a("property", member):
                 continue
             if is_function and member.name == "forward":
                 yield node.name, "apply", signature_of(member, drop_first=True)
             elif not is_function and is_public(member.name):
-                yield node.name, member.name, signature_of(member, drop_first=not is_static(member))
+                drop_first = not is_a("staticmethod", member)
+                yield node.name, member.name, signature_of(member, drop_first=drop_first)
 
 
 def calls(signature):
@@ -166,19 +164,11 @@ def test_two_era_callables_read_every_argument_by_its_right_name(version):
     assert seen == READERS
 
 
-@pytest.mark.parametrize(
-    ("args", "expected"),
-    [
-        ((None, None, 64), (None, None, 64)),
-        ((1, 0, 0), (1, 0, 0)),
-        ((2, 1, 1024), (2, 1, 1024)),
-        ((4, None, 0), (4, None, 0)),
-    ],
-)
-def test_three_positions_in_the_documented_form(args, expected):
+@pytest.mark.parametrize("args", [(None, None, 64), (1, 0, 0), (2, 1, 1024), (4, None, 0)])
+def test_three_positions_in_the_documented_form(args):
     found = forms.read_arguments("init_model_chunk_offload_handler", args, {})
     names = ("vp_size", "vp_stage", "min_offloaded_tensor_size")
-    assert tuple(found[name] for name in names) == expected
+    assert tuple(found[name] for name in names) == args
     assert "pp_rank" not in found
 
 

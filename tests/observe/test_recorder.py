@@ -13,6 +13,7 @@ from programs import (
     Times,
     assert_nothing_left,
     assert_same,
+    in_group,
     make_config,
     make_manager,
     make_model,
@@ -21,13 +22,12 @@ from programs import (
 )
 from torch import nn
 from traps import InjectedError
-from virtual_clock import VirtualJob
+from virtual_clock import RUN, VirtualJob
 
 from megatron_offload.backends.base import DeviceMemory
 from megatron_offload.backends.simulated import SimulatedBackend
 from megatron_offload.core.machine import Machine
 from megatron_offload.core.profile import GroupKey, GroupTimes, RunShape
-from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError, StateError
 from megatron_offload.frontends.whole_model import OffloadActivations
@@ -84,11 +84,12 @@ class Program:
             self.manager.observers.append(self.meter)
 
     def group(self, x, name, *works):
-        x = start_group(self.manager, x, name)
-        for num_bytes, us in works:
-            with self.manager:
+        def run(x):
+            for num_bytes, us in works:
                 x = Work.apply(x, self.backend, num_bytes, us)
-        return commit_group(self.manager, x, name)
+            return x
+
+        return in_group(self.manager, run, x, name)
 
     def forward(self):
         self.manager.begin_chunk()
@@ -307,19 +308,16 @@ def test_what_is_recomputed_counts_as_gone_in_a_step_that_recomputes_it():
     program = Program(host_memory_bytes=0)
     manager = program.manager
 
+    def run(x):
+        base = torch.ones(250)
+        return Times.apply(Times.apply(x, base), recomputable(torch.neg, base, manager=manager))
+
     def step():
         x = torch.ones(250, requires_grad=True)
         with manager.step():
             manager.begin_chunk()
             for _ in range(2):
-                x = start_group(manager, x, "a")
-                with manager:
-                    base = torch.ones(250)
-                    x = Times.apply(
-                        Times.apply(x, base), recomputable(torch.neg, base, manager=manager)
-                    )
-                    del base
-                x = commit_group(manager, x, "a")
+                x = in_group(manager, run, x, "a")
             x.sum().backward()
 
     step()
@@ -414,14 +412,14 @@ def test_a_start_without_a_gradient_is_left_where_the_next_boundary_is(at_once, 
     program = Program()
     manager = program.manager
     outputs = []
+
+    def run(x):
+        return Work.apply(x.requires_grad_(), program.backend, 100, 10)
+
     with profile_step(manager, moves=False) as recorded, manager.step():
         for _ in range(2):
             manager.begin_chunk()
-            x = start_group(manager, torch.ones(1), "first")
-            with manager:
-                x = Work.apply(x.requires_grad_(), program.backend, 100, 10)
-            outputs.append(commit_group(manager, x, "first"))
-            del x
+            outputs.append(in_group(manager, run, torch.ones(1), "first"))
             if at_once:
                 outputs.pop().backward()
         while outputs:
@@ -435,10 +433,8 @@ def test_a_commit_that_is_put_off_ends_the_forward_where_it_is_called():
     manager = program.manager
     with profile_step(manager, moves=False) as recorded, manager.step():
         manager.begin_chunk()
-        x = start_group(manager, torch.ones(1, requires_grad=True) * 1, "a")
-        with manager:
-            x = Work.apply(x, program.backend, 100, 10)
-        x = commit_group(manager, x, "a", delay=True)
+        x = torch.ones(1, requires_grad=True) * 1
+        x = in_group(manager, lambda x: Work.apply(x, program.backend, 100, 10), x, "a", delay=True)
         x = Work.apply(x, program.backend, 0, 7)
         manager.flush_delayed_groups()
         x.backward()
@@ -626,3 +622,185 @@ def test_groups_without_marks_are_recorded_too():
     assert profile.offloaded_bytes == 0
     assert sum(g.num_bytes for g in profile.groups) > 0
     assert len(profile.times) == len(profile.groups) == len(profile.backward_order)
+
+
+# What a step takes on the device's clock, what of it is waiting, and what it reserves.
+
+
+SLOW = 0.05
+"""A bandwidth that compute has to wait for, in GB/s."""
+
+COMPUTE_US = 6 * 4 * 2 * 60.0
+"""6 microbatches of 4 blocks of 2 groups, 20 us forward and 40 us backward each."""
+
+
+def measured(job, *between):
+    timer = StepTimer(job.manager)
+    with job.manager.observed_by(timer):
+        job.step()
+        for each in between:
+            each()
+    return timer.read()
+
+
+def lost_us(step):
+    return sum(map(sum, step.lost_us))
+
+
+def test_a_step_takes_what_its_compute_and_its_waits_take():
+    job = VirtualJob(SLOW).warmed_up()
+    before_us = sum(job.backend.stall_us.values())
+    found = measured(job)
+    assert lost_us(found) == pytest.approx(sum(job.backend.stall_us.values()) - before_us)
+    assert found.step_us == pytest.approx(COMPUTE_US + lost_us(found))
+    assert lost_us(found) > 0.5 * COMPUTE_US
+
+
+def test_what_comes_before_and_behind_the_step_is_no_part_of_it():
+    job = VirtualJob(SLOW).warmed_up()
+    expected = measured(job)
+    job.backend.advance_compute(1000.0)
+    found = measured(job, lambda: job.backend.advance_compute(1000.0), job.step)
+    assert found.step_us == pytest.approx(expected.step_us)
+    assert lost_us(found) == pytest.approx(lost_us(expected))
+
+
+@pytest.mark.parametrize("gbps", [10.0, SLOW])
+def test_a_profile_of_a_step_that_moved_is_that_of_one_that_did_not(gbps):
+    job = VirtualJob(gbps).warmed_up()
+    with profile_step(job.manager, run=RUN) as moved:
+        job.step()
+    with profile_step(job.manager, run=RUN, moves=False) as bare:
+        job.step()
+    profile = moved.profile
+    assert profile.offloaded_bytes > 0
+    assert (profile.d2h_gbps, profile.h2d_gbps) == (pytest.approx(gbps), pytest.approx(gbps))
+    assert (profile.waited_us > 0) == (gbps == SLOW)
+    assert bare.profile.waited_us == 0.0
+    assert profile.step_us == pytest.approx(bare.profile.step_us) == pytest.approx(COMPUTE_US)
+    for times, expected in zip(profile.times, bare.profile.times, strict=True):
+        assert tuple(times) == pytest.approx(tuple(expected))
+
+
+def test_where_the_device_says_nothing_the_meter_does_and_its_peak_is_put_back():
+    job = VirtualJob(SLOW).warmed_up()
+    job.meter.peak_bytes = 10**9
+    assert 0 < measured(job).reserved_bytes < 10**6
+    assert job.meter.peak_bytes == 10**9
+    job.backend.reserved_bytes = lambda: 7
+    assert measured(job).reserved_bytes == 7
+    job.manager.observers.remove(job.meter)
+    job.backend.reserved_bytes = lambda: None
+    assert measured(job).reserved_bytes is None
+
+
+def test_the_device_waits_for_the_host_where_it_has_come_to_the_boundary_before():
+    job = VirtualJob(1.0).warmed_up()
+    points, asked = [], []
+    timestamp = job.backend.timestamp
+
+    def note(stream):
+        point = timestamp(stream), len(points)
+        points.append(point)
+        return point
+
+    job.backend.timestamp = note
+    job.backend.sync_elapsed_us = lambda start, end: end[0] - start[0]
+    job.backend.has_passed = lambda point: asked.append(point) or len(asked) % 4 == 0
+    step = measured(job)
+    num_passes, num_boundaries = 6 * 2, 4 * 2 * 2
+    assert len(asked) == num_passes * (num_boundaries - 1)
+    assert [number for _, number in asked] == sorted({number for _, number in asked})
+    assert step.idle_share == pytest.approx(1 / 4, abs=0.01)
+    assert measured(VirtualJob(1.0).warmed_up()).idle_share == 0, "virtual time knows no host"
+
+
+# What groups save counts once, moved or not, and what something else keeps is reported apart.
+
+
+def offload(manager, tensors, name):
+    """Save ``tensors`` in one group; return its loss."""
+    x = torch.zeros(1, requires_grad=True)
+    return in_group(manager, lambda x: Times.apply(x, *tensors), x, name)
+
+
+def record(manager, step, *, moves=False):
+    with profile_step(manager, moves=moves) as recorded:
+        manager.begin_chunk()
+        step()
+        manager.reset()
+    return [(g.name, g.num_bytes, g.externally_referenced_bytes) for g in recorded.profile.groups]
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_what_two_groups_share_counts_in_the_first(moves):
+    manager = make_manager()
+
+    def step():
+        shared = torch.ones(1024)
+        loss = offload(manager, [shared], "first")
+        loss = loss + offload(manager, [shared, torch.ones(512)], "second")
+        del shared
+        loss.backward()
+
+    found = record(manager, step, moves=moves)
+    assert found == [("first", 4 * KIB, 0), ("second", 2 * KIB, 0)]
+    if moves:
+        assert found == [(g.name, g.num_bytes, 0) for g in manager.last_profile.groups]
+
+
+def test_of_a_storage_that_is_saved_in_parts_each_group_counts_its_own():
+    manager = make_manager()
+
+    def step():
+        both = torch.ones(2048)
+        loss = offload(manager, [both[:1024]], "first")
+        loss = loss + offload(manager, [both], "second")
+        del both  # what is let go before backward can be freed
+        loss.backward()
+
+    assert record(manager, step) == [("first", 4 * KIB, 0), ("second", 4 * KIB, 0)]
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_what_the_program_keeps_can_not_be_freed(moves):
+    manager = make_manager(prefetch_bytes=0)
+
+    def step():
+        kept = torch.ones(1024)
+        loss = offload(manager, [kept, torch.ones(512)], "group")
+        loss = loss + offload(manager, [torch.ones(256)], "behind")
+        loss.backward()
+        assert float(kept.sum()) == 1024
+
+    for _ in range(2):
+        found = record(manager, step, moves=moves)
+        assert found == [("group", 2 * KIB, 4 * KIB), ("behind", KIB, 0)]
+
+
+def test_who_lets_go_before_the_last_group_that_shares_it_keeps_nothing():
+    manager = make_manager()
+
+    def step():
+        kept = [torch.ones(1024)]
+        loss = offload(manager, kept, "first")
+        between = torch.zeros(1, requires_grad=True) * 1
+        between.register_hook(lambda grad: kept.clear())
+        loss = loss + between
+        (loss + offload(manager, kept, "second")).backward()
+
+    assert record(manager, step) == [("first", 4 * KIB, 0), ("second", 0, 0)]
+
+
+def test_a_buffer_is_kept_by_its_module():
+    manager = make_manager()
+    module = nn.Module()
+    module.register_buffer("table", torch.ones(1024))
+    module.nothing = nn.Parameter(torch.ones(1))
+    module.register_buffer("absent", None)
+
+    def step():
+        other = torch.ones(256)
+        offload(manager, [module.table, other], "group").backward()
+
+    assert record(manager, step) == [("group", 0, 5 * KIB)]

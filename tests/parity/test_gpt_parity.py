@@ -3,21 +3,21 @@
 PP in {1, 2}; VPP in {1, 2, 4}, one layer a chunk among them (megatron-core has virtual stages for
 PP > 1 only); microbatch counts that are no multiples of PP where the schedule takes them; counts
 and sequence lengths that change between steps; evaluation before the first step and in between;
-tied embeddings, dropout, and recompute of whole layers and of modules.
+tied embeddings, dropout, and recompute of whole layers and of modules. Of the later megatron-core
+that `make test` unpacks beside the installed one, those that depend on its call sites and
+schedules.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import path_to, torchrun
 
-ROOT = Path(__file__).parent.parent.parent
 WORKER = Path(__file__).parent / "gpt_worker.py"
 
 
@@ -29,55 +29,63 @@ def case_names():
     raise AssertionError("the worker has no CASES")
 
 
-def cases_of(names, quick):
-    """Parametrise by case; those that are not in ``quick`` are slow."""
-    cases = [pytest.param(x, marks=() if x in quick else pytest.mark.slow) for x in names]
-    return pytest.mark.parametrize("name", cases)
+CASES = {
+    "0.16": case_names(),
+    "later": [
+        "pp2",
+        "pp2-vpp4-one-layer-a-chunk",
+        "pp2-vpp4-whole-layers",
+        "tied",
+        "inputs-of-full-recompute",
+        "recompute-core-attention",
+        "recompute-norms",
+    ],
+}
+QUICK = {
+    "0.16": (
+        "pp1-mlp",
+        "pp2-vpp4-one-layer-a-chunk",
+        "tied",
+        "dropout",
+        "recompute-core-attention",
+    ),
+    "later": ("pp2-vpp4-one-layer-a-chunk",),
+}
 
 
-def compare(request, tmp_path_factory, *, later=False):
-    """Run the cases of this file that were selected; return what each rank found, by case."""
-    mine = [item for item in request.session.items if item.path == request.path]
-    cases = [item.callspec.params["name"] for item in mine]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    if later:
-        folder = os.environ.get("MEGATRON_CORE_LATER", ROOT / ".venv" / "megatron-core-later")
-        if not Path(folder, "megatron").is_dir():
-            pytest.skip(f"no later megatron-core in {folder}; `make test` puts one there")
-        environment["PYTHONPATH"] = str(folder)
-    output = tmp_path_factory.mktemp("parity") / "findings.json"
-    launcher = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
-    result = subprocess.run(
-        [sys.executable, *launcher, "--nproc-per-node=2", str(WORKER), str(output), *cases],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env=environment,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    return json.loads(output.read_text())
+def cases():
+    """Yield versions with their cases; those that are not in `QUICK` are slow."""
+    for version, names in CASES.items():
+        for name in names:
+            marks = () if name in QUICK[version] else pytest.mark.slow
+            yield pytest.param(version, name, marks=marks)
 
 
-def check(ranks, *, moves):
+@pytest.fixture(scope="module")
+def run(request, tmp_path_factory):
+    """Return what runs the selected cases of a version, once: what came of it and its file."""
+    mine = [item.callspec.params for item in request.session.items if item.path == request.path]
+
+    @functools.cache
+    def run(version):
+        names = [params["name"] for params in mine if params["version"] == version]
+        output = tmp_path_factory.mktemp("parity") / "findings.json"
+        on_cpu = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        return torchrun(2, WORKER, output, *names, path=path_to(version), **on_cpu), output
+
+    return run
+
+
+@pytest.mark.parametrize(("version", "name"), [*cases()])
+def test_losses_and_gradients_are_those_without_offload(version, name, run):
+    done, output = run(version)
+    assert done.returncode == 0, done.stderr[-4000:]
+    ranks = json.loads(output.read_text())[name]
     assert len(ranks) == 2
     assert all(rank["same"] for rank in ranks)
     assert all(rank["gradients_are_real"] for rank in ranks)
     assert sum(rank["num_losses"] for rank in ranks) > 0
-    assert all((rank["reloaded_bytes"] > 0) == moves for rank in ranks)
-
-
-QUICK = ("pp1-mlp", "pp2-vpp4-one-layer-a-chunk", "tied", "dropout", "recompute-core-attention")
-
-
-@pytest.fixture(scope="module")
-def findings(request, tmp_path_factory):
-    return compare(request, tmp_path_factory)
-
-
-@cases_of(case_names(), QUICK)
-def test_losses_and_gradients_are_those_without_offload(name, findings):
     # With full recompute layers run without grad, and again inside backward: nothing to move.
-    check(findings[name], moves=name != "full-recompute")
+    assert all((rank["reloaded_bytes"] > 0) == (name != "full-recompute") for rank in ranks)
     if name == "inputs-of-full-recompute":  # though the schedule holds a chunk's first
-        assert [rank["externally_referenced_bytes"] for rank in findings[name]] == [0, 0]
+        assert [rank["externally_referenced_bytes"] for rank in ranks] == [0, 0]

@@ -6,13 +6,7 @@ import itertools
 from dataclasses import replace
 
 from megatron_offload.core.machine import Machine
-from megatron_offload.core.profile import (
-    GroupKey,
-    GroupProfile,
-    GroupTimes,
-    RunShape,
-    StepProfile,
-)
+from megatron_offload.core.profile import GroupKey, GroupProfile, GroupTimes, RunShape, StepProfile
 from megatron_offload.planning.job import GroupWork, Job, StageWork
 from megatron_offload.planning.profiled_job import profiles_of
 from megatron_offload.planning.replay import RankWork
@@ -66,6 +60,15 @@ def random_profile(rng):
 def fields_of(profile):
     """Return all of a profile: its own comparison leaves out what differs from step to step."""
     return [getattr(profile, name) for name in profile.__dataclass_fields__]
+
+
+def plain_machine(gbps, **more):
+    """Return a machine whose links carry as much each way, alone and together; the node far more.
+
+    The node has one limit for both ways.
+    """
+    rates = {"d2h_gbps": gbps, "h2d_gbps": gbps, "both_gbps": gbps, "node_gbps": 100 * gbps}
+    return Machine(**{**rates, "node_d2h_gbps": None, "node_h2d_gbps": None, **more})
 
 
 GROUPS = (

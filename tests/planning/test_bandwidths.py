@@ -1,11 +1,14 @@
-"""Bandwidths that a plan rests on: the slowest GPU's, and the slowest rank's."""
+"""Bandwidths that a plan rests on: the slowest GPU's, and the slowest rank's; all are checked."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
 
+import pytest
+
 from megatron_offload.core.machine import CopyRates, Machine, MachineProfile
 from megatron_offload.core.profile import StepProfile
+from megatron_offload.errors import ConfigError
 from megatron_offload.planning.profiled_job import slowest_link
 
 
@@ -36,3 +39,10 @@ def test_of_what_copies_got_the_slowest_rank_counts_each_way_and_silent_ones_do_
     assert (found.d2h_gbps, found.h2d_gbps, found.both_gbps, found.node_gbps) == (2, 1, 1, 3)
     assert (found.node_d2h_gbps, found.node_h2d_gbps, found.gpus_per_node) == (None, None, 1)
     assert slowest_link(seen((0.0, 0.0))) is None
+
+
+def test_a_machine_has_some_bandwidth_and_may_have_no_latency():
+    assert Machine(p2p_latency_us=0.0).p2p_latency_us == 0.0
+    for field in ("d2h_gbps", "both_gbps", "node_gbps", "node_d2h_gbps", "gpus_per_node"):
+        with pytest.raises(ConfigError, match=field):
+            Machine(**{field: 0})

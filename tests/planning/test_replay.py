@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from problems import replay
 
-from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.core.trace import ByteCount
 from megatron_offload.planning.job import (
@@ -53,12 +52,6 @@ def test_chunks_and_groups_that_the_engine_does_not_see_take_no_position():
     assert program.peak_device_bytes == 5 + 5 + 7
 
 
-def test_limits_that_are_not_set_follow_the_step():
-    budget = DeviceBudget(None, None)
-    RankWork(one_rank(work(100), num_microbatches=32), 0).show_step(budget)
-    assert (budget.max_inflight_bytes, budget.prefetch_bytes) == (400, 400)
-
-
 def test_a_group_leaves_is_released_and_is_reloaded():
     job = one_rank(work(10), work(10), work(10))
     program = replay(job, 0, RankSettings(max_inflight_bytes=10, prefetch_bytes=0))
@@ -67,14 +60,6 @@ def test_a_group_leaves_is_released_and_is_reloaded():
     assert kinds(program) == "COCOACACRACRAC"
     assert program.offloaded_bytes == program.reloaded_bytes == 20
     assert program.peak_host_bytes == 20
-
-
-def test_what_is_kept_by_plan_is_kept():
-    job = one_rank(work(10), work(10), work(10))
-    small = RankSettings(max_inflight_bytes=10, prefetch_bytes=0)
-    kept = RankSettings(frozenset({GroupKey(0, 0)}), max_inflight_bytes=10, prefetch_bytes=0)
-    assert replay(job, 0, small).moved == [GroupKey(0, 0), GroupKey(0, 1)]
-    assert replay(job, 0, kept).moved == [GroupKey(0, 1)]
 
 
 def test_until_the_first_backward_bytes_alone_say_when_a_copy_is_waited_for():

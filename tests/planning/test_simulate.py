@@ -6,9 +6,8 @@ import random
 from dataclasses import replace
 
 import pytest
-from problems import MIB, random_job
+from problems import MIB, plain_machine, random_job
 
-from megatron_offload.core.machine import Machine
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.core.trace import PIPELINE_WAIT, ByteCount
 from megatron_offload.planning.job import GroupWork, Job, RankSettings, StageWork
@@ -21,16 +20,7 @@ KINDS = {
     "d2h": {"d2h"},
     "h2d": {"h2d"},
 }
-FAST = Machine(
-    d2h_gbps=1e6,
-    h2d_gbps=1e6,
-    both_gbps=1e6,
-    node_gbps=1e6,
-    node_d2h_gbps=None,
-    node_h2d_gbps=None,
-    p2p_latency_us=0.0,
-    p2p_gbps=1e9,
-)
+FAST = plain_machine(1e6, p2p_latency_us=0.0, p2p_gbps=1e9)
 
 
 def one_way(gbps):

@@ -14,10 +14,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from problems import plain_machine
 
 from megatron_offload.backends.simulated import SimulatedBackend
 from megatron_offload.config import OffloadConfig, SimulatedConfig
-from megatron_offload.core.machine import Machine
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Observer
@@ -227,15 +227,7 @@ def random_job(rng, *, with_units=False):
         passes += backward_of(num_stages, microbatch)
     schedule = Schedule("any", num_stages, num_microbatches, (tuple(passes),))
     d2h_gbps, h2d_gbps = rng.choice([0.3, 1.0, 4.0]), rng.choice([0.3, 1.0, 4.0])
-    fastest = max(d2h_gbps, h2d_gbps)
-    machine = Machine(
-        d2h_gbps=d2h_gbps,
-        h2d_gbps=h2d_gbps,
-        both_gbps=fastest,
-        node_gbps=100.0,
-        node_d2h_gbps=None,
-        node_h2d_gbps=None,
-    )
+    machine = plain_machine(max(d2h_gbps, h2d_gbps), d2h_gbps=d2h_gbps, h2d_gbps=h2d_gbps)
     return Job(schedule, stages, (0,), machine)
 
 

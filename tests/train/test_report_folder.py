@@ -162,9 +162,9 @@ def test_timelines_of_all_ranks_are_put_into_one_file(tmp_path, capsys):
     assert read_traces(folder / "trace.json") == own
 
 
-def test_a_folder_without_timelines_says_how_to_get_some(tmp_path, capsys):
-    assert main(["trace", str(traced(tmp_path / "run"))]) == 2
-    assert "holds no timelines; set run.trace_step" in capsys.readouterr().err
+def test_a_folder_without_timelines_says_how_to_get_some(tmp_path, refused):
+    error = refused("trace", traced(tmp_path / "run"))
+    assert "holds no timelines; set run.trace_step" in error
 
 
 def test_timelines_of_ranks_that_left_none_are_named(tmp_path, capsys):

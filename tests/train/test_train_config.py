@@ -51,33 +51,23 @@ def error_of(world_size=None, **sections):
         ({"run": {"steps": 5, "profile_step": 5}}, "5 does not come before the last of 5"),
         ({"run": {"profile_step": 4, "trace_step": 4}}, "4 is the step that run.trace_step traces"),
         ({"run": {"profile_step": -1}}, "profile_step"),
+        # Ranks, layers and microbatches must fit.
+        ({"model": {"layers": 2}, "parallel": {"pipeline": 4}}, "a multiple of 4"),
+        (
+            {"model": {"layers": 6}, "parallel": {"pipeline": 2, "virtual": 2}},
+            "set model.layers to a multiple of 4",
+        ),
+        ({"parallel": {"virtual": 2}}, "parallel.virtual needs a pipeline"),
+        (
+            {"parallel": {"pipeline": 2, "virtual": 2}, "data": {"microbatches": 3}},
+            "in multiples of parallel.pipeline 2, got",
+        ),
+        ({"parallel": {"pipeline": 2, "ranks": 3}}, "multiple of 2 ranks"),
+        ({"world_size": 5, "parallel": {"pipeline": 2}}, "5 ranks can't be divided"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_fix(sections, expected):
     assert expected in error_of(**sections)
-
-
-@pytest.mark.parametrize(
-    ("sections", "world_size", "expected"),
-    [
-        ({"model": {"layers": 2}, "parallel": {"pipeline": 4}}, None, "a multiple of 4"),
-        (
-            {"model": {"layers": 6}, "parallel": {"pipeline": 2, "virtual": 2}},
-            None,
-            "set model.layers to a multiple of 4",
-        ),
-        ({"parallel": {"virtual": 2}}, None, "parallel.virtual needs a pipeline"),
-        (
-            {"parallel": {"pipeline": 2, "virtual": 2}, "data": {"microbatches": 3}},
-            None,
-            "in multiples of parallel.pipeline 2, got",
-        ),
-        ({"parallel": {"pipeline": 2, "ranks": 3}}, None, "multiple of 2 ranks"),
-        ({"parallel": {"pipeline": 2}}, 5, "5 ranks can't be divided"),
-    ],
-)
-def test_ranks_layers_and_microbatches_must_fit(sections, world_size, expected):
-    assert expected in error_of(world_size, **sections)
 
 
 def test_missing_data_are_refused(tmp_path):

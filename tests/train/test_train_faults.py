@@ -111,23 +111,23 @@ def test_control_c_while_ranks_start_ends_with_one_line(tmp_path):
     assert err.strip() == "megatron-offload: stopped by SIGINT"
 
 
-def test_ranks_end_when_the_launcher_is_killed(tmp_path):
-    with started(COMMAND, for_long(tmp_path), two_steps_done(tmp_path)) as process:
-        process.kill()
-        process.communicate(timeout=30)  # a pipe ends with the last that may write to it
-
-
-@pytest.mark.parametrize("delay", [0, 1.5])
-def test_ranks_end_when_the_launcher_is_killed_while_they_start(delay, tmp_path):
-    with started(COMMAND, for_long(tmp_path), ranks_of) as process:
+@pytest.mark.parametrize(("delay", "starts"), [(0, False), (0, True), (1.5, True)])
+def test_ranks_end_when_the_launcher_is_killed_while_they_start_too(delay, starts, tmp_path):
+    is_ready = ranks_of if starts else two_steps_done(tmp_path)
+    with started(COMMAND, for_long(tmp_path), is_ready) as process:
         time.sleep(delay)
         process.kill()
-        process.communicate(timeout=60)
+        # A pipe ends with the last that may write to it.
+        process.communicate(timeout=60 if starts else 30)
+
+
+def run_failing(output, *settings, **failure):
+    """Run ranks one of which fails as asked; return the status and the standard error."""
+    return run(words(output, *settings), program=(FAILING,), FAILURE=json.dumps(failure))
 
 
 def test_a_rank_that_fails_ends_the_others_and_its_error_is_shown(tmp_path):
-    found = {"rank": 1, "step": 2, "raises": "RuntimeError"}
-    status, err = run(words(tmp_path), program=(FAILING,), FAILURE=json.dumps(found))
+    status, err = run_failing(tmp_path, rank=1, step=2, raises="RuntimeError")
     assert status == 1
     shown = err.partition("a rank failed")[2]
     assert "RuntimeError: broken on purpose" in shown
@@ -140,17 +140,14 @@ def test_a_rank_that_fails_ends_the_others_and_its_error_is_shown(tmp_path):
 def test_what_one_rank_finds_wrong_with_the_input_ends_all_with_one_line(
     rank, raises, expected, tmp_path
 ):
-    found = {"rank": rank, "step": 2, "raises": raises}
-    settings = words(tmp_path, "run.timeout_s=60")
-    status, err = run(settings, program=(FAILING,), FAILURE=json.dumps(found))
+    status, err = run_failing(tmp_path, "run.timeout_s=60", rank=rank, step=2, raises=raises)
     assert status == expected, err
     assert err.splitlines()[-1] == "megatron-offload: broken on purpose"
     assert "Traceback" not in err
 
 
 def test_a_rank_that_is_killed_ends_the_others_and_its_steps_remain(tmp_path):
-    found = {"rank": 0, "step": 3, "raises": None}
-    status, err = run(words(tmp_path), program=(FAILING,), FAILURE=json.dumps(found))
+    status, err = run_failing(tmp_path, rank=0, step=3, raises=None)
     assert status == 1, err
     assert "SIGKILL" in err.partition("a rank failed")[2]
     before = (tmp_path / "steps.jsonl").read_bytes()
