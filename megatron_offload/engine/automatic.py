@@ -65,7 +65,6 @@ class _Saved:
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor; the first of its group reports backward to the manager."""
-        self.group.resolve_blocks()
         if self.record.block is not None:
             self.groups.reach(self.group)
         return self.record.unpack()

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_offload.backends.base import Stream
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import ALIGNMENT_BYTES, Block, OffloadGroup, Recipes, Rules
@@ -59,10 +58,6 @@ class ChunkOffloadHandler:
     """By the identity of the storage that they were saved in; some of them gone."""
     recipes: Recipes | None = field(default=None, init=False)
     """How what was made and not saved yet is recomputed, where that is known."""
-    _saved: list[weakref.ref[SavedTensor]] = field(default_factory=list, init=False)
-    """Since the last `resolve_blocks`: all in this group, on this stream."""
-    _saves_in: OffloadGroup | None = field(default=None, init=False)
-    _saves_on: Stream = field(default=None, init=False)
     _counted_keys: set[int] = field(default_factory=set, init=False)
 
     @property
@@ -89,12 +84,10 @@ class ChunkOffloadHandler:
 
     def forget_groups(self) -> None:
         """Let go of the groups, whose step is over."""
-        self.resolve_blocks()
         self.groups.clear()
         self.num_groups = 0
         self.open_groups.clear()
         self.not_started.clear()
-        self._saves_in = None
         self.forget_recipes()
 
     def forget_recipes(self) -> None:
@@ -133,12 +126,7 @@ class ChunkOffloadHandler:
         if (marks or base is not None) and not may_be_activation(tensor):
             return record
         record.base = id(base)
-        stream = transfers.backend.compute_stream()
-        if group.unresolved is not self or stream is not self._saves_on:
-            self.resolve_blocks()
-            self._saves_in, self._saves_on = group, stream
-            group.unresolved = self
-        self._saved.append(weakref.ref(record))
+        self._find_block_of(group, record)
         if pick is not None:
             pick.note(record)
         if marks:
@@ -151,7 +139,6 @@ class ChunkOffloadHandler:
         if is_opted_out(tensor) or (base is not None and is_parameter(base)):
             return
         reason = _IN_PARTS if is_wrapper(tensor) else _OF_OTHER_CLASS
-        self.resolve_blocks()  # or a part that is offloaded by itself would not be known
         known = *self.marks.kept(), self._counted_keys
         for inner in inner_tensors([tensor]):
             if self.transfers.backend.owns(inner):
@@ -163,78 +150,63 @@ class ChunkOffloadHandler:
     def _take_ready_mark(self, tensor: torch.Tensor, record: SavedTensor) -> None:
         marked = tensor.__dict__.pop(READY_MARK, None)  # once: a later write gives another
         if marked is not None and marked[0] == record.version:
-            self.resolve_blocks()
             block = record.block
             if block is not None and block.alias is record.alias:
                 block.ready = marked[1]
 
-    def resolve_blocks(self) -> None:
-        """Find the blocks of what was saved since this was called last.
-
-        All in one loop, whose code is in the processor's caches from the second on.
-        """
-        saved, group = self._saved, self._saves_in
-        if group is None or group.unresolved is None:
+    def _find_block_of(self, group: OffloadGroup, record: SavedTensor) -> None:
+        """Give a record its block, of which it may be the first; what is kept has none."""
+        transfers, alias, rules = self.transfers, record.alias, self.rules
+        if not transfers.backend.owns(alias) or alias.is_neg() or alias._is_zerotensor():
             return
-        self._saved, group.unresolved = [], None
-        transfers, blocks, stream = self.transfers, self.blocks, self._saves_on
-        references, recipes, rules = group.references, self.recipes, self.rules
-        least_bytes, least_elements = rules.min_tensor_bytes, rules.min_tensor_elements
-        owns, (kept, everywhere), layouts = transfers.backend.owns, self.marks.kept(), LAYOUTS
-        for saved_reference in saved:
-            record = saved_reference()
-            if record is None:
-                continue
-            alias = record.alias
-            if not owns(alias) or alias.is_neg() or alias._is_zerotensor():
-                continue
-            storage_key = alias.untyped_storage()._cdata
-            if storage_key in kept or storage_key in everywhere:
-                continue
-            layout = layouts[alias.shape, alias.stride(), alias.storage_offset(), alias.dtype]
-            if layout.is_special and not has_own_bytes(alias):
-                continue
-            if layout.num_bytes < least_bytes or layout.num_elements < least_elements:
-                if storage_key not in self._counted_keys and self.find_block(storage_key) is None:
-                    self._counted_keys.add(storage_key)  # else it was counted, or moves
-                    by_name = transfers.stats.by_name[record.group_name]
-                    by_name.keep(layout.num_bytes, _TOO_SMALL)
-                continue
-            record.layout = layout
-            if not record.is_detached:
-                alias = record.detach()
-            found = blocks.get(storage_key)
-            block = None if found is None else found()
-            if block is not None and block.storage_key == storage_key:
-                is_before_copy = block.is_before_copy
-                if is_before_copy or block.has(record):
-                    record.block = block
-                    if is_before_copy:
-                        block.add(record)
-                        block.ready = None  # given for one of them only, maybe
-                    elif block.released:
-                        transfers.sources.empty(alias)
-                    else:
-                        block.others += (alias,)
-                    if block.group is not group and not any(one() is block for one in references):
-                        references.append(weakref.ref(block))  # the first user reloads it
-                        group.shares_with += (block.group.key,)
-                    continue
-            low, high, spec = layout.low, layout.high, layout.spec
-            if spec is None:
-                low -= low % ALIGNMENT_BYTES
-                if not layout.is_contiguous:
-                    storage_bytes = alias.untyped_storage().nbytes()  # fewer, where it was emptied
-                    if high <= storage_bytes <= 2 * (high - layout.low):
-                        low, high = 0, storage_bytes  # its like may be in between: q, k, v
-                spec = high - low, None
-            record.block = block = Block(
-                transfers, group, record, stream, storage_key, low, high, spec
-            )
-            blocks[storage_key] = reference = weakref.ref(block)
-            references.append(reference)
-            if recipes is not None:
-                block.recipe = recipes.take(storage_key)
+        storage_key = alias.untyped_storage()._cdata
+        kept, everywhere = self.marks.kept()
+        if storage_key in kept or storage_key in everywhere:
+            return
+        layout = LAYOUTS[alias.shape, alias.stride(), alias.storage_offset(), alias.dtype]
+        if layout.is_special and not has_own_bytes(alias):
+            return
+        num_bytes = layout.num_bytes
+        if num_bytes < rules.min_tensor_bytes or layout.num_elements < rules.min_tensor_elements:
+            if storage_key not in self._counted_keys and self.find_block(storage_key) is None:
+                self._counted_keys.add(storage_key)  # else it was counted, or moves
+                transfers.stats.by_name[record.group_name].keep(num_bytes, _TOO_SMALL)
+            return
+        record.layout = layout
+        if not record.is_detached:
+            alias = record.detach()
+        found = self.blocks.get(storage_key)
+        block = None if found is None else found()
+        references = group.references
+        if block is not None and block.storage_key == storage_key:
+            is_before_copy = block.is_before_copy
+            if is_before_copy or block.has(record):
+                record.block = block
+                if is_before_copy:
+                    block.add(record)
+                    block.ready = None  # given for one of them only, maybe
+                elif block.released:
+                    transfers.sources.empty(alias)
+                else:
+                    block.others += (alias,)
+                if block.group is not group and not any(one() is block for one in references):
+                    references.append(weakref.ref(block))  # the first user reloads it
+                    group.shares_with += (block.group.key,)
+                return
+        low, high, spec = layout.low, layout.high, layout.spec
+        if spec is None:
+            low -= low % ALIGNMENT_BYTES
+            if not layout.is_contiguous:
+                storage_bytes = alias.untyped_storage().nbytes()  # fewer, where it was emptied
+                if high <= storage_bytes <= 2 * (high - layout.low):
+                    low, high = 0, storage_bytes  # its like may be in between: q, k, v
+            spec = high - low, None
+        stream = transfers.backend.compute_stream()
+        record.block = block = Block(transfers, group, record, stream, storage_key, low, high, spec)
+        self.blocks[storage_key] = reference = weakref.ref(block)
+        references.append(reference)
+        if self.recipes is not None:
+            block.recipe = self.recipes.take(storage_key)
 
     def is_small(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of the backend's device is too small to be offloaded."""

@@ -371,10 +371,6 @@ class Pick(Protocol):
         """Keep some of a group's blocks, now that all are known: its forward is over."""
 
 
-class _ResolvesBlocks(Protocol):
-    def resolve_blocks(self) -> None: ...
-
-
 class OffloadGroup(Group):
     """One layer group of one chunk, whose ``rules`` it has.
 
@@ -389,7 +385,6 @@ class OffloadGroup(Group):
         is_skipped: whether nothing of it is recorded.
         shares_with: groups before it that have saved some of its memory too.
         forced: tensors that something else keeps alive and that are not read again.
-        unresolved: who has records of it that have found no blocks yet.
         pick: which of its tensors are offloaded; None: all that can be.
     """
 
@@ -401,7 +396,6 @@ class OffloadGroup(Group):
     recomputed: tuple[RecomputeUnit, ...] = ()
     leaf_hook: RemovableHandle | None = None
     forced: tuple[weakref.ref[torch.Tensor], ...] = ()
-    unresolved: _ResolvesBlocks | None = None
     pick: Pick | None = None
 
     def __init__(self, key: GroupKey, name: str, budget: DeviceBudget, rules: Rules) -> None:
@@ -416,15 +410,9 @@ class OffloadGroup(Group):
             source = SOURCES.get(tensor)
             self.forced += (weakref.ref(tensor), *(() if source is None else (source,)))
 
-    def resolve_blocks(self) -> None:
-        """Let all its records have their blocks."""
-        if self.unresolved is not None:
-            self.unresolved.resolve_blocks()
-
     @property
     def is_spent(self) -> bool:
         """Whether no record needs any of its own blocks any more."""
-        self.resolve_blocks()
         for found in self.references:
             block = found()
             if block is not None and block.group is self:
@@ -433,7 +421,6 @@ class OffloadGroup(Group):
 
     def blocks(self) -> list[Block]:
         """Return the blocks that some record still needs."""
-        self.resolve_blocks()
         return [block for found in self.references if (block := found()) is not None]
 
     def unhook(self) -> None:

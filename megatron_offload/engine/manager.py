@@ -621,7 +621,6 @@ class PipelineOffloadManager:
         for observer in self.observers:
             observer.group_commits(group, is_delayed=delay)
         if delay:
-            group.resolve_blocks()  # its chunk's recipes are gone by then
             self._delayed.append(group)
         else:
             self._commit(group, must_move)

@@ -76,7 +76,6 @@ class Transfers:
         Counts what is kept by choice, or is kept anyway. ``may_drop`` says that something may be
         offloaded.
         """
-        group.resolve_blocks()
         moving: list[Block] = []
         owners, chooses = self.owners, group.rules.should_offload
         knows_any = bool(owners.known)

@@ -28,12 +28,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_offload import OffloadConfig, get_act_offloading_ctx_manager, offload_modules
 from megatron_offload.config import RECOMPUTE_KINDS, RECOMPUTE_SITES
-from megatron_offload.core.policy_config import ModulesConfig
 from megatron_offload.errors import ConfigError, StateError
 from megatron_offload.frontends.around import _RECOMPUTED, refuse_unserved
 from megatron_offload.observe.recorder import profile_step
 from megatron_offload.planning.plan import UnitChoice, plan_of
-from megatron_offload.planning.policy import plan_by_rule
+from megatron_offload.planning.policy import ModulesPolicy, plan_by_rule
 from megatron_offload.recompute.sites import unit_of
 
 ROWS, WIDTH = 16, 32
@@ -195,7 +194,7 @@ def test_a_matrix_product_is_recomputed_in_the_layers_that_a_plan_says(timing):
         assert units_of(profile) == {"mlp_act", *layers}
         assert without_bytes == 3 * 4 * ROWS * 4 * WIDTH
         for chosen in (layers[:2], layers):
-            (rank,) = plan_by_rule(ModulesConfig(), [profile]).ranks
+            (rank,) = plan_by_rule(ModulesPolicy(), [profile]).ranks
             units = tuple(UnitChoice(0, unit, 0, 0.0, True) for unit in ["mlp_act", *chosen])
             plan = plan_of("any", [profile], [dataclasses.replace(rank, units=units)])
             manager.follow_plan(plan)

@@ -191,7 +191,6 @@ class Watch:
 
         def noted_pack(chunk, group, tensor):
             record = pack(chunk, group, tensor)
-            chunk.resolve_blocks()
             if record.block is not None:
                 self.moved.append(StorageWeakRef(tensor.untyped_storage()))
             return record
