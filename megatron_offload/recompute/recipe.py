@@ -262,21 +262,16 @@ class FunctionRecipe:
         What an input is made from counts as its input too. For a proof the host waits for what
         comparisons have shown.
         """
-        version = self.version
-        for alias in (block.alias, *block.others):
-            if alias._version != version:
-                return "it was changed in place"
-        refusal = self.bind_inputs()
-        if refusal or (self._sum is None and not drops):
+        if any(alias._version != self.version for alias in (block.alias, *block.others)):
+            return "it was changed in place"
+        if refusal := self.bind_inputs():
             return refusal
         if self._sum is None:
-            return self._book.refusal(self._proof)
+            return self._book.refusal(self._proof) if drops else ""
         with self._book.transfers.backend.computing_on(block.stream):
             block.stream.wait_event(self._compared)
-            saved = sum_of(block.alias)
-            return self._book.resolve(
-                self._proof, [*self._are_equal, saved == self._sum], block.num_bytes
-            )
+            are_equal = [*self._are_equal, sum_of(block.alias) == self._sum]
+            return self._book.resolve(self._proof, are_equal, block.num_bytes)
 
     def begin_proof(
         self,
@@ -296,13 +291,13 @@ class FunctionRecipe:
             if isinstance(recipe, FunctionRecipe) and recipe._sum is not None:
                 self._are_equal.append(sum_of(tensor) == recipe._sum)
         if runs:
-            own = (x.detach().requires_grad_(x.requires_grad) for x in given if _is_plain(x))
-            known = dict(zip((id(x) for x in given if _is_plain(x)), own, strict=True))
-            made = self._call([known.get(id(x), x) for x in given])
+            plain = (x for x in given if type(x) is torch.Tensor)
+            own = {id(x): x.detach().requires_grad_(x.requires_grad) for x in plain}
+            made = self._call([own.get(id(x), x) for x in given])
+            is_same = self._sum != self._sum
             if self._is_as_before(made):
-                self._are_equal.append((_words_of(made) == _words_of(output)).all())
-            else:
-                self._are_equal.append(self._sum != self._sum)
+                is_same = (_words_of(made) == _words_of(output)).all()
+            self._are_equal.append(is_same)
         backend = self._book.transfers.backend
         self._compared = backend.record(backend.compute_stream())
 
@@ -349,10 +344,9 @@ class FunctionRecipe:
         given = {id(part): part.as_given() for part in self._parts if type(part) is Input}
         made = self._call([given.get(id(part), part) for part in self._parts])
         if not self._is_as_before(made):
-            is_tensor = type(made) is torch.Tensor
-            found = (
-                f"{list(made.shape)}, {made.stride()}, {made.dtype}" if is_tensor else type(made)
-            )
+            found: Any = type(made)
+            if found is torch.Tensor:
+                found = f"{list(made.shape)}, {made.stride()}, {made.dtype}"
             raise CorruptionError(
                 f"a saved tensor was recomputed by {self._function!r} ({self.unit!r}) as {found}, "
                 f"and was {list(self._form[0])}, {self._form[1]}, {self._form[2]} (shape, strides, "
@@ -395,7 +389,3 @@ def sum_of(tensor: torch.Tensor) -> torch.Tensor:
 def _words_of(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     return flat if flat.numel() % 8 else flat.view(torch.int64)
-
-
-def _is_plain(given: Any) -> bool:
-    return type(given) is torch.Tensor

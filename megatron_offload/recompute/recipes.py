@@ -27,12 +27,7 @@ from megatron_offload.engine.patches import Call
 from megatron_offload.engine.subclasses import is_wrapper
 from megatron_offload.recompute.proof import Proof, Proofs
 from megatron_offload.recompute.random_states import RandomStates
-from megatron_offload.recompute.recipe import (
-    FunctionRecipe,
-    Input,
-    lasting,
-    taken_apart,
-)
+from megatron_offload.recompute.recipe import FunctionRecipe, Input, lasting, taken_apart
 
 T = TypeVar("T")
 
@@ -155,7 +150,8 @@ class Recipes:
         code = self._chunk.vp_stage, unit, name, getattr(function, "__code__", None)
         number = self._num_calls[code]
         self._num_calls[code] = number + 1
-        return book.of_function((*code, number), f"{name} (call {number} of each forward)")
+        proof = Proof(f"{name} (call {number} of each forward)")
+        return book.of_functions.setdefault((*code, number), proof)
 
 
 def recipes_of(chunk: ChunkOffloadHandler) -> Recipes:
@@ -217,7 +213,10 @@ def recomputable(
     Returns:
         What the function returns.
     """
-    manager = manager or manager_in_force() or PipelineOffloadManager.instance
+    if manager is None:
+        owner = owner_of_hooks()
+        is_around = isinstance(owner, AutomaticGroups)
+        manager = owner.manager if is_around else PipelineOffloadManager.instance
     chunk = None if manager is None else manager.recorded_chunk()
     if chunk is None or (preserve_rng_state and chunk.transfers.backend.is_capturing()):
         return function(*inputs)  # a capture can't read the random state
@@ -229,9 +228,3 @@ def recomputable(
         how: dict[str, Any] = {"random_states": states, "keeps_grad": True, "called": function}
         recipes_of(chunk).add(output, again, parts, unit, **how)
     return output
-
-
-def manager_in_force() -> PipelineOffloadManager | None:
-    """Return the manager of the context that a forward without marks is in, if any."""
-    owner = owner_of_hooks()
-    return owner.manager if isinstance(owner, AutomaticGroups) else None

@@ -11,11 +11,9 @@ and then, checksums of what it returns show whether it computes the same bits.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from threading import RLock
@@ -154,10 +152,13 @@ class ModuleCall:
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Run a function under the state of this call; behind it all is as it was before."""
-        states, site = self._random_states, self.site
-        with self.state.in_force(site.path, site.unit), _unlogged():
-            with contextlib.nullcontext() if states is None else states.in_force():
-                return self._call_state.run(function)
+        router, log = sys.modules.get(_ROUTER), "save_to_aux_losses_tracker"
+        with self.state.in_force(self.site.path, self.site.unit), PatchStack() as patches:
+            if hasattr(router, log):  # an auxiliary loss is not noted twice
+                patches.replace(router, log, lambda *_, **__: None)
+            if self._random_states is not None:
+                patches.enter_context(self._random_states.in_force())
+            return self._call_state.run(function)
 
 
 class _Enough(BaseException):
@@ -182,7 +183,10 @@ class SiteCall(ModuleCall):
         self.depth, self.transfers = 0, manager.transfers
         leaves, state = self.leaves, self.state
         hooks = _top_saved_tensors_default_hooks(True)
-        pack, self._unpack = hooks or (partial(SavedTensor, group_name=site.path), _unpack)
+        pack, self._unpack = hooks or (
+            partial(SavedTensor, group_name=site.path),
+            SavedTensor.unpack,
+        )
         tensors = {id(x): x for x in leaves if isinstance(x, torch.Tensor)}
         self._inputs = {key: (pack(x), x.requires_grad) for key, x in tensors.items()}
         self._template = [(id(x), None) if isinstance(x, torch.Tensor) else (0, x) for x in leaves]
@@ -221,7 +225,11 @@ class SiteCall(ModuleCall):
             return packed.unpack()
         if packed >= len(self._made) or self._made[packed] is None:
             with _running:
-                self._run_again(self._given())
+                given = {
+                    key: self._unpack(record).detach().requires_grad_(needs_grad)
+                    for key, (record, needs_grad) in self._inputs.items()
+                }
+                self._run_again([given[key] if key else leaf for key, leaf in self._template])
         made, version = self._made[packed], self._made_versions[packed]
         assert made is not None
         if made._version != version:
@@ -262,13 +270,6 @@ class SiteCall(ModuleCall):
             self._states_after = RandomStates(self.devices)
         self.transfers.stats.by_name[site.unit].recomputed_bytes += self._num_bytes
         return may_run
-
-    def _given(self) -> list[Any]:
-        given = {
-            key: self._unpack(packed).detach().requires_grad_(needs_grad)
-            for key, (packed, needs_grad) in self._inputs.items()
-        }
-        return [given[key] if key else leaf for key, leaf in self._template]
 
     @graph_break
     def _run_again(self, leaves: Sequence[Any], *, needs_output: bool = False) -> Any:
@@ -331,16 +332,6 @@ class SiteCall(ModuleCall):
         return output
 
 
-@contextmanager
-def _unlogged() -> Iterator[None]:
-    """Let Megatron's routers note no auxiliary loss twice."""
-    home, name = sys.modules.get(_ROUTER), "save_to_aux_losses_tracker"
-    with PatchStack() as patches:
-        if hasattr(home, name):
-            patches.replace(home, name, lambda *_, **__: None)
-        yield
-
-
 def _shows_parameter(tensor: torch.Tensor) -> bool:
     base = tensor._base
     return is_parameter(tensor) or (base is not None and is_parameter(base))
@@ -353,14 +344,6 @@ def _sums_of(output: Any) -> list[torch.Tensor]:
         if is_dataclass(leaf) and not isinstance(leaf, type):
             sums += _sums_of([getattr(leaf, field.name) for field in fields(leaf)])
         elif type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.is_nested:
-            sums.append(_sum(leaf))
+            flat = leaf.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+            sums.append(checksum(flat.view(torch.uint8)))
     return sums
-
-
-def _sum(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    return checksum(flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8))
-
-
-def _unpack(packed: SavedTensor) -> torch.Tensor:
-    return packed.unpack()
