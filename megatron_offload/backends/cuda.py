@@ -117,31 +117,25 @@ class CudaBackend(Backend):
             is_offload = stream is self.d2h_stream and not pairs[0][0].is_cuda
             torch.cuda.nvtx.range_push(f"{'offload' if is_offload else 'reload'} {label}")
         try:
-            if not self._is_copied_at_once(pairs, stream):
-                self._copy_each(pairs, stream)
+            self._queue(pairs, stream)
         finally:
             if self._nvtx:
                 torch.cuda.nvtx.range_pop()
         return self.record(stream)
 
-    def _is_copied_at_once(self, pairs: Sequence[Pair], stream: torch.cuda.Stream) -> bool:
-        """Queue several copies by one call into the driver; return whether it has taken them.
+    def _queue(self, pairs: Sequence[Pair], stream: torch.cuda.Stream) -> None:
+        """Queue several copies by one call into the driver, where it takes them.
 
         It does so with no graph that is captured, nor on the legacy default stream. A single copy
         may be one of memory that isn't page-locked.
         """
-        if self._copy_many is None or len(pairs) == 1:
-            return False
-        handle = stream.cuda_stream
-        if not handle or self.is_capturing():
-            return False
-        error = self._copy_many(pairs, handle)
-        if error:
+        copy_many = self._copy_many if len(pairs) > 1 else None
+        if copy_many and stream.cuda_stream and not self.is_capturing():
+            error = copy_many(pairs, stream.cuda_stream)
+            if not error:
+                return
             self._copy_many = None
             _logger.debug("copies are queued one by one: CUDA error %d", error)
-        return not error
-
-    def _copy_each(self, pairs: Sequence[Pair], stream: torch.cuda.Stream) -> None:
         before = self.compute_stream()
         torch.cuda.set_stream(stream)  # quicker than the context manager, once per group
         try:

@@ -288,8 +288,7 @@ class SimulatedBackend(Backend):
         return self._fresh(torch.empty(num_bytes, dtype=torch.uint8, device="cpu"))
 
     def empty_device_like(self, host: torch.Tensor) -> torch.Tensor:
-        region = torch.empty_like(host)
-        return self._fresh(region) if self.observes else region
+        return self._fresh(torch.empty_like(host))
 
     def _fresh(self, region: torch.Tensor) -> torch.Tensor:
         """Count fresh memory as used by the compute stream up to now (W6)."""

@@ -116,16 +116,11 @@ class _Recorder(BoundaryTimer):
                 released_bytes -= self._manager.transfers.dropped_bytes  # recomputed
                 with_released_bytes = found.allocated_bytes + released_bytes
                 self._most_bytes = max(self._most_bytes, with_released_bytes)
-            if self._holds_back:
-                self._hold_back()
-
-    def _hold_back(self) -> None:
-        """Let the device pause where it is no more than so many looks behind the host."""
-        turns = self.turns
-        if len(turns) < _AHEAD or self._backend.has_passed(turns[-_AHEAD].time):
-            self.wait_starts()
-            self._backend.pause()
-            self.turn()
+            far = self.turns[-_AHEAD:] if self._holds_back else ()
+            if far and (len(far) < _AHEAD or self._backend.has_passed(far[0].time)):
+                self.wait_starts()
+                self._backend.pause()
+                self.turn()
 
     def passed(self, boundary: Boundary, group: OffloadGroup) -> None:
         marks = self._marks.setdefault(group, {})
@@ -145,7 +140,14 @@ class _Recorder(BoundaryTimer):
         super().group_commits(group, is_delayed=is_delayed)
         if not is_delayed and self._learned is None:
             with self._backend.uncounted():
-                self._count_saved(group)
+                # What no group before it counts, before its offload.
+                saved = self._saved[group.key] = {}
+                for block in group.blocks():
+                    # What is kept may have grown since another group counted it.
+                    num_bytes = block.num_bytes - self._counted.get(block.identity, 0)
+                    if block.flight is None and not block.is_kept and num_bytes > 0:
+                        saved[block.identity] = num_bytes
+                        self._counted[block.identity] = block.num_bytes
 
     def backward_entered(self, group: OffloadGroup) -> None:
         # A graph of an earlier step may have groups of the same keys.
@@ -229,19 +231,6 @@ class _Recorder(BoundaryTimer):
         copies = [copy for copy in self.copies if copy.direction == direction]
         us = sum(self._backend.sync_elapsed_us(copy.start, copy.end) for copy in copies)
         return sum(copy.num_bytes for copy in copies) / us / 1e3 if us > 0 else 0.0
-
-    def _count_saved(self, group: OffloadGroup) -> None:
-        """Count what a group has that no group before it counts, before its offload."""
-        saved = self._saved[group.key] = {}
-        for block in group.blocks():
-            if block.flight is not None or block.is_kept:
-                continue
-            identity = block.identity
-            # What is kept may have grown since another group counted it.
-            num_bytes = block.num_bytes - self._counted.get(identity, 0)
-            if num_bytes > 0:
-                saved[identity] = num_bytes
-                self._counted[identity] = block.num_bytes
 
     def _filled(
         self, group: GroupProfile, recompute_us: Mapping[tuple[GroupKey, str], float]

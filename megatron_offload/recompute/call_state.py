@@ -41,10 +41,6 @@ _PRECISIONS = (
 """Of float32, by backend and kind of operation."""
 
 
-def _set_deterministic(mode: int) -> None:
-    torch._C._set_deterministic_algorithms(mode > 0, warn_only=mode == 1)
-
-
 def _set_of(name: str) -> Callable[..., Any]:
     kernel = name.removesuffix("_sdp_enabled")
     setter = getattr(torch._C, f"_set_{name}" if kernel == name else f"_set_sdp_use_{kernel}")
@@ -53,7 +49,7 @@ def _set_of(name: str) -> Callable[..., Any]:
 
 def _switches() -> Iterator[_Switch]:
     yield torch.get_default_dtype, torch.set_default_dtype
-    yield torch.get_deterministic_debug_mode, _set_deterministic
+    yield torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode
     for kind in ("cpu", "cuda"):
         yield (
             partial(torch.is_autocast_enabled, kind),

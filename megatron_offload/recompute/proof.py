@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary, proxy, ref
 
 import torch
@@ -27,21 +28,20 @@ _MOST_IN_A_STEP = 256
 _books: WeakKeyDictionary[Transfers, Proofs] = WeakKeyDictionary()
 
 
+@dataclass(eq=False)
 class Proof:
-    """What is known of the outputs of one site or function.
+    """What is known of the outputs of one site or function."""
 
-    Attributes:
-        name: of the site or function, for messages.
-        is_due: whether the next outputs are compared, as are all of the step ``seen_in``.
-        is_known: whether outputs were compared, and were equal.
-        refusal: why it isn't recomputed any more.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name, self.refusal = name, ""
-        self.is_due, self.is_known = True, False
-        self.seen_in: StepStats | None = None
-        self.num_left = 0
+    name: str
+    """Of the site or function, for messages."""
+    refusal: str = ""
+    """Why it isn't recomputed any more."""
+    is_due: bool = True
+    """Whether the next outputs are compared, as are all of the step ``seen_in``."""
+    is_known: bool = False
+    """Whether outputs were compared, and were equal."""
+    seen_in: StepStats | None = None
+    num_left: int = 0
 
 
 class Proofs:

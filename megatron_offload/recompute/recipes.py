@@ -25,9 +25,10 @@ from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.modes import has_modes
 from megatron_offload.engine.patches import Call
 from megatron_offload.engine.subclasses import is_wrapper
+from megatron_offload.recompute.call_state import CallState
 from megatron_offload.recompute.proof import Proof, Proofs
 from megatron_offload.recompute.random_states import RandomStates
-from megatron_offload.recompute.recipe import FunctionRecipe, Input, lasting, taken_apart
+from megatron_offload.recompute.recipe import FunctionRecipe, Input, Read, lasting, taken_apart
 
 T = TypeVar("T")
 
@@ -68,7 +69,7 @@ class Recipes:
 
         ``called`` is what the function calls, where that is another one; ``proof`` what is known of
         such outputs, by default of this call of it in each forward; ``runs`` whether it runs once
-        more to be compared. The others are as in `FunctionRecipe`.
+        more to be compared; ``keeps_grad`` is as in `CallState`, the rest as in `FunctionRecipe`.
         """
         chunk = self._chunk
         is_plain = type(output) is torch.Tensor and chunk.transfers.backend.owns(output)
@@ -115,8 +116,9 @@ class Recipes:
         book = Proofs.of(chunk.transfers)
         if proof is None:
             proof = self._proof_of(book, called or function, unit)
-        what = function, parts, constants, output, unit, random_states, depth, (book, proof)
-        recipe = FunctionRecipe(*what, refusal, keeps_grad=keeps_grad)
+        reads, state = [Read(x, unit) for x in constants], CallState(keeps_grad=keeps_grad)
+        how = unit, depth, book, proof, refusal, state, random_states
+        recipe = FunctionRecipe(function, parts, reads, output, *how)
         if recipe.depth and book.begin(proof):
             recipe.begin_proof(output, inputs, sources, runs=runs)
         block = chunk.find_block(key)

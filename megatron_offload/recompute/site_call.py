@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from threading import RLock
 from typing import Any
@@ -52,48 +52,37 @@ _PROVE_EVERY = 256
 """One step in so many is proven again."""
 
 
+@dataclass(eq=False)
 class Site:
-    """One module whose calls are recomputed.
+    """One module whose calls are recomputed."""
 
-    Attributes:
-        path: its dotted name.
-        unit: the kind or pattern by which it was found, under which its bytes are counted.
-        draws: whether it may draw random numbers, or ask for the grad mode.
-        drops_inside: whether what it saves is dropped in forward.
-        drops_output: whether what it returns is, where that is saved.
-        refusal: why it is kept from here on, by what a call has shown.
-        proof: what is known of its outputs.
-        fills_late: whether a kernel fills what is saved last behind that, so that a rerun must not
-            end there.
-        proven_in: the step in which it was proven last, by the training flags of its modules.
-    """
+    path: str
+    """Its dotted name."""
+    unit: str
+    """The kind or pattern by which it was found, under which its bytes are counted."""
+    forward: Callable[..., Any]
+    draws: bool
+    """Whether it may draw random numbers, or ask for the grad mode."""
+    drops_inside: bool
+    """Whether what it saves is dropped in forward."""
+    drops_output: bool
+    """Whether what it returns is, where that is saved."""
 
-    def __init__(
-        self,
-        path: str,
-        unit: str,
-        forward: Callable[..., Any],
-        *,
-        draws: bool,
-        drops_inside: bool,
-        drops_output: bool,
-    ) -> None:
-        self.path, self.unit = path, unit
-        self.draws, self.drops_inside, self.drops_output = draws, drops_inside, drops_output
-        self.refusal, self.proof = "", Proof(path)
+    def __post_init__(self) -> None:
+        self.proof = Proof(self.path)
+        self.refusal = ""
+        """Why it is kept from here on, by what a call has shown."""
         self.fills_late = False
+        """Whether a kernel fills what is saved last behind that: a rerun must not end there."""
         self.proven_in: dict[tuple[bool, ...], int] = {}
-        self._forward, self._said = forward, set[str]()
+        """The step in which it was proven last, by the training flags of its modules."""
+        self._said = set[str]()
 
     def warn(self, refusal: str) -> None:
         """Say once for each reason that a site is kept."""
         if refusal not in self._said:
             self._said.add(refusal)
             _logger.warning("recompute: %s, and maybe others, is kept: %s", self.path, refusal)
-
-    def run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Run the forward."""
-        return self._forward(module, *args, **kwargs)
 
 
 class ModuleCall:
@@ -117,7 +106,7 @@ class ModuleCall:
     ) -> None:
         self.site, self.manager, self.leaves, self.state = site, manager, leaves, state
         self.picks_first = False
-        self._versions = [x._version for x in leaves if isinstance(x, torch.Tensor)]
+        self._versions = _versions_of(leaves)
         self._module, self._spec = module, spec
         self._call_state = CallState(keeps_grad=site.draws)
         self.devices = {x.device.type for x in leaves if isinstance(x, torch.Tensor)} - {"meta"}
@@ -127,12 +116,16 @@ class ModuleCall:
     def output(self, *leaves: Any) -> Any:
         """Return what it returned, of the same arguments."""
         with _running:
-            return self._picked(self.run(partial(self.forward, leaves)))
+            output = self._run_again(leaves, needs_output=True)
+        return output[0] if self.picks_first else output
+
+    def _run_again(self, leaves: Sequence[Any], *, needs_output: bool = False) -> Any:
+        return self.run(partial(self.forward, leaves))
 
     def close(self, output: Any) -> bool:
         """Know that it is over, and has returned this; return whether it may run again."""
         site, leaves, self.leaves = self.site, self.leaves, ()
-        if [x._version for x in leaves if isinstance(x, torch.Tensor)] != self._versions:
+        if _versions_of(leaves) != self._versions:
             site.refusal = "its forward changes in place what it is given"
         elif not self.state.is_unchanged():
             site.refusal = "its forward writes to its buffers or other tensors that it has"
@@ -140,15 +133,12 @@ class ModuleCall:
             site.warn(site.refusal)
         return not site.refusal
 
-    def _picked(self, output: Any) -> Any:
-        return output[0] if self.picks_first else output
-
     def forward(self, leaves: Sequence[Any]) -> Any:
         """Run the forward of the module as it is now."""
         args, kwargs = leaves, {}
         if self._spec is not None:
             args, kwargs = pytree.tree_unflatten(leaves, self._spec)
-        return self.site.run(self._module, args, kwargs)
+        return self.site.forward(self._module, *args, **kwargs)
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Run a function under the state of this call; behind it all is as it was before."""
@@ -239,11 +229,6 @@ class SiteCall(ModuleCall):
             self._made[packed] = None
         return made
 
-    def output(self, *leaves: Any) -> Any:
-        """Return what it returned; what it saves is at hand from here on."""
-        with _running:
-            return self._picked(self._run_again(leaves, needs_output=True))
-
     def close(self, output: Any) -> bool:
         """Count what was dropped, and note what the call has made; it is over.
 
@@ -255,7 +240,7 @@ class SiteCall(ModuleCall):
         may_run = super().close(output)
         self._is_open, site = False, self.site
         self._forms = hash(tuple(self._forms))  # type: ignore[arg-type]
-        if self._versions != [x._version for x in leaves if isinstance(x, torch.Tensor)]:
+        if _versions_of(leaves) != self._versions:
             raise StateError(
                 f"{site.path} changes in place what it is given, and so can't be recomputed; leave "
                 f"{site.unit!r} out of recompute"
@@ -330,6 +315,10 @@ class SiteCall(ModuleCall):
             self._proves, site.proven_in[self.state.training] = False, self._step_number
         self._made, self._made_versions = made, versions
         return output
+
+
+def _versions_of(leaves: Sequence[Any]) -> list[int]:
+    return [leaf._version for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def _shows_parameter(tensor: torch.Tensor) -> bool:
