@@ -12,10 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._C._autograd import (
-    _pop_saved_tensors_default_hooks,
-    _push_saved_tensors_default_hooks,
-)
+from torch._C._autograd import _pop_saved_tensors_default_hooks, _push_saved_tensors_default_hooks
 from torch.overrides import _pop_mode, _push_mode
 
 from megatron_offload.engine.modes import device_context, leave_modes
@@ -51,10 +48,7 @@ def _switches() -> Iterator[_Switch]:
     yield torch.get_default_dtype, torch.set_default_dtype
     yield torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode
     for kind in ("cpu", "cuda"):
-        yield (
-            partial(torch.is_autocast_enabled, kind),
-            partial(torch.set_autocast_enabled, kind),
-        )
+        yield (partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind))
         yield partial(torch.get_autocast_dtype, kind), partial(torch.set_autocast_dtype, kind)
     for name in _NAMED.split():
         if hasattr(torch._C, f"_get_{name}"):  # not every version has all

@@ -28,7 +28,7 @@ _MOST_IN_A_STEP = 256
 _books: WeakKeyDictionary[Transfers, Proofs] = WeakKeyDictionary()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Proof:
     """What is known of the outputs of one site or function."""
 

@@ -97,7 +97,7 @@ class Input(SavedTensor):
     The alias is the caller's to empty: what counts of it is the version.
     """
 
-    __slots__ = ("_blocks", "_requires_grad", "_storage_ref", "recipe", "storage_key")
+    __slots__ = ("_blocks", "_requires_grad", "recipe", "storage_ref")
 
     def __init__(
         self,
@@ -114,10 +114,8 @@ class Input(SavedTensor):
         self.base = id(tensor._base)
         self._requires_grad = tensor.requires_grad
         self._blocks: Mapping[int, BlockRef] | None = blocks
-        storage = tensor.untyped_storage()
-        self.storage_key: int = storage._cdata
         # While this is held no other storage has the identity by which the block is found.
-        self._storage_ref = StorageRef(storage)
+        self.storage_ref = StorageRef(tensor.untyped_storage())
         self.recipe = recipe
 
     def _description(self) -> str:
@@ -129,7 +127,7 @@ class Input(SavedTensor):
         if self.alias._version != self.version:
             return "an input was changed in place"
         if self._blocks is not None:
-            found, self._blocks = self._blocks.get(self.storage_key), None
+            found, self._blocks = self._blocks.get(self.storage_ref.cdata), None
             self.block = None if found is None else found()
         block = self.block
         if block is None or not block.covers(self.layout.low, self.layout.high):
@@ -190,7 +188,7 @@ class Read(SavedTensor):
         return f"of {layout}, from which a saved one is recomputed ({self.group_name!r}),"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class FunctionRecipe:
     """A function and what it takes: how one tensor, the ``output``, was made."""
 

@@ -105,7 +105,7 @@ class Recipes:
                     part = part.requires_grad_(given.requires_grad)
                     if is_wrapper(given):
                         refusal = "an input is made of several tensors"
-                elif part.storage_key == key:
+                elif part.storage_ref.cdata == key:
                     refusal = "it is a view of an input"
                 if made is not None:
                     depth = max(depth, made.depth + 1)

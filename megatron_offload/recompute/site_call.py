@@ -52,7 +52,7 @@ _PROVE_EVERY = 256
 """One step in so many is proven again."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Site:
     """One module whose calls are recomputed."""
 
@@ -85,32 +85,27 @@ class Site:
             _logger.warning("recompute: %s, and maybe others, is kept: %s", self.path, refusal)
 
 
+@dataclass(eq=False, repr=False)
 class ModuleCall:
-    """A call of a site's module: what it needs to run again, but for the tensors it is given.
+    """A call of a site's module: what it needs to run again, but for the tensors it is given."""
 
-    Attributes:
-        site: whose call it is.
-        manager: whose forward it is in.
-        leaves: its arguments, taken apart; emptied when it is over.
-        picks_first: whether of what it returns the first is what is recomputed.
-    """
+    site: Site
+    manager: PipelineOffloadManager
+    """In whose forward it is."""
+    module: nn.Module
+    state: ModuleState
+    leaves: Sequence[Any]
+    """Its arguments, taken apart, where there is a ``spec``; emptied when it is over."""
+    spec: Any
+    picks_first: bool = False
+    """Whether of what it returns the first is what is recomputed."""
 
-    def __init__(
-        self,
-        site: Site,
-        manager: PipelineOffloadManager,
-        module: nn.Module,
-        state: ModuleState,
-        leaves: Sequence[Any],
-        spec: Any,
-    ) -> None:
-        self.site, self.manager, self.leaves, self.state = site, manager, leaves, state
-        self.picks_first = False
-        self._versions = _versions_of(leaves)
-        self._module, self._spec = module, spec
-        self._call_state = CallState(keeps_grad=site.draws)
-        self.devices = {x.device.type for x in leaves if isinstance(x, torch.Tensor)} - {"meta"}
-        may_draw = site.draws and not are_captured(self.devices)
+    def __post_init__(self) -> None:
+        self._versions = _versions_of(self.leaves)
+        self._call_state = CallState(keeps_grad=self.site.draws)
+        tensors = (x for x in self.leaves if isinstance(x, torch.Tensor))
+        self.devices = {x.device.type for x in tensors} - {"meta"}
+        may_draw = self.site.draws and not are_captured(self.devices)
         self._random_states = RandomStates(self.devices) if may_draw else None
 
     def output(self, *leaves: Any) -> Any:
@@ -136,9 +131,9 @@ class ModuleCall:
     def forward(self, leaves: Sequence[Any]) -> Any:
         """Run the forward of the module as it is now."""
         args, kwargs = leaves, {}
-        if self._spec is not None:
-            args, kwargs = pytree.tree_unflatten(leaves, self._spec)
-        return self.site.forward(self._module, *args, **kwargs)
+        if self.spec is not None:
+            args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return self.site.forward(self.module, *args, **kwargs)
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Run a function under the state of this call; behind it all is as it was before."""
@@ -168,25 +163,23 @@ class SiteCall(ModuleCall):
         InPlaceModificationError: something that it takes was changed since.
     """
 
-    def __init__(self, site: Site, manager: PipelineOffloadManager, *call: Any) -> None:
-        super().__init__(site, manager, *call)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        site, manager, leaves = self.site, self.manager, self.leaves
         self.depth, self.transfers = 0, manager.transfers
-        leaves, state = self.leaves, self.state
         hooks = _top_saved_tensors_default_hooks(True)
-        pack, self._unpack = hooks or (
-            partial(SavedTensor, group_name=site.path),
-            SavedTensor.unpack,
-        )
+        own = partial(SavedTensor, group_name=site.path), SavedTensor.unpack
+        pack, self._unpack = hooks or own
         tensors = {id(x): x for x in leaves if isinstance(x, torch.Tensor)}
         self._inputs = {key: (pack(x), x.requires_grad) for key, x in tensors.items()}
         self._template = [(id(x), None) if isinstance(x, torch.Tensor) else (0, x) for x in leaves]
         self._is_open, self._step_number = True, manager.step_number
         manager.last_call = ref(self)
-        since = self._step_number - site.proven_in.get(state.training, -_PROVE_EVERY)
-        is_due = since % _PROVE_EVERY == 0 or since > _PROVE_EVERY or manager.config.checking
+        since = self._step_number - site.proven_in.get(self.state.training, -_PROVE_EVERY)
+        is_due = not 0 < since < _PROVE_EVERY or manager.config.checking
         self._proves = is_due and self._random_states is not None  # a capture can't be waited for
         if self._proves:
-            state.keep_contents()
+            self.state.keep_contents()
         self._others = other_states()
         self._sums: list[torch.Tensor] = []
         self._states_after: RandomStates | None = None
