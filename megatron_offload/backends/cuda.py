@@ -187,9 +187,6 @@ class CudaBackend(Backend):
         kinds = "allocated_bytes", "reserved_bytes"
         return DeviceMemory(*(found[kind]["all"]["current"] for kind in kinds))
 
-    def gauge(self) -> float:
-        return float(self.memory().allocated_bytes)
-
     def peak_allocated_bytes(self) -> int:
         found = torch.cuda.memory_stats_as_nested_dict(self.device)
         return int(found["allocated_bytes"]["all"]["peak"]) if found else 0
@@ -203,9 +200,7 @@ class CudaBackend(Backend):
     def empty_host(self, num_bytes: int) -> torch.Tensor:
         """Allocate host memory of exactly this size, page-locked unless that is switched off.
 
-        PyTorch's own pinned allocator rounds up to a power of two, so the pages are allocated
-        plainly and registered with the driver. Where the machine has several memory nodes, they
-        come from the one next to the device.
+        PyTorch's own pinned allocator rounds up to a power of two, so plain pages are registered.
         """
         if self.is_capturing():
             raise RuntimeError("a CUDA graph is captured")
@@ -296,10 +291,8 @@ def _unregister(address: int) -> None:
         _logger.debug("unpinning host memory failed with CUDA error %d", int(error))
 
 
-# CUDA keeps the error of a call that failed, and PyTorch looks for one after every kernel that it
-# launches: a pin that failed, with its answer dealt with, would make the next kernel raise. PyTorch
-# exposes no way to ask for that error, which is what clears it. But its own check does ask, so a
-# kernel that does nothing of use is launched to run into it.
+# CUDA keeps the error of a call that failed, and the next kernel would raise it. PyTorch exposes no
+# way to ask for it, which clears it, but asks behind each kernel: so one of no use runs into it.
 def _clear_last_error() -> None:
     for _ in range(3):
         with contextlib.suppress(RuntimeError):

@@ -279,7 +279,6 @@ class _FusedRun:
         return SavedTensor(tensor, "kept")
 
 
-
 # The hooks are plain functions, so that a module with a setting can be copied and pickled.
 @graph_break
 def _enter(module: nn.Module, args: Any) -> None:

@@ -8,14 +8,14 @@ just then is added.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeAlias
 
 from megatron_offload.backends.base import DeviceMemory, Pair
-from megatron_offload.core.profile import GroupKey, GroupProfile, GroupTimes, RunShape, StepProfile
+from megatron_offload.core.profile import GroupKey, GroupTimes, RunShape, StepProfile
 from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Direction
@@ -205,15 +205,27 @@ class _Recorder(BoundaryTimer):
             at_us.append(max(at_us[-1], own_us))  # clocks of several streams differ by a little
         allocated_bytes, reserved_bytes = self._most_memory
         most_bytes = self._most_bytes
-        times = []
+        groups, times = [], []
         for seen in learned.groups:  # one that backward never came to counts as left at once
             mark, end = marks[seen.key], marks[seen.key]["commit"]
             passed = mark["start"], end, mark.get("backward", end), mark.get("done", end)
             times.append(GroupTimes(*(at_us[one] for one in passed)))
+            saved, units = self._saved.get(seen.key, {}), seen.recomputed
+            kept_bytes = sum(size for identity, size in saved.items() if identity in self._kept)
+            recomputed_bytes = sum(unit.num_bytes for unit in units if unit.is_recomputed)
+            timed = (x._replace(us=recompute_us.get((seen.key, x.unit), 0.0)) for x in units)
+            groups.append(
+                seen._replace(
+                    num_bytes=sum(saved.values()) - kept_bytes - recomputed_bytes,
+                    externally_referenced_bytes=kept_bytes,
+                    shared_bytes=0,
+                    recomputed=tuple(timed),
+                )
+            )
         # Of what is reserved, what the allocator can't use is taken to be as much.
         return replace(
             learned,
-            groups=tuple(self._filled(group, recompute_us) for group in learned.groups),
+            groups=tuple(groups),
             backward_order=tuple(backwards),
             backward_at_bytes=tuple(backwards.values()),
             times=tuple(times),
@@ -231,18 +243,3 @@ class _Recorder(BoundaryTimer):
         copies = [copy for copy in self.copies if copy.direction == direction]
         us = sum(self._backend.sync_elapsed_us(copy.start, copy.end) for copy in copies)
         return sum(copy.num_bytes for copy in copies) / us / 1e3 if us > 0 else 0.0
-
-    def _filled(
-        self, group: GroupProfile, recompute_us: Mapping[tuple[GroupKey, str], float]
-    ) -> GroupProfile:
-        """Return the group with its bytes to offload or keep, and its units with times."""
-        key, units = group.key, group.recomputed
-        saved = self._saved.get(key, {})
-        kept_bytes = sum(size for identity, size in saved.items() if identity in self._kept)
-        recomputed_bytes = sum(unit.num_bytes for unit in units if unit.is_recomputed)
-        return group._replace(
-            num_bytes=sum(saved.values()) - kept_bytes - recomputed_bytes,
-            externally_referenced_bytes=kept_bytes,
-            shared_bytes=0,
-            recomputed=tuple(x._replace(us=recompute_us.get((key, x.unit), 0.0)) for x in units),
-        )

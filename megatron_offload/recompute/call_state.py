@@ -20,8 +20,6 @@ from megatron_offload.engine.modes import device_context, leave_modes
 MODES = "a mode of dispatch or of functions was entered, which may change what it computes"
 """Why what ran where `has_modes` can't run again."""
 
-_Switch = tuple[Callable[[], Any], Callable[..., Any]]
-"""Reads it, and sets it to what was read."""
 
 _NAMED = """cudnn_enabled cudnn_benchmark cudnn_deterministic mkldnn_enabled mkldnn_deterministic
     nnpack_enabled blas_preferred_backend cublas_allow_fp16_accumulation
@@ -44,7 +42,8 @@ def _set_of(name: str) -> Callable[..., Any]:
     return lambda value: setter(*value) if isinstance(value, tuple) else setter(value)
 
 
-def _switches() -> Iterator[_Switch]:
+def _switches() -> Iterator[tuple[Callable[[], Any], Callable[..., Any]]]:
+    """Yield what reads a switch, and what sets it to what was read."""
     yield torch.get_default_dtype, torch.set_default_dtype
     yield torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode
     for kind in ("cpu", "cuda"):

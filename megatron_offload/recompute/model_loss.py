@@ -127,8 +127,7 @@ def _known_loss() -> Callable[..., Any] | None:
         known = code.co_varnames[:count] == (*arguments.split(),)
         if not (known and {*code.co_names} == {*names.split()}):
             return None
-    found: Callable[..., Any] = home.ForCausalLMLoss
-    return found
+    return home.ForCausalLMLoss
 
 
 def _by_rows(

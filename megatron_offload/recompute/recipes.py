@@ -83,20 +83,19 @@ class Recipes:
         parts: list[Any] = []
         constants: list[torch.Tensor] = []
         known: dict[int, Any] = {}
+        part: Any
         for given in inputs:
-            if id(given) in known:  # it is one for the function too
-                parts.append(known[id(given)])
+            if id(given) in known or not isinstance(given, torch.Tensor):
+                parts.append(known.get(id(given), given))  # it is one for the function too
                 continue
-            part = given
-            is_tensor = isinstance(given, torch.Tensor)
-            if is_tensor and given.is_inference():
+            if given.is_inference():
                 part, refusal = None, "an input is of inference mode"  # which counts no versions
-            elif is_tensor and is_parameter(given):
+            elif is_parameter(given):
                 part = given if has_modes() else lasting(given)
                 constants.append(part)
             elif type(given) is torch.Tensor and (given.is_conj() or given.is_neg()):
                 part, refusal = None, "an input is conjugated or negated lazily"  # no form says it
-            elif is_tensor:
+            else:
                 part, made = self._input_of(given, unit)
                 if part is None:
                     part = given if has_modes() else lasting(given)
@@ -111,8 +110,7 @@ class Recipes:
                     depth = max(depth, made.depth + 1)
                     sources.append((given, made))
             parts.append(part)
-            if isinstance(given, torch.Tensor):
-                known[id(given)] = part
+            known[id(given)] = part
         book = Proofs.of(chunk.transfers)
         if proof is None:
             proof = self._proof_of(book, called or function, unit)
@@ -173,17 +171,15 @@ def add_recipe(
     kwargs: Mapping[str, Any] | None = None,
     *,
     unit: str,
-    **how: Any,
 ) -> None:
     """Let backward recompute an output that ``function(*args, **kwargs)`` has made.
 
-    Does nothing unless a forward is recorded. Arguments that hold tensors are taken apart; ``how``
-    is as in `Recipes.add`.
+    Does nothing unless a forward is recorded. Arguments that hold tensors are taken apart.
     """
     chunk = manager.recorded_chunk()
     if chunk is not None:
         again, args = taken_apart(function, args, kwargs)
-        recipes_of(chunk).add(output, again, args, unit, called=function, **how)
+        recipes_of(chunk).add(output, again, args, unit, called=function)
 
 
 @graph_break

@@ -183,9 +183,9 @@ class SiteCall(ModuleCall):
         self._others = other_states()
         self._sums: list[torch.Tensor] = []
         self._states_after: RandomStates | None = None
-        self._forms: list[Any] | int = []
-        """Shape and dtype of each tensor that was saved; then a hash of them."""
-        self._num_saved = self._num_bytes = 0
+        self._forms: list[tuple[torch.Size, torch.dtype]] = []
+        """Of each tensor that was saved."""
+        self._num_bytes = 0
         self._made: list[torch.Tensor | None] = []
         self._made_versions: list[int] = []
         self._constants: set[int] = set()
@@ -193,13 +193,11 @@ class SiteCall(ModuleCall):
     @graph_break
     def pack(self, tensor: torch.Tensor) -> int | SavedTensor:
         """Return a number in place of a saved tensor; the pack hook."""
-        number = self._num_saved
-        self._num_saved = number + 1
-        self._forms.append((tensor.shape, tensor.dtype))  # type: ignore[union-attr]
+        self._forms.append((tensor.shape, tensor.dtype))
         if _shows_parameter(tensor):
             return SavedTensor(tensor, self.site.path)
         self._num_bytes += tensor.nbytes
-        return number
+        return len(self._forms) - 1
 
     @graph_break
     def unpack(self, packed: int | SavedTensor) -> torch.Tensor:
@@ -232,7 +230,6 @@ class SiteCall(ModuleCall):
         leaves = self.leaves
         may_run = super().close(output)
         self._is_open, site = False, self.site
-        self._forms = hash(tuple(self._forms))  # type: ignore[arg-type]
         if _versions_of(leaves) != self._versions:
             raise StateError(
                 f"{site.path} changes in place what it is given, and so can't be recomputed; leave "
@@ -253,9 +250,10 @@ class SiteCall(ModuleCall):
     def _run_again(self, leaves: Sequence[Any], *, needs_output: bool = False) -> Any:
         site, proves = self.site, self._proves and not self._is_open
         runs_on = needs_output or proves or site.fills_late
+        num_saved = len(self._forms)
         made: list[torch.Tensor | None] = []
         versions: list[int] = []
-        forms: list[Any] = []
+        forms: list[tuple[torch.Size, torch.dtype]] = []
         at_last_save: list[torch.Tensor] = []
 
         @graph_break
@@ -268,9 +266,9 @@ class SiteCall(ModuleCall):
             kept = tensor.detach()
             made.append(None if _shows_parameter(tensor) else kept)
             versions.append(tensor._version)
-            if len(made) == self._num_saved and proves:
+            if len(made) == num_saved and proves:
                 at_last_save = _sums_of(made)
-            elif len(made) >= self._num_saved and not runs_on:
+            elif len(made) >= num_saved and not runs_on:
                 raise _Enough
             return kept
 
@@ -280,20 +278,19 @@ class SiteCall(ModuleCall):
                 output, after = self.forward(leaves), self._states_after
                 is_same = after is None or after.are_current()
             except (_Enough, Exception):  # TorchScript makes another of it
-                if runs_on or len(made) < self._num_saved:
+                if runs_on or len(made) < num_saved:
                     raise
                 return None, True
             finally:
                 _pop_saved_tensors_default_hooks()
             if proves:
-                saved = _sums_of(made[: self._num_saved])
+                saved = _sums_of(made[:num_saved])
                 site.fills_late |= not all(map(torch.equal, at_last_save, saved))
                 is_same = is_same and all(map(torch.equal, _sums_of(output), self._sums))
             return output, is_same
 
         output, is_same = self.run(run)
-        then = self._forms if isinstance(self._forms, int) else hash(tuple(self._forms))
-        if (len(made), hash(tuple(forms))) != (self._num_saved, then):
+        if forms != self._forms:
             raise StateError(
                 f"{site.path} saved other tensors when it was recomputed: its forward must do "
                 f"the same each time; leave {site.unit!r} out of recompute"
