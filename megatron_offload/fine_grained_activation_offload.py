@@ -171,8 +171,7 @@ def fine_grained_offloading_group_start(tensor: Tensors, name: str | None = None
 
     Of a tuple or list, the first tensor that needs a gradient is marked.
     """
-    if DEBUG:
-        debug_rank(f"start of group {name}")
+    debug_rank(f"start of group {name}")
     engine = _engine()
     if engine.tuner is None:
         tune(engine)
@@ -191,8 +190,7 @@ def fine_grained_offloading_group_commit(
             again: their storage is emptied once it has been copied.
         delay_offload: leave the copies to `fine_grained_offloading_group_flush_delayed_groups`.
     """
-    if DEBUG:
-        debug_rank(f"commit of group {name}")
+    debug_rank(f"commit of group {name}")
     return commit_group(_engine(), tensor, name, forced_released_tensors, delay=delay_offload)
 
 
@@ -289,8 +287,7 @@ class FineGrainedActivationOffloadingInterface:
     @staticmethod
     def init_chunk_handler(*args: Any, **kwargs: Any) -> None:
         """Begin the forward of one microbatch; for the call forms see the manager's method."""
-        if DEBUG:
-            debug_rank(f"new chunk: {args} {kwargs}")
+        debug_rank(f"new chunk: {args} {kwargs}")
         _manager().init_model_chunk_offload_handler(*args, **kwargs)
 
     @staticmethod

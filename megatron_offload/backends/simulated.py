@@ -262,15 +262,13 @@ class SimulatedBackend(Backend):
         self._run_some()
         if event.stream._executed < event.position:
             return False
-        if self._check:  # the host knows, so all that it queues from here on is ordered
-            self._order_host_after(event.clock)
+        self._order_host_after(event.clock)  # it knows, so all that it queues comes later
         return True
 
     def sync_copies(self) -> None:
         for stream in (self.d2h_stream, self.h2d_stream):
             self._run_to(stream, stream._executed + len(stream._queue))
-            if self._check:
-                self._order_host_after(stream._clock)
+            self._order_host_after(stream._clock)
             self._compute.time_us = max(self._compute.time_us, stream.time_us)
 
     def timestamp(self, stream: SimulatedStream) -> float:

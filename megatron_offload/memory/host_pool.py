@@ -82,6 +82,8 @@ class HostPoolStats:
     """The most since `HostPool.restart_peaks`."""
     slab_bytes_total: int = 0
     """Bytes that are pinned now."""
+    peak_slab_bytes: int = 0
+    """The most that were."""
     num_unpinnable: int = 0
     """Requests for which the cap had room, but whose memory could not be pinned."""
 
@@ -411,7 +413,9 @@ class HostPool:
         slab = _Piece(tensor, 0, num_bytes)
         self._slabs.append(slab)
         self._free[num_bytes].append(slab)
-        self.stats.slab_bytes_total += num_bytes
+        stats = self.stats
+        stats.slab_bytes_total += num_bytes
+        stats.peak_slab_bytes = max(stats.peak_slab_bytes, stats.slab_bytes_total)
         return True
 
     def _refuse(self, num_bytes: int) -> None:

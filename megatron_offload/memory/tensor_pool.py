@@ -66,8 +66,7 @@ class TensorPool:
     def free(self, tensor: torch.Tensor) -> None:
         """Take a tensor back after its last consumer was queued on the compute stream.
 
-        It was allocated on that one. Where it is not kept, its owner decides how long it
-        lives.
+        It was allocated on that one. Where it is not kept, its owner decides how long it lives.
         """
         num_bytes = tensor.nbytes
         is_lone = num_owners(tensor.untyped_storage()) <= 2  # the tensor and this line's handle

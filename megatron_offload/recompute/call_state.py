@@ -71,9 +71,7 @@ def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 class CallState:
     """The state as it is when this is made.
 
-    Args:
-        keeps_grad: whether grad mode counts. A function that is known not to ask for it runs
-            quicker without.
+    ``keeps_grad`` says whether grad mode counts: what is known not to ask runs quicker without.
     """
 
     __slots__ = ("_device_context", "_has_grad", "_values")

@@ -28,23 +28,16 @@ _CONTAINERS = (list, dict, set, deque)
 class ModuleTables:
     """Where the attributes, parameters, buffers and children of a module and its parts are.
 
-    Read at each call, so all that is read is one list.
-
-    Attributes:
-        has_script: whether a part is in TorchScript, of which nothing is read.
-        hooks: the tables of the parts' forward hooks.
-        places: the places of parameters in the list.
-        training: the training flags that were read last, and so the next three.
-        parameters: the parameters.
-        buffers: the buffers.
-        changing: the places of attributes that are tensors, or may change of themselves.
+    Read at each call, so all that is read is one list, in which parameters have their ``places``.
     """
 
     def __init__(self, module: nn.Module) -> None:
         parts = [x for x in module.modules() if not isinstance(x, torch.jit.ScriptModule)]
         self.has_script = len(parts) < sum(1 for _ in module.modules())
+        """Whether a part is in TorchScript, of which nothing is read."""
         owns = [vars(part) for part in parts]
         self.hooks = [own[f"_forward{kind}_hooks"] for own in owns[1:] for kind in ("", "_pre")]
+        """The tables of the parts' forward hooks."""
         self._module = ref(module)  # which has a hook that has this
         self._num_own = len(owns)
         # A wrapper's flag may be a property, as that of a compiled module.
@@ -62,10 +55,12 @@ class ModuleTables:
             for wanted in (*_TABLES, "flag", "")
         )
         self._last: list[Any] = []
+        # These four are as they were read last.
         self.training: tuple[bool, ...] = ()
         self.parameters: list[torch.Tensor] = []
         self.buffers: list[torch.Tensor] = []
         self.changing: list[int] = []
+        """The places of attributes that are tensors, or may change of themselves."""
 
     @property
     def dicts(self) -> list[dict[str, Any]]:
@@ -113,10 +108,7 @@ class ModuleTables:
 class ModuleState:
     """The attributes, children, parameters and buffers of modules as they are when this is made.
 
-    Args:
-        tables: where they are.
-        values: of these.
-        copies: whether small parameters are copied, in case they are written to unseen.
+    ``copies`` says whether small parameters are copied, in case they are written to unseen.
     """
 
     def __init__(self, tables: ModuleTables, values: list[Any], *, copies: bool) -> None:

@@ -153,10 +153,6 @@ class _Enough(BaseException):
 class SiteCall(ModuleCall):
     """One whose inside is dropped: what of that backward has not read yet.
 
-    Attributes:
-        depth: how often the site has called itself and has not returned.
-        transfers: of the manager, which takes the hooks off that an interrupt has left.
-
     Raises:
         CorruptionError: where it is proven, the call has returned other bits than before.
         StateError: it has saved another number or kind of tensors.
@@ -166,7 +162,9 @@ class SiteCall(ModuleCall):
     def __post_init__(self) -> None:
         super().__post_init__()
         site, manager, leaves = self.site, self.manager, self.leaves
-        self.depth, self.transfers = 0, manager.transfers
+        self.depth = 0
+        """How often the site has called itself and has not returned."""
+        self.transfers = manager.transfers  # by which hooks that an interrupt has left are found
         hooks = _top_saved_tensors_default_hooks(True)
         own = partial(SavedTensor, group_name=site.path), SavedTensor.unpack
         pack, self._unpack = hooks or own

@@ -243,7 +243,7 @@ class Ours:
         self.interface.reset()
 
     def host_bytes(self):
-        return self.manager.host_pool.stats.slab_bytes_total
+        return self.manager.host_pool.stats.peak_slab_bytes
 
     def num_back(self):
         return self._count
