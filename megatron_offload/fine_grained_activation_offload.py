@@ -171,7 +171,8 @@ def fine_grained_offloading_group_start(tensor: Tensors, name: str | None = None
 
     Of a tuple or list, the first tensor that needs a gradient is marked.
     """
-    debug_rank(f"start of group {name}")
+    if DEBUG:
+        debug_rank(f"start of group {name}")
     engine = _engine()
     if engine.tuner is None:
         tune(engine)
@@ -190,7 +191,8 @@ def fine_grained_offloading_group_commit(
             again: their storage is emptied once it has been copied.
         delay_offload: leave the copies to `fine_grained_offloading_group_flush_delayed_groups`.
     """
-    debug_rank(f"commit of group {name}")
+    if DEBUG:
+        debug_rank(f"commit of group {name}")
     return commit_group(_engine(), tensor, name, forced_released_tensors, delay=delay_offload)
 
 
@@ -287,7 +289,8 @@ class FineGrainedActivationOffloadingInterface:
     @staticmethod
     def init_chunk_handler(*args: Any, **kwargs: Any) -> None:
         """Begin the forward of one microbatch; for the call forms see the manager's method."""
-        debug_rank(f"new chunk: {args} {kwargs}")
+        if DEBUG:
+            debug_rank(f"new chunk: {args} {kwargs}")
         _manager().init_model_chunk_offload_handler(*args, **kwargs)
 
     @staticmethod

@@ -243,7 +243,7 @@ class SimulatedBackend(Backend):
     def copy(self, pairs: Sequence[Pair], stream: SimulatedStream, label: str) -> SimulatedEvent:
         memories = self._device, self._host
         read, written = memories[::-1] if stream is self.h2d_stream else memories
-        for destination, source in pairs:
+        for destination, source in pairs if self._check else ():
             self._access(read, source, stream, False, label)
             self._access(written, destination, stream, True, label)
         destinations, sources = zip(*pairs, strict=True)
@@ -284,7 +284,8 @@ class SimulatedBackend(Backend):
         return self._fresh(torch.empty(num_bytes, dtype=torch.uint8, device="cpu"))
 
     def empty_device_like(self, host: torch.Tensor) -> torch.Tensor:
-        return self._fresh(torch.empty_like(host))
+        region = torch.empty_like(host)
+        return self._fresh(region) if self.observes else region
 
     def _fresh(self, region: torch.Tensor) -> torch.Tensor:
         """Count fresh memory as used by the compute stream up to now (W6)."""
