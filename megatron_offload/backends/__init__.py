@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING
 
+from megatron_offload.backends import cuda
+from megatron_offload.backends.base import Backend
+from megatron_offload.backends.cuda import visible_devices as visible_devices
+from megatron_offload.backends.simulated import HostTimedBackend, SimulatedBackend
 from megatron_offload.config import OffloadConfig
-
-if TYPE_CHECKING:
-    from megatron_offload.backends.base import Backend
-
-
-def visible_devices() -> tuple[str, ...]:
-    """Name the CUDA devices that this process can use; RuntimeError if CUDA can't start."""
-    from megatron_offload.backends import cuda
-
-    return cuda.visible_devices()
 
 
 def current_device(config: OffloadConfig) -> Hashable:
@@ -23,15 +16,11 @@ def current_device(config: OffloadConfig) -> Hashable:
 
     None is the simulated one, or a CUDA device that isn't there, which `create_backend` refuses.
     """
-    from megatron_offload.backends import cuda
-
     return cuda.current_index() if cuda.is_available() and _takes_cuda(config) else None
 
 
 def _takes_cuda(config: OffloadConfig) -> bool:
-    from megatron_offload.backends.cuda import is_available
-
-    return config.backend == "cuda" or (config.backend == "auto" and is_available())
+    return config.backend == "cuda" or (config.backend == "auto" and cuda.is_available())
 
 
 def create_backend(config: OffloadConfig, device_index: int | None = None) -> Backend:
@@ -40,11 +29,8 @@ def create_backend(config: OffloadConfig, device_index: int | None = None) -> Ba
     ``device_index`` is a CUDA device to make the process's current one first. Without a device that
     was asked for it is an `IntegrationError`.
     """
-    from megatron_offload.backends.cuda import CudaBackend
-    from megatron_offload.backends.simulated import HostTimedBackend, SimulatedBackend
-
     if _takes_cuda(config):
-        return CudaBackend(config, device_index)
+        return cuda.CudaBackend(config, device_index)
     simulated = config.simulated
     if not config.copy_streams:  # a copy that is queued on the compute stream comes before the rest
         simulated = simulated.model_copy(update={"copy_timing": "eager"})

@@ -132,7 +132,8 @@ class Backend(abc.ABC):
 
     def gauge(self) -> float:
         """Return what grows the more in a forward the longer that is: memory, or time."""
-        return 0.0
+        found = self.memory()
+        return 0.0 if found is None else float(found.allocated_bytes)
 
     def peak_allocated_bytes(self) -> int:
         """Return the most memory that was in use so far; 0 where unknown."""

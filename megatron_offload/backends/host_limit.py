@@ -1,10 +1,8 @@
 """How much host memory a process may pin by default, and how to take it near a device.
 
 The tightest account counts: the machine's free memory, and the limits of the control groups
-(version 1, version 2, or both) that this process is in, as far up as can be seen. One that is
-missing, unreadable or makes no sense counts as absent. Memory near a device is a wish, never a
-need: where the kernel doesn't say or refuses, it comes from anywhere.
-
+(version 1, version 2, or both) that this process is in, as far up as can be seen. Memory near a
+device is a wish, never a need: where the kernel doesn't say or refuses, it comes from anywhere.
 Nothing that reads the kernel's small files raises: what is absent, unreadable or makes no sense is
 empty text, no number, no members.
 """

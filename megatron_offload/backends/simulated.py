@@ -241,13 +241,11 @@ class SimulatedBackend(Backend):
         self._run_some()
 
     def copy(self, pairs: Sequence[Pair], stream: SimulatedStream, label: str) -> SimulatedEvent:
-        if self._check:
-            read, written = self._device, self._host
-            if stream is self.h2d_stream:
-                read, written = written, read
-            for destination, source in pairs:
-                self._access(read, source, stream, False, label)
-                self._access(written, destination, stream, True, label)
+        memories = self._device, self._host
+        read, written = memories[::-1] if stream is self.h2d_stream else memories
+        for destination, source in pairs if self._check else ():
+            self._access(read, source, stream, False, label)
+            self._access(written, destination, stream, True, label)
         destinations, sources = zip(*pairs, strict=True)
         num_bytes = sum([destination.nbytes for destination in destinations])
         if stream._is_lazy:
@@ -264,15 +262,13 @@ class SimulatedBackend(Backend):
         self._run_some()
         if event.stream._executed < event.position:
             return False
-        if self._check:  # the host knows, so all that it queues from here on is ordered
-            self._order_host_after(event.clock)
+        self._order_host_after(event.clock)  # it knows, so all that it queues comes later
         return True
 
     def sync_copies(self) -> None:
         for stream in (self.d2h_stream, self.h2d_stream):
             self._run_to(stream, stream._executed + len(stream._queue))
-            if self._check:
-                self._order_host_after(stream._clock)
+            self._order_host_after(stream._clock)
             self._compute.time_us = max(self._compute.time_us, stream.time_us)
 
     def timestamp(self, stream: SimulatedStream) -> float:
@@ -295,9 +291,8 @@ class SimulatedBackend(Backend):
         """Count fresh memory as used by the compute stream up to now (W6)."""
         if self._poison:
             _bytes(region).fill_(_POISON)
-        if self._check:
-            label, home = f"empty_device({region.nbytes})", self._compute.name
-            self._access(self._device, region, self._compute, True, label, home)
+        label, home = f"empty_device({region.nbytes})", self._compute.name
+        self._access(self._device, region, self._compute, True, label, home)
         self._run_some()
         return region
 
@@ -313,18 +308,12 @@ class SimulatedBackend(Backend):
     def note_produced(self, region: torch.Tensor, label: str) -> None:
         # It lies in the past, so it is no hazard: the same bytes may have been noted, and may be
         # under way to the host, before. What is still unordered remains beside it.
-        if self._check and region.nbytes > 0:
-            start = region.data_ptr()
-            end = start + region.nbytes
-            home = self._compute.name
-            unordered = self._unordered(self._device, start, end, self._compute, True, home)
-            record = self._device.add if unordered else self._device.replace
-            record(start, end, self._number(self._compute, True, label, home))
+        home = self._compute.name
+        self._access(self._device, region, self._compute, True, label, home, is_past=True)
         self._run_some()
 
     def note_consumed(self, region: torch.Tensor, label: str) -> None:
-        if self._check:
-            self._access(self._device, region, self._compute, False, label)
+        self._access(self._device, region, self._compute, False, label)
         self._run_some()
 
     def note_freed(self, region: torch.Tensor, label: str, *, sole_owner: bool) -> None:
@@ -333,9 +322,7 @@ class SimulatedBackend(Backend):
             if reader is not self._compute:
                 self.order(self._compute, self.record(reader))
         if region.untyped_storage().resizable():  # else it isn't torch's, which frees nothing
-            if self._check:
-                label = f"after free of {label}"
-                self._access(self._device, region, self._compute, True, label)
+            self._access(self._device, region, self._compute, True, f"after free of {label}")
             if self._poison and sole_owner:
                 _bytes(region).fill_(_POISON)
         self._run_some()
@@ -377,14 +364,6 @@ class SimulatedBackend(Backend):
 
     # Which wait is missing.
 
-    def _number(self, stream: SimulatedStream, writes: bool, label: str, home: str) -> Access:
-        """Give the next access its number and set its stream's own clock to it."""
-        self._num_accesses = order = self._num_accesses + 1
-        clock = list(stream._clock)
-        clock[stream._index] = order
-        stream._clock = tuple(clock)
-        return Access(order, stream.name, writes, label, home)
-
     def _access(
         self,
         used: Shadow,
@@ -393,42 +372,41 @@ class SimulatedBackend(Backend):
         writes: bool,
         label: str,
         home: str = "",
+        *,
+        is_past: bool = False,
     ) -> None:
         """Check an access against all earlier ones of the same bytes and put it on record."""
-        if region.nbytes == 0:
+        if not self._check or region.nbytes == 0:
             return
         start = region.data_ptr()
         end = start + region.nbytes
+        earlier_uses = used.earlier_uses(start, end)
         if not home:  # that of who has it
-            earlier_uses = used.earlier_uses(start, end)
             home = earlier_uses[-1].home if earlier_uses else self._compute.name
-        unordered = self._unordered(used, start, end, stream, writes, home)
-        access = self._number(stream, writes, label, home)
-        found: dict[Wait, Hazard] = {}
-        for earlier in unordered:
-            missing = self._missing_wait(used is self._host, earlier, access)
-            found.setdefault(missing, Hazard(missing, earlier, access))
-        for hazard in found.values():
-            self.report(hazard)
-        (used.replace if writes else used.add)(start, end, access)
-
-    def report(self, hazard: Hazard) -> None:
-        """Raise what was found; tests collect it."""
-        raise HazardError(str(hazard))
-
-    def _unordered(
-        self, shadow: Shadow, start: int, end: int, stream: SimulatedStream, writes: bool, home: str
-    ) -> list[Access]:
-        """Return the earlier accesses that conflict with one of ``stream`` at its present point."""
-        clock = stream._clock
-        return [
+        clock = list(stream._clock)
+        unordered = [
             earlier
-            for earlier in shadow.earlier_uses(start, end)
+            for earlier in earlier_uses
             if (writes or earlier.writes)
             and earlier.stream != stream.name
             and earlier.home == home
             and clock[_INDEX[earlier.stream]] < earlier.order
         ]
+        self._num_accesses = clock[stream._index] = self._num_accesses + 1
+        stream._clock = tuple(clock)
+        access = Access(self._num_accesses, stream.name, writes, label, home)
+        found: dict[Wait, Hazard] = {}
+        for earlier in () if is_past else unordered:
+            missing = self._missing_wait(used is self._host, earlier, access)
+            found.setdefault(missing, Hazard(missing, earlier, access))
+        for hazard in found.values():
+            self.report(hazard)
+        replaces = writes and not (is_past and unordered)
+        (used.replace if replaces else used.add)(start, end, access)
+
+    def report(self, hazard: Hazard) -> None:
+        """Raise what was found; tests collect it."""
+        raise HazardError(str(hazard))
 
     def _missing_wait(self, on_host: bool, earlier: Access, later: Access) -> Wait:
         """Name the wait that would have ordered two accesses."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from inspect import Parameter, Signature
@@ -72,12 +73,10 @@ def read_arguments(function: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     """
     readings = []
     for form in FORMS[function]:
-        try:
+        with suppress(TypeError):
             bound = form.bind(*args, **kwargs)
-        except TypeError:
-            continue
-        bound.apply_defaults()
-        readings.append(bound.arguments)
+            bound.apply_defaults()
+            readings.append(bound.arguments)
     if not readings:
         given = ", ".join([*map(repr, args), *(f"{k}={v!r}" for k, v in kwargs.items())])
         known = " or ".join(f"{function}{form}" for form in FORMS[function])

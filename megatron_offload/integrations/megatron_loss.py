@@ -49,7 +49,9 @@ def vocabulary_loss(
     is_plain = type(logits) is Tensor and type(target) is Tensor and not label_smoothing
     if torch.compiler.is_compiling() or not (is_named and is_plain and _takes(logits, target)):
         return original(logits, target, label_smoothing, *more)
-    group = tp_group or _group()
+    from megatron.core import parallel_state
+
+    group = tp_group or parallel_state.get_tensor_model_parallel_group()
     rows, step = target.numel(), _step(logits)
     key = logits.device, logits.dtype, logits.shape[-1], group.size(), rows > step
     if key not in _proven:
@@ -71,8 +73,7 @@ def vocabulary_loss(
             )
     if not _proven[key]:
         return original(logits, target, label_smoothing, *more)
-    result: Tensor = _ByRows.apply(logits, target, group)
-    return result
+    return _ByRows.apply(logits, target, group)
 
 
 def _takes(logits: Tensor, target: Tensor) -> bool:
@@ -80,13 +81,6 @@ def _takes(logits: Tensor, target: Tensor) -> bool:
     is_plain = logits.dim() == 3 and logits.shape[:2] == target.shape and logits.numel() > 0
     is_here = logits.device.type in ("cpu", "cuda") and logits.is_contiguous()
     return is_known and is_plain and is_here and dist.is_initialized()
-
-
-def _group() -> dist.ProcessGroup:
-    from megatron.core import parallel_state
-
-    group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
-    return group
 
 
 def _step(logits: Tensor) -> int:

@@ -37,7 +37,17 @@ def install() -> None:
         return
     manager = getattr(import_from_megatron(_MODULE), _CLASS, None)
     original: Any = getattr(manager, _METHOD, None)
-    _check_same(original)
+    version = getattr(sys.modules["megatron.core"], "__version__", "of unknown version")
+    wrong = (
+        f"{_CLASS}.{_METHOD} of megatron-core {version} is not the one that this "
+        "replaces, that of 0.16 to 0.19; leave out install()"
+    )
+    try:
+        expected = _outcome(original)
+    except Exception as error:
+        raise IntegrationError(f"{wrong} ({error})") from error
+    if _outcome(partial(_without_waits, original)) != expected:
+        raise IntegrationError(wrong)
     _patches.wrap(manager, _METHOD, _without_waits)
 
 
@@ -105,23 +115,8 @@ class _IndicesToMultihot(torch.autograd.Function):
         return None, (picked + 0.0).masked_fill(indices == -1, 0.0), None
 
 
-def _check_same(original: Call) -> None:
-    """Compare both steps on three tokens: a version that isn't known may have changed its own."""
-    version = getattr(sys.modules["megatron.core"], "__version__", "of unknown version")
-    wrong = (
-        f"{_CLASS}.{_METHOD} of megatron-core {version} is not the one that this "
-        "replaces, that of 0.16 to 0.19; leave out install()"
-    )
-    try:
-        expected = _outcome(original)
-    except Exception as error:
-        raise IntegrationError(f"{wrong} ({error})") from error
-    if _outcome(partial(_without_waits, original)) != expected:
-        raise IntegrationError(wrong)
-
-
 def _outcome(step: Call) -> tuple[Any, ...]:
-    """Return the bits that a step makes of three tokens, and of a gradient."""
+    """Return the bits that a step makes of three tokens, and of a gradient, to be compared."""
     manager = types.SimpleNamespace(num_local_experts=3)
     indices = torch.tensor([[2, -1], [-1, -1], [0, 1]], device="cpu")
     probs = [[0.5, 0.25], [1.0, 2.0], [-0.0, 3.0]]

@@ -1,9 +1,8 @@
 """What of megatron-core's model backward recomputes, and where its code has a place to say so.
 
-Patches of megatron-core's functions call the originals and report to
-the process's manager how the output was made. Norms are reported by hooks of a model's modules,
-from its first forward on; what TransformerEngine fuses, by
-`megatron_offload.engine.transformer_engine`.
+Patches of megatron-core's functions call the originals and report to the process's manager how the
+output was made. Norms are sites of a model; what TransformerEngine fuses is reported by
+`megatron_offload.recompute.transformer_engine`.
 """
 
 from __future__ import annotations

@@ -104,8 +104,7 @@ def set_activation_offloading(module_or_op: nn.Module, enabled: bool | None) -> 
 
 def activation_offloading(module_or_op: nn.Module) -> bool | None:
     """Return what was set for a module: True, False, or None."""
-    setting: bool | None = getattr(module_or_op, _SETTING, None)
-    return setting
+    return getattr(module_or_op, _SETTING, None)
 
 
 def install() -> None:
@@ -143,9 +142,15 @@ def install() -> None:
         return run.prepare(original, tensors) if isinstance(run, _FusedRun) else original(*tensors)
 
     def resolved_run(original: Call, self: Any, *args: Any, **kwargs: Any) -> Any:
+        settings = []
+        for one in self._basic_ops:
+            own = activation_offloading(one)
+            settings.append(getattr(one, _OUTER_SETTING, None) if own is None else own)
         # A run without settings inside another: nothing of it is that one's.
-        plain = NoOpManager() if isinstance(owner_of_hooks(), _FusedRun) else nullcontext()
-        with _settings_of(self._basic_ops) or plain:
+        context: Any = NoOpManager() if isinstance(owner_of_hooks(), _FusedRun) else nullcontext()
+        if is_recording() and {True, False} & set(settings):
+            context = _FusedRun(settings)
+        with context:
             return original(self, *args, **kwargs)
 
     _patches.wrap(fuser, "OperationContext", noted_context)
@@ -200,11 +205,9 @@ def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = Fal
         return
     backend = (owner.manager if isinstance(owner, AutomaticGroups) else owner.transfers).backend
     parts = [part for part in inner_tensors(tensors) if backend.owns(part)]
-    if not parts:
-        return
     for part in parts:
         backend.note_produced(part, "start_offload")
-    event = backend.record(backend.compute_stream())
+    event = backend.record(backend.compute_stream()) if parts else None
     for part in parts:
         setattr(part, READY_MARK, (part._version, event))
 
@@ -274,15 +277,6 @@ class _FusedRun:
             pack, unpack = self._surrounding
             return SimpleNamespace(unpack=partial(unpack, pack(tensor)))
         return SavedTensor(tensor, "kept")
-
-
-def _settings_of(operations: list[nn.Module]) -> _FusedRun | None:
-    """Return the context of a fused run; None where no operation has a setting."""
-    settings = []
-    for operation in operations:
-        own = activation_offloading(operation)
-        settings.append(getattr(operation, _OUTER_SETTING, None) if own is None else own)
-    return _FusedRun(settings) if is_recording() and {True, False} & set(settings) else None
 
 
 # The hooks are plain functions, so that a module with a setting can be copied and pickled.

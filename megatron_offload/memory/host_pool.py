@@ -8,6 +8,7 @@ on how far the device has come, except `shrink`. The pool serves one thread.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -199,7 +200,7 @@ class HostPool:
         # What of the pinned bytes was in use when they were last too few: pieces waste some.
         self._full_share = 1.0
         # The smallest slab that could not be pinned: nothing as large is tried again.
-        self._unpinnable_bytes: int | None = None
+        self._unpinnable_bytes = math.inf
         self._warned_of: set[bool] = set()
 
     def allocate(
@@ -214,10 +215,8 @@ class HostPool:
     def allocate_views(self, specs: Sequence[ViewSpec]) -> HostRegion | None:
         """Allocate memory for several tensors, each aligned; None when it is short, uncounted.
 
-        A part without bytes, and a pool that is closed, are a `ValueError`.
+        Each part has bytes. A pool that is closed is a `ValueError`.
         """
-        if any(num_bytes < 1 for num_bytes, _ in specs):
-            raise ValueError(f"a region has at least one byte, got {specs}")
         if self.is_closed:
             raise ValueError("the host pool is closed")
         size_bytes, key = sum([_aligned(num_bytes) for num_bytes, _ in specs]), tuple(specs)
@@ -288,7 +287,7 @@ class HostPool:
                 self._free[slab.num_bytes].remove(slab)
                 self._slabs.remove(slab)
                 self.stats.slab_bytes_total = left_bytes
-        self._unpinnable_bytes = None
+        self._unpinnable_bytes = math.inf
         return before_bytes - self.stats.slab_bytes_total
 
     def pinned_for(self, in_use_bytes: int) -> int:
@@ -310,7 +309,7 @@ class HostPool:
         self._slabs_of_graphs += self._slabs
         self._slabs.clear()
         self._free.clear()
-        self._unpinnable_bytes = None  # of what the capture has refused
+        self._unpinnable_bytes = math.inf  # of what the capture has refused
 
     @property
     def bytes_of_graphs(self) -> int:
@@ -372,11 +371,9 @@ class HostPool:
 
     def _cut_best_fit(self, size_bytes: int) -> _Piece | None:
         sizes = (size for size, pieces in self._free.items() if pieces and size >= size_bytes)
-        found_bytes = min(sizes, default=None)
-        if found_bytes is None:
-            return None
-        piece = self._free[found_bytes].popleft()
-        if found_bytes > size_bytes:
+        found_bytes = min(sizes, default=0)
+        piece = self._free[found_bytes].popleft() if found_bytes else None
+        if piece is not None and found_bytes > size_bytes:
             rest = piece.cut(size_bytes)
             self._free[rest.num_bytes].append(rest)
         return piece
@@ -405,7 +402,7 @@ class HostPool:
         return self._pin(largest_bytes) or self._pin(size_bytes)
 
     def _pin(self, num_bytes: int) -> bool:
-        if self._unpinnable_bytes is not None and num_bytes >= self._unpinnable_bytes:
+        if num_bytes >= self._unpinnable_bytes:
             return False
         try:
             tensor = self._backend.empty_host(num_bytes)

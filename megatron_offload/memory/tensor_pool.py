@@ -66,8 +66,7 @@ class TensorPool:
     def free(self, tensor: torch.Tensor) -> None:
         """Take a tensor back after its last consumer was queued on the compute stream.
 
-        It was allocated on that one. Where it is not kept, its owner decides how long it
-        lives.
+        It was allocated on that one. Where it is not kept, its owner decides how long it lives.
         """
         num_bytes = tensor.nbytes
         is_lone = num_owners(tensor.untyped_storage()) <= 2  # the tensor and this line's handle
@@ -105,7 +104,7 @@ class GPUTensorPool:
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return a tensor of ``shape``, a free one if there is any; its content is undefined."""
-        key = self._get_pool_key(shape, dtype)
+        key = tuple(shape), dtype
         self._stats["allocation_requests"] += 1
         if self._free[key]:
             tensor = self._free[key].popleft()
@@ -119,7 +118,7 @@ class GPUTensorPool:
 
     def free(self, tensor: torch.Tensor) -> None:
         """Take a tensor back for reuse; a stranger, or a second free, is a `ValueError`."""
-        key = self._get_pool_key(tensor.shape, tensor.dtype)
+        key = tuple(tensor.shape), tensor.dtype
         self._stats["free_requests"] += 1
         if self._allocated.get(key, {}).pop(id(tensor), None) is None:
             raise ValueError(
@@ -149,7 +148,7 @@ class GPUTensorPool:
             }
         if dtype is None:
             raise ValueError("a shape needs its dtype: get_pool_status(shape, dtype)")
-        key = self._get_pool_key(shape, dtype)
+        key = tuple(shape), dtype
         if key not in allocated:
             raise ValueError(f"no pool exists for shape {key[0]} and dtype {dtype}")
         num_allocated, num_free = allocated[key], len(self._free[key])
@@ -182,13 +181,6 @@ class GPUTensorPool:
         self._free.clear()
         self._allocated.clear()
 
-    def _get_pool_key(self, shape: Sequence[int], dtype: torch.dtype) -> PoolKey:
-        return tuple(shape), dtype
-
-    @staticmethod
-    def _calculate_memory_size(shape: Sequence[int], dtype: torch.dtype) -> int:
-        return math.prod(shape) * dtype.itemsize
-
     def _make(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device, pin_memory=self.pin_memory)
 
@@ -216,7 +208,7 @@ class HostTensorPool(GPUTensorPool):
     """Frees all that this pool has allocated; the engine's is still allocated."""
 
     def _make(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        num_bytes = self._calculate_memory_size(shape, dtype)
+        num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes == 0:
             return torch.empty(shape, dtype=dtype, device="cpu")
         region = self.host_pool.allocate(num_bytes, like=(torch.Size(shape), dtype))
@@ -237,7 +229,7 @@ class HostTensorPool(GPUTensorPool):
 
     def _num_allocated(self) -> Mapping[PoolKey, int]:
         allocated = (tensor for region in self.host_pool.regions() for tensor in region.views)
-        counts = Counter(self._get_pool_key(tensor.shape, tensor.dtype) for tensor in allocated)
+        counts = Counter((tuple(tensor.shape), tensor.dtype) for tensor in allocated)
         return dict.fromkeys(self._allocated, 0) | counts
 
 

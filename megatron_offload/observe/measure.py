@@ -78,15 +78,6 @@ class ComputeTimer(Observer):
         self._recomputing.pop()
         self.turn()
 
-    def read_lost_us(self, turns: Sequence[Turn]) -> list[float]:
-        """Wait for these turns; return what each has lost until the next, less what events take."""
-        elapsed_us = self._backend.sync_elapsed_us
-        least_us = elapsed_us(*self._empty)
-        return [
-            max(0.0, elapsed_us(since.time, until.time) - least_us) if since.lost_by else 0.0
-            for since, until in pairwise(turns)
-        ]
-
     def now(self) -> Any:
         """Return a point of the compute stream whose time can be read."""
         return self._backend.timestamp(self._backend.compute_stream())
@@ -253,11 +244,13 @@ class StepTimer(ComputeTimer):
             # As if unobserved.
             self._meter.peak_bytes = max(self._meter.peak_bytes, self._earlier_peak_bytes)
         lost_us = [[0.0, 0.0] for _ in range(self._num_chunks)]
-        turns = self.turns[: self._num_turns]
-        for turn, us in zip(turns, self.read_lost_us(turns), strict=False):
-            kind, group = turn.place
-            if group is not None:
-                lost_us[group.key.chunk][kind == "backward"] += us
+        elapsed_us = self._backend.sync_elapsed_us
+        event_us = elapsed_us(*self._empty)
+        for since, until in pairwise(self.turns[: self._num_turns]):
+            kind, group = since.place
+            if group is not None and since.lost_by:
+                us = elapsed_us(since.time, until.time) - event_us
+                lost_us[group.key.chunk][kind == "backward"] += max(0.0, us)
         idle_share = self._num_idle / max(1, self._num_boundaries)
         sizes = self._copied_bytes, reserved_bytes
         return MeasuredStep(step_us, lost_us, *sizes, idle_share, self._host_us)

@@ -8,14 +8,14 @@ just then is added.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeAlias
 
 from megatron_offload.backends.base import DeviceMemory, Pair
-from megatron_offload.core.profile import GroupKey, GroupProfile, GroupTimes, RunShape, StepProfile
+from megatron_offload.core.profile import GroupKey, GroupTimes, RunShape, StepProfile
 from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Direction
@@ -116,16 +116,11 @@ class _Recorder(BoundaryTimer):
                 released_bytes -= self._manager.transfers.dropped_bytes  # recomputed
                 with_released_bytes = found.allocated_bytes + released_bytes
                 self._most_bytes = max(self._most_bytes, with_released_bytes)
-            if self._holds_back:
-                self._hold_back()
-
-    def _hold_back(self) -> None:
-        """Let the device pause where it is no more than so many looks behind the host."""
-        turns = self.turns
-        if len(turns) < _AHEAD or self._backend.has_passed(turns[-_AHEAD].time):
-            self.wait_starts()
-            self._backend.pause()
-            self.turn()
+            far = self.turns[-_AHEAD:] if self._holds_back else ()
+            if far and (len(far) < _AHEAD or self._backend.has_passed(far[0].time)):
+                self.wait_starts()
+                self._backend.pause()
+                self.turn()
 
     def passed(self, boundary: Boundary, group: OffloadGroup) -> None:
         marks = self._marks.setdefault(group, {})
@@ -145,7 +140,14 @@ class _Recorder(BoundaryTimer):
         super().group_commits(group, is_delayed=is_delayed)
         if not is_delayed and self._learned is None:
             with self._backend.uncounted():
-                self._count_saved(group)
+                # What no group before it counts, before its offload.
+                saved = self._saved[group.key] = {}
+                for block in group.blocks():
+                    # What is kept may have grown since another group counted it.
+                    num_bytes = block.num_bytes - self._counted.get(block.identity, 0)
+                    if block.flight is None and not block.is_kept and num_bytes > 0:
+                        saved[block.identity] = num_bytes
+                        self._counted[block.identity] = block.num_bytes
 
     def backward_entered(self, group: OffloadGroup) -> None:
         # A graph of an earlier step may have groups of the same keys.
@@ -203,15 +205,27 @@ class _Recorder(BoundaryTimer):
             at_us.append(max(at_us[-1], own_us))  # clocks of several streams differ by a little
         allocated_bytes, reserved_bytes = self._most_memory
         most_bytes = self._most_bytes
-        times = []
+        groups, times = [], []
         for seen in learned.groups:  # one that backward never came to counts as left at once
             mark, end = marks[seen.key], marks[seen.key]["commit"]
             passed = mark["start"], end, mark.get("backward", end), mark.get("done", end)
             times.append(GroupTimes(*(at_us[one] for one in passed)))
+            saved, units = self._saved.get(seen.key, {}), seen.recomputed
+            kept_bytes = sum(size for identity, size in saved.items() if identity in self._kept)
+            recomputed_bytes = sum(unit.num_bytes for unit in units if unit.is_recomputed)
+            timed = (x._replace(us=recompute_us.get((seen.key, x.unit), 0.0)) for x in units)
+            groups.append(
+                seen._replace(
+                    num_bytes=sum(saved.values()) - kept_bytes - recomputed_bytes,
+                    externally_referenced_bytes=kept_bytes,
+                    shared_bytes=0,
+                    recomputed=tuple(timed),
+                )
+            )
         # Of what is reserved, what the allocator can't use is taken to be as much.
         return replace(
             learned,
-            groups=tuple(self._filled(group, recompute_us) for group in learned.groups),
+            groups=tuple(groups),
             backward_order=tuple(backwards),
             backward_at_bytes=tuple(backwards.values()),
             times=tuple(times),
@@ -229,31 +243,3 @@ class _Recorder(BoundaryTimer):
         copies = [copy for copy in self.copies if copy.direction == direction]
         us = sum(self._backend.sync_elapsed_us(copy.start, copy.end) for copy in copies)
         return sum(copy.num_bytes for copy in copies) / us / 1e3 if us > 0 else 0.0
-
-    def _count_saved(self, group: OffloadGroup) -> None:
-        """Count what a group has that no group before it counts, before its offload."""
-        saved = self._saved[group.key] = {}
-        for block in group.blocks():
-            if block.flight is not None or block.is_kept:
-                continue
-            identity = block.identity
-            # What is kept may have grown since another group counted it.
-            num_bytes = block.num_bytes - self._counted.get(identity, 0)
-            if num_bytes > 0:
-                saved[identity] = num_bytes
-                self._counted[identity] = block.num_bytes
-
-    def _filled(
-        self, group: GroupProfile, recompute_us: Mapping[tuple[GroupKey, str], float]
-    ) -> GroupProfile:
-        """Return the group with its bytes to offload or keep, and its units with times."""
-        key, units = group.key, group.recomputed
-        saved = self._saved.get(key, {})
-        kept_bytes = sum(size for identity, size in saved.items() if identity in self._kept)
-        recomputed_bytes = sum(unit.num_bytes for unit in units if unit.is_recomputed)
-        return group._replace(
-            num_bytes=sum(saved.values()) - kept_bytes - recomputed_bytes,
-            externally_referenced_bytes=kept_bytes,
-            shared_bytes=0,
-            recomputed=tuple(x._replace(us=recompute_us.get((key, x.unit), 0.0)) for x in units),
-        )

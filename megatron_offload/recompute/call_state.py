@@ -12,10 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._C._autograd import (
-    _pop_saved_tensors_default_hooks,
-    _push_saved_tensors_default_hooks,
-)
+from torch._C._autograd import _pop_saved_tensors_default_hooks, _push_saved_tensors_default_hooks
 from torch.overrides import _pop_mode, _push_mode
 
 from megatron_offload.engine.modes import device_context, leave_modes
@@ -23,8 +20,6 @@ from megatron_offload.engine.modes import device_context, leave_modes
 MODES = "a mode of dispatch or of functions was entered, which may change what it computes"
 """Why what ran where `has_modes` can't run again."""
 
-_Switch = tuple[Callable[[], Any], Callable[..., Any]]
-"""Reads it, and sets it to what was read."""
 
 _NAMED = """cudnn_enabled cudnn_benchmark cudnn_deterministic mkldnn_enabled mkldnn_deterministic
     nnpack_enabled blas_preferred_backend cublas_allow_fp16_accumulation
@@ -41,24 +36,18 @@ _PRECISIONS = (
 """Of float32, by backend and kind of operation."""
 
 
-def _set_deterministic(mode: int) -> None:
-    torch._C._set_deterministic_algorithms(mode > 0, warn_only=mode == 1)
-
-
 def _set_of(name: str) -> Callable[..., Any]:
     kernel = name.removesuffix("_sdp_enabled")
     setter = getattr(torch._C, f"_set_{name}" if kernel == name else f"_set_sdp_use_{kernel}")
     return lambda value: setter(*value) if isinstance(value, tuple) else setter(value)
 
 
-def _switches() -> Iterator[_Switch]:
+def _switches() -> Iterator[tuple[Callable[[], Any], Callable[..., Any]]]:
+    """Yield what reads a switch, and what sets it to what was read."""
     yield torch.get_default_dtype, torch.set_default_dtype
-    yield torch.get_deterministic_debug_mode, _set_deterministic
+    yield torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode
     for kind in ("cpu", "cuda"):
-        yield (
-            partial(torch.is_autocast_enabled, kind),
-            partial(torch.set_autocast_enabled, kind),
-        )
+        yield (partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind))
         yield partial(torch.get_autocast_dtype, kind), partial(torch.set_autocast_dtype, kind)
     for name in _NAMED.split():
         if hasattr(torch._C, f"_get_{name}"):  # not every version has all
@@ -82,9 +71,7 @@ def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 class CallState:
     """The state as it is when this is made.
 
-    Args:
-        keeps_grad: whether grad mode counts. A function that is known not to ask for it runs
-            quicker without.
+    ``keeps_grad`` says whether grad mode counts: what is known not to ask runs quicker without.
     """
 
     __slots__ = ("_device_context", "_has_grad", "_values")

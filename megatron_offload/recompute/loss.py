@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatron_offload.engine.hooks import is_in_backward, others_hooks
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.recompute import loss_kernel
+from megatron_offload.recompute.random_states import are_captured
 
 _BLOCK_BYTES = {"cuda": 512 * 1024**2, "cpu": 4 * 1024**2}
 """Of a block as it is computed, at most, on a CPU for each thread; three are alive at a time.
@@ -101,20 +102,19 @@ def block_rows(logits: Tensor, dtype: torch.dtype) -> int:
 def _takes(logits: Any, target: Any, reduction: str, dtype: torch.dtype | None) -> bool:
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
-    if type(logits) not in _PLAIN or type(target) not in _PLAIN:
+    if {type(logits), type(target)} - {Tensor, torch.nn.Parameter}:
         return False
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return False
     device, computed = logits.device.type, dtype or logits.dtype
+    if device not in ("cpu", "cuda") or target.device != logits.device:
+        return False
     is_known = computed in _DTYPES and logits.dtype in _DTYPES and reduction in _REDUCTIONS
     is_plain = logits.dim() == 2 and target.dim() == 1 and target.dtype is torch.int64
     is_plain &= logits.numel() > 0 and logits.shape[:1] == target.shape
-    is_plain &= target.device == logits.device and device in ("cpu", "cuda")
-    casts = device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
-    return is_known and is_plain and not (casts and computed.itemsize < 4)
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
+    return (
+        is_known and is_plain and not (torch.is_autocast_enabled(device) and computed.itemsize < 4)
+    )
 
 
 def _kept() -> Any:
@@ -198,8 +198,9 @@ def _log_softmax(logits: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Te
 
 def may_compare(device: torch.device) -> bool:
     """Whether two losses can be compared here: not in backward, inference or a captured graph."""
-    is_capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", bool)
-    return not (is_in_backward() or torch.is_inference_mode_enabled() or is_capturing())
+    return not (
+        is_in_backward() or torch.is_inference_mode_enabled() or are_captured({device.type})
+    )
 
 
 def have_same_bits(

@@ -22,12 +22,7 @@ from megatron_offload.engine.module_hooks import compiled_parts
 from megatron_offload.engine.patches import PatchStack
 from megatron_offload.machine.job_ranks import rank_in
 from megatron_offload.recompute import loss_kernel
-from megatron_offload.recompute.loss import (
-    block_rows,
-    cross_entropy,
-    have_same_bits,
-    may_compare,
-)
+from megatron_offload.recompute.loss import block_rows, cross_entropy, have_same_bits, may_compare
 
 _logger = logging.getLogger(__name__)
 
@@ -103,11 +98,8 @@ def causal_loss(
 
 def large_causal_loss(logits: Any, labels: Any, *args: Any, **kwargs: Any) -> Any:
     """As `causal_loss`, by rows where that takes no more time: large logits, in one kernel."""
-    is_large = (
-        not torch.compiler.is_compiling()
-        and type(logits) is Tensor
-        and 4 * logits.numel() >= _LARGE_BYTES
-    )
+    is_plain = not torch.compiler.is_compiling() and type(logits) is Tensor
+    is_large = is_plain and 4 * logits.numel() >= _LARGE_BYTES
     if is_large and loss_kernel.serves(logits, torch.float32):
         return causal_loss(logits, labels, *args, **kwargs)
     return _transformers().ForCausalLMLoss(logits, labels, *args, **kwargs)
@@ -135,8 +127,7 @@ def _known_loss() -> Callable[..., Any] | None:
         known = code.co_varnames[:count] == (*arguments.split(),)
         if not (known and {*code.co_names} == {*names.split()}):
             return None
-    found: Callable[..., Any] = home.ForCausalLMLoss
-    return found
+    return home.ForCausalLMLoss
 
 
 def _by_rows(
@@ -144,15 +135,9 @@ def _by_rows(
 ) -> Tensor:
     if targets is None:
         targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    targets = targets.reshape(-1).to(logits.device)
-    reduction = "mean" if items is None else "sum"
-    loss = cross_entropy(
-        logits.reshape(-1, vocab_size),
-        targets,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        dtype=torch.float32,
-    )
+    given = logits.reshape(-1, vocab_size), targets.reshape(-1).to(logits.device)
+    how: dict[str, Any] = {"reduction": "mean" if items is None else "sum"}
+    loss = cross_entropy(*given, ignore_index=ignore_index, dtype=torch.float32, **how)
     if items is None:
         return loss
     return loss / (items.to(loss.device) if isinstance(items, Tensor) else items)

@@ -6,8 +6,7 @@ import copy
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from itertools import chain
-from operator import getitem, is_
+from operator import is_
 from typing import Any
 from weakref import ref
 
@@ -22,7 +21,6 @@ _INNER = frozenset(vars(nn.Module()))
 """What each module has, besides what its class gives it."""
 
 _TABLES = ("_parameters", "_buffers", "_modules")
-_NUM_TABLES = len(_TABLES)
 
 _CONTAINERS = (list, dict, set, deque)
 
@@ -30,23 +28,16 @@ _CONTAINERS = (list, dict, set, deque)
 class ModuleTables:
     """Where the attributes, parameters, buffers and children of a module and its parts are.
 
-    Read at each call, so all that is read is one list: the values of ``keys`` in ``homes``.
-
-    Attributes:
-        has_script: whether a part is in TorchScript, of which nothing is read.
-        hooks: the tables of the parts' forward hooks.
-        places: the places of parameters in the list.
-        training: the training flags that were read last, and so the next three.
-        parameters: the parameters.
-        buffers: the buffers.
-        changing: the places of attributes that are tensors, or may change of themselves.
+    Read at each call, so all that is read is one list, in which parameters have their ``places``.
     """
 
     def __init__(self, module: nn.Module) -> None:
         parts = [x for x in module.modules() if not isinstance(x, torch.jit.ScriptModule)]
         self.has_script = len(parts) < sum(1 for _ in module.modules())
+        """Whether a part is in TorchScript, of which nothing is read."""
         owns = [vars(part) for part in parts]
         self.hooks = [own[f"_forward{kind}_hooks"] for own in owns[1:] for kind in ("", "_pre")]
+        """The tables of the parts' forward hooks."""
         self._module = ref(module)  # which has a hook that has this
         self._num_own = len(owns)
         # A wrapper's flag may be a property, as that of a compiled module.
@@ -55,25 +46,21 @@ class ModuleTables:
         tables: list[dict[str, Any]] = [own[name] for name in _TABLES for own in owns]
         self._dicts = [*owns[1:], *tables]
         self._names: list[tuple[str, ...]] = [*names, *map(tuple, tables)]
-        self._sizes = [*map(len, (owns[0], *self._dicts))]
-        self._keys = [name for names_of in self._names[1:] for name in names_of]
-        homes = zip(self._dicts, self._names[1:], strict=True)
-        self._homes = [table for table, names_of in homes for _ in names_of]
-        places = iter(range(len(self._names[0]) + len(self._keys)))
-        of_dict = [[next(places) for _ in names_of] for names_of in self._names]
-        of_own, num = of_dict[: self._num_own], self._num_own
-        self.places, self._buffers, children = (
-            [*chain.from_iterable(of_dict[start : start + num])]
-            for start in range(num, 4 * num, num)
+        self._sizes = [*map(len, self.dicts)]
+        heads = (*("_modules",) * len(_TABLES), "flag")  # a table is as fixed as a child
+        kinds = [k for own in names for k in (*heads, *("",) * (len(own) - len(heads)))]
+        kinds += [name for name in _TABLES for own in owns for _ in own[name]]
+        self.places, self._buffers, self._structure, self._flags, self._attributes = (
+            [place for place, kind in enumerate(kinds) if kind == wanted]
+            for wanted in (*_TABLES, "flag", "")
         )
-        self._flags = [places_of[_NUM_TABLES] for places_of in of_own]
-        self._structure = {*children, *(x for own in of_own for x in own[:_NUM_TABLES])}
-        self._attributes = [x for own in of_own for x in own[_NUM_TABLES + 1 :]]
         self._last: list[Any] = []
+        # These four are as they were read last.
         self.training: tuple[bool, ...] = ()
         self.parameters: list[torch.Tensor] = []
         self.buffers: list[torch.Tensor] = []
         self.changing: list[int] = []
+        """The places of attributes that are tensors, or may change of themselves."""
 
     @property
     def dicts(self) -> list[dict[str, Any]]:
@@ -82,11 +69,12 @@ class ModuleTables:
 
     def read(self) -> list[Any] | None:
         """Return all values; the list of before where nothing has changed. None: other ones."""
-        own = vars(self._module())
+        dicts = self.dicts
+        if [*map(len, dicts)] != self._sizes:
+            return None
         try:
-            if [len(own), *map(len, self._dicts)] != self._sizes:
-                return None
-            values = [*map(own.__getitem__, self._names[0]), *map(getitem, self._homes, self._keys)]
+            homes = zip(dicts, self._names, strict=True)
+            values = [home[name] for home, names in homes for name in names]
         except KeyError:
             return None
         last = self._last
@@ -120,10 +108,7 @@ class ModuleTables:
 class ModuleState:
     """The attributes, children, parameters and buffers of modules as they are when this is made.
 
-    Args:
-        tables: where they are.
-        values: of these.
-        copies: whether small parameters are copied, in case they are written to unseen.
+    ``copies`` says whether small parameters are copied, in case they are written to unseen.
     """
 
     def __init__(self, tables: ModuleTables, values: list[Any], *, copies: bool) -> None:
@@ -173,16 +158,16 @@ class ModuleState:
                     f"a parameter of {path} has no memory now, as where it is sharded until its "
                     f"own module's backward; leave {unit!r} out of recompute"
                 )
-        changed = [] if self.is_unchanged() else self._state
-        if changed and self._contents is None:
-            raise StateError(
-                f"a buffer or another tensor of {path} was written to since its forward; leave "
-                f"{unit!r} out of recompute"
-            )
-        values = self._values
-        if changed or self._changing:  # it writes to copies, each time that it runs
-            kept = zip(changed, self._contents or () if changed else (), strict=True)
-            copies = {id(x): content.clone().requires_grad_(x.requires_grad) for x, content in kept}
+        copies, values = dict[int, Any](), self._values
+        if not self.is_unchanged():
+            if self._contents is None:
+                raise StateError(
+                    f"a buffer or another tensor of {path} was written to since its forward; leave "
+                    f"{unit!r} out of recompute"
+                )
+            for x, content in zip(self._state, self._contents, strict=True):
+                copies[id(x)] = content.clone().requires_grad_(x.requires_grad)
+        if copies or self._changing:  # it writes to copies, each time that it runs
             values = [copies.get(id(x), x) for x in values]
             for place in self._changing:
                 values[place] = _copy_of(values[place], copies)

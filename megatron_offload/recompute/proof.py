@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary, proxy, ref
 
 import torch
@@ -27,21 +28,20 @@ _MOST_IN_A_STEP = 256
 _books: WeakKeyDictionary[Transfers, Proofs] = WeakKeyDictionary()
 
 
+@dataclass(eq=False, repr=False)
 class Proof:
-    """What is known of the outputs of one site or function.
+    """What is known of the outputs of one site or function."""
 
-    Attributes:
-        name: of the site or function, for messages.
-        is_due: whether the next outputs are compared, as are all of the step ``seen_in``.
-        is_known: whether outputs were compared, and were equal.
-        refusal: why it isn't recomputed any more.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name, self.refusal = name, ""
-        self.is_due, self.is_known = True, False
-        self.seen_in: StepStats | None = None
-        self.num_left = 0
+    name: str
+    """Of the site or function, for messages."""
+    refusal: str = ""
+    """Why it isn't recomputed any more."""
+    is_due: bool = True
+    """Whether the next outputs are compared, as are all of the step ``seen_in``."""
+    is_known: bool = False
+    """Whether outputs were compared, and were equal."""
+    seen_in: StepStats | None = None
+    num_left: int = 0
 
 
 class Proofs:
@@ -49,16 +49,15 @@ class Proofs:
 
     def __init__(self, transfers: Transfers) -> None:
         self.transfers: Transfers = proxy(transfers)
-        self._of_functions: dict[Hashable, Proof] = {}
+        self.of_functions: dict[Hashable, Proof] = {}
+        """By one call of a function in each forward."""
         self._known: deque[ref[Proof]] = deque()
         self._num_steps, self._stats = 0, transfers.stats
 
     @classmethod
     def of(cls, transfers: Transfers) -> Proofs:
         """Return those of a manager."""
-        book = _books.get(transfers)
-        if book is None:
-            book = _books[transfers] = cls(transfers)
+        book = _books.get(transfers) or _books.setdefault(transfers, cls(transfers))
         if book._stats is not transfers.stats:
             book._stats = transfers.stats
             book._num_steps += 1
@@ -68,20 +67,12 @@ class Proofs:
                     again.is_due = True
         return book
 
-    def of_function(self, key: Hashable, name: str) -> Proof:
-        """Return the proof of one call of a function in each forward."""
-        proof = self._of_functions.get(key)
-        if proof is None:
-            proof = self._of_functions[key] = Proof(name)
-        return proof
-
     def begin(self, proof: Proof) -> bool:
         """Return whether an output that was made now is compared."""
         if proof.is_due:
             proof.seen_in, proof.num_left = self._stats, _MOST_IN_A_STEP
-        if proof.seen_in is not self._stats or not proof.num_left or proof.refusal:
-            return False
-        if self.transfers.backend.is_capturing():
+        is_seen = proof.seen_in is self._stats and proof.num_left and not proof.refusal
+        if not is_seen or self.transfers.backend.is_capturing():
             return False
         proof.is_due, proof.num_left = False, proof.num_left - 1
         return True

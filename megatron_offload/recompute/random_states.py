@@ -60,31 +60,26 @@ class RandomStates:
 
     def are_current(self) -> bool:
         """Whether nothing was drawn since."""
-        now, then = RandomStates(self._states).tensors(), self.tensors()
-        return now.keys() == then.keys() and all(torch.equal(now[name], then[name]) for name in now)
+        found = RandomStates(self._states)
+        return all(
+            now.keys() == then.keys() and all(torch.equal(now[name], then[name]) for name in now)
+            for now, then in ((found._states, self._states), (found._tracked, self._tracked))
+        )
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
         """Let what is inside draw from these; behind it all is as it was before."""
         now, tracked_now = RandomStates(self._states), _tracked()
-        try:
-            self.set()
-            yield
-        finally:
-            _set(now._states, tracked_now)
-
-    def set(self) -> None:
-        """Let whatever comes draw from these."""
-        tracked = _tracked()
+        tracked = dict(tracked_now)
         for name, bits in self._tracked.items():
             state = tracked[name]
             is_generator = isinstance(state, torch.Generator)
             tracked[name] = state.clone_state().set_state(bits) if is_generator else bits
-        _set(self._states, tracked)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return these states by name; what is written into them is set."""
-        return self._states | {f"megatron.{name}": bits for name, bits in self._tracked.items()}
+        try:
+            _set(self._states, tracked)
+            yield
+        finally:
+            _set(now._states, tracked_now)
 
 
 def _module(kind: str) -> Any:

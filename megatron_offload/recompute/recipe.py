@@ -17,6 +17,7 @@ import copy
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -96,7 +97,7 @@ class Input(SavedTensor):
     The alias is the caller's to empty: what counts of it is the version.
     """
 
-    __slots__ = ("_blocks", "_requires_grad", "_storage_ref", "recipe", "storage_key")
+    __slots__ = ("_blocks", "_requires_grad", "recipe", "storage_ref")
 
     def __init__(
         self,
@@ -113,10 +114,8 @@ class Input(SavedTensor):
         self.base = id(tensor._base)
         self._requires_grad = tensor.requires_grad
         self._blocks: Mapping[int, BlockRef] | None = blocks
-        storage = tensor.untyped_storage()
-        self.storage_key: int = storage._cdata
         # While this is held no other storage has the identity by which the block is found.
-        self._storage_ref = StorageRef(storage)
+        self.storage_ref = StorageRef(tensor.untyped_storage())
         self.recipe = recipe
 
     def _description(self) -> str:
@@ -128,7 +127,7 @@ class Input(SavedTensor):
         if self.alias._version != self.version:
             return "an input was changed in place"
         if self._blocks is not None:
-            found, self._blocks = self._blocks.get(self.storage_key), None
+            found, self._blocks = self._blocks.get(self.storage_ref.cdata), None
             self.block = None if found is None else found()
         block = self.block
         if block is None or not block.covers(self.layout.low, self.layout.high):
@@ -179,7 +178,7 @@ class Input(SavedTensor):
         return self.view_in(source, int(source.storage_offset()) * source.itemsize)
 
 
-class _Read(SavedTensor):
+class Read(SavedTensor):
     """A tensor that a recipe reads and that never moves."""
 
     __slots__ = ()
@@ -189,72 +188,52 @@ class _Read(SavedTensor):
         return f"of {layout}, from which a saved one is recomputed ({self.group_name!r}),"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class FunctionRecipe:
-    """A function and what it takes: how one tensor was made.
+    """A function and what it takes: how one tensor, the ``output``, was made."""
 
-    Args:
-        function: returns a tensor that shares memory with none of its inputs.
-        parts: its arguments; each activation that can move as an `Input`.
-        reads: of them those that never move, and must be as they were.
-        output: what it has made.
-        unit: the kind of recipe, by which it is counted, configured and planned.
-        random_states: as they were before; None where it draws nothing.
-        depth: how many recipes are run one after another to make this.
-        proofs: what is known of outputs that are made like this, and in whose book.
-        refusal: why it can't be used, if that is known already.
-        keeps_grad: whether grad mode counts for it; see `CallState`.
+    function: Callable[..., Any]
+    """Returns a tensor that shares memory with none of its inputs."""
+    parts: Sequence[Any]
+    """Its arguments; each activation that can move as an `Input`."""
+    reads: Sequence[Read]
+    """Of them those that never move, and must be as they were."""
+    output: InitVar[torch.Tensor]
+    unit: str
+    """The kind of recipe, by which it is counted, configured and planned."""
+    depth: int
+    """How many recipes are run one after another to make this; 0 where it can't be used."""
+    book: Proofs
+    proof: Proof
+    """What is known of outputs that are made like this."""
+    refusal: str
+    """Why it can't be used, or nothing."""
+    call_state: CallState
+    random_states: RandomStates | None
+    """As they were before; None where it draws nothing."""
+    version: int = field(init=False)
+    """Version counter of the output when it was made."""
+    form: tuple[Any, ...] = field(init=False)
+    storage_ref: StorageRef = field(init=False)
+    are_equal: list[torch.Tensor] = field(default_factory=list)
+    sum: torch.Tensor | None = None
+    compared: Event = None
 
-    Attributes:
-        depth: as given; 0 where it can't be used.
-        version: version counter of the output when it was made.
-    """
-
-    __slots__ = (
-        *("_book", "_call_state", "_form", "_function", "_parts", "_proof", "_random_states"),
-        *("_are_equal", "_compared", "_reads", "_refusal", "_storage_ref", "_sum", "depth"),
-        *("unit", "version"),
-    )
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        parts: Sequence[Any],
-        reads: Sequence[torch.Tensor],
-        output: torch.Tensor,
-        unit: str,
-        random_states: RandomStates | None,
-        depth: int,
-        proofs: tuple[Proofs, Proof],
-        refusal: str,
-        *,
-        keeps_grad: bool,
-    ) -> None:
-        self.unit = unit
-        self._function = function
-        self._parts = parts
-        self._reads = [_Read(tensor, unit) for tensor in reads]
-        self._form = output.shape, output.stride(), output.dtype
-        self.version: int = output._version
-        storage = output.untyped_storage()
-        self._storage_ref = StorageRef(storage)  # as with an `Input`
-        self._random_states = random_states
-        self._call_state = CallState(keeps_grad=keeps_grad)
-        self._book, self._proof = proofs
-        self._are_equal: list[torch.Tensor] = []
-        self._sum: torch.Tensor | None = None
-        self._compared: Event = None
-        refusal = refusal or self._proof.refusal
+    def __post_init__(self, output: torch.Tensor) -> None:
+        self.version, storage = output._version, output.untyped_storage()
+        self.form = output.shape, output.stride(), output.dtype
+        self.storage_ref = StorageRef(storage)  # as with an `Input`
+        refusal = self.refusal or self.proof.refusal
         if has_modes():
             refusal = refusal or MODES
-        taken = (x for x in parts if isinstance(x, torch.Tensor))
+        taken = (x for x in self.parts if isinstance(x, torch.Tensor))
         if any(x.layout is not torch.strided for x in taken):
             refusal = refusal or "it takes a sparse tensor"
         if output.storage_offset() or storage.nbytes() > span_bytes(output):
             refusal = refusal or "its storage holds more"
-        if depth > _MOST_IN_A_ROW:
+        if self.depth > _MOST_IN_A_ROW:
             refusal = refusal or f"more than {_MOST_IN_A_ROW} recipes in a row"
-        self.depth = 0 if refusal else depth
-        self._refusal = refusal
+        self.refusal, self.depth = refusal, 0 if refusal else self.depth
 
     def bind(self, block: Block, *, drops: bool) -> str:
         """Keep the inputs' blocks from here on; return why the block can't be dropped, or nothing.
@@ -262,21 +241,16 @@ class FunctionRecipe:
         What an input is made from counts as its input too. For a proof the host waits for what
         comparisons have shown.
         """
-        version = self.version
-        for alias in (block.alias, *block.others):
-            if alias._version != version:
-                return "it was changed in place"
-        refusal = self.bind_inputs()
-        if refusal or (self._sum is None and not drops):
+        if any(alias._version != self.version for alias in (block.alias, *block.others)):
+            return "it was changed in place"
+        if refusal := self.bind_inputs():
             return refusal
-        if self._sum is None:
-            return self._book.refusal(self._proof)
-        with self._book.transfers.backend.computing_on(block.stream):
-            block.stream.wait_event(self._compared)
-            saved = sum_of(block.alias)
-            return self._book.resolve(
-                self._proof, [*self._are_equal, saved == self._sum], block.num_bytes
-            )
+        if self.sum is None:
+            return self.book.refusal(self.proof) if drops else ""
+        with self.book.transfers.backend.computing_on(block.stream):
+            block.stream.wait_event(self.compared)
+            are_equal = [*self.are_equal, sum_of(block.alias) == self.sum]
+            return self.book.resolve(self.proof, are_equal, block.num_bytes)
 
     def begin_proof(
         self,
@@ -291,41 +265,41 @@ class FunctionRecipe:
         It was ``given`` its arguments; ``sources`` are those of which backward would take what
         other recipes make.
         """
-        self._sum = sum_of(output)
+        self.sum = sum_of(output)
         for tensor, recipe in sources:
-            if isinstance(recipe, FunctionRecipe) and recipe._sum is not None:
-                self._are_equal.append(sum_of(tensor) == recipe._sum)
+            if isinstance(recipe, FunctionRecipe) and recipe.sum is not None:
+                self.are_equal.append(sum_of(tensor) == recipe.sum)
         if runs:
-            own = (x.detach().requires_grad_(x.requires_grad) for x in given if _is_plain(x))
-            known = dict(zip((id(x) for x in given if _is_plain(x)), own, strict=True))
-            made = self._call([known.get(id(x), x) for x in given])
+            plain = (x for x in given if type(x) is torch.Tensor)
+            own = {id(x): x.detach().requires_grad_(x.requires_grad) for x in plain}
+            made = self._call([own.get(id(x), x) for x in given])
+            is_same = self.sum != self.sum
             if self._is_as_before(made):
-                self._are_equal.append((_words_of(made) == _words_of(output)).all())
-            else:
-                self._are_equal.append(self._sum != self._sum)
-        backend = self._book.transfers.backend
-        self._compared = backend.record(backend.compute_stream())
+                is_same = (_words_of(made) == _words_of(output)).all()
+            self.are_equal.append(is_same)
+        backend = self.book.transfers.backend
+        self.compared = backend.record(backend.compute_stream())
 
     def copy(self) -> FunctionRecipe:
         """Return one that can be bound by itself."""
         copied = copy.copy(self)
-        copies = {id(part): copy.copy(part) for part in self._parts if type(part) is Input}
-        copied._parts = [copies.get(id(part), part) for part in self._parts]
+        copies = {id(part): copy.copy(part) for part in self.parts if type(part) is Input}
+        copied.parts = [copies.get(id(part), part) for part in self.parts]
         return copied
 
     def bind_inputs(self) -> str:
         """As `bind`, for an output that is not saved."""
-        refusal = self._refusal
-        for record in self._reads:
+        refusal = self.refusal
+        for record in self.reads:
             if record.alias._version != record.version:
                 refusal = refusal or "something that it reads was changed in place"
-        for part in {id(part): part for part in self._parts if type(part) is Input}.values():
+        for part in {id(part): part for part in self.parts if type(part) is Input}.values():
             refusal = refusal or part.bind(self.depth)
         return refusal
 
     def needs(self) -> set[GroupKey]:
         """Return the groups whose bytes have to be on the device before `run`."""
-        return set().union(*(part.needs() for part in self._parts if type(part) is Input))
+        return set().union(*(part.needs() for part in self.parts if type(part) is Input))
 
     def run(self) -> torch.Tensor:
         """Make the tensor again, on the current stream.
@@ -336,7 +310,7 @@ class FunctionRecipe:
             CorruptionError: the function made another kind of tensor than before, or for a proof
                 other bits.
         """
-        for record in self._reads:
+        for record in self.reads:
             record.check_version()
             tensor = record.alias
             is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
@@ -346,21 +320,20 @@ class FunctionRecipe:
                     f"sharded until its own module's backward; leave {self.unit!r} out of "
                     "recompute"
                 )
-        given = {id(part): part.as_given() for part in self._parts if type(part) is Input}
-        made = self._call([given.get(id(part), part) for part in self._parts])
+        given = {id(part): part.as_given() for part in self.parts if type(part) is Input}
+        made = self._call([given.get(id(part), part) for part in self.parts])
         if not self._is_as_before(made):
-            is_tensor = type(made) is torch.Tensor
-            found = (
-                f"{list(made.shape)}, {made.stride()}, {made.dtype}" if is_tensor else type(made)
-            )
+            found: Any = type(made)
+            if found is torch.Tensor:
+                found = f"{list(made.shape)}, {made.stride()}, {made.dtype}"
             raise CorruptionError(
-                f"a saved tensor was recomputed by {self._function!r} ({self.unit!r}) as {found}, "
-                f"and was {list(self._form[0])}, {self._form[1]}, {self._form[2]} (shape, strides, "
+                f"a saved tensor was recomputed by {self.function!r} ({self.unit!r}) as {found}, "
+                f"and was {list(self.form[0])}, {self.form[1]}, {self.form[2]} (shape, strides, "
                 "dtype) in forward: the function must make the same tensor each time it is called"
             )
-        if self._sum is not None and not torch.equal(sum_of(made), self._sum):
+        if self.sum is not None and not torch.equal(sum_of(made), self.sum):
             raise CorruptionError(
-                f"what {self._proof.name} returns was recomputed with other bits than its forward "
+                f"what {self.proof.name} returns was recomputed with other bits than its forward "
                 "had, and gradients would be wrong: it reads what has changed since; leave "
                 f"{self.unit!r} out of recompute"
             )
@@ -368,21 +341,21 @@ class FunctionRecipe:
 
     def _call(self, parts: Sequence[Any]) -> torch.Tensor:
         """Return what the function makes; for a proof no random state is changed."""
-        states = self._random_states
-        if states is None and self._sum is not None:
+        states = self.random_states
+        if states is None and self.sum is not None:
             states = RandomStates({x.device.type for x in parts if isinstance(x, torch.Tensor)})
         with ExitStack() as undo:
             if states is not None:
                 undo.enter_context(states.in_force())
-            if self._sum is not None:
+            if self.sum is not None:
                 undo.callback(random.setstate, random.getstate())
                 undo.callback(np.random.set_state, np.random.get_state(legacy=False))
-            made: torch.Tensor = self._call_state.run(self._function, *parts)
+            made: torch.Tensor = self.call_state.run(self.function, *parts)
         return made.detach() if type(made) is torch.Tensor else made
 
     def _is_as_before(self, made: torch.Tensor) -> bool:
         is_plain = type(made) is torch.Tensor and made.storage_offset() == 0
-        return is_plain and (made.shape, made.stride(), made.dtype) == self._form
+        return is_plain and (made.shape, made.stride(), made.dtype) == self.form
 
 
 def sum_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -395,7 +368,3 @@ def sum_of(tensor: torch.Tensor) -> torch.Tensor:
 def _words_of(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     return flat if flat.numel() % 8 else flat.view(torch.int64)
-
-
-def _is_plain(given: Any) -> bool:
-    return type(given) is torch.Tensor

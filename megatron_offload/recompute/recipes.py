@@ -25,14 +25,10 @@ from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.modes import has_modes
 from megatron_offload.engine.patches import Call
 from megatron_offload.engine.subclasses import is_wrapper
+from megatron_offload.recompute.call_state import CallState
 from megatron_offload.recompute.proof import Proof, Proofs
 from megatron_offload.recompute.random_states import RandomStates
-from megatron_offload.recompute.recipe import (
-    FunctionRecipe,
-    Input,
-    lasting,
-    taken_apart,
-)
+from megatron_offload.recompute.recipe import FunctionRecipe, Input, Read, lasting, taken_apart
 
 T = TypeVar("T")
 
@@ -73,7 +69,7 @@ class Recipes:
 
         ``called`` is what the function calls, where that is another one; ``proof`` what is known of
         such outputs, by default of this call of it in each forward; ``runs`` whether it runs once
-        more to be compared. The others are as in `FunctionRecipe`.
+        more to be compared; ``keeps_grad`` is as in `CallState`, the rest as in `FunctionRecipe`.
         """
         chunk = self._chunk
         is_plain = type(output) is torch.Tensor and chunk.transfers.backend.owns(output)
@@ -87,20 +83,19 @@ class Recipes:
         parts: list[Any] = []
         constants: list[torch.Tensor] = []
         known: dict[int, Any] = {}
+        part: Any
         for given in inputs:
-            if id(given) in known:  # it is one for the function too
-                parts.append(known[id(given)])
+            if id(given) in known or not isinstance(given, torch.Tensor):
+                parts.append(known.get(id(given), given))  # it is one for the function too
                 continue
-            part = given
-            is_tensor = isinstance(given, torch.Tensor)
-            if is_tensor and given.is_inference():
+            if given.is_inference():
                 part, refusal = None, "an input is of inference mode"  # which counts no versions
-            elif is_tensor and is_parameter(given):
+            elif is_parameter(given):
                 part = given if has_modes() else lasting(given)
                 constants.append(part)
             elif type(given) is torch.Tensor and (given.is_conj() or given.is_neg()):
                 part, refusal = None, "an input is conjugated or negated lazily"  # no form says it
-            elif is_tensor:
+            else:
                 part, made = self._input_of(given, unit)
                 if part is None:
                     part = given if has_modes() else lasting(given)
@@ -109,19 +104,19 @@ class Recipes:
                     part = part.requires_grad_(given.requires_grad)
                     if is_wrapper(given):
                         refusal = "an input is made of several tensors"
-                elif part.storage_key == key:
+                elif part.storage_ref.cdata == key:
                     refusal = "it is a view of an input"
                 if made is not None:
                     depth = max(depth, made.depth + 1)
                     sources.append((given, made))
             parts.append(part)
-            if isinstance(given, torch.Tensor):
-                known[id(given)] = part
+            known[id(given)] = part
         book = Proofs.of(chunk.transfers)
         if proof is None:
             proof = self._proof_of(book, called or function, unit)
-        what = function, parts, constants, output, unit, random_states, depth, (book, proof)
-        recipe = FunctionRecipe(*what, refusal, keeps_grad=keeps_grad)
+        reads, state = [Read(x, unit) for x in constants], CallState(keeps_grad=keeps_grad)
+        how = unit, depth, book, proof, refusal, state, random_states
+        recipe = FunctionRecipe(function, parts, reads, output, *how)
         if recipe.depth and book.begin(proof):
             recipe.begin_proof(output, inputs, sources, runs=runs)
         block = chunk.find_block(key)
@@ -155,7 +150,8 @@ class Recipes:
         code = self._chunk.vp_stage, unit, name, getattr(function, "__code__", None)
         number = self._num_calls[code]
         self._num_calls[code] = number + 1
-        return book.of_function((*code, number), f"{name} (call {number} of each forward)")
+        proof = Proof(f"{name} (call {number} of each forward)")
+        return book.of_functions.setdefault((*code, number), proof)
 
 
 def recipes_of(chunk: ChunkOffloadHandler) -> Recipes:
@@ -175,17 +171,15 @@ def add_recipe(
     kwargs: Mapping[str, Any] | None = None,
     *,
     unit: str,
-    **how: Any,
 ) -> None:
     """Let backward recompute an output that ``function(*args, **kwargs)`` has made.
 
-    Does nothing unless a forward is recorded. Arguments that hold tensors are taken apart; ``how``
-    is as in `Recipes.add`.
+    Does nothing unless a forward is recorded. Arguments that hold tensors are taken apart.
     """
     chunk = manager.recorded_chunk()
     if chunk is not None:
         again, args = taken_apart(function, args, kwargs)
-        recipes_of(chunk).add(output, again, args, unit, called=function, **how)
+        recipes_of(chunk).add(output, again, args, unit, called=function)
 
 
 @graph_break
@@ -217,7 +211,10 @@ def recomputable(
     Returns:
         What the function returns.
     """
-    manager = manager or manager_in_force() or PipelineOffloadManager.instance
+    if manager is None:
+        owner = owner_of_hooks()
+        is_around = isinstance(owner, AutomaticGroups)
+        manager = owner.manager if is_around else PipelineOffloadManager.instance
     chunk = None if manager is None else manager.recorded_chunk()
     if chunk is None or (preserve_rng_state and chunk.transfers.backend.is_capturing()):
         return function(*inputs)  # a capture can't read the random state
@@ -229,9 +226,3 @@ def recomputable(
         how: dict[str, Any] = {"random_states": states, "keeps_grad": True, "called": function}
         recipes_of(chunk).add(output, again, parts, unit, **how)
     return output
-
-
-def manager_in_force() -> PipelineOffloadManager | None:
-    """Return the manager of the context that a forward without marks is in, if any."""
-    owner = owner_of_hooks()
-    return owner.manager if isinstance(owner, AutomaticGroups) else None

@@ -11,12 +11,10 @@ and then, checksums of what it returns show whether it computes the same bits.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from threading import RLock
 from typing import Any
@@ -54,38 +52,31 @@ _PROVE_EVERY = 256
 """One step in so many is proven again."""
 
 
+@dataclass(eq=False, repr=False)
 class Site:
-    """One module whose calls are recomputed.
+    """One module whose calls are recomputed."""
 
-    Attributes:
-        path: its dotted name.
-        unit: the kind or pattern by which it was found, under which its bytes are counted.
-        draws: whether it may draw random numbers, or ask for the grad mode.
-        drops_inside: whether what it saves is dropped in forward.
-        drops_output: whether what it returns is, where that is saved.
-        refusal: why it is kept from here on, by what a call has shown.
-        proof: what is known of its outputs.
-        fills_late: whether a kernel fills what is saved last behind that, so that a rerun must not
-            end there.
-        proven_in: the step in which it was proven last, by the training flags of its modules.
-    """
+    path: str
+    """Its dotted name."""
+    unit: str
+    """The kind or pattern by which it was found, under which its bytes are counted."""
+    forward: Callable[..., Any]
+    draws: bool
+    """Whether it may draw random numbers, or ask for the grad mode."""
+    drops_inside: bool
+    """Whether what it saves is dropped in forward."""
+    drops_output: bool
+    """Whether what it returns is, where that is saved."""
 
-    def __init__(
-        self,
-        path: str,
-        unit: str,
-        forward: Callable[..., Any],
-        *,
-        draws: bool,
-        drops_inside: bool,
-        drops_output: bool,
-    ) -> None:
-        self.path, self.unit = path, unit
-        self.draws, self.drops_inside, self.drops_output = draws, drops_inside, drops_output
-        self.refusal, self.proof = "", Proof(path)
+    def __post_init__(self) -> None:
+        self.proof = Proof(self.path)
+        self.refusal = ""
+        """Why it is kept from here on, by what a call has shown."""
         self.fills_late = False
+        """Whether a kernel fills what is saved last behind that: a rerun must not end there."""
         self.proven_in: dict[tuple[bool, ...], int] = {}
-        self._forward, self._said = forward, set[str]()
+        """The step in which it was proven last, by the training flags of its modules."""
+        self._said = set[str]()
 
     def warn(self, refusal: str) -> None:
         """Say once for each reason that a site is kept."""
@@ -93,48 +84,43 @@ class Site:
             self._said.add(refusal)
             _logger.warning("recompute: %s, and maybe others, is kept: %s", self.path, refusal)
 
-    def run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Run the forward."""
-        return self._forward(module, *args, **kwargs)
 
-
+@dataclass(eq=False, repr=False)
 class ModuleCall:
-    """A call of a site's module: what it needs to run again, but for the tensors it is given.
+    """A call of a site's module: what it needs to run again, but for the tensors it is given."""
 
-    Attributes:
-        site: whose call it is.
-        manager: whose forward it is in.
-        leaves: its arguments, taken apart; emptied when it is over.
-        picks_first: whether of what it returns the first is what is recomputed.
-    """
+    site: Site
+    manager: PipelineOffloadManager
+    """In whose forward it is."""
+    module: nn.Module
+    state: ModuleState
+    leaves: Sequence[Any]
+    """Its arguments, taken apart, where there is a ``spec``; emptied when it is over."""
+    spec: Any
+    picks_first: bool = False
+    """Whether of what it returns the first is what is recomputed."""
 
-    def __init__(
-        self,
-        site: Site,
-        manager: PipelineOffloadManager,
-        module: nn.Module,
-        state: ModuleState,
-        leaves: Sequence[Any],
-        spec: Any,
-    ) -> None:
-        self.site, self.manager, self.leaves, self.state = site, manager, leaves, state
-        self.picks_first = False
-        self._versions = [x._version for x in leaves if isinstance(x, torch.Tensor)]
-        self._module, self._spec = module, spec
-        self._call_state = CallState(keeps_grad=site.draws)
-        self.devices = {x.device.type for x in leaves if isinstance(x, torch.Tensor)} - {"meta"}
-        may_draw = site.draws and not are_captured(self.devices)
+    def __post_init__(self) -> None:
+        self._versions = _versions_of(self.leaves)
+        self._call_state = CallState(keeps_grad=self.site.draws)
+        tensors = (x for x in self.leaves if isinstance(x, torch.Tensor))
+        self.devices = {x.device.type for x in tensors} - {"meta"}
+        may_draw = self.site.draws and not are_captured(self.devices)
         self._random_states = RandomStates(self.devices) if may_draw else None
 
     def output(self, *leaves: Any) -> Any:
         """Return what it returned, of the same arguments."""
         with _running:
-            return self._picked(self.run(partial(self.forward, leaves)))
+            output = self._run_again(leaves, needs_output=True)
+        return output[0] if self.picks_first else output
+
+    def _run_again(self, leaves: Sequence[Any], *, needs_output: bool = False) -> Any:
+        return self.run(partial(self.forward, leaves))
 
     def close(self, output: Any) -> bool:
         """Know that it is over, and has returned this; return whether it may run again."""
         site, leaves, self.leaves = self.site, self.leaves, ()
-        if [x._version for x in leaves if isinstance(x, torch.Tensor)] != self._versions:
+        if _versions_of(leaves) != self._versions:
             site.refusal = "its forward changes in place what it is given"
         elif not self.state.is_unchanged():
             site.refusal = "its forward writes to its buffers or other tensors that it has"
@@ -142,22 +128,22 @@ class ModuleCall:
             site.warn(site.refusal)
         return not site.refusal
 
-    def _picked(self, output: Any) -> Any:
-        return output[0] if self.picks_first else output
-
     def forward(self, leaves: Sequence[Any]) -> Any:
         """Run the forward of the module as it is now."""
         args, kwargs = leaves, {}
-        if self._spec is not None:
-            args, kwargs = pytree.tree_unflatten(leaves, self._spec)
-        return self.site.run(self._module, args, kwargs)
+        if self.spec is not None:
+            args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return self.site.forward(self.module, *args, **kwargs)
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Run a function under the state of this call; behind it all is as it was before."""
-        states, site = self._random_states, self.site
-        with self.state.in_force(site.path, site.unit), _unlogged():
-            with contextlib.nullcontext() if states is None else states.in_force():
-                return self._call_state.run(function)
+        router, log = sys.modules.get(_ROUTER), "save_to_aux_losses_tracker"
+        with self.state.in_force(self.site.path, self.site.unit), PatchStack() as patches:
+            if hasattr(router, log):  # an auxiliary loss is not noted twice
+                patches.replace(router, log, lambda *_, **__: None)
+            if self._random_states is not None:
+                patches.enter_context(self._random_states.in_force())
+            return self._call_state.run(function)
 
 
 class _Enough(BaseException):
@@ -167,38 +153,37 @@ class _Enough(BaseException):
 class SiteCall(ModuleCall):
     """One whose inside is dropped: what of that backward has not read yet.
 
-    Attributes:
-        depth: how often the site has called itself and has not returned.
-        transfers: of the manager, which takes the hooks off that an interrupt has left.
-
     Raises:
         CorruptionError: where it is proven, the call has returned other bits than before.
         StateError: it has saved another number or kind of tensors.
         InPlaceModificationError: something that it takes was changed since.
     """
 
-    def __init__(self, site: Site, manager: PipelineOffloadManager, *call: Any) -> None:
-        super().__init__(site, manager, *call)
-        self.depth, self.transfers = 0, manager.transfers
-        leaves, state = self.leaves, self.state
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        site, manager, leaves = self.site, self.manager, self.leaves
+        self.depth = 0
+        """How often the site has called itself and has not returned."""
+        self.transfers = manager.transfers  # by which hooks that an interrupt has left are found
         hooks = _top_saved_tensors_default_hooks(True)
-        pack, self._unpack = hooks or (partial(SavedTensor, group_name=site.path), _unpack)
+        own = partial(SavedTensor, group_name=site.path), SavedTensor.unpack
+        pack, self._unpack = hooks or own
         tensors = {id(x): x for x in leaves if isinstance(x, torch.Tensor)}
         self._inputs = {key: (pack(x), x.requires_grad) for key, x in tensors.items()}
         self._template = [(id(x), None) if isinstance(x, torch.Tensor) else (0, x) for x in leaves]
         self._is_open, self._step_number = True, manager.step_number
         manager.last_call = ref(self)
-        since = self._step_number - site.proven_in.get(state.training, -_PROVE_EVERY)
-        is_due = since % _PROVE_EVERY == 0 or since > _PROVE_EVERY or manager.config.checking
+        since = self._step_number - site.proven_in.get(self.state.training, -_PROVE_EVERY)
+        is_due = not 0 < since < _PROVE_EVERY or manager.config.checking
         self._proves = is_due and self._random_states is not None  # a capture can't be waited for
         if self._proves:
-            state.keep_contents()
+            self.state.keep_contents()
         self._others = other_states()
         self._sums: list[torch.Tensor] = []
         self._states_after: RandomStates | None = None
-        self._forms: list[Any] | int = []
-        """Shape and dtype of each tensor that was saved; then a hash of them."""
-        self._num_saved = self._num_bytes = 0
+        self._forms: list[tuple[torch.Size, torch.dtype]] = []
+        """Of each tensor that was saved."""
+        self._num_bytes = 0
         self._made: list[torch.Tensor | None] = []
         self._made_versions: list[int] = []
         self._constants: set[int] = set()
@@ -206,13 +191,11 @@ class SiteCall(ModuleCall):
     @graph_break
     def pack(self, tensor: torch.Tensor) -> int | SavedTensor:
         """Return a number in place of a saved tensor; the pack hook."""
-        number = self._num_saved
-        self._num_saved = number + 1
-        self._forms.append((tensor.shape, tensor.dtype))  # type: ignore[union-attr]
+        self._forms.append((tensor.shape, tensor.dtype))
         if _shows_parameter(tensor):
             return SavedTensor(tensor, self.site.path)
         self._num_bytes += tensor.nbytes
-        return number
+        return len(self._forms) - 1
 
     @graph_break
     def unpack(self, packed: int | SavedTensor) -> torch.Tensor:
@@ -221,7 +204,11 @@ class SiteCall(ModuleCall):
             return packed.unpack()
         if packed >= len(self._made) or self._made[packed] is None:
             with _running:
-                self._run_again(self._given())
+                given = {
+                    key: self._unpack(record).detach().requires_grad_(needs_grad)
+                    for key, (record, needs_grad) in self._inputs.items()
+                }
+                self._run_again([given[key] if key else leaf for key, leaf in self._template])
         made, version = self._made[packed], self._made_versions[packed]
         assert made is not None
         if made._version != version:
@@ -230,11 +217,6 @@ class SiteCall(ModuleCall):
         if packed not in self._constants:
             self._made[packed] = None
         return made
-
-    def output(self, *leaves: Any) -> Any:
-        """Return what it returned; what it saves is at hand from here on."""
-        with _running:
-            return self._picked(self._run_again(leaves, needs_output=True))
 
     def close(self, output: Any) -> bool:
         """Count what was dropped, and note what the call has made; it is over.
@@ -246,8 +228,7 @@ class SiteCall(ModuleCall):
         leaves = self.leaves
         may_run = super().close(output)
         self._is_open, site = False, self.site
-        self._forms = hash(tuple(self._forms))  # type: ignore[arg-type]
-        if self._versions != [x._version for x in leaves if isinstance(x, torch.Tensor)]:
+        if _versions_of(leaves) != self._versions:
             raise StateError(
                 f"{site.path} changes in place what it is given, and so can't be recomputed; leave "
                 f"{site.unit!r} out of recompute"
@@ -263,20 +244,14 @@ class SiteCall(ModuleCall):
         self.transfers.stats.by_name[site.unit].recomputed_bytes += self._num_bytes
         return may_run
 
-    def _given(self) -> list[Any]:
-        given = {
-            key: self._unpack(packed).detach().requires_grad_(needs_grad)
-            for key, (packed, needs_grad) in self._inputs.items()
-        }
-        return [given[key] if key else leaf for key, leaf in self._template]
-
     @graph_break
     def _run_again(self, leaves: Sequence[Any], *, needs_output: bool = False) -> Any:
         site, proves = self.site, self._proves and not self._is_open
         runs_on = needs_output or proves or site.fills_late
+        num_saved = len(self._forms)
         made: list[torch.Tensor | None] = []
         versions: list[int] = []
-        forms: list[Any] = []
+        forms: list[tuple[torch.Size, torch.dtype]] = []
         at_last_save: list[torch.Tensor] = []
 
         @graph_break
@@ -289,9 +264,9 @@ class SiteCall(ModuleCall):
             kept = tensor.detach()
             made.append(None if _shows_parameter(tensor) else kept)
             versions.append(tensor._version)
-            if len(made) == self._num_saved and proves:
+            if len(made) == num_saved and proves:
                 at_last_save = _sums_of(made)
-            elif len(made) >= self._num_saved and not runs_on:
+            elif len(made) >= num_saved and not runs_on:
                 raise _Enough
             return kept
 
@@ -301,20 +276,19 @@ class SiteCall(ModuleCall):
                 output, after = self.forward(leaves), self._states_after
                 is_same = after is None or after.are_current()
             except (_Enough, Exception):  # TorchScript makes another of it
-                if runs_on or len(made) < self._num_saved:
+                if runs_on or len(made) < num_saved:
                     raise
                 return None, True
             finally:
                 _pop_saved_tensors_default_hooks()
             if proves:
-                saved = _sums_of(made[: self._num_saved])
+                saved = _sums_of(made[:num_saved])
                 site.fills_late |= not all(map(torch.equal, at_last_save, saved))
                 is_same = is_same and all(map(torch.equal, _sums_of(output), self._sums))
             return output, is_same
 
         output, is_same = self.run(run)
-        then = self._forms if isinstance(self._forms, int) else hash(tuple(self._forms))
-        if (len(made), hash(tuple(forms))) != (self._num_saved, then):
+        if forms != self._forms:
             raise StateError(
                 f"{site.path} saved other tensors when it was recomputed: its forward must do "
                 f"the same each time; leave {site.unit!r} out of recompute"
@@ -331,14 +305,8 @@ class SiteCall(ModuleCall):
         return output
 
 
-@contextmanager
-def _unlogged() -> Iterator[None]:
-    """Let Megatron's routers note no auxiliary loss twice."""
-    home, name = sys.modules.get(_ROUTER), "save_to_aux_losses_tracker"
-    with PatchStack() as patches:
-        if hasattr(home, name):
-            patches.replace(home, name, lambda *_, **__: None)
-        yield
+def _versions_of(leaves: Sequence[Any]) -> list[int]:
+    return [leaf._version for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def _shows_parameter(tensor: torch.Tensor) -> bool:
@@ -353,14 +321,6 @@ def _sums_of(output: Any) -> list[torch.Tensor]:
         if is_dataclass(leaf) and not isinstance(leaf, type):
             sums += _sums_of([getattr(leaf, field.name) for field in fields(leaf)])
         elif type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.is_nested:
-            sums.append(_sum(leaf))
+            flat = leaf.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+            sums.append(checksum(flat.view(torch.uint8)))
     return sums
-
-
-def _sum(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    return checksum(flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8))
-
-
-def _unpack(packed: SavedTensor) -> torch.Tensor:
-    return packed.unpack()

@@ -55,14 +55,3 @@ def test_what_is_drawn_from_the_tracker_alone_counts(tracker):
     states = RandomStates()
     torch.rand(3, generator=tracker.states_["graph"])
     assert not states.are_current()
-
-
-def test_states_that_are_written_into_and_set_are_drawn_from(tracker):
-    kept = {name: state.clone() for name, state in RandomStates().tensors().items()}
-    assert kept.keys() == {"cpu", "megatron.plain", "megatron.graph"}
-    first = tracker.draw()
-    states = RandomStates()
-    for name, state in states.tensors().items():
-        state.copy_(kept[name])
-    states.set()
-    assert torch.equal(tracker.draw(), first)

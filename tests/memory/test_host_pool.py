@@ -264,12 +264,6 @@ def test_closing_waits_for_copies_twice_is_fine_and_late_frees_too(backend):
         pool.allocate(1)
 
 
-@pytest.mark.parametrize("num_bytes", [0, -1])
-def test_an_empty_region_is_refused(backend, num_bytes):
-    with pytest.raises(ValueError, match="at least one byte"):
-        make(backend).allocate(num_bytes)
-
-
 # The default cap.
 
 
