@@ -2,6 +2,7 @@
 
     python benchmarks/bench_lora.py --output lora.json
     python benchmarks/bench_lora.py --modes off checkpoint layer mlp --steps 30
+    python benchmarks/bench_lora.py --length 1900 --modes off loss rows-two mlp --steps 31
 
 A Llama of a billion random parameters in bf16 with LoRA (transformers, peft), batch 4, lengths of
 512 to 2048 drawn anew for each step. Runs take turns, each in a process of its own; times are of
@@ -44,15 +45,12 @@ MODES = {
 that of transformers, layer by layer."""
 
 
-def train(mode: str, num_steps: int) -> dict[str, object]:
-    """Return the time of each step in seconds, the losses, and the peaks in bytes."""
+def make_step():
+    """Return a model, and what takes a step of it: its seconds, host and device, and its loss."""
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from megatron_offload import OffloadConfig, get_act_offloading_ctx_manager
-
     torch.manual_seed(0)
-    draw = random.Random(0)
     config = LlamaConfig(
         hidden_size=2048,
         intermediate_size=8192,
@@ -67,14 +65,8 @@ def train(mode: str, num_steps: int) -> dict[str, object]:
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     model = get_peft_model(model, LoraConfig(r=16, target_modules=names))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    offload, settings = contextlib.nullcontext(), MODES[mode]
-    if settings is not None:
-        offload = get_act_offloading_ctx_manager(model, config=OffloadConfig(**settings))
-    elif mode == "checkpoint":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    times, losses = [], []
-    for _ in range(num_steps):
-        length = draw.randrange(512, 2049)
+
+    def step(offload, length):
         tokens = torch.randint(128256, (4, length), device="cuda")
         began = time.perf_counter()
         with offload:
@@ -82,11 +74,55 @@ def train(mode: str, num_steps: int) -> dict[str, object]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-        times.append(time.perf_counter() - began)
+        found = loss.item()
+        return time.perf_counter() - began, found
+
+    return model, step
+
+
+def context_of(mode, model):
+    """Return what is around each forward."""
+    from megatron_offload import OffloadConfig, get_act_offloading_ctx_manager
+
+    settings = MODES[mode]
+    if settings is not None:
+        return get_act_offloading_ctx_manager(model, config=OffloadConfig(**settings))
+    if mode == "checkpoint":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return contextlib.nullcontext()
+
+
+def train(mode: str, num_steps: int) -> dict[str, object]:
+    """Return the time of each step in seconds, the losses, and the peaks in bytes."""
+    model, step = make_step()
+    draw, offload = random.Random(0), context_of(mode, model)
+    steps = [step(offload, draw.randrange(512, 2049)) for _ in range(num_steps)]
+    times, losses = zip(*steps, strict=True)
     peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    said = "" if settings is None else getattr(offload.manager.tuner, "said", "")
+    said = "" if MODES[mode] is None else getattr(offload.manager.tuner, "said", "")
     return {"mode": mode, "s": times, "losses": losses, "peak_bytes": peaks, "said": said}
+
+
+def compare_at(length: int, modes: list[str], num_steps: int) -> None:
+    """Print medians of steps of one length, all modes in this process, one after the other."""
+    model, step = make_step()
+    plain_s = None
+    for mode in modes:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        offload = context_of(mode, model)
+        times = [step(offload, length)[0] for _ in range(num_steps)]
+        first_s, median_s = sum(times[:6]), statistics.median(times[6:])
+        plain_s = plain_s or median_s
+        peak_gib = torch.cuda.max_memory_allocated() / 2**30
+        line = f"{mode}: {1e3 * median_s:.1f} ms, {median_s / plain_s:.3f}; {peak_gib:.1f} GiB"
+        print(f"{line} allocated; the first six steps {first_s:.1f} s", flush=True)
+        if mode == "checkpoint":
+            model.gradient_checkpointing_disable()
+        elif MODES[mode] is not None:
+            offload.end_step()
+            print(offload.last_step)
+            offload.close()
 
 
 def main() -> None:
@@ -97,7 +133,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["off", "default"])
     parser.add_argument("--mode", choices=MODES, help=argparse.SUPPRESS)
+    parser.add_argument("--length", type=int, help="all steps of it, in one process")
     given = parser.parse_args()
+    if given.length:
+        compare_at(given.length, given.modes, given.steps)
+        return
     if given.mode:
         sys.stdout.write(json.dumps(train(given.mode, given.steps)))
         return

@@ -67,11 +67,22 @@ CASES = {
         *([*ATTENTION, "mlp_fc1"], ODD, "random"),
     ),
     "half-of-each-chunk": (FOUR, 2, 2, BOTH, CHANGING, "late"),
+    "rows": ({**DROPS, "layers": 8}, 2, 2, ["core_attn"], CHANGING, "random"),
 }
 """By case the model, PP, VPP, what is offloaded, the steps, and when copies happen."""
 
 SETTINGS = {
     "half-of-each-chunk": {"fraction": 0.5, "delta_bytes_across_pp_ranks": 4096},
+    "rows": {
+        "rows": [
+            {"layers": "0-3", "site": "mlp", "offload": "all"},
+            {"layers": "4", "site": "mlp", "recompute": True},
+            {"layers": "5-6", "site": "layer", "recompute": True},
+            {"layers": "0-4", "site": "input_layernorm", "recompute": True},
+            {"layers": "7", "site": "self_attention", "offload": 2},
+            {"site": "core_attn", "offload": "all"},
+        ],
+    },
     "inputs-of-full-recompute": {"max_inflight_bytes": 0, "prefetch_bytes": 4096},
 }
 
@@ -85,8 +96,7 @@ def make_config(name, *, enabled):
         "run": {"steps": 1},
         "offload": {
             "enabled": enabled,
-            "policy": "modules",
-            "modules": modules,
+            **({} if name == "rows" else {"policy": "modules", "modules": modules}),
             "min_tensor_bytes": 0,
             "max_inflight_bytes": 16384,
             "prefetch_bytes": 32768,

@@ -39,6 +39,7 @@ CASES = {
         "inputs-of-full-recompute",
         "recompute-core-attention",
         "recompute-norms",
+        "rows",
     ],
 }
 QUICK = {
@@ -48,8 +49,9 @@ QUICK = {
         "tied",
         "dropout",
         "recompute-core-attention",
+        "rows",
     ),
-    "later": ("pp2-vpp4-one-layer-a-chunk",),
+    "later": ("pp2-vpp4-one-layer-a-chunk", "rows"),
 }
 
 
