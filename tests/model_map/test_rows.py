@@ -5,75 +5,30 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+from pathlib import Path
 
 import pytest
 import torch
 from llama_programs import make_model as make_llama
 from llama_programs import train as train_llama
+from processes import torchrun
 from programs import assert_nothing_left, make_manager
+from small_net import WIDTH, around, make_net
 from torch import nn
 
 from megatron_offload import (
     CPUOffload,
     OffloadActivations,
     OffloadConfig,
-    get_act_offloading_ctx_manager,
     offload_modules,
 )
 from megatron_offload.engine.hooks import owner_of_hooks
+from megatron_offload.engine.module_hooks import ModuleHook
 from megatron_offload.errors import ConfigError
+from megatron_offload.memory.storage_ref import StorageRef
 from megatron_offload.model_map import watch
 
-WIDTH = 32
 AT_ONCE = {"max_inflight_bytes": 0, "prefetch_bytes": 0}
-
-
-class Mlp(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.act, self.drop = nn.SiLU(), nn.Dropout(0.1)
-
-    def forward(self, x):
-        return self.down(self.drop(self.act(self.up(x))))
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(WIDTH), Mlp()
-        self.q, self.k = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.hooks_seen = []
-
-    def forward(self, x):
-        self.hooks_seen.append(type(owner_of_hooks()))
-        y = self.norm(x)
-        x = x + self.q(y).sin() * self.k(y)
-        return x + self.mlp(x)
-
-
-class Net(nn.Module):
-    def __init__(self, num_layers=4):
-        super().__init__()
-        self.embed = nn.Embedding(50, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(num_layers))
-        self.head = nn.Linear(WIDTH, 50)
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-def make_net(num_layers=4):
-    torch.manual_seed(0)
-    return Net(num_layers)
-
-
-def around(net, rows, **settings):
-    config = OffloadConfig(rows=rows, min_tensor_bytes=0, **settings)
-    return get_act_offloading_ctx_manager(net, config=config, min_offload_size=0)
 
 
 def take_steps(net, context=None, lengths=(8, 8, 8), num_forwards=1):
@@ -149,6 +104,40 @@ def test_a_row_offloads_no_more_than_its_largest_tensors():
     assert first == second == third == 2 * 4 * width_bytes
     assert offloaded(1)[-1] == 4 * width_bytes
     assert offloaded("all")[-1] > third
+
+
+@pytest.mark.parametrize(
+    ("row", "freed"),
+    [
+        ({"site": "mlp", "offload": "all"}, {"mlp.up", "mlp.act", "mlp.drop"}),
+        ({"site": "mlp", "offload": 1}, {"mlp.up"}),  # the first of those that are as large
+        ({"site": "mlp.act", "offload": "all"}, {"mlp.up"}),
+        ({"site": "mlp", "recompute": True}, {"mlp.up", "mlp.act", "mlp.drop"}),
+        ({"site": "norm", "recompute": True}, {"norm"}),
+        ({"site": "mlp.drop", "recompute": True}, {"mlp.drop"}),
+    ],
+    ids=str,
+)
+def test_memory_that_rows_name_is_free_behind_the_forward(row, freed):
+    net, seen = make_net(), {}
+    context = around(net, [row], **AT_ONCE)
+    take_steps(net, context)
+    layer = net.layers[1]
+    for name in ("norm", "mlp.up", "mlp.act", "mlp.drop"):
+
+        def note(_, args, output, name=name):
+            seen[name] = StorageRef(output.untyped_storage())
+
+        layer.get_submodule(name).register_forward_hook(ModuleHook(note))
+    with context:
+        loss = net(torch.randint(50, (2, 8))).sum()
+    context.manager.join_offloads()
+    assert {name for name, storage in seen.items() if storage.expired()} == freed | {
+        name
+        for name in seen
+        if name == "mlp.act"  # dropout saves its mask alone
+    }
+    loss.backward()
 
 
 def test_layers_without_rows_have_no_hooks_of_saved_tensors():
@@ -329,3 +318,10 @@ def test_rows_of_a_llama_keep_every_bit(rows):
     context = around(model, rows)
     found = [one for _ in range(3) for one in train_llama(model, context)]
     assert_equal(expected, found)
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_rows_on_two_ranks_keep_every_bit(wrapper):
+    worker = Path(__file__).parent / "rows_worker.py"
+    done = torchrun(2, worker, wrapper, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    assert done.stdout.split() == ["equal"] * 2, done.stderr[-4000:]
