@@ -54,7 +54,8 @@ _logger = logging.getLogger(__name__)
 
 _ADVICE = (
     ". 'policy: {kind: auto, most_slowdown_percent: 5}' lets it cost more, 'memory_target' says "
-    "how much memory there is, and 'policy: modules' offloads everything"
+    "how much memory there is, 'rows' name what is offloaded or recomputed, and cost nothing besides "
+    "(docs/rows.md), and 'policy: modules' offloads everything"
 )
 _NO_CLOCK = (
     "there is no GPU here, so that nothing can be won. 'policy: modules', in Python "
@@ -305,9 +306,10 @@ class MeasuredLoop(OldAttributes):
         fits = needed_bytes + needed_bytes // 8 <= (self._capacity_bytes or math.inf)
         if _host_percent(worst) > limit and fits and not self._manager.config.whole_step_graph:
             return self._nothing(
-                "the host launches these steps hardly faster than the device runs them, and to "
-                f"record what is saved takes it {_host_percent(worst):.1f} % of a step; at most "
-                f"{limit:g} % is wanted"
+                "the host launches these steps hardly faster than the device runs them, and in the "
+                "one that was looked at it took "
+                f"{_host_percent(worst):.0f} % of its time to record and to time what is saved; at "
+                f"most {limit:g} % is wanted"
             )
         planning_s = min(MOST_PLANNING_S, max(1.0, 5e-6 * profiles[0].step_us))
         try:
