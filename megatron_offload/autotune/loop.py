@@ -54,8 +54,8 @@ _logger = logging.getLogger(__name__)
 
 _ADVICE = (
     ". 'policy: {kind: auto, most_slowdown_percent: 5}' lets it cost more, 'memory_target' says "
-    "how much memory there is, 'rows' name what is offloaded or recomputed, and cost nothing besides "
-    "(docs/rows.md), and 'policy: modules' offloads everything"
+    "how much memory there is, 'rows' name what is offloaded or recomputed and cost nothing "
+    "besides (docs/rows.md), and 'policy: modules' offloads everything"
 )
 _NO_CLOCK = (
     "there is no GPU here, so that nothing can be won. 'policy: modules', in Python "
