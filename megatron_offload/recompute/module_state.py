@@ -6,7 +6,7 @@ import copy
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from operator import is_
+from operator import getitem, is_
 from typing import Any
 from weakref import ref
 
@@ -47,6 +47,9 @@ class ModuleTables:
         self._dicts = [*owns[1:], *tables]
         self._names: list[tuple[str, ...]] = [*names, *map(tuple, tables)]
         self._sizes = [*map(len, self.dicts)]
+        inner = [*zip(self._dicts, self._names[1:], strict=True)]
+        self._keys = [name for _, names_of in inner for name in names_of]
+        self._homes = [table for table, names_of in inner for _ in names_of]
         heads = (*("_modules",) * len(_TABLES), "flag")  # a table is as fixed as a child
         kinds = [k for own in names for k in (*heads, *("",) * (len(own) - len(heads)))]
         kinds += [name for name in _TABLES for own in owns for _ in own[name]]
@@ -69,12 +72,11 @@ class ModuleTables:
 
     def read(self) -> list[Any] | None:
         """Return all values; the list of before where nothing has changed. None: other ones."""
-        dicts = self.dicts
-        if [*map(len, dicts)] != self._sizes:
-            return None
+        own = vars(self._module())
         try:
-            homes = zip(dicts, self._names, strict=True)
-            values = [home[name] for home, names in homes for name in names]
+            if [len(own), *map(len, self._dicts)] != self._sizes:
+                return None
+            values = [*map(own.__getitem__, self._names[0]), *map(getitem, self._homes, self._keys)]
         except KeyError:
             return None
         last = self._last
