@@ -114,7 +114,8 @@ class OffloadConfig(StrictModel):
         tuple[RowConfig, ...], Sequence[RowConfig | Mapping[str, Any]] | Mapping[str, Any]
     ] = default(())
     """What is done at which sites of which layers (docs/rows.md), in place of all other keys that
-    say what is offloaded or recomputed. What no row names is kept, without any cost."""
+    say what is offloaded or recomputed. What no row names is kept, without any cost; so is all
+    where the list is given and empty."""
 
     fraction: float = Field(default=1.0, ge=0.0, le=1.0)
     """Share of each chunk's groups that is offloaded, earliest first."""
@@ -215,7 +216,7 @@ class OffloadConfig(StrictModel):
 
     def model_post_init(self, _: Any, /) -> None:
         """Refuse two keys that both say what is kept."""
-        for key in sorted(self.model_fields_set & _INSTEAD_OF_ROWS) if self.rows else ():
+        for key in sorted(self.model_fields_set & _INSTEAD_OF_ROWS) if self.has_rows else ():
             raise ConfigError(f"rows say what is offloaded and recomputed, and so does {key!r}")
         if self.policy is not None and not isinstance(self.policy, ModulesConfig):
             for key in sorted(self.model_fields_set & _KEEP_KEYS):
@@ -227,7 +228,7 @@ class OffloadConfig(StrictModel):
     @property
     def tuned_policy(self) -> AutoConfig | MemoryTargetConfig | None:
         """What the run's own steps are to find; None where the settings say what is offloaded."""
-        if not self.enabled or self.rows:
+        if not self.enabled or self.has_rows:
             return None
         if isinstance(self.policy, (AutoConfig, MemoryTargetConfig)):
             return self.policy
@@ -238,8 +239,13 @@ class OffloadConfig(StrictModel):
     @property
     def has_loss_by_rows(self) -> bool:
         """Whether a model's own loss may be computed by rows, at doors that know it."""
-        is_open = "recompute" not in self.model_fields_set and not self.rows
+        is_open = "recompute" not in self.model_fields_set and not self.has_rows
         return self.enabled and (is_open or self.names_loss)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether rows say what is done, be it nothing."""
+        return "rows" in self.model_fields_set
 
     @property
     def names_loss(self) -> bool:

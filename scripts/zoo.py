@@ -13,6 +13,7 @@ Each model takes three steps with dropout and SGD: twice without the package, an
     default    in OffloadActivations(), with nothing set: without a GPU nothing moves
     moved      with policy: modules and no smallest tensor; norms and activations are recomputed
     layer      likewise with recompute: [layer]; so mlp and attention
+    rows       by rows: what layers save is offloaded, MLPs but the first are recomputed
 
 Losses, gradients, parameters and buffers of each step are compared bit by bit. A mode that has
 nothing to do in a model counts as equal; the last column says how many did something. A model whose
@@ -52,7 +53,7 @@ sys.path.insert(0, str(ROOT))  # the package of this checkout
 class Running:
     """A process that examines one model."""
 
-    def __init__(self, family: str, name: str, limit_s: float) -> None:
+    def __init__(self, family: str, name: str, limit_s: float, modes: list[str]) -> None:
         from zoo_models import examine
 
         self.row: dict[str, Any] = {"family": family, "name": name, "status": "not buildable"}
@@ -60,7 +61,7 @@ class Running:
         self._started, self._limit_s = time.monotonic(), limit_s
         self.connection, other = multiprocessing.Pipe(duplex=False)
         start = multiprocessing.get_context("fork").Process
-        self._process = start(target=examine, args=(family, name, other))
+        self._process = start(target=examine, args=(family, name, other, modes))
         self._process.start()
         other.close()
 
@@ -82,12 +83,14 @@ class Running:
         return True
 
 
-def run_all(todo: list[tuple[str, str]], jobs: int, limit_s: float) -> list[dict[str, Any]]:
+def run_all(
+    todo: list[tuple[str, str]], jobs: int, limit_s: float, modes: list[str]
+) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     running: list[Running] = []
     while todo or running:
         while todo and len(running) < jobs:
-            running.append(Running(*todo.pop(0), limit_s))
+            running.append(Running(*todo.pop(0), limit_s, modes))
         wait([one.connection for one in running], timeout=1)
         for one in [one for one in running if one.is_over()]:
             running.remove(one)
@@ -134,6 +137,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--env", type=Path, default=ROOT / ".zoo", help="folder of its environment")
     parser.add_argument("--here", action="store_true", help="this interpreter has all packages")
     parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN")
+    parser.add_argument("--modes", nargs="+", help="some of those above")
     parser.add_argument("--jobs", type=int, default=2, help="models at a time")
     parser.add_argument("--limit", type=float, default=60, help="seconds that a model may take")
     parser.add_argument("--output", type=Path, help="a JSON file")
@@ -145,7 +149,7 @@ def main() -> int:
     if not options.here:
         words = [str(environment(options.env)), __file__, "--here", *sys.argv[1:]]
         return subprocess.run(words, check=False).returncode
-    from zoo_models import FAMILIES, import_families
+    from zoo_models import FAMILIES, MODES, import_families
 
     started = time.monotonic()
     wanted = {one.partition(":")[0] for one in options.only}
@@ -153,7 +157,7 @@ def main() -> int:
     import_families(families)
     models = [(family, name) for family in families for name in FAMILIES[family][0]()]
     todo = [x for x in models if any(fnmatchcase(":".join(x), one) for one in options.only)]
-    rows = run_all(todo, options.jobs, options.limit)
+    rows = run_all(todo, options.jobs, options.limit, options.modes or [*MODES])
     if options.output:
         report = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),

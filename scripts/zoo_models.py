@@ -28,9 +28,11 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_offload import OffloadActivations, OffloadConfig, get_act_offloading_ctx_manager
 from megatron_offload.config import RECOMPUTE_SITES
+from megatron_offload.engine.module_hooks import named_modules
 from megatron_offload.errors import OffloadError
+from megatron_offload.model_map.structure import find_sites, layers_of
 
-MODES = ("default", "moved", *RECOMPUTE_SITES)
+MODES = ("default", "moved", *RECOMPUTE_SITES, "rows")
 STEPS = 3
 MOST_PARAMETERS = 32_000_000
 MOST_BYTES = 8 << 30
@@ -337,6 +339,18 @@ def shown(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
 
 
+def rows_of(module: nn.Module) -> list[dict[str, Any]]:
+    """Return rows that offload what layers save, but for MLPs of all but the first."""
+    sites = find_sites(named_modules(module), ["layer", "mlp"])
+    rows: list[dict[str, Any]] = []
+    if "layer" in sites.values():
+        rows.append({"site": "layer", "offload": "all"})
+    numbers = layers_of(named_modules(module))
+    if any(kind == "mlp" and numbers[path.rpartition(".")[0]] for path, kind in sites.items()):
+        rows.append({"site": "mlp", "layers": "1-9999", "recompute": True})
+    return rows
+
+
 def tried(mode: str, model: Model, expected: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Train with the package in one mode; return what became of it."""
     contexts: list[OffloadActivations] = []
@@ -349,6 +363,10 @@ def tried(mode: str, model: Model, expected: Iterable[tuple[str, Any]]) -> dict[
     def enter(module: nn.Module) -> OffloadActivations:
         if mode == "default":
             contexts.append(OffloadActivations())
+        elif mode == "rows":
+            config = OffloadConfig(rows=rows_of(module), min_tensor_bytes=0)
+            options = {"config": config, "warn_if_no_head": False}
+            contexts.append(get_act_offloading_ctx_manager(module, **options))  # type: ignore[arg-type]
         else:
             kinds = ["norm", "mlp_act"] if mode == "moved" else [mode]
             config = OffloadConfig(policy="modules", min_tensor_bytes=0, recompute=kinds)
@@ -375,7 +393,7 @@ def tried(mode: str, model: Model, expected: Iterable[tuple[str, Any]]) -> dict[
     return found
 
 
-def examine(family: str, name: str, connection: Connection) -> None:
+def examine(family: str, name: str, connection: Connection, only: Sequence[str] = MODES) -> None:
     """Try one model in all modes; send what became of it, so far as it is known."""
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
@@ -392,7 +410,7 @@ def examine(family: str, name: str, connection: Connection) -> None:
     if reason:
         connection.send({**row, "status": "not deterministic", "reason": reason})
         return
-    for mode in MODES:
+    for mode in only:
         connection.send({**row, "status": "failed", "reason": f"{mode}: the process ended"})
         modes[mode] = tried(mode, model, expected)
     connection.send(row | verdict(modes))

@@ -55,7 +55,7 @@ def run(given: Given) -> int:
         out.print(f"bitwise identical: {'yes' if result.is_identical else 'no'}", style="bold")
         write_config(config, folder)
         write_model(folder / records.COMPARISON_NAME, result)
-        plan = [] if config.offload.rows else _plan(folder)
+        plan = [] if config.offload.has_rows else _plan(folder)
         files = (f"findings: {folder / records.COMPARISON_NAME}", *plan, _report(folder))
         for line in (*files, *_summary(config, reports, result)):
             out.print(line)

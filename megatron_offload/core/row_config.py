@@ -23,7 +23,14 @@ def _ranges(value: Any) -> str:
     text = str(value).replace(" ", "")
     if isinstance(value, bool) or not (text == "all" or _RANGES.fullmatch(text)):
         raise ValueError("layers are 'all', a number, or numbers such as '0-13,20'")
+    if text != "all" and any(first > last for first, last in _parts(text)):
+        raise ValueError("the first of some layers comes before the last, as in '0-13'")
     return text
+
+
+def _parts(text: str) -> list[tuple[int, int]]:
+    ends = (part.partition("-") for part in text.split(","))
+    return [(int(first), int(last or first)) for first, _, last in ends]
 
 
 Layers = Annotated[str, BeforeValidator(_ranges)]
@@ -39,7 +46,7 @@ class RowConfig(StrictModel):
     layers: Converted[Layers, int | str] = default("all")
     """Which layers: ``all``, or numbers from 0 over the whole model, such as ``0-13,20``."""
 
-    offload: Literal["all"] | Annotated[int, Field(strict=True, ge=1)] | None = None
+    offload: Annotated[int, Field(strict=True, ge=1)] | Literal["all"] | None = None
     """Offload what is saved inside the site: ``all`` of it, or so many of the largest tensors."""
 
     recompute: bool = False
@@ -55,7 +62,7 @@ class RowConfig(StrictModel):
                 f"the row of {self.site!r} needs one action: offload: all, offload: 2, "
                 "recompute: true, or by_rows: true"
             )
-        if self.by_rows != (self.site == LOSS):
+        if self.by_rows != (self.site == LOSS) or (self.by_rows and self.layers != "all"):
             raise ConfigError("by_rows: true is for site: loss, and that takes nothing else")
 
     @property
@@ -65,13 +72,13 @@ class RowConfig(StrictModel):
 
     def has_layer(self, number: int) -> bool:
         """Whether a layer is among the row's."""
-        if self.layers == "all":
-            return True
-        for part in self.layers.split(","):
-            first, _, last = part.partition("-")
-            if int(first) <= number <= int(last or first):
-                return True
-        return False
+        parts = [] if self.layers == "all" else _parts(self.layers)
+        return not parts or any(first <= number <= last for first, last in parts)
+
+    @property
+    def last_layer(self) -> int:
+        """The highest number of a layer that it names; -1 where it names none."""
+        return -1 if self.layers == "all" else max(last for _, last in _parts(self.layers))
 
     def __str__(self) -> str:
         does = "recompute" if self.recompute else f"offload: {self.offload}"

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from operator import eq
-from typing import TypeAlias
+from threading import get_ident
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -32,6 +33,16 @@ _LEAST_GROUP_BYTES = 1 << 20
 _GROUP_SHARE = 32
 """A group ends when it has this fraction of what its forward has saved so far: each costs the
 host as much as several tensors."""
+
+
+class Watch(Protocol):
+    """Watches forwards; see `megatron_offload.model_map.watch.RowWatch`."""
+
+    def begin(self) -> None:
+        """A forward begins."""
+
+    def end(self, *, has_failed: bool) -> None:
+        """It ends."""
 
 
 @dataclass(slots=True)
@@ -98,6 +109,9 @@ class AutomaticGroups:
     should_offload: Callable[[int], bool] | None = None
     finds_steps: bool = True
     on_step: Callable[[], None] | None = None
+    watch: Watch | None = field(default=None, init=False)
+    """Is told when the outermost forward begins and ends, where rows say what is recorded."""
+    _thread: int = field(default=0, init=False)
     _forwards: list[_Forward | None] = field(default_factory=list, init=False)
     """None of one that began while the manager rests."""
     _reached: dict[OffloadGroup, None] = field(default_factory=dict, init=False)
@@ -112,6 +126,7 @@ class AutomaticGroups:
 
         ``name`` is for these groups alone; the others are as in the manager's `begin_chunk`.
         """
+        self._thread = get_ident()
         if self.manager.rests:
             self._forwards.append(None)
             return
@@ -123,7 +138,7 @@ class AutomaticGroups:
         chunk = self.manager.begin_chunk(vp_stage=vp_stage, pp_rank=pp_rank)
         if self.min_tensor_bytes is not None:
             chunk.rules.min_tensor_bytes = self.min_tensor_bytes
-        by_rows = bool(self.manager.config.rows)
+        by_rows = self.manager.config.has_rows
         if not (by_rows and self.max_inflight_tensors):
             chunk.rules.max_inflight_blocks = self.max_inflight_tensors
         chunk.rules.should_offload = self.should_offload
@@ -141,6 +156,8 @@ class AutomaticGroups:
         is_noted = learner.is_open or (learner.moves_nothing and learner.knows_lengths)
         gauge = self.manager.backend.gauge() if is_noted else None
         self._forwards.append(_Forward(chunk, pack, name, ends, gauge))
+        if self.watch is not None and len(self._forwards) == 1:
+            self.watch.begin()
 
     @graph_break
     def end(self, *, has_failed: bool = False) -> None:
@@ -167,6 +184,8 @@ class AutomaticGroups:
                 key = forward.name, forward.chunk.vp_stage, learner.num_searches
                 self._ends[key] = {*forward.ended, forward.num_saved}
         forward.chunk.forget_recipes()  # they hold what they are bound to
+        if self.watch is not None and not self._forwards:
+            self.watch.end(has_failed=has_failed)
 
     @property
     def chunk(self) -> ChunkOffloadHandler | None:
@@ -176,8 +195,8 @@ class AutomaticGroups:
 
     @property
     def is_entered(self) -> bool:
-        """Whether a forward is under way."""
-        return bool(self._forwards)
+        """Whether a forward is under way in this thread."""
+        return bool(self._forwards) and self._thread == get_ident()
 
     def _forget_interrupted(self) -> None:
         """Undo each `begin` that surrounds this one and has saved nothing.

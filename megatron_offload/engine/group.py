@@ -300,6 +300,9 @@ class Block:
 
 BlockRef = weakref.ref[Block]
 
+INPUT_NOT_SAVED = "an input is not saved"
+"""Why a recipe can't be used whose function takes what nothing has saved."""
+
 
 class Recipe(Protocol):
     """How the bytes of a block are recomputed."""

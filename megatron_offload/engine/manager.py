@@ -194,7 +194,7 @@ class PipelineOffloadManager:
         self.window = self.transfers.window
         self.learner = Learner(config, policy, self.transfers)
         self._row_names = {row.site for row in config.rows}
-        self.transfers.by_rows = bool(config.rows)
+        self.transfers.by_rows = config.has_rows
         self.observers[:] = [one for one in self.observers if not isinstance(one, Checker)]
         if config.checking:
             self.observers.append(Checker())
@@ -298,7 +298,7 @@ class PipelineOffloadManager:
         if not self.do_offload or self.is_hidden() or not is_recording():
             return None
         chunk, since = self._chunk, self._begun_at_backward
-        if self.config.rows and name not in self._row_names:
+        if self.config.has_rows and name not in self._row_names:
             return None
         is_over = since is not None and since != len(self.decisions.backward_order)
         if chunk is None or (is_over and not chunk.open_groups):
@@ -415,8 +415,8 @@ class PipelineOffloadManager:
     @property
     def rests(self) -> bool:
         """Whether no step is looked at or moves anything any more, whatever comes."""
-        if self.config.rows:
-            return self._row_names == {LOSS} and not self._is_looked_at
+        if self.config.has_rows:
+            return self._row_names <= {LOSS} and not self._is_looked_at
         is_busy = self._is_looked_at or self._is_in_step or self.recompute
         is_idle = self.learner.moves_nothing and not is_busy
         return is_idle and self.tuner is not None and self.tuner.rests
@@ -768,7 +768,7 @@ class PipelineOffloadManager:
     @property
     def recompute(self) -> tuple[str, ...]:
         """What is recomputed, by unit and pattern; the loss is none of the engine's."""
-        if self.config.rows:
+        if self.config.has_rows:
             return tuple(row.site for row in self.config.rows if row.recompute)
         is_usual = self is PipelineOffloadManager.instance and (
             "recompute" not in self.config.model_fields_set

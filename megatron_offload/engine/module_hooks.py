@@ -36,6 +36,11 @@ class ModuleHook:
         return getattr, (nullcontext(), "__exit__")
 
 
+def is_own_hook(hook: object) -> bool:
+    """Whether a hook is this package's, or what a copied or loaded module has in its place."""
+    return isinstance(hook, ModuleHook) or isinstance(getattr(hook, "__self__", 0), nullcontext)
+
+
 class EagerHook(ModuleHook):
     """A hook that does nothing inside a compiled graph, and doesn't end it."""
 

@@ -8,6 +8,7 @@ from the next step on, copied at all.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,14 @@ from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import OFFLOADING, ON_HOST, RELOADED, RELOADING, RESIDENT
 from megatron_offload.core.profile import RecomputeUnit, is_default
 from megatron_offload.core.window import InFlightWindow
-from megatron_offload.engine.group import Block, Flight, Lease, OffloadGroup, Reload
+from megatron_offload.engine.group import (
+    INPUT_NOT_SAVED,
+    Block,
+    Flight,
+    Lease,
+    OffloadGroup,
+    Reload,
+)
 from megatron_offload.engine.guard import Guard, guarded
 from megatron_offload.engine.observer import Observer
 from megatron_offload.engine.owners import ForeignOwners
@@ -31,6 +39,8 @@ from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import StateError
 from megatron_offload.memory.host_pool import HostPool, HostRegion
 from megatron_offload.memory.tensor_pool import TensorPool, num_owners
+
+_logger = logging.getLogger(__name__)
 
 _SLAB_SHARE = 16
 """Blocks of a group share a host region where they are at most this fraction of a slab: what is
@@ -60,6 +70,7 @@ class Transfers:
         self.stats = StepStats()
         self.dropped_bytes = 0  # off the device, to be recomputed
         self.owners = ForeignOwners()
+        self._said: set[str] = set()
         self.by_rows = False
         """Whether what no row names is saved without a record."""
         self.takes_targets = self.tensor_pool.keeps or self.backend.observes
@@ -125,6 +136,13 @@ class Transfers:
                 block.recipe = None
                 refused = self.stats.refused_recipe_bytes
                 refused[refusal] = refused.get(refusal, 0) + num_bytes
+                if self.by_rows and refusal == INPUT_NOT_SAVED and recipe.unit not in self._said:
+                    self._said.add(recipe.unit)
+                    _logger.warning(
+                        "rows: what %r returns is kept: it doesn't save what it takes, so that "
+                        "to recompute it would take as much memory",
+                        recipe.unit,
+                    )
                 return False
         needs = tuple(sorted(recipe.needs() - {group.key}))
         group.recomputed += (RecomputeUnit(recipe.unit, num_bytes, 0.0, needs, is_dropped),)

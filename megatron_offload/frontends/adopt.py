@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.module_hooks import hooks_of, named_modules
 from megatron_offload.model_map.offload_site import (
@@ -26,6 +27,7 @@ def adopt_model(
     manager: PipelineOffloadManager,
     find_manager: FindManager | None = None,
     *,
+    groups: AutomaticGroups | None = None,
     is_part: bool = False,
 ) -> list[RemovableHandle]:
     """Keep a model's parameters and buffers, and hook what is recomputed, or named by rows.
@@ -34,6 +36,7 @@ def adopt_model(
         model: a model, or one of its chunks.
         manager: has what is configured.
         find_manager: returns whose forward it is; by default always ``manager``.
+        groups: whose forwards are watched; by default each call of the model is one.
         is_part: as in `find_rows`.
 
     Raises:
@@ -42,28 +45,29 @@ def adopt_model(
     for tensor in (*model.parameters(), *model.buffers()):
         manager.mark_not_offload(tensor)
     modules, find_manager = named_modules(model), find_manager or (lambda: manager)
-    return hook_modules(modules, manager, find_manager, is_part=is_part)
+    return hook_modules(modules, manager, find_manager, groups, is_part=is_part)
 
 
 def hook_modules(
     modules: Mapping[str, nn.Module],
     manager: PipelineOffloadManager,
     find_manager: FindManager,
+    groups: AutomaticGroups | None = None,
     *,
     is_part: bool = False,
 ) -> list[RemovableHandle]:
     """Hook what is recomputed, or named by rows; the hooks of an earlier call go.
 
-    ``is_part`` is as in `find_rows`.
+    Arguments are as in `adopt_model`.
     """
-    rows = find_rows(manager.config.rows, modules, is_part=is_part)
-    sites = rows.recomputed if manager.config.rows else sites_of(modules, manager.recompute)
+    rows = find_rows(manager.config.rows or (), modules, is_part=is_part)
+    sites = rows.recomputed if manager.config.has_rows else sites_of(modules, manager.recompute)
     handles = recompute_modules(modules, sites, find_manager)
     for path, module in modules.items():
         own = hooks_of(OffloadSite, module)
         row = rows.offloaded.get(path)
         if row is not None:
-            largest = None if row.most is None else LargestTensors.of(module, row.most)
+            largest = LargestTensors.of(module, row.most)
             own += OffloadSite(row.site, find_manager, largest).hook(module)
             handles += own
     clock = LayerClock(find_manager)
@@ -73,5 +77,10 @@ def hook_modules(
             own += clock.hook(modules[path])
             handles += own
     if rows.offloaded or rows.recomputed:
-        handles += RowWatch(modules[""], rows, find_manager).hook()
+        watch = RowWatch(modules[""], rows, find_manager)
+        handles += watch.hook_savers()
+        if groups is None:
+            handles += watch.hook()
+        else:
+            groups.watch = watch
     return handles

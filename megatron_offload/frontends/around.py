@@ -27,7 +27,7 @@ _UNFOLLOWED: dict[str, dict[str, str]] = {
         "rows": _NO_MODEL,
         **dict.fromkeys(("policy", "fraction", *_BY_RANK), _RATIO),
     },
-    "offload_pipeline": {"modules": _ALL_MOVES},
+    "offload_pipeline": {"modules": _ALL_MOVES, "rows": "it knows no numbers over all stages"},
     "operation_groups": {
         "modules": "set_activation_offloading() says which modules move",
         "recompute": "its operations are fused as they run; leave it out or give ()",
@@ -84,6 +84,8 @@ def followed(
 
 def refuse_unserved(door: str, config: OffloadConfig) -> None:
     """Refuse with a `ConfigError` what is to be recomputed and this front door can't."""
+    if any(row.by_rows for row in config.rows) and LOSS not in _RECOMPUTED[door]:
+        raise ConfigError(f"{door} knows no loss, so that no row can be about it")
     patterns = recompute_patterns(config.recompute)
     for name in config.recompute if "recompute" in config.model_fields_set else ():
         if (_BY_NAME if name in patterns else name) not in _RECOMPUTED[door]:

@@ -99,7 +99,7 @@ def offload_modules(
         refuse_unserved("offload_modules", manager.config)
     result = ModuleOffload(manager)
     wanted = tuple(dict.fromkeys([names] if isinstance(names, str) else names))
-    if not (wanted or is_part or manager.config.rows):
+    if not (wanted or is_part or manager.config.has_rows):
         raise ConfigError("offload_modules() was given no names, so nothing would be offloaded")
     modules = [named_modules(chunk) for chunk in chunks]
     kinds = {name: kind for name in wanted if (kind := _kind_of(name, modules, is_part))}

@@ -271,7 +271,9 @@ def get_act_offloading_ctx_manager(
         return NoOffload()
     context = _OffloadModel(model=model, **options)
     groups = weakref.ref(context._groups)
-    adopt_model(model, context.manager, lambda: _entered(groups))
+    find_manager = partial(_entered, groups)
+    context._groups.watch = None  # of a context before, for another model
+    adopt_model(model, context.manager, find_manager, groups=context._groups)
     head = _find_head(model)
     if head is not None:
         _keep_on_device(head)

@@ -79,6 +79,8 @@ def map_config(data: Mapping[str, Any], shape: tuple[int, int], dtype: str) -> M
         transformers = importlib.import_module("transformers")
     except ImportError as error:
         raise IntegrationError(f"transformers is needed: {error}") from error
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"a config.json holds a mapping, not a {type(data).__name__}")
     known = [str(name) for name in transformers.CONFIG_MAPPING]
     kind = str(data.get("model_type", ""))
     if kind not in known:

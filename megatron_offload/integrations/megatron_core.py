@@ -299,7 +299,7 @@ def _marking(original: Callable[[Any], None], self: Any) -> None:
 def _refuse_rows(rows: Sequence[RowConfig], config: Any) -> None:
     """Refuse rows of layers that no rank has, and of marked groups what can't be said of them."""
     for row in rows:
-        if row.layers != "all" and not any(map(row.has_layer, range(config.num_layers))):
+        if row.last_layer >= config.num_layers:
             raise ConfigError(f"row {row}: there are layers 0 to {config.num_layers - 1}")
         if row.site in MEGATRON_MODULES:
             if row.offload != "all" or row.layers != "all":

@@ -100,9 +100,9 @@ def map_model(model: nn.Module, *args: Any, **kwargs: Any) -> ModelMap:
 def _sites(seen: SavedMemory, modules: Mapping[str, nn.Module]) -> list[Site]:
     layers, tensors = layers_of(modules), defaultdict[str, list[int]](list)
     others: defaultdict[str, set[str]] = defaultdict(set)
-    for memory in seen.found.values():
-        savers = [*dict.fromkeys(saver for saver, _ in memory.savers)]
-        tensors[savers[0]].append(memory.num_bytes)
+    for key, paths in seen.savers().items():
+        savers = [*dict.fromkeys(paths)]
+        tensors[savers[0]].append(seen.sizes[key])
         places = [_place(saver, layers) for saver in savers]
         for saver, (layer, _) in zip(savers, places, strict=True):
             others[saver].update(

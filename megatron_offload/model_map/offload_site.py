@@ -33,23 +33,34 @@ def outputs(args: Any, output: Any) -> Sequence[Any]:
     return output if isinstance(output, (tuple, list)) else (output,)
 
 
+_MOST_OTHERS = 4
+"""Behind so many calls that save another number of tensors, each is recorded whole."""
+
+
 class LargestTensors:
     """Which of the tensors that calls of one module save are the largest, as the first has shown.
 
     The first call is recorded whole. Of those that follow only what was chosen then, as long as
-    they save as many. Where it is ``most`` 0 of them, those chosen are there to be recomputed.
+    they save as many; of calls that differ by turns each is recorded whole. Where it is ``most`` 0
+    of them, those chosen are there to be recomputed; where that is None, all are offloaded that
+    others don't save too.
     """
 
-    def __init__(self, most: int, chosen: frozenset[int] | None = None, num_saved: int = 0) -> None:
-        self.most, self.chosen, self.num_saved = most, chosen, num_saved
+    def __init__(self, most: int | None, chosen: frozenset[int] | None = None) -> None:
+        self.most, self.chosen = most, chosen
+        self.num_saved = self.num_others = 0
 
     @classmethod
-    def of(cls, module: nn.Module, most: int) -> LargestTensors:
+    def of(cls, module: nn.Module, most: int | None) -> LargestTensors:
         """Return what is known of a module, for hooks that are set anew."""
         known = _known.get(module)
         if known is None or known.most != most:
             known = _known[module] = cls(most)
         return known
+
+    def leave_out(self, numbers: set[int], num_saved: int) -> None:
+        """Choose all but these, of so many."""
+        self.chosen, self.num_saved = frozenset(range(num_saved)) - numbers, num_saved
 
     def begin(self) -> _Call:
         """Return the `Pick` of a call that begins."""
@@ -76,17 +87,19 @@ class _Call:
 
     def choose(self, group: OffloadGroup) -> None:
         site = self._site
-        if self._chosen is not None:
-            if self._num_saved != site.num_saved:
-                site.chosen = None  # it is another call
+        if self._chosen is not None and not self.drops_only and self._num_saved != site.num_saved:
+            site.chosen = None  # it is another call
+            site.num_others += 1
+        if self._chosen is not None or site.most is None:
             return
         own = [block for block in group.blocks() if block.group is group]
         largest = sorted(own, key=lambda block: -block.num_bytes)[: site.most]
         for block in own:
             block.is_kept = block not in largest
         saved = [(number, found()) for number, found in self._records]
-        chosen = (number for number, record in saved if record and record.block in largest)
-        site.chosen, site.num_saved = frozenset(chosen), self._num_saved
+        if site.num_others < _MOST_OTHERS:
+            chosen = (number for number, record in saved if record and record.block in largest)
+            site.chosen, site.num_saved = frozenset(chosen), self._num_saved
 
 
 class OffloadSite:

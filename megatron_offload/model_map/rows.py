@@ -60,6 +60,8 @@ def find_rows(
             continue
         numbered = [path for path, number in layers.items() if row.has_layer(number)]
         paths = [path for layer in numbered for path in _within(layer, row.site, modules)]
+        if not is_part and layers and row.last_layer > max(layers.values()):
+            raise ConfigError(f"row {row}: {_missing(row, layers, [], modules)}")
         if is_part and (row.site in MEGATRON_MODULES or not numbered):
             continue  # a group that Megatron's layers mark, or of another part
         if not paths:

@@ -34,7 +34,7 @@ def layers_of(modules: Mapping[str, nn.Module]) -> dict[str, int]:
 
     Layers are those of Megatron and Hugging Face, and the members of each list of modules that
     have one class and parts, except within another layer. Megatron numbers them over all pipeline
-    ranks; others have their place in their list.
+    ranks; others have their place in their list, each list from 0.
     """
     layers = {path for path, module in modules.items() if _is_layer(module)}
     for path, module in modules.items():
@@ -45,18 +45,19 @@ def layers_of(modules: Mapping[str, nn.Module]) -> dict[str, int]:
         if len(alike) == 1 and all(map(_may_be_layer, members.values())):
             layers.update(f"{path}.{name}".lstrip(".") for name in members)
     outer = [path for path in modules if path in layers and not _is_within(path, layers)]
-    return {path: _number_of(modules[path], path) for path in outer}
+    return {path: _number_of(path, modules) for path in outer}
 
 
 def _is_within(path: str, layers: set[str]) -> bool:
     return any(path.startswith(f"{one}.") for one in layers)
 
 
-def _number_of(layer: nn.Module, path: str) -> int:
-    number, last = getattr(layer, "layer_number", None), path.rpartition(".")[2]
-    if isinstance(number, int):
-        return number - 1
-    return int(last) if last.isdigit() else 0
+def _number_of(path: str, modules: Mapping[str, nn.Module]) -> int:
+    layer, (home, _, name) = modules[path], path.rpartition(".")
+    if any(base.__module__.startswith("megatron.") for base in type(layer).__mro__):
+        return int(layer.layer_number) - 1  # type: ignore[arg-type]
+    siblings = [*modules[home]._modules] if home in modules else [name]
+    return int(name) if name.isdigit() else siblings.index(name)
 
 
 def _may_be_layer(module: nn.Module | None) -> bool:

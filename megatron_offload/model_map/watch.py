@@ -8,11 +8,12 @@ there as well.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from operator import eq
+from threading import get_ident
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -20,11 +21,15 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from megatron_offload.core.row_config import RowConfig
 from megatron_offload.core.units import format_bytes
 from megatron_offload.engine.hooks import put_on, take_off
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.module_hooks import ModuleHook, hooks_of, named_modules
+from megatron_offload.engine.module_hooks import (
+    ModuleHook,
+    compiled_parts,
+    hooks_of,
+    named_modules,
+)
 from megatron_offload.engine.observer import Observer
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.errors import ConfigError
@@ -36,70 +41,67 @@ from megatron_offload.model_map.offload_site import (
     outputs,
 )
 from megatron_offload.model_map.rows import FoundRows
-from megatron_offload.model_map.structure import layers_of
 
 MayMove = Callable[[torch.Tensor], bool]
 
+_Savers = dict[str, tuple[str, LargestTensors]]
+"""By module, the site that it saves an output of, and which of its tensors that is."""
 
-@dataclass(slots=True)
-class Memory:
-    """A piece of memory that a forward has saved.
 
-    Attributes:
-        storage: keeps its identity.
-        num_bytes: the largest tensor in it that was saved.
-        savers: which calls have saved it, by module, and their how manieth tensor it was.
-    """
+class _Call:
+    """A call of a module."""
 
-    storage: StorageRef
-    num_bytes: int = 0
-    savers: list[tuple[str, int]] = field(default_factory=list)
+    __slots__ = ("path",)
+
+    def __init__(self, path: str) -> None:
+        self.path = path
 
 
 class SavedMemory(Observer):
     """What a forward saves, by module, while its hooks are on modules.
 
     Attributes:
-        found: by the identity of storages, in the order of saving.
-        made: by module, the storages that its calls have returned.
-        num_saved: by module, how many tensors its last call has saved.
+        transfers: of the manager, which takes the hooks off that an interrupt has left.
+        sizes: by the identity of storages, in the order of saving, the largest tensor in each.
+        saves: for each tensor that was saved the calls around it, and the identity of its storage;
+            None of what can't be offloaded.
     """
 
     needs_groups = False
 
-    def __init__(self, may_move: MayMove, rows: FoundRows) -> None:
-        self.found: dict[int, Memory] = {}
-        self.made: dict[str, list[StorageRef]] = {}
-        self.num_saved: dict[str, int] = {}
+    def __init__(self, may_move: MayMove, rows: FoundRows, transfers: object = None) -> None:
+        self.transfers = transfers
+        self.sizes: dict[int, int] = {}
+        self.saves: list[tuple[tuple[_Call, ...], int | None]] = []
+        self._storages: list[StorageRef] = []  # no other gets their identity
+        self._made: defaultdict[str, set[int]] = defaultdict(set)
         self._may_move, self._rows = may_move, rows
-        self._calls: list[tuple[str, list[int]]] = []
+        self._calls: list[_Call] = [_Call("")]
 
     def watch(self, modules: Mapping[str, nn.Module]) -> list[RemovableHandle]:
-        """Hook modules, by their dotted names; return the handles."""
+        """Hook modules, by their dotted names; return the handles.
+
+        Not those in compiled graphs, whose parts the hooks would be.
+        """
         handles: list[RemovableHandle] = []
+        compiled = compiled_parts(modules.values())
         for path, module in modules.items():
-            if not isinstance(module, torch.jit.ScriptModule):
-                enter = ModuleHook(lambda *_, path=path: self.enter(path))
-                leave = ModuleHook(lambda *given, path=path: self.leave(path, given[-1]))
+            if path and module not in compiled and not isinstance(module, torch.jit.ScriptModule):
+                enter = ModuleHook(lambda *_, path=path: self._calls.append(_Call(path)))
+                leave = ModuleHook(lambda *given, path=path: self._leave(path, given[-1]))
                 handles.append(module.register_forward_pre_hook(enter, prepend=True))
                 handles.append(module.register_forward_hook(leave, always_call=True))
         return handles
 
-    def enter(self, path: str) -> None:
-        """Begin a call of a module."""
-        self._calls.append((path, [0]))
-
-    def leave(self, path: str, output: Any) -> None:
-        """End it."""
-        while self._calls:  # more than one where another hook has raised
-            last, (num_saved,) = self._calls.pop()
-            if last == path:
-                self.num_saved[path] = num_saved
+    def _leave(self, path: str, output: Any) -> None:
+        while len(self._calls) > 1:  # more than one where another hook has raised
+            if self._calls.pop().path == path:
                 break
-        if self._rows.drops_output(path):
-            tensors = [x for x in outputs((), output) if isinstance(x, torch.Tensor)]
-            with suppress(NotImplementedError):  # it has no storage
-                self.made[path] = [StorageRef(x.untyped_storage()) for x in tensors]
+        for tensor in outputs((), output) if self._rows.drops_output(path) else ():
+            if isinstance(tensor, torch.Tensor):
+                with suppress(NotImplementedError):  # it has no storage
+                    self._storages.append(StorageRef(tensor.untyped_storage()))
+                    self._made[path].add(self._storages[-1].cdata)
 
     def pack(self, tensor: torch.Tensor) -> SavedTensor:
         """Note a tensor that no row is about; the pack hook."""
@@ -108,66 +110,73 @@ class SavedMemory(Observer):
 
     def tensor_saved(self, tensor: torch.Tensor) -> None:
         """Note a tensor that is saved now."""
-        if not self._calls:
-            return
-        path, (number,) = self._calls[-1]
-        for around, count in reversed(self._calls):
-            count[0] += 1
-            if around in self._rows.offloaded:
-                break  # from here on no hook of another sees it
+        key = None
         if self._may_move(tensor):
             key = tensor.untyped_storage()._cdata
-            memory = self.found.get(key)
-            if memory is None:
-                memory = self.found[key] = Memory(StorageRef(tensor.untyped_storage()))
-            memory.num_bytes = max(memory.num_bytes, tensor.nbytes)
-            memory.savers.append((path, number))
+            if key not in self.sizes:
+                self._storages.append(StorageRef(tensor.untyped_storage()))
+            self.sizes[key] = max(self.sizes.get(key, 0), tensor.nbytes)
+        self.saves.append((tuple(self._calls), key))
 
-    def check(self, layers: Mapping[str, int]) -> None:
-        """Raise a `ConfigError` where rows would free nothing, because others save it as well."""
-        rows = self._rows
-        of_path: dict[str, list[Memory]] = {}
-        for memory in self.found.values():
-            for path in {rows.place_of(saver) for saver, _ in memory.savers} - {""}:
-                of_path.setdefault(path, []).append(memory)
+    def savers(self) -> dict[int, list[str]]:
+        """Return, by the identity of storages, which modules save each."""
+        found: dict[int, list[str]] = {}
+        for calls, key in self.saves:
+            if key is not None:
+                found.setdefault(key, []).append(calls[-1].path)
+        return found
+
+    def choose(self, modules: Mapping[str, nn.Module]) -> _Savers:
+        """Choose which of the tensors that rows name are offloaded, and which are to be dropped.
+
+        Of a row for all that a site saves some may be others' too, which is kept from here on.
+
+        Raises:
+            ConfigError: a row would free nothing, because others save what it names as well.
+        """
+        rows, savers = self._rows, self.savers()
+        others = {
+            one: sorted({path or "the model" for path in paths if not rows.place_of(path)})
+            for one, paths in savers.items()
+        }
+        keys_of: defaultdict[str, set[int]] = defaultdict(set)
+        for storage, paths in savers.items():
+            for path in {rows.place_of(path) for path in paths} - {""}:
+                keys_of[path].add(storage)
         for path, row in rows.offloaded.items():
-            largest = sorted(of_path.get(path, ()), key=lambda one: -one.num_bytes)
-            for memory in largest[: row.most]:
-                others = [saver for saver, _ in memory.savers if not rows.place_of(saver)]
-                if others:
-                    raise ConfigError(self._refusal(path, row, memory, others, layers))
-
-    def _refusal(
-        self,
-        path: str,
-        row: RowConfig,
-        memory: Memory,
-        others: list[str],
-        layers: Mapping[str, int],
-    ) -> str:
-        layer = next((one for one in layers if f"{path}.".startswith(f"{one}.")), "")
-        names = {one.removeprefix(f"{layer}.") if one != layer else "layer" for one in others}
-        said = ", ".join(sorted(names))
-        return (
-            f"row {row}: {said} in {layer} also save {format_bytes(memory.num_bytes, 1)} of what "
-            "it would offload, so nothing would be freed; let rows offload those too, or one row "
-            "what is around them all"
-        )
-
-
-def _savers_of(seen: SavedMemory, rows: FoundRows) -> dict[str, tuple[str, LargestTensors]]:
-    """Return, by module, the site that it saves an output of, and which of its tensors that is."""
-    found: dict[str, tuple[str, set[int]]] = {}
-    for path, made in seen.made.items():
-        for storage in made:
-            memory = seen.found.get(storage.cdata)
-            for saver, number in memory.savers if memory else ():
-                if saver not in rows.recomputed and not rows.place_of(saver):
-                    found.setdefault(saver, (rows.recomputed[path], set()))[1].add(number)
-    return {
-        saver: (name, LargestTensors(0, frozenset(numbers), seen.num_saved[saver]))
-        for saver, (name, numbers) in found.items()
-    }
+            largest = sorted(keys_of[path], key=lambda key: -self.sizes[key])[: row.most]
+            shared = [key for key in largest if others[key]]
+            if shared and (row.most is not None or len(shared) == len(largest)):
+                raise ConfigError(
+                    f"row {row}: {', '.join(others[shared[0]])} also save "
+                    f"{format_bytes(self.sizes[shared[0]], 1)} of what {path} would offload, so "
+                    "nothing would be freed; let rows offload those too, or one row what is around "
+                    "them all"
+                )
+        site_of = {made: path for path, all_made in self._made.items() for made in all_made}
+        dropped = {
+            path: rows.recomputed[site_of[made]]
+            for made in site_of.keys() & savers.keys()
+            for path in savers[made]
+            if path not in rows.recomputed and not rows.place_of(path)
+        }
+        # Hooks inside others see a tensor first, and those around don't.
+        counts: Counter[_Call] = Counter()
+        numbers: defaultdict[str, dict[bool, set[int]]] = defaultdict(lambda: defaultdict(set))
+        for calls, key in self.saves:
+            hooked = (x for x in reversed(calls) if x.path in rows.offloaded or x.path in dropped)
+            if (call := next(hooked, None)) is not None:
+                is_named = key in site_of if call.path in dropped else not others.get(key or 0)
+                numbers[call.path][is_named].add(counts[call])
+                counts[call] += 1
+        for path, row in rows.offloaded.items():
+            if row.most is None and (left_out := numbers[path][False] - numbers[path][True]):
+                num_saved = max(num for call, num in counts.items() if call.path == path)
+                LargestTensors.of(modules[path], None).leave_out(left_out, num_saved)
+        return {
+            path: (name, LargestTensors(0, frozenset(numbers[path][True])))
+            for path, name in dropped.items()
+        }
 
 
 class RowWatch:
@@ -179,68 +188,95 @@ class RowWatch:
     def __init__(self, root: nn.Module, rows: FoundRows, find_manager: FindManager) -> None:
         self._root, self._rows, self._find_manager = ref(root), rows, find_manager
         self._seen: SavedMemory | None = None
+        self._thread = 0
         self._manager: PipelineOffloadManager | None = None
         self._inner: list[RemovableHandle] = []
+        modules = self._modules()
+        self._known = _watched.get(root)
+        if self._known is not None and not self._known.is_of(rows, modules):
+            self._known = None
 
-    def hook(self) -> list[RemovableHandle]:
-        """Hook the model; the hooks of another watch go."""
-        root = self._modules()[""]
-        known, handles = _watched.get(root), hooks_of(RowWatch, root)
-        if known is not None and known[0] == self._rows:
-            return self._hook_savers(known[1])
-        _watched.pop(root, None)
-        begin, end = ModuleHook(self._begin), ModuleHook(self._end)
-        handles.append(root.register_forward_pre_hook(begin))  # behind what begins a chunk
-        handles.append(root.register_forward_hook(end, always_call=True))
-        return handles
-
-    def _modules(self) -> dict[str, nn.Module]:
-        root = self._root()
-        assert root is not None
-        return named_modules(root)
-
-    def _hook_savers(self, savers: Mapping[str, tuple[str, LargestTensors]]) -> list[Any]:
+    def hook_savers(self) -> list[RemovableHandle]:
+        """Hook what saves outputs that rows recompute, where that is known."""
+        if self._known is None:
+            return []
         modules, handles = self._modules(), list[RemovableHandle]()
-        for path, (name, tensors) in savers.items():
+        for path, (name, tensors) in self._known.savers.items():
             own = hooks_of(OffloadSite, modules[path])
             own += OffloadSite(name, self._find_manager, tensors).hook(modules[path])
             handles += own
         return handles
 
-    def _begin(self, module: nn.Module, args: Any) -> None:
+    def hook(self) -> list[RemovableHandle]:
+        """Hook the model itself, each call of which is a forward; the hooks of another watch go."""
+        root = self._modules()[""]
+        handles = hooks_of(RowWatch, root)
+        if self._known is None:
+            begin = ModuleHook(lambda *_: self.begin())
+            end = ModuleHook(lambda *given: self.end(has_failed=given[-1] is None))
+            handles.append(root.register_forward_pre_hook(begin))  # behind what begins a chunk
+            handles.append(root.register_forward_hook(end, always_call=True))
+        return handles
+
+    def _modules(self) -> dict[str, nn.Module]:
+        root = self._root()
+        return {} if root is None else named_modules(root)
+
+    def begin(self) -> None:
+        """Begin to watch a forward, if it is the first."""
         manager = self._find_manager()
-        if self._seen is not None or manager is None or not manager.records():
+        if self._known is not None or manager is None or not manager.records():
             return
+        if self._seen is not None:
+            if self._thread != get_ident():
+                return
+            self._stop()  # an interrupt has ended it
         chunk = manager.cur_forward_chunk()
         if chunk is None:
             return
-        self._manager, self._seen = manager, SavedMemory(chunk.may_move, self._rows)
-        inner = {path: part for path, part in self._modules().items() if path}
-        self._inner = self._seen.watch(inner)
-        self._seen.enter("")
+        self._manager, self._thread = manager, get_ident()
+        self._seen = SavedMemory(chunk.may_move, self._rows, manager.transfers)
+        self._inner = self._seen.watch(self._modules())
         manager.observers.append(self._seen)
         put_on(self._seen.pack, SavedTensor.unpack)
 
-    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _stop(self) -> SavedMemory:
         seen, manager, self._seen = self._seen, self._manager, None
-        if seen is None or manager is None:
-            return
+        assert seen is not None
+        assert manager is not None
         take_off(partial(eq, seen.pack))
         manager.observers.remove(seen)
         for handle in self._inner:
             handle.remove()
         self._inner.clear()
-        if output is None:
-            return  # it has raised: the next forward shows all
-        seen.leave("", output)
-        modules = self._modules()
-        seen.check(layers_of(modules))
-        savers = _savers_of(seen, self._rows)
-        _watched[modules[""]] = self._rows, savers
-        hooks_of(RowWatch, modules[""])
-        self._hook_savers(savers)
+        return seen
+
+    def end(self, *, has_failed: bool) -> None:
+        """End what `begin` has begun; where that has failed, the next forward shows all.
+
+        Raises:
+            ConfigError: as `SavedMemory.choose`.
+        """
+        if self._seen is None or self._thread != get_ident():
+            return
+        seen, modules = self._stop(), self._modules()
+        if not has_failed and seen.saves:
+            known = _Known(self._rows, modules, seen.choose(modules))
+            self._known = _watched[modules[""]] = known
+            hooks_of(RowWatch, modules[""])
+            self.hook_savers()
 
 
-_watched: WeakKeyDictionary[nn.Module, tuple[FoundRows, dict[str, tuple[str, LargestTensors]]]]
-_watched = WeakKeyDictionary()
-"""By model, the rows that were found whole, and where what they recompute is saved."""
+class _Known:
+    """What a watched forward of a model has shown: rows that are whole, and who saves outputs."""
+
+    def __init__(self, rows: FoundRows, modules: Mapping[str, nn.Module], savers: _Savers) -> None:
+        self._rows, self.savers = rows, savers
+        self._modules = [ref(module) for module in modules.values()]
+
+    def is_of(self, rows: FoundRows, modules: Mapping[str, nn.Module]) -> bool:
+        """Whether it holds for these rows in these modules."""
+        return rows == self._rows and [x() for x in self._modules] == [*modules.values()]
+
+
+_watched: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()

@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from megatron_offload.backends.base import Event
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.checking import checksum
-from megatron_offload.engine.group import Block, BlockRef, Recipe
+from megatron_offload.engine.group import INPUT_NOT_SAVED, Block, BlockRef, Recipe
 from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.modes import has_modes
 from megatron_offload.engine.saved_tensor import LAYOUTS, SavedTensor
@@ -132,7 +132,7 @@ class Input(SavedTensor):
         block = self.block
         if block is None or not block.covers(self.layout.low, self.layout.high):
             if self.recipe is None:
-                return "an input is not saved"
+                return INPUT_NOT_SAVED
             self.block = None
             self.recipe = self.recipe.copy()  # a block of the input may still take that itself
             return self.recipe.bind_inputs()

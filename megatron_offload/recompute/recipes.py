@@ -64,12 +64,14 @@ class Recipes:
         random_states: RandomStates | None = None,
         keeps_grad: bool = False,
         runs: bool = True,
+        holds: bool = False,
     ) -> None:
         """Note how a tensor was made, so that what saves it need not keep its bytes.
 
         ``called`` is what the function calls, where that is another one; ``proof`` what is known of
         such outputs, by default of this call of it in each forward; ``runs`` whether it runs once
-        more to be compared; ``keeps_grad`` is as in `CallState`, the rest as in `FunctionRecipe`.
+        more to be compared; ``holds`` whether it keeps what it takes for its own backward anyway;
+        ``keeps_grad`` is as in `CallState`, the rest as in `FunctionRecipe`.
         """
         chunk = self._chunk
         is_plain = type(output) is torch.Tensor and chunk.transfers.backend.owns(output)
@@ -84,6 +86,9 @@ class Recipes:
         constants: list[torch.Tensor] = []
         known: dict[int, Any] = {}
         part: Any
+        around = chunk.open_groups[-1].pick if chunk.open_groups else None
+        offloads = bool(chunk.open_groups) and not (around and around.drops_only)
+        is_held = holds and chunk.transfers.by_rows and not offloads
         for given in inputs:
             if id(given) in known or not isinstance(given, torch.Tensor):
                 parts.append(known.get(id(given), given))  # it is one for the function too
@@ -96,7 +101,7 @@ class Recipes:
             elif type(given) is torch.Tensor and (given.is_conj() or given.is_neg()):
                 part, refusal = None, "an input is conjugated or negated lazily"  # no form says it
             else:
-                part, made = self._input_of(given, unit)
+                part, made = self._input_of(given, unit, is_held=is_held)
                 if part is None:
                     part = given if has_modes() else lasting(given)
                     part = part.detach()  # to hold a graph from one of its records is a cycle
@@ -125,7 +130,9 @@ class Recipes:
         elif block.is_before_copy:
             block.recipe = recipe
 
-    def _input_of(self, tensor: torch.Tensor, unit: str) -> tuple[Input | None, Recipe | None]:
+    def _input_of(
+        self, tensor: torch.Tensor, unit: str, *, is_held: bool
+    ) -> tuple[Input | None, Recipe | None]:
         """Return a tensor as a recipe's input, with how it was made itself; None: it is kept."""
         chunk, block, recipe = self._chunk, None, None
         if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
@@ -136,9 +143,8 @@ class Recipes:
                 recipe = self._recipes.get(key)
                 if recipe is not None and recipe.version != tensor._version:
                     recipe = None  # what it has made was changed in place since
-        is_recorded = owner_of_hooks() is not None or not chunk.transfers.by_rows
-        if block is None and recipe is None and not (is_recorded and chunk.may_move(tensor)):
-            return None, None  # it is kept as it is, and the site has it anyway
+        if block is None and recipe is None and (is_held or not chunk.may_move(tensor)):
+            return None, None
         part = Input(tensor, unit, chunk.blocks, recipe)
         chunk.transfers.sources.empty(part.alias)
         return part, recipe if block is None else block.recipe

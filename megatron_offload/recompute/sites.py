@@ -38,10 +38,10 @@ from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.modes import has_modes, is_traced
 from megatron_offload.engine.module_hooks import (
     EagerHook,
-    ModuleHook,
     compiled_parts,
     expression_of,
     hooks_of,
+    is_own_hook,
 )
 from megatron_offload.model_map.structure import find_sites, layers_of
 from megatron_offload.model_map.watch import SavedMemory
@@ -160,7 +160,7 @@ class _HookedSite(Site):
 
     def __init__(self, path: str, unit: str, module: nn.Module) -> None:
         is_of_torch = type(module).__module__.startswith("torch.nn.") and not module._modules
-        draws = kind_of(unit) not in _KNOWN
+        draws = unit_of(path, module) is None
         super().__init__(
             path,
             unit,
@@ -247,6 +247,7 @@ class _HookedSite(Site):
         made = output[0] if call.picks_first else output
         if chunk is not None and isinstance(made, torch.Tensor):
             how: dict[str, Any] = {"proof": self.proof, "runs": not self.drops_inside}
+            how["holds"] = self.drops_inside or not self.draws
             recipes_of(chunk).add(made, call.output, leaves, self.unit, **how)
 
     def _refusal(self, module: nn.Module, leaves: Sequence[Any]) -> str:
@@ -269,7 +270,7 @@ class _HookedSite(Site):
             return "a part of it is in TorchScript"
         if any(tables.hooks):
             hooks = chain.from_iterable(table.values() for table in tables.hooks)
-            if not all(isinstance(hook, ModuleHook) for hook in hooks):
+            if not all(map(is_own_hook, hooks)):
                 return "a part of it has hooks"
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):

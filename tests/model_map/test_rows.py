@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import threading
+import types
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ from llama_programs import make_model as make_llama
 from llama_programs import train as train_llama
 from processes import torchrun
 from programs import assert_nothing_left, make_manager
-from small_net import WIDTH, around, make_net
+from small_net import WIDTH, Block, Mlp, around, make_net
 from torch import nn
 
 from megatron_offload import (
@@ -27,6 +30,7 @@ from megatron_offload.engine.module_hooks import ModuleHook
 from megatron_offload.errors import ConfigError
 from megatron_offload.memory.storage_ref import StorageRef
 from megatron_offload.model_map import watch
+from megatron_offload.model_map.structure import layers_of
 
 AT_ONCE = {"max_inflight_bytes": 0, "prefetch_bytes": 0}
 
@@ -42,7 +46,10 @@ def take_steps(net, context=None, lengths=(8, 8, 8), num_forwards=1):
                 losses.append(net(torch.randint(50, (2, length))).square().mean())
         for loss in losses[::-1]:
             loss.backward()
-        found += [*(loss.detach() for loss in losses), *(p.grad for p in net.parameters())]
+        found += [
+            *(loss.detach() for loss in losses),
+            *(p.grad for p in net.parameters() if p.grad is not None),
+        ]
         net.zero_grad()
     return [*found, torch.get_rng_state()]
 
@@ -114,7 +121,6 @@ def test_a_row_offloads_no_more_than_its_largest_tensors():
         ({"site": "mlp.act", "offload": "all"}, {"mlp.up"}),
         ({"site": "mlp", "recompute": True}, {"mlp.up", "mlp.act", "mlp.drop"}),
         ({"site": "norm", "recompute": True}, {"norm"}),
-        ({"site": "mlp.drop", "recompute": True}, {"mlp.drop"}),
     ],
     ids=str,
 )
@@ -138,6 +144,15 @@ def test_memory_that_rows_name_is_free_behind_the_forward(row, freed):
         if name == "mlp.act"  # dropout saves its mask alone
     }
     loss.backward()
+
+
+def test_a_row_that_would_hold_an_input_in_place_of_an_output_says_so(caplog):
+    net = make_net()
+    context = around(net, [{"site": "mlp.drop", "recompute": True}])
+    take_steps(net, context)
+    assert "'mlp.drop' returns is kept: it doesn't save what it takes" in caplog.text
+    context.end_step()
+    assert context.last_step.by_name["mlp.drop"].recomputed_bytes == 0
 
 
 def test_layers_without_rows_have_no_hooks_of_saved_tensors():
@@ -189,16 +204,42 @@ def test_nothing_is_looked_at_again(monkeypatch):
 def test_what_others_save_too_is_refused():
     net = make_net()
     rows = [{"site": "q", "offload": "all"}]
-    with pytest.raises(ConfigError, match=r"site: q, offload: all}: k in layers.0 also save"):
+    with pytest.raises(ConfigError, match=r"layers\.0\.k also save 2\.0 KiB of what layers\.0\.q"):
         take_steps(net, around(net, rows))
     take_steps(net, around(net, [*rows, {"site": "k", "offload": "all"}]))
+
+
+class Shared(nn.Module):
+    """Saves its input, which others save, and what it makes."""
+
+    def forward(self, x):
+        return x.sin() * x
+
+
+def test_what_others_save_of_a_site_is_kept_where_the_rest_is_freed():
+    def make():
+        net = make_net()
+        for layer in net.layers:
+            layer.q = Shared()
+        return net
+
+    expected, net = take_steps(make()), make()
+    context = around(net, [{"site": "q", "offload": "all"}], **AT_ONCE)
+    assert_equal(expected, take_steps(net, context))
+    context.end_step()
+    assert context.last_step.by_name["q"].offloaded_bytes == 4 * 2 * 8 * WIDTH * 4
+    with pytest.raises(ConfigError, match=r"layers\.0\.k also save"):
+        take_steps(net, around(net, [{"site": "q", "offload": 2}]))
 
 
 @pytest.mark.parametrize(
     ("row", "said"),
     [
         ({"site": "mlp.atc", "recompute": True}, "no layer has a site 'mlp.atc'; did you mean"),
-        ({"site": "mlp", "layers": "4-9", "offload": 1}, "there are layers 0 to 3"),
+        ({"site": "mlp", "layers": "2-9", "offload": 1}, "there are layers 0 to 3"),
+        ({"site": "mlp", "layers": "3-1", "offload": 1}, "first of some layers comes before"),
+        ({"site": "mlp", "offload": 0}, "greater than or equal to 1"),
+        ({"site": "loss", "layers": 1, "by_rows": True}, "that takes nothing else"),
         ({"site": "mlp", "layers": "4-x", "offload": 1}, "layers are 'all', a number"),
         ({"site": "mlp"}, "needs one action"),
         ({"site": "mlp", "offload": 1, "recompute": True}, "needs one action"),
@@ -325,3 +366,145 @@ def test_rows_on_two_ranks_keep_every_bit(wrapper):
     worker = Path(__file__).parent / "rows_worker.py"
     done = torchrun(2, worker, wrapper, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     assert done.stdout.split() == ["equal"] * 2, done.stderr[-4000:]
+
+
+# What was found by breaking it.
+
+
+def test_parts_of_compiled_graphs_are_left_alone_by_the_watch():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def compiled():
+        net = make_net()
+        for layer in net.layers:
+            layer.mlp = torch.compile(layer.mlp, backend=backend, fullgraph=True)
+        return net
+
+    expected = take_steps(compiled())
+    torch.compiler.reset()
+    num_graphs = len(graphs)
+    graphs.clear()
+    net = compiled()
+    assert_equal(expected, take_steps(net, around(net, [{"site": "norm", "recompute": True}])))
+    assert len(graphs) == num_graphs
+
+
+def test_an_interrupt_in_the_watched_forward_leaves_no_hook():
+    expected = take_steps(make_net(), None, (8, 8))
+    net = make_net()
+    context = around(net, [{"site": "norm", "recompute": True}])
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    handle = net.head.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt), context:
+        net(torch.randint(50, (2, 8)))
+    handle.remove()
+    assert owner_of_hooks() is None
+    assert context.manager.observers == []
+    assert_equal(expected, take_steps(net, context, (8, 8)))
+    context.end_step()
+    assert context.last_step.by_name["norm"].recomputed_bytes > 0
+
+
+def test_another_thread_neither_ends_the_watch_nor_is_in_the_context():
+    net, seen = make_net(), []
+    context = around(net, [{"site": "norm", "recompute": True}])
+
+    def train_elsewhere(*_):
+        if not seen:
+            seen.append(threading.Thread(target=lambda: net(torch.randint(50, (1, 4))).sum()))
+            seen[0].start()
+            seen[0].join()
+
+    net.head.register_forward_pre_hook(train_elsewhere)
+    take_steps(net, context)
+    assert owner_of_hooks() is None
+    context.end_step()
+    assert context.last_step.by_name["norm"].recomputed_bytes > 0
+
+
+class Gated(Mlp):
+    """Saves what its activation returns itself, and what one of its modules does."""
+
+    def forward(self, x):
+        y = self.act(self.up(x))
+        return self.down(y * y.sin())
+
+
+def test_outputs_are_dropped_where_modules_and_those_around_them_save_them():
+    def make():
+        net = make_net()
+        for layer in net.layers:
+            layer.mlp = Gated()
+            layer.forward = types.MethodType(
+                lambda self, x: x + self.mlp(self.norm(x)) * self.norm(x).cos(), layer
+            )
+        return net
+
+    rows = [{"site": "mlp.act", "recompute": True}, {"site": "norm", "recompute": True}]
+    expected, net = take_steps(make()), make()
+    context = around(net, rows)
+    assert_equal(expected, take_steps(net, context))
+    context.end_step()
+    by_name, of_layers = context.last_step.by_name, 4 * 2 * 8 * 4
+    assert by_name["mlp.act"].recomputed_bytes == of_layers * 4 * WIDTH
+    assert by_name["norm"].recomputed_bytes == of_layers * 2 * WIDTH
+    assert context.last_step.refused_recipe_bytes == {}
+
+
+def test_a_forward_whose_model_is_not_called_itself_is_watched_too():
+    net = make_net()
+    context = around(net, [{"site": "norm", "recompute": True}])
+    for _ in range(3):
+        with context:
+            x = net.embed(torch.randint(50, (2, 8)))
+            for layer in net.layers:
+                x = layer(x)
+        x.sum().backward()
+    context.end_step()
+    assert context.last_step.by_name["norm"].recomputed_bytes > 0
+
+
+def test_a_model_that_has_changed_and_a_copy_are_watched_anew():
+    net, rows = (
+        make_net(),
+        [{"site": "norm", "recompute": True}, {"site": "mlp", "recompute": True}],
+    )
+    take_steps(net, around(net, rows))
+    for layer in net.layers:
+        layer.q = nn.Sequential(nn.Identity(), layer.q)
+    for model in (net, copy.deepcopy(net)):
+        expected = take_steps(copy.deepcopy(model))
+        context = around(model, rows)
+        assert_equal(expected, take_steps(model, context))
+        context.end_step()
+        assert context.last_step.by_name["norm"].recomputed_bytes > 0
+        assert context.last_step.by_name["mlp"].recomputed_bytes > 0
+
+
+def test_an_empty_list_of_rows_keeps_all():
+    net = make_net()
+    context = around(net, [])
+    take_steps(net, context)
+    assert {*(name for layer in net.layers for name in layer.hooks_seen)} == {type(None)}
+    assert context.last_step.num_groups == 0
+
+
+class Coder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.ModuleList(Block() for _ in range(2))
+        blocks = OrderedDict(one=Block(), other=Block())
+        blocks["other"].layer_number = 7  # a number of its own
+        self.decoder = nn.Sequential(blocks)
+
+
+def test_layers_are_numbered_in_each_list():
+    layers = layers_of(dict(Coder().named_modules()))
+    assert layers == {"encoder.0": 0, "encoder.1": 1, "decoder.one": 0, "decoder.other": 1}
