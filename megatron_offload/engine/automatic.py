@@ -110,7 +110,7 @@ class AutomaticGroups:
     finds_steps: bool = True
     on_step: Callable[[], None] | None = None
     watch: Watch | None = field(default=None, init=False)
-    """Is told when the outermost forward begins and ends, where rows say what is recorded."""
+    """Is called when the outermost forward begins and ends, where rows say what is recorded."""
     _thread: int = field(default=0, init=False)
     _forwards: list[_Forward | None] = field(default_factory=list, init=False)
     """None of one that began while the manager rests."""

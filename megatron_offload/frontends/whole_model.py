@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import threading
 import warnings
 import weakref
@@ -37,6 +38,8 @@ from megatron_offload.recompute.model_loss import (
     owners_of_loss,
     patch_loss,
 )
+
+_logger = logging.getLogger(__name__)
 
 _HEADS = ("output", "lm_head", "output_layer", "embed_out", "score", "classifier", "head")
 """What libraries call the layer that makes logits: torchtune; Hugging Face and litgpt; Megatron;
@@ -145,6 +148,8 @@ class _OffloadModel(OffloadActivations):
         config = self.manager.config
         has_loss = model is not None and config.has_loss_by_rows
         self._owners = owners_of_loss(model) if model is not None and has_loss else []
+        if has_loss and config.names_loss and not self._owners:
+            _logger.warning("the loss isn't by rows: it is no causal model of transformers")
         self._loss = causal_loss if config.names_loss else large_causal_loss
         self._patched: list[PatchStack] = []
 

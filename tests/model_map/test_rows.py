@@ -488,6 +488,14 @@ def test_a_model_that_has_changed_and_a_copy_are_watched_anew():
         assert context.last_step.by_name["mlp"].recomputed_bytes > 0
 
 
+def test_a_loss_that_no_door_knows_is_said(caplog):
+    rows = [{"site": "loss", "by_rows": True}]
+    around(make_net(), rows)
+    assert "the loss isn't by rows" in caplog.text
+    with pytest.raises(ConfigError, match="offload_modules knows no loss"):
+        offload_modules(make_net(), [], manager=make_manager(rows=rows))
+
+
 def test_an_empty_list_of_rows_keeps_all():
     net = make_net()
     context = around(net, [])
