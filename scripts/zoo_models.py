@@ -347,7 +347,8 @@ def rows_of(module: nn.Module) -> list[dict[str, Any]]:
         rows.append({"site": "layer", "offload": "all"})
     numbers = layers_of(named_modules(module))
     if any(kind == "mlp" and numbers[path.rpartition(".")[0]] for path, kind in sites.items()):
-        rows.append({"site": "mlp", "layers": "1-9999", "recompute": True})
+        last = max(numbers.values())
+        rows.append({"site": "mlp", "layers": f"1-{last}", "recompute": True})
     return rows
 
 
