@@ -111,8 +111,9 @@ class OffloadConfig(StrictModel):
     Megatron job, once installed; ``()`` is nothing there too."""
 
     rows: Converted[
-        tuple[RowConfig, ...], Sequence[RowConfig | Mapping[str, Any]] | Mapping[str, Any]
-    ] = default(())
+        tuple[RowConfig, ...] | None,
+        Sequence[RowConfig | Mapping[str, Any]] | Mapping[str, Any] | None,
+    ] = default(None)
     """What is done at which sites of which layers (docs/rows.md), in place of all other keys that
     say what is offloaded or recomputed. What no row names is kept, without any cost; so is all
     where the list is given and empty."""
@@ -195,6 +196,8 @@ class OffloadConfig(StrictModel):
     @field_validator("rows", mode="before")
     @classmethod
     def _rows_of(cls, rows: Any) -> Any:
+        if rows is None:
+            return None
         given = rows if isinstance(rows, (list, tuple)) else [rows]
         return [parse_yaml(row) if isinstance(row, str) else row for row in given]
 
@@ -245,12 +248,12 @@ class OffloadConfig(StrictModel):
     @property
     def has_rows(self) -> bool:
         """Whether rows say what is done, be it nothing."""
-        return "rows" in self.model_fields_set
+        return self.rows is not None
 
     @property
     def names_loss(self) -> bool:
         """Whether it says that the loss is computed by rows."""
-        return LOSS in self.recompute or any(row.by_rows for row in self.rows)
+        return LOSS in self.recompute or any(row.by_rows for row in self.rows or ())
 
     @property
     def smallest_tensor(self) -> tuple[int, int]:

@@ -193,7 +193,7 @@ class PipelineOffloadManager:
         self.transfers = Transfers(self.backend, *pools, self.budget, self.guard, self.observers)
         self.window = self.transfers.window
         self.learner = Learner(config, policy, self.transfers)
-        self._row_names = {row.site for row in config.rows}
+        self._row_names = {row.site for row in config.rows or ()}
         self.transfers.by_rows = config.has_rows
         self.observers[:] = [one for one in self.observers if not isinstance(one, Checker)]
         if config.checking:
@@ -768,7 +768,7 @@ class PipelineOffloadManager:
     @property
     def recompute(self) -> tuple[str, ...]:
         """What is recomputed, by unit and pattern; the loss is none of the engine's."""
-        if self.config.has_rows:
+        if self.config.rows is not None:
             return tuple(row.site for row in self.config.rows if row.recompute)
         is_usual = self is PipelineOffloadManager.instance and (
             "recompute" not in self.config.model_fields_set

@@ -84,7 +84,7 @@ def followed(
 
 def refuse_unserved(door: str, config: OffloadConfig) -> None:
     """Refuse with a `ConfigError` what is to be recomputed and this front door can't."""
-    if any(row.by_rows for row in config.rows) and LOSS not in _RECOMPUTED[door]:
+    if any(row.by_rows for row in config.rows or ()) and LOSS not in _RECOMPUTED[door]:
         raise ConfigError(f"{door} knows no loss, so that no row can be about it")
     patterns = recompute_patterns(config.recompute)
     for name in config.recompute if "recompute" in config.model_fields_set else ():

@@ -282,7 +282,7 @@ def _marking(original: Callable[[Any], None], self: Any) -> None:
         marked = offload_modules(self, filter(_is_ours, names), manager=manager, is_part=True)
         patches.on_undo(marked.remove)
         if manager.config.enabled:
-            _refuse_rows(manager.config.rows, config)
+            _refuse_rows(manager.config.rows or (), config)
             refuse_unserved("megatron_core.install()", manager.config)
             if isinstance(manager.config.policy, MemoryTargetConfig):
                 manager.config.policy.targets(pipeline("world_size"))  # as many as there are ranks
@@ -292,8 +292,8 @@ def _marking(original: Callable[[Any], None], self: Any) -> None:
         _marked[self] = manager.config, marked
     is_full = self.config.recompute_granularity == "full"  # see above
     if manager.do_offload and torch.is_grad_enabled() and not is_full:
-        rows, names = {row.site for row in manager.config.rows}, self.config.offload_modules
-        _look_for_names(manager, rows.intersection(names) if rows else names)
+        rows, names = {row.site for row in manager.config.rows or ()}, self.config.offload_modules
+        _look_for_names(manager, rows.intersection(names) if manager.config.has_rows else names)
 
 
 def _refuse_rows(rows: Sequence[RowConfig], config: Any) -> None:

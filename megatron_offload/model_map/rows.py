@@ -92,11 +92,9 @@ def find_rows(
 
 def _within(layer: str, site: str, modules: Mapping[str, nn.Module]) -> list[str]:
     """Return the modules of a layer that a site's name stands for."""
-    if site == "layer":
-        return [layer]
-    names = PARTS.get(site, ())
-    if names:
-        return [path for name in names if (path := f"{layer}.{name}") in modules]
+    if site == "layer" or site in PARTS:  # where that is a list, its members are meant by name
+        names = [layer] if site == "layer" else [f"{layer}.{name}" for name in PARTS[site]]
+        return [path for path in names if path in modules and has_forward(modules[path])]
     expression = expression_of(f"{layer}.{site}")
     return [path for path in modules if expression.fullmatch(path)]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-import typing
 
 import pytest
 from jobs import ran, run_without
@@ -67,7 +66,7 @@ def test_help_says_what_is_read_and_written_how_it_ends_and_an_example(name, cap
 def keys_of(model, prefix=""):
     """Yield every key that a section and those in it have, with its text."""
     for name, field in model.model_fields.items():
-        is_list = typing.get_origin(field.annotation) is tuple
+        is_list = "tuple" in str(field.annotation)
         inner = [] if is_list else list(_sections_at(field.annotation, ()))
         for section in inner:
             yield from keys_of(section, f"{prefix}{name}.")
