@@ -110,7 +110,7 @@ class ChunkOffloadHandler:
         if has_modes():
             return apart(self.pack, group, tensor)
         transfers, pick = self.transfers, group.pick
-        if pick is not None and not pick.takes():
+        if pick is not None and not is_parameter(tensor) and not pick.takes():
             return SavedTensor(tensor, group.name)
         if transfers.observers and not is_parameter(tensor):
             for observer in transfers.observers:

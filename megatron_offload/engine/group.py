@@ -365,7 +365,7 @@ class Pick(Protocol):
     drops_only: bool
 
     def takes(self) -> bool:
-        """Whether the next that is saved may be, or is left to autograd without a record."""
+        """Whether the next may be, or has no record; parameters aren't asked for."""
 
     def note(self, record: Record) -> None:
         """Note the record of one that may be."""

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from megatron_offload.core.units import format_bytes
 from megatron_offload.engine.hooks import put_on, take_off
 from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.module_hooks import (
     ModuleHook,
     compiled_parts,
@@ -63,8 +64,8 @@ class SavedMemory(Observer):
     Attributes:
         transfers: of the manager, which takes the hooks off that an interrupt has left.
         sizes: by the identity of storages, in the order of saving, the largest tensor in each.
-        saves: for each tensor that was saved the calls around it, and the identity of its storage;
-            None of what can't be offloaded.
+        saves: for each tensor that was saved, but parameters, the calls around it, and the identity
+            of its storage; None of what can't be offloaded.
     """
 
     needs_groups = False
@@ -105,7 +106,8 @@ class SavedMemory(Observer):
 
     def pack(self, tensor: torch.Tensor) -> SavedTensor:
         """Note a tensor that no row is about; the pack hook."""
-        self.tensor_saved(tensor)
+        if not is_parameter(tensor):
+            self.tensor_saved(tensor)
         return SavedTensor(tensor, "kept")
 
     def tensor_saved(self, tensor: torch.Tensor) -> None:

@@ -207,10 +207,14 @@ def test_what_others_save_too_is_refused():
 
 
 class Shared(nn.Module):
-    """Saves its input, which others save, and what it makes."""
+    """Saves a parameter, its input, which others save, and what it makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, x):
-        return x.sin() * x
+        return self.scale.cos() + x.sin() * x
 
 
 def test_what_others_save_of_a_site_is_kept_where_the_rest_is_freed():
