@@ -52,7 +52,8 @@ def train(kinds=None, *, checkpoints=False, autocast=False, num_steps=4, **setti
         net = Net().to(torch.float32 if autocast else torch.bfloat16)
     context = contextlib.nullcontext()
     if kinds:
-        config = OffloadConfig(recompute=kinds, **settings)
+        named = {} if "rows" in settings else {"recompute": kinds}
+        config = OffloadConfig(**named, **settings)
         context = get_act_offloading_ctx_manager(net, config=config, warn_if_no_head=False)
     for layer in net.layers if checkpoints else ():
         layer.forward = lambda x, run=layer.forward: checkpoint(run, x, use_reentrant=False)
@@ -92,7 +93,7 @@ def test_layers_recomputed_on_a_device_take_no_more_memory_than_checkpoints():
     (_, plain), (_, checkpointed), (_, ours) = (
         train(),
         train(checkpoints=True),
-        train(("layer",), enabled=True),
+        train(("layer",), rows=[{"site": "layer", "recompute": True}]),  # no search besides
     )
     assert checkpointed < plain - 50 * MIB
     assert ours < 1.02 * checkpointed
