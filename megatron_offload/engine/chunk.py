@@ -110,11 +110,11 @@ class ChunkOffloadHandler:
         if has_modes():
             return apart(self.pack, group, tensor)
         transfers, pick = self.transfers, group.pick
-        if pick is not None and not is_parameter(tensor) and not pick.takes():
-            return SavedTensor(tensor, group.name)
         if transfers.observers and not is_parameter(tensor):
             for observer in transfers.observers:
                 observer.tensor_saved(tensor)
+        if pick is not None and not is_parameter(tensor) and not pick.takes():
+            return SavedTensor(tensor, group.name)
         record = SavedTensor(tensor, group.name)
         if is_traced():
             return record

@@ -59,8 +59,9 @@ class LargestTensors:
         return known
 
     def leave_out(self, numbers: set[int], num_saved: int) -> None:
-        """Choose all but these, of so many."""
-        self.chosen, self.num_saved = frozenset(range(num_saved)) - numbers, num_saved
+        """Choose all but these, of so many; whatever was chosen under other rows."""
+        self.chosen = frozenset(range(num_saved)) - numbers if numbers else None
+        self.num_saved = num_saved
 
     def begin(self) -> _Call:
         """Return the `Pick` of a call that begins."""
@@ -121,7 +122,7 @@ class OffloadSite:
     ) -> None:
         self.name, self.largest = name, largest
         self._find_manager, (self._first, self._last) = find_manager, takes
-        self._open: list[PipelineOffloadManager | None] = []
+        self._open: list[PipelineOffloadManager] = []
 
     def hook(self, module: nn.Module) -> list[RemovableHandle]:
         """Let each call of a module be a group."""
@@ -133,21 +134,25 @@ class OffloadSite:
     def begin(self, module: nn.Module, args: Any, passed: Any) -> None:
         """Begin a group."""
         manager = self._find_manager()
-        self._open.append(manager)
         if manager is not None:
+            self._open.append(manager)
             pick = None if self.largest is None else self.largest.begin()
             start_group(manager, self._first(args, passed), self.name, pick)
             manager.__enter__()
 
     def end(self, module: nn.Module, args: Any, passed: Any) -> None:
-        """End the group that was begun last; there is none where another hook raised before."""
-        if self._open and (manager := self._open.pop()) is not None:
+        """End the group that was begun last; there is none where another hook raised before.
+
+        A thread that isn't in the manager's forward ends none.
+        """
+        if self._open and self._find_manager() is not None:
+            manager = self._open.pop()
             manager.__exit__()
             commit_group(manager, self._last(args, passed), self.name)
 
     def close(self, module: nn.Module, args: Any, output: Any) -> None:
         """End all that are open: the forward ended without calling the last module, or raised."""
-        while self._open:
+        for _ in self._open.copy():
             self.end(module, (), {})
 
 

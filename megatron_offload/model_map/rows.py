@@ -49,11 +49,8 @@ def find_rows(
         ConfigError: a row names what the model doesn't have, or what can't be hooked, or two rows
             are about one module.
     """
-    found, layers, compiled = (
-        FoundRows({}, {}),
-        layers_of(modules),
-        compiled_parts(modules.values()),
-    )
+    found, layers = FoundRows({}, {}), layers_of(modules)
+    compiled = compiled_parts(modules.values())
     known: dict[str, RowConfig] = {}
     for row in rows:
         if row.site == LOSS:

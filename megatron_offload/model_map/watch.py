@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from operator import eq
 from threading import get_ident
@@ -19,6 +18,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.core.units import format_bytes
@@ -99,10 +99,10 @@ class SavedMemory(Observer):
             if self._calls.pop().path == path:
                 break
         for tensor in outputs((), output) if self._rows.drops_output(path) else ():
-            if isinstance(tensor, torch.Tensor):
-                with suppress(NotImplementedError):  # it has no storage
-                    self._storages.append(StorageRef(tensor.untyped_storage()))
-                    self._made[path].add(self._storages[-1].cdata)
+            is_plain = type(tensor) is torch.Tensor and not is_functorch_wrapped_tensor(tensor)
+            if is_plain and tensor.layout is torch.strided:
+                self._storages.append(StorageRef(tensor.untyped_storage()))
+                self._made[path].add(self._storages[-1].cdata)
 
     def pack(self, tensor: torch.Tensor) -> SavedTensor:
         """Note a tensor that no row is about; the pack hook."""
@@ -168,12 +168,13 @@ class SavedMemory(Observer):
         for calls, key in self.saves:
             hooked = (x for x in reversed(calls) if x.path in rows.offloaded or x.path in dropped)
             if (call := next(hooked, None)) is not None:
-                is_named = key in site_of if call.path in dropped else not others.get(key or 0)
+                is_named = key in site_of if call.path in dropped else not (key and others[key])
                 numbers[call.path][is_named].add(counts[call])
                 counts[call] += 1
         for path, row in rows.offloaded.items():
-            if row.most is None and (left_out := numbers[path][False] - numbers[path][True]):
-                num_saved = max(num for call, num in counts.items() if call.path == path)
+            if row.most is None:
+                left_out = numbers[path][False] - numbers[path][True]
+                num_saved = max((n for call, n in counts.items() if call.path == path), default=0)
                 LargestTensors.of(modules[path], None).leave_out(left_out, num_saved)
         return {
             path: (name, LargestTensors(0, frozenset(numbers[path][True])))

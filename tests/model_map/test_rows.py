@@ -231,6 +231,13 @@ def test_what_others_save_of_a_site_is_kept_where_the_rest_is_freed():
     assert context.last_step.by_name["q"].offloaded_bytes == 4 * 2 * 8 * WIDTH * 4
     with pytest.raises(ConfigError, match=r"layers\.0\.k also save"):
         take_steps(net, around(net, [{"site": "q", "offload": 2}]))
+    context = around(
+        net, [{"site": "q", "offload": "all"}, {"site": "k", "offload": "all"}], **AT_ONCE
+    )
+    assert_equal(expected, take_steps(net, context))
+    context.end_step()
+    by_name = context.last_step.by_name  # nothing is left out any more
+    assert by_name["q"].offloaded_bytes + by_name["k"].offloaded_bytes == 2 * 4 * 2 * 8 * WIDTH * 4
 
 
 @pytest.mark.parametrize(
