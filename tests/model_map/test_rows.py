@@ -196,6 +196,9 @@ def test_nothing_is_looked_at_again(monkeypatch):
     assert made == [1]
     take_steps(net, around(net, rows[:1]), (8, 8))
     assert made == [1, 1]
+    net.layers[0].q = nn.Linear(WIDTH, WIDTH)
+    take_steps(net, around(net, rows[:1]), (8, 8))
+    assert made == [1, 1, 1]
 
 
 def test_what_others_save_too_is_refused():
@@ -424,14 +427,15 @@ def test_another_thread_neither_ends_the_watch_nor_is_in_the_context():
     net, seen = make_net(), []
     context = around(net, [{"site": "norm", "recompute": True}])
 
-    def train_elsewhere(*_):
-        if not seen:
-            seen.append(threading.Thread(target=lambda: net(torch.randint(50, (1, 4))).sum()))
-            seen[0].start()
-            seen[0].join()
+    def train_beside(*_):
+        if threading.current_thread() is threading.main_thread() and not seen:
+            run = threading.Thread(target=lambda: seen.append(net(torch.randint(50, (1, 4)))))
+            run.start()
+            run.join()
 
-    net.head.register_forward_pre_hook(train_elsewhere)
+    net.head.register_forward_pre_hook(train_beside)
     take_steps(net, context)
+    assert len(seen) == 1, "it has raised"
     assert owner_of_hooks() is None
     context.end_step()
     assert context.last_step.by_name["norm"].recomputed_bytes > 0
@@ -502,6 +506,50 @@ def test_a_loss_that_no_door_knows_is_said(caplog):
     assert "the loss isn't by rows" in caplog.text
     with pytest.raises(ConfigError, match="offload_modules knows no loss"):
         offload_modules(make_net(), [], manager=make_manager(rows=rows))
+
+
+def test_a_copy_of_a_model_with_rows_has_its_layers_recomputed():
+    net = make_net()
+    take_steps(net, around(net, [{"site": "mlp", "recompute": True}]))
+    copied = copy.deepcopy(net)
+    context = around(copied, [{"site": "layer", "recompute": True}])
+    assert_equal(take_steps(make_net()), take_steps(copied, context))
+    context.end_step()
+    assert context.last_step.by_name["layer"].recomputed_bytes > 0
+
+
+def test_a_watch_by_hand_ends_with_its_thread_s_forward_or_an_abort():
+    net, manager = make_net(), make_manager(rows=[{"site": "norm", "recompute": True}])
+
+    def evaluate_beside(*_):
+        with torch.no_grad():
+            net(torch.randint(50, (1, 4)))
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with offload_modules(net, [], manager=manager):
+        handle = net.head.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt), manager.step():
+            net(torch.randint(50, (2, 8)))
+        handle.remove()
+        assert owner_of_hooks() is None, "abort takes it off"
+        watches = []
+
+        def look(*_):
+            if threading.current_thread() is threading.main_thread():
+                run = threading.Thread(target=evaluate_beside)
+                run.start()
+                run.join()
+                watches.append(type(owner_of_hooks()))
+                watches.append(len(manager.observers))
+
+        net.head.register_forward_pre_hook(look)
+        with manager.step():
+            net(torch.randint(50, (2, 8))).sum().backward()
+        assert watches == [watch.SavedMemory, 1]
+        assert owner_of_hooks() is None
+        assert manager.observers == []
 
 
 def test_an_empty_list_of_rows_keeps_all():
