@@ -425,7 +425,7 @@ def test_an_interrupt_in_the_watched_forward_leaves_no_hook():
 
 def test_another_thread_neither_ends_the_watch_nor_is_in_the_context():
     net, seen = make_net(), []
-    context = around(net, [{"site": "norm", "recompute": True}])
+    context = around(net, [{"site": "mlp", "offload": 1}, {"site": "norm", "recompute": True}])
 
     def train_beside(*_):
         if threading.current_thread() is threading.main_thread() and not seen:
