@@ -255,9 +255,9 @@ class OursWhole(Ours):
 
 class Megatron(Marked):
     def report(self):
-        from megatron.core.pipeline_parallel import fine_grained_activation_offload as theirs
+        from megatron.core.pipeline_parallel import fine_grained_activation_offload as original
 
-        manager = theirs.PipelineOffloadManager.get_instance()
+        manager = original.PipelineOffloadManager.get_instance()
         moved = sum(
             group.total_offload_bytes
             for chunk in manager._cached_chunks_forward

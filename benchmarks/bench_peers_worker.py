@@ -380,7 +380,7 @@ def main():
     logging.getLogger("megatron_offload").setLevel(logging.INFO if rank == 0 else logging.WARNING)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     load_megatron()
-    if not sys.stdin.readline():  # whoever started this process is gone
+    if not sys.stdin.readline():  # the process that started this one is gone
         return
     # A hang leaves in the log where it was.
     faulthandler.dump_traceback_later(max(1.0, spec["timeout_s"] - 5))

@@ -317,7 +317,7 @@ def launch(options, todo, path, attempt, stop_at):
     return f"rank {rank}: {last_line(names[rank])}"
 
 
-def settle(report, todo, reason):
+def finish(report, todo, reason):
     """Make rows of what was running when the ranks ended."""
     running = report["running"]
     if running is None:
@@ -361,7 +361,7 @@ def main(arguments=None):
             break
         why = f"an earlier failure: {reason}"
         at_start = report["running"] is None
-        settle(report, options.todo, reason)
+        finish(report, options.todo, reason)
         save(report, path)
         done = {row["id"] for row in report["rows"]}
         if at_start or all(one["id"] in done for one in options.todo):

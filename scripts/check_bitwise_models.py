@@ -1,6 +1,6 @@
 """The models of `check_bitwise.py`: what each adds to the dense one.
 
-On a CPU they consist of megatron-core's own layers, and nothing of theirs is late; what only
+On a CPU they consist of megatron-core's own layers, of which nothing is late; what only
 TransformerEngine has is left out there, with the reason.
 """
 

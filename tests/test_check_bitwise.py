@@ -9,7 +9,7 @@ from processes import ROOT, later, run_python
 sys.path.append(str(ROOT / "scripts"))
 
 import check_bitwise
-from check_bitwise import judge, settle, summary
+from check_bitwise import finish, judge, summary
 
 from megatron_offload.config import MODULES
 
@@ -162,12 +162,12 @@ def test_only_equal_is_a_yes():
 def test_a_failure_without_offload_is_one_of_all_that_needs_it(capsys):
     todo = parse("--models", "dense", "--vpp", "2", "4", "--dtypes", "bf16").todo
     report = {"rows": [], "running": {"combination": todo[0], "reference": True}}
-    settle(report, todo, "rank 1: boom")
+    finish(report, todo, "rank 1: boom")
     assert {row["id"] for row in report["rows"]} == {c["id"] for c in todo if c["vpp"] == 2}
     assert report["rows"][0]["reason"] == "without offload: rank 1: boom"
     assert report["running"] is None
     report["running"] = {"combination": todo[-1], "reference": False}
-    settle(report, todo, "rank 0: boom")
+    finish(report, todo, "rank 0: boom")
     assert report["rows"][-1]["id"] == todo[-1]["id"]
     assert "rank 0: boom" in capsys.readouterr().out
 
