@@ -39,6 +39,11 @@ MODES = {
     "rows-two-of-12": {"rows": [LOSS, {"site": "mlp", "layers": "0-11", "offload": 2}]},
     "rows-mlp": {"rows": [LOSS, {"site": "mlp", "recompute": True}]},
     "rows-layer": {"rows": [{"site": "layer", "recompute": True}]},
+    **{f"auto-{x}": {"policy": {"kind": "auto", "most_slowdown_percent": x}} for x in (1, 3, 12)},
+    **{
+        f"target-{x}": {"policy": {"kind": "memory_target", "memory_target": f"{x}GiB"}}
+        for x in (30, 24, 18, 14)
+    },
     "checkpoint": None,
 }
 """By mode the settings of the context around each forward: none without one. ``checkpoint`` is
@@ -104,24 +109,34 @@ def train(mode: str, num_steps: int) -> dict[str, object]:
 
 
 def compare_at(length: int, modes: list[str], num_steps: int) -> None:
-    """Print medians of steps of one length, all modes in this process, one after the other."""
+    """Print medians of steps of one length, all modes in this process, one after the other.
+
+    A run that looks for a plan is measured behind that.
+    """
     model, step = make_step()
     plain_s = None
     for mode in modes:
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
         offload = context_of(mode, model)
-        times = [step(offload, length)[0] for _ in range(num_steps)]
-        first_s, median_s = sum(times[:6]), statistics.median(times[6:])
+        tuner = getattr(getattr(offload, "manager", None), "tuner", None)
+        first_s = [step(offload, length)[0] for _ in range(6)]
+        while tuner is not None and not tuner.is_converged and len(first_s) < 200:
+            first_s.append(step(offload, length)[0])
+        step(offload, length)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        median_s = statistics.median(step(offload, length)[0] for _ in range(num_steps))
         plain_s = plain_s or median_s
-        peak_gib = torch.cuda.max_memory_allocated() / 2**30
-        line = f"{mode}: {1e3 * median_s:.1f} ms, {median_s / plain_s:.3f}; {peak_gib:.1f} GiB"
-        print(f"{line} allocated; the first six steps {first_s:.1f} s", flush=True)
+        peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        sizes = " / ".join(f"{peak / 2**30:.1f}" for peak in peaks)
+        line = f"{mode}: {1e3 * median_s:.1f} ms, {median_s / plain_s:.3f}; {sizes} GiB"
+        longer = sum(first_s) / len(first_s) / plain_s
+        print(f"{line}; the first {len(first_s)} steps {longer:.2f} times as long", flush=True)
         if mode == "checkpoint":
             model.gradient_checkpointing_disable()
         elif MODES[mode] is not None:
+            print(f"  {tuner.said}" if tuner is not None else "")
             offload.end_step()
-            print(offload.last_step)
             offload.close()
 
 

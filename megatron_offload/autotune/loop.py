@@ -52,17 +52,19 @@ _PROBE_BYTES = 32 << 20  # what one of the copies moves that time the link
 
 _logger = logging.getLogger(__name__)
 
-_ADVICE = (
+ADVICE = (
     ". 'policy: {kind: auto, most_slowdown_percent: 5}' lets it cost more, 'memory_target' says "
     "how much memory there is, 'rows' name what is offloaded or recomputed and cost nothing "
     "besides (docs/rows.md), and 'policy: modules' offloads everything"
 )
-_NO_CLOCK = (
+NO_CLOCK = (
     "there is no GPU here, so that nothing can be won. 'policy: modules', in Python "
     "OffloadConfig(policy='modules'), offloads everything all the same"
 )
 
-_numbers = itertools.count()  # of this process's searches: ranks that run one program count alike
+search_numbers = (
+    itertools.count()
+)  # of this process's searches: ranks that run one program count alike
 
 
 def tune(manager: PipelineOffloadManager, loop: MeasuredLoop | None = None) -> MeasuredLoop:
@@ -157,7 +159,7 @@ class MeasuredLoop(OldAttributes):
                         break
                     yield
                 self._learner.open()
-        self._stop("its steps have other groups again and again", _ADVICE)
+        self._stop("its steps have other groups again and again", ADVICE)
 
     def _needs_more(self) -> bool:
         """Whether a step ran out of memory, or without offload took longer than any before."""
@@ -189,7 +191,7 @@ class MeasuredLoop(OldAttributes):
             step, recorded = yield from self._look(profiles=True)
         profile = self._profile = self._learner.without_unlisted(recorded)
         if not profile.step_us:
-            self._stop(_NO_CLOCK, "")
+            self._stop(NO_CLOCK, "")
             self.rests = self._learner.moves_nothing
             return
         self._is_host_bound = step.idle_share > _MOST_IDLE_SHARE
@@ -213,9 +215,9 @@ class MeasuredLoop(OldAttributes):
     ) -> Generator[None, None, None]:
         if not profile.offloaded_bytes:
             self._learner.move_nothing()  # until there is an answer
-        ranks = self._ranks = Ranks(str(next(_numbers)))
+        ranks = self._ranks = Ranks(str(next(search_numbers)))
         stage = profile.run.pp_rank
-        d2h_gbps, h2d_gbps, pin_us = self._measure_link()
+        d2h_gbps, h2d_gbps, pin_us = measure_link(self._manager)
         text = PROFILES.to_json(replace(profile, d2h_gbps=d2h_gbps, h2d_gbps=h2d_gbps))
         most_us = _MOST_LONGER * _MOST_STEPS * self._bare_us - self._longer_us
         self._most_pinned_bytes = most_us / pin_us if pin_us else math.inf
@@ -268,22 +270,6 @@ class MeasuredLoop(OldAttributes):
                 step = step._replace(reserved_bytes=None)  # of another length, that says nothing
         return step, profile
 
-    def _measure_link(self) -> tuple[float, float, float]:
-        """Return what copies get to the host and back at once, in GB/s; zeros: there are none.
-
-        And what it takes to pin a byte, in microseconds.
-        """
-        backend = self._manager.backend
-        num_bytes = min(_PROBE_BYTES, int(self._manager.config.host_slab_bytes))
-        try:
-            began = backend.timestamp(backend.compute_stream())
-            link = Link(backend, num_bytes)
-            ended = backend.timestamp(backend.compute_stream())
-            d2h_gbps, h2d_gbps = median_rates([link], "d2h", "h2d")[0]
-        except BandwidthError:
-            return 0.0, 0.0, 0.0
-        return d2h_gbps, h2d_gbps, backend.sync_elapsed_us(began, ended) / (2 * num_bytes)
-
     # What the rank that answers does.
 
     def _first_answer(self, texts: Sequence[str]) -> str:
@@ -322,7 +308,7 @@ class MeasuredLoop(OldAttributes):
             return self._nothing(f"no plan can be made: {error}")
 
     def _nothing(self, why: str) -> str:
-        return json.dumps([None, True, False, f"{why}{_ADVICE}"])
+        return json.dumps([None, True, False, f"{why}{ADVICE}"])
 
     def _search_by(
         self, profiles: Sequence[StepProfile], reported_gbps: Sequence[float]
@@ -429,6 +415,23 @@ class MeasuredLoop(OldAttributes):
         """Whether the steps are others by now than the one that was profiled, for good."""
         shown = self._learner.profile
         return shown is not None and not profile.has_groups_of(shown) and self._learner.is_steady
+
+
+def measure_link(manager: PipelineOffloadManager) -> tuple[float, float, float]:
+    """Return what copies get to the host and back at once, in GB/s; zeros: there are none.
+
+    And what it takes to pin a byte, in microseconds.
+    """
+    backend = manager.backend
+    num_bytes = min(_PROBE_BYTES, int(manager.config.host_slab_bytes))
+    try:
+        began = backend.timestamp(backend.compute_stream())
+        link = Link(backend, num_bytes)
+        ended = backend.timestamp(backend.compute_stream())
+        d2h_gbps, h2d_gbps = median_rates([link], "d2h", "h2d")[0]
+    except BandwidthError:
+        return 0.0, 0.0, 0.0
+    return d2h_gbps, h2d_gbps, backend.sync_elapsed_us(began, ended) / (2 * num_bytes)
 
 
 def _host_percent(step: MeasuredStep) -> float:

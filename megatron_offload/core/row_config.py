@@ -81,5 +81,5 @@ class RowConfig(StrictModel):
         return -1 if self.layers == "all" else max(last for _, last in _parts(self.layers))
 
     def __str__(self) -> str:
-        does = "recompute" if self.recompute else f"offload: {self.offload}"
+        does = "recompute: true" if self.recompute else f"offload: {self.offload}"
         return f"{{layers: {self.layers}, site: {self.site}, {does}}}"

@@ -138,7 +138,7 @@ class AutomaticGroups:
         chunk = self.manager.begin_chunk(vp_stage=vp_stage, pp_rank=pp_rank)
         if self.min_tensor_bytes is not None:
             chunk.rules.min_tensor_bytes = self.min_tensor_bytes
-        by_rows = self.manager.config.has_rows
+        by_rows = self.manager.rows is not None
         if not (by_rows and self.max_inflight_tensors):
             chunk.rules.max_inflight_blocks = self.max_inflight_tensors
         chunk.rules.should_offload = self.should_offload
@@ -195,8 +195,9 @@ class AutomaticGroups:
 
     @property
     def is_entered(self) -> bool:
-        """Whether a forward is under way in this thread."""
-        return bool(self._forwards) and self._thread == get_ident()
+        """Whether a forward is under way in this thread that may be recorded."""
+        is_under_way = bool(self._forwards) and self._forwards[-1] is not None
+        return is_under_way and self._thread == get_ident()
 
     def _forget_interrupted(self) -> None:
         """Undo each `begin` that surrounds this one and has saved nothing.

@@ -314,7 +314,7 @@ class Learner:
         if self._is_unlisted(group.name):
             return "its name is not among OffloadConfig.modules"
         if self.is_open:
-            return "" if self._is_short_of_memory() else "what is offloaded is still looked for"
+            return "" if self.is_short_of_memory() else "what is offloaded is still looked for"
         return self.planned_reason(group.key, group.name)
 
     def planned_reason(self, key: GroupKey, name: str) -> str:
@@ -349,7 +349,8 @@ class Learner:
         """Whether each group is kept by the rules, whatever it has."""
         return self.policy.fraction == 0.0 and self._ratio is None and self.plan is None
 
-    def _is_short_of_memory(self) -> bool:
+    def is_short_of_memory(self) -> bool:
+        """Whether so much is in use that not all that is saved may find room."""
         capacity_bytes, memory = self._backend.capacity_bytes(), self._backend.memory()
         if capacity_bytes is None or memory is None:
             return False

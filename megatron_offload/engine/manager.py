@@ -7,7 +7,7 @@ leave a manager whose next step is right.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,7 @@ from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import GroupState
 from megatron_offload.core.policy_config import SolvedConfig
 from megatron_offload.core.profile import GroupKey, RunShape, StepProfile, is_default
-from megatron_offload.core.row_config import LOSS
+from megatron_offload.core.row_config import LOSS, RowConfig
 from megatron_offload.engine.checking import Checker
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.graph_break import graph_break
@@ -193,8 +193,7 @@ class PipelineOffloadManager:
         self.transfers = Transfers(self.backend, *pools, self.budget, self.guard, self.observers)
         self.window = self.transfers.window
         self.learner = Learner(config, policy, self.transfers)
-        self._row_names = {row.site for row in config.rows or ()}
-        self.transfers.by_rows = config.has_rows
+        self.follow_rows(config.rows)
         self.observers[:] = [one for one in self.observers if not isinstance(one, Checker)]
         if config.checking:
             self.observers.append(Checker())
@@ -298,7 +297,7 @@ class PipelineOffloadManager:
         if not self.do_offload or self.is_hidden() or not is_recording():
             return None
         chunk, since = self._chunk, self._begun_at_backward
-        if self.config.has_rows and name not in self._row_names:
+        if self.rows is not None and name not in self._row_names:
             return None
         is_over = since is not None and since != len(self.decisions.backward_order)
         if chunk is None or (is_over and not chunk.open_groups):
@@ -415,7 +414,7 @@ class PipelineOffloadManager:
     @property
     def rests(self) -> bool:
         """Whether no step is looked at or moves anything any more, whatever comes."""
-        if self.config.has_rows:
+        if self.rows is not None:
             return self._row_names <= {LOSS} and not self._is_looked_at
         is_busy = self._is_looked_at or self._is_in_step or self.recompute
         is_idle = self.learner.moves_nothing and not is_busy
@@ -438,6 +437,10 @@ class PipelineOffloadManager:
     def records(self) -> bool:
         """Whether groups are recorded here and now: with grad, and not where is recomputed."""
         return self.do_offload and is_recording() and not self.is_skipping
+
+    def may_drop(self) -> bool:
+        """Whether what a site saves may be dropped now."""
+        return not self._is_for_shortage or self.learner.is_short_of_memory()
 
     def may_recompute(self, unit: str) -> bool:
         """Whether it matters how an output of this unit is made: others wait for a plan."""
@@ -768,8 +771,8 @@ class PipelineOffloadManager:
     @property
     def recompute(self) -> tuple[str, ...]:
         """What is recomputed, by unit and pattern; the loss is none of the engine's."""
-        if self.config.rows is not None:
-            return tuple(row.site for row in self.config.rows if row.recompute)
+        if self.rows is not None:
+            return tuple(row.site for row in self.rows if row.recompute)
         is_usual = self is PipelineOffloadManager.instance and (
             "recompute" not in self.config.model_fields_set
         )
@@ -797,6 +800,31 @@ class PipelineOffloadManager:
                 The step's `reset` raises it where only the step shows that.
         """
         self.learner.follow_plan(plan)
+
+    def follow_rows(
+        self,
+        rows: Sequence[RowConfig] | None,
+        *,
+        is_own: bool = False,
+        on_trial: bool = False,
+        when_short: bool = False,
+    ) -> None:
+        """Do what rows say from the next forward on, in place of the policy; between forwards only.
+
+        Hooks of modules are another's matter.
+
+        Args:
+            rows: None: the policy is followed.
+            is_own: whether this run has found them, so that one that brings nothing is no error.
+            on_trial: what is recomputed proves itself before anything is dropped, and is kept where
+                it can't.
+            when_short: recompute only while the device has little room left.
+        """
+        self.rows = None if rows is None else tuple(rows)
+        self.rows_are_own, self.rows_are_on_trial = is_own, on_trial
+        self._is_for_shortage = when_short
+        self._row_names = {row.site for row in rows or ()}
+        self.transfers.by_rows = rows is not None
 
     @property
     def last_profile(self) -> StepProfile | None:

@@ -60,8 +60,8 @@ def hook_modules(
 
     Arguments are as in `adopt_model`.
     """
-    rows = find_rows(manager.config.rows or (), modules, is_part=is_part)
-    sites = rows.recomputed if manager.config.has_rows else sites_of(modules, manager.recompute)
+    rows = find_rows(manager.rows or (), modules, is_part=is_part)
+    sites = rows.recomputed if manager.rows is not None else sites_of(modules, manager.recompute)
     handles = recompute_modules(modules, sites, find_manager)
     for path, module in modules.items():
         own = hooks_of(OffloadSite, module)

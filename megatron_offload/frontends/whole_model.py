@@ -12,26 +12,30 @@ from collections.abc import Hashable
 from functools import partial
 from operator import is_
 from typing import Any, Self
+from weakref import ref
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatron_offload.autotune.layers import sites_of_layers
 from megatron_offload.autotune.loop import tune
+from megatron_offload.autotune.row_search import RowSearch
 from megatron_offload.backends import current_device
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.hooks import others_hooks, put_on, take_off
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.module_hooks import ModuleHook, hooks_of
+from megatron_offload.engine.module_hooks import ModuleHook, hooks_of, named_modules
 from megatron_offload.engine.patches import PatchStack
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import ConfigError
-from megatron_offload.frontends.adopt import adopt_model
+from megatron_offload.frontends.adopt import adopt_model, hook_modules
 from megatron_offload.frontends.around import AroundForwards, followed
 from megatron_offload.memory.host_pool import HostPool
+from megatron_offload.model_map.offload_site import FindManager
 from megatron_offload.recompute.model_loss import (
     causal_loss,
     large_causal_loss,
@@ -153,8 +157,19 @@ class _OffloadModel(OffloadActivations):
         self._loss = causal_loss if config.names_loss else large_causal_loss
         self._patched: list[PatchStack] = []
 
+    @property
+    def _search(self) -> RowSearch | None:
+        """What looks for rows, outside of all forwards."""
+        tuner = self.manager.tuner
+        return tuner if isinstance(tuner, RowSearch) and not self._patched else None
+
     def __enter__(self) -> Self:  # type: ignore[override]  # torch's returns nothing
+        search = self._search
+        if search is not None:
+            search.step_begins()
         super().__enter__()
+        if search is not None:
+            search.forward_begins()
         self._patched.append(patch_loss(self._owners, self._loss))
         return self
 
@@ -162,6 +177,9 @@ class _OffloadModel(OffloadActivations):
         try:
             if self._patched:
                 self._patched.pop().undo()
+            search = self._search
+            if search is not None:
+                search.forward_ends(has_failed=exception[:1] != (None,))
         finally:
             super().__exit__(*exception)
 
@@ -205,8 +223,10 @@ def _allocate(
         pool = allocated.pool
         if found and found.manager.host_pool is pool and not found.manager.host_pool.is_closed:
             groups = found  # else it was configured anew
-            if allocated.model != of_model and groups.manager.tuner is not None:
-                groups.manager.tuner.begin(groups.manager)
+            if allocated.model != of_model:
+                groups.manager.follow_rows(config.rows)
+                groups.manager.tuner = None
+                tune(groups.manager)
     if groups is None:
         # The settings may have changed, so that what the others have pinned is of no use.
         for other in [allocated for idle in list(_idle.values()) for allocated in idle]:
@@ -279,6 +299,7 @@ def get_act_offloading_ctx_manager(
     find_manager = partial(_entered, groups)
     context._groups.watch = None  # of a context before, for another model
     adopt_model(model, context.manager, find_manager, groups=context._groups)
+    _search_rows(model, context.manager, context._groups, find_manager)
     head = _find_head(model)
     if head is not None:
         _keep_on_device(head)
@@ -290,6 +311,30 @@ def get_act_offloading_ctx_manager(
             stacklevel=2,
         )
     return context
+
+
+def _search_rows(
+    model: nn.Module,
+    manager: PipelineOffloadManager,
+    groups: AutomaticGroups,
+    find_manager: FindManager,
+) -> None:
+    """Let the manager's steps find rows, where its configuration leaves open what moves."""
+    config, before = manager.config, manager.tuner
+    is_open = config.tuned_policy is not None and not config.whole_step_graph
+    if not is_open or manager.recompute or not sites_of_layers(model):
+        return
+    if not (isinstance(before, RowSearch) and before.is_of(model)):
+        manager.tuner = RowSearch(
+            model, groups, partial(_hook, ref(model), ref(groups), find_manager)
+        )
+
+
+def _hook(model: ref[nn.Module], groups: ref[AutomaticGroups], find_manager: FindManager) -> None:
+    one, other = model(), groups()
+    if one is not None and other is not None:
+        other.watch = None
+        hook_modules(named_modules(one), other.manager, find_manager, other)
 
 
 def _entered(groups: weakref.ref[AutomaticGroups]) -> PipelineOffloadManager | None:

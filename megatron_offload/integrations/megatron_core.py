@@ -293,7 +293,7 @@ def _marking(original: Callable[[Any], None], self: Any) -> None:
     is_full = self.config.recompute_granularity == "full"  # see above
     if manager.do_offload and torch.is_grad_enabled() and not is_full:
         rows, names = {row.site for row in manager.config.rows or ()}, self.config.offload_modules
-        _look_for_names(manager, rows.intersection(names) if manager.config.has_rows else names)
+        _look_for_names(manager, rows.intersection(names) if manager.rows is not None else names)
 
 
 def _refuse_rows(rows: Sequence[RowConfig], config: Any) -> None:

@@ -36,7 +36,7 @@ def layers_of(modules: Mapping[str, nn.Module]) -> dict[str, int]:
     have one class and parts, except within another layer. Megatron numbers them over all pipeline
     ranks; others have their place in their list, each list from 0.
     """
-    layers = {path for path, module in modules.items() if _is_layer(module)}
+    layers = {path for path, module in modules.items() if is_known_layer(module)}
     for path, module in modules.items():
         if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
             continue
@@ -66,7 +66,8 @@ def _may_be_layer(module: nn.Module | None) -> bool:
     return is_called and module is not None and next(module.children(), None) is not None
 
 
-def _is_layer(module: nn.Module) -> bool:
+def is_known_layer(module: nn.Module) -> bool:
+    """Whether its library lets a layer be recomputed, by the name of its class or a base."""
     return any(base.__name__ in _LAYERS for base in type(module).__mro__)
 
 

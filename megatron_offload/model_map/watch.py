@@ -8,6 +8,7 @@ there as well.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -42,6 +43,8 @@ from megatron_offload.model_map.offload_site import (
     outputs,
 )
 from megatron_offload.model_map.rows import FoundRows
+
+_logger = logging.getLogger(__name__)
 
 MayMove = Callable[[torch.Tensor], bool]
 
@@ -262,9 +265,16 @@ class RowWatch:
         """
         if self._seen is None or self._thread != get_ident():
             return
-        seen, modules = self._stop(), self._modules()
+        manager, seen, modules = self._manager, self._stop(), self._modules()
         if not has_failed and seen.saves:
-            known = _Known(self._rows, modules, seen.choose(modules))
+            savers: _Savers = {}
+            try:
+                savers = seen.choose(modules)
+            except ConfigError as error:
+                if manager is None or not manager.rows_are_own:
+                    raise
+                _logger.warning("%s", error)
+            known = _Known(self._rows, modules, savers)
             self._known = _watched[modules[""]] = known
             hooks_of(RowWatch, modules[""])
             self.hook_savers()

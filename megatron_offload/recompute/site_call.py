@@ -203,12 +203,7 @@ class SiteCall(ModuleCall):
         if isinstance(packed, SavedTensor):
             return packed.unpack()
         if packed >= len(self._made) or self._made[packed] is None:
-            with _running:
-                given = {
-                    key: self._unpack(record).detach().requires_grad_(needs_grad)
-                    for key, (record, needs_grad) in self._inputs.items()
-                }
-                self._run_again([given[key] if key else leaf for key, leaf in self._template])
+            self._run_again_as_given()
         made, version = self._made[packed], self._made_versions[packed]
         assert made is not None
         if made._version != version:
@@ -217,6 +212,21 @@ class SiteCall(ModuleCall):
         if packed not in self._constants:
             self._made[packed] = None
         return made
+
+    def _run_again_as_given(self) -> None:
+        with _running:
+            given = {
+                key: self._unpack(record).detach().requires_grad_(needs_grad)
+                for key, (record, needs_grad) in self._inputs.items()
+            }
+            self._run_again([given[key] if key else leaf for key, leaf in self._template])
+
+    def _fail(self, why: str) -> None:
+        """Say that what was dropped can't be had again."""
+        raise StateError(
+            f"{self.site.path} {why}, and so can't be recomputed; leave {self.site.unit!r} out of "
+            "recompute"
+        )
 
     def close(self, output: Any) -> bool:
         """Count what was dropped, and note what the call has made; it is over.
@@ -229,15 +239,9 @@ class SiteCall(ModuleCall):
         may_run = super().close(output)
         self._is_open, site = False, self.site
         if _versions_of(leaves) != self._versions:
-            raise StateError(
-                f"{site.path} changes in place what it is given, and so can't be recomputed; leave "
-                f"{site.unit!r} out of recompute"
-            )
+            self._fail("changes in place what it is given")
         if self._others != other_states():
-            raise StateError(
-                f"{site.path} draws random numbers of Python or numpy, and would draw others "
-                f"when it is recomputed; leave {site.unit!r} out of recompute"
-            )
+            self._fail("draws random numbers of Python or numpy")
         if self._proves:
             self._sums = _sums_of(output)
             self._states_after = RandomStates(self.devices)
@@ -303,6 +307,57 @@ class SiteCall(ModuleCall):
             self._proves, site.proven_in[self.state.training] = False, self._step_number
         self._made, self._made_versions = made, versions
         return output
+
+
+class TriedCall(SiteCall):
+    """One whose inside is kept, to see whether it could be dropped: backward runs it again.
+
+    Where that fails, or has other bits, it is said once, and the site is kept from then on.
+    """
+
+    _is_over = False
+
+    @property
+    def can_prove(self) -> bool:
+        """Whether it can be compared: not in a capture, which nothing waits for."""
+        return self._proves
+
+    @graph_break
+    def pack(self, tensor: torch.Tensor) -> SavedTensor:
+        """Return a record of a saved tensor; the pack hook."""
+        self._forms.append((tensor.shape, tensor.dtype))
+        return _Tried(tensor, self)
+
+    def _fail(self, why: str) -> None:
+        self.site.refusal = f"it {why}"
+        self.site.warn(self.site.refusal)
+
+    def run_trial(self) -> None:
+        """Run the call again, once, and compare."""
+        if self._is_over or self.site.refusal:
+            return
+        self._is_over = True
+        try:
+            self._run_again_as_given()
+        except Exception as error:  # noqa: BLE001 - whatever a module raises
+            self._fail(f"can't run again with the same bits ({error})")
+        self._made = []
+
+
+class _Tried(SavedTensor):
+    """A saved tensor of a call that is tried."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, tensor: torch.Tensor, call: TriedCall) -> None:
+        super().__init__(tensor, call.site.path)
+        self._call = call
+
+    @graph_break
+    def unpack(self) -> torch.Tensor:
+        """Return it; the first of them runs the call again."""
+        self._call.run_trial()
+        return super().unpack()
 
 
 def _versions_of(leaves: Sequence[Any]) -> list[int]:

@@ -47,7 +47,7 @@ from megatron_offload.model_map.structure import find_sites, layers_of
 from megatron_offload.model_map.watch import SavedMemory
 from megatron_offload.recompute.module_state import ModuleState, ModuleTables
 from megatron_offload.recompute.recipes import recipes_of
-from megatron_offload.recompute.site_call import ModuleCall, Site, SiteCall
+from megatron_offload.recompute.site_call import ModuleCall, Site, SiteCall, TriedCall
 from megatron_offload.recompute.transformer_engine import is_quantising
 
 _logger = logging.getLogger(__name__)
@@ -146,6 +146,12 @@ def recompute_modules(
     return handles
 
 
+def refused_sites(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Return which modules are kept though they were to be recomputed, and why."""
+    sites = ((path, _site_of(module)) for path, module in modules.items())
+    return {path: site.refusal for path, site in sites if site is not None and site.refusal}
+
+
 def _site_of(module: nn.Module) -> _HookedSite | None:
     """Return the site whose hooks a module has, and so what is known of it."""
     for hook in module._forward_pre_hooks.values():
@@ -210,7 +216,7 @@ class _HookedSite(Site):
         manager = self._find_manager()
         if manager is None or not manager.do_offload or not is_recording() or is_traced():
             return None
-        if not self.drops_inside and not manager.may_recompute(self.unit):
+        if not (manager.may_drop() if self.drops_inside else manager.may_recompute(self.unit)):
             return None
         leaves, spec = args, None
         if kwargs or any(isinstance(x, (tuple, list, dict)) for x in args):
@@ -220,8 +226,13 @@ class _HookedSite(Site):
         if refusal:
             self.warn(refusal)
             return None
-        kind = SiteCall if self.drops_inside else ModuleCall
-        return kind(self, manager, module, state, leaves, spec)
+        how = self, manager, module, state, leaves, spec
+        if not self.drops_inside:
+            return ModuleCall(*how)
+        if not manager.rows_are_on_trial or state.training in self.proven_in:
+            return SiteCall(*how)
+        tried = TriedCall(*how)
+        return tried if tried.can_prove else None
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """Leave the call, which may have raised."""

@@ -35,7 +35,7 @@ def store(monkeypatch):
     )
     monkeypatch.setattr(agree, "dist", job)
     numbers = itertools.count()  # each rank counts for itself
-    monkeypatch.setattr(loop, "_numbers", (number // NUM_RANKS for number in numbers))
+    monkeypatch.setattr(loop, "search_numbers", (number // NUM_RANKS for number in numbers))
     return store
 
 

@@ -1,0 +1,294 @@
+"""What may be done with each layer of a model, and what that frees and costs, as seen in it.
+
+One forward shows what the layers and their parts save and are given, another how long they run. A
+layer may be recomputed if its library lets it be: those of transformers and Megatron; of any other
+what it saves may be offloaded.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import product
+from operator import eq
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from megatron_offload.backends.base import Backend
+from megatron_offload.engine.hooks import put_on, take_off
+from megatron_offload.engine.marks import is_parameter
+from megatron_offload.engine.module_hooks import ModuleHook, compiled_parts, named_modules
+from megatron_offload.engine.saved_tensor import SavedTensor
+from megatron_offload.memory.storage_ref import StorageRef
+from megatron_offload.model_map.rows import FoundRows
+from megatron_offload.model_map.structure import PARTS, has_forward, is_known_layer, layers_of
+from megatron_offload.model_map.watch import MayMove, SavedMemory
+from megatron_offload.planning.frontier import KEEP, Action, Part
+
+_MOST_TENSORS = 8
+_LEAST_BYTES = 1 << 20  # of a tensor that is offloaded: a smaller one frees little for its call
+_MOST_IDLE_SHARE = 0.25  # of sites: where the device has come to more of them, the host is slower
+_SITE_US = 100.0  # what a call that runs again takes of the host's time besides
+_GROUP_US = 130.0  # likewise a group that is offloaded
+_TENSOR_US = 45.0  # and each of its tensors
+_COPY_SHARE = 0.03  # of a copy's time, what it slows the device: they share its memory
+
+
+class Site(NamedTuple):
+    """A layer, or a part of one."""
+
+    layer: int
+    name: str
+    """As a row names it."""
+    module: nn.Module
+    may_rerun: bool
+
+
+def sites_of_layers(model: nn.Module) -> dict[str, Site]:
+    """Return layers and their parts by dotted name, but for what runs in a compiled graph."""
+    modules = named_modules(model)
+    compiled = compiled_parts(modules.values())
+    found: dict[str, Site] = {}
+    for path, number in layers_of(modules).items():
+        names = {path: "layer"} | {
+            f"{path}.{one}": kind for kind, all_ in PARTS.items() for one in all_
+        }
+        for place, name in names.items():
+            module = modules.get(place)
+            if module is None or module in compiled or not has_forward(module):
+                continue
+            whole = "_orig_mod" in module._modules  # compiled: its parts are none of ours
+            may_rerun = is_known_layer(modules[path]) and not whole
+            found[place] = Site(number, name, module, may_rerun)
+    return found
+
+
+class LayerWatch:
+    """Sees what the sites of a model save and are given in one forward."""
+
+    def __init__(self, sites: Mapping[str, Site], may_move: MayMove) -> None:
+        self._sites = sites
+        self._seen = SavedMemory(may_move, FoundRows({}, {}))
+        self._refs: list[StorageRef] = []  # no other storage gets the identity of one of these
+        self._inputs: defaultdict[str, dict[int, int]] = defaultdict(dict)
+        self._handles: list[RemovableHandle] = []
+
+    def begin(self) -> None:
+        """Watch what comes."""
+        self._handles += self._seen.watch({path: site.module for path, site in self._sites.items()})
+        for path, site in self._sites.items():
+            hook = ModuleHook(partial(self._note_inputs, path))
+            self._handles.append(site.module.register_forward_pre_hook(hook, with_kwargs=True))
+        put_on(self._seen.pack, SavedTensor.unpack)
+
+    def end(self) -> None:
+        """Watch no more."""
+        take_off(partial(eq, self._seen.pack))
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _note_inputs(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if (
+                type(leaf) is torch.Tensor
+                and leaf.layout is torch.strided
+                and not is_parameter(leaf)
+            ):
+                self._refs.append(StorageRef(leaf.untyped_storage()))
+                self._inputs[path][self._refs[-1].cdata] = leaf.nbytes
+
+    def actions(
+        self, times: SiteTimes, gbps: float, numbers: Sequence[int]
+    ) -> dict[int, tuple[Action, ...]]:
+        """Return what may be done with each layer, by its number.
+
+        Args:
+            times: of the same sites, in a forward of the same size.
+            gbps: what copies get; 0 where nothing can be offloaded.
+            numbers: of all layers; those that were not watched are taken to be like the last.
+        """
+        found: defaultdict[int, list[_SeenSite]] = defaultdict(list)
+        savers, num_saved = self._seen.savers(), Counter[str]()
+        for calls, _ in self._seen.saves:
+            num_saved.update(call.path for call in calls)
+        readers = Counter(
+            (self._sites[path].name, key) for path, all_ in self._inputs.items() for key in all_
+        )
+        for path, site in self._sites.items():
+            inside = {
+                key: all(f"{one}.".startswith(f"{path}.") for one in paths)
+                for key, paths in savers.items()
+                if any(f"{one}.".startswith(f"{path}.") for one in paths)
+            }
+            sizes = {key: self._seen.sizes[key] for key in inside}
+            inputs = self._inputs[path]
+            kept_alone = (
+                size
+                for key, size in inputs.items()
+                if key not in savers and readers[site.name, key] == 1
+            )
+            own = (size for key, size in sizes.items() if inside[key] and key not in inputs)
+            rerun_bytes = sum(own) - sum(kept_alone)
+            offloads, num_bytes = list[tuple[int, int]](), 0
+            # In the order in which rows pick them.
+            for key in sorted(sizes, key=lambda key: -sizes[key])[:_MOST_TENSORS]:
+                if not inside[key] or sizes[key] < _LEAST_BYTES:
+                    break
+                num_bytes += sizes[key]
+                offloads.append((len(offloads) + 1, num_bytes))
+            seen = _SeenSite(site, times.us(path), rerun_bytes, offloads, num_saved[path])
+            found[site.layer].append(seen)
+        for number in numbers:
+            if number not in found:
+                found[number] = found[numbers[-1]]
+        last = numbers[-1]
+        cost = _Cost(times.is_host_bound, gbps)
+        given = {
+            number: tuple(_actions_of(seen, cost, is_last=number == last))
+            for number, seen in found.items()
+        }
+        return _alike(given)
+
+
+class _SeenSite(NamedTuple):
+    site: Site
+    us: float
+    rerun_bytes: int
+    """What recompute frees."""
+    offloads: list[tuple[int, int]]
+    """How many of the largest tensors, and their bytes."""
+    num_saved: int
+
+
+class _Cost(NamedTuple):
+    is_host_bound: bool
+    gbps: float
+
+    def offload_us(self, num_bytes: int, num_tensors: int, num_saved: int) -> float:
+        host_us = _GROUP_US + _TENSOR_US * num_tensors + num_saved
+        return host_us * self.is_host_bound + _COPY_SHARE * num_bytes / self.gbps / 1e3
+
+    def rerun_us(self, us: float) -> float:
+        return us + _SITE_US * self.is_host_bound
+
+
+def _actions_of(found: list[_SeenSite], cost: _Cost, *, is_last: bool) -> Iterator[Action]:
+    """Yield what may be done with one layer: with the whole, or with each of its parts."""
+    choices: dict[str, list[Action]] = {}
+    for seen in found:
+        name, own = seen.site.name, [KEEP]
+        if seen.site.may_rerun and seen.rerun_bytes > 0:
+            us = cost.rerun_us(seen.us)
+            own.append(Action(((name, "recompute"),), seen.rerun_bytes, us))
+        for number, num_bytes in seen.offloads if cost.gbps and not is_last else ():
+            us = cost.offload_us(num_bytes, number, seen.num_saved)
+            own.append(Action(((name, number),), num_bytes, us, num_bytes))
+        choices[name] = _merged(choices.get(name), own)
+    yield from choices.pop("layer", [KEEP])[1:]
+    for parts in product(*choices.values()):
+        action = KEEP
+        for part in parts:
+            action = _both(action, part)
+        if action.parts:
+            yield action
+
+
+def _both(one: Action, other: Action) -> Action:
+    return Action(
+        one.parts + other.parts,
+        one.freed_bytes + other.freed_bytes,
+        one.us + other.us,
+        one.copied_bytes + other.copied_bytes,
+    )
+
+
+def _merged(before: list[Action] | None, own: list[Action]) -> list[Action]:
+    """Return what may be done with sites of one name in layers of one number: the same with all."""
+    if before is None:
+        return own
+    by_part: dict[tuple[Part, ...], Action] = {action.parts: action for action in own}
+    return [
+        _both(action, by_part[action.parts])._replace(parts=action.parts)
+        for action in before
+        if action.parts in by_part
+    ]
+
+
+def _alike(given: Mapping[int, tuple[Action, ...]]) -> dict[int, tuple[Action, ...]]:
+    """Give layers that differ in their times alone the same actions, with the mean of the times."""
+    groups: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for number, actions in given.items():
+        groups[tuple(action._replace(us=0.0) for action in actions)].append(number)
+    found: dict[int, tuple[Action, ...]] = {}
+    for numbers in groups.values():
+        columns = zip(*(given[number] for number in numbers), strict=True)
+        actions = tuple(
+            column[0]._replace(us=sum(action.us for action in column) / len(column))
+            for column in columns
+        )
+        found.update(dict.fromkeys(numbers, actions))
+    return found
+
+
+class SiteTimes:
+    """Sees how long the sites of a model run in one forward."""
+
+    def __init__(self, sites: Mapping[str, Site], backend: Backend) -> None:
+        self._sites, self._backend = sites, backend
+        self._began: list[Any] = []
+        self._spans: list[tuple[str, Any, Any]] = []
+        self._handles: list[RemovableHandle] = []
+        self._num_seen = self._num_idle = 0
+        self._last: Any = None
+        self._us: dict[str, float] | None = None
+
+    def begin(self) -> None:
+        """Time what comes."""
+        for path, site in self._sites.items():
+            begin, end = ModuleHook(self._begin), ModuleHook(partial(self._end, path))
+            self._handles.append(site.module.register_forward_pre_hook(begin, prepend=True))
+            self._handles.append(site.module.register_forward_hook(end))
+
+    def end(self) -> None:
+        """Time no more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _now(self) -> Any:
+        if self._last is not None:
+            self._num_seen += 1
+            self._num_idle += self._backend.has_passed(self._last)
+        self._last = self._backend.timestamp(self._backend.compute_stream())
+        return self._last
+
+    def _begin(self, *_: Any) -> None:
+        self._began.append(self._now())
+
+    def _end(self, path: str, *_: Any) -> None:
+        if self._began:
+            self._spans.append((path, self._began.pop(), self._now()))
+
+    def us(self, path: str) -> float:
+        """Return how long all calls of a site have run; waits for the device at first."""
+        if self._us is None:
+            self._us = defaultdict(float)
+            for name, began, ended in self._spans:
+                self._us[name] += self._backend.sync_elapsed_us(began, ended)
+        return self._us[path]
+
+    @property
+    def forward_us(self) -> float:
+        """How long all layers have run."""
+        return sum(self.us(path) for path, site in self._sites.items() if site.name == "layer")
+
+    @property
+    def is_host_bound(self) -> bool:
+        """Whether the device has waited for the host."""
+        return self._num_idle > _MOST_IDLE_SHARE * max(1, self._num_seen)

@@ -1,0 +1,499 @@
+"""The measured search where a model is given: the rows that free most for what they may cost.
+
+docs/planning.md says in which steps. Exactness depends on nothing here.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Literal, TypeAlias
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from megatron_offload.autotune.agree import Ranks
+from megatron_offload.autotune.layers import LayerWatch, SiteTimes, sites_of_layers
+from megatron_offload.autotune.loop import ADVICE, NO_CLOCK, measure_link, search_numbers
+from megatron_offload.autotune.slowdown import Slowdown, TimedStep, slowdown_of
+from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig
+from megatron_offload.core.row_config import RowConfig
+from megatron_offload.core.units import format_bytes
+from megatron_offload.engine.automatic import AutomaticGroups
+from megatron_offload.engine.hooks import is_recording
+from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.engine.module_hooks import ModuleHook, hooks_of, named_modules
+from megatron_offload.machine.job_ranks import rank_in
+from megatron_offload.planning.frontier import Plan, frontier, ranges
+from megatron_offload.recompute.sites import refused_sites
+
+_logger = logging.getLogger(__name__)
+
+_Kind: TypeAlias = Literal["open", "bare", "watched", "timed", "warming", "rows"]
+"""What a step is for: all is kept that the device has room for; nothing stands in it; the layers
+are watched; they are timed; rows take their memory; rows are measured."""
+
+_NUM_BARE = 4
+_NUM_WARMING = 2  # in the first sites are tried, in the second what rows need is pinned
+_MOST_PAIRS = 16
+_LEAST_PAIRS = 4
+_AIM_SHARE = 0.9  # of what a step may cost, so that one that costs a little more is kept
+_LINK_SHARE = 0.8  # of what copies get while a forward runs
+_LEAST_GAIN_SHARE = 64  # plans that differ by less of the memory are the same
+_MARGIN_SHARE = 96  # of a target, what is left to spare
+_MOST_SHARE = 0.85  # of the device's memory, what plans may reserve where it has no room for all
+_MOST_FITS = 6  # so many plans are followed until a target is kept
+
+
+class RowSearch:
+    """Finds rows by a model's own steps: what `PipelineOffloadManager.tuner` is where it is given.
+
+    A step is a forward and what follows until the next begins.
+
+    Args:
+        model: whose forwards these are.
+        groups: between whose `begin` and `end` they lie.
+        hook: sets the hooks of the rows that the manager follows.
+
+    Attributes:
+        plan: what is followed; None where that is nothing.
+        is_converged: whether no more steps are looked at.
+        rests: whether none ever will be.
+        said: how it has ended, in one line.
+    """
+
+    def __init__(
+        self, model: nn.Module, groups: AutomaticGroups, hook: Callable[[], object]
+    ) -> None:
+        self._model, self._groups, self._hook = ref(model), ref(groups), hook
+        self._handles: list[RemovableHandle] = []
+        self.begin(groups.manager)
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether it looks for rows of this model."""
+        return self._model() is model
+
+    def begin(self, manager: PipelineOffloadManager) -> None:
+        """Begin anew, with what the manager's configuration leaves open."""
+        self._stop_watching()
+        self.plan: Plan | None = None
+        self.said, self.rests = "", False
+        self._manager = ref(manager)
+        self._steps: list[tuple[Any, Any, float, bool]] = []
+        self._mark: Any = None
+        self._size, self._kind = 0.0, "open"
+        self._sizes: list[float] = []
+        self._rows: tuple[RowConfig, ...] = ()
+        """Followed until there is a plan."""
+        self._place, self._plans = 0, list[Plan]()
+        self._refused: set[str] = set()
+        policy = manager.config.tuned_policy
+        self.is_converged = policy is None
+        if policy is not None:
+            self._policy = policy
+            self._search = self._find()
+            manager.follow_rows(None)
+            manager.learner.open()
+
+    def __call__(self, manager: PipelineOffloadManager) -> None:
+        """Do nothing at the end of a step: the next says that it is over."""
+
+    @property
+    def manager(self) -> PipelineOffloadManager:
+        """The manager whose forwards these are."""
+        found = self._manager()
+        assert found is not None
+        return found
+
+    # Steps as they come
+
+    def step_begins(self) -> None:
+        """A forward is about to begin that no other surrounds."""
+        manager, groups = self.manager, self._groups()
+        if groups is None or not is_recording() or not manager.do_offload:
+            return
+        if self.is_converged:
+            if self._plans and not self._is_watched_over():
+                self._go_deeper()
+            return
+        backend = manager.backend
+        if backend.is_capturing():
+            self.is_converged = True  # the graph has what the last eager step had
+            self.said = "a step was captured before a plan was found"
+            return
+        self._last = self._mark, backend.timestamp(backend.compute_stream())
+        self._sizes.append(self._size)
+        if self._kind in ("bare", "rows"):
+            self._steps.append((*self._last, self._size, self._kind == "rows"))
+        groups.end_step_if_over()
+        self._kind = next(self._search, "bare")
+        if not self.is_converged and self._kind != "open":
+            has_rows = self._kind in ("warming", "rows")
+            rows = self._plans[self._place].rows() if has_rows else self._rows
+            manager.follow_rows(rows, is_own=True, on_trial=not self._is_tight)
+        self._size = 0.0
+        self._mark = backend.timestamp(backend.compute_stream())
+
+    def forward_begins(self) -> None:
+        """It has begun."""
+        if not self.is_converged and self._kind == "watched":
+            self._watch.begin()
+        elif not self.is_converged and self._kind == "timed":
+            self._times.begin()
+
+    def forward_ends(self, *, has_failed: bool) -> None:
+        """It is about to end."""
+        self._stop_watching()
+        if has_failed and not self.is_converged and self._kind in ("watched", "timed"):
+            self._has_failed = True
+
+    def _stop_watching(self) -> None:
+        for one in (getattr(self, "_watch", None), getattr(self, "_times", None)):
+            if one is not None:
+                one.end()
+
+    def _note_size(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+        self._size += next((float(x.numel()) for x in tensors), 0.0)
+
+    # The search; a step passes at each yield
+
+    def _find(self) -> Generator[_Kind, None, None]:
+        manager, model = self.manager, self._model()
+        assert model is not None
+        self._is_tight = False
+        sites = sites_of_layers(model)
+        first = next((site.module for site in sites.values()), None)
+        if first is None:
+            self._stop("no repeated layers were found in this model that aren't compiled", ADVICE)
+            return
+        self._handles = hooks_of(RowSearch, first)
+        self._handles.append(
+            first.register_forward_pre_hook(ModuleHook(self._note_size), with_kwargs=True)
+        )
+        self._num_ooms = manager.num_out_of_memory
+        numbers = sorted({site.layer for site in sites.values()})
+        if all(site.may_rerun for site in sites.values()):  # nothing is known yet
+            manager.learner.follow_plan(None)
+            self._recompute_layers(numbers, when_short=True)
+        released_bytes = 0
+        backend = manager.backend
+        for _ in range(2):  # behind the first there is an optimizer's state
+            yield "open"
+            step = manager.last_step
+            released_bytes += step.peak_released_bytes + step.recomputed_bytes
+        if not backend.sync_elapsed_us(*self._last):
+            self._stop(NO_CLOCK, "")
+            self.rests = True
+            return
+        self._is_tight = released_bytes > 0
+        if self._is_tight and manager.rows is None:
+            self._stop("its layers can't be recomputed", ADVICE, keeps_open=True)
+            return
+        manager.learner.follow_plan(None)
+        groups = self._groups()
+        assert groups is not None
+        chunk = manager.new_chunk(0, groups.min_tensor_bytes or 0)
+        if self._is_tight:  # one layer stands for all
+            sites = {path: site for path, site in sites.items() if site.layer == numbers[-1]}
+            self._recompute_layers(numbers[:-1])
+        self._watch = LayerWatch(sites, chunk.may_move)
+        self._times = SiteTimes(sites, backend)
+        yield from self._seen("watched")
+        yield from self._seen("timed")
+        d2h_gbps, h2d_gbps, _ = measure_link(manager)
+        gbps = min(d2h_gbps, h2d_gbps)
+        if not self._is_tight:
+            for _ in range(_NUM_BARE):
+                yield "bare"
+        self._bare_bytes = backend.peak_allocated_bytes() + released_bytes
+        self._actions = self._watch.actions(self._times, gbps, numbers)
+        self._most_copied_bytes = _LINK_SHARE * gbps * 1e3 * self._times.forward_us
+        if self._is_tight:
+            self._most_copied_bytes *= len(numbers)
+        ranks = self._ranks = Ranks(str(next(search_numbers)))
+        try:
+            yield from self._agree(ranks)
+        except dist.DistError as error:
+            self._stop(f"the job's store can't be asked what other ranks do ({error})", "")
+
+    def _recompute_layers(self, numbers: Sequence[int], *, when_short: bool = False) -> None:
+        rows = (RowConfig(site="layer", layers=ranges(numbers), recompute=True),)
+        self._rows = () if when_short else rows
+        self.manager.follow_rows(rows, is_own=True, when_short=when_short)
+        self._hook()
+
+    def _seen(self, kind: _Kind) -> Generator[_Kind, None, None]:
+        """Let a forward pass that comes to its end."""
+        while True:
+            self._has_failed = False
+            yield kind
+            if not self._has_failed:
+                return
+
+    def _agree(self, ranks: Ranks) -> Generator[_Kind, None, None]:
+        """Follow one plan after the other, as the first rank says, until one is final."""
+        said: list[Any] = []
+        self._tried: list[tuple[int, Slowdown | None, int]] = []
+        self._plan_anew()
+        while True:
+            found = None
+            own = [self._signature(), *said]
+            for found in ranks.ask(json.dumps(own), self._answer):
+                if found is None:
+                    yield "bare"
+            if not found:
+                self._stop("no plan came that the ranks have agreed on", "")
+                return
+            signature, refused, place, is_final, text = json.loads(found)
+            self._refused |= {*refused}
+            self._plan_anew()
+            if signature != self._signature():
+                self._stop("the ranks' models differ", "")
+                return
+            if is_final:
+                self._finish(place, text)
+                return
+            self._follow(place)
+            for _ in range(_NUM_WARMING):
+                yield "warming"
+            reserved_bytes = yield from self._measure()
+            said = [self._measured, reserved_bytes, sorted(self._newly_refused())]
+
+    def _measure(self) -> Generator[_Kind, None, int]:
+        """Take steps with rows and, in between, without; return what is reserved with them."""
+        self._steps = [one for one in self._steps if not one[3]]
+        self._measured: Slowdown | None = None
+        backend = self.manager.backend
+        backend.trim_device()  # what only trying has needed
+        if self._target_bytes is not None:
+            for _ in range(_LEAST_PAIRS):
+                yield "rows"
+            self._measured = self._slowdown()
+            return backend.reserved_bytes() or 0
+        assert isinstance(self._policy, AutoConfig)
+        limit = self._policy.most_slowdown_percent
+        for number in range(_MOST_PAIRS):
+            yield from ("rows", "bare") if number % 2 else ("bare", "rows")
+            if number + 1 >= _LEAST_PAIRS and number % 2:
+                found = self._measured = self._slowdown()
+                if found is None:
+                    continue
+                is_clear = found.low > limit or found.high < limit
+                if is_clear and found.high - found.low < 2.0:
+                    break
+        return backend.reserved_bytes() or 0
+
+    @property
+    def _target_bytes(self) -> int | None:
+        """What is to be reserved at most, None where that doesn't matter."""
+        if isinstance(self._policy, MemoryTargetConfig):
+            return self._policy.targets(1)[0]
+        capacity_bytes = self.manager.backend.capacity_bytes() if self._is_tight else None
+        return None if capacity_bytes is None else int(_MOST_SHARE * capacity_bytes)
+
+    def _slowdown(self) -> Slowdown | None:
+        elapsed_us = self.manager.backend.sync_elapsed_us
+        done = self._steps[:-2]  # so that the host need not wait
+        return slowdown_of([TimedStep(elapsed_us(x, y), size, on) for x, y, size, on in done])
+
+    def _bare_us(self) -> float:
+        elapsed_us = self.manager.backend.sync_elapsed_us
+        times = sorted(elapsed_us(x, y) for x, y, _, has_rows in self._steps if not has_rows)
+        return times[len(times) // 2] if times else 3 * self._times.forward_us
+
+    # Plans
+
+    def _plan_anew(self) -> None:
+        actions = {
+            number: tuple(
+                one
+                for one in all_
+                if not any(
+                    f"{site}" in self._refused for site, what in one.parts if what == "recompute"
+                )
+            )
+            for number, all_ in self._actions.items()
+        }
+        alike: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        same = {number: alike.setdefault(all_, all_) for number, all_ in actions.items()}
+        self._plans = frontier(same, self._most_copied_bytes)
+
+    def _signature(self) -> str:
+        return str(
+            [
+                sorted({part for one in all_ for part in one.parts}, key=str)
+                for _, all_ in sorted(self._actions.items())
+            ]
+        )
+
+    def _newly_refused(self) -> set[str]:
+        model = self._model()
+        if model is None or not self._plans:
+            return set()
+        units = {row.site for row in self._plans[self._place].rows() if row.recompute}
+        refused = refused_sites(named_modules(model))
+        sites = sites_of_layers(model)
+        return {sites[path].name for path in refused if path in sites} & units
+
+    def _follow(self, place: int) -> None:
+        """Set the hooks of a plan."""
+        manager = self.manager
+        self._place, self.plan = place, self._plans[place]
+        manager.follow_rows(self.plan.rows(), is_own=True, on_trial=not self._is_tight)
+        self._hook()
+        manager.backend.trim_device()  # what is reserved is seen from here on
+
+    # What the rank that answers does
+
+    def _answer(self, texts: Sequence[str]) -> str:
+        signature, *_ = own = json.loads(texts[0])
+        everyone = [json.loads(text) for text in texts]
+        refused = sorted({name for one in everyone for name in one[3]}) if len(own) > 1 else []
+        if refused:
+            self._refused |= {*refused}
+            self._plan_anew()
+            self._tried.clear()
+        elif len(own) > 1:
+            slowdowns = [Slowdown(*one[1]) for one in everyone if one[1]]
+            worst = max(slowdowns, default=None)
+            self._tried.append((self._place, worst, max(one[2] for one in everyone)))
+        if len(self._plans) == 1:
+            return json.dumps([signature, refused, 0, True, "nothing that it saves could be freed"])
+        target_bytes = self._target_bytes
+        found = self._next() if target_bytes is None else self._next_within(target_bytes)
+        place, is_final, text = found
+        return json.dumps([signature, refused, place, is_final, text])
+
+    def _next(self) -> tuple[int, bool, str]:
+        """Return the plan to follow for `AutoConfig`, whether it is final, and why in words."""
+        assert isinstance(self._policy, AutoConfig)
+        limit, plans, bare_us = self._policy.most_slowdown_percent, self._plans, self._bare_us()
+        points = {0: (0.0, 0.0)}
+        for place, found, _ in self._tried:
+            points[place] = plans[place].us, 100.0 if found is None else found.percent
+        quick = max(place for place, (_, percent) in points.items() if percent <= limit)
+        slow = min(
+            (p for p, (_, percent) in points.items() if percent > limit and p > quick),
+            default=len(plans),
+        )
+        if len(self._tried) < max(1, self._policy.measured_plans):
+            aim = _AIM_SHARE * limit
+            us, percent = points[quick]
+            if slow < len(plans):
+                slow_us, slow_percent = points[slow]
+                most_us = us + (slow_us - us) * max(0.0, aim - percent) / (slow_percent - percent)
+            elif not self._tried:
+                most_us = aim / 100 * bare_us
+            else:  # as much again at most as it seems to take
+                most_us = us * min(4.0, aim / max(percent, 0.05)) if us else aim / 100 * bare_us
+            least_bytes = plans[quick].freed_bytes + self._bare_bytes // _LEAST_GAIN_SHARE
+            good = [
+                p
+                for p in range(quick + 1, slow)
+                if plans[p].us <= most_us and plans[p].freed_bytes >= least_bytes
+            ]
+            if good and max(good) not in points:
+                is_trusted = self._policy.measured_plans == 0
+                return max(good), is_trusted, "as predicted" if is_trusted else ""
+        found = next((x for place, x, _ in self._tried if place == quick), None)
+        if found is not None:
+            return quick, True, f"a step takes {found}, at most {limit:g} % is wanted"
+        percent = 100 * min(plan.us for plan in plans[1:]) / bare_us
+        least = f"the least that frees anything is predicted to cost {percent:.2g} %"
+        return 0, True, f"{least}, and at most {limit:g} % is wanted"
+
+    def _next_within(self, target_bytes: int) -> tuple[int, bool, str]:
+        """The same for a target."""
+        wanted_bytes = target_bytes - target_bytes // _MARGIN_SHARE
+        sizes = {place: size for place, _, size in self._tried}
+        good = min((place for place, size in sizes.items() if size <= target_bytes), default=None)
+        lowest = 1 + max(
+            (place for place, size in sizes.items() if size > target_bytes), default=-1
+        )
+        highest = (len(self._plans) if good is None else good) - 1
+        if self._tried:
+            last, _, reserved_bytes = self._tried[-1]
+            freed_bytes = self._plans[last].freed_bytes + reserved_bytes - wanted_bytes
+            is_near = good is not None and sizes[good] >= target_bytes - target_bytes // 24
+            if is_near or lowest > highest or len(self._tried) >= _MOST_FITS:
+                place = last if good is None else good
+                found = next(x for p, x, _ in self._tried if p == place)
+                cost = f"; a step takes {found}" if found else ""
+                size, target = (format_bytes(x, 2) for x in (sizes[place], target_bytes))
+                return place, True, f"{size} are reserved, at most {target} is wanted{cost}"
+        else:
+            without_bytes = max(self.manager.backend.reserved_bytes() or 0, self._bare_bytes)
+            freed_bytes = without_bytes - wanted_bytes
+            if freed_bytes <= 0:
+                return 0, True, "all fits"
+        places = (p for p, plan in enumerate(self._plans) if plan.freed_bytes >= freed_bytes)
+        return min(max(lowest, next(places, highest)), highest), False, ""
+
+    # The end
+
+    def _finish(self, place: int, text: str = "") -> None:
+        manager, limit = self.manager, getattr(self._policy, "most_slowdown_percent", 0)
+        if place == 0:
+            tried = [x for _, x, _ in getattr(self, "_tried", ()) if x]
+            why = text
+            if tried:
+                least = f"the least costly plan that was tried takes {min(tried)}"
+                why = f"{least}, and at most {limit:g} % is wanted"
+            self._stop(
+                why or "the step was captured before a plan was found", ADVICE if tried else ""
+            )
+            return
+        self._follow(place)
+        assert self.plan is not None
+        self.is_converged = True
+        manager.backend.trim_device()
+        rows = ", ".join(map(str, self.plan.rows()))
+        freed = format_bytes(self.plan.freed_bytes, 2)
+        self.said = f"rows: [{rows}] free {freed}; {text}"
+        if rank_in() == 0:
+            _logger.warning("megatron-offload: %s: %s", self._policy.kind, self.said)
+
+    def _stop(self, why: str, advice: str, *, keeps_open: bool = False) -> None:
+        """Let nothing move from here on but what the device has no room for; say why, once."""
+        manager = self.manager
+        self.is_converged, self.plan = True, None
+        what = "only what the device has no room for is offloaded"
+        if not keeps_open:
+            what = "nothing is offloaded or recomputed"
+            manager.learner.follow_plan(None)
+            manager.follow_rows((), is_own=True)
+            self._hook()
+            manager.trim()  # no step comes that would unpin anything
+        self.said = f"megatron-offload: {what}: {why}{advice}"
+        if rank_in() == 0:
+            _logger.warning("%s", self.said)
+
+    # Afterwards
+
+    def _is_watched_over(self) -> bool:
+        """Whether memory is as it should be."""
+        manager = self.manager
+        if manager.num_out_of_memory > self._num_ooms:
+            self._num_ooms = manager.num_out_of_memory
+            return False
+        if isinstance(self._policy, MemoryTargetConfig):
+            (target_bytes,) = self._policy.targets(1)
+            return (manager.backend.reserved_bytes() or 0) <= target_bytes
+        return True
+
+    def _go_deeper(self) -> None:
+        """Follow the next plan that frees clearly more, if there is one and no other rank minds."""
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            return  # a rerun may hold collectives
+        plans, place = self._plans, self._place
+        least_bytes = plans[place].freed_bytes + plans[-1].freed_bytes // 8
+        places = (p for p in range(place + 1, len(plans)) if plans[p].freed_bytes >= least_bytes)
+        deeper = next(places, len(plans) - 1)
+        if deeper > place:
+            self._follow(deeper)
+            _logger.info("memory is short: rows: [%s]", ", ".join(map(str, plans[deeper].rows())))

@@ -1,0 +1,102 @@
+"""The frontier of a model: plans of rows, each freeing more than the one before, for least time.
+
+A plan says of each layer which of its actions is taken. From one plan to the next a single layer
+takes another action, the one that frees most for what it costs. Every plan of the list is a prefix
+of those moves; which one is followed is for those who measure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Literal, NamedTuple, TypeAlias
+
+from megatron_offload.core.row_config import RowConfig
+
+Part: TypeAlias = tuple[str, int | Literal["all", "recompute"]]
+"""A site, and what is done there: it is recomputed, or so many of its tensors are offloaded."""
+
+
+class Action(NamedTuple):
+    """What rows may do with one layer."""
+
+    parts: tuple[Part, ...] = ()
+    freed_bytes: int = 0
+    us: float = 0.0
+    """What a step takes longer."""
+    copied_bytes: int = 0
+    """To the host, and back as well."""
+
+
+KEEP = Action()
+"""Nothing is done."""
+
+
+class Plan(NamedTuple):
+    """What is done with each layer, by its number."""
+
+    actions: Mapping[int, Action]
+    freed_bytes: int
+    us: float
+    copied_bytes: int
+
+    def rows(self) -> tuple[RowConfig, ...]:
+        """Return the plan as a person writes it."""
+        layers: dict[Part, list[int]] = {}
+        for number, action in sorted(self.actions.items()):
+            for part in action.parts:
+                layers.setdefault(part, []).append(number)
+        rows = []
+        for (site, what), numbers in layers.items():
+            does = {"recompute": True} if what == "recompute" else {"offload": what}
+            rows.append(RowConfig.model_validate({"site": site, "layers": ranges(numbers), **does}))
+        return tuple(rows)
+
+
+def frontier(layers: Mapping[int, Sequence[Action]], most_copied_bytes: float) -> list[Plan]:
+    """Return plans in the order of what they free, beginning with the one that does nothing.
+
+    Args:
+        layers: by number what may be done with each; layers that are alike have equal actions.
+        most_copied_bytes: what all layers together can copy while a forward runs.
+    """
+    taken = dict.fromkeys(sorted(layers), KEEP)
+    plans = [Plan(dict(taken), 0, 0.0, 0)]
+    while True:
+        last = plans[-1]
+        # Of layers that are alike the first: what it saves lives longest.
+        first: dict[tuple[int, Action], int] = {}
+        for number, action in taken.items():
+            first.setdefault((id(layers[number]), action), number)
+        best: tuple[tuple[float, int], int, Action] | None = None
+        for (_, before), number in first.items():
+            for after in layers[number]:
+                freed_bytes = after.freed_bytes - before.freed_bytes
+                copied_bytes = after.copied_bytes - before.copied_bytes
+                is_full = copied_bytes > 0 and last.copied_bytes + copied_bytes > most_copied_bytes
+                if freed_bytes <= 0 or is_full:
+                    continue
+                us = after.us - before.us
+                worth = (freed_bytes / us if us > 0 else math.inf), freed_bytes
+                if best is None or worth > best[0]:
+                    best = worth, number, after
+        if best is None:
+            return plans
+        _, number, after = best
+        before, taken[number] = taken[number], after
+        plans.append(
+            Plan(
+                dict(taken),
+                last.freed_bytes + after.freed_bytes - before.freed_bytes,
+                last.us + after.us - before.us,
+                last.copied_bytes + after.copied_bytes - before.copied_bytes,
+            )
+        )
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Return numbers as rows take them: ``0-13,20``."""
+    runs = groupby(enumerate(sorted(numbers)), key=lambda one: one[1] - one[0])
+    ends = ([number for _, number in run] for _, run in runs)
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in ends)
