@@ -64,6 +64,8 @@ class RowSearch:
         is_converged: whether no more steps are looked at.
         rests: whether none ever will be.
         said: how it has ended, in one line.
+        tried: of each plan that was followed its place in the frontier, what it has cost, and what
+            was reserved; on the rank that answers.
     """
 
     def __init__(
@@ -91,6 +93,8 @@ class RowSearch:
         """Followed until there is a plan."""
         self._place, self._plans = 0, list[Plan]()
         self._refused: set[str] = set()
+        self._is_alone = True
+        self.tried: list[tuple[int, Slowdown | None, int]] = []
         policy = manager.config.tuned_policy
         self.is_converged = policy is None
         if policy is not None:
@@ -190,7 +194,9 @@ class RowSearch:
             self._stop(NO_CLOCK, "")
             self.rests = True
             return
-        self._is_tight = released_bytes > 0
+        needed_bytes = backend.peak_allocated_bytes() + released_bytes
+        capacity_bytes = backend.capacity_bytes() or 0
+        self._is_tight = released_bytes > 0 and needed_bytes > _MOST_SHARE * capacity_bytes
         if self._is_tight and manager.rows is None:
             self._stop("its layers can't be recomputed", ADVICE, keeps_open=True)
             return
@@ -215,8 +221,9 @@ class RowSearch:
         self._most_copied_bytes = _LINK_SHARE * gbps * 1e3 * self._times.forward_us
         if self._is_tight:
             self._most_copied_bytes *= len(numbers)
-        ranks = self._ranks = Ranks(str(next(search_numbers)))
         try:
+            ranks = Ranks(str(next(search_numbers)))
+            self._is_alone = ranks.is_alone
             yield from self._agree(ranks)
         except dist.DistError as error:
             self._stop(f"the job's store can't be asked what other ranks do ({error})", "")
@@ -238,7 +245,6 @@ class RowSearch:
     def _agree(self, ranks: Ranks) -> Generator[_Kind, None, None]:
         """Follow one plan after the other, as the first rank says, until one is final."""
         said: list[Any] = []
-        self._tried: list[tuple[int, Slowdown | None, int]] = []
         self._plan_anew()
         while True:
             found = None
@@ -357,11 +363,11 @@ class RowSearch:
         if refused:
             self._refused |= {*refused}
             self._plan_anew()
-            self._tried.clear()
+            self.tried.clear()
         elif len(own) > 1:
             slowdowns = [Slowdown(*one[1]) for one in everyone if one[1]]
             worst = max(slowdowns, default=None)
-            self._tried.append((self._place, worst, max(one[2] for one in everyone)))
+            self.tried.append((self._place, worst, max(one[2] for one in everyone)))
         if len(self._plans) == 1:
             return json.dumps([signature, refused, 0, True, "nothing that it saves could be freed"])
         target_bytes = self._target_bytes
@@ -374,20 +380,20 @@ class RowSearch:
         assert isinstance(self._policy, AutoConfig)
         limit, plans, bare_us = self._policy.most_slowdown_percent, self._plans, self._bare_us()
         points = {0: (0.0, 0.0)}
-        for place, found, _ in self._tried:
+        for place, found, _ in self.tried:
             points[place] = plans[place].us, 100.0 if found is None else found.percent
         quick = max(place for place, (_, percent) in points.items() if percent <= limit)
         slow = min(
             (p for p, (_, percent) in points.items() if percent > limit and p > quick),
             default=len(plans),
         )
-        if len(self._tried) < max(1, self._policy.measured_plans):
+        if len(self.tried) < max(1, self._policy.measured_plans):
             aim = _AIM_SHARE * limit
             us, percent = points[quick]
             if slow < len(plans):
                 slow_us, slow_percent = points[slow]
                 most_us = us + (slow_us - us) * max(0.0, aim - percent) / (slow_percent - percent)
-            elif not self._tried:
+            elif not self.tried:
                 most_us = aim / 100 * bare_us
             else:  # as much again at most as it seems to take
                 most_us = us * min(4.0, aim / max(percent, 0.05)) if us else aim / 100 * bare_us
@@ -400,7 +406,7 @@ class RowSearch:
             if good and max(good) not in points:
                 is_trusted = self._policy.measured_plans == 0
                 return max(good), is_trusted, "as predicted" if is_trusted else ""
-        found = next((x for place, x, _ in self._tried if place == quick), None)
+        found = next((x for place, x, _ in self.tried if place == quick), None)
         if found is not None:
             return quick, True, f"a step takes {found}, at most {limit:g} % is wanted"
         percent = 100 * min(plan.us for plan in plans[1:]) / bare_us
@@ -410,19 +416,19 @@ class RowSearch:
     def _next_within(self, target_bytes: int) -> tuple[int, bool, str]:
         """The same for a target."""
         wanted_bytes = target_bytes - target_bytes // _MARGIN_SHARE
-        sizes = {place: size for place, _, size in self._tried}
+        sizes = {place: size for place, _, size in self.tried}
         good = min((place for place, size in sizes.items() if size <= target_bytes), default=None)
         lowest = 1 + max(
             (place for place, size in sizes.items() if size > target_bytes), default=-1
         )
         highest = (len(self._plans) if good is None else good) - 1
-        if self._tried:
-            last, _, reserved_bytes = self._tried[-1]
+        if self.tried:
+            last, _, reserved_bytes = self.tried[-1]
             freed_bytes = self._plans[last].freed_bytes + reserved_bytes - wanted_bytes
             is_near = good is not None and sizes[good] >= target_bytes - target_bytes // 24
-            if is_near or lowest > highest or len(self._tried) >= _MOST_FITS:
+            if is_near or lowest > highest or len(self.tried) >= _MOST_FITS:
                 place = last if good is None else good
-                found = next(x for p, x, _ in self._tried if p == place)
+                found = next(x for p, x, _ in self.tried if p == place)
                 cost = f"; a step takes {found}" if found else ""
                 size, target = (format_bytes(x, 2) for x in (sizes[place], target_bytes))
                 return place, True, f"{size} are reserved, at most {target} is wanted{cost}"
@@ -439,7 +445,7 @@ class RowSearch:
     def _finish(self, place: int, text: str = "") -> None:
         manager, limit = self.manager, getattr(self._policy, "most_slowdown_percent", 0)
         if place == 0:
-            tried = [x for _, x, _ in getattr(self, "_tried", ()) if x]
+            tried = [x for _, x, _ in self.tried if x]
             why = text
             if tried:
                 least = f"the least costly plan that was tried takes {min(tried)}"
@@ -488,12 +494,13 @@ class RowSearch:
 
     def _go_deeper(self) -> None:
         """Follow the next plan that frees clearly more, if there is one and no other rank minds."""
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if not self._is_alone:
             return  # a rerun may hold collectives
         plans, place = self._plans, self._place
         least_bytes = plans[place].freed_bytes + plans[-1].freed_bytes // 8
         places = (p for p in range(place + 1, len(plans)) if plans[p].freed_bytes >= least_bytes)
         deeper = next(places, len(plans) - 1)
         if deeper > place:
+            self._is_tight = True  # to try a site takes what there isn't
             self._follow(deeper)
             _logger.info("memory is short: rows: [%s]", ", ".join(map(str, plans[deeper].rows())))

@@ -1,0 +1,209 @@
+"""Runs that find rows by their own steps, on the virtual clock: promises and bits hold."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from layered_job import WIDTH, GradientCheckpointingLayer, LayeredJob, PlainLayer, RandomLayer
+
+from megatron_offload import OffloadConfig, get_act_offloading_ctx_manager
+from megatron_offload.autotune import layers
+from megatron_offload.autotune.loop import MeasuredLoop
+from megatron_offload.autotune.row_search import RowSearch
+from megatron_offload.config import OffloadConfig as Config
+
+pytestmark = pytest.mark.by_default
+
+BARE_US = 16 * 10.0 * 6 * 3
+FULL_BYTES = 79872
+"""What a step of 16 rows takes at its peak without offload."""
+
+
+def auto(percent):
+    return {"kind": "auto", "most_slowdown_percent": percent}
+
+
+def target(num_bytes):
+    return {"kind": "memory_target", "memory_target": num_bytes}
+
+
+@pytest.fixture(autouse=True)
+def small_tensors(monkeypatch):
+    monkeypatch.setattr(layers, "_LEAST_BYTES", 0)
+
+
+def actions(job):
+    return {(row.site, row.offload or "recompute") for row in job.manager.rows}
+
+
+@pytest.mark.parametrize(("gbps", "percent"), [(1.0, 1), (1.0, 20), (0.001, 20), (0.01, 40)])
+def test_what_is_found_frees_memory_and_costs_no_more_than_it_may(gbps, percent, caplog):
+    job = LayeredJob(gbps, policy=auto(percent))
+    search = job.found()
+    _, took_us, peak_bytes = job.steps[-1]
+    slowdown = 100 * (took_us / BARE_US - 1)
+    assert slowdown <= percent
+    assert peak_bytes < 0.8 * FULL_BYTES
+    found = search.tried[-1][1]
+    assert found.low - 0.1 <= slowdown <= found.high + 0.1
+    assert ("layer", "recompute") in actions(job) or gbps == 1.0
+    (text,) = caplog.messages
+    assert text == f"megatron-offload: auto: {search.said}"
+    again = Config.model_validate({"rows": [str(row) for row in job.manager.rows]})
+    assert again.rows == job.manager.rows, "what it says can be pasted"
+
+
+def test_where_nothing_pays_no_hook_is_left_and_it_is_said_once(caplog):
+    job = LayeredJob(0.001, policy=auto(1))
+    job.found()
+    (text,) = caplog.messages
+    assert "nothing is offloaded or recomputed: the least that frees anything" in text
+    with job.offload:
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert job.manager.rows == ()
+    for _ in range(9):
+        assert job.step() == BARE_US
+    assert job.manager.host_pool.stats.slab_bytes_total == 0
+
+
+def test_lengths_that_are_drawn_anew_are_one_program():
+    job = LayeredJob(0.001, policy=auto(20))
+    rows = job.found((8, 16, 24, 40)).plan.rows()
+    num_steps = len(job.steps)
+    for length in (8, 40, 64, 3, 24):
+        bare_us = length * 10.0 * 6 * 3
+        assert bare_us < job.step(length) <= 1.2 * bare_us
+    assert num_steps < 60
+    assert job.manager.rows == rows
+
+
+def test_evaluation_and_generation_in_between_change_nothing():
+    job = LayeredJob(0.001, policy=auto(20))
+    for _ in range(40):
+        job.step()
+        with torch.no_grad(), job.offload:
+            job.net(torch.randn(50, WIDTH))
+    assert job.search.is_converged
+    assert actions(job) == {("layer", "recompute")}
+
+
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
+def test_a_target_is_kept(share):
+    job = LayeredJob(0.01, policy=target(int(share * FULL_BYTES)))
+    job.found()
+    job.manager.backend.trim_device()
+    job.step()
+    _, took_us, peak_bytes = job.steps[-1]
+    assert peak_bytes <= share * FULL_BYTES
+    assert took_us < 1.34 * BARE_US, "less than all layers recomputed"
+
+
+def test_a_target_that_can_not_be_kept_ends_with_the_most_that_can_be_freed():
+    job = LayeredJob(0.001, policy=target("1KiB"))
+    search = job.found()
+    assert {row.layers for row in job.manager.rows} == {"0-5"}
+    assert "1.00 KiB is wanted" in search.said
+
+
+def test_a_target_above_what_is_needed_changes_nothing():
+    job = LayeredJob(policy=target(10 * FULL_BYTES))
+    assert "all fits" in job.found().said
+
+
+@pytest.mark.parametrize("capacity_bytes", [60_000, 70_000, 80_000])
+def test_a_device_without_room_for_all_gets_through_the_first_steps(capacity_bytes):
+    job = LayeredJob(0.01, capacity_bytes)
+    job.found()
+    for _ in range(3):
+        job.step()
+    assert job.manager.rows, "no step without them would fit"
+    assert job.manager.num_out_of_memory == 0
+
+
+def test_where_memory_runs_out_later_more_is_freed():
+    job = LayeredJob(0.001, policy=auto(10))
+    search = job.found()
+    before = search.plan.freed_bytes
+    job.manager.note_failure(torch.OutOfMemoryError("full"))
+    job.step()
+    assert search.plan.freed_bytes > before
+    assert job.steps[-1][2] < job.steps[-2][2]
+
+
+@pytest.mark.parametrize("gbps", [0.001, 1.0])
+def test_layers_that_no_library_lets_be_recomputed_are_offloaded_alone(gbps):
+    job = LayeredJob(gbps, layer=PlainLayer, policy=auto(40))
+    job.found()
+    assert all(what != "recompute" for _, what in actions(job))
+    assert bool(actions(job)) == (gbps == 1.0)
+
+
+def test_a_layer_that_can_not_run_again_is_seen_before_anything_is_dropped(caplog):
+    job = LayeredJob(0.001, layer=RandomLayer, policy=auto(40))
+    job.found()
+    assert "it draws random numbers of Python or numpy" in caplog.text
+    assert ("layer", "recompute") not in actions(job)
+    assert actions(job) == {("mlp", "recompute")}, "what it draws is not in there"
+
+
+class Stale(GradientCheckpointingLayer):
+    """Multiplies by something that changes behind its forward."""
+
+    factor = 1.0
+
+    def forward(self, x):
+        made = super().forward(x) * Stale.factor
+        Stale.factor += 0.5
+        return made
+
+
+def test_a_layer_with_other_bits_when_it_runs_again_is_kept(caplog):
+    job = LayeredJob(0.001, layer=Stale, policy=auto(40))
+
+    def step():
+        Stale.factor = 1.0
+        with job.offload:
+            loss = job.net(torch.ones(16, WIDTH)).sum()
+        loss.backward()
+        del loss
+
+    while not job.search.is_converged:
+        step()
+    assert "it can't run again with the same bits" in caplog.text
+    assert ("layer", "recompute") not in actions(job)
+
+
+def test_a_context_for_the_same_model_goes_on_and_for_another_begins_anew():
+    torch.manual_seed(0)
+    config = OffloadConfig(backend="simulated")
+    job = LayeredJob(num_layers=2)
+    make = get_act_offloading_ctx_manager
+    one = make(job.net, config=config, warn_if_no_head=False)
+    manager, search = one.manager, one.manager.tuner
+    assert isinstance(search, RowSearch)
+    del one
+    gc.collect()
+    assert make(job.net, config=config).manager.tuner is search
+    gc.collect()
+    other = make(LayeredJob(num_layers=3).net, config=config)
+    assert other.manager is manager
+    assert other.manager.tuner is not search
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"recompute": "layer"}, {"whole_step_graph": True}, {"policy": {"kind": "modules"}}, {"enabled": False}],
+)
+def test_what_says_itself_what_moves_or_is_for_graphs_looks_for_no_rows(settings):
+    job = LayeredJob(**{"policy": None, **settings})
+    assert isinstance(job.search, MeasuredLoop)
+    job.step()
+
+
+def test_a_model_without_layers_is_looked_at_by_its_groups():
+    net = torch.nn.Linear(3, 3)
+    config = OffloadConfig(backend="simulated")
+    context = get_act_offloading_ctx_manager(net, config=config, warn_if_no_head=False)
+    assert isinstance(context.manager.tuner, MeasuredLoop)

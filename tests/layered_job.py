@@ -1,0 +1,161 @@
+"""A model of layers on the virtual clock, in a context that is given the model."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from programs import make_config
+from torch import nn
+from virtual_clock import Tick
+
+from megatron_offload import get_act_offloading_ctx_manager
+from megatron_offload.backends.base import DeviceMemory
+from megatron_offload.backends.simulated import SimulatedBackend
+from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.observe.live_bytes import LiveActivationMeter
+
+WIDTH = 32
+
+
+class TimedMlp(nn.Module):
+    """Takes virtual time by its rows."""
+
+    def __init__(self, job):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.job = (job,)  # no module
+
+    def forward(self, x):
+        (job,) = self.job
+        x = Tick.apply(x, job.backend.advance_compute, job.us_per_row * len(x))
+        hidden = job.note(job.note(self.up(x)).sigmoid())
+        return job.note(self.down(hidden))
+
+
+class PlainLayer(nn.Module):
+    """One that its library doesn't let be recomputed."""
+
+    def __init__(self, job):
+        super().__init__()
+        self.norm, self.mlp, self.job = nn.LayerNorm(WIDTH), TimedMlp(job), (job,)
+
+    def forward(self, x):
+        (job,) = self.job
+        return job.note(x + self.mlp(job.note(self.norm(x))))
+
+
+class GradientCheckpointingLayer(PlainLayer):
+    """One that it does, by the name of the class."""
+
+
+class RandomLayer(GradientCheckpointingLayer):
+    """Draws random numbers of Python."""
+
+    def forward(self, x):
+        return super().forward(x) * random.random()
+
+
+class LayeredNet(nn.Module):
+    def __init__(self, job, layer, num_layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layer(job) for _ in range(num_layers))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class LayeredJob:
+    """Steps of any length; each has the bits that it has without a context.
+
+    Args:
+        gbps: what copies get, each way.
+        capacity_bytes: of the device, for activations.
+        us_per_row: what an MLP's forward takes.
+        settings: of the configuration.
+    """
+
+    def __init__(
+        self,
+        gbps=1.0,
+        capacity_bytes=None,
+        *,
+        us_per_row=10.0,
+        layer=GradientCheckpointingLayer,
+        num_layers=6,
+        **settings,
+    ):
+        torch.manual_seed(0)
+        self.us_per_row, self.capacity_bytes = us_per_row, capacity_bytes
+        config = make_config(max_inflight_bytes=None, prefetch_bytes=None, **settings)
+        update = {"d2h_gbps": gbps, "h2d_gbps": gbps, "poison": False, "check_hazards": False}
+        self.backend = SimulatedBackend(config.simulated.model_copy(update=update))
+        self.backend.capacity_bytes = lambda: self.capacity_bytes
+        self.backend.memory = lambda: DeviceMemory(self.meter.live_bytes, self.meter.peak_bytes)
+        self.backend.peak_allocated_bytes = lambda: self.most_bytes
+        self.backend.trim_device = lambda: self.meter.reset_peak()
+        self.manager = PipelineOffloadManager(config, backend=self.backend)
+        self.net = LayeredNet(self, layer, num_layers)
+        self.meter = LiveActivationMeter(self.net.parameters())
+        self.meter.needs_groups = False
+        self.manager.observers.append(self.meter)
+        self.most_bytes = self.peak_bytes = 0
+        self.steps = []
+        """Of each its rows, its virtual time, and its peak."""
+        self.offload = self.context()
+
+    def context(self):
+        return get_act_offloading_ctx_manager(self.net, manager=self.manager, min_offload_size=0)
+
+    @property
+    def search(self):
+        return self.manager.tuner
+
+    def note(self, tensor):
+        """Count a new tensor."""
+        self.meter.observe(tensor)
+        live_bytes = self.meter.live_bytes
+        if self.capacity_bytes is not None and live_bytes > self.capacity_bytes:
+            raise torch.OutOfMemoryError("the simulated device is full")
+        self.peak_bytes = max(self.peak_bytes, live_bytes)
+        self.most_bytes = max(self.most_bytes, live_bytes)
+        return tensor
+
+    def now(self):
+        return self.backend.timestamp(self.backend.compute_stream())
+
+    def step(self, rows=16):
+        """Take a step; return its virtual time."""
+        x, seed = torch.randn(rows, WIDTH), random.randrange(1000)
+        random.seed(seed)
+        began_us, self.peak_bytes = self.now(), 0
+        with self.offload:
+            loss = self.net(x).square().sum()
+        loss.backward()
+        took_us = self.now() - began_us
+        self.steps.append((rows, took_us, self.peak_bytes))
+        found = [parameter.grad for parameter in self.net.parameters()]
+        self.net.zero_grad()
+        before = self.capacity_bytes, self.most_bytes, self.us_per_row
+        self.capacity_bytes, self.us_per_row = None, 0.0
+        random.seed(seed)
+        self.net(x).square().sum().backward()
+        expected = [parameter.grad for parameter in self.net.parameters()]
+        self.net.zero_grad()
+        self.capacity_bytes, self.most_bytes, self.us_per_row = before
+        assert all(map(torch.equal, found, expected))
+        return took_us
+
+    def found(self, rows=(16,), most_steps=150):
+        """Take steps until no more are looked at; return the search."""
+        draw = random.Random(0)
+        for _ in range(most_steps):
+            if self.search.is_converged:
+                break
+            self.step(draw.choice(rows))
+        assert self.search.is_converged
+        self.step(rows[-1])
+        return self.search
