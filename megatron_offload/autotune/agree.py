@@ -8,6 +8,7 @@ which take their steps together take it together. No collective is called.
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import zlib
 from collections.abc import Callable, Generator, Iterator
@@ -20,8 +21,13 @@ _MOST_STEPS_HEARD = 8  # so long the first waits for ranks that may be without g
 _MOST_STEPS_WAITED = 64  # behind so many no answer comes any more
 
 
+_numbers = itertools.count()  # of this process's searches: ranks that run one program count alike
+
+
 class Ranks:
     """The ranks of a job that look for a plan under one ``name``, or this process alone.
+
+    Without a name it is the number of the search in this process.
 
     Who puts something down first answers. Others count once they have put something down.
 
@@ -30,7 +36,8 @@ class Ranks:
         is_alone: whether there are no others.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str | None = None) -> None:
+        name = str(next(_numbers)) if name is None else name
         self._store: dist.Store | None = None
         self._place = self._number = self._waited = 0
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:

@@ -215,7 +215,7 @@ class MeasuredLoop(OldAttributes):
     ) -> Generator[None, None, None]:
         if not profile.offloaded_bytes:
             self._learner.move_nothing()  # until there is an answer
-        ranks = self._ranks = Ranks(str(next(search_numbers)))
+        ranks = self._ranks = Ranks()
         stage = profile.run.pp_rank
         d2h_gbps, h2d_gbps, pin_us = measure_link(self._manager)
         text = PROFILES.to_json(replace(profile, d2h_gbps=d2h_gbps, h2d_gbps=h2d_gbps))

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.autotune.agree import Ranks
 from megatron_offload.autotune.layers import LayerWatch, SiteTimes, sites_of_layers
-from megatron_offload.autotune.loop import ADVICE, NO_CLOCK, measure_link, search_numbers
+from megatron_offload.autotune.loop import ADVICE, NO_CLOCK, measure_link
 from megatron_offload.autotune.slowdown import Slowdown, TimedStep, slowdown_of
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig
 from megatron_offload.core.row_config import RowConfig
@@ -222,7 +222,7 @@ class RowSearch:
         if self._is_tight:
             self._most_copied_bytes *= len(numbers)
         try:
-            ranks = Ranks(str(next(search_numbers)))
+            ranks = Ranks()
             self._is_alone = ranks.is_alone
             yield from self._agree(ranks)
         except dist.DistError as error:

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from layered_job import LayeredJob
 from virtual_clock import VirtualJob
 
-from megatron_offload.autotune import agree, loop
+from megatron_offload.autotune import agree, layers
 from megatron_offload.autotune.agree import Ranks
 from megatron_offload.autotune.loop import tune
 from megatron_offload.backends.simulated import SimulatedBackend
@@ -35,7 +36,7 @@ def store(monkeypatch):
     )
     monkeypatch.setattr(agree, "dist", job)
     numbers = itertools.count()  # each rank counts for itself
-    monkeypatch.setattr(loop, "search_numbers", (number // NUM_RANKS for number in numbers))
+    monkeypatch.setattr(agree, "_numbers", (number // NUM_RANKS for number in numbers))
     return store
 
 
@@ -160,3 +161,54 @@ def test_without_a_store_or_an_answer_all_stop_with_a_warning(jobs, store, monke
         assert job.moved_bytes[-1] == 0 or job is not jobs[0]
         assert why in job.manager.tuner.said or job is not jobs[0]
         assert job.moved_bytes[-1] == 0
+
+
+# Ranks that look for rows.
+
+
+@pytest.fixture
+def layered_jobs(store, monkeypatch):
+    monkeypatch.setattr(layers, "_LEAST_BYTES", 0)
+    policy = {"kind": "auto", "most_slowdown_percent": 20}
+    return [LayeredJob(0.001, policy=policy) for _ in range(NUM_RANKS)]
+
+
+def rows_found_at(jobs, late=0, most_steps=150):
+    """Let ranks take steps of any lengths together; return when each has found its rows."""
+    found = [None] * len(jobs)
+    draw = random.Random(0)
+    for number in range(most_steps):
+        for rank, job in enumerate(jobs):
+            if (rank < NUM_RANKS - 1 or number >= late) and None in found:
+                job.step(draw.choice((8, 16, 24)))
+                if found[rank] is None and job.search.is_converged:
+                    found[rank] = len(job.steps)
+    return found
+
+
+@pytest.mark.parametrize("late", [0, 3])
+def test_replicas_find_the_same_rows_behind_as_many_steps(layered_jobs, late):
+    steps = rows_found_at(layered_jobs, late)
+    assert len(set(steps)) == 1
+    rows = [job.manager.rows for job in layered_jobs]
+    assert rows[0] == rows[1] == rows[2]
+    assert rows[0]
+
+
+def test_a_rank_with_another_model_stops_and_the_others_go_on(layered_jobs):
+    layered_jobs[1] = LayeredJob(0.001, num_layers=3, policy={"kind": "auto"})
+    assert None not in rows_found_at(layered_jobs)
+    assert layered_jobs[0].manager.rows == layered_jobs[2].manager.rows != ()
+    assert layered_jobs[1].manager.rows == ()
+    assert "the ranks' models differ" in layered_jobs[1].search.said
+
+
+def test_without_a_store_no_rank_follows_rows(layered_jobs, monkeypatch):
+    def gone(*_):
+        raise dist.DistNetworkError("the store is gone")
+
+    monkeypatch.setattr(agree.dist, "PrefixStore", gone)
+    assert None not in rows_found_at(layered_jobs)
+    for job in layered_jobs:
+        assert job.manager.rows == ()
+        assert "the store is gone" in job.search.said

@@ -194,7 +194,12 @@ def test_a_context_for_the_same_model_goes_on_and_for_another_begins_anew():
 
 @pytest.mark.parametrize(
     "settings",
-    [{"recompute": "layer"}, {"whole_step_graph": True}, {"policy": {"kind": "modules"}}, {"enabled": False}],
+    [
+        {"recompute": "layer"},
+        {"whole_step_graph": True},
+        {"policy": {"kind": "modules"}},
+        {"enabled": False},
+    ],
 )
 def test_what_says_itself_what_moves_or_is_for_graphs_looks_for_no_rows(settings):
     job = LayeredJob(**{"policy": None, **settings})
