@@ -37,6 +37,7 @@ _SITE_US = 100.0  # what a call that runs again takes of the host's time besides
 _GROUP_US = 130.0  # likewise a group that is offloaded
 _TENSOR_US = 45.0  # and each of its tensors
 _COPY_SHARE = 0.03  # of a copy's time, what it slows the device: they share its memory
+_LINK_SHARE = 1.1  # of what a link carries in a layer's time: behind the last one there is more
 
 
 class Site(NamedTuple):
@@ -190,12 +191,15 @@ def _actions_of(found: list[_SeenSite], cost: _Cost, *, is_last: bool) -> Iterat
             us = cost.offload_us(num_bytes, number, seen.num_saved)
             own.append(Action(((name, number),), num_bytes, us, num_bytes))
         choices[name] = _merged(choices.get(name), own)
-    yield from choices.pop("layer", [KEEP])[1:]
+    layer_us = sum(seen.us for seen in found if seen.site.name == "layer")
+    most_bytes = _LINK_SHARE * cost.gbps * 1e3 * layer_us
+    whole = choices.pop("layer", [KEEP])[1:]
+    yield from (action for action in whole if action.copied_bytes <= most_bytes)
     for parts in product(*choices.values()):
         action = KEEP
         for part in parts:
             action = _both(action, part)
-        if action.parts:
+        if action.parts and action.copied_bytes <= most_bytes:
             yield action
 
 

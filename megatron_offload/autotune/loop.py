@@ -217,7 +217,7 @@ class MeasuredLoop(OldAttributes):
             self._learner.move_nothing()  # until there is an answer
         ranks = self._ranks = Ranks()
         stage = profile.run.pp_rank
-        d2h_gbps, h2d_gbps, pin_us = measure_link(self._manager)
+        d2h_gbps, h2d_gbps, pin_us = measure_link(self._manager, "d2h", "h2d")
         text = PROFILES.to_json(replace(profile, d2h_gbps=d2h_gbps, h2d_gbps=h2d_gbps))
         most_us = _MOST_LONGER * _MOST_STEPS * self._bare_us - self._longer_us
         self._most_pinned_bytes = most_us / pin_us if pin_us else math.inf
@@ -417,10 +417,10 @@ class MeasuredLoop(OldAttributes):
         return shown is not None and not profile.has_groups_of(shown) and self._learner.is_steady
 
 
-def measure_link(manager: PipelineOffloadManager) -> tuple[float, float, float]:
-    """Return what copies get to the host and back at once, in GB/s; zeros: there are none.
+def measure_link(manager: PipelineOffloadManager, *ways: str) -> tuple[float, float, float]:
+    """Return what copies get to the host and back, all ``ways`` at once, in GB/s.
 
-    And what it takes to pin a byte, in microseconds.
+    Zeros: there are none. And what it takes to pin a byte, in microseconds.
     """
     backend = manager.backend
     num_bytes = min(_PROBE_BYTES, int(manager.config.host_slab_bytes))
@@ -428,10 +428,11 @@ def measure_link(manager: PipelineOffloadManager) -> tuple[float, float, float]:
         began = backend.timestamp(backend.compute_stream())
         link = Link(backend, num_bytes)
         ended = backend.timestamp(backend.compute_stream())
-        d2h_gbps, h2d_gbps = median_rates([link], "d2h", "h2d")[0]
+        gbps = dict(zip(ways, median_rates([link], *ways)[0], strict=True))
     except BandwidthError:
         return 0.0, 0.0, 0.0
-    return d2h_gbps, h2d_gbps, backend.sync_elapsed_us(began, ended) / (2 * num_bytes)
+    pin_us = backend.sync_elapsed_us(began, ended) / (2 * num_bytes)
+    return gbps.get("d2h", 0.0), gbps.get("h2d", 0.0), pin_us
 
 
 def _host_percent(step: MeasuredStep) -> float:

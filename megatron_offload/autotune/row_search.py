@@ -42,7 +42,6 @@ _NUM_WARMING = 2  # in the first sites are tried, in the second what rows need i
 _MOST_PAIRS = 16
 _LEAST_PAIRS = 4
 _AIM_SHARE = 0.9  # of what a step may cost, so that one that costs a little more is kept
-_LINK_SHARE = 0.8  # of what copies get while a forward runs
 _LEAST_GAIN_SHARE = 64  # plans that differ by less of the memory are the same
 _MARGIN_SHARE = 96  # of a target, what is left to spare
 _MOST_SHARE = 0.85  # of the device's memory, what plans may reserve where it has no room for all
@@ -211,16 +210,12 @@ class RowSearch:
         self._times = SiteTimes(sites, backend)
         yield from self._seen("watched")
         yield from self._seen("timed")
-        d2h_gbps, h2d_gbps, _ = measure_link(manager)
-        gbps = min(d2h_gbps, h2d_gbps)
+        gbps, _, _ = measure_link(manager, "d2h")
         if not self._is_tight:
             for _ in range(_NUM_BARE):
                 yield "bare"
         self._bare_bytes = backend.peak_allocated_bytes() + released_bytes
         self._actions = self._watch.actions(self._times, gbps, numbers)
-        self._most_copied_bytes = _LINK_SHARE * gbps * 1e3 * self._times.forward_us
-        if self._is_tight:
-            self._most_copied_bytes *= len(numbers)
         try:
             ranks = Ranks()
             self._is_alone = ranks.is_alone
@@ -327,7 +322,7 @@ class RowSearch:
         }
         alike: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         same = {number: alike.setdefault(all_, all_) for number, all_ in actions.items()}
-        self._plans = frontier(same, self._most_copied_bytes)
+        self._plans = frontier(same)
 
     def _signature(self) -> str:
         return str(

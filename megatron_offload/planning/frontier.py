@@ -54,12 +54,10 @@ class Plan(NamedTuple):
         return tuple(rows)
 
 
-def frontier(layers: Mapping[int, Sequence[Action]], most_copied_bytes: float) -> list[Plan]:
+def frontier(layers: Mapping[int, Sequence[Action]]) -> list[Plan]:
     """Return plans in the order of what they free, beginning with the one that does nothing.
 
-    Args:
-        layers: by number what may be done with each; layers that are alike have equal actions.
-        most_copied_bytes: what all layers together can copy while a forward runs.
+    ``layers`` has by number what may be done with each; layers that are alike have one object.
     """
     taken = dict.fromkeys(sorted(layers), KEEP)
     plans = [Plan(dict(taken), 0, 0.0, 0)]
@@ -73,9 +71,7 @@ def frontier(layers: Mapping[int, Sequence[Action]], most_copied_bytes: float) -
         for (_, before), number in first.items():
             for after in layers[number]:
                 freed_bytes = after.freed_bytes - before.freed_bytes
-                copied_bytes = after.copied_bytes - before.copied_bytes
-                is_full = copied_bytes > 0 and last.copied_bytes + copied_bytes > most_copied_bytes
-                if freed_bytes <= 0 or is_full:
+                if freed_bytes <= 0:
                     continue
                 us = after.us - before.us
                 worth = (freed_bytes / us if us > 0 else math.inf), freed_bytes

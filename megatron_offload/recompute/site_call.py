@@ -262,7 +262,8 @@ class SiteCall(ModuleCall):
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal at_last_save
             forms.append((tensor.shape, tensor.dtype))
-            if tensor.is_leaf and not tensor.requires_grad:
+            may_be_gradient = tensor.is_floating_point() or tensor.is_complex()
+            if may_be_gradient and tensor.is_leaf and not tensor.requires_grad:
                 # What autograd could take as a gradient of its own, if nothing else had it.
                 self._constants.add(len(made))
             kept = tensor.detach()
@@ -300,8 +301,10 @@ class SiteCall(ModuleCall):
         if not is_same:
             raise CorruptionError(
                 f"{site.path} was recomputed with other bits than its forward had, and "
-                "gradients would be wrong: it reads what has changed since, or draws random "
-                f"numbers of Python or numpy; leave {site.unit!r} out of recompute"
+                "gradients would be wrong: it reads what has changed since, draws random numbers "
+                "of Python or numpy, or has kernels that sum in any order "
+                "(torch.use_deterministic_algorithms; in Megatron's MoE moe_permute_fusion); "
+                f"leave {site.unit!r} out of recompute"
             )
         if proves:
             self._proves, site.proven_in[self.state.training] = False, self._step_number
