@@ -37,8 +37,7 @@ _Kind: TypeAlias = Literal["open", "bare", "watched", "timed", "warming", "rows"
 """What a step is for: all is kept that the device has room for; nothing stands in it; the layers
 are watched; they are timed; rows take their memory; rows are measured."""
 
-_NUM_BARE = 4
-_NUM_WARMING = 2  # in the first sites are tried, in the second what rows need is pinned
+_NUM_BARE = 6
 _MOST_PAIRS = 16
 _LEAST_PAIRS = 4
 _AIM_SHARE = 0.9  # of what a step may cost, so that one that costs a little more is kept
@@ -210,12 +209,16 @@ class RowSearch:
         self._times = SiteTimes(sites, backend)
         yield from self._seen("watched")
         yield from self._seen("timed")
+        self._bare_bytes = needed_bytes
         gbps, _, _ = measure_link(manager, "d2h")
+        self._actions = self._watch.actions(self._times, gbps, numbers)
+        self._plan_anew()
+        if len(self._plans) > 1:  # touch what will be pinned
+            manager.host_pool.prepare(self._plans[self._next_place()[0]].copied_bytes)
         if not self._is_tight:
             for _ in range(_NUM_BARE):
                 yield "bare"
-        self._bare_bytes = backend.peak_allocated_bytes() + released_bytes
-        self._actions = self._watch.actions(self._times, gbps, numbers)
+            self._bare_bytes = backend.peak_allocated_bytes()
         try:
             ranks = Ranks()
             self._is_alone = ranks.is_alone
@@ -239,7 +242,7 @@ class RowSearch:
 
     def _agree(self, ranks: Ranks) -> Generator[_Kind, None, None]:
         """Follow one plan after the other, as the first rank says, until one is final."""
-        said: list[Any] = []
+        said, manager = list[Any](), self.manager
         self._plan_anew()
         while True:
             found = None
@@ -260,8 +263,9 @@ class RowSearch:
                 self._finish(place, text)
                 return
             self._follow(place)
-            for _ in range(_NUM_WARMING):
-                yield "warming"
+            yield "warming"  # sites are tried
+            manager.backend.trim_device()
+            yield "warming"  # the device's memory is had anew
             reserved_bytes = yield from self._measure()
             said = [self._measured, reserved_bytes, sorted(self._newly_refused())]
 
@@ -270,9 +274,8 @@ class RowSearch:
         self._steps = [one for one in self._steps if not one[3]]
         self._measured: Slowdown | None = None
         backend = self.manager.backend
-        backend.trim_device()  # what only trying has needed
         if self._target_bytes is not None:
-            for _ in range(_LEAST_PAIRS):
+            for _ in range(2 * _LEAST_PAIRS):
                 yield "rows"
             self._measured = self._slowdown()
             return backend.reserved_bytes() or 0
@@ -310,27 +313,18 @@ class RowSearch:
     # Plans
 
     def _plan_anew(self) -> None:
-        actions = {
-            number: tuple(
-                one
-                for one in all_
-                if not any(
-                    f"{site}" in self._refused for site, what in one.parts if what == "recompute"
-                )
-            )
-            for number, all_ in self._actions.items()
-        }
-        alike: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-        same = {number: alike.setdefault(all_, all_) for number, all_ in actions.items()}
-        self._plans = frontier(same)
+        """Make the frontier of all that hasn't been refused."""
+        refused = {(site, "recompute") for site in self._refused}
+        self._plans = frontier(
+            {
+                number: [one for one in actions if refused.isdisjoint(one.parts)]
+                for number, actions in self._actions.items()
+            }
+        )
 
     def _signature(self) -> str:
-        return str(
-            [
-                sorted({part for one in all_ for part in one.parts}, key=str)
-                for _, all_ in sorted(self._actions.items())
-            ]
-        )
+        """Return what other ranks have too, if their models are alike."""
+        return str({number: len(actions) for number, actions in self._actions.items()})
 
     def _newly_refused(self) -> set[str]:
         model = self._model()
@@ -365,10 +359,12 @@ class RowSearch:
             self.tried.append((self._place, worst, max(one[2] for one in everyone)))
         if len(self._plans) == 1:
             return json.dumps([signature, refused, 0, True, "nothing that it saves could be freed"])
-        target_bytes = self._target_bytes
-        found = self._next() if target_bytes is None else self._next_within(target_bytes)
-        place, is_final, text = found
+        place, is_final, text = self._next_place()
         return json.dumps([signature, refused, place, is_final, text])
+
+    def _next_place(self) -> tuple[int, bool, str]:
+        target_bytes = self._target_bytes
+        return self._next() if target_bytes is None else self._next_within(target_bytes)
 
     def _next(self) -> tuple[int, bool, str]:
         """Return the plan to follow for `AutoConfig`, whether it is final, and why in words."""
@@ -452,7 +448,7 @@ class RowSearch:
         self._follow(place)
         assert self.plan is not None
         self.is_converged = True
-        manager.backend.trim_device()
+        manager.host_pool.prepare(0)
         rows = ", ".join(map(str, self.plan.rows()))
         freed = format_bytes(self.plan.freed_bytes, 2)
         self.said = f"rows: [{rows}] free {freed}; {text}"
@@ -469,6 +465,7 @@ class RowSearch:
             manager.learner.follow_plan(None)
             manager.follow_rows((), is_own=True)
             self._hook()
+            manager.host_pool.prepare(0)
             manager.trim()  # no step comes that would unpin anything
         self.said = f"megatron-offload: {what}: {why}{advice}"
         if rank_in() == 0:

@@ -151,6 +151,12 @@ class Backend(abc.ABC):
     def empty_host(self, num_bytes: int) -> torch.Tensor:
         """Allocate page-locked host memory; a RuntimeError where it can't be had or pinned."""
 
+    def prepare_host(self, num_bytes: int, number: int) -> None:  # noqa: B027 - pinning is quick
+        """Let so many calls of `empty_host` with this size be quick soon; what is left over goes.
+
+        A call takes the place of the one before.
+        """
+
     # For traces, by default on the host's clock: when work was queued, not when it ran.
 
     def timestamp(self, stream: Stream) -> Any:

@@ -290,6 +290,11 @@ class HostPool:
         self._unpinnable_bytes = math.inf
         return before_bytes - self.stats.slab_bytes_total
 
+    def prepare(self, num_bytes: int) -> None:
+        """Let so much more be pinned quickly, as far as the cap allows; 0 lets what is left go."""
+        most_bytes = min(num_bytes, self.cap_bytes - self.stats.slab_bytes_total)
+        self._backend.prepare_host(self.slab_bytes, max(0, -(-most_bytes // self.slab_bytes)))
+
     def pinned_for(self, in_use_bytes: int) -> int:
         """Return what has to be pinned for so much in use, as far as this pool has seen."""
         return int(in_use_bytes / self._full_share)

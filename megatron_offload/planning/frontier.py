@@ -57,30 +57,32 @@ class Plan(NamedTuple):
 def frontier(layers: Mapping[int, Sequence[Action]]) -> list[Plan]:
     """Return plans in the order of what they free, beginning with the one that does nothing.
 
-    ``layers`` has by number what may be done with each; layers that are alike have one object.
+    ``layers`` has by number what may be done with each.
     """
-    taken = dict.fromkeys(sorted(layers), KEEP)
+    alike: dict[tuple[Action, ...], list[Action]] = {}
+    choices = {
+        number: alike.setdefault(tuple(actions), _worthy(actions))
+        for number, actions in sorted(layers.items())
+    }
+    taken = dict.fromkeys(choices, KEEP)
     plans = [Plan(dict(taken), 0, 0.0, 0)]
     while True:
-        last = plans[-1]
         # Of layers that are alike the first: what it saves lives longest.
         first: dict[tuple[int, Action], int] = {}
         for number, action in taken.items():
-            first.setdefault((id(layers[number]), action), number)
+            first.setdefault((id(choices[number]), action), number)
         best: tuple[tuple[float, int], int, Action] | None = None
         for (_, before), number in first.items():
-            for after in layers[number]:
-                freed_bytes = after.freed_bytes - before.freed_bytes
-                if freed_bytes <= 0:
-                    continue
-                us = after.us - before.us
+            for after in choices[number]:
+                freed_bytes, us = after.freed_bytes - before.freed_bytes, after.us - before.us
                 worth = (freed_bytes / us if us > 0 else math.inf), freed_bytes
-                if best is None or worth > best[0]:
+                if freed_bytes > 0 and (best is None or worth > best[0]):
                     best = worth, number, after
         if best is None:
             return plans
         _, number, after = best
         before, taken[number] = taken[number], after
+        last = plans[-1]
         plans.append(
             Plan(
                 dict(taken),
@@ -89,6 +91,15 @@ def frontier(layers: Mapping[int, Sequence[Action]]) -> list[Plan]:
                 last.copied_bytes + after.copied_bytes - before.copied_bytes,
             )
         )
+
+
+def _worthy(actions: Sequence[Action]) -> list[Action]:
+    """Return the actions that free more than all that cost no more."""
+    found: list[Action] = []
+    for action in sorted(actions, key=lambda one: (one.us, -one.freed_bytes)):
+        if not found or action.freed_bytes > found[-1].freed_bytes:
+            found.append(action)
+    return found
 
 
 def ranges(numbers: Sequence[int]) -> str:

@@ -81,7 +81,7 @@ def test_lengths_that_are_drawn_anew_are_one_program():
 
 def test_evaluation_and_generation_in_between_change_nothing():
     job = LayeredJob(0.001, policy=auto(20))
-    for _ in range(40):
+    for _ in range(60):
         job.step()
         with torch.no_grad(), job.offload:
             job.net(torch.randn(50, WIDTH))

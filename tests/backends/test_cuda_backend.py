@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import sys
+import time
 from types import SimpleNamespace
 from unittest import mock
 
@@ -54,7 +55,10 @@ def runtime(monkeypatch):
 
 
 def test_pages_are_pinned_for_as_long_as_anything_refers_to_them(runtime):
-    tensor = torch.frombuffer(cuda._PinnedPages(8 * KIB), dtype=torch.uint8)
+    pages = cuda._PinnedPages(8 * KIB)
+    pages.pin()
+    tensor = torch.frombuffer(pages, dtype=torch.uint8)
+    del pages
     assert runtime.pinned == {tensor.data_ptr(): 8 * KIB}
     view = tensor[:10]
     del tensor
@@ -69,13 +73,14 @@ def test_pages_are_pinned_for_as_long_as_anything_refers_to_them(runtime):
 def test_a_failed_pin_says_why_and_leaves_no_error_behind(runtime):
     runtime.answer = ALREADY_REGISTERED
     with pytest.raises(RuntimeError, match="8192 bytes of host memory failed: the reason of 712"):
-        cuda._PinnedPages(8 * KIB)
+        cuda._PinnedPages(8 * KIB).pin()
     gc.collect()
     assert runtime.last_error == 0, "the next kernel would raise"
 
 
 def test_a_failed_unpin_leaves_no_error_behind(runtime):
     pages = cuda._PinnedPages(8 * KIB)
+    pages.pin()
     runtime.pinned.clear()
     del pages
     gc.collect()
@@ -92,11 +97,34 @@ def test_memory_that_can_not_be_had_is_an_error_of_the_documented_kind(runtime, 
 def test_pages_are_registered_next_to_the_device(runtime, monkeypatch):
     backend = object.__new__(cuda.CudaBackend)
     backend._pin_memory, backend._near_cpus = True, frozenset({max(os.sched_getaffinity(0))})
-    ran_on = []
+    backend._ahead, ran_on = cuda._PagesAhead(), []
     monkeypatch.setattr(cuda, "_register", lambda *_: ran_on.append(os.sched_getaffinity(0)))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert backend.empty_host(8 * KIB).nbytes == 8 * KIB
     assert ran_on == [backend._near_cpus]
+
+
+def test_pages_that_were_touched_ahead_are_pinned_first_and_the_rest_goes(runtime, monkeypatch):
+    backend = object.__new__(cuda.CudaBackend)
+    backend._pin_memory, backend._near_cpus, backend._ahead = True, frozenset(), cuda._PagesAhead()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    backend.prepare_host(8 * KIB, 2)
+    deadline = time.monotonic() + 10
+    while len(backend._ahead._ready) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    ahead = [
+        torch.frombuffer(pages, dtype=torch.uint8).data_ptr() for pages in backend._ahead._ready
+    ]
+    assert not runtime.pinned
+    other = backend.empty_host(4 * KIB)
+    regions = [backend.empty_host(8 * KIB) for _ in range(3)]
+    assert [region.data_ptr() for region in regions[:2]] == ahead
+    assert len(runtime.pinned) == 4
+    backend.prepare_host(8 * KIB, 1)
+    backend.prepare_host(8 * KIB, 0)
+    del other, regions
+    gc.collect()
+    assert not runtime.pinned
 
 
 def test_a_capture_pins_nothing_and_waits_for_nothing(monkeypatch):

@@ -1,0 +1,50 @@
+"""What rows cost, of steps of any lengths: what is said holds in nineteen of twenty runs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron_offload.autotune.slowdown import TimedStep, slowdown_of
+
+
+def steps_of(draw, number, percent, *, noise=0.02, sizes=(512, 2048), outliers=0):
+    steps = []
+    for place in range(number):
+        has_rows, size = place % 4 in (1, 2), float(draw.integers(*sizes, endpoint=True))
+        us = (3e4 + 50 * size) * (1 + percent / 100 * has_rows) * np.exp(draw.normal(0, noise))
+        steps.append(TimedStep(us, size, has_rows))
+    for place in draw.choice(number, outliers, replace=False):
+        steps[place] = steps[place]._replace(us=steps[place].us * 10)
+    return steps
+
+
+@pytest.mark.parametrize(
+    "keys", [{}, {"sizes": (700, 700)}, {"outliers": 3}, {"noise": 0.05}], ids=str
+)
+@pytest.mark.parametrize("percent", [0.0, 1.5, 20.0])
+def test_the_interval_holds_what_is_true(percent, keys):
+    draw = np.random.default_rng(0)
+    runs = [slowdown_of(steps_of(draw, 40, percent, **keys)) for _ in range(200)]
+    held = [run.low <= percent <= run.high for run in runs]
+    assert np.mean(held) >= 0.92
+    widths = [run.high - run.low for run in runs]
+    assert np.median(widths) < 4 * 100 * keys.get("noise", 0.02)
+
+
+def test_two_hundred_steps_say_it_within_two_points():
+    draw = np.random.default_rng(1)
+    found = slowdown_of(steps_of(draw, 200, 2.0, noise=0.03))
+    assert found.high - found.low < 2.0
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
+def test_of_too_few_steps_nothing_is_said(number):
+    assert slowdown_of(steps_of(np.random.default_rng(2), number, 1.0)) is None
+
+
+def test_steps_without_noise_are_told_exactly():
+    steps = [TimedStep(100.0 + 5 * on, 16.0, on) for on in (False, True, True, False, True, False)]
+    found = slowdown_of(steps)
+    assert found == pytest.approx((5.0, 5.0, 5.0))
+    assert str(found) == "+5.0 % (+5.0 to +5.0)"

@@ -1,0 +1,73 @@
+"""The frontier of moves, beside the best of all plans where those can be counted."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from megatron_offload.planning.frontier import KEEP, Action, frontier, ranges
+
+
+def some_actions(draw, most):
+    number = draw.randint(1, most)
+    return tuple(
+        Action(((f"site{place}", "recompute"),), draw.randint(1, 100), draw.uniform(0.5, 40.0))
+        for place in range(number)
+    )
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_plan_frees_as_much_for_less_but_for_one_move(seed):
+    draw = random.Random(seed)
+    kinds = [some_actions(draw, 4) for _ in range(2)]
+    layers = {number: draw.choice(kinds) for number in range(5)}
+    plans = frontier(layers)
+    every = [
+        (sum(one.freed_bytes for one in chosen), sum(one.us for one in chosen))
+        for chosen in itertools.product(*((KEEP, *actions) for actions in layers.values()))
+    ]
+    for before, after in itertools.pairwise(plans):
+        assert after.freed_bytes > before.freed_bytes
+        changed = [n for n in layers if after.actions[n] != before.actions[n]]
+        assert len(changed) == 1
+    for plan in plans:
+        assert plan.freed_bytes == sum(one.freed_bytes for one in plan.actions.values())
+        assert plan.us == pytest.approx(sum(one.us for one in plan.actions.values()))
+        least = min(us for freed_bytes, us in every if freed_bytes >= plan.freed_bytes)
+        move_us = max(action.us for actions in kinds for action in actions)
+        assert plan.us <= least + move_us
+    assert plans[-1].freed_bytes == max(freed_bytes for freed_bytes, _ in every)
+
+
+def test_what_frees_more_takes_the_place_of_what_was_there():
+    mlp = Action((("mlp", "recompute"),), 4, 1.0)
+    layer = Action((("layer", "recompute"),), 6, 2.0)
+    plans = frontier(dict.fromkeys(range(2), (mlp, layer)))
+    assert [plan.freed_bytes for plan in plans] == [0, 4, 8, 10, 12]
+    assert [str(row) for row in plans[3].rows()] == [
+        "{layers: 0, site: layer, recompute: true}",
+        "{layers: 1, site: mlp, recompute: true}",
+    ]
+
+
+def test_layers_that_are_alike_are_one_row():
+    both = Action((("mlp", "recompute"), ("attention", 2)), 4, 1.0)
+    plan = frontier(dict.fromkeys((0, 1, 2, 7), (both,)))[-1]
+    assert [str(row) for row in plan.rows()] == [
+        "{layers: 0-2,7, site: mlp, recompute: true}",
+        "{layers: 0-2,7, site: attention, offload: 2}",
+    ]
+
+
+def test_a_model_of_which_nothing_can_be_freed_has_one_plan():
+    (plan,) = frontier({0: (), 1: ()})
+    assert plan.rows() == ()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"), [([3], "3"), ([5, 3, 4], "3-5"), ([0, 2, 3, 9], "0,2-3,9")]
+)
+def test_numbers_are_written_as_rows_take_them(numbers, expected):
+    assert ranges(numbers) == expected
