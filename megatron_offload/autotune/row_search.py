@@ -44,6 +44,7 @@ _AIM_SHARE = 0.9  # of what a step may cost, so that one that costs a little mor
 _LEAST_GAIN_SHARE = 64  # plans that differ by less of the memory are the same
 _MARGIN_SHARE = 96  # of a target, what is left to spare
 _MOST_SHARE = 0.85  # of the device's memory, what plans may reserve where it has no room for all
+_SPARE_SHARE = 1.25  # of what steps so far would pin, what is made ready
 _MOST_FITS = 6  # so many plans are followed until a target is kept
 
 
@@ -208,13 +209,17 @@ class RowSearch:
         self._watch = LayerWatch(sites, chunk.may_move)
         self._times = SiteTimes(sites, backend)
         yield from self._seen("watched")
+        watched_size = self._sizes[-1]
         yield from self._seen("timed")
+        self._times.scale = watched_size / max(1.0, self._sizes[-1])
         self._bare_bytes = needed_bytes
         gbps, _, _ = measure_link(manager, "d2h")
         self._actions = self._watch.actions(self._times, gbps, numbers)
         self._plan_anew()
         if len(self._plans) > 1:  # touch what will be pinned
-            manager.host_pool.prepare(self._plans[self._next_place()[0]].copied_bytes)
+            most = max(self._sizes) / max(1.0, watched_size)
+            copied_bytes = self._plans[self._next_place()[0]].copied_bytes
+            manager.host_pool.prepare(int(_SPARE_SHARE * most * copied_bytes))
         if not self._is_tight:
             for _ in range(_NUM_BARE):
                 yield "bare"

@@ -136,7 +136,8 @@ class StepDecisions(Generic[G]):
         self.skipped: dict[GroupKey, GroupProfile] = {}
         self.skippable: Mapping[GroupKey, GroupProfile] = {}
         self._in_use: G | None = None
-        self._reached_at_bytes = self._next = 0
+        self._next = 0
+        self._pace = 1.0
         self.window.begin_step()
         self.budget.begin_step(is_learned=profile is not None)
         if profile is None:
@@ -188,6 +189,7 @@ class StepDecisions(Generic[G]):
         if self.skipped:
             self._catch_up(group.key, self._forecast.committed_at_bytes)
         group.committed_at_bytes = window.step_bytes
+        self._see_pace(self._forecast.committed_at_bytes.get(group.key, 0))
         self.committed.append(group)
         moving_bytes = 0 if keep_reason else num_bytes
         self.budget.add_saved(clock_bytes, moving_bytes, is_learned=self._profile is not None)
@@ -268,10 +270,9 @@ class StepDecisions(Generic[G]):
             position = self._position.get(key)
         if position is None:
             return has_more_room
+        self._see_pace(self._forecast.needed_at_bytes.get(key, 0))
         was_foreseen = position < self._next and group.state is not ON_HOST
-        if was_foreseen:
-            self._reached_at_bytes = self._forecast.needed_at_bytes.get(key, 0)
-        else:
+        if not was_foreseen:
             self._next = position + 1
         return has_more_room or not was_foreseen
 
@@ -296,9 +297,12 @@ class StepDecisions(Generic[G]):
         needed_at_bytes = self._forecast.needed_at_bytes.get(key)
         if needed_at_bytes is None:
             return True
-        # Where backward is says more than the clock, which sizes that differ can put back.
-        now_bytes = max(self.window.step_bytes, self._reached_at_bytes)
-        return needed_at_bytes - now_bytes <= distance_bytes
+        return needed_at_bytes * self._pace - self.window.step_bytes <= distance_bytes
+
+    def _see_pace(self, foreseen_at_bytes: int) -> None:
+        """Compare the clock with what it was here in the step before: sizes may differ."""
+        if foreseen_at_bytes > 0 and self.window.step_bytes > 0:
+            self._pace = self.window.step_bytes / foreseen_at_bytes
 
     def look_ahead(self) -> None:
         """Reload along the order what is near, while the budget lasts."""

@@ -572,3 +572,18 @@ class Coder(nn.Module):
 def test_layers_are_numbered_in_each_list():
     layers = layers_of(dict(Coder().named_modules()))
     assert layers == {"encoder.0": 0, "encoder.1": 1, "decoder.one": 0, "decoder.other": 1}
+
+
+def test_reloads_are_in_time_whatever_the_length_of_the_step_before():
+    net = make_net(12)
+    offload = around(net, [{"site": "mlp", "offload": "all", "layers": "0-8"}])
+    late = []
+    for length in (64, 64, 16, 64, 16, 128, 8):
+        with offload:
+            loss = net(torch.randint(50, (length,))).sum()
+        loss.backward()
+        del loss
+        offload.end_step()
+        late.append(offload.last_step.num_late_reloads)
+        assert offload.last_step.offloaded_bytes > 0
+    assert late == [1, 0, 0, 0, 0, 0, 0], "the first step has none before it"
