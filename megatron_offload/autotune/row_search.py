@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Literal, TypeAlias
 from weakref import ref
@@ -14,7 +15,6 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.autotune.agree import Ranks
 from megatron_offload.autotune.layers import LayerWatch, SiteTimes, sites_of_layers
@@ -45,6 +45,7 @@ _LEAST_GAIN_SHARE = 64  # plans that differ by less of the memory are the same
 _MARGIN_SHARE = 96  # of a target, what is left to spare
 _MOST_SHARE = 0.85  # of the device's memory, what plans may reserve where it has no room for all
 _SPARE_SHARE = 1.25  # of what steps so far would pin, what is made ready
+_MOST_FILLED = 0.95  # likewise in a forward that is larger than all before
 _MOST_FITS = 6  # so many plans are followed until a target is kept
 
 
@@ -71,7 +72,6 @@ class RowSearch:
         self, model: nn.Module, groups: AutomaticGroups, hook: Callable[[], object]
     ) -> None:
         self._model, self._groups, self._hook = ref(model), ref(groups), hook
-        self._handles: list[RemovableHandle] = []
         self.begin(groups.manager)
 
     def is_of(self, model: nn.Module) -> bool:
@@ -92,7 +92,7 @@ class RowSearch:
         """Followed until there is a plan."""
         self._place, self._plans = 0, list[Plan]()
         self._refused: set[str] = set()
-        self._is_alone = True
+        self._is_alone, self._is_inside, self._largest = True, False, math.inf
         self.tried: list[tuple[int, Slowdown | None, int]] = []
         policy = manager.config.tuned_policy
         self.is_converged = policy is None
@@ -128,7 +128,11 @@ class RowSearch:
             self.is_converged = True  # the graph has what the last eager step had
             self.said = "a step was captured before a plan was found"
             return
-        self._last = self._mark, backend.timestamp(backend.compute_stream())
+        now = backend.timestamp(backend.compute_stream())
+        if self._mark is not None and not self._size:  # it was no forward of this model
+            self._mark = now
+            return
+        self._last = self._mark, now
         self._sizes.append(self._size)
         if self._kind in ("bare", "rows"):
             self._steps.append((*self._last, self._size, self._kind == "rows"))
@@ -143,6 +147,7 @@ class RowSearch:
 
     def forward_begins(self) -> None:
         """It has begun."""
+        self._is_inside = True
         if not self.is_converged and self._kind == "watched":
             self._watch.begin()
         elif not self.is_converged and self._kind == "timed":
@@ -150,6 +155,7 @@ class RowSearch:
 
     def forward_ends(self, *, has_failed: bool) -> None:
         """It is about to end."""
+        self._is_inside = False
         self._stop_watching()
         if has_failed and not self.is_converged and self._kind in ("watched", "timed"):
             self._has_failed = True
@@ -160,8 +166,15 @@ class RowSearch:
                 one.end()
 
     def _note_size(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note how large the input of a layer is."""
+        if not self._is_inside:
+            return
         tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
-        self._size += next((float(x.numel()) for x in tensors), 0.0)
+        size = next((float(x.numel()) for x in tensors), 0.0)
+        self._size += size
+        if self.is_converged and size > self._largest and is_recording():
+            self._largest = size
+            self._make_room(size)
 
     # The search; a step passes at each yield
 
@@ -174,10 +187,8 @@ class RowSearch:
         if first is None:
             self._stop("no repeated layers were found in this model that aren't compiled", ADVICE)
             return
-        self._handles = hooks_of(RowSearch, first)
-        self._handles.append(
-            first.register_forward_pre_hook(ModuleHook(self._note_size), with_kwargs=True)
-        )
+        hook, handles = ModuleHook(self._note_size), hooks_of(RowSearch, first)
+        handles.append(first.register_forward_pre_hook(hook, with_kwargs=True))
         self._num_ooms = manager.num_out_of_memory
         numbers = sorted({site.layer for site in sites.values()})
         if all(site.may_rerun for site in sites.values()):  # nothing is known yet
@@ -209,7 +220,7 @@ class RowSearch:
         self._watch = LayerWatch(sites, chunk.may_move)
         self._times = SiteTimes(sites, backend)
         yield from self._seen("watched")
-        watched_size = self._sizes[-1]
+        watched_size = self._watched_size = self._sizes[-1]
         yield from self._seen("timed")
         self._times.scale = watched_size / max(1.0, self._sizes[-1])
         self._bare_bytes = needed_bytes
@@ -224,6 +235,7 @@ class RowSearch:
             for _ in range(_NUM_BARE):
                 yield "bare"
             self._bare_bytes = backend.peak_allocated_bytes()
+        self._largest = self._size_of_bare = max(self._sizes)
         try:
             ranks = Ranks()
             self._is_alone = ranks.is_alone
@@ -488,6 +500,27 @@ class RowSearch:
             (target_bytes,) = self._policy.targets(1)
             return (manager.backend.reserved_bytes() or 0) <= target_bytes
         return True
+
+    def _make_room(self, size: float) -> None:
+        """Follow a plan under which a forward fits that is larger than all before; it has begun."""
+        manager, groups = self.manager, self._groups()
+        capacity_bytes, memory = manager.backend.capacity_bytes(), manager.backend.memory()
+        if capacity_bytes is None or memory is None or groups is None or not self._is_alone:
+            return
+        room_bytes = _MOST_FILLED * capacity_bytes - memory.allocated_bytes
+        saved_bytes = (self._bare_bytes - memory.allocated_bytes) * size / self._size_of_bare
+        share, first = size / self._watched_size, min(self._actions)
+        place = self._place
+        for place in range(self._place, len(self._plans)):
+            plan = self._plans[place]
+            late_bytes = plan.actions[first].freed_bytes if place > self._place else 0
+            if saved_bytes - share * (plan.freed_bytes - late_bytes) <= room_bytes:
+                break  # the first layer has begun without
+        if place > self._place:
+            self._is_tight = True
+            self._follow(place)
+            groups.end()  # it may have begun without any rows
+            groups.begin()
 
     def _go_deeper(self) -> None:
         """Follow the next plan that frees clearly more, if there is one and no other rank minds."""

@@ -17,12 +17,13 @@ from weakref import ref
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.autotune.layers import sites_of_layers
 from megatron_offload.autotune.loop import tune
 from megatron_offload.autotune.row_search import RowSearch
 from megatron_offload.backends import current_device
-from megatron_offload.config import OffloadConfig
+from megatron_offload.config import LOSS, OffloadConfig
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.hooks import others_hooks, put_on, take_off
@@ -35,7 +36,6 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.frontends.adopt import adopt_model, hook_modules
 from megatron_offload.frontends.around import AroundForwards, followed
 from megatron_offload.memory.host_pool import HostPool
-from megatron_offload.model_map.offload_site import FindManager
 from megatron_offload.recompute.model_loss import (
     causal_loss,
     large_causal_loss,
@@ -123,19 +123,68 @@ class OffloadActivations(AroundForwards):
         # On the compute stream a copy is done before what comes next, so that nothing need be held.
         sizes = self.min_tensor_size_bytes, max_fwd_stash_size if self.use_streams else 0
         if manager is not None:
+            tuner = manager.tuner
+            if isinstance(tuner, RowSearch) and not (model and tuner.is_of(model)):
+                _begin_anew(manager)
             groups = _make(manager, *sizes)
         else:
             given = settings.model_dump(exclude_unset=True)
             given |= {"pin_memory": self.use_pin_memory, "copy_streams": self.use_streams}
             groups = _allocate(self, model, OffloadConfig.model_validate(given), *sizes)
         self.manager = groups.manager
+        self._depth = 0
         super().__init__(groups)
+        is_new = not isinstance(self.manager.tuner, RowSearch)
+        self._seeks_model = model is None and is_new and _is_open(self.manager)
+        self._seeking: RemovableHandle | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy, of a module that has one or out of a file, has memory of its own and no marks.
         make = partial(type(self), config=self.manager.config)
         sizes = self.max_fwd_stash_size, self.min_tensor_size_bytes
         return make, (self.use_pin_memory, self.use_streams, *sizes)
+
+    @property
+    def _search(self) -> RowSearch | None:
+        """What looks for rows, outside of all forwards."""
+        tuner = self.manager.tuner
+        return tuner if isinstance(tuner, RowSearch) and not self._depth else None
+
+    def __enter__(self) -> Self:  # type: ignore[override]  # torch's returns nothing
+        search = self._search
+        if search is not None:
+            search.step_begins()
+        super().__enter__()
+        if search is not None:
+            search.forward_begins()
+        elif self._seeks_model and not self._depth:
+            self._seek_model()
+        self._depth += 1
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._depth = max(0, self._depth - 1)
+        if self._seeking is not None:
+            self._seeking.remove()
+        try:
+            search = self._search
+            if search is not None:
+                search.forward_ends(has_failed=exception[:1] != (None,))
+        finally:
+            super().__exit__(*exception)
+
+    def _seek_model(self) -> None:
+        """Look for rows in the model whose forward comes first: it is the first module called."""
+        if not torch.is_grad_enabled():
+            return
+
+        def found(module: nn.Module, args: Any) -> None:
+            if self._groups.is_entered:
+                self._seeks_model = False
+                handle.remove()
+                _search_rows(module, self._groups)
+
+        handle = self._seeking = nn.modules.module.register_module_forward_pre_hook(found)
 
     def close(self) -> None:
         """Free all memory; a second call does nothing more."""
@@ -157,19 +206,8 @@ class _OffloadModel(OffloadActivations):
         self._loss = causal_loss if config.names_loss else large_causal_loss
         self._patched: list[PatchStack] = []
 
-    @property
-    def _search(self) -> RowSearch | None:
-        """What looks for rows, outside of all forwards."""
-        tuner = self.manager.tuner
-        return tuner if isinstance(tuner, RowSearch) and not self._patched else None
-
     def __enter__(self) -> Self:  # type: ignore[override]  # torch's returns nothing
-        search = self._search
-        if search is not None:
-            search.step_begins()
         super().__enter__()
-        if search is not None:
-            search.forward_begins()
         self._patched.append(patch_loss(self._owners, self._loss))
         return self
 
@@ -177,9 +215,6 @@ class _OffloadModel(OffloadActivations):
         try:
             if self._patched:
                 self._patched.pop().undo()
-            search = self._search
-            if search is not None:
-                search.forward_ends(has_failed=exception[:1] != (None,))
         finally:
             super().__exit__(*exception)
 
@@ -191,6 +226,13 @@ def _make(
     return AutomaticGroups(
         manager, "activations", min_tensor_bytes=min_tensor_bytes, max_inflight_tensors=most_tensors
     )
+
+
+def _begin_anew(manager: PipelineOffloadManager) -> None:
+    """Forget what was found for another model."""
+    manager.follow_rows(manager.config.rows)
+    manager.tuner = None
+    tune(manager)
 
 
 class _Allocated(weakref.ref[object]):
@@ -224,9 +266,7 @@ def _allocate(
         if found and found.manager.host_pool is pool and not found.manager.host_pool.is_closed:
             groups = found  # else it was configured anew
             if allocated.model != of_model:
-                groups.manager.follow_rows(config.rows)
-                groups.manager.tuner = None
-                tune(groups.manager)
+                _begin_anew(groups.manager)
     if groups is None:
         # The settings may have changed, so that what the others have pinned is of no use.
         for other in [allocated for idle in list(_idle.values()) for allocated in idle]:
@@ -299,7 +339,7 @@ def get_act_offloading_ctx_manager(
     find_manager = partial(_entered, groups)
     context._groups.watch = None  # of a context before, for another model
     adopt_model(model, context.manager, find_manager, groups=context._groups)
-    _search_rows(model, context.manager, context._groups, find_manager)
+    _search_rows(model, context._groups)
     head = _find_head(model)
     if head is not None:
         _keep_on_device(head)
@@ -313,28 +353,29 @@ def get_act_offloading_ctx_manager(
     return context
 
 
-def _search_rows(
-    model: nn.Module,
-    manager: PipelineOffloadManager,
-    groups: AutomaticGroups,
-    find_manager: FindManager,
-) -> None:
-    """Let the manager's steps find rows, where its configuration leaves open what moves."""
-    config, before = manager.config, manager.tuner
+def _is_open(manager: PipelineOffloadManager) -> bool:
+    """Whether it is left open what moves, so that rows may be looked for."""
+    config = manager.config
     is_open = config.tuned_policy is not None and not config.whole_step_graph
-    if not is_open or manager.recompute or not sites_of_layers(model):
+    names = config.recompute if "recompute" in config.model_fields_set else ()
+    return is_open and set(names) <= {LOSS}
+
+
+def _search_rows(model: nn.Module, groups: AutomaticGroups) -> None:
+    """Let the manager's steps find rows, if the model has layers."""
+    tuner = groups.manager.tuner
+    if isinstance(tuner, RowSearch) and tuner.is_of(model):
         return
-    if not (isinstance(before, RowSearch) and before.is_of(model)):
-        manager.tuner = RowSearch(
-            model, groups, partial(_hook, ref(model), ref(groups), find_manager)
-        )
+    if _is_open(groups.manager) and sites_of_layers(model):
+        hook = partial(_hook, ref(model), ref(groups))
+        groups.manager.tuner = RowSearch(model, groups, hook)
 
 
-def _hook(model: ref[nn.Module], groups: ref[AutomaticGroups], find_manager: FindManager) -> None:
+def _hook(model: ref[nn.Module], groups: ref[AutomaticGroups]) -> None:
     one, other = model(), groups()
     if one is not None and other is not None:
         other.watch = None
-        hook_modules(named_modules(one), other.manager, find_manager, other)
+        hook_modules(named_modules(one), other.manager, partial(_entered, groups), other)
 
 
 def _entered(groups: weakref.ref[AutomaticGroups]) -> PipelineOffloadManager | None:

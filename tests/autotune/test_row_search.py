@@ -8,7 +8,7 @@ import pytest
 import torch
 from layered_job import WIDTH, GradientCheckpointingLayer, LayeredJob, PlainLayer, RandomLayer
 
-from megatron_offload import OffloadConfig, get_act_offloading_ctx_manager
+from megatron_offload import OffloadActivations, OffloadConfig, get_act_offloading_ctx_manager
 from megatron_offload.autotune import layers
 from megatron_offload.autotune.loop import MeasuredLoop
 from megatron_offload.autotune.row_search import RowSearch
@@ -212,3 +212,50 @@ def test_a_model_without_layers_is_looked_at_by_its_groups():
     config = OffloadConfig(backend="simulated")
     context = get_act_offloading_ctx_manager(net, config=config, warn_if_no_head=False)
     assert isinstance(context.manager.tuner, MeasuredLoop)
+
+
+@pytest.mark.parametrize("percent", [1, 20])
+def test_a_forward_that_is_twice_as_long_finds_room(percent):
+    job = LayeredJob(0.001, policy=auto(percent))
+    job.found()
+    assert bool(job.manager.rows) == (percent == 20)
+    job.capacity_bytes = 90_000
+    job.step(32)
+    assert job.steps[-1][2] < 90_000
+    assert job.manager.rows
+    job.step(16)
+
+
+def test_a_context_that_is_not_given_the_model_finds_it_in_the_first_forward():
+    job = LayeredJob(0.001, policy=auto(20))
+    job.manager.tuner = None
+    job.offload = OffloadActivations(manager=job.manager, min_offload_size=0)
+    assert isinstance(job.search, MeasuredLoop)
+    hooks = torch.nn.modules.module._global_forward_pre_hooks
+    job.step()
+    assert isinstance(job.search, RowSearch)
+    job.found()
+    assert actions(job) == {("layer", "recompute")}
+    assert not hooks
+
+
+def test_a_context_in_which_no_module_runs_leaves_no_hook():
+    job = LayeredJob(0.001, policy=auto(20))
+    job.manager.tuner = None
+    offload = OffloadActivations(manager=job.manager)
+    with offload:
+        torch.ones(3, requires_grad=True).exp().sum().backward()
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+    assert isinstance(job.search, MeasuredLoop)
+
+
+def test_forwards_of_another_model_in_the_same_context_are_no_steps():
+    job = LayeredJob(0.001, policy=auto(20))
+    other = torch.nn.Linear(3, 3)
+    for _ in range(60):
+        with job.offload:
+            loss = other(torch.ones(2, 3)).sum()
+        loss.backward()
+        job.step()
+    assert job.search.is_converged
+    assert actions(job) == {("layer", "recompute")}

@@ -417,7 +417,13 @@ def test_every_entry_of_the_backend_is_trapped():
     left_out |= {"reserved_bytes", "capacity_bytes", "memory", "trim_device"}
     left_out |= {"graph_stream", "graph_event", "note_produced", "note_consumed", "note_freed"}
     left_out |= {"read_on", "timestamp", "has_passed", "sync_elapsed_us", "uncounted", "pause"}
-    left_out |= {"is_capturing", "gauge", "peak_allocated_bytes", "num_out_of_memory", "prepare_host"}
+    left_out |= {
+        "is_capturing",
+        "gauge",
+        "peak_allocated_bytes",
+        "num_out_of_memory",
+        "prepare_host",
+    }
     public = {
         name
         for name in vars(Backend)
