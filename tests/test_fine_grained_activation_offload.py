@@ -535,7 +535,7 @@ def test_a_chunk_driven_by_hand_is_exact(manager, x, era, issue):
 
     is_later = era == "later"
     arguments = (0, 1, 0, 0) if is_later else (1, 0, 0)
-    for _ in range(2):
+    for number in range(2):
         manager.init_model_chunk_offload_handler(*arguments)
         handler = manager.pop_forward_chunk(*(["mlp"] if is_later else []))
         assert isinstance(handler, ChunkOffloadHandler)
@@ -556,7 +556,9 @@ def test_a_chunk_driven_by_hand_is_exact(manager, x, era, issue):
                 handler.bulk_offload(*(["mlp"] if is_later else []), [])
             else:
                 handler.bulk_offload_group(*([group] if is_later else []))
-            assert group.state is GroupState.ON_HOST
+            # The first step knows no weights yet: by its measure backward of the second is near.
+            states = [GroupState.ON_HOST, GroupState.RELOADING][: 1 + number]
+            assert group.state in states
         assert manager.front_backward_chunk("mlp") is handler
         manager.pop_backward_chunk("mlp")
         assert manager.cur_backward_chunk() is handler
