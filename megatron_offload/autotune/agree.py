@@ -24,6 +24,11 @@ _MOST_STEPS_WAITED = 64  # behind so many no answer comes any more
 _numbers = itertools.count()  # of this process's searches: ranks that run one program count alike
 
 
+def is_alone() -> bool:
+    """Whether this process is none of several ranks."""
+    return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+
+
 class Ranks:
     """The ranks of a job that look for a plan under one ``name``, or this process alone.
 
@@ -40,7 +45,7 @@ class Ranks:
         name = str(next(_numbers)) if name is None else name
         self._store: dist.Store | None = None
         self._place = self._number = self._waited = 0
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if not is_alone():
             job = dist.distributed_c10d._get_default_store()
             self._store = dist.PrefixStore(f"megatron_offload/{name}", job)
             self._place = self._store.add("ranks", 1) - 1

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import product
 from operator import eq
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import nn
@@ -40,14 +41,33 @@ _COPY_SHARE = 0.03  # of a copy's time, what it slows the device: they share its
 _LINK_SHARE = 1.1  # of what a link carries in a layer's time: behind the last one there is more
 
 
-class Site(NamedTuple):
-    """A layer, or a part of one."""
+LIBRARIES = (
+    *("torch.nn.", "torch.distributed.fsdp.", "transformers.", "peft.", "megatron.core."),
+    *("transformer_engine.", "builtins.", "abc.", "typing."),
+)
+"""Whose classes a layer may have if it is to be recomputed without being named: their forwards run
+again with the same effect, as those of anyone else need not."""
 
-    layer: int
-    name: str
-    """As a row names it."""
-    module: nn.Module
-    may_rerun: bool
+
+class Site:
+    """A layer, or a part of one.
+
+    Attributes:
+        layer: its number.
+        name: as a row names it.
+        may_rerun: whether it may be recomputed though nobody has named it.
+    """
+
+    def __init__(self, layer: int, name: str, module: nn.Module, *, may_rerun: bool) -> None:
+        self.layer, self.name, self.may_rerun = layer, name, may_rerun
+        self._module = ref(module)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module, which is held by its model alone."""
+        found = self._module()
+        assert found is not None
+        return found
 
 
 def sites_of_layers(model: nn.Module) -> dict[str, Site]:
@@ -64,9 +84,14 @@ def sites_of_layers(model: nn.Module) -> dict[str, Site]:
             if module is None or module in compiled or not has_forward(module):
                 continue
             whole = "_orig_mod" in module._modules  # compiled: its parts are none of ours
-            may_rerun = is_known_layer(modules[path]) and not whole
-            found[place] = Site(number, name, module, may_rerun)
+            may_rerun = is_known_layer(modules[path]) and not whole and _is_of_libraries(module)
+            found[place] = Site(number, name, module, may_rerun=may_rerun)
     return found
+
+
+def _is_of_libraries(module: nn.Module) -> bool:
+    bases = {base for part in module.modules() for base in type(part).__mro__}
+    return all(f"{base.__module__}.".startswith(LIBRARIES) for base in bases)
 
 
 class LayerWatch:

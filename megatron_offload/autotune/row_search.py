@@ -9,16 +9,17 @@ import json
 import logging
 import math
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, Literal, TypeAlias
+from functools import partial
+from typing import Any, Literal, TypeAlias, TypeVar
 from weakref import ref
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_offload.autotune.agree import Ranks
-from megatron_offload.autotune.layers import LayerWatch, SiteTimes, sites_of_layers
+from megatron_offload.autotune.agree import Ranks, is_alone
+from megatron_offload.autotune.layers import LayerWatch, Site, SiteTimes, sites_of_layers
 from megatron_offload.autotune.loop import ADVICE, NO_CLOCK, measure_link
+from megatron_offload.autotune.model_steps import ModelSteps
 from megatron_offload.autotune.slowdown import Slowdown, TimedStep, slowdown_of
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig
 from megatron_offload.core.row_config import RowConfig
@@ -26,20 +27,24 @@ from megatron_offload.core.units import format_bytes
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.hooks import is_recording
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.module_hooks import ModuleHook, hooks_of, named_modules
+from megatron_offload.engine.module_hooks import named_modules
+from megatron_offload.errors import ConfigError
 from megatron_offload.machine.job_ranks import rank_in
-from megatron_offload.planning.frontier import Plan, frontier, ranges
-from megatron_offload.recompute.sites import refused_sites
+from megatron_offload.model_map.watch import MayMove
+from megatron_offload.planning.frontier import Part, Plan, frontier, ranges
+from megatron_offload.recompute.sites import unproven_sites
 
 _logger = logging.getLogger(__name__)
 
-_Kind: TypeAlias = Literal["open", "bare", "watched", "timed", "warming", "rows"]
-"""What a step is for: all is kept that the device has room for; nothing stands in it; the layers
-are watched; they are timed; rows take their memory; rows are measured."""
+_Kind: TypeAlias = Literal["open", "watched", "timed", "bare", "trying", "warming", "rows"]
+"""What a step is for: all is kept that the device has room for; the layers are watched; they are
+timed; nothing stands in it; what is to be recomputed is tried, and kept; rows take their memory;
+they are measured."""
+
+Look = TypeVar("Look", LayerWatch, SiteTimes)
 
 _NUM_BARE = 6
-_MOST_PAIRS = 16
-_LEAST_PAIRS = 4
+_MOST_MEASURED = 32
 _AIM_SHARE = 0.9  # of what a step may cost, so that one that costs a little more is kept
 _LEAST_GAIN_SHARE = 64  # plans that differ by less of the memory are the same
 _MARGIN_SHARE = 96  # of a target, what is left to spare
@@ -80,19 +85,20 @@ class RowSearch:
 
     def begin(self, manager: PipelineOffloadManager) -> None:
         """Begin anew, with what the manager's configuration leaves open."""
-        self._stop_watching()
         self.plan: Plan | None = None
         self.said, self.rests = "", False
         self._manager = ref(manager)
+        self._clock: ModelSteps | None = None
         self._steps: list[tuple[Any, Any, float, bool]] = []
-        self._mark: Any = None
-        self._size, self._kind = 0.0, "open"
         self._sizes: list[float] = []
+        self._mark: Any = None
+        self._kind: _Kind = "open"
+        self._looks: LayerWatch | SiteTimes | None = None
         self._rows: tuple[RowConfig, ...] = ()
         """Followed until there is a plan."""
-        self._place, self._plans = 0, list[Plan]()
-        self._refused: set[str] = set()
-        self._is_alone, self._is_inside, self._largest = True, False, math.inf
+        self._place, self._plans, self._refused = 0, list[Plan](), set[Part]()
+        self._is_alone, self._is_tight, self._largest = True, False, math.inf
+        self._has_failed, self._num_ooms, self._num_over = False, 0, 0
         self.tried: list[tuple[int, Slowdown | None, int]] = []
         policy = manager.config.tuned_policy
         self.is_converged = policy is None
@@ -116,11 +122,12 @@ class RowSearch:
 
     def step_begins(self) -> None:
         """A forward is about to begin that no other surrounds."""
-        manager, groups = self.manager, self._groups()
-        if groups is None or not is_recording() or not manager.do_offload:
+        manager, groups, clock = self.manager, self._groups(), self._clock
+        self._takes_part = groups is not None and is_recording() and manager.do_offload
+        if not self._takes_part or groups is None:
             return
         if self.is_converged:
-            if self._plans and not self._is_watched_over():
+            if self._plans and clock is not None and self._lacks_memory(clock):
                 self._go_deeper()
             return
         backend = manager.backend
@@ -128,74 +135,79 @@ class RowSearch:
             self.is_converged = True  # the graph has what the last eager step had
             self.said = "a step was captured before a plan was found"
             return
-        now = backend.timestamp(backend.compute_stream())
-        if self._mark is not None and not self._size:  # it was no forward of this model
-            self._mark = now
-            return
-        self._last = self._mark, now
-        self._sizes.append(self._size)
-        if self._kind in ("bare", "rows"):
-            self._steps.append((*self._last, self._size, self._kind == "rows"))
+        if clock is not None:
+            if not clock.is_over():
+                return
+            self._last = self._mark, clock.ended[0] if clock.ended else self._now()[0]
+            if clock.size:  # else it was no forward of this model
+                self._num_forwards = clock.num_forwards
+                self._sizes.append(clock.size / clock.num_forwards)
+                if self._kind in ("bare", "rows"):
+                    self._steps.append((*self._last, clock.size, self._kind == "rows"))
         groups.end_step_if_over()
-        self._kind = next(self._search, "bare")
-        if not self.is_converged and self._kind != "open":
-            has_rows = self._kind in ("warming", "rows")
+        if clock is None or clock.size:
+            self._take_next()
+        if self._clock is not None:
+            self._clock.restart()
+        self._mark = self._now()[0]
+
+    def _now(self) -> tuple[Any, int]:
+        """Return a point of the compute stream, and what is reserved where that matters."""
+        backend = self.manager.backend
+        if backend.is_capturing():
+            return None, 0
+        is_asked = isinstance(self._policy, MemoryTargetConfig)
+        reserved_bytes = (backend.reserved_bytes() or 0) if is_asked else 0
+        mark = None if self.is_converged else backend.timestamp(backend.compute_stream())
+        return mark, reserved_bytes
+
+    def _take_next(self) -> None:
+        """Go on with the search, and follow what the next step is for."""
+        kind = next(self._search, None)
+        if self.is_converged:
+            return
+        if kind is None:
+            self._stop("an interrupt has ended the search", "")
+            return
+        self._kind = kind
+        if kind != "open":
+            has_rows = kind in ("trying", "warming", "rows")
             rows = self._plans[self._place].rows() if has_rows else self._rows
-            manager.follow_rows(rows, is_own=True, on_trial=not self._is_tight)
-        self._size = 0.0
-        self._mark = backend.timestamp(backend.compute_stream())
+            on_trial = kind == "trying" and not self._is_tight
+            self.manager.follow_rows(rows, is_own=True, on_trial=on_trial)
 
     def forward_begins(self) -> None:
         """It has begun."""
-        self._is_inside = True
-        if not self.is_converged and self._kind == "watched":
-            self._watch.begin()
-        elif not self.is_converged and self._kind == "timed":
-            self._times.begin()
+        if self._takes_part and self._clock is not None:
+            self._clock.enter()
+            if self._looks is not None and self._clock.num_forwards == 1:
+                self._looks.begin()
 
     def forward_ends(self, *, has_failed: bool) -> None:
         """It is about to end."""
-        self._is_inside = False
-        self._stop_watching()
-        if has_failed and not self.is_converged and self._kind in ("watched", "timed"):
-            self._has_failed = True
-
-    def _stop_watching(self) -> None:
-        for one in (getattr(self, "_watch", None), getattr(self, "_times", None)):
-            if one is not None:
-                one.end()
-
-    def _note_size(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note how large the input of a layer is."""
-        if not self._is_inside:
-            return
-        tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
-        size = next((float(x.numel()) for x in tensors), 0.0)
-        self._size += size
-        if self.is_converged and size > self._largest and is_recording():
-            self._largest = size
-            self._make_room(size)
+        if self._clock is not None:
+            self._clock.leave()
+        if self._looks is not None:
+            self._looks.end()
+        self._has_failed |= has_failed
 
     # The search; a step passes at each yield
 
     def _find(self) -> Generator[_Kind, None, None]:
-        manager, model = self.manager, self._model()
-        assert model is not None
-        self._is_tight = False
-        sites = sites_of_layers(model)
-        first = next((site.module for site in sites.values()), None)
-        if first is None:
+        manager = self.manager
+        backend, sites = manager.backend, self._sites()
+        if not sites:
             self._stop("no repeated layers were found in this model that aren't compiled", ADVICE)
             return
-        hook, handles = ModuleHook(self._note_size), hooks_of(RowSearch, first)
-        handles.append(first.register_forward_pre_hook(hook, with_kwargs=True))
-        self._num_ooms = manager.num_out_of_memory
         numbers = sorted({site.layer for site in sites.values()})
-        if all(site.may_rerun for site in sites.values()):  # nothing is known yet
+        self._clock = ModelSteps(next(iter(sites.values())).module, self._now)
+        self._clock.layer_begins = self._layer_begins  # type: ignore[method-assign]
+        self._num_ooms = manager.num_out_of_memory
+        # A rerun may hold collectives, so that ranks don't decide on it by themselves.
+        if all(site.may_rerun for site in sites.values()) and is_alone():
             manager.learner.follow_plan(None)
             self._recompute_layers(numbers, when_short=True)
         released_bytes = 0
-        backend = manager.backend
         for _ in range(2):  # behind the first there is an optimizer's state
             yield "open"
             step = manager.last_step
@@ -208,29 +220,26 @@ class RowSearch:
         capacity_bytes = backend.capacity_bytes() or 0
         self._is_tight = released_bytes > 0 and needed_bytes > _MOST_SHARE * capacity_bytes
         if self._is_tight and manager.rows is None:
-            self._stop("its layers can't be recomputed", ADVICE, keeps_open=True)
+            self._stop("layers can't be recomputed here unasked", ADVICE, keeps_open=True)
             return
         manager.learner.follow_plan(None)
-        groups = self._groups()
-        assert groups is not None
-        chunk = manager.new_chunk(0, groups.min_tensor_bytes or 0)
         if self._is_tight:  # one layer stands for all
             sites = {path: site for path, site in sites.items() if site.layer == numbers[-1]}
             self._recompute_layers(numbers[:-1])
-        self._watch = LayerWatch(sites, chunk.may_move)
-        self._times = SiteTimes(sites, backend)
-        yield from self._seen("watched")
+        look = partial(LayerWatch, sites, self._may_move())
+        watch = yield from self._look("watched", look)
         watched_size = self._watched_size = self._sizes[-1]
-        yield from self._seen("timed")
-        self._times.scale = watched_size / max(1.0, self._sizes[-1])
-        self._bare_bytes = needed_bytes
+        times = yield from self._look("timed", partial(SiteTimes, sites, backend))
+        times.scale = watched_size / self._sizes[-1]
+        self._bare_bytes, self._forward_us = needed_bytes, times.forward_us
         gbps, _, _ = measure_link(manager, "d2h")
-        self._actions = self._watch.actions(self._times, gbps, numbers)
+        self._actions = watch.actions(times, gbps, numbers)
+        del look, sites, watch, times  # of the model nothing is held
         self._plan_anew()
         if len(self._plans) > 1:  # touch what will be pinned
-            most = max(self._sizes) / max(1.0, watched_size)
+            most = _SPARE_SHARE * max(self._sizes) / watched_size
             copied_bytes = self._plans[self._next_place()[0]].copied_bytes
-            manager.host_pool.prepare(int(_SPARE_SHARE * most * copied_bytes))
+            manager.host_pool.prepare(int(most * copied_bytes))
         if not self._is_tight:
             for _ in range(_NUM_BARE):
                 yield "bare"
@@ -243,71 +252,87 @@ class RowSearch:
         except dist.DistError as error:
             self._stop(f"the job's store can't be asked what other ranks do ({error})", "")
 
+    def _sites(self) -> dict[str, Site]:
+        model = self._model()
+        return {} if model is None else sites_of_layers(model)
+
+    def _may_move(self) -> MayMove:
+        groups = self._groups()
+        least_bytes = None if groups is None else groups.min_tensor_bytes
+        return self.manager.new_chunk(0, least_bytes or 0).may_move
+
     def _recompute_layers(self, numbers: Sequence[int], *, when_short: bool = False) -> None:
         rows = (RowConfig(site="layer", layers=ranges(numbers), recompute=True),)
         self._rows = () if when_short else rows
         self.manager.follow_rows(rows, is_own=True, when_short=when_short)
         self._hook()
 
-    def _seen(self, kind: _Kind) -> Generator[_Kind, None, None]:
-        """Let a forward pass that comes to its end."""
+    def _look(self, kind: _Kind, make: Callable[[], Look]) -> Generator[_Kind, None, Look]:
+        """Let forwards pass until one comes to its end."""
         while True:
-            self._has_failed = False
+            look = make()
+            self._looks, self._has_failed = look, False
             yield kind
+            self._looks = None
             if not self._has_failed:
-                return
+                return look
 
     def _agree(self, ranks: Ranks) -> Generator[_Kind, None, None]:
-        """Follow one plan after the other, as the first rank says, until one is final."""
-        said, manager = list[Any](), self.manager
-        self._plan_anew()
+        """Follow one plan after the other, as the first rank says, until one is final.
+
+        No rank drops anything before all have tried it: to run again may take collectives.
+        """
+        manager, found = self.manager, None
+        said: list[Any] = []
         while True:
-            found = None
-            own = [self._signature(), *said]
-            for found in ranks.ask(json.dumps(own), self._answer):
+            for found in ranks.ask(json.dumps([self._signature(), *said]), self._answer):
                 if found is None:
                     yield "bare"
             if not found:
                 self._stop("no plan came that the ranks have agreed on", "")
                 return
-            signature, refused, place, is_final, text = json.loads(found)
-            self._refused |= {*refused}
-            self._plan_anew()
+            signature, refused, place, phase, text = json.loads(found)
             if signature != self._signature():
                 self._stop("the ranks' models differ", "")
                 return
-            if is_final:
+            self._refuse(refused)
+            if phase == "final":
                 self._finish(place, text)
                 return
-            self._follow(place)
-            yield "warming"  # sites are tried
-            manager.backend.trim_device()
-            yield "warming"  # the device's memory is had anew
-            reserved_bytes = yield from self._measure()
-            said = [self._measured, reserved_bytes, sorted(self._newly_refused())]
+            measured, reserved_bytes, newly_refused = None, 0, list[Part]()
+            if phase == "trying":
+                self._follow(place)
+                if self.is_converged:
+                    return
+                yield "trying"
+                if manager.num_out_of_memory > self._num_ooms:  # there was no room to try
+                    self._num_ooms, self._is_tight = manager.num_out_of_memory, True
+                newly_refused = self._newly_refused()
+            else:
+                manager.backend.trim_device()
+                yield "warming"  # the device's memory is had anew
+                yield from self._measure()
+                measured = self._slowdown()
+                reserved_bytes = manager.backend.reserved_bytes() or 0
+            said = [phase, measured, reserved_bytes, newly_refused]
 
-    def _measure(self) -> Generator[_Kind, None, int]:
-        """Take steps with rows and, in between, without; return what is reserved with them."""
+    def _measure(self) -> Generator[_Kind, None, None]:
+        """Take steps with rows and, in between, without."""
         self._steps = [one for one in self._steps if not one[3]]
-        self._measured: Slowdown | None = None
-        backend = self.manager.backend
         if self._target_bytes is not None:
-            for _ in range(2 * _LEAST_PAIRS):
+            for _ in range(8):
                 yield "rows"
-            self._measured = self._slowdown()
-            return backend.reserved_bytes() or 0
+            return
         assert isinstance(self._policy, AutoConfig)
         limit = self._policy.most_slowdown_percent
-        for number in range(_MOST_PAIRS):
-            yield from ("rows", "bare") if number % 2 else ("bare", "rows")
-            if number + 1 >= _LEAST_PAIRS and number % 2:
-                found = self._measured = self._slowdown()
-                if found is None:
-                    continue
-                is_clear = found.low > limit or found.high < limit
-                if is_clear and found.high - found.low < 2.0:
-                    break
-        return backend.reserved_bytes() or 0
+        for number in range(_MOST_MEASURED):
+            # As the Thue-Morse sequence goes: each second or fourth step may have an optimizer's.
+            yield "rows" if number.bit_count() % 2 else "bare"
+            if number % 8 == 7:
+                found = self._slowdown()
+                is_clear = found is not None and (found.low > limit or found.high < limit)
+                if found is not None and is_clear and found.high - found.low < 2.0:
+                    return
 
     @property
     def _target_bytes(self) -> int | None:
@@ -323,61 +348,81 @@ class RowSearch:
         return slowdown_of([TimedStep(elapsed_us(x, y), size, on) for x, y, size, on in done])
 
     def _bare_us(self) -> float:
+        """Return what a forward and its backward take without rows."""
         elapsed_us = self.manager.backend.sync_elapsed_us
         times = sorted(elapsed_us(x, y) for x, y, _, has_rows in self._steps if not has_rows)
-        return times[len(times) // 2] if times else 3 * self._times.forward_us
+        return times[len(times) // 2] / self._num_forwards if times else 3 * self._forward_us
 
     # Plans
 
     def _plan_anew(self) -> None:
         """Make the frontier of all that hasn't been refused."""
-        refused = {(site, "recompute") for site in self._refused}
         self._plans = frontier(
             {
-                number: [one for one in actions if refused.isdisjoint(one.parts)]
+                number: [one for one in actions if self._refused.isdisjoint(one.parts)]
                 for number, actions in self._actions.items()
             }
         )
+
+    def _refuse(self, parts: Sequence[Sequence[Any]]) -> None:
+        """Plan without these from here on."""
+        if parts:
+            self._refused |= {(site, what) for site, what in parts}
+            self._plan_anew()
+            self._place, self.tried = 0, []
 
     def _signature(self) -> str:
         """Return what other ranks have too, if their models are alike."""
         return str({number: len(actions) for number, actions in self._actions.items()})
 
-    def _newly_refused(self) -> set[str]:
-        model = self._model()
-        if model is None or not self._plans:
-            return set()
-        units = {row.site for row in self._plans[self._place].rows() if row.recompute}
-        refused = refused_sites(named_modules(model))
-        sites = sites_of_layers(model)
-        return {sites[path].name for path in refused if path in sites} & units
+    def _newly_refused(self) -> list[Part]:
+        """Return what of the plan that is followed has no effect."""
+        manager, model = self.manager, self._model()
+        if model is None:
+            return []
+        rows = self._plans[self._place].rows()
+        refused: list[Part] = []
+        if manager.refused_rows:
+            refused += [(row.site, row.offload) for row in rows if row.offload]
+        sites, modules = self._sites(), named_modules(model)
+        unproven = {sites[path].name for path in unproven_sites(modules) if path in sites}
+        if not self._is_tight:
+            refused += [(row.site, "recompute") for row in rows if row.site in unproven]
+        return refused
 
     def _follow(self, place: int) -> None:
         """Set the hooks of a plan."""
         manager = self.manager
         self._place, self.plan = place, self._plans[place]
-        manager.follow_rows(self.plan.rows(), is_own=True, on_trial=not self._is_tight)
-        self._hook()
-        manager.backend.trim_device()  # what is reserved is seen from here on
+        manager.follow_rows(self.plan.rows(), is_own=True)
+        try:
+            self._hook()
+        except ConfigError as error:
+            self._plans = []
+            self._stop(f"the model has changed: {error}", "")
+        else:
+            manager.backend.trim_device()  # what is reserved is seen from here on
 
     # What the rank that answers does
 
     def _answer(self, texts: Sequence[str]) -> str:
-        signature, *_ = own = json.loads(texts[0])
         everyone = [json.loads(text) for text in texts]
-        refused = sorted({name for one in everyone for name in one[3]}) if len(own) > 1 else []
-        if refused:
-            self._refused |= {*refused}
-            self._plan_anew()
-            self.tried.clear()
-        elif len(own) > 1:
-            slowdowns = [Slowdown(*one[1]) for one in everyone if one[1]]
-            worst = max(slowdowns, default=None)
-            self.tried.append((self._place, worst, max(one[2] for one in everyone)))
-        if len(self._plans) == 1:
-            return json.dumps([signature, refused, 0, True, "nothing that it saves could be freed"])
-        place, is_final, text = self._next_place()
-        return json.dumps([signature, refused, place, is_final, text])
+        signature, refused, place, phase = everyone[0][0], list[Part](), self._place, "measuring"
+        everyone = [one for one in everyone if len(one) > 1]
+        text = ""
+        if everyone and everyone[0][1] == "trying":
+            refused = [(site, what) for one in everyone for site, what in one[4]]
+            self._refuse(refused)
+        elif everyone:
+            place = self._place
+            worst = max((Slowdown(*one[2]) for one in everyone if one[2]), default=None)
+            self.tried.append((place, worst, max(one[3] for one in everyone)))
+        if refused or not everyone or everyone[0][1] == "measuring":
+            place, is_final, text = 0, True, "nothing of what its layers save can be freed"
+            if len(self._plans) > 1:
+                place, is_final, text = self._next_place()
+            phase = "final" if is_final else "trying"
+        return json.dumps([signature, refused, place, phase, text])
 
     def _next_place(self) -> tuple[int, bool, str]:
         target_bytes = self._target_bytes
@@ -455,15 +500,16 @@ class RowSearch:
         if place == 0:
             tried = [x for _, x, _ in self.tried if x]
             why = text
-            if tried:
+            is_auto = isinstance(self._policy, AutoConfig)
+            if tried and is_auto:
                 least = f"the least costly plan that was tried takes {min(tried)}"
                 why = f"{least}, and at most {limit:g} % is wanted"
-            self._stop(
-                why or "the step was captured before a plan was found", ADVICE if tried else ""
-            )
+            self._stop(why, ADVICE if is_auto else "")
             return
         self._follow(place)
         assert self.plan is not None
+        if self.is_converged:
+            return
         self.is_converged = True
         manager.host_pool.prepare(0)
         rows = ", ".join(map(str, self.plan.rows()))
@@ -490,16 +536,23 @@ class RowSearch:
 
     # Afterwards
 
-    def _is_watched_over(self) -> bool:
-        """Whether memory is as it should be."""
-        manager = self.manager
-        if manager.num_out_of_memory > self._num_ooms:
-            self._num_ooms = manager.num_out_of_memory
-            return False
+    def _layer_begins(self, size: float) -> None:
+        if self.is_converged and size > self._largest and is_recording():
+            self._largest = size
+            self._make_room(size)
+
+    def _lacks_memory(self, clock: ModelSteps) -> bool:
+        """Whether the step that is over had too little memory, or took more than its target."""
+        is_short = not clock.is_over() and self.manager.num_out_of_memory > self._num_ooms
+        self._num_ooms = self.manager.num_out_of_memory
+        over_bytes = 0
         if isinstance(self._policy, MemoryTargetConfig):
-            (target_bytes,) = self._policy.targets(1)
-            return (manager.backend.reserved_bytes() or 0) <= target_bytes
-        return True
+            over_bytes = (clock.ended or (None, 0))[1] - self._policy.targets(1)[0]
+            if over_bytes > 0:  # it may be what something else has left
+                self.manager.backend.trim_device()
+        self._num_over = self._num_over + 1 if over_bytes > 0 else 0
+        clock.restart()
+        return is_short or self._num_over > 1
 
     def _make_room(self, size: float) -> None:
         """Follow a plan under which a forward fits that is larger than all before; it has begun."""

@@ -816,11 +816,12 @@ class PipelineOffloadManager:
         Args:
             rows: None: the policy is followed.
             is_own: whether this run has found them, so that one that brings nothing is no error.
-            on_trial: what is recomputed proves itself before anything is dropped, and is kept where
-                it can't.
+            on_trial: what is to be recomputed is, and compared, but nothing is dropped.
             when_short: recompute only while the device has little room left.
         """
         self.rows = None if rows is None else tuple(rows)
+        self.refused_rows = ""
+        """Why own rows free nothing, if one of them doesn't."""
         self.rows_are_own, self.rows_are_on_trial = is_own, on_trial
         self._is_for_shortage = when_short
         self._row_names = {row.site for row in rows or ()}

@@ -8,7 +8,6 @@ import logging
 import threading
 import warnings
 import weakref
-from collections.abc import Hashable
 from functools import partial
 from operator import is_
 from typing import Any, Self
@@ -241,11 +240,10 @@ class _Allocated(weakref.ref[object]):
     __hash__ = object.__hash__  # a weak reference's own needs what it refers to
     groups: AutomaticGroups | None = None
     pool: HostPool | None = None
-    model: weakref.ref[nn.Module] | None = None
 
 
 _allocated: set[_Allocated] = set()
-_idle: dict[Hashable, list[_Allocated]] = {}
+_idle: dict[tuple[Any, ...], list[_Allocated]] = {}
 """What contexts that are gone have left for the next of the same settings: the process's, because
 the documented form makes a context for each step, and pins and learns once all the same."""
 
@@ -256,7 +254,12 @@ def _allocate(
     """Return what moves the tensors of a context, for as long as that exists."""
     of_model = None if model is None else weakref.ref(model)
     settings = (config.model_dump_json(), frozenset(config.model_fields_set))
-    left = _idle.setdefault((threading.get_ident(), current_device(config), settings, sizes), [])
+    key = threading.get_ident(), current_device(config), settings, sizes, of_model
+    for gone in [one for one in _idle if one[-1] is not None and one[-1]() is None]:
+        for allocated in _idle.pop(gone):
+            if allocated.groups is not None:
+                allocated.groups.manager.close()
+    left = _idle.setdefault(key, [])
     groups: AutomaticGroups | None = None
     while left and groups is None:
         allocated = left.pop()
@@ -265,8 +268,6 @@ def _allocate(
         pool = allocated.pool
         if found and found.manager.host_pool is pool and not found.manager.host_pool.is_closed:
             groups = found  # else it was configured anew
-            if allocated.model != of_model:
-                _begin_anew(groups.manager)
     if groups is None:
         # The settings may have changed, so that what the others have pinned is of no use.
         for other in [allocated for idle in list(_idle.values()) for allocated in idle]:
@@ -275,7 +276,7 @@ def _allocate(
         groups = _make(PipelineOffloadManager(config), *sizes)
     groups.manager.enable_offload()
     allocated = _Allocated(context, left.append)
-    allocated.groups, allocated.pool, allocated.model = groups, groups.manager.host_pool, of_model
+    allocated.groups, allocated.pool = groups, groups.manager.host_pool
     _allocated.add(allocated)
     return groups
 
@@ -338,7 +339,13 @@ def get_act_offloading_ctx_manager(
     groups = weakref.ref(context._groups)
     find_manager = partial(_entered, groups)
     context._groups.watch = None  # of a context before, for another model
-    adopt_model(model, context.manager, find_manager, groups=context._groups)
+    try:
+        adopt_model(model, context.manager, find_manager, groups=context._groups)
+    except ConfigError:
+        if not context.manager.rows_are_own:
+            raise
+        _begin_anew(context.manager)  # the model has changed since
+        adopt_model(model, context.manager, find_manager, groups=context._groups)
     _search_rows(model, context._groups)
     head = _find_head(model)
     if head is not None:

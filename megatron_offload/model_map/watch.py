@@ -8,7 +8,6 @@ there as well.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -43,8 +42,6 @@ from megatron_offload.model_map.offload_site import (
     outputs,
 )
 from megatron_offload.model_map.rows import FoundRows
-
-_logger = logging.getLogger(__name__)
 
 MayMove = Callable[[torch.Tensor], bool]
 
@@ -273,7 +270,7 @@ class RowWatch:
             except ConfigError as error:
                 if manager is None or not manager.rows_are_own:
                     raise
-                _logger.warning("%s", error)
+                manager.refused_rows = str(error)
             known = _Known(self._rows, modules, savers)
             self._known = _watched[modules[""]] = known
             hooks_of(RowWatch, modules[""])

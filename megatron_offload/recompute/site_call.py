@@ -298,7 +298,10 @@ class SiteCall(ModuleCall):
                 f"{site.path} saved other tensors when it was recomputed: its forward must do "
                 f"the same each time; leave {site.unit!r} out of recompute"
             )
-        if not is_same:
+        if not is_same and self.manager.rows_are_own and not isinstance(self, TriedCall):
+            site.refusal = "it has had other bits when it ran again, and so have some gradients"
+            site.warn(site.refusal)
+        elif not is_same:
             raise CorruptionError(
                 f"{site.path} was recomputed with other bits than its forward had, and "
                 "gradients would be wrong: it reads what has changed since, draws random numbers "
@@ -342,6 +345,8 @@ class TriedCall(SiteCall):
         self._is_over = True
         try:
             self._run_again_as_given()
+        except torch.OutOfMemoryError as error:
+            self.manager.note_failure(error)  # there is no room to try
         except Exception as error:  # noqa: BLE001 - whatever a module raises
             self._fail(f"can't run again with the same bits ({error})")
         self._made = []

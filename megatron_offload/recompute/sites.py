@@ -146,10 +146,10 @@ def recompute_modules(
     return handles
 
 
-def refused_sites(modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Return which modules are kept though they were to be recomputed, and why."""
+def unproven_sites(modules: Mapping[str, nn.Module]) -> list[str]:
+    """Return which modules that are to be recomputed haven't proven yet that they can be."""
     sites = ((path, _site_of(module)) for path, module in modules.items())
-    return {path: site.refusal for path, site in sites if site is not None and site.refusal}
+    return [path for path, site in sites if site and (site.refusal or not site.proven_in)]
 
 
 def _site_of(module: nn.Module) -> _HookedSite | None:
@@ -229,7 +229,7 @@ class _HookedSite(Site):
         how = self, manager, module, state, leaves, spec
         if not self.drops_inside:
             return ModuleCall(*how)
-        if not manager.rows_are_on_trial or state.training in self.proven_in:
+        if not manager.rows_are_on_trial:
             return SiteCall(*how)
         tried = TriedCall(*how)
         return tried if tried.can_prove else None

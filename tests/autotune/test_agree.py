@@ -169,6 +169,7 @@ def test_without_a_store_or_an_answer_all_stop_with_a_warning(jobs, store, monke
 @pytest.fixture
 def layered_jobs(store, monkeypatch):
     monkeypatch.setattr(layers, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(layers, "LIBRARIES", (*layers.LIBRARIES, "layered_job."))
     policy = {"kind": "auto", "most_slowdown_percent": 20}
     return [LayeredJob(0.001, policy=policy) for _ in range(NUM_RANKS)]
 

@@ -1,0 +1,82 @@
+"""The steps of one model, as its forwards and backwards come: when one is over, and its size.
+
+Nobody says where steps begin. A forward begins one where the backwards of all before it are over
+that have come to the model's first layer; several forwards before their backwards are one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_offload.engine.module_hooks import ModuleHook, hooks_of
+
+_MOST_FORWARDS = 16  # a backward that never comes, or always late, ends no step
+
+
+class ModelSteps:
+    """Counts forwards between `enter` and `leave`, by hooks of the model's first layer.
+
+    Attributes:
+        size: elements of the inputs that the first layer had in this step; 0 where no forward of
+            the model was in it.
+        ended: what ``now`` has returned when the last backward was over: an optimizer's step, data
+            and evaluations lie behind it. None where none has.
+    """
+
+    def __init__(self, first_layer: nn.Module, now: Callable[[], Any]) -> None:
+        self.size, self.ended = 0.0, None
+        self._now = now
+        self._is_inside = False
+        self.num_forwards = self._num_pending = self._number = 0
+        handles = hooks_of(ModelSteps, first_layer)
+        begin, end = ModuleHook(self._begin), ModuleHook(self._end)
+        handles.append(first_layer.register_forward_pre_hook(begin, with_kwargs=True))
+        handles.append(first_layer.register_forward_hook(end))
+
+    def is_over(self) -> bool:
+        """Whether the step is, now that another forward is about to begin."""
+        return not self._num_pending or self.num_forwards >= _MOST_FORWARDS
+
+    def restart(self) -> None:
+        """Begin a step."""
+        self._number += 1
+        self.size, self.ended = 0.0, None
+        self.num_forwards = self._num_pending = 0
+
+    def enter(self) -> None:
+        """A forward begins."""
+        self._is_inside = True
+        self.num_forwards += 1
+
+    def leave(self) -> None:
+        """It ends."""
+        self._is_inside = False
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._is_inside:
+            tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+            size = next((float(x.numel()) for x in tensors), 0.0)
+            self.size += size
+            self.layer_begins(size)
+
+    def layer_begins(self, size: float) -> None:
+        """The first layer begins, with an input of so many elements."""
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        made = output[0] if isinstance(output, (tuple, list)) and output else output
+        if self._is_inside and isinstance(made, torch.Tensor) and made.requires_grad:
+            self._num_pending += 1
+            made.register_hook(partial(self._come_back, self._number))
+
+    def _come_back(self, number: int, grad: torch.Tensor) -> None:
+        if number == self._number:  # else it is of a step that was given up
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._num_pending = max(0, self._num_pending - 1)
+        self.ended = self._now()
