@@ -334,7 +334,7 @@ def test_an_interrupt_ends_the_search():
 
 def test_a_model_that_loses_layers_ends_it_too():
     job = LayeredJob(0.001, policy=auto(40))
-    while job.search._kind != "bare":
+    while job.search._kind != "rows":
         job.step()
     job.net.layers = job.net.layers[:3]
     while not job.search.is_converged:
