@@ -507,8 +507,7 @@ class RowSearch:
             self._stop(why, ADVICE if is_auto else "")
             return
         self._follow(place)
-        assert self.plan is not None
-        if self.is_converged:
+        if self.plan is None or self.is_converged:
             return
         self.is_converged = True
         manager.host_pool.prepare(0)

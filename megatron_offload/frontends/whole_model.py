@@ -8,6 +8,7 @@ import logging
 import threading
 import warnings
 import weakref
+from collections.abc import Mapping
 from functools import partial
 from operator import is_
 from typing import Any, Self
@@ -68,6 +69,9 @@ class OffloadActivations(AroundForwards):
         max_fwd_stash_size: most tensors whose device memory is held in forward until their copies
             are done. More of them hide slower copies.
         min_offload_size: smallest tensor that is offloaded, in bytes.
+        policy: what decides, as in `OffloadConfig`: its name, or a mapping of its keys.
+        most_slowdown_percent: what a step may take longer, under the policy ``auto``.
+        memory_target: the most device memory to reserve, as in ``"22GiB"``, in its place.
         config: everything else, such as ``host_memory_bytes`` and ``prefetch_bytes``. What it sets
             of ``pin_memory``, ``copy_streams`` and ``min_tensor_bytes`` counts where the argument
             above is left at its default.
@@ -90,6 +94,9 @@ class OffloadActivations(AroundForwards):
         max_fwd_stash_size: int = 5,
         min_offload_size: int = 1024,
         *,
+        policy: str | Mapping[str, Any] | None = None,
+        most_slowdown_percent: float | None = None,
+        memory_target: int | str | None = None,
         config: OffloadConfig | None = None,
         manager: PipelineOffloadManager | None = None,
         model: nn.Module | None = None,
@@ -100,6 +107,9 @@ class OffloadActivations(AroundForwards):
             raise ValueError(f"max_fwd_stash_size must be at least 1, got {max_fwd_stash_size}")
         if min_offload_size < 0:
             raise ValueError(f"min_offload_size can't be negative, got {min_offload_size}")
+        if (policy, most_slowdown_percent, memory_target) != (None, None, None):
+            wanted = _policy_of(policy, most_slowdown_percent, memory_target)
+            config = _with_policy(wanted, config, manager)
         manager, settings = followed(self._door, config, manager)
 
         def choose(argument: str, value: Any, default: Any, key: str) -> Any:
@@ -188,6 +198,31 @@ class OffloadActivations(AroundForwards):
     def close(self) -> None:
         """Free all memory; a second call does nothing more."""
         self.manager.close()
+
+
+def _policy_of(
+    policy: str | Mapping[str, Any] | None, most: float | None, target: int | str | None
+) -> dict[str, Any]:
+    """Return the section that the arguments mean together."""
+    found: dict[str, Any] = {"kind": policy} if isinstance(policy, str) else dict(policy or {})
+    given = ("auto", "most_slowdown_percent", most), ("memory_target", "memory_target", target)
+    for kind, key, value in given:
+        if value is None:
+            continue
+        if found.setdefault("kind", kind) != kind or key in found:
+            raise ConfigError(f"{key} is for the policy {kind!r}, and {found} was given besides")
+        found[key] = value
+    return found
+
+
+def _with_policy(
+    policy: Mapping[str, Any], config: OffloadConfig | None, manager: object
+) -> OffloadConfig:
+    given = {} if config is None else config.model_dump(exclude_unset=True)
+    if manager is not None or given.get("policy") is not None:
+        whose = "config" if manager is None else "manager"
+        raise ConfigError(f"the {whose} has a policy of its own; give it there alone")
+    return OffloadConfig(**{**given, "policy": policy})
 
 
 class _OffloadModel(OffloadActivations):

@@ -6,6 +6,7 @@ import importlib
 import logging
 from collections.abc import Mapping
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ class OffloadMixin:
     offload_config: OffloadConfig | None = None
     """Set it on the class or the trainer, before training."""
 
+    offload_options: Mapping[str, Any] = MappingProxyType({})
+    """Likewise: more arguments of `OffloadActivations`, such as ``most_slowdown_percent``."""
+
     model: Any
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -46,7 +50,7 @@ class OffloadMixin:
     def offload(self) -> Any:
         """The context around each forward, with its ``last_step``."""
         return get_act_offloading_ctx_manager(
-            self.model, config=self.offload_config, warn_if_no_head=False
+            self.model, config=self.offload_config, warn_if_no_head=False, **self.offload_options
         )
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:

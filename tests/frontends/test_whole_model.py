@@ -934,3 +934,43 @@ def test_views_that_lie_in_each_other_are_copied_once_and_leave():
     assert step.offloaded_bytes == 2 * (1 + 3) * 1024 * 512 * 4  # each layer's input and views
     # The last views are asked back while the forward still has them: they never left.
     assert step.externally_referenced_bytes == 3 * 1024 * 512 * 4
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"policy": "modules"}, {"kind": "modules"}),
+        ({"policy": "auto"}, {"kind": "auto", "most_slowdown_percent": 1.0, "measured_plans": 3}),
+        (
+            {"most_slowdown_percent": 5},
+            {"kind": "auto", "most_slowdown_percent": 5.0, "measured_plans": 3},
+        ),
+        (
+            {"policy": {"kind": "auto", "measured_plans": 1}, "most_slowdown_percent": 2},
+            {"kind": "auto", "most_slowdown_percent": 2.0, "measured_plans": 1},
+        ),
+        (
+            {"memory_target": "22GiB"},
+            {"kind": "memory_target", "memory_target": 22 * 2**30, "measured_plans": 3},
+        ),
+    ],
+)
+def test_a_policy_can_be_given_as_arguments(given, expected):
+    context = OffloadActivations(config=OffloadConfig(backend="simulated"), **given)
+    assert context.manager.config.policy.model_dump() == expected
+    assert context.manager.config.backend == "simulated"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"policy": "auto", "memory_target": "1GiB"}, "memory_target is for the policy"),
+        ({"most_slowdown_percent": 1, "memory_target": "1GiB"}, "memory_target is for the policy"),
+        ({"policy": "modules", "config": OffloadConfig(policy="auto")}, "a policy of its own"),
+        ({"policy": "module"}, "'modules'"),
+        ({"most_slowdown_percent": -1}, "most_slowdown_percent"),
+    ],
+)
+def test_arguments_that_contradict_each_other_are_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        OffloadActivations(**given)
