@@ -325,6 +325,11 @@ PRELUDES = {
         "assert offload.last_step.by_name['layer'].recomputed_bytes > 0\n"
         "assert offload.last_step.by_name['mlp'].num_groups == 4",
     ),
+    "most_slowdown_percent=3)": (
+        f"{_LAYERS}\nfrom megatron_offload import get_act_offloading_ctx_manager",
+        "assert offload.manager.config.policy.most_slowdown_percent == 3\n"
+        "assert type(offload.manager.tuner).__name__ == 'RowSearch'",
+    ),
     "seen = map_model(model, batch)": (
         f"{_LAYERS}\nbatch = data[0]",
         "assert 'layers.*.mlp.1' not in str(seen) and seen.num_bytes > 0",
@@ -515,6 +520,7 @@ SLOW_SNIPPETS = {
 
 SHOWN = {
     "offload:\n  rows:": "tests/model_map/test_rows.py has such rows",
+    "megatron-offload: auto: rows": "tests/autotune/test_row_search.py has such a line",
     "layers  site ": "tests/model_map/test_mapping.py has such a table",
     "row {layers: all, site: self_attn.q_proj": "tests/model_map/test_rows.py provokes it",
     "megatron-offload: a step of rank 0": "what the launcher prints",

@@ -55,7 +55,7 @@ class Site:
     Attributes:
         layer: its number.
         name: as a row names it.
-        may_rerun: whether it may be recomputed though nobody has named it.
+        may_rerun: whether it may be recomputed without being named.
     """
 
     def __init__(self, layer: int, name: str, module: nn.Module, *, may_rerun: bool) -> None:

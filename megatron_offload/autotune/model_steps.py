@@ -1,7 +1,7 @@
 """The steps of one model, as its forwards and backwards come: when one is over, and its size.
 
-Nobody says where steps begin. A forward begins one where the backwards of all before it are over
-that have come to the model's first layer; several forwards before their backwards are one step.
+A program needn't say where steps begin: a forward begins one where the backwards of all before it
+are over. Several forwards before their backwards are one step.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class ModelSteps:
         made = output[0] if isinstance(output, (tuple, list)) and output else output
         if self._is_inside and isinstance(made, torch.Tensor) and made.requires_grad:
             self._num_pending += 1
-            made.register_hook(partial(self._come_back, self._number))
+            made.register_hook(partial(self._reach_first, self._number))
 
-    def _come_back(self, number: int, grad: torch.Tensor) -> None:
+    def _reach_first(self, number: int, grad: torch.Tensor) -> None:
         if number == self._number:  # else it is of a step that was given up
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
