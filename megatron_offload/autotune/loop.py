@@ -46,7 +46,6 @@ _MOST_LONGER = 0.5  # all of them together may take so much longer than without
 _SPARE_SHARE = 16  # of the device's memory, what plans leave to spare
 _MOST_IDLE_SHARE = 0.25  # of boundaries: where more of them wait for the host, steps are CPU-bound
 _GROWN_SHARE = 4  # a step that needs more by this part of what one saves is longer
-_MOST_MIXED = 16  # where steps are CPU-bound, so many long ones in a row are no mix
 _MOST_EMPTY = 8  # so many steps without a group are no evaluation before training
 _PROBE_BYTES = 32 << 20  # what one of the copies moves that time the link
 
@@ -170,8 +169,6 @@ class MeasuredLoop(OldAttributes):
             return True
         if not self._learner.moves_nothing or not self._may_look:
             return False
-        if self._learner.knows_lengths:
-            return self._learner.num_longer >= (_MOST_MIXED if self._is_host_bound else 1)
         most_bytes = self._peak_bytes + self._profile.saved_bytes // _GROWN_SHARE
         return self._peak_bytes > 0 and self._manager.backend.peak_allocated_bytes() > most_bytes
 

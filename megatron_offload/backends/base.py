@@ -130,11 +130,6 @@ class Backend(abc.ABC):
         """Return what is allocated and reserved, by the order of the host's calls, if known."""
         return None
 
-    def gauge(self) -> float:
-        """Return what grows the more in a forward the longer that is: memory, or time."""
-        found = self.memory()
-        return 0.0 if found is None else float(found.allocated_bytes)
-
     def peak_allocated_bytes(self) -> int:
         """Return the most memory that was in use so far; 0 where unknown."""
         return 0

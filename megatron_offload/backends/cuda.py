@@ -197,9 +197,6 @@ class CudaBackend(Backend):
         kinds = "allocated_bytes", "reserved_bytes"
         return DeviceMemory(*(found[kind]["all"]["current"] for kind in kinds))
 
-    def gauge(self) -> float:
-        return float(self.memory().allocated_bytes)
-
     def peak_allocated_bytes(self) -> int:
         found = torch.cuda.memory_stats_as_nested_dict(self.device)
         return int(found["allocated_bytes"]["all"]["peak"]) if found else 0

@@ -277,9 +277,6 @@ class SimulatedBackend(Backend):
     def has_passed(self, event: Any) -> bool:
         return False  # virtual time knows no host that it would wait for
 
-    def gauge(self) -> float:
-        return self._compute.time_us
-
     def empty_device(self, num_bytes: int) -> torch.Tensor:
         return self._fresh(torch.empty(num_bytes, dtype=torch.uint8, device="cpu"))
 

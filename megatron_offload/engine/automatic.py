@@ -54,8 +54,6 @@ class _Forward:
     name: str
     ends: Collection[int]
     """Behind how many tensors its groups end, and it itself, by a forward before; none: by size."""
-    gauge: float | None
-    """The backend's, when it began; None where unknown."""
     group: OffloadGroup | None = None
     num_saved: int = 0
     """Of all its groups."""
@@ -153,9 +151,7 @@ class AutomaticGroups:
         name = name or self.name
         learner = self.manager.learner
         ends = self._ends.get((name, chunk.vp_stage, learner.num_searches), ())
-        is_noted = learner.is_open or (learner.moves_nothing and learner.knows_lengths)
-        gauge = self.manager.backend.gauge() if is_noted else None
-        self._forwards.append(_Forward(chunk, pack, name, ends, gauge))
+        self._forwards.append(_Forward(chunk, pack, name, ends))
         if self.watch is not None and len(self._forwards) == 1:
             self.watch.begin()
 
@@ -178,8 +174,6 @@ class AutomaticGroups:
         else:
             self._commit(forward)
             learner = self.manager.learner
-            if forward.gauge is not None:
-                learner.note_forward(self.manager.backend.gauge() - forward.gauge)
             if learner.num_searches and forward.num_saved and not forward.ends:
                 key = forward.name, forward.chunk.vp_stage, learner.num_searches
                 self._ends[key] = {*forward.ended, forward.num_saved}

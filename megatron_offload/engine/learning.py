@@ -36,9 +36,6 @@ _OPEN_SHARE = 0.6
 """Of the device's memory, what may be in use while all that is saved is kept: what comes besides,
 at the head of a model and in backward, is not known yet."""
 
-_LONGER = 2.0
-"""A forward that is so many times as long as those that were looked at may be another matter."""
-
 _LEAST_SURPLUS_SHARE = 0.1
 """Less of what is pinned remains so."""
 
@@ -88,8 +85,6 @@ class Learner:
         is_open: whether what is offloaded is still looked for: all is kept that the device has room
             for.
         num_searches: how often that was begun.
-        num_longer: how many forwards of which nothing was offloaded were longer, one behind the
-            other, than those that were seen while it was looked for.
         moves_nothing: whether nothing is offloaded or recomputed, by what this run's steps have
             shown.
     """
@@ -106,8 +101,6 @@ class Learner:
         self.skippable: dict[GroupKey, GroupProfile] = {}
         self.is_steady = self.is_open = self.moves_nothing = False
         self.num_searches = 0
-        self.num_longer = 0
-        self._longest = 0.0
         self._config = config
         self._listed = listed = config.modules if "modules" in config.model_fields_set else ()
         self._has_seen_names = False
@@ -201,26 +194,11 @@ class Learner:
         self.follow_plan(None)
         self.is_open, self._recompute = True, ()
         self.num_searches += 1
-        self.num_longer = 0
 
     def move_nothing(self) -> None:
         """Offload and recompute nothing from here on."""
         self.follow_plan(None)
         self.moves_nothing, self._recompute = True, ()
-
-    @property
-    def knows_lengths(self) -> bool:
-        """Whether forwards are noted here."""
-        return self._longest > 0
-
-    def note_forward(self, gauge: float) -> None:
-        """Note a forward that is over, by how much `Backend.gauge` has grown in it."""
-        if self.is_open:
-            self._longest = max(self._longest, gauge)
-        elif self.moves_nothing and gauge > _LONGER * self._longest:
-            self.num_longer += 1
-        else:
-            self.num_longer = 0
 
     def recompute(self, vp_stage: int) -> frozenset[str] | None:
         """Return the units that a virtual stage recomputes; None for the default kinds."""

@@ -252,27 +252,14 @@ def test_other_lengths_are_the_same_program(gbps, log):
 # When it is looked at again.
 
 
-def test_a_step_that_is_much_longer_than_those_that_were_looked_at_is_looked_at(log):
+def test_a_step_that_needs_much_more_memory_than_any_is_looked_at(log):
     job = OpenJob(0.001)
-    loop, begun = job.manager.tuner, []
-    for rows in (16, 30, 36, 64, 80):
-        for _ in range(4):
-            job.step(rows)
-        begun.append(job.manager.learner.num_searches)
-        assert job.manager.is_skipping
-    assert begun == [1, 1, 2, 2, 3]
-    assert len(warnings_of(log)) == 1 < len(log.messages), "it is warned of once"
-    assert loop.is_converged
-
-
-def test_a_step_that_needs_much_more_memory_than_any_is_looked_at():
-    job = OpenJob(0.001)
-    job.backend.gauge = lambda: 0.0
     job.backend.peak_allocated_bytes = lambda: job.most_bytes
     for rows, begun in ((16, 1), (18, 1), (24, 2)):
         for _ in range(4):
             job.step(rows)
         assert job.manager.learner.num_searches == begun
+    assert len(warnings_of(log)) == 1 < len(log.messages), "it is warned of once"
 
 
 @pytest.mark.parametrize("gbps", [10.0, 0.01])

@@ -419,7 +419,6 @@ def test_every_entry_of_the_backend_is_trapped():
     left_out |= {"read_on", "timestamp", "has_passed", "sync_elapsed_us", "uncounted", "pause"}
     left_out |= {
         "is_capturing",
-        "gauge",
         "peak_allocated_bytes",
         "num_out_of_memory",
         "prepare_host",
