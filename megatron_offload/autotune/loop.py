@@ -452,8 +452,11 @@ def cost_of(job: Job, shown: Mapping[int, Sequence[MeasuredStep]]) -> MeasuredCo
         if steps and all(step.lost_us for step in steps):
             slowest = max(steps, key=lambda step: sum(map(sum, step.lost_us)))
             slowed_us = slowest.copied_bytes / job.copies_gbps / 1e3 / len(passes)
+            seen_us = dict(enumerate(slowest.lost_us))  # of fewer forwards than were profiled
             lost_us = tuple(
-                slowest.lost_us[chunks[one.stage, one.microbatch]][one.kind is PassKind.BACKWARD]
+                seen_us.get(chunks[one.stage, one.microbatch], (0.0, 0.0))[
+                    one.kind is PassKind.BACKWARD
+                ]
                 + slowed_us
                 for one in passes
             )

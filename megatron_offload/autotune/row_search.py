@@ -45,6 +45,7 @@ Look = TypeVar("Look", LayerWatch, SiteTimes)
 
 _NUM_BARE = 6
 _MOST_MEASURED = 32
+_MOST_DOUBT = 10.0  # in points: an interval that is wider says nothing
 _AIM_SHARE = 0.9  # of what a step may cost, so that one that costs a little more is kept
 _LEAST_GAIN_SHARE = 64  # plans that differ by less of the memory are the same
 _MARGIN_SHARE = 96  # of a target, what is left to spare
@@ -434,7 +435,8 @@ class RowSearch:
         limit, plans, bare_us = self._policy.most_slowdown_percent, self._plans, self._bare_us()
         points = {0: (0.0, 0.0)}
         for place, found, _ in self.tried:
-            points[place] = plans[place].us, 100.0 if found is None else found.percent
+            is_known = found is not None and found.high - found.low <= max(_MOST_DOUBT, 4 * limit)
+            points[place] = plans[place].us, found.percent if found and is_known else math.inf
         quick = max(place for place, (_, percent) in points.items() if percent <= limit)
         slow = min(
             (p for p, (_, percent) in points.items() if percent > limit and p > quick),
@@ -464,6 +466,11 @@ class RowSearch:
             return quick, True, f"a step takes {found}, at most {limit:g} % is wanted"
         percent = 100 * min(plan.us for plan in plans[1:]) / bare_us
         least = f"the least that frees anything is predicted to cost {percent:.2g} %"
+        if self.tried:
+            known = [x for p, x, _ in self.tried if x and points[p][1] < math.inf]
+            least = f"steps differ too much to see what rows cost ({self.tried[-1][1]})"
+            if known:
+                least = f"the least costly plan that was tried takes {min(known)}"
         return 0, True, f"{least}, and at most {limit:g} % is wanted"
 
     def _next_within(self, target_bytes: int) -> tuple[int, bool, str]:
@@ -496,15 +503,9 @@ class RowSearch:
     # The end
 
     def _finish(self, place: int, text: str = "") -> None:
-        manager, limit = self.manager, getattr(self._policy, "most_slowdown_percent", 0)
+        manager = self.manager
         if place == 0:
-            tried = [x for _, x, _ in self.tried if x]
-            why = text
-            is_auto = isinstance(self._policy, AutoConfig)
-            if tried and is_auto:
-                least = f"the least costly plan that was tried takes {min(tried)}"
-                why = f"{least}, and at most {limit:g} % is wanted"
-            self._stop(why, ADVICE if is_auto else "")
+            self._stop(text, ADVICE if isinstance(self._policy, AutoConfig) else "")
             return
         self._follow(place)
         if self.plan is None or self.is_converged:

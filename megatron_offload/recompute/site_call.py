@@ -78,11 +78,12 @@ class Site:
         """The step in which it was proven last, by the training flags of its modules."""
         self._said = set[str]()
 
-    def warn(self, refusal: str) -> None:
+    def warn(self, refusal: str, level: int = logging.WARNING) -> None:
         """Say once for each reason that a site is kept."""
         if refusal not in self._said:
             self._said.add(refusal)
-            _logger.warning("recompute: %s, and maybe others, is kept: %s", self.path, refusal)
+            text = "recompute: %s, and maybe others, is kept: %s"
+            _logger.log(level, text, self.path, refusal)
 
 
 @dataclass(eq=False, repr=False)
@@ -336,7 +337,7 @@ class TriedCall(SiteCall):
 
     def _fail(self, why: str) -> None:
         self.site.refusal = f"it {why}"
-        self.site.warn(self.site.refusal)
+        self.site.warn(self.site.refusal, logging.INFO)  # no user has asked for it
 
     def run_trial(self) -> None:
         """Run the call again, once, and compare."""

@@ -224,7 +224,8 @@ class _HookedSite(Site):
         state = self._state(module)
         refusal = self.refusal or self._refusal(module, leaves)
         if refusal:
-            self.warn(refusal)
+            is_asked_for = not manager.rows_are_own
+            self.warn(refusal, logging.WARNING if is_asked_for else logging.INFO)
             return None
         how = self, manager, module, state, leaves, spec
         if not self.drops_inside:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import logging
+import random
 from weakref import ref
 
 import pytest
@@ -146,6 +148,7 @@ def test_layers_that_no_library_lets_be_recomputed_are_offloaded_alone(gbps):
 
 
 def test_a_layer_that_can_not_run_again_is_seen_before_anything_is_dropped(caplog):
+    caplog.set_level(logging.INFO, logger="megatron_offload")
     job = LayeredJob(0.001, layer=RandomLayer, policy=auto(40))
     job.found()
     assert "it draws random numbers of Python or numpy" in caplog.text
@@ -165,6 +168,7 @@ class Stale(GradientCheckpointingLayer):
 
 
 def test_a_layer_with_other_bits_when_it_runs_again_is_kept(caplog):
+    caplog.set_level(logging.INFO, logger="megatron_offload")
     job = LayeredJob(0.001, layer=Stale, policy=auto(40))
 
     def step():
@@ -383,3 +387,13 @@ def test_a_target_is_not_left_for_what_an_evaluation_has_reserved(monkeypatch):
             job.meter.observe(torch.zeros(100_000))
         job.step()
     assert job.manager.rows == rows
+
+
+def test_steps_that_differ_too_much_say_nothing_of_a_plan():
+    job = LayeredJob(0.001, policy=auto(10))
+    draw = random.Random(1)
+    while not job.search.is_converged:
+        job.us_per_row = draw.uniform(1.0, 300.0)
+        job.step()
+    assert "steps differ too much to see what rows cost" in job.search.said
+    assert job.manager.rows == ()

@@ -12,6 +12,7 @@ import random
 import warnings
 from collections import Counter
 from contextlib import ExitStack, contextmanager, nullcontext
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -32,11 +33,15 @@ from megatron_offload import (
     offload_modules,
     recomputable,
 )
+from megatron_offload.autotune import layers, row_search
+from megatron_offload.backends.simulated import HostTimedBackend
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError, HazardError
 
 ROWS, WIDTH = 16, 24
-DOORS = ("context", "model", "modules", "hand", "rows")
+DOORS = ("context", "model", "modules", "hand", "rows", "search")
+MORE_STEPS = 6
+"""At the last of them: so many come before rows are followed."""
 
 
 # Functions of a segment and its input.
@@ -485,6 +490,10 @@ def opened(door, model, rng):
         names = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in COMPUTING]
         named = rng.sample(names, min(len(names), rng.randint(1, 3)))
         settings["recompute"] = rng.choice(((), ("norm", "mlp_act"), ("norm", *named), named))
+    if door == "search":  # by the host's clock, so that there is one
+        settings["backend_type"] = HostTimedBackend
+        target = {"kind": "memory_target", "memory_target": "1KiB"}
+        settings["policy"] = rng.choice(({"kind": "auto", "most_slowdown_percent": 1000}, target))
     if door == "rows":
         settings.pop("policy")
         settings["rows"] = any_rows(model, rng)
@@ -493,7 +502,7 @@ def opened(door, model, rng):
     with ExitStack() as stack:
         if door == "context":
             context = OffloadActivations(**options)
-        elif door in ("model", "rows"):
+        elif door in ("model", "rows", "search"):
             context = get_act_offloading_ctx_manager(model, warn_if_no_head=False, **options)
         elif door == "modules":
             names = rng.choice((["layers.*"], ["layers.**"], ["layers.*", "**.inner"]))
@@ -504,7 +513,7 @@ def opened(door, model, rng):
             stack.callback(setattr, PipelineOffloadManager, "instance", None)
             for module in model.modules():
                 module._is_marked = rng.random() < 0.8
-        if door in ("context", "model", "rows"):
+        if door in ("context", "model", "rows", "search"):
             yield nullcontext, lambda: context
             context.end_step()
         else:
@@ -589,7 +598,8 @@ def run(seed, door=None):
             plain = nullcontext((nullcontext, nullcontext))
             with opened(door, model, at_door) if door else plain as (step, forwards):
                 handles += model.set_hooks(rng)
-                for _ in range(rng.randint(2, 3)):
+                num_steps = rng.randint(2, 3) + MORE_STEPS * (door_of(seed) == "search")
+                for _ in range(num_steps):
                     with step():
                         result = take_step(model, rng, forwards)
                     results.append(result)
@@ -608,7 +618,15 @@ def check(seed):
         warnings.simplefilter("ignore")
         expected = run(seed)
         compare(expected, run(seed))  # it repeats itself
-        compare(expected, run(seed, DOORS[seed % len(DOORS)]))
+        with (
+            mock.patch.multiple(row_search, _NUM_BARE=0),
+            mock.patch.object(layers, "_LEAST_BYTES", 0),
+        ):
+            compare(expected, run(seed, door_of(seed)))
+
+
+def door_of(seed):
+    return DOORS[seed % len(DOORS)]
 
 
 def compare(expected, actual):
