@@ -16,7 +16,7 @@ from megatron_offload.model_map.offload_site import (
     LayerClock,
     OffloadSite,
 )
-from megatron_offload.model_map.rows import find_rows
+from megatron_offload.model_map.rows import UNITS, find_rows
 from megatron_offload.model_map.structure import layers_of
 from megatron_offload.model_map.watch import RowWatch
 from megatron_offload.recompute.sites import recompute_modules, sites_of
@@ -60,7 +60,9 @@ def hook_modules(
 
     Arguments are as in `adopt_model`.
     """
-    rows = find_rows(manager.rows or (), modules, is_part=is_part)
+    named = {row.site for row in manager.rows or () if row.recompute} & {*UNITS}
+    units = sites_of(modules, named) if named else {}
+    rows = find_rows(manager.rows or (), modules, units, is_part=is_part)
     sites = rows.recomputed if manager.rows is not None else sites_of(modules, manager.recompute)
     handles = recompute_modules(modules, sites, find_manager)
     for path, module in modules.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import nn
@@ -15,6 +16,10 @@ from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.model_map.structure import PARTS, has_forward, layers_of
 
 _logger = logging.getLogger(__name__)
+
+
+UNITS = ("norm", "mlp_act")
+"""What rows recompute wherever it is: modules of known classes, and Megatron's functions."""
 
 
 class FoundRows(NamedTuple):
@@ -36,13 +41,18 @@ class FoundRows(NamedTuple):
 
 
 def find_rows(
-    rows: Sequence[RowConfig], modules: Mapping[str, nn.Module], *, is_part: bool = False
+    rows: Sequence[RowConfig],
+    modules: Mapping[str, nn.Module],
+    units: Mapping[str, str] = MappingProxyType({}),
+    *,
+    is_part: bool = False,
 ) -> FoundRows:
     """Return of which modules rows are.
 
     Args:
         rows: as in the configuration.
         modules: of the model, by dotted names.
+        units: of modules whose classes are known, such as ``norm``: rows may be about all of one.
         is_part: whether what isn't found may be in another part of the model, on another rank.
 
     Raises:
@@ -61,6 +71,11 @@ def find_rows(
             raise ConfigError(f"row {row}: {_missing(row, layers, [], modules)}")
         if is_part and (row.site in MEGATRON_MODULES or not numbered):
             continue  # a group that Megatron's layers mark, or of another part
+        if row.recompute and row.site in UNITS and not paths:
+            starts = tuple(f"{layer}." for layer in numbered)
+            paths = [x for x, unit in units.items() if unit == row.site and x.startswith(starts)]
+            if is_part and row.layers == "all" and not paths:
+                continue  # what Megatron's layers do in functions
         if not paths:
             missing = f"row {row}: {_missing(row, layers, numbered, modules)}"
             if not is_part:

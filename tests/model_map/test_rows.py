@@ -587,3 +587,21 @@ def test_reloads_are_in_time_whatever_the_length_of_the_step_before():
         late.append(offload.last_step.num_late_reloads)
         assert offload.last_step.offloaded_bytes > 0
     assert late == [1, 0, 0, 0, 0, 0, 0], "the first step has none before it"
+
+
+def test_a_row_of_norms_means_all_of_known_classes():
+    net = make_net()
+    offload = around(net, [{"site": "norm", "layers": "1-2", "recompute": True}])
+    for _ in range(2):
+        with offload:
+            loss = net(torch.arange(8)).sum()
+        loss.backward()
+        del loss
+        offload.end_step()
+    assert offload.last_step.by_name["norm"].recomputed_bytes == 2 * 8 * WIDTH * 4
+
+
+def test_a_row_of_norms_where_there_are_none_is_refused_with_what_there_is():
+    net = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4)) for _ in range(2)))
+    with pytest.raises(ConfigError, match="no layer has a site 'norm'"):
+        around(net, [{"site": "norm", "recompute": True}])

@@ -78,7 +78,8 @@ SETTINGS = {
             {"layers": "0-3", "site": "mlp", "offload": "all"},
             {"layers": "4", "site": "mlp", "recompute": True},
             {"layers": "5-6", "site": "layer", "recompute": True},
-            {"layers": "0-4", "site": "input_layernorm", "recompute": True},
+            {"layers": "0-3,7", "site": "norm", "recompute": True},
+            {"site": "mlp_act", "recompute": True},
             {"layers": "7", "site": "self_attention", "offload": 2},
             {"site": "core_attn", "offload": "all"},
         ],
@@ -160,12 +161,15 @@ def run(name, device, *, enabled):
                     late = counters.get("num_late_reloads", 0)
                 gradients = [p.main_grad.clone() for c in chunks for p in c.parameters()]
                 results.append(([entry["loss"] for entry in losses], gradients))
-        held = 0
+        held, recomputed = 0, {}
         if enabled:
             manager = PipelineOffloadManager.get_instance()
+            recomputed = {
+                name: found.recomputed_bytes for name, found in manager.last_step.by_name.items()
+            }
             leaks, held = manager.state_of(), manager.last_step.externally_referenced_bytes
             assert not any(leaks.values()), leaks
-    return results, moved, late, held
+    return results, moved, late, held, recomputed
 
 
 def same(expected, actual):
@@ -181,7 +185,7 @@ def main():
     with open_process_group("cpu") as device:
         for name in sys.argv[2:] or CASES:
             expected, *_ = run(name, device, enabled=False)
-            actual, moved, late, held = run(name, device, enabled=True)
+            actual, moved, late, held, recomputed = run(name, device, enabled=True)
             mine = {
                 "same": same(expected, actual),
                 "num_losses": sum(len(losses) for losses, _ in expected),
@@ -193,6 +197,7 @@ def main():
                 "reloaded_bytes": moved,
                 "late_in_last_step": late,
                 "externally_referenced_bytes": held,
+                "recomputed_bytes": recomputed,
             }
             findings[name] = gather(mine, torch.distributed.group.WORLD)
         if torch.distributed.get_rank() == 0:

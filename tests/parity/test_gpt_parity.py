@@ -91,3 +91,7 @@ def test_losses_and_gradients_are_those_without_offload(version, name, run):
     assert all((rank["reloaded_bytes"] > 0) == (name != "full-recompute") for rank in ranks)
     if name == "inputs-of-full-recompute":  # though the schedule holds a chunk's first
         assert [rank["externally_referenced_bytes"] for rank in ranks] == [0, 0]
+    if name == "rows":
+        assert all(rank["recomputed_bytes"][site] for rank in ranks for site in ("layer", "norm"))
+        # The second rank has no MLP that is recomputed as a whole.
+        assert ranks[1]["recomputed_bytes"]["mlp"], "the activation, in a group of an MLP's"
