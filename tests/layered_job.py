@@ -7,6 +7,7 @@ import random
 import torch
 from programs import make_config
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from virtual_clock import Tick
 
 from megatron_offload import get_act_offloading_ctx_manager
@@ -61,10 +62,11 @@ class LayeredNet(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(layer(job) for _ in range(num_layers))
         self.head = nn.Linear(WIDTH, 3)
+        self.is_checkpointed = False
 
     def forward(self, x):
         for layer in self.layers:
-            x = layer(x)
+            x = checkpoint(layer, x, use_reentrant=False) if self.is_checkpointed else layer(x)
         return self.head(x)
 
 

@@ -119,6 +119,13 @@ class LayerWatch:
             handle.remove()
         self._handles.clear()
 
+    @property
+    def layer_share(self) -> float:
+        """How much of what could be offloaded is saved inside layers."""
+        sizes, savers = self._seen.sizes, self._seen.savers()
+        in_layers = sum(sizes[key] for key, paths in savers.items() if any(paths))
+        return in_layers / max(1, sum(sizes.values()))
+
     def _note_inputs(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         for leaf in pytree.tree_leaves((args, kwargs)):
             if (

@@ -1,6 +1,6 @@
 """The measured search where a model is given: the rows that free most for what they may cost.
 
-docs/planning.md says in which steps. Exactness depends on nothing here.
+docs/rows.md says in which steps. Exactness depends on nothing here.
 """
 
 from __future__ import annotations
@@ -52,18 +52,21 @@ _MARGIN_SHARE = 96  # of a target, what is left to spare
 _MOST_SHARE = 0.85  # of the device's memory, what plans may reserve where it has no room for all
 _SPARE_SHARE = 1.25  # of what steps so far would pin, what is made ready
 _MOST_FILLED = 0.95  # likewise in a forward that is larger than all before
+_LEAST_SHARE = 0.25  # of what is saved: where layers save less, groups free more
 _MOST_FITS = 6  # so many plans are followed until a target is kept
 
 
 class RowSearch:
     """Finds rows by a model's own steps: what `PipelineOffloadManager.tuner` is where it is given.
 
-    A step is a forward and what follows until the next begins.
+    What a step is, `ModelSteps` says.
 
     Args:
         model: whose forwards these are.
         groups: between whose `begin` and `end` they lie.
         hook: sets the hooks of the rows that the manager follows.
+        give_up: lets another look, where most of what is saved is in no layer, as where layers are
+            checkpointed.
 
     Attributes:
         plan: what is followed; None where that is nothing.
@@ -75,10 +78,21 @@ class RowSearch:
     """
 
     def __init__(
-        self, model: nn.Module, groups: AutomaticGroups, hook: Callable[[], object]
+        self,
+        model: nn.Module,
+        groups: AutomaticGroups,
+        hook: Callable[[], object],
+        give_up: Callable[[], object],
     ) -> None:
-        self._model, self._groups, self._hook = ref(model), ref(groups), hook
+        self._model = ref(model)
+        self.serve(groups, hook, give_up)
         self.begin(groups.manager)
+
+    def serve(
+        self, groups: AutomaticGroups, hook: Callable[[], object], give_up: Callable[[], object]
+    ) -> None:
+        """Go on with another context for the same model and manager."""
+        self._groups, self._hook, self._give_up = ref(groups), hook, give_up
 
     def is_of(self, model: nn.Module) -> bool:
         """Whether it looks for rows of this model."""
@@ -234,9 +248,13 @@ class RowSearch:
         times.scale = watched_size / self._sizes[-1]
         self._bare_bytes, self._forward_us = needed_bytes, times.forward_us
         gbps, _, _ = measure_link(manager, "d2h")
-        self._actions = watch.actions(times, gbps, numbers)
+        self._actions, layer_share = watch.actions(times, gbps, numbers), watch.layer_share
         del look, sites, watch, times  # of the model nothing is held
         self._plan_anew()
+        if layer_share < _LEAST_SHARE:
+            self.is_converged, self.said = True, "most of what is saved is in no layer"
+            self._give_up()
+            return
         if len(self._plans) > 1:  # touch what will be pinned
             most = _SPARE_SHARE * max(self._sizes) / watched_size
             copied_bytes = self._plans[self._next_place()[0]].copied_bytes
@@ -414,6 +432,8 @@ class RowSearch:
         if everyone and everyone[0][1] == "trying":
             refused = [(site, what) for one in everyone for site, what in one[4]]
             self._refuse(refused)
+            if not (refused or self._policy.measured_plans):
+                phase, text = "final", "as predicted"
         elif everyone:
             place = self._place
             worst = max((Slowdown(*one[2]) for one in everyone if one[2]), default=None)
@@ -459,8 +479,7 @@ class RowSearch:
                 if plans[p].us <= most_us and plans[p].freed_bytes >= least_bytes
             ]
             if good and max(good) not in points:
-                is_trusted = self._policy.measured_plans == 0
-                return max(good), is_trusted, "as predicted" if is_trusted else ""
+                return max(good), False, ""
         found = next((x for place, x, _ in self.tried if place == quick), None)
         if found is not None:
             return quick, True, f"a step takes {found}, at most {limit:g} % is wanted"
@@ -512,6 +531,11 @@ class RowSearch:
             return
         self.is_converged = True
         manager.host_pool.prepare(0)
+        self._say(text)
+
+    def _say(self, text: str) -> None:
+        """Say which rows are followed, and why."""
+        assert self.plan is not None
         rows = ", ".join(map(str, self.plan.rows()))
         freed = format_bytes(self.plan.freed_bytes, 2)
         self.said = f"rows: [{rows}] free {freed}; {text}"
@@ -574,6 +598,7 @@ class RowSearch:
             self._follow(place)
             groups.end()  # it may have begun without any rows
             groups.begin()
+            self._say("a forward is larger than all before")
 
     def _go_deeper(self) -> None:
         """Follow the next plan that frees clearly more, if there is one and no other rank minds."""
@@ -586,4 +611,4 @@ class RowSearch:
         if deeper > place:
             self._is_tight = True  # to try a site takes what there isn't
             self._follow(deeper)
-            _logger.info("memory is short: rows: [%s]", ", ".join(map(str, plans[deeper].rows())))
+            self._say("a step has had too little memory")

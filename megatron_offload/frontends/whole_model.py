@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from functools import partial
 from operator import is_
 from typing import Any, Self
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import nn
@@ -256,7 +256,8 @@ class _OffloadModel(OffloadActivations):
 def _make(
     manager: PipelineOffloadManager, min_tensor_bytes: int, most_tensors: int
 ) -> AutomaticGroups:
-    tune(manager)
+    if not isinstance(manager.tuner, RowSearch):
+        tune(manager)
     return AutomaticGroups(
         manager, "activations", min_tensor_bytes=min_tensor_bytes, max_inflight_tensors=most_tensors
     )
@@ -405,12 +406,23 @@ def _is_open(manager: PipelineOffloadManager) -> bool:
 
 def _search_rows(model: nn.Module, groups: AutomaticGroups) -> None:
     """Let the manager's steps find rows, if the model has layers."""
-    tuner = groups.manager.tuner
+    tuner, of_both = groups.manager.tuner, (ref(model), ref(groups))
+    how = groups, partial(_hook, *of_both), partial(_plan_by_groups, *of_both)
     if isinstance(tuner, RowSearch) and tuner.is_of(model):
-        return
-    if _is_open(groups.manager) and sites_of_layers(model):
-        hook = partial(_hook, ref(model), ref(groups))
-        groups.manager.tuner = RowSearch(model, groups, hook)
+        tuner.serve(*how)
+    elif _is_open(groups.manager) and model not in _by_groups and sites_of_layers(model):
+        groups.manager.tuner = RowSearch(model, *how)
+
+
+_by_groups: WeakSet[nn.Module] = WeakSet()
+"""Models whose layers save little by themselves."""
+
+
+def _plan_by_groups(model: ref[nn.Module], groups: ref[AutomaticGroups]) -> None:
+    one, other = model(), groups()
+    if one is not None and other is not None:
+        _by_groups.add(one)
+        _begin_anew(other.manager)
 
 
 def _hook(model: ref[nn.Module], groups: ref[AutomaticGroups]) -> None:

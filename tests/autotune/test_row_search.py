@@ -397,3 +397,23 @@ def test_steps_that_differ_too_much_say_nothing_of_a_plan():
         job.step()
     assert "steps differ too much to see what rows cost" in job.search.said
     assert job.manager.rows == ()
+
+
+def test_a_plan_that_is_not_measured_is_tried_all_the_same():
+    job = LayeredJob(0.001, layer=RandomLayer, policy={**auto(40), "measured_plans": 0})
+    search = job.found()
+    assert "as predicted" in search.said
+    assert actions(job) == {("mlp", "recompute")}
+    assert not search.tried
+
+
+def test_inputs_of_checkpointed_layers_are_planned_by_groups_for_good():
+    job = LayeredJob(1.0, policy=auto(40))
+    job.net.is_checkpointed = True
+    for _ in range(30):
+        job.step()
+        job.offload = job.context()
+    assert isinstance(job.search, MeasuredLoop)
+    assert job.search.is_converged
+    job.step()
+    assert job.manager.last_step.offloaded_bytes > 0
