@@ -103,6 +103,8 @@ class LayerWatch:
         self._refs: list[StorageRef] = []  # no other storage gets the identity of one of these
         self._inputs: defaultdict[str, dict[int, int]] = defaultdict(dict)
         self._handles: list[RemovableHandle] = []
+        self.called: set[str] = set()
+        """Sites that ran at all: not those of a tower that has nothing to look at."""
 
     def begin(self) -> None:
         """Watch what comes."""
@@ -127,6 +129,7 @@ class LayerWatch:
         return in_layers / max(1, sum(sizes.values()))
 
     def _note_inputs(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.called.add(path)
         for leaf in pytree.tree_leaves((args, kwargs)):
             if (
                 type(leaf) is torch.Tensor
@@ -144,7 +147,7 @@ class LayerWatch:
         Args:
             times: of the same sites, in a forward of the same size.
             gbps: what copies get; 0 where nothing can be offloaded.
-            numbers: of all layers; those that were not watched are taken to be like the last.
+            numbers: of layers that were not watched, and are taken to be like the last that was.
         """
         found: defaultdict[int, list[_SeenSite]] = defaultdict(list)
         savers, num_saved = self._seen.savers(), Counter[str]()
@@ -154,6 +157,8 @@ class LayerWatch:
             (self._sites[path].name, key) for path, all_ in self._inputs.items() for key in all_
         )
         for path, site in self._sites.items():
+            if path not in self.called:
+                continue
             inside = {
                 key: all(f"{one}.".startswith(f"{path}.") for one in paths)
                 for key, paths in savers.items()
@@ -177,10 +182,9 @@ class LayerWatch:
                 offloads.append((len(offloads) + 1, num_bytes))
             seen = _SeenSite(site, times.us(path), rerun_bytes, offloads, num_saved[path])
             found[site.layer].append(seen)
-        for number in numbers:
-            if number not in found:
-                found[number] = found[numbers[-1]]
-        last = numbers[-1]
+        last = max(found, default=-1)
+        for number in numbers if found else ():
+            found[number] = found[last]
         cost = _Cost(times.is_host_bound, gbps)
         given = {
             number: tuple(_actions_of(seen, cost, is_last=number == last))

@@ -238,9 +238,10 @@ class RowSearch:
             self._stop("layers can't be recomputed here unasked", ADVICE, keeps_open=True)
             return
         manager.learner.follow_plan(None)
+        others = numbers[:-1] if self._is_tight else []
         if self._is_tight:  # one layer stands for all
             sites = {path: site for path, site in sites.items() if site.layer == numbers[-1]}
-            self._recompute_layers(numbers[:-1])
+            self._recompute_layers(others)
         look = partial(LayerWatch, sites, self._may_move())
         watch = yield from self._look("watched", look)
         watched_size = self._watched_size = self._sizes[-1]
@@ -248,7 +249,8 @@ class RowSearch:
         times.scale = watched_size / self._sizes[-1]
         self._bare_bytes, self._forward_us = needed_bytes, times.forward_us
         gbps, _, _ = measure_link(manager, "d2h")
-        self._actions, layer_share = watch.actions(times, gbps, numbers), watch.layer_share
+        self._actions, layer_share = watch.actions(times, gbps, others), watch.layer_share
+        self._called = watch.called
         del look, sites, watch, times  # of the model nothing is held
         self._plan_anew()
         if layer_share < _LEAST_SHARE:
@@ -404,7 +406,8 @@ class RowSearch:
         if manager.refused_rows:
             refused += [(row.site, row.offload) for row in rows if row.offload]
         sites, modules = self._sites(), named_modules(model)
-        unproven = {sites[path].name for path in unproven_sites(modules) if path in sites}
+        called = (path for path in unproven_sites(modules) if path in self._called)
+        unproven = {sites[path].name for path in called if path in sites}
         if not self._is_tight:
             refused += [(row.site, "recompute") for row in rows if row.site in unproven]
         return refused
@@ -582,8 +585,11 @@ class RowSearch:
         """Follow a plan under which a forward fits that is larger than all before; it has begun."""
         manager, groups = self.manager, self._groups()
         capacity_bytes, memory = manager.backend.capacity_bytes(), manager.backend.memory()
-        if capacity_bytes is None or memory is None or groups is None or not self._is_alone:
+        is_known = capacity_bytes is not None and memory is not None and self._actions
+        if not is_known or groups is None or not self._is_alone:
             return
+        assert capacity_bytes is not None
+        assert memory is not None
         room_bytes = _MOST_FILLED * capacity_bytes - memory.allocated_bytes
         saved_bytes = (self._bare_bytes - memory.allocated_bytes) * size / self._size_of_bare
         share, first = size / self._watched_size, min(self._actions)

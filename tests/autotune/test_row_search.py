@@ -417,3 +417,12 @@ def test_inputs_of_checkpointed_layers_are_planned_by_groups_for_good():
     assert job.search.is_converged
     job.step()
     assert job.manager.last_step.offloaded_bytes > 0
+
+
+def test_layers_of_a_tower_that_is_not_called_are_no_matter():
+    job = LayeredJob(0.001, policy=auto(40))
+    job.net.tower = torch.nn.ModuleList(GradientCheckpointingLayer(job) for _ in range(3))
+    job.offload = job.context()
+    job.found()
+    assert actions(job) == {("layer", "recompute")}
+    assert {row.layers for row in job.manager.rows} == {"0-5"}
