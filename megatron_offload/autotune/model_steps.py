@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from megatron_offload.engine.module_hooks import ModuleHook, hooks_of
 
@@ -69,7 +70,9 @@ class ModelSteps:
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         made = output[0] if isinstance(output, (tuple, list)) and output else output
-        if self._is_inside and isinstance(made, torch.Tensor) and made.requires_grad:
+        if not self._is_inside or not isinstance(made, torch.Tensor):
+            return
+        if made.requires_grad and not is_functorch_wrapped_tensor(made):
             self._num_pending += 1
             made.register_hook(partial(self._reach_first, self._number))
 

@@ -153,7 +153,8 @@ class RowSearch:
         if clock is not None:
             if not clock.is_over():
                 return
-            self._last = self._mark, clock.ended[0] if clock.ended else self._now()[0]
+            ended = clock.ended[0] if clock.ended else None
+            self._last = self._mark, self._now()[0] if ended is None else ended
             if clock.size:  # else it was no forward of this model
                 self._num_forwards = clock.num_forwards
                 self._sizes.append(clock.size / clock.num_forwards)
