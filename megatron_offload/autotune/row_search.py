@@ -41,6 +41,12 @@ _Kind: TypeAlias = Literal["open", "watched", "timed", "bare", "trying", "warmin
 timed; nothing stands in it; what is to be recomputed is tried, and kept; rows take their memory;
 they are measured."""
 
+_NOTHING = (
+    "nothing of what its layers save can be freed: smaller tensors than 1 MiB aren't offloaded, "
+    "and layers that aren't of transformers or Megatron, are given a cache or have hooks aren't "
+    "recomputed unless 'recompute' or 'rows' name them (docs/rows.md)"
+)
+
 Look = TypeVar("Look", LayerWatch, SiteTimes)
 
 _NUM_BARE = 6
@@ -443,7 +449,7 @@ class RowSearch:
             worst = max((Slowdown(*one[2]) for one in everyone if one[2]), default=None)
             self.tried.append((place, worst, max(one[3] for one in everyone)))
         if refused or not everyone or everyone[0][1] == "measuring":
-            place, is_final, text = 0, True, "nothing of what its layers save can be freed"
+            place, is_final, text = 0, True, _NOTHING
             if len(self._plans) > 1:
                 place, is_final, text = self._next_place()
             phase = "final" if is_final else "trying"
@@ -515,6 +521,8 @@ class RowSearch:
                 cost = f"; a step takes {found}" if found else ""
                 size, target = (format_bytes(x, 2) for x in (sizes[place], target_bytes))
                 return place, True, f"{size} are reserved, at most {target} is wanted{cost}"
+        elif self.manager.backend.memory() is None:
+            return 0, True, "what this device has in use isn't known, so no target can be kept"
         else:
             without_bytes = max(self.manager.backend.reserved_bytes() or 0, self._bare_bytes)
             freed_bytes = without_bytes - wanted_bytes
@@ -528,7 +536,8 @@ class RowSearch:
     def _finish(self, place: int, text: str = "") -> None:
         manager = self.manager
         if place == 0:
-            self._stop(text, ADVICE if isinstance(self._policy, AutoConfig) else "")
+            is_costly = isinstance(self._policy, AutoConfig) and len(self._plans) > 1
+            self._stop(text, ADVICE if is_costly else "")
             return
         self._follow(place)
         if self.plan is None or self.is_converged:
@@ -541,8 +550,9 @@ class RowSearch:
         """Say which rows are followed, and why."""
         assert self.plan is not None
         rows = ", ".join(map(str, self.plan.rows()))
-        freed = format_bytes(self.plan.freed_bytes, 2)
-        self.said = f"rows: [{rows}] free {freed}; {text}"
+        freed_bytes = self.plan.freed_bytes * self._size_of_bare / self._watched_size
+        freed = format_bytes(int(freed_bytes), 2)  # what is needed soon is kept all the same
+        self.said = f"rows: [{rows}] free up to {freed}; {text}"
         if rank_in() == 0:
             _logger.warning("megatron-offload: %s: %s", self._policy.kind, self.said)
 

@@ -204,13 +204,19 @@ def _policy_of(
     policy: str | Mapping[str, Any] | None, most: float | None, target: int | str | None
 ) -> dict[str, Any]:
     """Return the section that the arguments mean together."""
+    if not isinstance(policy, (str, Mapping, type(None))):
+        raise ConfigError(f"policy is a name or a mapping, not a {type(policy).__name__}")
+    if isinstance(most, bool):
+        raise ConfigError(f"most_slowdown_percent is a number, got {most}")
+    if most is not None and target is not None:
+        raise ConfigError("give most_slowdown_percent or memory_target, not both")
     found: dict[str, Any] = {"kind": policy} if isinstance(policy, str) else dict(policy or {})
     given = ("auto", "most_slowdown_percent", most), ("memory_target", "memory_target", target)
     for kind, key, value in given:
         if value is None:
             continue
         if found.setdefault("kind", kind) != kind or key in found:
-            raise ConfigError(f"{key} is for the policy {kind!r}, and {found} was given besides")
+            raise ConfigError(f"{key} is for the policy {kind!r}, and policy={policy!r} besides")
         found[key] = value
     return found
 
@@ -219,9 +225,11 @@ def _with_policy(
     policy: Mapping[str, Any], config: OffloadConfig | None, manager: object
 ) -> OffloadConfig:
     given = {} if config is None else config.model_dump(exclude_unset=True)
-    if manager is not None or given.get("policy") is not None:
-        whose = "config" if manager is None else "manager"
-        raise ConfigError(f"the {whose} has a policy of its own; give it there alone")
+    if manager is not None:
+        raise ConfigError("a manager is given, whose config says what is offloaded: set it there")
+    for key in ("policy", "rows"):
+        if given.get(key) is not None:
+            raise ConfigError(f"the config's {key} and the arguments both say what is offloaded")
     return OffloadConfig(**{**given, "policy": policy})
 
 

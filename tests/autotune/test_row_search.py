@@ -55,8 +55,8 @@ def test_what_is_found_frees_memory_and_costs_no_more_than_it_may(gbps, percent,
     assert ("layer", "recompute") in actions(job) or gbps == 1.0
     (text,) = caplog.messages
     assert text == f"megatron-offload: auto: {search.said}"
-    again = Config.model_validate({"rows": [str(row) for row in job.manager.rows]})
-    assert again.rows == job.manager.rows, "what it says can be pasted"
+    rows = search.said.partition("rows: ")[2].partition(" free")[0]
+    assert Config(rows=rows).rows == job.manager.rows, "what it says can be pasted"
 
 
 def test_where_nothing_pays_no_hook_is_left_and_it_is_said_once(caplog):
@@ -426,3 +426,9 @@ def test_layers_of_a_tower_that_is_not_called_are_no_matter():
     job.found()
     assert actions(job) == {("layer", "recompute")}
     assert {row.layers for row in job.manager.rows} == {"0-5"}
+
+
+def test_where_memory_is_not_known_a_target_is_said_to_be_none():
+    job = LayeredJob(policy=target("1KiB"))
+    job.backend.memory = lambda: None
+    assert "so no target can be kept" in job.found().said
