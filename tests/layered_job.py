@@ -8,13 +8,9 @@ import torch
 from programs import make_config
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from virtual_clock import Tick
+from virtual_clock import MeteredJob, Tick
 
 from megatron_offload import get_act_offloading_ctx_manager
-from megatron_offload.backends.base import DeviceMemory
-from megatron_offload.backends.simulated import SimulatedBackend
-from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.observe.live_bytes import LiveActivationMeter
 
 WIDTH = 32
 
@@ -70,7 +66,7 @@ class LayeredNet(nn.Module):
         return self.head(x)
 
 
-class LayeredJob:
+class LayeredJob(MeteredJob):
     """Steps of any length; each has the bits that it has without a context.
 
     Args:
@@ -91,20 +87,12 @@ class LayeredJob:
         **settings,
     ):
         torch.manual_seed(0)
-        self.us_per_row, self.capacity_bytes = us_per_row, capacity_bytes
+        self.us_per_row = us_per_row
         config = make_config(max_inflight_bytes=None, prefetch_bytes=None, **settings)
-        update = {"d2h_gbps": gbps, "h2d_gbps": gbps, "poison": False, "check_hazards": False}
-        self.backend = SimulatedBackend(config.simulated.model_copy(update=update))
-        self.backend.capacity_bytes = lambda: self.capacity_bytes
-        self.backend.memory = lambda: DeviceMemory(self.meter.live_bytes, self.meter.peak_bytes)
+        self.meter_device(config, gbps, capacity_bytes)
         self.backend.peak_allocated_bytes = lambda: self.most_bytes
-        self.backend.trim_device = lambda: self.meter.reset_peak()
-        self.manager = PipelineOffloadManager(config, backend=self.backend)
         self.net = LayeredNet(self, layer, num_layers)
-        self.meter = LiveActivationMeter(self.net.parameters())
-        self.meter.needs_groups = False
-        self.manager.observers.append(self.meter)
-        self.most_bytes = self.peak_bytes = 0
+        self.meter_activations(self.net)
         self.steps = []
         """Of each its rows, its virtual time, and its peak."""
         self.offload = self.context()
@@ -118,15 +106,7 @@ class LayeredJob:
 
     def note(self, tensor):
         """Count a new tensor."""
-        if not self.us_per_row:  # what is compared with
-            return tensor
-        self.meter.observe(tensor)
-        live_bytes = self.meter.live_bytes
-        if self.capacity_bytes is not None and live_bytes > self.capacity_bytes:
-            raise torch.OutOfMemoryError("the simulated device is full")
-        self.peak_bytes = max(self.peak_bytes, live_bytes)
-        self.most_bytes = max(self.most_bytes, live_bytes)
-        return tensor
+        return self.has_room_for(tensor) if self.us_per_row else tensor  # else it is compared with
 
     def now(self):
         return self.backend.timestamp(self.backend.compute_stream())

@@ -125,7 +125,37 @@ class VirtualJob:
         return self.backend.timestamp(self.backend.compute_stream()) - began_us
 
 
-class OpenJob:
+class MeteredJob:
+    """A job on a virtual clock whose device has so much memory for activations, and counts them."""
+
+    def meter_device(self, config, gbps, capacity_bytes):
+        """Set the backend; the manager and the meter are still to come."""
+        self.capacity_bytes, self.peak_bytes, self.most_bytes = capacity_bytes, 0, 0
+        update = {"d2h_gbps": gbps, "h2d_gbps": gbps, "poison": False, "check_hazards": False}
+        self.backend = SimulatedBackend(config.simulated.model_copy(update=update))
+        self.backend.capacity_bytes = lambda: self.capacity_bytes
+        self.backend.memory = lambda: DeviceMemory(self.meter.live_bytes, self.meter.peak_bytes)
+        self.backend.trim_device = lambda: self.meter.reset_peak()
+        self.manager = PipelineOffloadManager(config, backend=self.backend)
+
+    def meter_activations(self, model):
+        """Count from here on."""
+        self.meter = LiveActivationMeter(model.parameters())
+        self.meter.needs_groups = False
+        self.manager.observers.append(self.meter)
+
+    def has_room_for(self, tensor):
+        """Count a new tensor."""
+        self.meter.observe(tensor)
+        live_bytes = self.meter.live_bytes
+        if self.capacity_bytes is not None and live_bytes > self.capacity_bytes:
+            raise torch.OutOfMemoryError("the simulated device is full")
+        self.peak_bytes = max(self.peak_bytes, live_bytes)
+        self.most_bytes = max(self.most_bytes, live_bytes)
+        return tensor
+
+
+class OpenJob(MeteredJob):
     """A program whose steps have any length, and whose device may have no room for them.
 
     Args:
@@ -137,33 +167,15 @@ class OpenJob:
     def __init__(self, gbps=1.0, capacity_bytes=None, *, us_per_row=10.0, **settings):
         torch.manual_seed(0)
         self.model = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(32))
-        self.capacity_bytes, self.us_per_row = capacity_bytes, us_per_row
+        self.us_per_row, self.ends_steps = us_per_row, False
         config = make_config(max_inflight_bytes=None, prefetch_bytes=None, **settings)
-        update = {"d2h_gbps": gbps, "h2d_gbps": gbps, "poison": False, "check_hazards": False}
-        self.backend = SimulatedBackend(config.simulated.model_copy(update=update))
-        self.backend.capacity_bytes = lambda: self.capacity_bytes
-        self.backend.memory = lambda: DeviceMemory(self.meter.live_bytes, self.meter.peak_bytes)
-        self.backend.trim_device = lambda: self.meter.reset_peak()
-        self.manager = PipelineOffloadManager(config, backend=self.backend)
-        self.meter = LiveActivationMeter(self.model.parameters())
-        self.meter.needs_groups = False
-        self.manager.observers.append(self.meter)
+        self.meter_device(config, gbps, capacity_bytes)
+        self.meter_activations(self.model)
         self.offload = OffloadActivations(manager=self.manager)
-        self.ends_steps, self.most_bytes = False, 0
 
     @property
     def moved_bytes(self):
         return self.manager.last_step.offloaded_bytes
-
-    def has_room_for(self, tensor):
-        """Count a new tensor."""
-        self.meter.observe(tensor)
-        live_bytes = self.meter.live_bytes
-        if self.capacity_bytes is not None and live_bytes > self.capacity_bytes:
-            raise torch.OutOfMemoryError("the simulated device is full")
-        self.peak_bytes = max(self.peak_bytes, live_bytes)
-        self.most_bytes = max(self.most_bytes, live_bytes)
-        return tensor
 
     def step(self, rows=16, depth=32):
         """Take a step, within the manager's own or not; return its virtual time."""

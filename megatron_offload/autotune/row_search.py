@@ -22,7 +22,7 @@ from megatron_offload.autotune.loop import ADVICE, NO_CLOCK, measure_link
 from megatron_offload.autotune.model_steps import ModelSteps
 from megatron_offload.autotune.slowdown import Slowdown, TimedStep, slowdown_of
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig
-from megatron_offload.core.row_config import RowConfig
+from megatron_offload.core.row_config import RowConfig, ranges
 from megatron_offload.core.units import format_bytes
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.hooks import is_recording
@@ -31,7 +31,7 @@ from megatron_offload.engine.module_hooks import named_modules
 from megatron_offload.errors import ConfigError
 from megatron_offload.machine.job_ranks import rank_in
 from megatron_offload.model_map.watch import MayMove
-from megatron_offload.planning.frontier import Part, Plan, frontier, ranges
+from megatron_offload.planning.frontier import Part, Plan, frontier
 from megatron_offload.recompute.sites import unproven_sites
 
 _logger = logging.getLogger(__name__)
@@ -581,9 +581,10 @@ class RowSearch:
 
     def _lacks_memory(self, clock: ModelSteps) -> bool:
         """Whether the step that is over had too little memory, or took more than its target."""
-        is_short = not clock.is_over() and self.manager.num_out_of_memory > self._num_ooms
-        self._num_ooms = self.manager.num_out_of_memory
-        over_bytes = 0
+        is_short, over_bytes = False, 0
+        if not clock.is_over():  # else it isn't worth asking the allocator with every step
+            num_ooms = self.manager.num_out_of_memory
+            is_short, self._num_ooms = num_ooms > self._num_ooms, num_ooms
         if isinstance(self._policy, MemoryTargetConfig):
             over_bytes = (clock.ended or (None, 0))[1] - self._policy.targets(1)[0]
             if over_bytes > 0:  # it may be what something else has left

@@ -6,6 +6,8 @@ A plan that a person writes is a list of rows; what none of them names is kept, 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -31,6 +33,13 @@ def _ranges(value: Any) -> str:
 def _parts(text: str) -> list[tuple[int, int]]:
     ends = (part.partition("-") for part in text.split(","))
     return [(int(first), int(last or first)) for first, _, last in ends]
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Return numbers as rows take them: ``0-13,20``."""
+    runs = groupby(enumerate(sorted(numbers)), key=lambda one: one[1] - one[0])
+    ends = ([number for _, number in run] for _, run in runs)
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in ends)
 
 
 Layers = Annotated[str, BeforeValidator(_ranges)]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatron_offload.core.row_config import ranges
 from megatron_offload.core.units import format_bytes
 from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.module_hooks import named_modules
@@ -54,7 +54,7 @@ class ModelMap(NamedTuple):
         head = "layers", "site", "class", "saves a layer", "tensors", "saved too by"
         rows = [head] + [
             (
-                *(_ranges(site.layers) or "-", site.site, site.kind, format_bytes(site.num_bytes)),
+                *(ranges(site.layers) or "-", site.site, site.kind, format_bytes(site.num_bytes)),
                 *(str(site.num_tensors), ", ".join(site.others)),
             )
             for site in self.sites
@@ -126,10 +126,3 @@ def _place(path: str, layers: Iterable[str]) -> tuple[str, str]:
         if f"{path}.".startswith(f"{layer}."):
             return layer, path[len(layer) + 1 :] or "layer"
     return "", path or "model"
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    """Return numbers as rows take them."""
-    runs = groupby(enumerate(sorted(numbers)), key=lambda one: one[1] - one[0])
-    ends = ([number for _, number in run] for _, run in runs)
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in ends)

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from typing import Literal, NamedTuple, TypeAlias
 
-from megatron_offload.core.row_config import RowConfig
+from megatron_offload.core.row_config import RowConfig, ranges
 
 Part: TypeAlias = tuple[str, int | Literal["all", "recompute"]]
 """A site, and what is done there: it is recomputed, or so many of its tensors are offloaded."""
@@ -100,10 +99,3 @@ def _worthy(actions: Sequence[Action]) -> list[Action]:
         if not found or action.freed_bytes > found[-1].freed_bytes:
             found.append(action)
     return found
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Return numbers as rows take them: ``0-13,20``."""
-    runs = groupby(enumerate(sorted(numbers)), key=lambda one: one[1] - one[0])
-    ends = ([number for _, number in run] for _, run in runs)
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in ends)

@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from megatron_offload.planning.frontier import KEEP, Action, frontier, ranges
+from megatron_offload.core.row_config import ranges
+from megatron_offload.planning.frontier import KEEP, Action, frontier
 
 
 def some_actions(draw, most):
