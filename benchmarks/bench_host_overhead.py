@@ -9,7 +9,7 @@ Runs the same program three ways, alternating, in one process, on tensors of 1 K
 ``--made 2`` lets two of the four tensors be made from the others in all of them, by one operation
 each, and adds
 
-    remade    with this package, which recomputes those in backward in place of offloading them
+    recomputed  with this package, which recomputes those in backward in place of offloading them
 
 ``--fraction 0.1`` lets the package move so much of the bytes, and keep the rest on the device.
 
@@ -207,7 +207,7 @@ class Package(Alone):
         return self.manager.last_step.offloaded_bytes
 
 
-class Remade(Package):
+class Recomputed(Package):
     """The same with a recipe for each tensor that is made of another."""
 
     def make(self, x):
@@ -337,7 +337,7 @@ def main():
         "package": Package(device, num_made, arguments.simulated, arguments.fraction),
     }
     if num_made:
-        modes["remade"] = Remade(device, num_made, arguments.simulated)
+        modes["recomputed"] = Recomputed(device, num_made, arguments.simulated)
     version = has_te = None
     try:
         modes["megatron"] = Megatron(device, num_made)
@@ -356,7 +356,7 @@ def main():
                 done[name].append(done_us / num_groups)
     moved = {name: mode.moved_bytes() / num_groups for name, mode in modes.items()}
     saved = dict.fromkeys(modes, 4 * NUM_ELEMENTS * 4)
-    saved |= {"none": 0, "remade": (4 - num_made) * NUM_ELEMENTS * 4}
+    saved |= {"none": 0, "recomputed": (4 - num_made) * NUM_ELEMENTS * 4}
     saved["package"] *= arguments.fraction
     if any(not 0.8 * saved[name] <= moved[name] <= saved[name] for name in modes):
         raise RuntimeError(f"of {saved} bytes a group moved {moved}: not what was to be measured")

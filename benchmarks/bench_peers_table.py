@@ -109,7 +109,7 @@ def _highest(values):
 
 HEAD = (
     *("mode", "rank", "ms", "ratio", "alloc", "reserved", "ever", "pinned", "held"),
-    *("moved", "back", "kept", "remade", "R alloc", "R res", "late", "early", "refused"),
+    *("moved", "back", "kept", "recomputed", "R alloc", "R res", "late", "early", "refused"),
     *("bitwise", "loss", "gradients"),
 )
 LINK_HEAD = (

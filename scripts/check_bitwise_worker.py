@@ -226,7 +226,7 @@ class Check:
         return found | counters | {"left": left}
 
     def spec_of(self, combination, modules):
-        """Return what the benchmark's parts want to be told."""
+        """Return what the benchmark's parts want to know."""
         sizes = self.spec["sizes"]
         options = [f"host_memory_bytes={self.spec['host_memory']}"]
         options.append(f"host_slab_bytes={sizes['slab']}")

@@ -267,10 +267,13 @@ def test_forwards_of_another_model_in_the_same_context_are_no_steps():
     for _ in range(60):
         with job.offload:
             loss = other(torch.ones(2, 3)).sum()
+            job.backend.advance_compute(random.random() * 9000)
         loss.backward()
         job.step()
     assert job.search.is_converged
     assert actions(job) == {("layer", "recompute")}
+    found = job.search.tried[-1][1]
+    assert found.high - found.low < 0.1
 
 
 def _several(job):
@@ -432,3 +435,14 @@ def test_where_memory_is_not_known_a_target_is_said_to_be_none():
     job = LayeredJob(policy=target("1KiB"))
     job.backend.memory = lambda: None
     assert "so no target can be kept" in job.found().said
+
+
+@pytest.mark.parametrize("shift", range(4))
+def test_an_optimizer_s_step_counts_for_neither_kind_of_step(shift):
+    job = LayeredJob(0.001, policy=auto(10))
+    job.number = shift
+    job.net.layers[0].requires_grad_(False)  # no gradient says where a backward ends
+    while not job.search.is_converged:
+        _accumulating(job)
+    found = [slowdown.percent for _, slowdown, _ in job.search.tried]
+    assert found[0] == pytest.approx(5.6, abs=2.0)
