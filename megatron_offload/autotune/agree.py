@@ -32,7 +32,7 @@ def is_alone() -> bool:
 class Ranks:
     """The ranks of a job that look for a plan under one ``name``, or this process alone.
 
-    Without a name it is the number of the search in this process.
+    Without a name it is the number of the search in this process, and the ``kind`` of the search.
 
     Who puts something down first answers. Others count once they have put something down.
 
@@ -41,8 +41,8 @@ class Ranks:
         is_alone: whether there are no others.
     """
 
-    def __init__(self, name: str | None = None) -> None:
-        name = str(next(_numbers)) if name is None else name
+    def __init__(self, name: str | None = None, kind: str = "groups") -> None:
+        name = f"{kind}/{next(_numbers)}" if name is None else name
         self._store: dist.Store | None = None
         self._place = self._number = self._waited = 0
         if not is_alone():

@@ -8,7 +8,7 @@ what it saves may be offloaded.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from operator import eq
@@ -140,7 +140,13 @@ class LayerWatch:
                 self._inputs[path][self._refs[-1].cdata] = leaf.nbytes
 
     def actions(
-        self, times: SiteTimes, gbps: float, numbers: Sequence[int]
+        self,
+        times: SiteTimes,
+        gbps: float,
+        numbers: Sequence[int],
+        may_offload: Callable[[str, str], bool] | None = None,
+        *,
+        is_pipeline: bool = False,
     ) -> dict[int, tuple[Action, ...]]:
         """Return what may be done with each layer, by its number.
 
@@ -148,6 +154,9 @@ class LayerWatch:
             times: of the same sites, in a forward of the same size.
             gbps: what copies get; 0 where nothing can be offloaded.
             numbers: of layers that were not watched, and are taken to be like the last that was.
+            may_offload: whether what the site saves of this name and dotted name may be offloaded.
+            is_pipeline: whether backwards of other microbatches lie between forwards, in which
+                copies go on.
         """
         found: defaultdict[int, list[_SeenSite]] = defaultdict(list)
         savers, num_saved = self._seen.savers(), Counter[str]()
@@ -175,7 +184,8 @@ class LayerWatch:
             rerun_bytes = sum(own) - sum(kept_alone)
             offloads, num_bytes = list[tuple[int, int]](), 0
             # In the order in which rows pick them.
-            for key in sorted(sizes, key=lambda key: -sizes[key])[:_MOST_TENSORS]:
+            may = may_offload is None or may_offload(site.name, path)
+            for key in sorted(sizes, key=lambda key: -sizes[key])[: may * _MOST_TENSORS]:
                 if not inside[key] or sizes[key] < _LEAST_BYTES:
                     break
                 num_bytes += sizes[key]
@@ -185,7 +195,7 @@ class LayerWatch:
         last = max(found, default=-1)
         for number in numbers if found else ():
             found[number] = found[last]
-        cost = _Cost(times.is_host_bound, gbps)
+        cost = _Cost(times.is_host_bound, gbps, _LINK_SHARE * (3 if is_pipeline else 1))
         given = {
             number: tuple(_actions_of(seen, cost, is_last=number == last))
             for number, seen in found.items()
@@ -206,6 +216,8 @@ class _SeenSite(NamedTuple):
 class _Cost(NamedTuple):
     is_host_bound: bool
     gbps: float
+    link_share: float
+    """Of what the link carries in a layer's forward, what may be offloaded there."""
 
     def offload_us(self, num_bytes: int, num_tensors: int, num_saved: int) -> float:
         host_us = _GROUP_US + _TENSOR_US * num_tensors + num_saved
@@ -228,7 +240,7 @@ def _actions_of(found: list[_SeenSite], cost: _Cost, *, is_last: bool) -> Iterat
             own.append(Action(((name, number),), num_bytes, us, num_bytes))
         choices[name] = _merged(choices.get(name), own)
     layer_us = sum(seen.us for seen in found if seen.site.name == "layer")
-    most_bytes = _LINK_SHARE * cost.gbps * 1e3 * layer_us
+    most_bytes = cost.link_share * cost.gbps * 1e3 * layer_us
     whole = choices.pop("layer", [KEEP])[1:]
     yield from (action for action in whole if action.copied_bytes <= most_bytes)
     for parts in product(*choices.values()):

@@ -61,10 +61,6 @@ NO_CLOCK = (
     "OffloadConfig(policy='modules'), offloads everything all the same"
 )
 
-search_numbers = (
-    itertools.count()
-)  # of this process's searches: ranks that run one program count alike
-
 
 def tune(manager: PipelineOffloadManager, loop: MeasuredLoop | None = None) -> MeasuredLoop:
     """Let a manager's steps find what to offload, where its configuration leaves that open.

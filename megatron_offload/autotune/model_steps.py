@@ -6,9 +6,10 @@ are over. Several forwards before their backwards are one step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -20,24 +21,33 @@ _MOST_FORWARDS = 16  # a backward that never comes, or always late, ends no step
 
 
 class ModelSteps:
-    """Counts forwards between `enter` and `leave`, by hooks of the model's first layer.
+    """Counts forwards between `enter` and `leave`, by hooks of the first layer of each chunk.
 
     Attributes:
-        size: elements of the inputs that the first layer had in this step; 0 where no forward of
+        most_pending: forwards whose backward was still to come, at most, in any step.
+        size: elements of the inputs that first layers had in this step; 0 where no forward of
             the model was in it.
         ended: what ``now`` has returned when the last backward was over: an optimizer's step, data
             and evaluations lie behind it. None where none has.
     """
 
-    def __init__(self, first_layer: nn.Module, now: Callable[[], Any]) -> None:
+    def __init__(self, first_layers: Iterable[nn.Module], now: Callable[[], Any]) -> None:
         self.size, self.ended = 0.0, None
         self._now = now
         self._is_inside = False
-        self.num_forwards = self._num_pending = self._number = 0
-        handles = hooks_of(ModelSteps, first_layer)
+        self.num_forwards = self._num_pending = self.most_pending = self._number = 0
+        self._layers = [ref(layer) for layer in first_layers]
         begin, end = ModuleHook(self._begin), ModuleHook(self._end)
-        handles.append(first_layer.register_forward_pre_hook(begin, with_kwargs=True))
-        handles.append(first_layer.register_forward_hook(end))
+        for layer in first_layers:
+            handles = hooks_of(ModelSteps, layer)
+            handles.append(layer.register_forward_pre_hook(begin, with_kwargs=True))
+            handles.append(layer.register_forward_hook(end))
+
+    def close(self) -> None:
+        """Count no more."""
+        for layer in (layer() for layer in self._layers):
+            if layer is not None:
+                hooks_of(ModelSteps, layer)
 
     def is_over(self) -> bool:
         """Whether the step is, now that another forward is about to begin."""
@@ -74,6 +84,7 @@ class ModelSteps:
             return
         if made.requires_grad and not is_functorch_wrapped_tensor(made):
             self._num_pending += 1
+            self.most_pending = max(self.most_pending, self._num_pending)
             made.register_hook(partial(self._reach_first, self._number))
 
     def _reach_first(self, number: int, grad: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import zlib
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -20,7 +21,7 @@ from megatron_offload.autotune.agree import Ranks, is_alone
 from megatron_offload.autotune.layers import LayerWatch, Site, SiteTimes, sites_of_layers
 from megatron_offload.autotune.loop import ADVICE, NO_CLOCK, measure_link
 from megatron_offload.autotune.model_steps import ModelSteps
-from megatron_offload.autotune.slowdown import Slowdown, TimedStep, slowdown_of
+from megatron_offload.autotune.slowdown import TimedStep, slowdown_of
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig
 from megatron_offload.core.row_config import RowConfig, ranges
 from megatron_offload.core.units import format_bytes
@@ -31,7 +32,8 @@ from megatron_offload.engine.module_hooks import named_modules
 from megatron_offload.errors import ConfigError
 from megatron_offload.machine.job_ranks import rank_in
 from megatron_offload.model_map.watch import MayMove
-from megatron_offload.planning.frontier import Part, Plan, frontier
+from megatron_offload.planning.frontier import Part, Plan, of_plain, to_plain
+from megatron_offload.planning.row_choice import NOTHING, RowChoice, Slowdown, Stage
 from megatron_offload.recompute.sites import unproven_sites
 
 _logger = logging.getLogger(__name__)
@@ -41,68 +43,68 @@ _Kind: TypeAlias = Literal["open", "watched", "timed", "bare", "trying", "warmin
 timed; nothing stands in it; what is to be recomputed is tried, and kept; rows take their memory;
 they are measured."""
 
-_NOTHING = (
-    "nothing of what its layers save can be freed: smaller tensors than 1 MiB aren't offloaded, "
-    "and layers that aren't of transformers or Megatron, are given a cache or have hooks aren't "
-    "recomputed unless 'recompute' or 'rows' name them (docs/rows.md)"
-)
-
 Look = TypeVar("Look", LayerWatch, SiteTimes)
 
 _NUM_BARE = 6
-_MOST_MEASURED = 32
-_MOST_DOUBT = 10.0  # in points: an interval that is wider says nothing
-_AIM_SHARE = 0.9  # of what a step may cost, so that one that costs a little more is kept
-_LEAST_GAIN_SHARE = 64  # plans that differ by less of the memory are the same
-_MARGIN_SHARE = 96  # of a target, what is left to spare
+_NUM_IN_A_ROUND = 8  # steps that are measured until it is asked what comes next
 _MOST_SHARE = 0.85  # of the device's memory, what plans may reserve where it has no room for all
 _SPARE_SHARE = 1.25  # of what steps so far would pin, what is made ready
 _MOST_FILLED = 0.95  # likewise in a forward that is larger than all before
 _LEAST_SHARE = 0.25  # of what is saved: where layers save less, groups free more
-_MOST_FITS = 6  # so many plans are followed until a target is kept
 
 
 class RowSearch:
     """Finds rows by a model's own steps: what `PipelineOffloadManager.tuner` is where it is given.
 
-    What a step is, `ModelSteps` says.
-
     Args:
-        model: whose forwards these are.
-        groups: between whose `begin` and `end` they lie.
+        models: the model, or the chunks of it that this rank has.
+        manager: whose forwards these are.
         hook: sets the hooks of the rows that the manager follows.
         give_up: lets another look, where most of what is saved is in no layer, as where layers are
             checkpointed.
+        groups: between whose `begin` and `end` forwards lie, which say where a step begins, by
+            `ModelSteps`. None: the manager's steps are those of the program.
+        may_offload: whether what the site saves of this name and dotted name may be offloaded.
 
     Attributes:
         plan: what is followed; None where that is nothing.
         is_converged: whether no more steps are looked at.
         rests: whether none ever will be.
         said: how it has ended, in one line.
-        tried: of each plan that was followed its place in the frontier, what it has cost, and what
-            was reserved; on the rank that answers.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        groups: AutomaticGroups,
+        models: Sequence[nn.Module],
+        manager: PipelineOffloadManager,
         hook: Callable[[], object],
         give_up: Callable[[], object],
+        groups: AutomaticGroups | None = None,
+        may_offload: Callable[[str, str], bool] | None = None,
     ) -> None:
-        self._model = ref(model)
-        self.serve(groups, hook, give_up)
-        self.begin(groups.manager)
+        self._models = [ref(model) for model in models]
+        self._may_offload = may_offload
+        self._has_groups = groups is not None
+        self.serve(hook, give_up, groups)
+        self.begin(manager)
 
     def serve(
-        self, groups: AutomaticGroups, hook: Callable[[], object], give_up: Callable[[], object]
+        self,
+        hook: Callable[[], object],
+        give_up: Callable[[], object],
+        groups: AutomaticGroups | None = None,
     ) -> None:
         """Go on with another context for the same model and manager."""
-        self._groups, self._hook, self._give_up = ref(groups), hook, give_up
+        self._groups = (lambda: None) if groups is None else ref(groups)
+        self._hook, self._give_up = hook, give_up
 
     def is_of(self, model: nn.Module) -> bool:
         """Whether it looks for rows of this model."""
-        return self._model() is model
+        return any(one() is model for one in self._models)
+
+    def add(self, model: nn.Module) -> None:
+        """Look for rows of another chunk too."""
+        self._models.append(ref(model))
 
     def begin(self, manager: PipelineOffloadManager) -> None:
         """Begin anew, with what the manager's configuration leaves open."""
@@ -115,12 +117,17 @@ class RowSearch:
         self._mark: Any = None
         self._kind: _Kind = "open"
         self._looks: LayerWatch | SiteTimes | None = None
+        self._looked: set[nn.Module | None] = set()
+        """Whose forward was looked at in this step."""
         self._rows: tuple[RowConfig, ...] = ()
         """Followed until there is a plan."""
-        self._place, self._plans, self._refused = 0, list[Plan](), set[Part]()
+        self._choice: RowChoice | None = None
+        """On the rank that answers."""
+        self._phase = ""
+        self._takes_part = self._has_begun = False
         self._is_alone, self._is_tight, self._largest = True, False, math.inf
+        self._num_rounds = 0
         self._has_failed, self._num_ooms, self._num_over = False, 0, 0
-        self.tried: list[tuple[int, Slowdown | None, int]] = []
         policy = manager.config.tuned_policy
         self.is_converged = policy is None
         if policy is not None:
@@ -130,7 +137,16 @@ class RowSearch:
             manager.learner.open()
 
     def __call__(self, manager: PipelineOffloadManager) -> None:
-        """Do nothing at the end of a step: the next says that it is over."""
+        """Look back at the manager's step, where that is the program's: else do nothing."""
+        if self._has_groups or not self._has_begun:
+            return
+        self._has_begun = False
+        if self.is_converged:
+            self._see_memory()
+        elif self._is_graph():
+            return
+        else:
+            self._step_is_over()
 
     @property
     def manager(self) -> PipelineOffloadManager:
@@ -138,6 +154,11 @@ class RowSearch:
         found = self._manager()
         assert found is not None
         return found
+
+    @property
+    def tried(self) -> list[tuple[int, Slowdown | None, int]]:
+        """Of each plan that was followed its place in the frontier, cost, and what was reserved."""
+        return [] if self._choice is None else self._choice.stages[self._stage].tried
 
     # Steps as they come
 
@@ -148,17 +169,21 @@ class RowSearch:
         if not self._takes_part or groups is None:
             return
         if self.is_converged:
-            if self._plans and clock is not None and self._lacks_memory(clock):
-                self._go_deeper()
-            return
-        backend = manager.backend
-        if backend.is_capturing():
+            self._see_memory()
+        elif not self._is_graph() and (clock is None or clock.is_over()):
+            groups.end_step_if_over()
+            self._step_is_over()
+            self._mark = self._now()[0]
+
+    def _is_graph(self) -> bool:
+        if self.manager.backend.is_capturing():
             self.is_converged = True  # the graph has what the last eager step had
             self.said = "a step was captured before a plan was found"
-            return
+        return self.is_converged
+
+    def _step_is_over(self) -> None:
+        clock = self._clock
         if clock is not None:
-            if not clock.is_over():
-                return
             ended = clock.ended[0] if clock.ended else None
             self._last = self._mark, self._now()[0] if ended is None else ended
             if clock.size:  # else it was no forward of this model
@@ -166,12 +191,11 @@ class RowSearch:
                 self._sizes.append(clock.size / clock.num_forwards)
                 if self._kind in ("bare", "rows"):
                     self._steps.append((*self._last, clock.size, self._kind == "rows"))
-        groups.end_step_if_over()
         if clock is None or clock.size:
             self._take_next()
         if self._clock is not None:
             self._clock.restart()
-        self._mark = self._now()[0]
+        self._looked.clear()
 
     def _now(self) -> tuple[Any, int]:
         """Return a point of the compute stream, and what is reserved where that matters."""
@@ -187,22 +211,29 @@ class RowSearch:
         """Go on with the search, and follow what the next step is for."""
         kind = next(self._search, None)
         if self.is_converged:
+            if self._clock is not None and not self._is_alone:
+                self._clock.close()  # a longer step changes nothing
             return
         if kind is None:
             self._stop("an interrupt has ended the search", "")
             return
         self._kind = kind
         if kind != "open":
-            has_rows = kind in ("trying", "warming", "rows")
-            rows = self._plans[self._place].rows() if has_rows else self._rows
+            has_rows = kind in ("trying", "warming", "rows") and self.plan is not None
+            rows = self.plan.rows() if has_rows and self.plan else self._rows
             on_trial = kind == "trying" and not self._is_tight
             self.manager.follow_rows(rows, is_own=True, on_trial=on_trial)
 
-    def forward_begins(self) -> None:
-        """It has begun."""
+    def forward_begins(self, model: nn.Module | None = None) -> None:
+        """A forward of the model has begun, or of a chunk of it."""
+        if not self._has_groups:
+            self._takes_part = is_recording() and self.manager.do_offload
+            if self._takes_part and not self._has_begun:
+                self._has_begun, self._mark = True, self._now()[0]
         if self._takes_part and self._clock is not None:
             self._clock.enter()
-            if self._looks is not None and self._clock.num_forwards == 1:
+            if self._looks is not None and model not in self._looked:
+                self._looked.add(model)
                 self._looks.begin()
 
     def forward_ends(self, *, has_failed: bool) -> None:
@@ -222,7 +253,8 @@ class RowSearch:
             self._stop("no repeated layers were found in this model that aren't compiled", ADVICE)
             return
         numbers = sorted({site.layer for site in sites.values()})
-        self._clock = ModelSteps(next(iter(sites.values())).module, self._now)
+        firsts = {path.split(".")[0]: site for path, site in reversed(sites.items())}
+        self._clock = ModelSteps([site.module for site in firsts.values()], self._now)
         self._clock.layer_begins = self._layer_begins  # type: ignore[method-assign]
         self._num_ooms = manager.num_out_of_memory
         # A rerun may hold collectives, so that ranks don't decide on it by themselves.
@@ -238,11 +270,11 @@ class RowSearch:
             self._stop(NO_CLOCK, "")
             self.rests = True
             return
-        needed_bytes = backend.peak_allocated_bytes() + released_bytes
+        needed_bytes = self._bare_bytes = backend.peak_allocated_bytes() + released_bytes
         capacity_bytes = backend.capacity_bytes() or 0
         self._is_tight = released_bytes > 0 and needed_bytes > _MOST_SHARE * capacity_bytes
         if self._is_tight and manager.rows is None:
-            self._stop("layers can't be recomputed here unasked", ADVICE, keeps_open=True)
+            yield from self._agree("layers can't be recomputed here unasked", "open")
             return
         manager.learner.follow_plan(None)
         others = numbers[:-1] if self._is_tight else []
@@ -254,40 +286,50 @@ class RowSearch:
         watched_size = self._watched_size = self._sizes[-1]
         times = yield from self._look("timed", partial(SiteTimes, sites, backend))
         times.scale = watched_size / self._sizes[-1]
-        self._bare_bytes, self._forward_us = needed_bytes, times.forward_us
+        self._num_inflight = max(1.0, self._clock.most_pending / len(self._models))
+        self._forward_us = times.forward_us
         gbps, _, _ = measure_link(manager, "d2h")
-        self._actions, layer_share = watch.actions(times, gbps, others), watch.layer_share
+        layer_share = watch.layer_share
+        self._actions = watch.actions(
+            times, gbps, others, self._may_offload, is_pipeline=self._num_inflight > 1
+        )
         self._called = watch.called
         del look, sites, watch, times  # of the model nothing is held
-        self._plan_anew()
-        if layer_share < _LEAST_SHARE:
+        if layer_share < _LEAST_SHARE and is_alone():
             self.is_converged, self.said = True, "most of what is saved is in no layer"
             self._give_up()
             return
-        if len(self._plans) > 1:  # touch what will be pinned
+        self._stage = self._name_of_stage()
+        choice = self._choice_of([self._words(to_plain(self._actions))])
+        choice.next()
+        copied_bytes = choice.stages[self._stage].plan.copied_bytes
+        if copied_bytes:  # touch what will be pinned
             most = _SPARE_SHARE * max(self._sizes) / watched_size
-            copied_bytes = self._plans[self._next_place()[0]].copied_bytes
-            manager.host_pool.prepare(int(most * copied_bytes))
+            manager.host_pool.prepare(int(most * self._num_inflight * copied_bytes))
         if not self._is_tight:
             for _ in range(_NUM_BARE):
                 yield "bare"
             self._bare_bytes = backend.peak_allocated_bytes()
         self._largest = self._size_of_bare = max(self._sizes)
-        try:
-            ranks = Ranks()
-            self._is_alone = ranks.is_alone
-            yield from self._agree(ranks)
-        except dist.DistError as error:
-            self._stop(f"the job's store can't be asked what other ranks do ({error})", "")
+        yield from self._agree()
 
     def _sites(self) -> dict[str, Site]:
-        model = self._model()
-        return {} if model is None else sites_of_layers(model)
+        """Return layers and their parts by dotted name, in that of their model's number."""
+        models = [model() for model in self._models]
+        return {
+            f"{number}.{path}": site
+            for number, model in enumerate(models)
+            if model is not None
+            for path, site in sites_of_layers(model).items()
+        }
 
     def _may_move(self) -> MayMove:
-        groups = self._groups()
-        least_bytes = None if groups is None else groups.min_tensor_bytes
-        return self.manager.new_chunk(0, least_bytes or 0).may_move
+        manager, groups = self.manager, self._groups()
+        chunk = manager.cur_forward_chunk() if groups is None else None
+        if chunk is None:
+            least_bytes = None if groups is None else groups.min_tensor_bytes
+            chunk = manager.new_chunk(0, least_bytes or 0)
+        return chunk.may_move
 
     def _recompute_layers(self, numbers: Sequence[int], *, when_short: bool = False) -> None:
         rows = (RowConfig(site="layer", layers=ranges(numbers), recompute=True),)
@@ -305,68 +347,95 @@ class RowSearch:
             if not self._has_failed:
                 return look
 
-    def _agree(self, ranks: Ranks) -> Generator[_Kind, None, None]:
+    def _agree(self, refusal: str = "", kind: _Kind = "bare") -> Generator[_Kind, None, None]:
         """Follow one plan after the other, as the first rank says, until one is final.
 
-        No rank drops anything before all have tried it: to run again may take collectives.
+        Ranks that have the same layers follow the same rows, and no rank drops anything before all
+        have tried it: to run again may take collectives. A ``refusal`` ends the search on all.
         """
-        manager, found = self.manager, None
-        said: list[Any] = []
-        while True:
-            for found in ranks.ask(json.dumps([self._signature(), *said]), self._answer):
-                if found is None:
-                    yield "bare"
-            if not found:
-                self._stop("no plan came that the ranks have agreed on", "")
-                return
-            signature, refused, place, phase, text = json.loads(found)
-            if signature != self._signature():
-                self._stop("the ranks' models differ", "")
-                return
-            self._refuse(refused)
-            if phase == "final":
-                self._finish(place, text)
-                return
-            measured, reserved_bytes, newly_refused = None, 0, list[Part]()
-            if phase == "trying":
-                self._follow(place)
+        try:
+            ranks = Ranks(kind="rows")
+            self._is_alone = ranks.is_alone
+            said: dict[str, Any] = {"refusal": refusal}
+            if not refusal:
+                is_first = ranks.is_first_of(self._stage)
+                said = self._words(to_plain(self._actions) if is_first else None)
+            while True:
+                found: str | None = None
+                for found in ranks.ask(json.dumps(said), self._answer):
+                    if found is None:
+                        yield kind
+                if not found:
+                    self._stop("no plan came that the ranks have agreed on", "")
+                    return
+                phase, text, plans = json.loads(found)
+                if phase == "refused":
+                    self._stop(text, ADVICE, keeps_open=bool(refusal))
+                    return
+                actions, *more = plans[self._stage]
+                layers = {x: y for x, (y,) in of_plain(actions).items()}
+                said = {"stage": self._stage}
+                if phase == "final":
+                    self._finish(Plan(layers, *more), text)
+                    return
+                yield from self._look_at(phase, Plan(layers, *more), said)
                 if self.is_converged:
                     return
-                yield "trying"
-                if manager.num_out_of_memory > self._num_ooms:  # there was no room to try
-                    self._num_ooms, self._is_tight = manager.num_out_of_memory, True
-                newly_refused = self._newly_refused()
-            else:
-                manager.backend.trim_device()
-                yield "warming"  # the device's memory is had anew
-                yield from self._measure()
-                measured = self._slowdown()
-                reserved_bytes = manager.backend.reserved_bytes() or 0
-            said = [phase, measured, reserved_bytes, newly_refused]
+                said["target_bytes"] = self._target_bytes
+        except dist.DistError as error:
+            self._stop(f"the job's store can't be asked what other ranks do ({error})", "")
 
-    def _measure(self) -> Generator[_Kind, None, None]:
-        """Take steps with rows and, in between, without."""
-        self._steps = [one for one in self._steps if not one[3]]
-        if self._target_bytes is not None:
-            for _ in range(8):
-                yield "rows"
+    def _name_of_stage(self) -> str:
+        """Return what ranks have alike that have the same layers."""
+        seen = sorted((site.layer, x) for x, site in self._sites().items() if x in self._called)
+        return f"{self.manager.learner.pp_rank or 0}/{zlib.crc32(repr(seen).encode()):x}"
+
+    def _words(self, actions: list[Any] | None) -> dict[str, Any]:
+        """Return what this rank has, by which the first makes plans."""
+        memory = self.manager.backend.memory()
+        return {
+            "stage": self._stage,
+            "actions": actions,
+            "num_inflight": self._num_inflight,
+            "bare_bytes": self._bare_bytes,
+            "reserved_bytes": None if memory is None else memory.reserved_bytes,
+            "target_bytes": self._target_bytes,
+            "bare_us": self._bare_us(),
+        }
+
+    def _look_at(
+        self, phase: str, plan: Plan, said: dict[str, Any]
+    ) -> Generator[_Kind, None, None]:
+        """Try a plan, or measure it; add what that has shown to what is said."""
+        manager = self.manager
+        if phase == "trying":
+            self._follow(plan)
+            if self.is_converged:
+                return
+            yield "trying"
+            if manager.num_out_of_memory > self._num_ooms:  # there was no room to try
+                self._num_ooms, self._is_tight = manager.num_out_of_memory, True
+            said["refused"] = self._newly_refused(plan)
+            self._num_rounds = 0
             return
-        assert isinstance(self._policy, AutoConfig)
-        limit = self._policy.most_slowdown_percent
-        for number in range(_MOST_MEASURED):
+        if not self._num_rounds:
+            manager.backend.trim_device()
+            yield "warming"  # the device's memory is had anew
+            self._steps = [one for one in self._steps if not one[3]]
+        num_steps = _NUM_IN_A_ROUND if self._is_alone else 2 * _NUM_IN_A_ROUND
+        for number in range(self._num_rounds * num_steps, (self._num_rounds + 1) * num_steps):
             # As the Thue-Morse sequence goes: each second or fourth step may have an optimizer's.
-            yield "rows" if number.bit_count() % 2 else "bare"
-            if number % 8 == 7:
-                found = self._slowdown()
-                is_clear = found is not None and (found.low > limit or found.high < limit)
-                if found is not None and is_clear and found.high - found.low < 2.0:
-                    return
+            has_rows = self._target_bytes is not None or number.bit_count() % 2
+            yield "rows" if has_rows else "bare"
+        self._num_rounds += 1
+        said["slowdown"], said["num_steps"] = self._slowdown(), num_steps
+        said["reserved_bytes"] = manager.backend.reserved_bytes() or 0
 
     @property
     def _target_bytes(self) -> int | None:
         """What is to be reserved at most, None where that doesn't matter."""
         if isinstance(self._policy, MemoryTargetConfig):
-            return self._policy.targets(1)[0]
+            return self._policy.target_of(self.manager.learner.pp_rank or 0)
         capacity_bytes = self.manager.backend.capacity_bytes() if self._is_tight else None
         return None if capacity_bytes is None else int(_MOST_SHARE * capacity_bytes)
 
@@ -376,58 +445,36 @@ class RowSearch:
         return slowdown_of([TimedStep(elapsed_us(x, y), size, on) for x, y, size, on in done])
 
     def _bare_us(self) -> float:
-        """Return what a forward and its backward take without rows."""
+        """Return what a microbatch, its forward and backward, takes without rows."""
         elapsed_us = self.manager.backend.sync_elapsed_us
         times = sorted(elapsed_us(x, y) for x, y, _, has_rows in self._steps if not has_rows)
-        return times[len(times) // 2] / self._num_forwards if times else 3 * self._forward_us
+        num_forwards = self._num_forwards / len(self._models)
+        return times[len(times) // 2] / num_forwards if times else 3 * self._forward_us
 
-    # Plans
-
-    def _plan_anew(self) -> None:
-        """Make the frontier of all that hasn't been refused."""
-        self._plans = frontier(
-            {
-                number: [one for one in actions if self._refused.isdisjoint(one.parts)]
-                for number, actions in self._actions.items()
-            }
-        )
-
-    def _refuse(self, parts: Sequence[Sequence[Any]]) -> None:
-        """Plan without these from here on."""
-        if parts:
-            self._refused |= {(site, what) for site, what in parts}
-            self._plan_anew()
-            self._place, self.tried = 0, []
-
-    def _signature(self) -> str:
-        """Return what other ranks have too, if their models are alike."""
-        return str({number: len(actions) for number, actions in self._actions.items()})
-
-    def _newly_refused(self) -> list[Part]:
+    def _newly_refused(self, plan: Plan) -> list[Part]:
         """Return what of the plan that is followed has no effect."""
-        manager, model = self.manager, self._model()
-        if model is None:
-            return []
-        rows = self._plans[self._place].rows()
-        refused: list[Part] = []
+        manager, rows, refused = self.manager, plan.rows(), list[Part]()
         if manager.refused_rows:
             refused += [(row.site, row.offload) for row in rows if row.offload]
-        sites, modules = self._sites(), named_modules(model)
-        called = (path for path in unproven_sites(modules) if path in self._called)
-        unproven = {sites[path].name for path in called if path in sites}
+        sites, unproven = self._sites(), set[str]()
+        for number, model in enumerate(self._models):
+            found = model()
+            paths = () if found is None else unproven_sites(named_modules(found))
+            names = (f"{number}.{path}" for path in paths)
+            unproven |= {sites[path].name for path in names if path in sites.keys() & self._called}
         if not self._is_tight:
             refused += [(row.site, "recompute") for row in rows if row.site in unproven]
         return refused
 
-    def _follow(self, place: int) -> None:
+    def _follow(self, plan: Plan) -> None:
         """Set the hooks of a plan."""
         manager = self.manager
-        self._place, self.plan = place, self._plans[place]
-        manager.follow_rows(self.plan.rows(), is_own=True)
+        self.plan = plan
+        manager.follow_rows(plan.rows(), is_own=True)
         try:
             self._hook()
         except ConfigError as error:
-            self._plans = []
+            self._choice = None
             self._stop(f"the model has changed: {error}", "")
         else:
             manager.backend.trim_device()  # what is reserved is seen from here on
@@ -436,111 +483,71 @@ class RowSearch:
 
     def _answer(self, texts: Sequence[str]) -> str:
         everyone = [json.loads(text) for text in texts]
-        signature, refused, place, phase = everyone[0][0], list[Part](), self._place, "measuring"
-        everyone = [one for one in everyone if len(one) > 1]
-        text = ""
-        if everyone and everyone[0][1] == "trying":
-            refused = [(site, what) for one in everyone for site, what in one[4]]
-            self._refuse(refused)
-            if not (refused or self._policy.measured_plans):
-                phase, text = "final", "as predicted"
-        elif everyone:
-            place = self._place
-            worst = max((Slowdown(*one[2]) for one in everyone if one[2]), default=None)
-            self.tried.append((place, worst, max(one[3] for one in everyone)))
-        if refused or not everyone or everyone[0][1] == "measuring":
-            place, is_final, text = 0, True, _NOTHING
-            if len(self._plans) > 1:
-                place, is_final, text = self._next_place()
-            phase = "final" if is_final else "trying"
-        return json.dumps([signature, refused, place, phase, text])
-
-    def _next_place(self) -> tuple[int, bool, str]:
-        target_bytes = self._target_bytes
-        return self._next() if target_bytes is None else self._next_within(target_bytes)
-
-    def _next(self) -> tuple[int, bool, str]:
-        """Return the plan to follow for `AutoConfig`, whether it is final, and why in words."""
-        assert isinstance(self._policy, AutoConfig)
-        limit, plans, bare_us = self._policy.most_slowdown_percent, self._plans, self._bare_us()
-        points = {0: (0.0, 0.0)}
-        for place, found, _ in self.tried:
-            is_known = found is not None and found.high - found.low <= max(_MOST_DOUBT, 4 * limit)
-            points[place] = plans[place].us, found.percent if found and is_known else math.inf
-        quick = max(place for place, (_, percent) in points.items() if percent <= limit)
-        slow = min(
-            (p for p, (_, percent) in points.items() if percent > limit and p > quick),
-            default=len(plans),
-        )
-        if len(self.tried) < max(1, self._policy.measured_plans):
-            aim = _AIM_SHARE * limit
-            us, percent = points[quick]
-            if slow < len(plans):
-                slow_us, slow_percent = points[slow]
-                most_us = us + (slow_us - us) * max(0.0, aim - percent) / (slow_percent - percent)
-            elif not self.tried:
-                most_us = aim / 100 * bare_us
-            else:  # as much again at most as it seems to take
-                most_us = us * min(4.0, aim / max(percent, 0.05)) if us else aim / 100 * bare_us
-            least_bytes = plans[quick].freed_bytes + self._bare_bytes // _LEAST_GAIN_SHARE
-            good = [
-                p
-                for p in range(quick + 1, slow)
-                if plans[p].us <= most_us and plans[p].freed_bytes >= least_bytes
-            ]
-            if good and max(good) not in points:
-                return max(good), False, ""
-        found = next((x for place, x, _ in self.tried if place == quick), None)
-        if found is not None:
-            return quick, True, f"a step takes {found}, at most {limit:g} % is wanted"
-        percent = 100 * min(plan.us for plan in plans[1:]) / bare_us
-        least = f"the least that frees anything is predicted to cost {percent:.2g} %"
-        if self.tried:
-            known = [x for p, x, _ in self.tried if x and points[p][1] < math.inf]
-            least = f"steps differ too much to see what rows cost ({self.tried[-1][1]})"
-            if known:
-                least = f"the least costly plan that was tried takes {min(known)}"
-        return 0, True, f"{least}, and at most {limit:g} % is wanted"
-
-    def _next_within(self, target_bytes: int) -> tuple[int, bool, str]:
-        """The same for a target."""
-        wanted_bytes = target_bytes - target_bytes // _MARGIN_SHARE
-        sizes = {place: size for place, _, size in self.tried}
-        good = min((place for place, size in sizes.items() if size <= target_bytes), default=None)
-        lowest = 1 + max(
-            (place for place, size in sizes.items() if size > target_bytes), default=-1
-        )
-        highest = (len(self._plans) if good is None else good) - 1
-        if self.tried:
-            last, _, reserved_bytes = self.tried[-1]
-            freed_bytes = self._plans[last].freed_bytes + reserved_bytes - wanted_bytes
-            is_near = good is not None and sizes[good] >= target_bytes - target_bytes // 24
-            if is_near or lowest > highest or len(self.tried) >= _MOST_FITS:
-                place = last if good is None else good
-                found = next(x for p, x, _ in self.tried if p == place)
-                cost = f"; a step takes {found}" if found else ""
-                size, target = (format_bytes(x, 2) for x in (sizes[place], target_bytes))
-                return place, True, f"{size} are reserved, at most {target} is wanted{cost}"
-        elif self.manager.backend.memory() is None:
-            return 0, True, "what this device has in use isn't known, so no target can be kept"
+        refusal = next((one["refusal"] for one in everyone if one.get("refusal")), "")
+        if refusal:
+            return json.dumps(["refused", refusal, None])
+        choice, is_final, text = self._choice, False, ""
+        if choice is None:
+            choice = self._choice = self._choice_of(everyone)
+            is_final, text = choice.next()
+            self._phase = "trying"
         else:
-            without_bytes = max(self.manager.backend.reserved_bytes() or 0, self._bare_bytes)
-            freed_bytes = without_bytes - wanted_bytes
-            if freed_bytes <= 0:
-                return 0, True, "all fits"
-        places = (p for p, plan in enumerate(self._plans) if plan.freed_bytes >= freed_bytes)
-        return min(max(lowest, next(places, highest)), highest), False, ""
+            by_stage: dict[str, list[dict[str, Any]]] = {}
+            for one in everyone:
+                by_stage.setdefault(one["stage"], []).append(one)
+                choice.stages[one["stage"]].target_bytes = one["target_bytes"]
+            if self._phase == "trying":
+                refused = {
+                    name: [(site, what) for one in ranks for site, what in one["refused"]]
+                    for name, ranks in by_stage.items()
+                }
+                if any(refused.values()):
+                    choice.refuse(refused)
+                    is_final, text = choice.next()
+                elif self._policy.measured_plans:
+                    self._phase = "measuring"
+                else:
+                    is_final, text = True, "as predicted"
+            else:
+                worst = max(
+                    (Slowdown(*x["slowdown"]) for x in everyone if x["slowdown"]), default=None
+                )
+                reserved = {
+                    name: max(one["reserved_bytes"] for one in ranks)
+                    for name, ranks in by_stage.items()
+                }
+                if choice.note(worst, reserved, everyone[0]["num_steps"]):
+                    is_final, text = choice.next()
+                    self._phase = "trying"
+        plans = {}
+        for name, stage in choice.stages.items():
+            actions, *more = stage.plan
+            plans[name] = [to_plain({x: (y,) for x, y in actions.items()}), *more]
+        return json.dumps(["final" if is_final else self._phase, text, plans])
+
+    def _choice_of(self, everyone: Sequence[dict[str, Any]]) -> RowChoice:
+        stages: dict[str, Stage] = {}
+        for one in everyone:
+            if one["actions"] is not None:
+                alike = [other for other in everyone if other["stage"] == one["stage"]]
+                stages[one["stage"]] = Stage(
+                    of_plain(one["actions"]),
+                    *(max(rank[name] for rank in alike) for name in ("num_inflight", "bare_bytes")),
+                    *(one[name] for name in ("reserved_bytes", "target_bytes")),
+                )
+        policy = self._policy if isinstance(self._policy, AutoConfig) else None
+        return RowChoice(policy, stages, max(one["bare_us"] for one in everyone))
 
     # The end
 
-    def _finish(self, place: int, text: str = "") -> None:
+    def _finish(self, plan: Plan, text: str = "") -> None:
         manager = self.manager
-        if place == 0:
-            is_costly = isinstance(self._policy, AutoConfig) and len(self._plans) > 1
+        if not plan.freed_bytes:
+            is_costly = isinstance(self._policy, AutoConfig) and text != NOTHING
             self._stop(text, ADVICE if is_costly else "")
             return
-        self._follow(place)
-        if self.plan is None or self.is_converged:
+        self._follow(plan)
+        if self.is_converged:
             return
         self.is_converged = True
         manager.host_pool.prepare(0)
@@ -551,8 +558,8 @@ class RowSearch:
         assert self.plan is not None
         rows = ", ".join(map(str, self.plan.rows()))
         freed_bytes = self.plan.freed_bytes * self._size_of_bare / self._watched_size
-        freed = format_bytes(int(freed_bytes), 2)  # what is needed soon is kept all the same
-        self.said = f"rows: [{rows}] free up to {freed}; {text}"
+        freed = format_bytes(int(self._num_inflight * freed_bytes), 2)
+        self.said = f"rows: [{rows}] free up to {freed}; {text}"  # what is needed soon is kept
         if rank_in() == 0:
             _logger.warning("megatron-offload: %s: %s", self._policy.kind, self.said)
 
@@ -574,59 +581,65 @@ class RowSearch:
 
     # Afterwards
 
+    @property
+    def _own(self) -> Stage | None:
+        """The plans of this process, if it decides for itself."""
+        if self._choice is None or not self._is_alone:
+            return None
+        return self._choice.stages[self._stage]
+
     def _layer_begins(self, size: float) -> None:
         if self.is_converged and size > self._largest and is_recording():
             self._largest = size
             self._make_room(size)
 
-    def _lacks_memory(self, clock: ModelSteps) -> bool:
-        """Whether the step that is over had too little memory, or took more than its target."""
-        is_short, over_bytes = False, 0
+    def _see_memory(self) -> None:
+        """Free more, if the step that is over had too little memory, or took more than it may."""
+        clock, stage, is_short, over_bytes = self._clock, self._own, False, 0
+        if clock is None or stage is None:
+            return
         if not clock.is_over():  # else it isn't worth asking the allocator with every step
             num_ooms = self.manager.num_out_of_memory
             is_short, self._num_ooms = num_ooms > self._num_ooms, num_ooms
         if isinstance(self._policy, MemoryTargetConfig):
-            over_bytes = (clock.ended or (None, 0))[1] - self._policy.targets(1)[0]
+            over_bytes = (clock.ended or (None, 0))[1] - (self._target_bytes or 0)
             if over_bytes > 0:  # it may be what something else has left
                 self.manager.backend.trim_device()
         self._num_over = self._num_over + 1 if over_bytes > 0 else 0
         clock.restart()
-        return is_short or self._num_over > 1
+        if is_short or self._num_over > 1:
+            self._go_deeper(stage)
 
     def _make_room(self, size: float) -> None:
         """Follow a plan under which a forward fits that is larger than all before; it has begun."""
-        manager, groups = self.manager, self._groups()
+        manager, groups, stage = self.manager, self._groups(), self._own
         capacity_bytes, memory = manager.backend.capacity_bytes(), manager.backend.memory()
-        is_known = capacity_bytes is not None and memory is not None and self._actions
-        if not is_known or groups is None or not self._is_alone:
+        if capacity_bytes is None or memory is None or groups is None or stage is None:
             return
-        assert capacity_bytes is not None
-        assert memory is not None
         room_bytes = _MOST_FILLED * capacity_bytes - memory.allocated_bytes
         saved_bytes = (self._bare_bytes - memory.allocated_bytes) * size / self._size_of_bare
-        share, first = size / self._watched_size, min(self._actions)
-        place = self._place
-        for place in range(self._place, len(self._plans)):
-            plan = self._plans[place]
-            late_bytes = plan.actions[first].freed_bytes if place > self._place else 0
+        share, first, place = size / self._watched_size, min(self._actions), stage.place
+        for place in range(stage.place, len(stage.plans)):
+            plan = stage.plans[place]
+            late_bytes = plan.actions[first].freed_bytes if place > stage.place else 0
             if saved_bytes - share * (plan.freed_bytes - late_bytes) <= room_bytes:
                 break  # the first layer has begun without
-        if place > self._place:
-            self._is_tight = True
-            self._follow(place)
+        if place > stage.place:
+            self._deepen(stage, place, "a forward is larger than all before")
             groups.end()  # it may have begun without any rows
             groups.begin()
-            self._say("a forward is larger than all before")
 
-    def _go_deeper(self) -> None:
-        """Follow the next plan that frees clearly more, if there is one and no other rank minds."""
-        if not self._is_alone:
-            return  # a rerun may hold collectives
-        plans, place = self._plans, self._place
+    def _go_deeper(self, stage: Stage) -> None:
+        """Follow the next plan that frees clearly more, if there is one."""
+        plans, place = stage.plans, stage.place
         least_bytes = plans[place].freed_bytes + plans[-1].freed_bytes // 8
         places = (p for p in range(place + 1, len(plans)) if plans[p].freed_bytes >= least_bytes)
         deeper = next(places, len(plans) - 1)
         if deeper > place:
-            self._is_tight = True  # to try a site takes what there isn't
-            self._follow(deeper)
-            self._say("a step has had too little memory")
+            self._deepen(stage, deeper, "a step has had too little memory")
+
+    def _deepen(self, stage: Stage, place: int, why: str) -> None:
+        self._is_tight = True  # to try a site takes what there isn't
+        stage.place = place
+        self._follow(stage.plans[place])
+        self._say(why)

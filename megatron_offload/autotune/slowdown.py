@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_offload.planning.row_choice import Slowdown
+
 _NUM_ROUNDS = 10
 _HUBER = 1.345
 """Of the usual spread: what lies farther off counts less. 95 % as good where noise is normal."""
@@ -22,17 +24,6 @@ class TimedStep(NamedTuple):
     size: float
     """That of the first layer's input: steps may be of any length."""
     has_rows: bool
-
-
-class Slowdown(NamedTuple):
-    """In percent of the time without rows."""
-
-    percent: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.percent:+.1f} % ({self.low:+.1f} to {self.high:+.1f})"
 
 
 def slowdown_of(steps: Sequence[TimedStep]) -> Slowdown | None:

@@ -60,6 +60,11 @@ class MemoryTargetConfig(SolvedConfig):
         check_targets(target, num_ranks)
         return tuple(map(int, target))
 
+    def target_of(self, rank: int) -> int:
+        """Return the target of one pipeline rank."""
+        target = self.memory_target
+        return int(target if isinstance(target, int) else target[rank])
+
 
 def check_targets(targets: Sequence[int], num_ranks: int) -> None:
     """Raise `ConfigError` unless there is a target for each pipeline rank."""

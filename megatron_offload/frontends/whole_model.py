@@ -415,11 +415,11 @@ def _is_open(manager: PipelineOffloadManager) -> bool:
 def _search_rows(model: nn.Module, groups: AutomaticGroups) -> None:
     """Let the manager's steps find rows, if the model has layers."""
     tuner, of_both = groups.manager.tuner, (ref(model), ref(groups))
-    how = groups, partial(_hook, *of_both), partial(_plan_by_groups, *of_both)
+    how = partial(_hook, *of_both), partial(_plan_by_groups, *of_both), groups
     if isinstance(tuner, RowSearch) and tuner.is_of(model):
         tuner.serve(*how)
     elif _is_open(groups.manager) and model not in _by_groups and sites_of_layers(model):
-        groups.manager.tuner = RowSearch(model, *how)
+        groups.manager.tuner = RowSearch([model], groups.manager, *how)
 
 
 _by_groups: WeakSet[nn.Module] = WeakSet()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from megatron_offload.core.row_config import RowConfig, ranges
 
@@ -51,6 +51,23 @@ class Plan(NamedTuple):
             does = {"recompute": True} if what == "recompute" else {"offload": what}
             rows.append(RowConfig.model_validate({"site": site, "layers": ranges(numbers), **does}))
         return tuple(rows)
+
+
+def to_plain(layers: Mapping[int, Sequence[Action]]) -> list[Any]:
+    """Return actions of layers in lists, texts and numbers: what JSON has."""
+    alike: dict[tuple[Action, ...], list[int]] = {}
+    for number, actions in layers.items():
+        alike.setdefault(tuple(actions), []).append(number)
+    return [[numbers, actions] for actions, numbers in alike.items()]
+
+
+def of_plain(found: Sequence[Any]) -> dict[int, tuple[Action, ...]]:
+    """Return what `to_plain` was given."""
+    layers: dict[int, tuple[Action, ...]] = {}
+    for numbers, actions in found:
+        own = [Action(tuple((site, what) for site, what in x), *more) for x, *more in actions]
+        layers |= dict.fromkeys(numbers, tuple(own))
+    return dict(sorted(layers.items()))
 
 
 def frontier(layers: Mapping[int, Sequence[Action]]) -> list[Plan]:

@@ -325,7 +325,7 @@ def test_what_is_said_is_what_it_costs_however_a_program_steps(step):
     optimizer_us = 8 * 5000.0 if step is _accumulating else 0.0
     percent = 100 * ((with_rows_us - optimizer_us) / (bare_us - optimizer_us) - 1)
     assert 5 < percent <= 20
-    found = next(found for place, found, _ in job.search.tried if place == job.search._place)
+    found = next(x for place, x, _ in job.search.tried if place == job.search._own.place)
     assert found.low - 1 <= percent <= found.high + 1
 
 

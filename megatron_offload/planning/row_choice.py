@@ -1,0 +1,266 @@
+"""Which plan of rows comes next, by what those that were followed have taken.
+
+Ranks that have the same layers are one stage, and follow one plan. Under a limit of time all stages
+take moves in the order of what these take, as the slowest decides; a target each keeps by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+from megatron_offload.core.policy_config import AutoConfig
+from megatron_offload.core.units import format_bytes
+from megatron_offload.planning.frontier import Action, Part, Plan, frontier
+
+NOTHING = (
+    "nothing of what its layers save can be freed: smaller tensors than 1 MiB aren't offloaded, "
+    "and layers that aren't of transformers or Megatron, are given a cache or have hooks aren't "
+    "recomputed unless 'recompute' or 'rows' name them (docs/rows.md)"
+)
+
+_MOST_MEASURED = 32
+_MOST_DOUBT = 10.0  # in points: an interval that is wider says nothing
+_LEAST_DOUBT = 2.0  # likewise: steps go on until it is narrower
+_AIM_SHARE = 0.9  # of what a step may cost, so that one that costs a little more is kept
+_LEAST_GAIN_SHARE = 64  # plans that differ by less of the memory are the same
+_MARGIN_SHARE = 96  # of a target, what is left to spare
+_MOST_FITS = 6  # so many plans are followed until a target is kept
+
+_Places: TypeAlias = tuple[int, ...]
+"""Of each stage the place of its plan in its frontier."""
+
+
+class Slowdown(NamedTuple):
+    """By how much rows make steps longer, in percent of the time without."""
+
+    percent: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.percent:+.1f} % ({self.low:+.1f} to {self.high:+.1f})"
+
+
+class Stage:
+    """Ranks that have the same layers.
+
+    Args:
+        actions: by the number of a layer, what may be done with it in one microbatch.
+        num_inflight: microbatches whose backward is still to come, at most.
+        bare_bytes: what is needed without rows.
+        reserved_bytes: what was reserved; None where that isn't known.
+        target_bytes: what is to be reserved at most; None where that doesn't matter.
+
+    Attributes:
+        plans: the frontier of what wasn't refused.
+        place: of the plan that is followed.
+        tried: of each that was followed its place, what it has cost, and what was reserved.
+    """
+
+    def __init__(
+        self,
+        actions: Mapping[int, Sequence[Action]],
+        num_inflight: float = 1.0,
+        bare_bytes: int = 0,
+        reserved_bytes: int | None = 0,
+        target_bytes: int | None = None,
+    ) -> None:
+        self._actions, self._refused = actions, set[Part]()
+        self.num_inflight, self.bare_bytes = num_inflight, bare_bytes
+        self._reserved_bytes, self.target_bytes = reserved_bytes, target_bytes
+        self.refuse(())
+
+    def refuse(self, parts: Iterable[Part]) -> None:
+        """Plan without these from here on."""
+        self._refused |= set(parts)
+        self.plans = frontier(
+            {
+                number: [one for one in actions if self._refused.isdisjoint(one.parts)]
+                for number, actions in self._actions.items()
+            }
+        )
+        self.place, self.tried = 0, list[tuple[int, Slowdown | None, int]]()
+
+    @property
+    def plan(self) -> Plan:
+        """What is followed."""
+        return self.plans[self.place]
+
+    def next_place(self) -> tuple[int, bool, str]:
+        """Return the plan to follow for the target, whether it is final, and why in words."""
+        target_bytes = self.target_bytes
+        if target_bytes is None:
+            return self.place, True, ""
+        wanted_bytes = target_bytes - target_bytes // _MARGIN_SHARE
+        sizes = {place: size for place, _, size in self.tried}
+        good = min((place for place, size in sizes.items() if size <= target_bytes), default=None)
+        lowest = 1 + max(
+            (place for place, size in sizes.items() if size > target_bytes), default=-1
+        )
+        highest = (len(self.plans) if good is None else good) - 1
+        if self.tried:
+            last, _, reserved_bytes = self.tried[-1]
+            freed_bytes = self._freed_bytes(last) + reserved_bytes - wanted_bytes
+            is_near = good is not None and sizes[good] >= target_bytes - target_bytes // 24
+            if is_near or lowest > highest or len(self.tried) >= _MOST_FITS:
+                place = last if good is None else good
+                found = next(x for p, x, _ in self.tried if p == place)
+                cost = f"; a step takes {found}" if found else ""
+                size, target = (format_bytes(x, 2) for x in (sizes[place], target_bytes))
+                return place, True, f"{size} are reserved, at most {target} is wanted{cost}"
+        elif self._reserved_bytes is None:
+            return 0, True, "what this device has in use isn't known, so no target can be kept"
+        else:
+            freed_bytes = max(self._reserved_bytes, self.bare_bytes) - wanted_bytes
+            if freed_bytes <= 0:
+                return 0, True, "all fits"
+        places = range(len(self.plans))
+        wanted = next((p for p in places if self._freed_bytes(p) >= freed_bytes), highest)
+        return min(max(lowest, wanted), highest), False, ""
+
+    def _freed_bytes(self, place: int) -> float:
+        return self.num_inflight * self.plans[place].freed_bytes
+
+
+class RowChoice:
+    """Chooses a plan for each stage, until what was tried keeps what was promised.
+
+    Args:
+        policy: how long steps may take, where memory isn't what matters.
+        stages: by name.
+        bare_us: what a microbatch takes without rows, on the rank that takes longest.
+    """
+
+    def __init__(
+        self, policy: AutoConfig | None, stages: Mapping[str, Stage], bare_us: float
+    ) -> None:
+        self._policy, self.stages, self._bare_us = policy, stages, bare_us
+        self._num_measured = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._ladder = _ladder(list(self.stages.values()))
+        self._rung = 0
+        self._tried: list[tuple[int, Slowdown | None]] = []
+
+    @property
+    def _limited(self) -> AutoConfig | None:
+        """The limit of time, where no stage has a target."""
+        has_target = any(stage.target_bytes is not None for stage in self.stages.values())
+        return None if has_target else self._policy
+
+    def refuse(self, refused: Mapping[str, Sequence[Part]]) -> None:
+        """Plan without these parts of stages from here on, as if nothing had been tried."""
+        for name, parts in refused.items():
+            self.stages[name].refuse(parts)
+        self._begin()
+
+    def note(self, found: Slowdown | None, reserved: Mapping[str, int], num_steps: int) -> bool:
+        """Take what so many more steps have shown of what is followed; return whether it will do.
+
+        ``found`` is what all have shown on the rank that lost most.
+        """
+        self._num_measured += num_steps
+        policy = self._limited
+        if policy is not None and self._num_measured < _MOST_MEASURED:
+            limit = policy.most_slowdown_percent
+            is_clear = found is not None and (found.low > limit or found.high < limit)
+            if found is None or not is_clear or found.high - found.low >= _LEAST_DOUBT:
+                return False
+        self._num_measured = 0
+        self._tried.append((self._rung, found))
+        for name, stage in self.stages.items():
+            stage.tried.append((stage.place, found, reserved.get(name, 0)))
+        return True
+
+    def next(self) -> tuple[bool, str]:
+        """Choose what each stage follows; return whether that is final, and why in words."""
+        if all(len(stage.plans) == 1 for stage in self.stages.values()):
+            return True, NOTHING
+        policy = self._limited
+        if policy is not None:
+            self._rung, is_final, text = self._next_rung(policy)
+            places: Iterable[int] = self._ladder[self._rung]
+        else:
+            answers = [stage.next_place() for stage in self.stages.values()]
+            open_ones = [one for one in answers if not one[1]]
+            is_final = not open_ones
+            # What is said is of the stage that does most.
+            places, text = [one[0] for one in answers], max(answers)[2]
+        for place, stage in zip(places, self.stages.values(), strict=True):
+            stage.place = place
+        return is_final, text
+
+    def _next_rung(self, policy: AutoConfig) -> tuple[int, bool, str]:
+        limit, us_of = policy.most_slowdown_percent, [self._us(one) for one in self._ladder]
+        points = {0: (0.0, 0.0)}
+        for rung, found in self._tried:
+            is_known = found is not None and found.high - found.low <= max(_MOST_DOUBT, 4 * limit)
+            points[rung] = us_of[rung], found.percent if found and is_known else math.inf
+        quick = max(rung for rung, (_, percent) in points.items() if percent <= limit)
+        slow = min(
+            (p for p, (_, percent) in points.items() if percent > limit and p > quick),
+            default=len(us_of),
+        )
+        if len(self._tried) < max(1, policy.measured_plans):
+            aim = _AIM_SHARE * limit
+            us, percent = points[quick]
+            if slow < len(us_of):
+                slow_us, slow_percent = points[slow]
+                most_us = us + (slow_us - us) * max(0.0, aim - percent) / (slow_percent - percent)
+            elif not self._tried:
+                most_us = aim / 100 * self._bare_us
+            else:  # as much again at most as it seems to take
+                most_us = us * min(4.0, aim / max(percent, 0.05))
+                most_us = most_us or aim / 100 * self._bare_us
+            freed = [self._freed_bytes(one) for one in self._ladder]
+            bare_bytes = sum(stage.bare_bytes for stage in self.stages.values())
+            least_bytes = freed[quick] + bare_bytes // _LEAST_GAIN_SHARE
+            good = [
+                rung
+                for rung in range(quick + 1, slow)
+                if us_of[rung] <= most_us and freed[rung] >= least_bytes
+            ]
+            if good and max(good) not in points:
+                return max(good), False, ""
+        found = next((x for rung, x in self._tried if rung == quick), None)
+        if found is not None:
+            return quick, True, f"a step takes {found}, at most {limit:g} % is wanted"
+        percent = 100 * min(us_of[1:]) / self._bare_us
+        least = f"the least that frees anything is predicted to cost {percent:.2g} %"
+        if self._tried:
+            known = [x for rung, x in self._tried if x and points[rung][1] < math.inf]
+            least = f"steps differ too much to see what rows cost ({self._tried[-1][1]})"
+            if known:
+                least = f"the least costly plan that was tried takes {min(known)}"
+        return 0, True, f"{least}, and at most {limit:g} % is wanted"
+
+    def _us(self, places: _Places) -> float:
+        return max(plan.us for plan in self._plans(places))
+
+    def _freed_bytes(self, places: _Places) -> float:
+        stages = self.stages.values()
+        pairs = zip(self._plans(places), stages, strict=True)
+        return sum(plan.freed_bytes * stage.num_inflight for plan, stage in pairs)
+
+    def _plans(self, places: _Places) -> list[Plan]:
+        pairs = zip(places, self.stages.values(), strict=True)
+        return [stage.plans[place] for place, stage in pairs]
+
+
+def _ladder(stages: Sequence[Stage]) -> list[_Places]:
+    """Return the places of all stages' plans from rung to rung, in the order of what they take."""
+    moves = sorted(
+        (plan.us, place, number)
+        for number, stage in enumerate(stages)
+        for place, plan in enumerate(stage.plans)
+        if place
+    )
+    places = [0] * len(stages)
+    found = [tuple(places)]
+    for _, place, number in moves:
+        places[number] = place
+        found.append(tuple(places))
+    return found
