@@ -23,7 +23,7 @@ from megatron_offload.config import RECOMPUTE_SITES
 from megatron_offload.core.machine import Machine
 from megatron_offload.core.profile import StepProfile
 from megatron_offload.engine.learning import Learner
-from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.engine.manager import PipelineOffloadManager, Tuner
 from megatron_offload.errors import OffloadError, StateError
 from megatron_offload.files.renames import OldAttributes
 from megatron_offload.machine.bandwidth import BandwidthError, Link, median_rates
@@ -80,14 +80,20 @@ def tune(manager: PipelineOffloadManager, loop: MeasuredLoop | None = None) -> M
 class MeasuredLoop(OldAttributes):
     """What `tune` gives a manager.
 
+    Args:
+        may_take_rows: whether another may look for rows, where the model is known.
+
     Attributes:
+        by_rows: looks for rows in its place.
         plan: what is followed, with what was measured of it; None where there is none.
         is_converged: whether no more steps are looked at.
         rests: whether none ever will be.
         said: how it has converged, in one line.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, may_take_rows: bool = True) -> None:
+        self.may_take_rows = may_take_rows
+        self.by_rows: Tuner | None = None
         self.plan: OffloadPlan | None = None
         self.is_converged = self.rests = False
         self.said = ""
@@ -103,6 +109,7 @@ class MeasuredLoop(OldAttributes):
             self._looking.close()
         self._manager = weakref.proxy(manager)  # which holds this: no circle
         self.plan = self._followed = self._profile = self._steps = None
+        self.by_rows = None
         self.said, self._is_host_bound, self._has_warned = "", False, False
         self.rests = False
         policy = manager.config.tuned_policy
@@ -114,6 +121,10 @@ class MeasuredLoop(OldAttributes):
 
     def __call__(self, manager: PipelineOffloadManager) -> None:
         """Look back at the step that has ended, and prepare for the next."""
+        if self.by_rows is not None:
+            self.by_rows(manager)
+            self.is_converged, self.said = self.by_rows.is_converged, self.by_rows.said
+            return
         if manager.last_step.is_captured:
             if self._is_host_bound and self.plan and not manager.config.whole_step_graph:
                 self._is_host_bound = False  # it is said once

@@ -23,7 +23,7 @@ from megatron_offload.autotune.loop import ADVICE, NO_CLOCK, measure_link
 from megatron_offload.autotune.model_steps import ModelSteps
 from megatron_offload.autotune.slowdown import TimedStep, slowdown_of
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig
-from megatron_offload.core.row_config import RowConfig, ranges
+from megatron_offload.core.row_config import LOSS, RowConfig, ranges
 from megatron_offload.core.units import format_bytes
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.hooks import is_recording
@@ -42,6 +42,15 @@ _Kind: TypeAlias = Literal["open", "watched", "timed", "bare", "trying", "warmin
 """What a step is for: all is kept that the device has room for; the layers are watched; they are
 timed; nothing stands in it; what is to be recomputed is tried, and kept; rows take their memory;
 they are measured."""
+
+
+def leaves_rows_open(manager: PipelineOffloadManager) -> bool:
+    """Whether it is left open what moves, so that rows may be looked for."""
+    config = manager.config
+    is_open = config.tuned_policy is not None and not config.whole_step_graph
+    names = config.recompute if "recompute" in config.model_fields_set else ()
+    return is_open and set(names) <= {LOSS}
+
 
 Look = TypeVar("Look", LayerWatch, SiteTimes)
 
@@ -78,7 +87,7 @@ class RowSearch:
         models: Sequence[nn.Module],
         manager: PipelineOffloadManager,
         hook: Callable[[], object],
-        give_up: Callable[[], object],
+        give_up: Callable[[PipelineOffloadManager], object],
         groups: AutomaticGroups | None = None,
         may_offload: Callable[[str, str], bool] | None = None,
     ) -> None:
@@ -91,7 +100,7 @@ class RowSearch:
     def serve(
         self,
         hook: Callable[[], object],
-        give_up: Callable[[], object],
+        give_up: Callable[[PipelineOffloadManager], object],
         groups: AutomaticGroups | None = None,
     ) -> None:
         """Go on with another context for the same model and manager."""
@@ -297,7 +306,7 @@ class RowSearch:
         del look, sites, watch, times  # of the model nothing is held
         if layer_share < _LEAST_SHARE and is_alone():
             self.is_converged, self.said = True, "most of what is saved is in no layer"
-            self._give_up()
+            self._give_up(manager)
             return
         self._stage = self._name_of_stage()
         choice = self._choice_of([self._words(to_plain(self._actions))])

@@ -97,6 +97,8 @@ class Tuner(Protocol):
     """Whether no more steps are looked at."""
     rests: bool
     """Whether none ever will be, as where nothing can be won."""
+    said: str
+    """How that has ended, in one line."""
 
     def begin(self, manager: PipelineOffloadManager) -> None:
         """Begin anew: the manager has another configuration."""

@@ -21,9 +21,9 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.autotune.layers import sites_of_layers
 from megatron_offload.autotune.loop import tune
-from megatron_offload.autotune.row_search import RowSearch
+from megatron_offload.autotune.row_search import RowSearch, leaves_rows_open
 from megatron_offload.backends import current_device
-from megatron_offload.config import LOSS, OffloadConfig
+from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.hooks import others_hooks, put_on, take_off
@@ -144,7 +144,7 @@ class OffloadActivations(AroundForwards):
         self._depth = 0
         super().__init__(groups)
         is_new = not isinstance(self.manager.tuner, RowSearch)
-        self._seeks_model = model is None and is_new and _is_open(self.manager)
+        self._seeks_model = model is None and is_new and leaves_rows_open(self.manager)
         self._seeking: RemovableHandle | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -404,21 +404,13 @@ def get_act_offloading_ctx_manager(
     return context
 
 
-def _is_open(manager: PipelineOffloadManager) -> bool:
-    """Whether it is left open what moves, so that rows may be looked for."""
-    config = manager.config
-    is_open = config.tuned_policy is not None and not config.whole_step_graph
-    names = config.recompute if "recompute" in config.model_fields_set else ()
-    return is_open and set(names) <= {LOSS}
-
-
 def _search_rows(model: nn.Module, groups: AutomaticGroups) -> None:
     """Let the manager's steps find rows, if the model has layers."""
-    tuner, of_both = groups.manager.tuner, (ref(model), ref(groups))
-    how = partial(_hook, *of_both), partial(_plan_by_groups, *of_both), groups
+    tuner = groups.manager.tuner
+    how = partial(_hook, ref(model), ref(groups)), partial(_plan_by_groups, ref(model)), groups
     if isinstance(tuner, RowSearch) and tuner.is_of(model):
         tuner.serve(*how)
-    elif _is_open(groups.manager) and model not in _by_groups and sites_of_layers(model):
+    elif leaves_rows_open(groups.manager) and model not in _by_groups and sites_of_layers(model):
         groups.manager.tuner = RowSearch([model], groups.manager, *how)
 
 
@@ -426,11 +418,11 @@ _by_groups: WeakSet[nn.Module] = WeakSet()
 """Models whose layers save little by themselves."""
 
 
-def _plan_by_groups(model: ref[nn.Module], groups: ref[AutomaticGroups]) -> None:
-    one, other = model(), groups()
-    if one is not None and other is not None:
-        _by_groups.add(one)
-        _begin_anew(other.manager)
+def _plan_by_groups(model: ref[nn.Module], manager: PipelineOffloadManager) -> None:
+    found = model()
+    if found is not None:
+        _by_groups.add(found)
+        _begin_anew(manager)
 
 
 def _hook(model: ref[nn.Module], groups: ref[AutomaticGroups]) -> None:

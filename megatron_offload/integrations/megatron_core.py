@@ -5,12 +5,12 @@ That is in namespaces by identity, and in the class that layers hold.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import logging
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -39,6 +39,7 @@ from megatron_offload.frontends.adopt import hook_modules
 from megatron_offload.frontends.around import refuse_unserved
 from megatron_offload.frontends.modules import ModuleOffload, offload_modules
 from megatron_offload.integrations.megatron_recompute import replacements, wrap_methods
+from megatron_offload.integrations.megatron_search import begin_forward, join_search
 
 _MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 _PREPARE = "preprocess_for_fine_grained_offloading"
@@ -79,7 +80,7 @@ def install(config: OffloadConfig | None = None, tuner: MeasuredLoop | None = No
         ]
         pairs += replacements()
         # The first to be noted is the last to be undone.
-        patches.on_undo(functools.partial(_put_back_copies, {id(o): t for t, o in pairs}))
+        patches.on_undo(partial(_put_back_copies, {id(o): t for t, o in pairs}))
         patch_everywhere(pairs)
         our_class = facade.FineGrainedActivationOffloadingInterface
         for name, member in vars(our_class).items():  # layers hold the class itself
@@ -90,11 +91,11 @@ def install(config: OffloadConfig | None = None, tuner: MeasuredLoop | None = No
         patches.replace(PipelineOffloadManager, "usual_recompute", MEGATRON_RECOMPUTE)
         patches.on_undo(_seen_in.clear)
         register_pipeline_rank(pipeline)  # the calls of megatron-core 0.16 don't say it
-        patches.on_undo(functools.partial(register_pipeline_rank, None))
-        patches.on_undo(functools.partial(setattr, PipelineOffloadManager, "at_first_use", None))
+        patches.on_undo(partial(register_pipeline_rank, None))
+        patches.on_undo(partial(setattr, PipelineOffloadManager, "at_first_use", None))
     its = PipelineOffloadManager
     if config is not None or its.at_first_use is None:
-        its.at_first_use = functools.partial(_begin, config, tuner)
+        its.at_first_use = partial(_begin, config, tuner)
     if its.instance or torch.cuda.is_initialized() or not torch.cuda.is_available():
         manager = its.get_instance()
         if its.at_first_use is not None:  # it was made before
@@ -286,14 +287,28 @@ def _marking(original: Callable[[Any], None], self: Any) -> None:
             refuse_unserved("megatron_core.install()", manager.config)
             if isinstance(manager.config.policy, MemoryTargetConfig):
                 manager.config.policy.targets(pipeline("world_size"))  # as many as there are ranks
-            find_manager = PipelineOffloadManager.get_instance
-            modules = named_modules(self)
-            marked.remove_later(hook_modules(modules, manager, find_manager, is_part=True))
         _marked[self] = manager.config, marked
+        if manager.config.enabled:
+            _hook_rows(self, marked)
+            join_search(self, config, manager, partial(_hook_all_rows, ref(manager)))
+    begin_forward(self, manager)
     is_full = self.config.recompute_granularity == "full"  # see above
     if manager.do_offload and torch.is_grad_enabled() and not is_full:
         rows, names = {row.site for row in manager.config.rows or ()}, self.config.offload_modules
         _look_for_names(manager, rows.intersection(names) if manager.rows is not None else names)
+
+
+def _hook_rows(model: nn.Module, marked: ModuleOffload) -> None:
+    """Hook what rows name in a model, or is recomputed, in place of an earlier call's hooks."""
+    find_manager = PipelineOffloadManager.get_instance
+    hooks = hook_modules(named_modules(model), marked.manager, find_manager, is_part=True)
+    marked.remove_later(hooks)
+
+
+def _hook_all_rows(manager: ref[PipelineOffloadManager]) -> None:
+    for model, (_, marked) in list(_marked.items()):
+        if marked.manager is manager():
+            _hook_rows(model, marked)
 
 
 def _refuse_rows(rows: Sequence[RowConfig], config: Any) -> None:

@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from pydantic import ByteSize
 
-from megatron_offload.autotune.loop import tune
+from megatron_offload.autotune.loop import MeasuredLoop, tune
 from megatron_offload.config import OffloadConfig, module_patterns, recompute_patterns
 from megatron_offload.core.policy_config import SolvedConfig
 from megatron_offload.core.profile import RunShape
@@ -283,6 +283,8 @@ def open_offload(config: TrainConfig) -> Iterator[PipelineOffloadManager | None]
     if run.trace_step or run.profile_step or isinstance(offload.policy, SolvedConfig):
         changes["simulated"] = offload.simulated.model_copy(update={"host_time": True})
     manager.configure(offload.model_copy(update=changes))
+    # Plans and profiles of a run's folder are by groups.
+    tune(manager, MeasuredLoop(may_take_rows=False))
     megatron_core.install()
     try:
         yield manager

@@ -1,0 +1,88 @@
+"""Rows that a Megatron job finds by its own steps: the chunks of a rank are one model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from megatron_offload.autotune.loop import MeasuredLoop
+from megatron_offload.autotune.row_search import RowSearch, leaves_rows_open
+from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.engine.module_hooks import ModuleHook, expression_of, hooks_of
+from megatron_offload.planning.policy import ModulesPolicy
+
+_WITHIN = {
+    "attention": {"attn_norm", "qkv_linear", "core_attn", "attn_proj", "layer"},
+    "mlp": {
+        *("mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2", "layer"),
+        *("expert_fc1", "moe_act", "expert_fc2", "fused_group_mlp", "shared_experts"),
+    },
+}
+"""Of the parts of a layer, names in ``offload_modules`` of which each lets it be offloaded."""
+
+
+def search_of(manager: PipelineOffloadManager) -> RowSearch | None:
+    """Return what looks for rows in a manager's steps."""
+    loop = manager.tuner
+    found = loop.by_rows if isinstance(loop, MeasuredLoop) else None
+    return found if isinstance(found, RowSearch) else None
+
+
+def join_search(
+    model: nn.Module, config: Any, manager: PipelineOffloadManager, hook: Callable[[], object]
+) -> None:
+    """Look for rows in a chunk too, if that is left open; ``hook`` sets those of all chunks."""
+    search, loop = search_of(manager), manager.tuner
+    if search is not None:
+        search.add(model)
+    elif isinstance(loop, MeasuredLoop) and _may_take_rows(loop, config, manager):
+        names = config.offload_modules
+        give_up = partial(_plan_by_groups, loop)
+        search = RowSearch([model], manager, hook, give_up, may_offload=partial(_is_named, names))
+        loop.by_rows = search
+    if search is not None:
+        hooks_of(RowSearch, model).append(
+            model.register_forward_hook(ModuleHook(partial(_end, search)), always_call=True)
+        )
+
+
+def _may_take_rows(loop: MeasuredLoop, config: Any, manager: PipelineOffloadManager) -> bool:
+    """Whether a job's layers are called as modules, and nothing says what becomes of them."""
+    own_rules = manager.config.policy is None and manager.learner.policy != ModulesPolicy()
+    goes_around = (
+        config.recompute_granularity == "full"
+        or getattr(config, "overlap_moe_expert_parallel_comm", False)
+        or getattr(config, "cuda_graph_impl", "none") not in ("none", None)
+        or getattr(config, "enable_cuda_graph", False)
+        or getattr(config, "external_cuda_graph", False)
+    )
+    return loop.may_take_rows and leaves_rows_open(manager) and not (own_rules or goes_around)
+
+
+def _plan_by_groups(loop: MeasuredLoop, manager: PipelineOffloadManager) -> None:
+    loop.may_take_rows = False
+    manager.follow_rows(None)
+    loop.begin(manager)
+
+
+def _is_named(names: Collection[str], site: str, path: str) -> bool:
+    """Whether names of marked groups, or patterns, lie in a site: so a user wants it offloaded."""
+    parts = _WITHIN.values() if site == "layer" else [_WITHIN[site]]
+    if all(part.intersection(names) for part in parts):
+        return True
+    expressions = [expression_of(name) for name in names if "." in name or "*" in name]
+    return any(expression.fullmatch(path.partition(".")[2]) for expression in expressions)
+
+
+def begin_forward(model: nn.Module, manager: PipelineOffloadManager) -> None:
+    """Note that the forward of a chunk begins."""
+    search = search_of(manager)
+    if search is not None:
+        search.forward_begins(model)
+
+
+def _end(search: RowSearch, model: nn.Module, args: Any, output: Any) -> None:
+    search.forward_ends(has_failed=output is None)
