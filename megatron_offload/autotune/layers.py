@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.backends.base import Backend
 from megatron_offload.engine.hooks import put_on, take_off
+from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.module_hooks import ModuleHook, compiled_parts, named_modules
 from megatron_offload.engine.saved_tensor import SavedTensor
@@ -37,6 +38,7 @@ _MOST_IDLE_SHARE = 0.25  # of sites: where the device has come to more of them, 
 _SITE_US = 100.0  # what a call that runs again takes of the host's time besides
 _GROUP_US = 130.0  # likewise a group that is offloaded
 _TENSOR_US = 45.0  # and each of its tensors
+_UNIT_US_PER_BYTE = 2e-6  # of an activation that is called again, which reads and writes memory
 _COPY_SHARE = 0.03  # of a copy's time, what it slows the device: they share its memory
 _LINK_SHARE = 1.1  # of what a link carries in a layer's time: behind the last one there is more
 
@@ -97,9 +99,11 @@ def _is_of_libraries(module: nn.Module) -> bool:
 class LayerWatch:
     """Sees what the sites of a model save and are given in one forward."""
 
-    def __init__(self, sites: Mapping[str, Site], may_move: MayMove) -> None:
+    def __init__(
+        self, sites: Mapping[str, Site], may_move: MayMove, manager: PipelineOffloadManager
+    ) -> None:
         self._sites = sites
-        self._seen = SavedMemory(may_move, FoundRows({}, {}))
+        self._seen = SavedMemory(may_move, FoundRows({}, {}), manager)
         self._refs: list[StorageRef] = []  # no other storage gets the identity of one of these
         self._inputs: defaultdict[str, dict[int, int]] = defaultdict(dict)
         self._handles: list[RemovableHandle] = []
@@ -159,7 +163,7 @@ class LayerWatch:
                 copies go on.
         """
         found: defaultdict[int, list[_SeenSite]] = defaultdict(list)
-        savers, num_saved = self._seen.savers(), Counter[str]()
+        savers, made, num_saved = self._seen.savers(), self._seen.made, Counter[str]()
         for calls, _ in self._seen.saves:
             num_saved.update(call.path for call in calls)
         readers = Counter(
@@ -173,7 +177,10 @@ class LayerWatch:
                 for key, paths in savers.items()
                 if any(f"{one}.".startswith(f"{path}.") for one in paths)
             }
-            sizes = {key: self._seen.sizes[key] for key in inside}
+            units = Counter[str]()
+            for key in inside.keys() & made.keys():
+                units[made[key]] += self._seen.sizes[key]
+            sizes = {key: self._seen.sizes[key] for key in inside if key not in made}
             inputs = self._inputs[path]
             kept_alone = (
                 size
@@ -190,7 +197,7 @@ class LayerWatch:
                     break
                 num_bytes += sizes[key]
                 offloads.append((len(offloads) + 1, num_bytes))
-            seen = _SeenSite(site, times.us(path), rerun_bytes, offloads, num_saved[path])
+            seen = _SeenSite(site, times.us(path), rerun_bytes, offloads, num_saved[path], units)
             found[site.layer].append(seen)
         last = max(found, default=-1)
         for number in numbers if found else ():
@@ -211,6 +218,8 @@ class _SeenSite(NamedTuple):
     offloads: list[tuple[int, int]]
     """How many of the largest tensors, and their bytes."""
     num_saved: int
+    units: Mapping[str, int]
+    """By unit the bytes that functions have made, which can be called again."""
 
 
 class _Cost(NamedTuple):
@@ -229,8 +238,11 @@ class _Cost(NamedTuple):
 
 def _actions_of(found: list[_SeenSite], cost: _Cost, *, is_last: bool) -> Iterator[Action]:
     """Yield what may be done with one layer: with the whole, or with each of its parts."""
-    choices: dict[str, list[Action]] = {}
+    base, choices = KEEP, dict[str, list[Action]]()
     for seen in found:
+        for unit, size in seen.units.items() if seen.site.name == "layer" else ():
+            again = Action(((unit, "recompute"),), size, _UNIT_US_PER_BYTE * size)
+            base = _both(base, again)  # which is so cheap that all else comes on top of it
         name, own = seen.site.name, [KEEP]
         if seen.site.may_rerun and seen.rerun_bytes > 0:
             us = cost.rerun_us(seen.us)
@@ -242,9 +254,9 @@ def _actions_of(found: list[_SeenSite], cost: _Cost, *, is_last: bool) -> Iterat
     layer_us = sum(seen.us for seen in found if seen.site.name == "layer")
     most_bytes = cost.link_share * cost.gbps * 1e3 * layer_us
     whole = choices.pop("layer", [KEEP])[1:]
-    yield from (action for action in whole if action.copied_bytes <= most_bytes)
+    yield from (_both(base, x) for x in whole if x.copied_bytes <= most_bytes)
     for parts in product(*choices.values()):
-        action = KEEP
+        action = base
         for part in parts:
             action = _both(action, part)
         if action.parts and action.copied_bytes <= most_bytes:

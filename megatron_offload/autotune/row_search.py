@@ -23,7 +23,7 @@ from megatron_offload.autotune.loop import ADVICE, NO_CLOCK, measure_link
 from megatron_offload.autotune.model_steps import ModelSteps
 from megatron_offload.autotune.slowdown import TimedStep, slowdown_of
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig
-from megatron_offload.core.row_config import LOSS, RowConfig, ranges
+from megatron_offload.core.row_config import LOSS, UNITS, RowConfig, ranges
 from megatron_offload.core.units import format_bytes
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.hooks import is_recording
@@ -290,8 +290,12 @@ class RowSearch:
         if self._is_tight:  # one layer stands for all
             sites = {path: site for path, site in sites.items() if site.layer == numbers[-1]}
             self._recompute_layers(others)
-        look = partial(LayerWatch, sites, self._may_move())
+        elif not self._has_groups and manager.usual_recompute:  # what functions make is noted
+            units = (RowConfig(site=unit, recompute=True) for unit in UNITS)
+            self._rows = tuple(units)
+        look = partial(LayerWatch, sites, self._may_move(), manager)
         watch = yield from self._look("watched", look)
+        self._rows = self._rows if self._is_tight else ()
         watched_size = self._watched_size = self._sizes[-1]
         times = yield from self._look("timed", partial(SiteTimes, sites, backend))
         times.scale = watched_size / self._sizes[-1]

@@ -15,6 +15,9 @@ from pydantic import BeforeValidator, Field
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import Converted, StrictModel, default
 
+UNITS = ("norm", "mlp_act")
+"""What rows recompute wherever it is: modules of known classes, and Megatron's functions."""
+
 LOSS = "loss"
 """The site of a model's loss, which is computed by rows of its logits."""
 

@@ -38,7 +38,7 @@ def start_group(
     Returns:
         ``tensors`` itself, the group's inputs: one tensor, a tuple or list of anything, or None.
     """
-    chunk = manager.chunk_to_record(name)
+    chunk = manager.chunk_to_record(name, is_marked=pick is None)
     if chunk is None:
         return tensors
     group = manager.start_group(chunk, name, may_pass=True)

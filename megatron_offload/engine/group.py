@@ -330,6 +330,9 @@ class Recipes(Protocol):
     def take(self, storage_key: int) -> Recipe | None:
         """Return the recipe of what a storage holds, which has a block from here on."""
 
+    def unit_of(self, storage_key: int) -> str:
+        """Return the unit of what a storage holds; empty where it has no recipe."""
+
     def forget(self) -> None:
         """Let go of what was made and not saved: the forward is over."""
 

@@ -287,8 +287,11 @@ class PipelineOffloadManager:
             return  # a recompute, maybe in autograd's thread; nothing of it is recorded
         self.guard.claim(lambda: is_inside or bool(self._hooks) or not self.decisions.is_idle())
 
-    def chunk_to_record(self, name: str) -> ChunkOffloadHandler | None:
+    def chunk_to_record(self, name: str, *, is_marked: bool = True) -> ChunkOffloadHandler | None:
         """Return the chunk of a group that starts now; None where none is recorded.
+
+        By rows one that ``is_marked`` by its model is recorded where a row offloads it; others are
+        those of rows.
 
         A program that says nothing of its chunks inside `step` has one for all forwards between
         two backwards: what is decided by chunk, such as ``fraction``, is decided for them together.
@@ -299,7 +302,8 @@ class PipelineOffloadManager:
         if not self.do_offload or self.is_hidden() or not is_recording():
             return None
         chunk, since = self._chunk, self._begun_at_backward
-        if self.rows is not None and name not in self._row_names:
+        named = self._offloaded if is_marked else self._row_names
+        if self.rows is not None and name not in named:
             return None
         is_over = since is not None and since != len(self.decisions.backward_order)
         if chunk is None or (is_over and not chunk.open_groups):
@@ -440,14 +444,20 @@ class PipelineOffloadManager:
         """Whether groups are recorded here and now: with grad, and not where is recomputed."""
         return self.do_offload and is_recording() and not self.is_skipping
 
-    def may_drop(self) -> bool:
-        """Whether what a site saves may be dropped now."""
-        return not self._is_for_shortage or self.learner.is_short_of_memory()
+    def may_drop(self, unit: str) -> bool:
+        """Whether what a site of a unit saves may be dropped now."""
+        return self._is_named(unit) and (
+            not self._is_for_shortage or self.learner.is_short_of_memory()
+        )
+
+    def _is_named(self, unit: str) -> bool:
+        """Whether rows, if there are any, name a unit: hooks of other rows may be left on it."""
+        return self.rows is None or unit in self._row_names
 
     def may_recompute(self, unit: str) -> bool:
         """Whether it matters how an output of this unit is made: others wait for a plan."""
         may = is_default(unit) or self.learner.plans(unit) or self._is_looked_at
-        return may and self.notes_recipes
+        return may and self._is_named(unit) and self.notes_recipes
 
     @property
     def notes_recipes(self) -> bool:
@@ -827,6 +837,7 @@ class PipelineOffloadManager:
         self.rows_are_own, self.rows_are_on_trial = is_own, on_trial
         self._is_for_shortage = when_short
         self._row_names = {row.site for row in rows or ()}
+        self._offloaded = {row.site for row in rows or () if row.offload}
         self.transfers.by_rows = rows is not None
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from megatron_offload.core.row_config import UNITS
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.module_hooks import hooks_of, named_modules
@@ -16,7 +17,7 @@ from megatron_offload.model_map.offload_site import (
     LayerClock,
     OffloadSite,
 )
-from megatron_offload.model_map.rows import UNITS, find_rows
+from megatron_offload.model_map.rows import find_rows
 from megatron_offload.model_map.structure import layers_of
 from megatron_offload.model_map.watch import RowWatch
 from megatron_offload.recompute.sites import recompute_modules, sites_of
@@ -78,7 +79,7 @@ def hook_modules(
         if rows.offloaded:
             own += clock.hook(modules[path])
             handles += own
-    if rows.offloaded or rows.recomputed:
+    if rows.offloaded or rows.recomputed or named:
         watch = RowWatch(modules[""], rows, find_manager)
         handles += watch.hook_savers()
         if groups is None:

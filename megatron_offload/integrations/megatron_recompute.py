@@ -89,7 +89,8 @@ def _module(name: str) -> Any:
 def _noting(original: Call, *args: Any, **kwargs: Any) -> Any:
     output = original(*args, **kwargs)
     if "mlp_act" in _manager().recompute:
-        add_recipe(_manager(), output, original, args, kwargs, unit="mlp_act")
+        # For its own backward each saves its input.
+        add_recipe(_manager(), output, original, args, kwargs, unit="mlp_act", holds=True)
     return output
 
 

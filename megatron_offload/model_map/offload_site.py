@@ -94,7 +94,8 @@ class _Call:
         if self._chosen is not None or site.most is None:
             return
         own = [block for block in group.blocks() if block.group is group]
-        largest = sorted(own, key=lambda block: -block.num_bytes)[: site.most]
+        copied = [block for block in own if block.recipe is None]  # else it is recomputed
+        largest = sorted(copied, key=lambda block: -block.num_bytes)[: site.most]
         for block in own:
             block.is_kept = block not in largest
         saved = [(number, found()) for number, found in self._records]

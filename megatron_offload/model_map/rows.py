@@ -10,16 +10,12 @@ from typing import NamedTuple
 from torch import nn
 
 from megatron_offload.config import MEGATRON_MODULES, RECOMPUTE_SITES
-from megatron_offload.core.row_config import LOSS, RowConfig
+from megatron_offload.core.row_config import LOSS, UNITS, RowConfig
 from megatron_offload.engine.module_hooks import compiled_parts, expression_of
 from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.model_map.structure import PARTS, has_forward, layers_of
 
 _logger = logging.getLogger(__name__)
-
-
-UNITS = ("norm", "mlp_act")
-"""What rows recompute wherever it is: modules of known classes, and Megatron's functions."""
 
 
 class FoundRows(NamedTuple):

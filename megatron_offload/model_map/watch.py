@@ -8,6 +8,7 @@ there as well.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -21,6 +22,7 @@ from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.hooks import RemovableHandle
 
+from megatron_offload.core.row_config import UNITS
 from megatron_offload.core.units import format_bytes
 from megatron_offload.engine.hooks import put_on, take_off
 from megatron_offload.engine.manager import PipelineOffloadManager
@@ -42,6 +44,8 @@ from megatron_offload.model_map.offload_site import (
     outputs,
 )
 from megatron_offload.model_map.rows import FoundRows
+
+_logger = logging.getLogger(__name__)
 
 MayMove = Callable[[torch.Tensor], bool]
 
@@ -66,16 +70,22 @@ class SavedMemory(Observer):
         sizes: by the identity of storages, in the order of saving, the largest tensor in each.
         saves: for each tensor that was saved, but parameters, the calls around it, and the identity
             of its storage; None of what can't be offloaded.
+        made: by the identity of storages, the site by which rows recompute what is in there.
     """
 
     needs_groups = False
 
-    def __init__(self, may_move: MayMove, rows: FoundRows, transfers: object = None) -> None:
-        self.transfers = transfers
+    def __init__(
+        self,
+        may_move: MayMove,
+        rows: FoundRows,
+        manager: PipelineOffloadManager | None = None,
+    ) -> None:
+        self._manager, self.transfers = manager, None if manager is None else manager.transfers
         self.sizes: dict[int, int] = {}
         self.saves: list[tuple[tuple[_Call, ...], int | None]] = []
         self._storages: list[StorageRef] = []  # no other gets their identity
-        self._made: defaultdict[str, set[int]] = defaultdict(set)
+        self.made: dict[int, str] = {}
         self._may_move, self._rows = may_move, rows
         self._calls: list[_Call] = [_Call("")]
 
@@ -102,7 +112,7 @@ class SavedMemory(Observer):
             is_plain = type(tensor) is torch.Tensor and not is_functorch_wrapped_tensor(tensor)
             if is_plain and tensor.layout is torch.strided:
                 self._storages.append(StorageRef(tensor.untyped_storage()))
-                self._made[path].add(self._storages[-1].cdata)
+                self.made[self._storages[-1].cdata] = self._rows.recomputed[path]
 
     def pack(self, tensor: torch.Tensor) -> SavedTensor:
         """Note a tensor that no row is about; the pack hook."""
@@ -118,6 +128,10 @@ class SavedMemory(Observer):
             if key not in self.sizes:
                 self._storages.append(StorageRef(tensor.untyped_storage()))
             self.sizes[key] = max(self.sizes.get(key, 0), tensor.nbytes)
+            chunk = None if self._manager is None else self._manager.cur_forward_chunk()
+            if chunk is not None and chunk.recipes is not None:  # what a function has made
+                unit = chunk.recipes.unit_of(key)
+                self.made |= {key: unit} if unit else {}
         self.saves.append((tuple(self._calls), key))
 
     def savers(self) -> dict[int, list[str]]:
@@ -155,9 +169,9 @@ class SavedMemory(Observer):
                     "nothing would be freed; let rows offload those too, or one row what is around "
                     "them all"
                 )
-        site_of = {made: path for path, all_made in self._made.items() for made in all_made}
+        site_of = self.made
         dropped = {
-            path: rows.recomputed[site_of[made]]
+            path: site_of[made]
             for made in site_of.keys() & savers.keys()
             for path in savers[made]
             if path not in rows.recomputed and not rows.place_of(path)
@@ -238,7 +252,7 @@ class RowWatch:
         if chunk is None:
             return
         self._manager, self._thread = manager, get_ident()
-        self._seen = SavedMemory(chunk.may_move, self._rows, manager.transfers)
+        self._seen = SavedMemory(chunk.may_move, self._rows, manager)
         self._inner = self._seen.watch(self._modules())
         manager.observers.append(self._seen)
         put_on(self._seen.pack, SavedTensor.unpack)
@@ -271,10 +285,19 @@ class RowWatch:
                 if manager is None or not manager.rows_are_own:
                     raise
                 manager.refused_rows = str(error)
+            self._warn_of_units(manager, seen)
             known = _Known(self._rows, modules, savers)
             self._known = _watched[modules[""]] = known
             hooks_of(RowWatch, modules[""])
             self.hook_savers()
+
+    def _warn_of_units(self, manager: PipelineOffloadManager | None, seen: SavedMemory) -> None:
+        """Say which rows have no effect, where there are none but of functions that weren't met."""
+        if manager is None or manager.rows_are_own or any(self._rows):
+            return
+        for row in manager.rows or ():
+            if row.site in UNITS and row.site not in seen.made.values():
+                _logger.warning("row %s: nothing of this kind is saved in this model", row)
 
 
 class _Known:

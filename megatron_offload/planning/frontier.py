@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from megatron_offload.core.row_config import RowConfig, ranges
+from megatron_offload.core.row_config import UNITS, RowConfig, ranges
 
 Part: TypeAlias = tuple[str, int | Literal["all", "recompute"]]
 """A site, and what is done there: it is recomputed, or so many of its tensors are offloaded."""
@@ -49,7 +49,8 @@ class Plan(NamedTuple):
         rows = []
         for (site, what), numbers in layers.items():
             does = {"recompute": True} if what == "recompute" else {"offload": what}
-            rows.append(RowConfig.model_validate({"site": site, "layers": ranges(numbers), **does}))
+            which = "all" if site in UNITS else ranges(numbers)  # functions know no layer
+            rows.append(RowConfig.model_validate({"site": site, "layers": which, **does}))
         return tuple(rows)
 
 

@@ -197,7 +197,9 @@ class RowChoice:
         limit, us_of = policy.most_slowdown_percent, [self._us(one) for one in self._ladder]
         points = {0: (0.0, 0.0)}
         for rung, found in self._tried:
-            is_known = found is not None and found.high - found.low <= max(_MOST_DOUBT, 4 * limit)
+            is_known = found is not None and (
+                found.low > limit or found.high - found.low <= max(_MOST_DOUBT, 4 * limit)
+            )
             points[rung] = us_of[rung], found.percent if found and is_known else math.inf
         quick = max(rung for rung, (_, percent) in points.items() if percent <= limit)
         slow = min(

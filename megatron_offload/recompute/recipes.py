@@ -47,6 +47,11 @@ class Recipes:
         """Return the recipe of what a storage holds, which has a block from here on."""
         return self._recipes.pop(storage_key, None)
 
+    def unit_of(self, storage_key: int) -> str:
+        """Return the unit of what a storage holds; empty where it has no recipe."""
+        recipe = self._recipes.get(storage_key)
+        return "" if recipe is None else recipe.unit
+
     def forget(self) -> None:
         """Let go of what was made and not saved: the forward is over."""
         self._recipes.clear()
@@ -177,15 +182,17 @@ def add_recipe(
     kwargs: Mapping[str, Any] | None = None,
     *,
     unit: str,
+    holds: bool = False,
 ) -> None:
     """Let backward recompute an output that ``function(*args, **kwargs)`` has made.
 
     Does nothing unless a forward is recorded. Arguments that hold tensors are taken apart.
+    ``holds`` is as in `Recipes.add`.
     """
     chunk = manager.recorded_chunk()
     if chunk is not None:
         again, args = taken_apart(function, args, kwargs)
-        recipes_of(chunk).add(output, again, args, unit, called=function)
+        recipes_of(chunk).add(output, again, args, unit, called=function, holds=holds)
 
 
 @graph_break

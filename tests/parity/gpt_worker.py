@@ -16,6 +16,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from megatron_offload.autotune import layers
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.files.strict_model import validate
 from megatron_offload.machine.job_ranks import gather
@@ -68,6 +69,8 @@ CASES = {
     ),
     "half-of-each-chunk": (FOUR, 2, 2, BOTH, CHANGING, "late"),
     "rows": ({**DROPS, "layers": 8}, 2, 2, ["core_attn"], CHANGING, "random"),
+    "rows-of-a-function": ({**DROPS, "layers": 4}, 2, 1, ["core_attn"], ODD, "late"),
+    "found-rows": ({**DROPS, "layers": 8}, 2, 2, BOTH, [None, *64 * [(4, 16)], *CHANGING], "late"),
 }
 """By case the model, PP, VPP, what is offloaded, the steps, and when copies happen."""
 
@@ -84,6 +87,11 @@ SETTINGS = {
             {"site": "core_attn", "offload": "all"},
         ],
     },
+    "rows-of-a-function": {"rows": [{"site": "mlp_act", "recompute": True}]},
+    "found-rows": {
+        "policy": {"kind": "auto", "most_slowdown_percent": 1000},
+        "simulated": {"host_time": True},
+    },
     "inputs-of-full-recompute": {"max_inflight_bytes": 0, "prefetch_bytes": 4096},
 }
 
@@ -97,7 +105,7 @@ def make_config(name, *, enabled):
         "run": {"steps": 1},
         "offload": {
             "enabled": enabled,
-            **({} if name == "rows" else {"policy": "modules", "modules": modules}),
+            **({} if "rows" in name else {"policy": "modules", "modules": modules}),
             "min_tensor_bytes": 0,
             "max_inflight_bytes": 16384,
             "prefetch_bytes": 32768,
@@ -136,6 +144,8 @@ def run(name, device, *, enabled):
         dp_rank = parallel_state.get_data_parallel_rank()
         with open_offload(config) as manager:
             chunks = build_chunks(config, device)
+            if enabled and name == "found-rows":
+                manager.tuner.may_take_rows = True  # as in other people's jobs
             for number, step in enumerate(steps):
                 count, length = step or (2, 16)
                 iterators = [
@@ -161,15 +171,16 @@ def run(name, device, *, enabled):
                     late = counters.get("num_late_reloads", 0)
                 gradients = [p.main_grad.clone() for c in chunks for p in c.parameters()]
                 results.append(([entry["loss"] for entry in losses], gradients))
-        held, recomputed = 0, {}
+        held, recomputed, rows = 0, {}, []
         if enabled:
             manager = PipelineOffloadManager.get_instance()
             recomputed = {
                 name: found.recomputed_bytes for name, found in manager.last_step.by_name.items()
             }
+            rows = list(map(str, manager.rows or ()))
             leaks, held = manager.state_of(), manager.last_step.externally_referenced_bytes
             assert not any(leaks.values()), leaks
-    return results, moved, late, held, recomputed
+    return results, moved, late, held, recomputed, rows
 
 
 def same(expected, actual):
@@ -181,11 +192,12 @@ def same(expected, actual):
 
 
 def main():
+    layers._LEAST_BYTES = 0  # small models are looked at too
     findings = {}
     with open_process_group("cpu") as device:
         for name in sys.argv[2:] or CASES:
             expected, *_ = run(name, device, enabled=False)
-            actual, moved, late, held, recomputed = run(name, device, enabled=True)
+            actual, moved, late, held, recomputed, rows = run(name, device, enabled=True)
             mine = {
                 "same": same(expected, actual),
                 "num_losses": sum(len(losses) for losses, _ in expected),
@@ -198,6 +210,7 @@ def main():
                 "late_in_last_step": late,
                 "externally_referenced_bytes": held,
                 "recomputed_bytes": recomputed,
+                "rows": rows,
             }
             findings[name] = gather(mine, torch.distributed.group.WORLD)
         if torch.distributed.get_rank() == 0:

@@ -40,6 +40,8 @@ CASES = {
         "recompute-core-attention",
         "recompute-norms",
         "rows",
+        "rows-of-a-function",
+        "found-rows",
     ],
 }
 QUICK = {
@@ -50,8 +52,10 @@ QUICK = {
         "dropout",
         "recompute-core-attention",
         "rows",
+        "rows-of-a-function",
+        "found-rows",
     ),
-    "later": ("pp2-vpp4-one-layer-a-chunk", "rows"),
+    "later": ("pp2-vpp4-one-layer-a-chunk", "rows", "found-rows"),
 }
 
 
@@ -88,9 +92,16 @@ def test_losses_and_gradients_are_those_without_offload(version, name, run):
     assert all(rank["gradients_are_real"] for rank in ranks)
     assert sum(rank["num_losses"] for rank in ranks) > 0
     # With full recompute layers run without grad, and again inside backward: nothing to move.
-    assert all((rank["reloaded_bytes"] > 0) == (name != "full-recompute") for rank in ranks)
+    moves_nothing = name in ("full-recompute", "rows-of-a-function", "found-rows")
+    assert all((rank["reloaded_bytes"] > 0) != moves_nothing for rank in ranks)
     if name == "inputs-of-full-recompute":  # though the schedule holds a chunk's first
         assert [rank["externally_referenced_bytes"] for rank in ranks] == [0, 0]
+    if name == "rows-of-a-function":
+        assert all(rank["recomputed_bytes"]["mlp_act"] for rank in ranks)
+    if name == "found-rows":
+        assert all(rank["recomputed_bytes"]["layer"] for rank in ranks)
+        for rank, layers in zip(ranks, ("0-1,4-5", "2-3,6-7"), strict=True):
+            assert f"{{layers: {layers}, site: layer, recompute: true}}" in rank["rows"]
     if name == "rows":
         assert all(rank["recomputed_bytes"][site] for rank in ranks for site in ("layer", "norm"))
         # The second rank has no MLP that is recomputed as a whole.
