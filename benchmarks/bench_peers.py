@@ -7,8 +7,8 @@ colon, such as ``ours-all:max_inflight_bytes=1GiB,prefetch_bytes=2GiB,fraction=0
 one another, as in ``prefetch_bytes=2GiB|1GiB``, are those of pipeline ranks 0, 1 and those behind:
 
     none         no offload; what all others are compared with
-    ours-auto    this package, which chooses by itself what of attention and MLP to keep, to move,
-                 and to recompute, as in ours-auto:policy.most_slowdown_percent=8
+    ours-auto    this package, which finds rows by itself, as `megatron-offload run` does; or as
+                 in ours-auto:policy.most_slowdown_percent=8,modules=core_attn+moe_act
     ours-target  the same for a size, as in ours-target:policy.memory_target=20GiB
     ours-recompute
                  all of attention and MLP moved, but the default units, which are recomputed; or as
@@ -79,10 +79,12 @@ ALL = (
     *("**.self_attention.core_attention", "**.self_attention.linear_proj"),
 )
 """All of attention and MLP: what a dense layer computes between its residuals."""
+LAUNCHED = ("qkv_linear", "core_attn", "attn_proj", "mlp_fc1", "mlp_act", "mlp_fc2")
+"""What `megatron-offload run` names of a dense layer; the run finds rows in it."""
 KINDS = {
     "none": (),
-    "ours-auto": ALL,
-    "ours-target": ALL,
+    "ours-auto": LAUNCHED,
+    "ours-target": LAUNCHED,
     "ours-recompute": ALL,
     "ours-inputs": ("layer_input",),
     "ours-all": ALL,
@@ -107,7 +109,7 @@ SETTINGS = {
     "ours": ("policy.kind=modules",),
 }
 """By mode the settings that are its own."""
-CHOOSES_MODULES = ("ours", "megatron", "recompute-selective")
+CHOOSES_MODULES = ("ours", "ours-auto", "ours-target", "megatron", "recompute-selective")
 SINGLE_STAGE = ("te", "trl")
 WHOLE_MODEL_SETTINGS = ("max_fwd_stash_size", "min_offload_size")
 GRACE_S = 3.0

@@ -113,6 +113,10 @@ class Marked(Mode):
 
 
 class Ours(Marked):
+    def transformer_options(self):
+        named = super().transformer_options()
+        return named | ({"offload_modules": list(self.spec["modules"])} if named else {})
+
     def read_config(self, **more):
         from megatron_offload.config import OffloadConfig, apply_overrides
         from megatron_offload.files.strict_model import validate
@@ -134,7 +138,7 @@ class Ours(Marked):
     def attach(self, chunks, pp_rank):
         from megatron_offload.frontends.modules import offload_modules
 
-        if self.hooked:
+        if self.hooked and not self.core:  # else Megatron's configuration names them
             offload_modules(chunks, self.hooked, pp_rank=pp_rank)
 
     def take_step(self, step):
