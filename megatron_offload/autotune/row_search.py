@@ -467,7 +467,7 @@ class RowSearch:
     def _newly_refused(self, plan: Plan) -> list[Part]:
         """Return what of the plan that is followed has no effect."""
         manager, rows, refused = self.manager, plan.rows(), list[Part]()
-        if manager.refused_rows:
+        if manager.refused_rows or (plan.copied_bytes and not self._has_copied()):
             refused += [(row.site, row.offload) for row in rows if row.offload]
         sites, unproven = self._sites(), set[str]()
         for number, model in enumerate(self._models):
@@ -478,6 +478,11 @@ class RowSearch:
         if not self._is_tight:
             refused += [(row.site, "recompute") for row in rows if row.site in unproven]
         return refused
+
+    def _has_copied(self) -> bool:
+        """Whether the step that is over has offloaded anything, or kept it as backward was near."""
+        step = self.manager.last_step
+        return bool(step.offloaded_bytes or step.num_cancelled_offloads)
 
     def _follow(self, plan: Plan) -> None:
         """Set the hooks of a plan."""

@@ -107,7 +107,7 @@ class Learner:
         self._is_unlisted = cache(
             lambda name: bool(listed) and not any(fnmatchcase(name, one) for one in listed)
         )
-        self._backend = transfers.backend
+        self._transfers, self._backend = transfers, transfers.backend
         self._host_pool = transfers.host_pool
         self._budget = transfers.budget
         self._owners = transfers.owners
@@ -289,6 +289,8 @@ class Learner:
 
     def reason_to_keep(self, group: OffloadGroup) -> str:
         """Return why a group is to be kept on the device; empty where it may be offloaded."""
+        if self._transfers.by_rows:  # in place of all that follows
+            return ""
         if self._is_unlisted(group.name):
             return "its name is not among OffloadConfig.modules"
         if self.is_open:
