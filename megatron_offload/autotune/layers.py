@@ -8,11 +8,11 @@ what it saves may be offloaded.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from operator import eq
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from weakref import ref
 
 import torch
@@ -189,14 +189,9 @@ class LayerWatch:
             )
             own = (size for key, size in sizes.items() if inside[key] and key not in inputs)
             rerun_bytes = sum(own) - sum(kept_alone)
-            offloads, num_bytes = list[tuple[int, int]](), 0
-            # In the order in which rows pick them.
-            may = may_offload is None or may_offload(site.name, path)
-            for key in sorted(sizes, key=lambda key: -sizes[key])[: may * _MOST_TENSORS]:
-                if not inside[key] or sizes[key] < _LEAST_BYTES:
-                    break
-                num_bytes += sizes[key]
-                offloads.append((len(offloads) + 1, num_bytes))
+            offloads = list[_Offload]()
+            if may_offload is None or may_offload(site.name, path):
+                offloads += _offloads([(size, inside[key]) for key, size in sizes.items()])
             seen = _SeenSite(site, times.us(path), rerun_bytes, offloads, num_saved[path], units)
             found[site.layer].append(seen)
         last = max(found, default=-1)
@@ -204,10 +199,32 @@ class LayerWatch:
             found[number] = found[last]
         cost = _Cost(times.is_host_bound, gbps, _LINK_SHARE * (3 if is_pipeline else 1))
         given = {
-            number: tuple(_actions_of(seen, cost, is_last=number == last))
+            number: tuple(_actions_of(seen, cost, is_last=number == last and not is_pipeline))
             for number, seen in found.items()
         }
         return _alike(given)
+
+
+class _Offload(NamedTuple):
+    what: int | Literal["all"]
+    num_tensors: int
+    num_bytes: int
+
+
+def _offloads(sizes: Iterable[tuple[int, bool]]) -> Iterator[_Offload]:
+    """Yield how much of a site may be offloaded, of sizes and whether they are saved there alone.
+
+    Rows pick the largest tensors; where others save one too, all that are left to a site may go.
+    """
+    num_bytes, ordered = 0, sorted(sizes, reverse=True)
+    for number, (size, is_own) in enumerate(ordered[:_MOST_TENSORS], 1):
+        if not is_own or size < _LEAST_BYTES:
+            break
+        num_bytes += size
+        yield _Offload(number, number, num_bytes)
+    own = [size for size, is_own in ordered if is_own]
+    if sum(own) - num_bytes >= max(1, _LEAST_BYTES):
+        yield _Offload("all", len(own), sum(own))
 
 
 class _SeenSite(NamedTuple):
@@ -215,8 +232,7 @@ class _SeenSite(NamedTuple):
     us: float
     rerun_bytes: int
     """What recompute frees."""
-    offloads: list[tuple[int, int]]
-    """How many of the largest tensors, and their bytes."""
+    offloads: list[_Offload]
     num_saved: int
     units: Mapping[str, int]
     """By unit the bytes that functions have made, which can be called again."""
@@ -242,14 +258,14 @@ def _actions_of(found: list[_SeenSite], cost: _Cost, *, is_last: bool) -> Iterat
     for seen in found:
         for unit, size in seen.units.items() if seen.site.name == "layer" else ():
             again = Action(((unit, "recompute"),), size, _UNIT_US_PER_BYTE * size)
-            base = _both(base, again)  # which is so cheap that all else comes on top of it
+            base = _both(base, again)  # it takes so little that all else comes on top of it
         name, own = seen.site.name, [KEEP]
         if seen.site.may_rerun and seen.rerun_bytes > 0:
             us = cost.rerun_us(seen.us)
             own.append(Action(((name, "recompute"),), seen.rerun_bytes, us))
-        for number, num_bytes in seen.offloads if cost.gbps and not is_last else ():
-            us = cost.offload_us(num_bytes, number, seen.num_saved)
-            own.append(Action(((name, number),), num_bytes, us, num_bytes))
+        for what, num_tensors, num_bytes in seen.offloads if cost.gbps and not is_last else ():
+            us = cost.offload_us(num_bytes, num_tensors, seen.num_saved)
+            own.append(Action(((name, what),), num_bytes, us, num_bytes))
         choices[name] = _merged(choices.get(name), own)
     layer_us = sum(seen.us for seen in found if seen.site.name == "layer")
     most_bytes = cost.link_share * cost.gbps * 1e3 * layer_us
