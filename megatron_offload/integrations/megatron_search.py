@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -39,7 +40,9 @@ def join_search(
     if search is not None:
         search.add(model)
     elif isinstance(loop, MeasuredLoop) and _may_take_rows(loop, config, manager):
-        names = config.offload_modules
+        names, own = config.offload_modules, manager.config
+        if "modules" in own.model_fields_set:
+            names = [x for x in names if any(fnmatchcase(x, one) for one in own.modules)]
         give_up = partial(_plan_by_groups, loop)
         search = RowSearch([model], manager, hook, give_up, may_offload=partial(_is_named, names))
         loop.by_rows = search

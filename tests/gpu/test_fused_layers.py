@@ -11,12 +11,11 @@ from programs import assert_nothing_left, assert_same
 from test_transformer_engine import PRECISIONS, autocast, recipe_of, te
 
 from megatron_offload.config import OffloadConfig
-from megatron_offload.core.policy_config import ModulesConfig
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.frontends.modules import offload_modules
 from megatron_offload.frontends.whole_model import get_act_offloading_ctx_manager
 from megatron_offload.planning.plan import UnitChoice, plan_of
-from megatron_offload.planning.policy import plan_by_rule
+from megatron_offload.planning.policy import ModulesPolicy, plan_by_rule
 
 pytestmark = pytest.mark.gpu
 
@@ -160,7 +159,7 @@ def test_a_matrix_product_is_recomputed_in_the_layers_that_a_plan_says():
     with offload_modules(model, ["*.mlp.*"], manager=manager):
         assert_same(expected, train(model, None, manager))
         profile = manager.last_profile
-        (rank,) = plan_by_rule(ModulesConfig(), [profile]).ranks
+        (rank,) = plan_by_rule(ModulesPolicy(), [profile]).ranks
         chosen = ["norm", *(f"mlp_fc1:{layer}.mlp.linear_fc1" for layer in range(2))]
         units = tuple(UnitChoice(0, unit, 0, 0.0, True) for unit in chosen)
         manager.follow_plan(plan_of("any", [profile], [replace(rank, units=units)]))

@@ -25,9 +25,11 @@ from megatron_offload import (
     OffloadConfig,
     offload_modules,
 )
+from megatron_offload.core.row_config import RowConfig
 from megatron_offload.engine.hooks import owner_of_hooks
 from megatron_offload.engine.module_hooks import ModuleHook
 from megatron_offload.errors import ConfigError
+from megatron_offload.frontends.adopt import adopt_model
 from megatron_offload.memory.storage_ref import StorageRef
 from megatron_offload.model_map import watch
 from megatron_offload.model_map.structure import layers_of
@@ -320,6 +322,17 @@ def test_rows_serve_a_manager_by_hand_and_copies_of_its_model():
         assert not manager.last_step.is_captured
     take_steps(net)
     assert all(not layer.mlp._forward_hooks for layer in net.layers)
+
+
+def test_rows_that_a_run_has_found_offload_whatever_else_is_listed():
+    net = make_net()
+    manager = make_manager(modules=["router"], min_tensor_bytes=0, max_inflight_bytes=0)
+    manager.follow_rows([RowConfig(site="mlp", offload="all")], is_own=True)
+    adopt_model(net, manager)
+    for _ in range(2):
+        with manager.step():
+            net(torch.randint(50, (2, 8))).sum().backward()
+    assert manager.last_step.by_name["mlp"].offloaded_bytes > 0
 
 
 def test_a_forward_that_raises_leaves_rows_as_they_were():

@@ -1,0 +1,131 @@
+"""Which plans stages follow one after the other, on steps that take and reserve what is made up."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+
+from megatron_offload.core.policy_config import AutoConfig
+from megatron_offload.planning.frontier import Action, of_plain, to_plain
+from megatron_offload.planning.row_choice import NOTHING, RowChoice, Slowdown, Stage
+
+MIB = 1 << 20
+BARE_US = 1000.0
+
+
+def layers(num_layers=8, us=10.0, size=MIB, copied=0):
+    action = Action((("mlp", 1 if copied else "recompute"),), size, us, copied)
+    return dict.fromkeys(range(num_layers), (action,))
+
+
+def stage(**sizes):
+    num_layers = sizes.pop("num_layers", 8)
+    given = {"bare_bytes": 100 * MIB, "reserved_bytes": 100 * MIB, **sizes}
+    return Stage(layers(num_layers, given.pop("us", 10.0)), **given)
+
+
+def searched(choice, percent_of, reserved_of=lambda name, stage: 0, num_steps=32):
+    """Ask for plans until one is final; return why, and what was tried."""
+    tried = []
+    while True:
+        is_final, text = choice.next()
+        places = {name: one.place for name, one in choice.stages.items()}
+        if is_final:
+            return text, tried
+        tried.append(places)
+        assert len(tried) < 20
+        percent = percent_of(choice)
+        found = Slowdown(percent, percent - 0.1, percent + 0.1)
+        reserved = {name: reserved_of(name, one) for name, one in choice.stages.items()}
+        assert choice.note(found, reserved, num_steps)
+
+
+def auto(percent):
+    return AutoConfig(kind="auto", most_slowdown_percent=percent)
+
+
+def slowest_us(choice):
+    return max(one.plan.us for one in choice.stages.values())
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 3.0, 10.0])
+def test_what_steps_take_is_kept_to_whatever_was_predicted(factor):
+    choice = RowChoice(auto(5), {"a": stage(num_layers=60, us=2.0, bare_bytes=60 * MIB)}, BARE_US)
+    text, tried = searched(choice, lambda one: factor * slowest_us(one) / BARE_US * 100)
+    percent = factor * slowest_us(choice) / BARE_US * 100
+    assert percent <= 5
+    assert percent >= 2.5 or len(tried) == 3
+    assert "at most 5 % is wanted" in text
+
+
+def test_stages_take_moves_that_cost_as_much_as_the_slowest_s():
+    stages = {"slow": stage(us=40.0), "quick": stage(us=10.0), "empty": Stage({})}
+    choice = RowChoice(auto(10), stages, BARE_US)
+    searched(choice, lambda one: slowest_us(one) / BARE_US * 100)
+    assert stages["slow"].place == 2
+    assert stages["quick"].place == 8
+    assert stages["empty"].place == 0
+
+
+def test_a_doubtful_plan_that_surely_takes_too_long_is_followed_by_a_lighter_one():
+    choice = RowChoice(auto(3), {"a": stage(num_layers=60, us=1.0, bare_bytes=60 * MIB)}, BARE_US)
+    assert choice.next() == (False, "")
+    first = choice.stages["a"].place
+    assert choice.note(Slowdown(14.0, 7.0, 22.0), {"a": 0}, 32)
+    assert choice.next() == (False, "")
+    assert 0 < choice.stages["a"].place < first
+
+
+def test_steps_go_on_until_what_they_show_is_clear():
+    choice = RowChoice(auto(3), {"a": stage()}, BARE_US)
+    choice.next()
+    doubtful = Slowdown(2.5, 1.0, 4.0)
+    assert [choice.note(doubtful, {"a": 0}, 8) for _ in range(4)] == [False, False, False, True]
+    choice.next()
+    assert choice.note(Slowdown(1.0, 0.5, 1.5), {"a": 0}, 8)
+
+
+def test_each_stage_keeps_its_own_target_by_the_lightest_plan_that_does():
+    stages = {
+        "full": stage(target_bytes=97 * MIB, num_inflight=1.0),
+        "deep": stage(target_bytes=97 * MIB, num_inflight=4.0),
+        "small": stage(target_bytes=97 * MIB, reserved_bytes=90 * MIB, bare_bytes=90 * MIB),
+    }
+    choice = RowChoice(None, stages, BARE_US)
+    text, _ = searched(
+        choice,
+        lambda one: 1.0,
+        lambda name, one: int(one.bare_bytes - one.num_inflight * one.plan.freed_bytes),
+        num_steps=8,
+    )
+    assert {name: one.place for name, one in stages.items()} == {"full": 5, "deep": 1, "small": 0}
+    assert "at most 97.00 MiB is wanted" in text
+
+
+def test_what_is_refused_is_in_no_plan_from_then_on():
+    own = {0: (Action((("mlp", "recompute"),), MIB, 1.0), Action((("mlp", 1),), MIB, 9.0, MIB))}
+    choice = RowChoice(auto(50), {"a": Stage(own, bare_bytes=MIB)}, BARE_US)
+    choice.next()
+    assert choice.stages["a"].plan.actions[0].parts == (("mlp", "recompute"),)
+    choice.refuse({"a": [("mlp", "recompute")]})
+    assert choice.next() == (False, "")
+    assert choice.stages["a"].plan.actions[0].parts == (("mlp", 1),)
+    choice.refuse({"a": [("mlp", 1)]})
+    assert choice.next() == (True, NOTHING)
+
+
+def test_actions_are_what_they_were_behind_a_message():
+    parts = (("mlp", "recompute"), ("attention", 2)), (("layer", "all"),)
+    found = {number: tuple(Action(one, number % 2, 0.5, 3) for one in parts) for number in range(5)}
+    assert of_plain(json.loads(json.dumps(to_plain(found)))) == found
+    assert len(to_plain(found)) == 2, "layers that are alike are said once"
+
+
+def test_a_thousand_ranks_of_sixteen_stages_choose_at_once():
+    stages = {str(one): stage(num_layers=8, us=10.0 + one) for one in range(16)}
+    choice = RowChoice(auto(5), stages, BARE_US)
+    searched(choice, lambda one: slowest_us(one) / BARE_US * 100)
+    places = [one.place for one in stages.values()]
+    assert all(x >= y for x, y in itertools.pairwise(places))
