@@ -32,6 +32,7 @@ from megatron_offload.model_map.structure import PARTS, has_forward, is_known_la
 from megatron_offload.model_map.watch import MayMove, SavedMemory
 from megatron_offload.planning.frontier import KEEP, Action, Part
 
+_EXPERTS = ".experts"  # in an MLP: they run again where routing can't, or wouldn't to the bit
 _MOST_TENSORS = 8
 _LEAST_BYTES = 1 << 20  # of a tensor that is offloaded: a smaller one frees little for its call
 _MOST_IDLE_SHARE = 0.25  # of sites: where the device has come to more of them, the host is slower
@@ -81,6 +82,7 @@ def sites_of_layers(model: nn.Module) -> dict[str, Site]:
         names = {path: "layer"} | {
             f"{path}.{one}": kind for kind, all_ in PARTS.items() for one in all_
         }
+        names |= {f"{path}.{one}{_EXPERTS}": f"{one}{_EXPERTS}" for one in PARTS["mlp"]}
         for place, name in names.items():
             module = modules.get(place)
             if module is None or module in compiled or not has_forward(module):
@@ -269,6 +271,8 @@ def _actions_of(found: list[_SeenSite], cost: _Cost, *, is_last: bool) -> Iterat
         choices[name] = _merged(choices.get(name), own)
     layer_us = sum(seen.us for seen in found if seen.site.name == "layer")
     most_bytes = cost.link_share * cost.gbps * 1e3 * layer_us
+    for name in [name for name in choices if name.endswith(_EXPERTS)]:
+        choices.setdefault("mlp", [KEEP]).extend(choices.pop(name)[1:])  # one or the other
     whole = choices.pop("layer", [KEEP])[1:]
     yield from (_both(base, x) for x in whole if x.copied_bytes <= most_bytes)
     for parts in product(*choices.values()):

@@ -73,7 +73,7 @@ def _plan_by_groups(loop: MeasuredLoop, manager: PipelineOffloadManager) -> None
 
 def _is_named(names: Collection[str], site: str, path: str) -> bool:
     """Whether names of marked groups, or patterns, lie in a site: so a user wants it offloaded."""
-    parts = _WITHIN.values() if site == "layer" else [_WITHIN[site]]
+    parts = _WITHIN.values() if site == "layer" else [_WITHIN[site.partition(".")[0]]]
     if all(part.intersection(names) for part in parts):
         return True
     expressions = [expression_of(name) for name in names if "." in name or "*" in name]

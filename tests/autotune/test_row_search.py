@@ -9,7 +9,14 @@ from weakref import ref
 
 import pytest
 import torch
-from layered_job import WIDTH, GradientCheckpointingLayer, LayeredJob, PlainLayer, RandomLayer
+from layered_job import (
+    WIDTH,
+    GradientCheckpointingLayer,
+    LayeredJob,
+    PlainLayer,
+    RandomLayer,
+    TimedMlp,
+)
 
 from megatron_offload import OffloadActivations, OffloadConfig, get_act_offloading_ctx_manager
 from megatron_offload.autotune import layers
@@ -70,6 +77,29 @@ def test_where_nothing_pays_no_hook_is_left_and_it_is_said_once(caplog):
     for _ in range(9):
         assert job.step() == BARE_US
     assert job.manager.host_pool.stats.slab_bytes_total == 0
+
+
+class RoutedMlp(torch.nn.Module):
+    """One whose routing no rerun repeats, and whose experts' it does."""
+
+    def __init__(self, job):
+        super().__init__()
+        self.experts = TimedMlp(job)
+
+    def forward(self, x):
+        return self.experts(x) * random.random()
+
+
+class RoutedLayer(GradientCheckpointingLayer):
+    def __init__(self, job):
+        super().__init__(job)
+        self.mlp = RoutedMlp(job)
+
+
+def test_experts_are_recomputed_where_their_routing_can_not_be():
+    job = LayeredJob(0.001, policy=auto(40), layer=RoutedLayer)
+    job.found()
+    assert actions(job) == {("mlp.experts", "recompute")}
 
 
 def test_lengths_that_are_drawn_anew_are_one_program():

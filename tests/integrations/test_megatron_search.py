@@ -22,6 +22,8 @@ ATTENTION, MLP = "0.decoder.layers.3.self_attention", "0.decoder.layers.3.mlp"
         (["**.mlp"], "mlp", MLP, True),
         (["decoder.layers.0-2.mlp"], "mlp", MLP, False),
         (["decoder.layers.*.mlp.linear_fc1"], "mlp", MLP, False),
+        (["expert_fc1"], "mlp.experts", f"{MLP}.experts", True),
+        (["core_attn"], "mlp.experts", f"{MLP}.experts", False),
         (["layer_input"], "attention", ATTENTION, False),
     ],
 )
