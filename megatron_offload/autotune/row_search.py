@@ -30,6 +30,7 @@ from megatron_offload.engine.hooks import is_recording
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.module_hooks import named_modules
 from megatron_offload.errors import ConfigError
+from megatron_offload.files.renames import OldAttributes
 from megatron_offload.machine.job_ranks import rank_in
 from megatron_offload.model_map.watch import MayMove
 from megatron_offload.planning.frontier import Part, Plan, of_plain, to_plain
@@ -54,6 +55,8 @@ def leaves_rows_open(manager: PipelineOffloadManager) -> bool:
 
 Look = TypeVar("Look", LayerWatch, SiteTimes)
 
+_MUCH_LONGER = 4.0  # forwards for which rows are looked for again, where there are none
+_MOST_SEARCHES = 3  # so often at most
 _NUM_BARE = 6
 _NUM_IN_A_ROUND = 8  # steps that are measured until it is asked what comes next
 _MOST_SHARE = 0.85  # of the device's memory, what plans may reserve where it has no room for all
@@ -62,7 +65,7 @@ _MOST_FILLED = 0.95  # likewise in a forward that is larger than all before
 _LEAST_SHARE = 0.25  # of what is saved: where layers save less, groups free more
 
 
-class RowSearch:
+class RowSearch(OldAttributes):
     """Finds rows by a model's own steps: what `PipelineOffloadManager.tuner` is where it is given.
 
     Args:
@@ -93,7 +96,7 @@ class RowSearch:
     ) -> None:
         self._models = [ref(model) for model in models]
         self._may_offload = may_offload
-        self._has_groups = groups is not None
+        self._has_groups, self._num_begun = groups is not None, 0
         self.serve(hook, give_up, groups)
         self.begin(manager)
 
@@ -135,6 +138,8 @@ class RowSearch:
         self._phase = ""
         self._takes_part = self._has_begun = False
         self._is_alone, self._is_tight, self._largest = True, False, math.inf
+        self._is_outgrown = self._has_moved = False
+        self._num_begun += 1
         self._num_rounds = 0
         self._has_failed, self._num_ooms, self._num_over = False, 0, 0
         policy = manager.config.tuned_policy
@@ -177,7 +182,9 @@ class RowSearch:
         self._takes_part = groups is not None and is_recording() and manager.do_offload
         if not self._takes_part or groups is None:
             return
-        if self.is_converged:
+        if self._is_outgrown:
+            self.begin(manager)
+        elif self.is_converged:
             self._see_memory()
         elif not self._is_graph() and (clock is None or clock.is_over()):
             groups.end_step_if_over()
@@ -198,6 +205,8 @@ class RowSearch:
             if clock.size:  # else it was no forward of this model
                 self._num_forwards = clock.num_forwards
                 self._sizes.append(clock.size / clock.num_forwards)
+                if self._kind == "rows":
+                    self._has_moved |= self.manager.last_step.offloaded_bytes > 0
                 if self._kind in ("bare", "rows"):
                     self._steps.append((*self._last, clock.size, self._kind == "rows"))
         if clock is None or clock.size:
@@ -564,6 +573,10 @@ class RowSearch:
             is_costly = isinstance(self._policy, AutoConfig) and text != NOTHING
             self._stop(text, ADVICE if is_costly else "")
             return
+        recomputes = any(row.recompute for row in plan.rows())
+        if self._policy.measured_plans and not (self._has_moved or recomputes):
+            self._stop("what its rows would offload is needed again at once", "")
+            return
         self._follow(plan)
         if self.is_converged:
             return
@@ -610,6 +623,9 @@ class RowSearch:
         if self.is_converged and size > self._largest and is_recording():
             self._largest = size
             self._make_room(size)
+            # What frees nothing, or takes too long, in short steps may pay in such.
+            is_longer = self._is_alone and size >= _MUCH_LONGER * self._size_of_bare
+            self._is_outgrown = is_longer and not self.plan and self._num_begun < _MOST_SEARCHES
 
     def _see_memory(self) -> None:
         """Free more, if the step that is over had too little memory, or took more than it may."""

@@ -113,6 +113,33 @@ def test_lengths_that_are_drawn_anew_are_one_program():
     assert job.manager.rows == rows
 
 
+def test_much_longer_steps_are_looked_at_where_nothing_was_found_before(monkeypatch):
+    monkeypatch.setattr(layers, "_LEAST_BYTES", 1 << 14)
+    job = LayeredJob(1.0, policy=auto(20), layer=PlainLayer)
+    job.found((2,))
+    assert not job.manager.rows
+    assert "smaller tensors" in job.search.said
+    for _ in range(60):
+        job.step(7)
+    assert job.search.is_converged, "not by so little"
+    job.step(128)
+    assert job.search.is_converged
+    for _ in range(60):
+        job.step(128)
+    assert job.search.is_converged
+    assert job.manager.rows
+    for length in (300, 600, 1200, 2400):
+        job.step(length)
+        assert job.search.is_converged
+
+
+def test_rows_of_which_nothing_leaves_are_not_followed():
+    job = LayeredJob(1.0, policy=auto(20), layer=PlainLayer, num_layers=2)
+    job.found()
+    assert "needed again at once" in job.search.said
+    assert not job.manager.rows
+
+
 def test_evaluation_and_generation_in_between_change_nothing():
     job = LayeredJob(0.001, policy=auto(20))
     for _ in range(60):
