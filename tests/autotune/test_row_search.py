@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import random
+import time
 from weakref import ref
 
 import pytest
@@ -23,6 +25,7 @@ from megatron_offload.autotune import layers
 from megatron_offload.autotune.loop import MeasuredLoop
 from megatron_offload.autotune.row_search import RowSearch
 from megatron_offload.config import OffloadConfig as Config
+from megatron_offload.planning.frontier import Action, to_plain
 
 pytestmark = pytest.mark.by_default
 
@@ -131,6 +134,38 @@ def test_much_longer_steps_are_looked_at_where_nothing_was_found_before(monkeypa
     for length in (300, 600, 1200, 2400):
         job.step(length)
         assert job.search.is_converged
+
+
+def test_the_ranks_of_a_large_job_are_answered_at_once():
+    """128 layers over 16 stages, each of 64 ranks, and a hundred actions a layer."""
+    search = LayeredJob(policy=auto(3)).search
+    said = []
+    for rank in range(1024):
+        stage = rank % 16
+        actions = tuple(
+            Action((("mlp", number + 1), ("attention", stage + 1)), number << 26, number * 1.5)
+            for number in range(100)
+        )
+        layers_of_stage = range(8 * stage, 8 * stage + 8)
+        said.append(
+            {
+                "stage": str(stage),
+                "actions": to_plain(dict.fromkeys(layers_of_stage, actions)) if rank < 16 else None,
+                "num_inflight": 16.0 - stage,
+                "bare_bytes": 1 << 36,
+                "reserved_bytes": 1 << 36,
+                "target_bytes": None,
+                "bare_us": 5000.0,
+            }
+        )
+    began_s = time.thread_time()
+    phase, _, plans = json.loads(search._answer(list(map(json.dumps, said))))
+    assert phase == "trying"
+    assert len(plans) == 16
+    assert all(freed_bytes for _, freed_bytes, *_ in plans.values())
+    heard = [{"stage": one["stage"], "target_bytes": None, "refused": []} for one in said]
+    assert json.loads(search._answer(list(map(json.dumps, heard))))[0] == "measuring"
+    assert time.thread_time() - began_s < 5
 
 
 def test_rows_of_which_nothing_leaves_are_not_followed():
