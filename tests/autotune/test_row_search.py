@@ -143,7 +143,7 @@ def test_the_ranks_of_a_large_job_are_answered_at_once():
     for rank in range(1024):
         stage = rank % 16
         actions = tuple(
-            Action((("mlp", number + 1), ("attention", stage + 1)), number << 26, number * 1.5)
+            Action((("mlp", number + 1), ("attention", stage + 1)), number << 26, number**1.2)
             for number in range(100)
         )
         layers_of_stage = range(8 * stage, 8 * stage + 8)
