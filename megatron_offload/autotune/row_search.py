@@ -21,6 +21,7 @@ from megatron_offload.autotune.agree import Ranks, is_alone
 from megatron_offload.autotune.layers import LayerWatch, Site, SiteTimes, sites_of_layers
 from megatron_offload.autotune.loop import ADVICE, NO_CLOCK, measure_link
 from megatron_offload.autotune.model_steps import ModelSteps
+from megatron_offload.autotune.row_answers import RowAnswers, plan_of
 from megatron_offload.autotune.slowdown import TimedStep, slowdown_of
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig
 from megatron_offload.core.row_config import LOSS, UNITS, RowConfig, ranges
@@ -33,8 +34,8 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.files.renames import OldAttributes
 from megatron_offload.machine.job_ranks import rank_in
 from megatron_offload.model_map.watch import MayMove
-from megatron_offload.planning.frontier import Part, Plan, of_plain, to_plain
-from megatron_offload.planning.row_choice import NOTHING, RowChoice, Slowdown, Stage
+from megatron_offload.planning.frontier import Part, Plan, to_plain
+from megatron_offload.planning.row_choice import NOTHING, Slowdown, Stage
 from megatron_offload.recompute.sites import unproven_sites
 
 _logger = logging.getLogger(__name__)
@@ -133,19 +134,17 @@ class RowSearch(OldAttributes):
         """Whose forward was looked at in this step."""
         self._rows: tuple[RowConfig, ...] = ()
         """Followed until there is a plan."""
-        self._choice: RowChoice | None = None
-        """On the rank that answers."""
-        self._phase = ""
         self._takes_part = self._has_begun = False
         self._is_alone, self._is_tight, self._largest = True, False, math.inf
         self._is_outgrown = self._has_moved = False
         self._num_begun += 1
-        self._num_rounds = 0
+        self._num_rounds, self._stage = 0, ""
         self._has_failed, self._num_ooms, self._num_over = False, 0, 0
         policy = manager.config.tuned_policy
         self.is_converged = policy is None
         if policy is not None:
             self._policy = policy
+            self._answers = RowAnswers(policy)
             self._search = self._find()
             manager.follow_rows(None)
             manager.learner.open()
@@ -172,7 +171,8 @@ class RowSearch(OldAttributes):
     @property
     def tried(self) -> list[tuple[int, Slowdown | None, int]]:
         """Of each plan that was followed its place in the frontier, cost, and what was reserved."""
-        return [] if self._choice is None else self._choice.stages[self._stage].tried
+        choice = self._answers.choice
+        return [] if choice is None else choice.stages[self._stage].tried
 
     # Steps as they come
 
@@ -322,7 +322,7 @@ class RowSearch(OldAttributes):
             self._give_up(manager)
             return
         self._stage = self._name_of_stage()
-        choice = self._choice_of([self._words(to_plain(self._actions))])
+        choice = self._answers.choice_of([self._words(to_plain(self._actions))])
         choice.next()
         copied_bytes = choice.stages[self._stage].plan.copied_bytes
         if copied_bytes:  # touch what will be pinned
@@ -384,23 +384,21 @@ class RowSearch(OldAttributes):
                 said = self._words(to_plain(self._actions) if is_first else None)
             while True:
                 found: str | None = None
-                for found in ranks.ask(json.dumps(said), self._answer):
+                for found in ranks.ask(json.dumps(said), self._answers):
                     if found is None:
                         yield kind
-                if not found:
-                    self._stop("no plan came that the ranks have agreed on", "")
-                    return
-                phase, text, plans = json.loads(found)
+                phase, text, plans = json.loads(found or '["", "", {}]')
                 if phase == "refused":
                     self._stop(text, ADVICE, keeps_open=bool(refusal))
                     return
-                actions, *more = plans[self._stage]
-                layers = {x: y for x, (y,) in of_plain(actions).items()}
-                said = {"stage": self._stage}
-                if phase == "final":
-                    self._finish(Plan(layers, *more), text)
+                if self._stage not in plans:
+                    self._stop("no plan came that the ranks have agreed on", "")
                     return
-                yield from self._look_at(phase, Plan(layers, *more), said)
+                plan, said = plan_of(plans[self._stage]), {"stage": self._stage}
+                if phase == "final":
+                    self._finish(plan, text)
+                    return
+                yield from self._look_at(phase, plan, said)
                 if self.is_converged:
                     return
                 said["target_bytes"] = self._target_bytes
@@ -501,69 +499,10 @@ class RowSearch(OldAttributes):
         try:
             self._hook()
         except ConfigError as error:
-            self._choice = None
+            self._answers = RowAnswers(self._policy)
             self._stop(f"the model has changed: {error}", "")
         else:
             manager.backend.trim_device()  # what is reserved is seen from here on
-
-    # What the rank that answers does
-
-    def _answer(self, texts: Sequence[str]) -> str:
-        everyone = [json.loads(text) for text in texts]
-        refusal = next((one["refusal"] for one in everyone if one.get("refusal")), "")
-        if refusal:
-            return json.dumps(["refused", refusal, None])
-        choice, is_final, text = self._choice, False, ""
-        if choice is None:
-            choice = self._choice = self._choice_of(everyone)
-            is_final, text = choice.next()
-            self._phase = "trying"
-        else:
-            by_stage: dict[str, list[dict[str, Any]]] = {}
-            for one in everyone:
-                by_stage.setdefault(one["stage"], []).append(one)
-                choice.stages[one["stage"]].target_bytes = one["target_bytes"]
-            if self._phase == "trying":
-                refused = {
-                    name: [(site, what) for one in ranks for site, what in one["refused"]]
-                    for name, ranks in by_stage.items()
-                }
-                if any(refused.values()):
-                    choice.refuse(refused)
-                    is_final, text = choice.next()
-                elif self._policy.measured_plans:
-                    self._phase = "measuring"
-                else:
-                    is_final, text = True, "as predicted"
-            else:
-                worst = max(
-                    (Slowdown(*x["slowdown"]) for x in everyone if x["slowdown"]), default=None
-                )
-                reserved = {
-                    name: max(one["reserved_bytes"] for one in ranks)
-                    for name, ranks in by_stage.items()
-                }
-                if choice.note(worst, reserved, everyone[0]["num_steps"]):
-                    is_final, text = choice.next()
-                    self._phase = "trying"
-        plans = {}
-        for name, stage in choice.stages.items():
-            actions, *more = stage.plan
-            plans[name] = [to_plain({x: (y,) for x, y in actions.items()}), *more]
-        return json.dumps(["final" if is_final else self._phase, text, plans])
-
-    def _choice_of(self, everyone: Sequence[dict[str, Any]]) -> RowChoice:
-        stages: dict[str, Stage] = {}
-        for one in everyone:
-            if one["actions"] is not None:
-                alike = [other for other in everyone if other["stage"] == one["stage"]]
-                stages[one["stage"]] = Stage(
-                    of_plain(one["actions"]),
-                    *(max(rank[name] for rank in alike) for name in ("num_inflight", "bare_bytes")),
-                    *(one[name] for name in ("reserved_bytes", "target_bytes")),
-                )
-        policy = self._policy if isinstance(self._policy, AutoConfig) else None
-        return RowChoice(policy, stages, max(one["bare_us"] for one in everyone))
 
     # The end
 
@@ -615,9 +554,8 @@ class RowSearch(OldAttributes):
     @property
     def _own(self) -> Stage | None:
         """The plans of this process, if it decides for itself."""
-        if self._choice is None or not self._is_alone:
-            return None
-        return self._choice.stages[self._stage]
+        choice = self._answers.choice if self._is_alone else None
+        return None if choice is None else choice.stages.get(self._stage)
 
     def _layer_begins(self, size: float) -> None:
         if self.is_converged and size > self._largest and is_recording():

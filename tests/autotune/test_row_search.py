@@ -23,6 +23,7 @@ from layered_job import (
 from megatron_offload import OffloadActivations, OffloadConfig, get_act_offloading_ctx_manager
 from megatron_offload.autotune import layers
 from megatron_offload.autotune.loop import MeasuredLoop
+from megatron_offload.autotune.row_answers import RowAnswers
 from megatron_offload.autotune.row_search import RowSearch
 from megatron_offload.config import OffloadConfig as Config
 from megatron_offload.planning.frontier import Action, to_plain
@@ -138,7 +139,7 @@ def test_much_longer_steps_are_looked_at_where_nothing_was_found_before(monkeypa
 
 def test_the_ranks_of_a_large_job_are_answered_at_once():
     """128 layers over 16 stages, each of 64 ranks, and a hundred actions a layer."""
-    search = LayeredJob(policy=auto(3)).search
+    answers = RowAnswers(Config(policy=auto(3)).policy)
     said = []
     for rank in range(1024):
         stage = rank % 16
@@ -159,12 +160,15 @@ def test_the_ranks_of_a_large_job_are_answered_at_once():
             }
         )
     began_s = time.thread_time()
-    phase, _, plans = json.loads(search._answer(list(map(json.dumps, said))))
+    phase, _, plans = json.loads(answers(list(map(json.dumps, said))))
     assert phase == "trying"
     assert len(plans) == 16
     assert all(freed_bytes for _, freed_bytes, *_ in plans.values())
     heard = [{"stage": one["stage"], "target_bytes": None, "refused": []} for one in said]
-    assert json.loads(search._answer(list(map(json.dumps, heard))))[0] == "measuring"
+    heard.append({"stage": "of a rank that came too late", "target_bytes": None, "refused": []})
+    phase, _, plans = json.loads(answers(list(map(json.dumps, heard))))
+    assert phase == "measuring"
+    assert plans.keys() == {str(stage) for stage in range(16)}
     assert time.thread_time() - began_s < 5
 
 
