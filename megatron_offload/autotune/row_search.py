@@ -280,7 +280,7 @@ class RowSearch(OldAttributes):
             manager.learner.follow_plan(None)
             self._recompute_layers(numbers, when_short=True)
         released_bytes = 0
-        for _ in range(2):  # behind the first there is an optimizer's state
+        for _ in range(1 + self._has_groups):  # behind the first there is an optimizer's state
             yield "open"
             step = manager.last_step
             released_bytes += step.peak_released_bytes + step.recomputed_bytes
