@@ -22,7 +22,7 @@ from megatron_offload.config import OffloadConfig
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import GroupState
 from megatron_offload.core.policy_config import SolvedConfig
-from megatron_offload.core.profile import GroupKey, RunShape, StepProfile, is_default
+from megatron_offload.core.profile import GroupKey, RunShape, StepProfile, is_default, kind_of
 from megatron_offload.core.row_config import LOSS, RowConfig
 from megatron_offload.engine.checking import Checker
 from megatron_offload.engine.chunk import ChunkOffloadHandler
@@ -195,6 +195,7 @@ class PipelineOffloadManager:
         self.transfers = Transfers(self.backend, *pools, self.budget, self.guard, self.observers)
         self.window = self.transfers.window
         self.learner = Learner(config, policy, self.transfers)
+        self._has_had_rows = False
         self.follow_rows(config.rows)
         self.observers[:] = [one for one in self.observers if not isinstance(one, Checker)]
         if config.checking:
@@ -451,8 +452,10 @@ class PipelineOffloadManager:
         )
 
     def _is_named(self, unit: str) -> bool:
-        """Whether rows, if there are any, name a unit: hooks of other rows may be left on it."""
-        return self.rows is None or unit in self._row_names
+        """Whether a unit is to be recomputed now: hooks of rows before may be left on it."""
+        if self.rows is None:
+            return not self._has_had_rows or kind_of(unit) in self.recompute
+        return unit in self._row_names
 
     def may_recompute(self, unit: str) -> bool:
         """Whether it matters how an output of this unit is made: others wait for a plan."""
@@ -831,6 +834,7 @@ class PipelineOffloadManager:
             on_trial: what is to be recomputed is, and compared, but nothing is dropped.
             when_short: recompute only while the device has little room left.
         """
+        self._has_had_rows |= bool(rows)
         self.rows = None if rows is None else tuple(rows)
         self.refused_rows = ""
         """Why own rows free nothing, if one of them doesn't."""

@@ -8,7 +8,7 @@ import os
 import re
 from argparse import ArgumentParser
 from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,18 +135,16 @@ class ReportedLoop(MeasuredLoop):
             next(self._reporting, None)
 
     def _reports(self, manager: PipelineOffloadManager) -> Generator[None, None, None]:
-        rank, folder, is_seen = rank_in(), self._report, False
-        while not is_seen:
-            with suppress(StateError), ExitStack() as looking:  # it may be no whole step
-                if folder is not None:
-                    trace = looking.enter_context(trace_step(manager, rank))
-                    seen = looking.enter_context(profile_step(manager))
-                yield
-                while not (manager.last_step.num_groups or manager.is_skipping):
-                    yield  # an evaluation
-                looking.close()
-                is_seen = True
+        rank, folder = rank_in(), self._report
+        rows = manager.rows if manager.rows_are_own else None
+        trace, seen = yield from _whole_step(manager, rank if folder else None)
         if folder is not None:
+            if rows is not None:  # a plan by groups would come in their place
+                manager.follow_rows(None)
+                manager.learner.open()
+                _, seen = yield from _whole_step(manager, rank)
+                manager.learner.follow_plan(None)
+                manager.follow_rows(rows, is_own=True)
             run = seen.profile.run._replace(rank=rank, pp_size=megatron_core.pipeline("world_size"))
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -166,3 +164,27 @@ class ReportedLoop(MeasuredLoop):
                 does += f", recomputes {again}, pins {format_bytes(pinned)} on the host"
             does += self.said and f"; {self.said}"
             console().print(f"megatron-offload: a step of rank 0 {does}")
+
+
+def _whole_step(
+    manager: PipelineOffloadManager, rank: int | None
+) -> Generator[None, None, tuple[Any, Any]]:
+    """Trace and profile a step from its begin to its end, for a rank; let pass what is none."""
+    while True:
+        with suppress(StateError), ExitStack() as looking:  # it may be no whole step
+            trace = recorded = None
+            if rank is not None:
+                trace = looking.enter_context(trace_step(manager, rank))
+                recorded = looking.enter_context(profile_step(manager))
+            yield
+            while not _is_over(manager):
+                yield  # an evaluation
+            with suppress(StateError) if manager.rows is not None else nullcontext():
+                looking.close()
+            return trace, recorded
+
+
+def _is_over(manager: PipelineOffloadManager) -> bool:
+    """Whether a step of training has passed."""
+    step, moves_nothing = manager.last_step, manager.is_skipping or manager.rows == ()
+    return bool(step.num_groups or step.recomputed_bytes or moves_nothing)

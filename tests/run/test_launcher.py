@@ -12,6 +12,7 @@ import importlib
 import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -22,9 +23,12 @@ from torch import nn
 from megatron_offload import OffloadConfig, PipelineOffloadManager
 from megatron_offload.autotune.loop import tune
 from megatron_offload.cli import main as cli
+from megatron_offload.core.row_config import RowConfig
 from megatron_offload.errors import ConfigError, IntegrationError
+from megatron_offload.frontends.adopt import adopt_model
 from megatron_offload.frontends.modules import offload_modules
 from megatron_offload.integrations import megatron_core
+from megatron_offload.planning.files import load_profile
 from megatron_offload.run import launch as launching
 from megatron_offload.run.flags import read_flags
 
@@ -322,6 +326,31 @@ def test_what_is_converged_is_said_once_and_one_step_is_reported(tmp_path, capsy
     files = {path.name for path in (tmp_path / "report").iterdir()}
     assert files == {"trace_0.json", "profile_0.json"}
     assert cli.main(["trace", str(tmp_path / "report")]) == 0
+    manager.close()
+
+
+def test_a_job_that_has_found_rows_leaves_a_profile_of_groups_to_plan_with(tmp_path, capsys):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)))
+    loop = launching.ReportedLoop(tmp_path)
+    manager = PipelineOffloadManager(OffloadConfig(min_tensor_bytes=0))
+    rows = (RowConfig(site="layer", recompute=True),)
+    tune(manager, loop)
+    loop.by_rows = mock.Mock(is_converged=True, said="rows: some")
+    with offload_modules(model, ["*"], manager=manager):
+        manager.follow_rows(rows, is_own=True)
+        adopt_model(model, manager)
+        recomputed = []
+        for _ in range(6):
+            with torch.no_grad(), manager.step():
+                model(torch.randn(8, 64))  # an evaluation
+            with manager.step():
+                model(torch.randn(8, 64)).sum().backward()
+            recomputed.append(manager.last_step.by_name["layer"].recomputed_bytes)
+    assert [bool(each) for each in recomputed] == [True, False, True, True, True, True]
+    assert manager.rows == rows
+    profile = load_profile(tmp_path / "profile_0.json")
+    assert {group.name for group in profile.groups} == {"*"}
+    assert capsys.readouterr().out.count("rows: some") == 1
     manager.close()
 
 
