@@ -74,7 +74,7 @@ class RowSearch(OldAttributes):
         manager: whose forwards these are.
         hook: sets the hooks of the rows that the manager follows.
         give_up: lets another look, where most of what is saved is in no layer, as where layers are
-            checkpointed.
+            checkpointed; among ranks also where one has too little room to look at its layers.
         groups: between whose `begin` and `end` forwards lie, which say where a step begins, by
             `ModelSteps`. None: the manager's steps are those of the program.
         may_offload: whether what the site saves of this name and dotted name may be offloaded.
@@ -135,6 +135,8 @@ class RowSearch(OldAttributes):
         self._rows: tuple[RowConfig, ...] = ()
         """Followed until there is a plan."""
         self._takes_part = self._has_begun = False
+        self._trained: set[int] = set()
+        """The models that had a forward with gradients: a teacher's are no part of the step."""
         self._is_alone, self._is_tight, self._largest = True, False, math.inf
         self._is_outgrown = self._has_moved = False
         self._num_begun += 1
@@ -229,8 +231,8 @@ class RowSearch(OldAttributes):
         """Go on with the search, and follow what the next step is for."""
         kind = next(self._search, None)
         if self.is_converged:
-            if self._clock is not None and not self._is_alone:
-                self._clock.close()  # a longer step changes nothing
+            if not self._is_alone:
+                self.close()  # a longer step changes nothing
             return
         if kind is None:
             self._stop("an interrupt has ended the search", "")
@@ -248,6 +250,8 @@ class RowSearch(OldAttributes):
             self._takes_part = is_recording() and self.manager.do_offload
             if self._takes_part and not self._has_begun:
                 self._has_begun, self._mark = True, self._now()[0]
+        if self._takes_part:
+            self._trained.add(id(model))
         if self._takes_part and self._clock is not None:
             self._clock.enter()
             if self._looks is not None and model not in self._looked:
@@ -308,7 +312,7 @@ class RowSearch(OldAttributes):
         watched_size = self._watched_size = self._sizes[-1]
         times = yield from self._look("timed", partial(SiteTimes, sites, backend))
         times.scale = watched_size / self._sizes[-1]
-        self._num_inflight = max(1.0, self._clock.most_pending / len(self._models))
+        self._num_inflight = max(1.0, self._clock.most_pending / len(self._trained))
         self._forward_us = times.forward_us
         gbps, _, _ = measure_link(manager, "d2h")
         layer_share = watch.layer_share
@@ -318,8 +322,7 @@ class RowSearch(OldAttributes):
         self._called = watch.called
         del look, sites, watch, times  # of the model nothing is held
         if layer_share < _LEAST_SHARE and is_alone():
-            self.is_converged, self.said = True, "most of what is saved is in no layer"
-            self._give_up(manager)
+            self._leave_to_groups("most of what is saved is in no layer")
             return
         self._stage = self._name_of_stage()
         choice = self._answers.choice_of([self._words(to_plain(self._actions))])
@@ -334,6 +337,16 @@ class RowSearch(OldAttributes):
             self._bare_bytes = backend.peak_allocated_bytes()
         self._largest = self._size_of_bare = max(self._sizes)
         yield from self._agree()
+
+    def _leave_to_groups(self, why: str) -> None:
+        self.is_converged, self.said = True, why
+        self.close()
+        self._give_up(self.manager)
+
+    def close(self) -> None:
+        """Look at no more forwards."""
+        if self._clock is not None:
+            self._clock.close()
 
     def _sites(self) -> dict[str, Site]:
         """Return layers and their parts by dotted name, in that of their model's number."""
@@ -388,6 +401,9 @@ class RowSearch(OldAttributes):
                     if found is None:
                         yield kind
                 phase, text, plans = json.loads(found or '["", "", {}]')
+                if phase == "refused" and not self._has_groups:
+                    self._leave_to_groups(text)
+                    return
                 if phase == "refused":
                     self._stop(text, ADVICE, keeps_open=bool(refusal))
                     return
@@ -468,7 +484,7 @@ class RowSearch(OldAttributes):
         """Return what a microbatch, its forward and backward, takes without rows."""
         elapsed_us = self.manager.backend.sync_elapsed_us
         times = sorted(elapsed_us(x, y) for x, y, _, has_rows in self._steps if not has_rows)
-        num_forwards = self._num_forwards / len(self._models)
+        num_forwards = self._num_forwards / len(self._trained)
         return times[len(times) // 2] / num_forwards if times else 3 * self._forward_us
 
     def _newly_refused(self, plan: Plan) -> list[Part]:

@@ -39,7 +39,7 @@ from megatron_offload.frontends.adopt import hook_modules
 from megatron_offload.frontends.around import refuse_unserved
 from megatron_offload.frontends.modules import ModuleOffload, offload_modules
 from megatron_offload.integrations.megatron_recompute import replacements, wrap_methods
-from megatron_offload.integrations.megatron_search import begin_forward, join_search
+from megatron_offload.integrations.megatron_search import begin_forward, join_search, leave_search
 
 _MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 _PREPARE = "preprocess_for_fine_grained_offloading"
@@ -88,6 +88,7 @@ def install(config: OffloadConfig | None = None, tuner: MeasuredLoop | None = No
                 patches.replace(their_class, name, member)
         wrap_methods(patches, _METHODS)
         patches.on_undo(_marked.clear)
+        patches.on_undo(leave_search)
         patches.replace(PipelineOffloadManager, "usual_recompute", MEGATRON_RECOMPUTE)
         patches.on_undo(_seen_in.clear)
         register_pipeline_rank(pipeline)  # the calls of megatron-core 0.16 don't say it
@@ -290,7 +291,8 @@ def _marking(original: Callable[[Any], None], self: Any) -> None:
         _marked[self] = manager.config, marked
         if manager.config.enabled:
             _hook_rows(self, marked)
-            join_search(self, config, manager, partial(_hook_all_rows, ref(manager)))
+            hook_all = partial(_hook_all_rows, ref(manager))
+            marked.remove_later(join_search(self, config, manager, hook_all))
     begin_forward(self, manager)
     is_full = self.config.recompute_granularity == "full"  # see above
     if manager.do_offload and torch.is_grad_enabled() and not is_full:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.autotune.loop import MeasuredLoop
 from megatron_offload.autotune.row_search import RowSearch, leaves_rows_open
@@ -34,22 +35,25 @@ def search_of(manager: PipelineOffloadManager) -> RowSearch | None:
 
 def join_search(
     model: nn.Module, config: Any, manager: PipelineOffloadManager, hook: Callable[[], object]
-) -> None:
+) -> list[RemovableHandle]:
     """Look for rows in a chunk too, if that is left open; ``hook`` sets those of all chunks."""
     search, loop = search_of(manager), manager.tuner
-    if search is not None:
+    if search is not None and not search.is_of(model):
         search.add(model)
-    elif isinstance(loop, MeasuredLoop) and _may_take_rows(loop, config, manager):
-        names, own = config.offload_modules, manager.config
-        if "modules" in own.model_fields_set:
-            names = [x for x in names if any(fnmatchcase(x, one) for one in own.modules)]
+    elif (
+        search is None and isinstance(loop, MeasuredLoop) and _may_take_rows(loop, config, manager)
+    ):
+        names, given = config.offload_modules, manager.config
+        if "modules" in given.model_fields_set:
+            names = [x for x in names if any(fnmatchcase(x, one) for one in given.modules)]
         give_up = partial(_plan_by_groups, loop)
         search = RowSearch([model], manager, hook, give_up, may_offload=partial(_is_named, names))
         loop.by_rows = search
+    own = hooks_of(RowSearch, model)
     if search is not None:
-        hooks_of(RowSearch, model).append(
-            model.register_forward_hook(ModuleHook(partial(_end, search)), always_call=True)
-        )
+        end = ModuleHook(partial(_end, search))
+        own.append(model.register_forward_hook(end, always_call=True))
+    return own
 
 
 def _may_take_rows(loop: MeasuredLoop, config: Any, manager: PipelineOffloadManager) -> bool:
@@ -78,6 +82,14 @@ def _is_named(names: Collection[str], site: str, path: str) -> bool:
         return True
     expressions = [expression_of(name) for name in names if "." in name or "*" in name]
     return any(expression.fullmatch(path.partition(".")[2]) for expression in expressions)
+
+
+def leave_search() -> None:
+    """Look at no more forwards, as Megatron has its own handler again."""
+    manager = PipelineOffloadManager.instance
+    search = None if manager is None else search_of(manager)
+    if search is not None:
+        search.close()
 
 
 def begin_forward(model: nn.Module, manager: PipelineOffloadManager) -> None:
