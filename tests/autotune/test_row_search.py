@@ -7,6 +7,7 @@ import json
 import logging
 import random
 import time
+from unittest import mock
 from weakref import ref
 
 import pytest
@@ -170,6 +171,27 @@ def test_the_ranks_of_a_large_job_are_answered_at_once():
     assert phase == "measuring"
     assert plans.keys() == {str(stage) for stage in range(16)}
     assert time.thread_time() - began_s < 5
+
+
+def test_a_job_without_room_to_look_at_its_layers_is_left_to_groups():
+    job, hook, give_up = LayeredJob(policy=auto(3)), mock.Mock(), mock.Mock()
+    search = RowSearch([job.net], job.manager, hook, give_up)
+    search._search = search._agree("they are too large", "open")
+    search._take_next()
+    give_up.assert_called_once_with(job.manager)
+    assert search.said == "they are too large"
+
+
+def test_a_step_of_a_manager_s_own_has_no_forward_of_a_teacher():
+    job = LayeredJob(policy=auto(3))
+    search, teacher = RowSearch([job.net], job.manager, mock.Mock(), mock.Mock()), object()
+    for _ in range(3):
+        search.forward_begins(job.net)
+        search.forward_ends(has_failed=False)
+        with torch.no_grad():
+            search.forward_begins(teacher)
+            search.forward_ends(has_failed=False)
+    assert search._trained == {id(job.net)}
 
 
 def test_rows_of_which_nothing_leaves_are_not_followed():
