@@ -141,5 +141,6 @@ class LayeredJob(MeteredJob):
                 break
             self.step(draw.choice(rows))
         assert self.search.is_converged
-        self.step(rows[-1])
+        for _ in range(2):  # the first shows rows anew when tensors are needed
+            self.step(rows[-1])
         return self.search
