@@ -94,4 +94,5 @@ class RowConfig(StrictModel):
 
     def __str__(self) -> str:
         does = "recompute: true" if self.recompute else f"offload: {self.offload}"
-        return f"{{layers: {self.layers}, site: {self.site}, {does}}}"
+        layers = f'"{self.layers}"' if "," in self.layers else self.layers  # as in YAML
+        return f"{{layers: {layers}, site: {self.site}, {does}}}"

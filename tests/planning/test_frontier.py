@@ -57,8 +57,8 @@ def test_layers_that_are_alike_are_one_row():
     both = Action((("mlp", "recompute"), ("attention", 2)), 4, 1.0)
     plan = frontier(dict.fromkeys((0, 1, 2, 7), (both,)))[-1]
     assert [str(row) for row in plan.rows()] == [
-        "{layers: 0-2,7, site: mlp, recompute: true}",
-        "{layers: 0-2,7, site: attention, offload: 2}",
+        '{layers: "0-2,7", site: mlp, recompute: true}',
+        '{layers: "0-2,7", site: attention, offload: 2}',
     ]
 
 
