@@ -93,6 +93,7 @@ class RowConfig(StrictModel):
         return -1 if self.layers == "all" else max(last for _, last in _parts(self.layers))
 
     def __str__(self) -> str:
-        does = "recompute: true" if self.recompute else f"offload: {self.offload}"
+        does = f"offload: {self.offload}" if self.offload else "recompute: true"
+        does = "by_rows: true" if self.by_rows else does
         layers = f'"{self.layers}"' if "," in self.layers else self.layers  # as in YAML
         return f"{{layers: {layers}, site: {self.site}, {does}}}"

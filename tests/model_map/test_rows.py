@@ -565,6 +565,16 @@ def test_a_watch_by_hand_ends_with_its_thread_s_forward_or_an_abort():
         assert manager.observers == []
 
 
+def test_rows_that_are_printed_can_be_read():
+    rows = (
+        RowConfig(site="mlp", layers="0-2,7", offload=2),
+        RowConfig(site="attention", layers=3, offload="all"),
+        RowConfig(site="layer", layers="4-5", recompute=True),
+        RowConfig(site="loss", by_rows=True),
+    )
+    assert OffloadConfig(rows=f"[{', '.join(map(str, rows))}]").rows == rows
+
+
 def test_an_empty_list_of_rows_keeps_all():
     net = make_net()
     context = around(net, [])
