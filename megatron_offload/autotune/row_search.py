@@ -458,7 +458,8 @@ class RowSearch(OldAttributes):
             manager.backend.trim_device()
             yield "warming"  # the device's memory is had anew
             self._steps = [one for one in self._steps if not one[3]]
-        num_steps = _NUM_IN_A_ROUND if self._is_alone else 2 * _NUM_IN_A_ROUND
+        is_short = self._is_alone or self._target_bytes is not None  # else asking takes as long
+        num_steps = _NUM_IN_A_ROUND if is_short else 2 * _NUM_IN_A_ROUND
         for number in range(self._num_rounds * num_steps, (self._num_rounds + 1) * num_steps):
             # As the Thue-Morse sequence goes: each second or fourth step may have an optimizer's.
             has_rows = self._target_bytes is not None or number.bit_count() % 2
