@@ -121,9 +121,11 @@ class MeasuredLoop(OldAttributes):
 
     def __call__(self, manager: PipelineOffloadManager) -> None:
         """Look back at the step that has ended, and prepare for the next."""
-        if self.by_rows is not None:
-            self.by_rows(manager)
-            self.is_converged, self.said = self.by_rows.is_converged, self.by_rows.said
+        search = self.by_rows
+        if search is not None:
+            search(manager)
+            if self.by_rows is search:  # else it has left that to groups
+                self.is_converged, self.said = search.is_converged, search.said
             return
         if manager.last_step.is_captured:
             if self._is_host_bound and self.plan and not manager.config.whole_step_graph:

@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import zlib
+from collections import ChainMap
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -78,6 +79,8 @@ class RowSearch(OldAttributes):
         groups: between whose `begin` and `end` forwards lie, which say where a step begins, by
             `ModelSteps`. None: the manager's steps are those of the program.
         may_offload: whether what the site saves of this name and dotted name may be offloaded.
+        may_rerun: whether the site of this name may be recomputed: none whose rerun holds
+            collectives, as one rank alone may find that it can't.
 
     Attributes:
         plan: what is followed; None where that is nothing.
@@ -94,7 +97,9 @@ class RowSearch(OldAttributes):
         give_up: Callable[[PipelineOffloadManager], object],
         groups: AutomaticGroups | None = None,
         may_offload: Callable[[str, str], bool] | None = None,
+        may_rerun: Callable[[str], bool] | None = None,
     ) -> None:
+        self._may_rerun = may_rerun
         self._models = [ref(model) for model in models]
         self._may_offload = may_offload
         self._has_groups, self._num_begun = groups is not None, 0
@@ -116,8 +121,12 @@ class RowSearch(OldAttributes):
         return any(one() is model for one in self._models)
 
     def add(self, model: nn.Module) -> None:
-        """Look for rows of another chunk too."""
+        """Look for rows of another chunk too; begin anew where the first steps were without."""
+        self._models = [one for one in self._models if one() is not None]
         self._models.append(ref(model))
+        if self._clock is not None or self.is_converged:
+            self.close()
+            self.begin(self.manager)
 
     def begin(self, manager: PipelineOffloadManager) -> None:
         """Begin anew, with what the manager's configuration leaves open."""
@@ -140,7 +149,7 @@ class RowSearch(OldAttributes):
         self._is_alone, self._is_tight, self._largest = True, False, math.inf
         self._is_outgrown = self._has_moved = False
         self._num_begun += 1
-        self._num_rounds, self._stage = 0, ""
+        self._num_rounds, self._stage, self._speaks = 0, "", rank_in() == 0
         self._has_failed, self._num_ooms, self._num_over = False, 0, 0
         policy = manager.config.tuned_policy
         self.is_converged = policy is None
@@ -272,6 +281,7 @@ class RowSearch(OldAttributes):
         manager = self.manager
         backend, sites = manager.backend, self._sites()
         if not sites:
+            self._speaks &= is_alone()  # a stage without layers
             self._stop("no repeated layers were found in this model that aren't compiled", ADVICE)
             return
         numbers = sorted({site.layer for site in sites.values()})
@@ -341,6 +351,8 @@ class RowSearch(OldAttributes):
     def _leave_to_groups(self, why: str) -> None:
         self.is_converged, self.said = True, why
         self.close()
+        self.manager.follow_rows(None)
+        self._hook()
         self._give_up(self.manager)
 
     def close(self) -> None:
@@ -351,12 +363,17 @@ class RowSearch(OldAttributes):
     def _sites(self) -> dict[str, Site]:
         """Return layers and their parts by dotted name, in that of their model's number."""
         models = [model() for model in self._models]
-        return {
+        found = {
             f"{number}.{path}": site
             for number, model in enumerate(models)
             if model is not None
             for path, site in sites_of_layers(model).items()
         }
+        may_rerun = self._may_rerun
+        if may_rerun is not None:
+            for site in found.values():
+                site.may_rerun = site.may_rerun and may_rerun(site.name)
+        return found
 
     def _may_move(self) -> MayMove:
         manager, groups = self.manager, self._groups()
@@ -390,7 +407,7 @@ class RowSearch(OldAttributes):
         """
         try:
             ranks = Ranks(kind="rows")
-            self._is_alone = ranks.is_alone
+            self._is_alone, self._speaks = ranks.is_alone, ranks.answers
             said: dict[str, Any] = {"refusal": refusal}
             if not refusal:
                 is_first = ranks.is_first_of(self._stage)
@@ -412,7 +429,8 @@ class RowSearch(OldAttributes):
                     return
                 plan, said = plan_of(plans[self._stage]), {"stage": self._stage}
                 if phase == "final":
-                    self._finish(plan, text)
+                    layers = ChainMap(*(dict(plan_of(one).actions) for one in plans.values()))
+                    self._finish(plan, text, Plan(layers, 0, 0.0, 0).rows())
                     return
                 yield from self._look_at(phase, plan, said)
                 if self.is_converged:
@@ -523,14 +541,15 @@ class RowSearch(OldAttributes):
 
     # The end
 
-    def _finish(self, plan: Plan, text: str = "") -> None:
+    def _finish(self, plan: Plan, text: str, rows: Sequence[RowConfig]) -> None:
+        """Follow a plan to the end; ``rows`` are those of all stages together."""
         manager = self.manager
-        if not plan.freed_bytes:
+        if not rows:
             is_costly = isinstance(self._policy, AutoConfig) and text != NOTHING
             self._stop(text, ADVICE if is_costly else "")
             return
-        recomputes = any(row.recompute for row in plan.rows())
-        if self._policy.measured_plans and not (self._has_moved or recomputes):
+        has_effect = self._has_moved or any(row.recompute for row in plan.rows())
+        if self._is_alone and self._policy.measured_plans and not has_effect:
             self._stop("what its rows would offload is needed again at once", "")
             return
         self._follow(plan)
@@ -538,16 +557,16 @@ class RowSearch(OldAttributes):
             return
         self.is_converged = True
         manager.host_pool.prepare(0)
-        self._say(text)
+        self._say(text, rows)
 
-    def _say(self, text: str) -> None:
+    def _say(self, text: str, rows_of_all: Sequence[RowConfig] | None = None) -> None:
         """Say which rows are followed, and why."""
         assert self.plan is not None
-        rows = ", ".join(map(str, self.plan.rows()))
+        rows = ", ".join(map(str, self.plan.rows() if rows_of_all is None else rows_of_all))
         freed_bytes = self.plan.freed_bytes * self._size_of_bare / self._watched_size
         freed = format_bytes(int(self._num_inflight * freed_bytes), 2)
         self.said = f"rows: [{rows}] free up to {freed}; {text}"  # what is needed soon is kept
-        if rank_in() == 0:
+        if self._speaks:
             _logger.warning("megatron-offload: %s: %s", self._policy.kind, self.said)
 
     def _stop(self, why: str, advice: str, *, keeps_open: bool = False) -> None:
@@ -563,7 +582,7 @@ class RowSearch(OldAttributes):
             manager.host_pool.prepare(0)
             manager.trim()  # no step comes that would unpin anything
         self.said = f"megatron-offload: {what}: {why}{advice}"
-        if rank_in() == 0:
+        if self._speaks:
             _logger.warning("%s", self.said)
 
     # Afterwards

@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from megatron_offload.config import (
     module_patterns,
 )
 from megatron_offload.core.policy_config import MemoryTargetConfig
-from megatron_offload.core.row_config import RowConfig
+from megatron_offload.core.row_config import LOSS, RowConfig
 from megatron_offload.engine.group import SOURCES
 from megatron_offload.engine.learning import register_pipeline_rank
 from megatron_offload.engine.manager import PipelineOffloadManager
@@ -40,6 +40,7 @@ from megatron_offload.frontends.around import refuse_unserved
 from megatron_offload.frontends.modules import ModuleOffload, offload_modules
 from megatron_offload.integrations.megatron_recompute import replacements, wrap_methods
 from megatron_offload.integrations.megatron_search import begin_forward, join_search, leave_search
+from megatron_offload.memory.host_pool import HostPool
 
 _MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 _PREPARE = "preprocess_for_fine_grained_offloading"
@@ -49,8 +50,12 @@ _logger = logging.getLogger(__name__)
 patches = PatchStack()
 """The patches of `install`, and of later hooks; `uninstall` undoes them."""
 
-_marked: WeakKeyDictionary[nn.Module, tuple[OffloadConfig, ModuleOffload]] = WeakKeyDictionary()
-"""By model, the hooks on its modules, and the configuration that they were made for."""
+_marked: WeakKeyDictionary[nn.Module, tuple[HostPool, ModuleOffload]] = WeakKeyDictionary()
+"""By model, the hooks on its modules, and what its manager had when they were set: another has been
+configured anew."""
+
+_notes_on_weights: WeakSet[nn.Module] = WeakSet()
+"""Models whose linear layers note on their saved weights what overlapped reduction asks for."""
 
 _NEVER = sys.maxsize
 _seen_in: WeakKeyDictionary[PipelineOffloadManager, int] = WeakKeyDictionary()
@@ -230,6 +235,13 @@ def _taking_our_names(original: Callable[[Any], None], self: Any) -> None:
         self.offload_modules = list(names)
 
 
+_NOTES = (
+    "hold linear layers of Megatron's own, which note on their saved weights that "
+    "gradient_accumulation_fusion has summed a gradient; overlap_grad_reduce asks for that, and "
+    "what autograd saves loses it under hooks. Set gradient_accumulation_fusion=False or "
+    "overlap_grad_reduce=False"
+)
+
 _WITHOUT_WEIGHTS = {"core_attn", "attn_norm", "mlp_norm", "mlp_act", "moe_act", LAYER_INPUT}
 """Groups in which no linear layer saves its weight."""
 
@@ -249,16 +261,14 @@ def _refusing_lost_marks(
     saved weight that they have summed its gradient, and its overlapped reduction asks for that.
     """
     marks_weights = config.gradient_accumulation_fusion and ddp_config.overlap_grad_reduce
-    if config.fine_grained_activation_offloading and marks_weights:
-        local = "megatron.core.tensor_parallel.layers"
-        names = sorted({*config.offload_modules} - _WITHOUT_WEIGHTS)
-        if names and any(type(part).__module__ == local for part in module.modules()):
+    local = "megatron.core.tensor_parallel.layers"
+    if marks_weights and any(type(part).__module__ == local for part in module.modules()):
+        _notes_on_weights.update(part for part in module.modules() if hasattr(part, _PREPARE))
+        names = sorted({*(config.offload_modules or ())} - _WITHOUT_WEIGHTS)
+        if config.fine_grained_activation_offloading and names:
             raise ConfigError(
-                f"offload_modules {', '.join(names)} hold linear layers of Megatron's own, which "
-                "note on their saved weights that gradient_accumulation_fusion has summed a "
-                "gradient; overlap_grad_reduce asks for that, and what autograd saves loses it "
-                "under hooks. Set gradient_accumulation_fusion=False or overlap_grad_reduce=False, "
-                f"take TransformerEngine's layers, or name {', '.join(sorted(_WITHOUT_WEIGHTS))}"
+                f"offload_modules {', '.join(names)} {_NOTES}, take TransformerEngine's layers, or "
+                f"name {', '.join(sorted(_WITHOUT_WEIGHTS))}"
             )
     original(self, config, ddp_config, module, *args, **kw)
 
@@ -272,7 +282,7 @@ def _marking(original: Callable[[Any], None], self: Any) -> None:
     manager = PipelineOffloadManager.get_instance()
     original(self)
     known_for, marked = _marked.get(self, (None, None))
-    if marked is None or known_for is not manager.config or marked.manager is not manager:
+    if marked is None or known_for is not manager.host_pool or marked.manager is not manager:
         config, names = self.config, self.config.offload_modules
         is_whole = (config.recompute_granularity, config.recompute_method) == ("full", "uniform")
         if is_whole and not _marked and {*names} != {LAYER_INPUT}:
@@ -284,15 +294,16 @@ def _marking(original: Callable[[Any], None], self: Any) -> None:
         marked = offload_modules(self, filter(_is_ours, names), manager=manager, is_part=True)
         patches.on_undo(marked.remove)
         if manager.config.enabled:
-            _refuse_rows(manager.config.rows or (), config)
+            _refuse_rows(manager.config.rows or (), config, notes=self in _notes_on_weights)
             refuse_unserved("megatron_core.install()", manager.config)
             if isinstance(manager.config.policy, MemoryTargetConfig):
                 manager.config.policy.targets(pipeline("world_size"))  # as many as there are ranks
-        _marked[self] = manager.config, marked
+        _marked[self] = manager.host_pool, marked
         if manager.config.enabled:
             _hook_rows(self, marked)
             hook_all = partial(_hook_all_rows, ref(manager))
-            marked.remove_later(join_search(self, config, manager, hook_all))
+            if self not in _notes_on_weights:
+                marked.remove_later(join_search(self, config, manager, hook_all))
     begin_forward(self, manager)
     is_full = self.config.recompute_granularity == "full"  # see above
     if manager.do_offload and torch.is_grad_enabled() and not is_full:
@@ -313,11 +324,18 @@ def _hook_all_rows(manager: ref[PipelineOffloadManager]) -> None:
             _hook_rows(model, marked)
 
 
-def _refuse_rows(rows: Sequence[RowConfig], config: Any) -> None:
-    """Refuse rows of layers that no rank has, and of marked groups what can't be said of them."""
+def _refuse_rows(rows: Sequence[RowConfig], config: Any, *, notes: bool) -> None:
+    """Refuse rows of layers that no rank has, and of marked groups what can't be said of them.
+
+    Where linear layers make ``notes`` on saved weights, those of marked groups without weights are
+    left: what is watched for others are whole forwards.
+    """
+    num_layers = config.num_layers + (getattr(config, "mtp_num_layers", None) or 0)
     for row in rows:
-        if row.last_layer >= config.num_layers:
-            raise ConfigError(f"row {row}: there are layers 0 to {config.num_layers - 1}")
+        if row.last_layer >= num_layers:
+            raise ConfigError(f"row {row}: there are layers 0 to {num_layers - 1}")
+        if notes and row.site not in {LOSS, *_WITHOUT_WEIGHTS.intersection(MEGATRON_MODULES)}:
+            raise ConfigError(f"row {row}: the forwards that it watches {_NOTES}")
         if row.site in MEGATRON_MODULES:
             if row.offload != "all" or row.layers != "all":
                 raise ConfigError(

@@ -47,7 +47,8 @@ def join_search(
         if "modules" in given.model_fields_set:
             names = [x for x in names if any(fnmatchcase(x, one) for one in given.modules)]
         give_up = partial(_plan_by_groups, loop)
-        search = RowSearch([model], manager, hook, give_up, may_offload=partial(_is_named, names))
+        may_offload, may_rerun = partial(_is_named, names), partial(_may_rerun, config)
+        search = RowSearch([model], manager, hook, give_up, None, may_offload, may_rerun)
         loop.by_rows = search
     own = hooks_of(RowSearch, model)
     if search is not None:
@@ -69,9 +70,23 @@ def _may_take_rows(loop: MeasuredLoop, config: Any, manager: PipelineOffloadMana
     return loop.may_take_rows and leaves_rows_open(manager) and not (own_rules or goes_around)
 
 
+def _may_rerun(config: Any, site: str) -> bool:
+    """Whether what a site does holds no collective.
+
+    A rank alone may find that a site can't run again, by the bits of its kernels, hooks or memory.
+    Others would then wait for it.
+    """
+    size = config.tensor_model_parallel_size
+    if site.endswith(".experts"):
+        return (getattr(config, "expert_tensor_parallel_size", None) or size) == 1
+    is_moe = config.num_moe_experts is not None
+    in_attention = size > 1 or config.context_parallel_size > 1
+    in_mlp = size > 1 or (is_moe and config.expert_model_parallel_size > 1)
+    return not {"attention": in_attention, "mlp": in_mlp}.get(site, in_attention or in_mlp)
+
+
 def _plan_by_groups(loop: MeasuredLoop, manager: PipelineOffloadManager) -> None:
     loop.may_take_rows = False
-    manager.follow_rows(None)
     loop.begin(manager)
 
 
