@@ -213,6 +213,7 @@ def test_a_rank_with_another_model_follows_rows_of_its_own(layered_jobs):
     layered_jobs[1] = LayeredJob(0.001, num_layers=3, policy={"kind": "auto"})
     assert None not in rows_found_at(layered_jobs)
     assert layered_jobs[0].manager.rows == layered_jobs[2].manager.rows
+    assert len({job.search.said.partition(" free up to")[0] for job in layered_jobs}) == 1
     for job in layered_jobs:
         assert job.manager.rows
         assert job.step() <= 1.2 * 16 * 10.0 * 3 * len(job.net.layers)

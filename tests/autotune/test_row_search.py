@@ -182,6 +182,27 @@ def test_a_job_without_room_to_look_at_its_layers_is_left_to_groups():
     assert search.said == "they are too large"
 
 
+def test_a_loop_goes_on_by_groups_where_rows_are_given_up_in_the_middle_of_its_step():
+    job, loop = LayeredJob(policy=auto(3)), MeasuredLoop()
+    loop.by_rows = mock.Mock(side_effect=lambda manager: loop.begin(manager))
+    loop(job.manager)
+    assert loop.by_rows is None
+    assert not loop.is_converged
+
+
+def test_another_model_behind_the_first_steps_lets_the_search_begin_anew():
+    job = LayeredJob(policy=auto(3))
+    search = RowSearch([job.net], job.manager, mock.Mock(), mock.Mock())
+    search.forward_begins(job.net)
+    search(job.manager)
+    assert search._clock is not None
+    other = LayeredJob(policy=auto(3)).net
+    search.add(other)
+    assert search._clock is None
+    assert search.is_of(other)
+    assert {path.partition(".")[0] for path in search._sites()} == {"0", "1"}
+
+
 def test_a_step_of_a_manager_s_own_has_no_forward_of_a_teacher():
     job = LayeredJob(policy=auto(3))
     search, teacher = RowSearch([job.net], job.manager, mock.Mock(), mock.Mock()), object()

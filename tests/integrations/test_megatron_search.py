@@ -1,12 +1,17 @@
-"""What names in ``offload_modules`` let a Megatron job's own rows offload."""
+"""What a Megatron job's own rows may offload and recompute, and what is refused of a user's."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("megatron.core")
 
-from megatron_offload.integrations.megatron_search import _is_named
+from megatron_offload.core.row_config import RowConfig
+from megatron_offload.errors import ConfigError
+from megatron_offload.integrations.megatron_core import _refuse_rows
+from megatron_offload.integrations.megatron_search import _is_named, _may_rerun
 
 ATTENTION, MLP = "0.decoder.layers.3.self_attention", "0.decoder.layers.3.mlp"
 
@@ -29,3 +34,43 @@ ATTENTION, MLP = "0.decoder.layers.3.self_attention", "0.decoder.layers.3.mlp"
 )
 def test_a_site_is_offloaded_where_a_name_lies_in_it(names, site, path, expected):
     assert _is_named(names, site, path) is expected
+
+
+SITES = ("attention", "mlp", "mlp.experts", "layer")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({}, SITES),
+        ({"tensor_model_parallel_size": 2}, ()),
+        ({"context_parallel_size": 2}, ("mlp", "mlp.experts")),
+        ({"expert_model_parallel_size": 2}, SITES),
+        ({"expert_model_parallel_size": 2, "num_moe_experts": 4}, ("attention", "mlp.experts")),
+        (
+            {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+            ("mlp.experts",),
+        ),
+    ],
+)
+def test_nothing_is_recomputed_unasked_that_holds_collectives(sizes, expected):
+    plain = {"tensor_model_parallel_size": 1, "context_parallel_size": 1, "num_moe_experts": None}
+    config = SimpleNamespace(**plain | {"expert_model_parallel_size": 1} | sizes)
+    assert tuple(site for site in SITES if _may_rerun(config, site)) == expected
+
+
+def test_rows_are_refused_where_hooks_would_lose_what_layers_note_on_weights():
+    config = SimpleNamespace(num_layers=4, offload_modules=["core_attn"])
+    rows = [RowConfig(site="core_attn", offload="all"), RowConfig(site="loss", by_rows=True)]
+    _refuse_rows(rows, config, notes=True)
+    _refuse_rows([RowConfig(site="mlp_act", recompute=True)], config, notes=False)
+    for row in (RowConfig(site="mlp_act", recompute=True), RowConfig(site="mlp", offload=1)):
+        with pytest.raises(ConfigError, match="note on their saved weights"):
+            _refuse_rows([row], config, notes=True)
+
+
+def test_rows_may_name_the_layers_that_predict_further_tokens():
+    row = RowConfig(site="mlp", layers=4, recompute=True)
+    _refuse_rows([row], SimpleNamespace(num_layers=4, mtp_num_layers=1), notes=False)
+    with pytest.raises(ConfigError, match="there are layers 0 to 3"):
+        _refuse_rows([row], SimpleNamespace(num_layers=4, mtp_num_layers=None), notes=False)

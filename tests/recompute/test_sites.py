@@ -22,6 +22,7 @@ from megatron_offload import (
     get_act_offloading_ctx_manager,
     offload_modules,
 )
+from megatron_offload.core.row_config import RowConfig
 from megatron_offload.engine.module_hooks import named_modules
 from megatron_offload.errors import (
     ConfigError,
@@ -29,6 +30,7 @@ from megatron_offload.errors import (
     InPlaceModificationError,
     StateError,
 )
+from megatron_offload.frontends.adopt import adopt_model
 from megatron_offload.memory.storage_ref import StorageRef
 from megatron_offload.model_map.structure import find_sites
 
@@ -346,6 +348,26 @@ def test_a_site_that_draws_them_later_is_refused_then(draw):
         train(net, context)
 
 
+@pytest.mark.parametrize("makes_other_bits", [False, True])
+def test_a_run_s_own_rows_ask_the_bits_where_a_thread_may_have_drawn_numbers(
+    makes_other_bits, caplog
+):
+    """A thread that draws while the forward runs, or the site itself: no error unasked."""
+
+    def draw(layer):
+        return 1.0 + makes_other_bits * random.random()
+
+    expected, net = train(make_net(draw)), make_net(draw)
+    context = get_act_offloading_ctx_manager(net, config=OffloadConfig(rows=[]), min_offload_size=1)
+    context.manager.follow_rows([RowConfig(site="layer", recompute=True)], is_own=True)
+    adopt_model(net, context.manager, groups=context._groups)
+    found = train(net, context)
+    if makes_other_bits:
+        assert "it has had other bits when it ran again" in caplog.text
+    else:
+        assert_equal(expected, found)
+
+
 def test_a_site_that_computes_other_bits_is_named_before_a_gradient_is_wrong():
     net = make_net(lambda _: next(_NUMBERS))
     with pytest.raises(CorruptionError, match=r"layers\.2 was recomputed with other bits.*'layer'"):
@@ -627,15 +649,29 @@ def test_a_constant_that_a_backward_returns_is_taken_by_no_gradient():
     assert all(torch.equal(layer.own.grad, torch.full((WIDTH,), 3.0)) for layer in net.layers)
 
 
-def test_an_auxiliary_loss_of_megatron_is_noted_once(monkeypatch):
-    noted, name = [], "megatron.core.transformer.moe.router"
-    router = SimpleNamespace(save_to_aux_losses_tracker=noted.append)
-    monkeypatch.setitem(sys.modules, name, router)
+NOTED = []
+ROUTERS = {
+    "0.16": (
+        SimpleNamespace(save_to_aux_losses_tracker=NOTED.append),
+        lambda router: router.save_to_aux_losses_tracker(1),
+    ),
+    "0.19": (
+        SimpleNamespace(get_moe_metrics_tracker=lambda: SimpleNamespace(record=NOTED.append)),
+        lambda router: router.get_moe_metrics_tracker().record(1),
+    ),
+}
+
+
+@pytest.mark.parametrize("version", ROUTERS)
+def test_an_auxiliary_loss_of_megatron_is_noted_once(version, monkeypatch):
+    router, note = ROUTERS[version]
+    NOTED.clear()
+    monkeypatch.setitem(sys.modules, "megatron.core.transformer.moe.router", router)
 
     def route(layer):
-        router.save_to_aux_losses_tracker(1)
+        note(router)
         return 1.0
 
     net = make_net(route)
     train(net, around(net, "layer"), num_steps=2)
-    assert len(noted) == 2 * len(net.layers)
+    assert len(NOTED) == 2 * len(net.layers)
