@@ -111,17 +111,17 @@ def train(name, device, options, config):
 
 
 def config_of(timing, options):
+    everything = {"policy": "modules", "min_tensor_bytes": 0, "recompute": ("norm",)}
     if options.device == "cuda":
         budgets = {
             "max_inflight_bytes": options.inflight,
             "prefetch_bytes": options.prefetch or "128MiB",
         }
-        return OffloadConfig(backend="cuda", min_tensor_bytes=0, recompute=("norm",), **budgets)
+        return OffloadConfig(backend="cuda", **everything, **budgets)
     return OffloadConfig(
+        **everything,
         backend="simulated",
         simulated=SimulatedConfig(copy_timing=timing),
-        min_tensor_bytes=0,
-        recompute=("norm",),
         max_inflight_bytes=0,
         prefetch_bytes=options.prefetch or "16KiB",
         host_memory_bytes="1GiB",
