@@ -203,6 +203,13 @@ def test_another_model_behind_the_first_steps_lets_the_search_begin_anew():
     assert {path.partition(".")[0] for path in search._sites()} == {"0", "1"}
 
 
+def test_what_may_not_run_again_is_offloaded_alone():
+    job = LayeredJob(policy=auto(3))
+    own = job.net, job.manager, mock.Mock(), mock.Mock(), None, None
+    search = RowSearch([own[0]], *own[1:], lambda site: site == "mlp")
+    assert {site.name for site in search._sites().values() if site.may_rerun} == {"mlp"}
+
+
 def test_a_step_of_a_manager_s_own_has_no_forward_of_a_teacher():
     job = LayeredJob(policy=auto(3))
     search, teacher = RowSearch([job.net], job.manager, mock.Mock(), mock.Mock()), object()
