@@ -222,6 +222,17 @@ def test_a_step_of_a_manager_s_own_has_no_forward_of_a_teacher():
     assert search._trained == {id(job.net)}
 
 
+def test_steps_that_grow_for_ever_are_looked_at_three_times():
+    job = LayeredJob(0.001, policy=auto(1))
+    begun = []
+    for length in (2, 8, 32, 128, 512):
+        for _ in range(25):
+            job.step(length)
+        begun.append(job.search._num_begun)
+        assert job.search.is_converged
+    assert begun == [1, 2, 3, 3, 3]
+
+
 def test_rows_of_which_nothing_leaves_are_not_followed():
     job = LayeredJob(1.0, policy=auto(20), layer=PlainLayer, num_layers=2)
     job.found()
