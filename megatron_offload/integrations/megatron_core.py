@@ -32,7 +32,7 @@ from megatron_offload.core.row_config import LOSS, RowConfig
 from megatron_offload.engine.group import SOURCES
 from megatron_offload.engine.learning import register_pipeline_rank
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.module_hooks import named_modules
+from megatron_offload.engine.module_hooks import hooks_of, named_modules
 from megatron_offload.engine.patches import Call, PatchStack
 from megatron_offload.errors import ConfigError, IntegrationError
 from megatron_offload.frontends.adopt import hook_modules
@@ -41,6 +41,7 @@ from megatron_offload.frontends.modules import ModuleOffload, offload_modules
 from megatron_offload.integrations.megatron_recompute import replacements, wrap_methods
 from megatron_offload.integrations.megatron_search import begin_forward, join_search, leave_search
 from megatron_offload.memory.host_pool import HostPool
+from megatron_offload.model_map.offload_site import OffloadSite
 
 _MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 _PREPARE = "preprocess_for_fine_grained_offloading"
@@ -293,6 +294,7 @@ def _marking(original: Callable[[Any], None], self: Any) -> None:
             )
         marked = offload_modules(self, filter(_is_ours, names), manager=manager, is_part=True)
         patches.on_undo(marked.remove)
+        patches.on_undo(partial(_unhook, ref(self)))
         if manager.config.enabled:
             _refuse_rows(manager.config.rows or (), config, notes=self in _notes_on_weights)
             refuse_unserved("megatron_core.install()", manager.config)
@@ -316,6 +318,13 @@ def _hook_rows(model: nn.Module, marked: ModuleOffload) -> None:
     find_manager = PipelineOffloadManager.get_instance
     hooks = hook_modules(named_modules(model), marked.manager, find_manager, is_part=True)
     marked.remove_later(hooks)
+
+
+def _unhook(model: ref[nn.Module]) -> None:
+    """Take off the hooks that a watched forward has set."""
+    found = model()
+    for module in () if found is None else found.modules():
+        hooks_of(OffloadSite, module)
 
 
 def _hook_all_rows(manager: ref[PipelineOffloadManager]) -> None:
