@@ -339,8 +339,8 @@ def _refuse_rows(rows: Sequence[RowConfig], config: Any, *, notes: bool) -> None
     Where linear layers make ``notes`` on saved weights, those of marked groups without weights are
     left: what is watched for others are whole forwards.
     """
-    num_layers = config.num_layers + (getattr(config, "mtp_num_layers", None) or 0)
     for row in rows:
+        num_layers = config.num_layers + (getattr(config, "mtp_num_layers", None) or 0)
         if row.last_layer >= num_layers:
             raise ConfigError(f"row {row}: there are layers 0 to {num_layers - 1}")
         if notes and row.site not in {LOSS, *_WITHOUT_WEIGHTS.intersection(MEGATRON_MODULES)}:
