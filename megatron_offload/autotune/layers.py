@@ -114,7 +114,12 @@ class LayerWatch:
 
     def begin(self) -> None:
         """Watch what comes."""
-        self._handles += self._seen.watch({path: site.module for path, site in self._sites.items()})
+        modules = {
+            f"{path}.{name}".rstrip("."): module
+            for path, site in self._sites.items()
+            for name, module in site.module.named_modules()
+        }
+        self._handles += self._seen.watch(modules)
         for path, site in self._sites.items():
             hook = ModuleHook(partial(self._note_inputs, path))
             self._handles.append(site.module.register_forward_pre_hook(hook, with_kwargs=True))
@@ -193,7 +198,12 @@ class LayerWatch:
             rerun_bytes = sum(own) - sum(kept_alone)
             offloads = list[_Offload]()
             if may_offload is None or may_offload(site.name, path):
-                offloads += _offloads([(size, inside[key]) for key, size in sizes.items()])
+                inner = set[str]()
+                if not times.is_host_bound:  # each group takes some of the host's time
+                    saved_inside = (one for key in sizes if inside[key] for one in savers[key])
+                    inner = _parts(site.module, path, saved_inside)
+                saved = [(size, inside[key]) for key, size in sizes.items()]
+                offloads += _offloads(saved, tuple(sorted(inner)))
             seen = _SeenSite(site, times.us(path), rerun_bytes, offloads, num_saved[path], units)
             found[site.layer].append(seen)
         last = max(found, default=-1)
@@ -211,9 +221,19 @@ class _Offload(NamedTuple):
     what: int | Literal["all"]
     num_tensors: int
     num_bytes: int
+    inner: tuple[str, ...] = ()
+    """Parts of the site that are groups of their own: these leave sooner."""
 
 
-def _offloads(sizes: Iterable[tuple[int, bool]]) -> Iterator[_Offload]:
+def _parts(module: nn.Module, path: str, savers: Iterable[str]) -> set[str]:
+    """Return which parts of a site save anything, as rows name them."""
+    own, start = path.rpartition(".")[2], f"{path}."
+    names = {one.removeprefix(start).partition(".")[0] for one in savers if one.startswith(start)}
+    called = {name for name in names if has_forward(getattr(module, name))}
+    return {f"{own}.{name}" for name in called}
+
+
+def _offloads(sizes: Iterable[tuple[int, bool]], inner: tuple[str, ...]) -> Iterator[_Offload]:
     """Yield how much of a site may be offloaded, of sizes and whether they are saved there alone.
 
     Rows pick the largest tensors; where others save one too, all that are left to a site may go.
@@ -223,10 +243,11 @@ def _offloads(sizes: Iterable[tuple[int, bool]]) -> Iterator[_Offload]:
         if not is_own or size < _LEAST_BYTES:
             break
         num_bytes += size
-        yield _Offload(number, number, num_bytes)
+        if number < len(ordered) or not inner:
+            yield _Offload(number, number, num_bytes)
     own = [size for size, is_own in ordered if is_own]
-    if sum(own) - num_bytes >= max(1, _LEAST_BYTES):
-        yield _Offload("all", len(own), sum(own))
+    if sum(own) - (0 if inner else num_bytes) >= max(1, _LEAST_BYTES):
+        yield _Offload("all", len(own), sum(own), inner)
 
 
 class _SeenSite(NamedTuple):
@@ -256,7 +277,7 @@ class _Cost(NamedTuple):
 
 def _actions_of(found: list[_SeenSite], cost: _Cost, *, is_last: bool) -> Iterator[Action]:
     """Yield what may be done with one layer: with the whole, or with each of its parts."""
-    base, choices = KEEP, dict[str, list[Action]]()
+    base, choices, may_copy = KEEP, dict[str, list[Action]](), cost.gbps > 0 and not is_last
     for seen in found:
         for unit, size in seen.units.items() if seen.site.name == "layer" else ():
             again = Action(((unit, "recompute"),), size, _UNIT_US_PER_BYTE * size)
@@ -265,9 +286,10 @@ def _actions_of(found: list[_SeenSite], cost: _Cost, *, is_last: bool) -> Iterat
         if seen.site.may_rerun and seen.rerun_bytes > 0:
             us = cost.rerun_us(seen.us)
             own.append(Action(((name, "recompute"),), seen.rerun_bytes, us))
-        for what, num_tensors, num_bytes in seen.offloads if cost.gbps and not is_last else ():
+        for what, num_tensors, num_bytes, inner in seen.offloads if may_copy else ():
             us = cost.offload_us(num_bytes, num_tensors, seen.num_saved)
-            own.append(Action(((name, what),), num_bytes, us, num_bytes))
+            parts: tuple[Part, ...] = ((name, what), *((one, "all") for one in inner))
+            own.append(Action(parts, num_bytes, us, num_bytes))
         choices[name] = _merged(choices.get(name), own)
     layer_us = sum(seen.us for seen in found if seen.site.name == "layer")
     most_bytes = cost.link_share * cost.gbps * 1e3 * layer_us
@@ -278,10 +300,10 @@ def _actions_of(found: list[_SeenSite], cost: _Cost, *, is_last: bool) -> Iterat
         # A group leaves the device as a whole, so that small ones leave sooner.
         whole = [action for action in whole if not action.copied_bytes]
     yield from (_both(base, x) for x in whole if x.copied_bytes <= most_bytes)
-    for parts in product(*choices.values()):
+    for chosen in product(*choices.values()):
         action = base
-        for part in parts:
-            action = _both(action, part)
+        for one in chosen:
+            action = _both(action, one)
         if action.parts and action.copied_bytes <= most_bytes:
             yield action
 

@@ -107,6 +107,20 @@ def test_experts_are_recomputed_where_their_routing_can_not_be():
     assert actions(job) == {("mlp.experts", "recompute")}
 
 
+@pytest.mark.parametrize("is_host_bound", [False, True])
+def test_parts_are_groups_of_their_own_where_the_host_has_time_for_them(is_host_bound, monkeypatch):
+    monkeypatch.setattr(layers.SiteTimes, "is_host_bound", is_host_bound)
+    monkeypatch.setattr(layers, "_GROUP_US", 0.0)
+    monkeypatch.setattr(layers, "_TENSOR_US", 0.0)
+    job = LayeredJob(1.0, policy=auto(1), layer=PlainLayer)
+    job.found()
+    found = actions(job)
+    whole, parts = ("mlp", "all"), {("mlp.up", "all"), ("mlp.down", "all")}
+    assert (whole in found) is not is_host_bound
+    assert found.isdisjoint(parts) is is_host_bound
+    assert job.manager.last_step.by_name.keys() == {site for site, _ in found}
+
+
 def test_lengths_that_are_drawn_anew_are_one_program():
     job = LayeredJob(0.001, policy=auto(20))
     rows = job.found((8, 16, 24, 40)).plan.rows()
@@ -233,7 +247,8 @@ def test_steps_that_grow_for_ever_are_looked_at_three_times():
     assert begun == [1, 2, 3, 3, 3]
 
 
-def test_rows_of_which_nothing_leaves_are_not_followed():
+def test_rows_of_which_nothing_leaves_are_not_followed(monkeypatch):
+    monkeypatch.setattr(layers, "_parts", lambda *_: set())  # a part alone might leave
     job = LayeredJob(1.0, policy=auto(20), layer=PlainLayer, num_layers=2)
     job.found()
     assert "needed again at once" in job.search.said
