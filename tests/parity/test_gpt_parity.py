@@ -55,7 +55,7 @@ QUICK = {
         "rows-of-a-function",
         "found-rows",
     ),
-    "later": ("pp2-vpp4-one-layer-a-chunk", "rows", "found-rows"),
+    "later": ("pp2-vpp4-one-layer-a-chunk", "rows"),
 }
 
 
