@@ -23,8 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import yaml
-from torch import nn
-from torch.library import define
+from torch import library, nn
 from torch.utils._pytree import tree_leaves
 
 from megatron_offload import OffloadActivations, OffloadConfig, get_act_offloading_ctx_manager
@@ -246,7 +245,7 @@ def import_families(families: Iterable[str]) -> None:
             del sys.modules[name]
         for name in ("nms", "qnms"):
             boxes = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-            define(f"torchvision::{name}", boxes)
+            library.define(f"torchvision::{name}", boxes)
     for family in families:
         importlib.import_module({"transformers": "transformers.modeling_utils"}.get(family, family))
     for name in FAMILIES:

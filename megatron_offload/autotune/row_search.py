@@ -248,7 +248,7 @@ class RowSearch(OldAttributes):
             return
         self._kind = kind
         if kind != "open":
-            has_rows = kind in ("trying", "warming", "rows") and self.plan is not None
+            has_rows = kind in ("trying", "warming", "rows")
             rows = self.plan.rows() if has_rows and self.plan else self._rows
             on_trial = kind == "trying" and not self._is_tight
             self.manager.follow_rows(rows, is_own=True, on_trial=on_trial)
@@ -313,7 +313,8 @@ class RowSearch(OldAttributes):
         if self._is_tight:  # one layer stands for all
             sites = {path: site for path, site in sites.items() if site.layer == numbers[-1]}
             self._recompute_layers(others)
-        elif not self._has_groups and manager.usual_recompute:  # what functions make is noted
+        elif not (self._has_groups or self._recomputes_nothing) and manager.usual_recompute:
+            # What functions make is noted.
             units = (RowConfig(site=unit, recompute=True) for unit in UNITS)
             self._rows = tuple(units)
         look = partial(LayerWatch, sites, self._may_move(), manager)
@@ -369,11 +370,16 @@ class RowSearch(OldAttributes):
             if model is not None
             for path, site in sites_of_layers(model).items()
         }
-        may_rerun = self._may_rerun
-        if may_rerun is not None:
-            for site in found.values():
-                site.may_rerun = site.may_rerun and may_rerun(site.name)
+        for site in found.values():
+            is_free = self._may_rerun is None or self._may_rerun(site.name)
+            site.may_rerun &= is_free and not self._recomputes_nothing
         return found
+
+    @property
+    def _recomputes_nothing(self) -> bool:
+        """Whether that is configured: ``recompute=()``."""
+        config = self.manager.config
+        return "recompute" in config.model_fields_set and not config.recompute
 
     def _may_move(self) -> MayMove:
         manager, groups = self.manager, self._groups()
@@ -418,11 +424,11 @@ class RowSearch(OldAttributes):
                     if found is None:
                         yield kind
                 phase, text, plans = json.loads(found or '["", "", {}]')
-                if phase == "refused" and not self._has_groups:
-                    self._leave_to_groups(text)
-                    return
                 if phase == "refused":
-                    self._stop(text, ADVICE, keeps_open=bool(refusal))
+                    if self._has_groups:
+                        self._stop(text, ADVICE, keeps_open=bool(refusal))
+                    else:
+                        self._leave_to_groups(text)
                     return
                 if self._stage not in plans:
                     self._stop("no plan came that the ranks have agreed on", "")

@@ -89,8 +89,9 @@ def _module(name: str) -> Any:
 def _noting(original: Call, *args: Any, **kwargs: Any) -> Any:
     output = original(*args, **kwargs)
     if "mlp_act" in _manager().recompute:
-        # For its own backward each saves its input.
-        add_recipe(_manager(), output, original, args, kwargs, unit="mlp_act", holds=True)
+        # For its own backward each saves its input, unless a flag says in fp8 or on the host.
+        holds = not any(one is True for one in (*args, *kwargs.values()))
+        add_recipe(_manager(), output, original, args, kwargs, unit="mlp_act", holds=holds)
     return output
 
 

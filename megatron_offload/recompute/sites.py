@@ -216,9 +216,8 @@ class _HookedSite(Site):
         manager = self._find_manager()
         if manager is None or not manager.do_offload or not is_recording() or is_traced():
             return None
-        if not (
-            manager.may_drop(self.unit) if self.drops_inside else manager.may_recompute(self.unit)
-        ):
+        may = manager.may_drop if self.drops_inside else manager.may_recompute
+        if not may(self.unit):
             return None
         leaves, spec = args, None
         if kwargs or any(isinstance(x, (tuple, list, dict)) for x in args):

@@ -217,6 +217,14 @@ def test_another_model_behind_the_first_steps_lets_the_search_begin_anew():
     assert {path.partition(".")[0] for path in search._sites()} == {"0", "1"}
 
 
+def test_nothing_is_recomputed_where_that_is_said():
+    job = LayeredJob(1.0, policy=auto(40), recompute=())
+    job.found()
+    assert {what for _, what in actions(job)} <= {"all", *range(1, 9)}
+    assert job.manager.rows
+    assert job.manager.last_step.recomputed_bytes == 0
+
+
 def test_what_may_not_run_again_is_offloaded_alone():
     job = LayeredJob(policy=auto(3))
     own = job.net, job.manager, mock.Mock(), mock.Mock(), None, None
