@@ -40,6 +40,7 @@ _SITE_US = 100.0  # what a call that runs again takes of the host's time besides
 _GROUP_US = 130.0  # likewise a group that is offloaded
 _TENSOR_US = 45.0  # and each of its tensors
 _UNIT_US_PER_BYTE = 2e-6  # of an activation that is called again, which reads and writes memory
+_PART_US = 1000.0  # what a copy takes at least that is worth a group of its own
 _COPY_SHARE = 0.03  # of a copy's time, what it slows the device: they share its memory
 _LINK_SHARE = 1.1  # of what a link carries in a layer's time: behind the last one there is more
 
@@ -198,12 +199,15 @@ class LayerWatch:
             rerun_bytes = sum(own) - sum(kept_alone)
             offloads = list[_Offload]()
             if may_offload is None or may_offload(site.name, path):
-                inner = set[str]()
-                if not times.is_host_bound:  # each group takes some of the host's time
-                    saved_inside = (one for key in sizes if inside[key] for one in savers[key])
-                    inner = _parts(site.module, path, saved_inside)
+                inner = Counter[str]()
+                for key in sizes:
+                    if inside[key] and not times.is_host_bound:
+                        inner[_part(site.module, path, savers[key][0])] += sizes[key]
+                # A group takes some of the host's time, so that it has to be worth a copy.
+                least_bytes = max(_LEAST_BYTES, _PART_US * gbps * 1e3)
+                large = sorted(x for x, size in inner.items() if x and size >= least_bytes)
                 saved = [(size, inside[key]) for key, size in sizes.items()]
-                offloads += _offloads(saved, tuple(sorted(inner)))
+                offloads += _offloads(saved, tuple(large))
             seen = _SeenSite(site, times.us(path), rerun_bytes, offloads, num_saved[path], units)
             found[site.layer].append(seen)
         last = max(found, default=-1)
@@ -225,12 +229,11 @@ class _Offload(NamedTuple):
     """Parts of the site that are groups of their own: these leave sooner."""
 
 
-def _parts(module: nn.Module, path: str, savers: Iterable[str]) -> set[str]:
-    """Return which parts of a site save anything, as rows name them."""
-    own, start = path.rpartition(".")[2], f"{path}."
-    names = {one.removeprefix(start).partition(".")[0] for one in savers if one.startswith(start)}
-    called = {name for name in names if has_forward(getattr(module, name))}
-    return {f"{own}.{name}" for name in called}
+def _part(module: nn.Module, path: str, saver: str) -> str:
+    """Return the part of a site that saves something, as rows name it; empty of the site itself."""
+    name = saver.removeprefix(path).lstrip(".").partition(".")[0]
+    is_called = name and has_forward(getattr(module, name))
+    return f"{path.rpartition('.')[2]}.{name}" if is_called else ""
 
 
 def _offloads(sizes: Iterable[tuple[int, bool]], inner: tuple[str, ...]) -> Iterator[_Offload]:

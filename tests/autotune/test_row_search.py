@@ -108,7 +108,11 @@ def test_experts_are_recomputed_where_their_routing_can_not_be():
 
 
 @pytest.mark.parametrize("is_host_bound", [False, True])
-def test_parts_are_groups_of_their_own_where_the_host_has_time_for_them(is_host_bound, monkeypatch):
+@pytest.mark.parametrize("part_us", [0.0, 1000.0])
+def test_large_parts_are_groups_of_their_own_where_the_host_has_time_for_them(
+    is_host_bound, part_us, monkeypatch
+):
+    monkeypatch.setattr(layers, "_PART_US", part_us)
     monkeypatch.setattr(layers.SiteTimes, "is_host_bound", is_host_bound)
     monkeypatch.setattr(layers, "_GROUP_US", 0.0)
     monkeypatch.setattr(layers, "_TENSOR_US", 0.0)
@@ -116,8 +120,9 @@ def test_parts_are_groups_of_their_own_where_the_host_has_time_for_them(is_host_
     job.found()
     found = actions(job)
     whole, parts = ("mlp", "all"), {("mlp.up", "all"), ("mlp.down", "all")}
-    assert (whole in found) is not is_host_bound
-    assert found.isdisjoint(parts) is is_host_bound
+    has_parts = not is_host_bound and not part_us
+    assert (whole in found) is has_parts
+    assert found.isdisjoint(parts) is not has_parts
     assert job.manager.last_step.by_name.keys() == {site for site, _ in found}
 
 
@@ -255,8 +260,7 @@ def test_steps_that_grow_for_ever_are_looked_at_three_times():
     assert begun == [1, 2, 3, 3, 3]
 
 
-def test_rows_of_which_nothing_leaves_are_not_followed(monkeypatch):
-    monkeypatch.setattr(layers, "_parts", lambda *_: set())  # a part alone might leave
+def test_rows_of_which_nothing_leaves_are_not_followed():
     job = LayeredJob(1.0, policy=auto(20), layer=PlainLayer, num_layers=2)
     job.found()
     assert "needed again at once" in job.search.said
