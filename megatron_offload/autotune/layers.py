@@ -300,7 +300,7 @@ def _actions_of(found: list[_SeenSite], cost: _Cost, *, is_last: bool) -> Iterat
         choices.setdefault("mlp", [KEEP]).extend(choices.pop(name)[1:])  # one or the other
     whole = choices.pop("layer", [KEEP])[1:]
     if any(action.copied_bytes for all_ in choices.values() for action in all_):
-        # A group leaves the device as a whole, so that small ones leave sooner.
+        # A group is released as a whole, so that small ones are sooner.
         whole = [action for action in whole if not action.copied_bytes]
     yield from (_both(base, x) for x in whole if x.copied_bytes <= most_bytes)
     for chosen in product(*choices.values()):
