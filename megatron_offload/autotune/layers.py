@@ -39,7 +39,7 @@ _MOST_IDLE_SHARE = 0.25  # of sites: where the device has come to more of them, 
 _SITE_US = 100.0  # what a call that runs again takes of the host's time besides
 _GROUP_US = 130.0  # likewise a group that is offloaded
 _TENSOR_US = 45.0  # and each of its tensors
-_UNIT_US_PER_BYTE = 2e-6  # of an activation that is called again, which reads and writes memory
+_UNIT_US_PER_BYTE = 1e-6  # of an activation that is called again, which reads and writes memory
 _PART_US = 1000.0  # what a copy takes at least that is worth a group of its own
 _COPY_SHARE = 0.03  # of a copy's time, what it slows the device: they share its memory
 _LINK_SHARE = 1.1  # of what a link carries in a layer's time: behind the last one there is more
@@ -110,8 +110,9 @@ class LayerWatch:
         self._refs: list[StorageRef] = []  # no other storage gets the identity of one of these
         self._inputs: defaultdict[str, dict[int, int]] = defaultdict(dict)
         self._handles: list[RemovableHandle] = []
-        self.called: set[str] = set()
-        """Sites that ran at all: not those of a tower that has nothing to look at."""
+        self.saving: set[str] = set()
+        """Sites that save something: not those of a tower that has nothing to look at, nor what
+        only passes on what it is given. Known once `actions` has been asked."""
 
     def begin(self) -> None:
         """Watch what comes."""
@@ -141,7 +142,6 @@ class LayerWatch:
         return in_layers / max(1, sum(sizes.values()))
 
     def _note_inputs(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.called.add(path)
         for leaf in pytree.tree_leaves((args, kwargs)):
             if (
                 type(leaf) is torch.Tensor
@@ -178,13 +178,14 @@ class LayerWatch:
             (self._sites[path].name, key) for path, all_ in self._inputs.items() for key in all_
         )
         for path, site in self._sites.items():
-            if path not in self.called:
-                continue
             inside = {
                 key: all(f"{one}.".startswith(f"{path}.") for one in paths)
                 for key, paths in savers.items()
                 if any(f"{one}.".startswith(f"{path}.") for one in paths)
             }
+            if not inside:
+                continue
+            self.saving.add(path)
             units = Counter[str]()
             for key in inside.keys() & made.keys():
                 units[made[key]] += self._seen.sizes[key]

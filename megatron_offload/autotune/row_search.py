@@ -330,7 +330,7 @@ class RowSearch(OldAttributes):
         self._actions = watch.actions(
             times, gbps, others, self._may_offload, is_pipeline=self._num_inflight > 1
         )
-        self._called = watch.called
+        self._saving = watch.saving
         del look, sites, watch, times  # of the model nothing is held
         if layer_share < _LEAST_SHARE and is_alone():
             self._leave_to_groups("most of what is saved is in no layer")
@@ -447,7 +447,7 @@ class RowSearch(OldAttributes):
 
     def _name_of_stage(self) -> str:
         """Return what ranks have alike that have the same layers."""
-        seen = sorted((site.layer, x) for x, site in self._sites().items() if x in self._called)
+        seen = sorted((site.layer, x) for x, site in self._sites().items() if x in self._saving)
         return f"{self.manager.learner.pp_rank or 0}/{zlib.crc32(repr(seen).encode()):x}"
 
     def _words(self, actions: list[Any] | None) -> dict[str, Any]:
@@ -522,7 +522,7 @@ class RowSearch(OldAttributes):
             found = model()
             paths = () if found is None else unproven_sites(named_modules(found))
             names = (f"{number}.{path}" for path in paths)
-            unproven |= {sites[path].name for path in names if path in sites.keys() & self._called}
+            unproven |= {sites[path].name for path in names if path in sites.keys() & self._saving}
         if not self._is_tight:
             refused += [(row.site, "recompute") for row in rows if row.site in unproven]
         return refused

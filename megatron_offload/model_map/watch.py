@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.core.row_config import UNITS
 from megatron_offload.core.units import format_bytes
+from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.hooks import put_on, take_off
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_parameter
@@ -120,6 +121,11 @@ class SavedMemory(Observer):
             self.tensor_saved(tensor)
         return SavedTensor(tensor, "kept")
 
+    @property
+    def chunk(self) -> ChunkOffloadHandler | None:
+        """Whose forward it is."""
+        return None if self._manager is None else self._manager.cur_forward_chunk()
+
     def tensor_saved(self, tensor: torch.Tensor) -> None:
         """Note a tensor that is saved now."""
         key = None
@@ -128,7 +134,7 @@ class SavedMemory(Observer):
             if key not in self.sizes:
                 self._storages.append(StorageRef(tensor.untyped_storage()))
             self.sizes[key] = max(self.sizes.get(key, 0), tensor.nbytes)
-            chunk = None if self._manager is None else self._manager.cur_forward_chunk()
+            chunk = self.chunk
             if chunk is not None and chunk.recipes is not None:  # what a function has made
                 unit = chunk.recipes.unit_of(key)
                 self.made |= {key: unit} if unit else {}

@@ -101,6 +101,26 @@ class RoutedLayer(GradientCheckpointingLayer):
         self.mlp = RoutedMlp(job)
 
 
+class AttentiveLayer(GradientCheckpointingLayer):
+    """Has a second attention that does nothing, as Megatron's layers have."""
+
+    def __init__(self, job):
+        super().__init__(job)
+        self.self_attention, self.cross_attention = TimedMlp(job), torch.nn.Identity()
+
+    def forward(self, x):
+        return super().forward(x + self.cross_attention(self.self_attention(x)))
+
+
+@pytest.mark.parametrize(("gbps", "what"), [(1.0, 2), (0.001, "recompute")])
+def test_a_part_that_saves_nothing_is_no_matter(gbps, what):
+    job = LayeredJob(gbps, layer=AttentiveLayer, policy=target("1KiB"))
+    job.found()
+    found = {part for all_ in job.search._actions.values() for one in all_ for part in one.parts}
+    assert ("attention", what) in found
+    assert job.manager.rows
+
+
 def test_experts_are_recomputed_where_their_routing_can_not_be():
     job = LayeredJob(0.001, policy=auto(40), layer=RoutedLayer)
     job.found()

@@ -18,6 +18,7 @@ from programs import (
     make_manager,
 )
 
+from megatron_offload.frontends.adopt import adopt_model
 from megatron_offload.frontends.whole_model import get_act_offloading_ctx_manager
 from megatron_offload.recompute import transformer_engine
 
@@ -132,6 +133,39 @@ def test_at_a_door_that_marks_nothing_too(module):
         assert_same(expected, gradients(module, offload))
         assert offload.end_step()
         assert offload.last_step.by_name["activations"].recomputed_bytes == 2 * BYTES
+
+
+class Fused(torch.nn.Module):
+    """A model that is one fused layer."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module, self.norm = module, torch.nn.Parameter(torch.rand(WIDTH))
+        self.one, self.two = (torch.nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(2))
+
+    def forward(self, x):
+        x = x * 2
+        return _LayerNormMLP.apply(x, self.norm, self.one, self.two, self.module, None)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_row_of_functions_alone_drops_what_they_make(unit, module, caplog):
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(Fused(module)), torch.randn(ROWS, 1, WIDTH)
+    model(x).square().mean().backward()
+    expected = [one.grad for one in model.parameters()]
+    manager = make_manager(rows=[{"site": unit, "recompute": True}])
+    adopt_model(model, manager, is_part=True)
+    for _ in range(3):  # the first is watched, the second shows that the bits are the same
+        model.zero_grad()
+        with manager.step():
+            manager.begin_chunk()
+            model(x).square().mean().backward()
+        assert_same(expected, [one.grad for one in model.parameters()])
+    step = manager.last_step
+    assert (step.recomputed_bytes, step.offloaded_bytes) == (BYTES, 0)
+    assert not caplog.records
+    assert_nothing_left(manager)
 
 
 @pytest.mark.parametrize(("units", "made"), [((), {}), (("mlp_act",), {"mlp_act": BYTES})])
