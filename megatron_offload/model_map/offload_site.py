@@ -41,7 +41,8 @@ class LargestTensors:
     """Which of the tensors that calls of one module save are the largest, as the first has shown.
 
     The first call is recorded whole. Of those that follow only what was chosen then, as long as
-    they save as many; of calls that differ by turns each is recorded whole. Where it is ``most`` 0
+    they save as many; calls that differ by turns, or in which something is recomputed, are each
+    recorded whole. Where it is ``most`` 0
     of them, those chosen are there to be recomputed; where that is None, all are offloaded that
     others don't save too.
     """
@@ -98,6 +99,8 @@ class _Call:
         largest = sorted(copied, key=lambda block: -block.num_bytes)[: site.most]
         for block in own:
             block.is_kept = block not in largest
+        if len(copied) < len(own):
+            return  # what is recomputed, and what from, has to be recorded
         saved = [(number, found()) for number, found in self._records]
         if site.num_others < _MOST_OTHERS:
             chosen = (number for number, record in saved if record and record.block in largest)

@@ -168,6 +168,31 @@ def test_a_row_of_functions_alone_drops_what_they_make(unit, module, caplog):
     assert_nothing_left(manager)
 
 
+class GradientCheckpointingLayer(torch.nn.Module):
+    """A layer by its name."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.mlp = Fused(module)
+
+    def forward(self, x):
+        return self.mlp(x)
+
+
+@pytest.mark.parametrize("most", [1, 2, "all"])
+def test_what_a_site_recomputes_is_not_kept_where_some_of_its_tensors_are_offloaded(module, most):
+    rows = [{"site": unit, "recompute": True} for unit in UNITS]
+    manager = make_manager(rows=[*rows, {"site": "mlp", "offload": most}])
+    model = torch.nn.Sequential(*(GradientCheckpointingLayer(module) for _ in range(2)))
+    adopt_model(model, manager, is_part=True)
+    for _ in range(3):
+        with manager.step():
+            manager.begin_chunk()
+            model(torch.randn(ROWS, 1, WIDTH)).square().mean().backward()
+        assert manager.last_step.recomputed_bytes == 4 * BYTES
+        assert manager.last_step.offloaded_bytes == 2 * BYTES * (1 if most == 1 else 2)
+
+
 @pytest.mark.parametrize(("units", "made"), [((), {}), (("mlp_act",), {"mlp_act": BYTES})])
 def test_what_is_not_listed_moves(units, made, module):
     expected = gradients(module)
