@@ -42,7 +42,8 @@ _TENSOR_US = 45.0  # and each of its tensors
 _UNIT_US_PER_BYTE = 1e-6  # of an activation that is called again, which reads and writes memory
 _PART_US = 1000.0  # what a copy takes at least that is worth a group of its own
 _COPY_SHARE = 0.03  # of a copy's time, what it slows the device: they share its memory
-_LINK_SHARE = 1.1  # of what a link carries in a layer's time: behind the last one there is more
+_LINK_SHARE = 1.1  # of what a link carries while layers run: behind the last one there is more
+_PIPELINE_SHARE = 3  # likewise, times that: backwards of other microbatches lie between forwards
 
 
 LIBRARIES = (
@@ -157,8 +158,6 @@ class LayerWatch:
         gbps: float,
         numbers: Sequence[int],
         may_offload: Callable[[str, str], bool] | None = None,
-        *,
-        is_pipeline: bool = False,
     ) -> dict[int, tuple[Action, ...]]:
         """Return what may be done with each layer, by its number.
 
@@ -167,8 +166,6 @@ class LayerWatch:
             gbps: what copies get; 0 where nothing can be offloaded.
             numbers: of layers that were not watched, and are taken to be like the last that was.
             may_offload: whether what the site saves of this name and dotted name may be offloaded.
-            is_pipeline: whether backwards of other microbatches lie between forwards, in which
-                copies go on.
         """
         found: defaultdict[int, list[_SeenSite]] = defaultdict(list)
         savers, made, num_saved = self._seen.savers(), self._seen.made, Counter[str]()
@@ -214,12 +211,8 @@ class LayerWatch:
         last = max(found, default=-1)
         for number in numbers if found else ():
             found[number] = found[last]
-        cost = _Cost(times.is_host_bound, gbps, _LINK_SHARE * (3 if is_pipeline else 1))
-        given = {
-            number: tuple(_actions_of(seen, cost, is_last=number == last and not is_pipeline))
-            for number, seen in found.items()
-        }
-        return _alike(given)
+        cost = _Cost(times.is_host_bound, gbps)
+        return _alike({number: tuple(_actions_of(seen, cost)) for number, seen in found.items()})
 
 
 class _Offload(NamedTuple):
@@ -268,8 +261,6 @@ class _SeenSite(NamedTuple):
 class _Cost(NamedTuple):
     is_host_bound: bool
     gbps: float
-    link_share: float
-    """Of what the link carries in a layer's forward, what may be offloaded there."""
 
     def offload_us(self, num_bytes: int, num_tensors: int, num_saved: int) -> float:
         host_us = _GROUP_US + _TENSOR_US * num_tensors + num_saved
@@ -279,9 +270,9 @@ class _Cost(NamedTuple):
         return us + _SITE_US * self.is_host_bound
 
 
-def _actions_of(found: list[_SeenSite], cost: _Cost, *, is_last: bool) -> Iterator[Action]:
+def _actions_of(found: list[_SeenSite], cost: _Cost) -> Iterator[Action]:
     """Yield what may be done with one layer: with the whole, or with each of its parts."""
-    base, choices, may_copy = KEEP, dict[str, list[Action]](), cost.gbps > 0 and not is_last
+    base, choices = KEEP, dict[str, list[Action]]()
     for seen in found:
         for unit, size in seen.units.items() if seen.site.name == "layer" else ():
             again = Action(((unit, "recompute"),), size, _UNIT_US_PER_BYTE * size)
@@ -290,25 +281,23 @@ def _actions_of(found: list[_SeenSite], cost: _Cost, *, is_last: bool) -> Iterat
         if seen.site.may_rerun and seen.rerun_bytes > 0:
             us = cost.rerun_us(seen.us)
             own.append(Action(((name, "recompute"),), seen.rerun_bytes, us))
-        for what, num_tensors, num_bytes, inner in seen.offloads if may_copy else ():
+        for what, num_tensors, num_bytes, inner in seen.offloads if cost.gbps > 0 else ():
             us = cost.offload_us(num_bytes, num_tensors, seen.num_saved)
             parts: tuple[Part, ...] = ((name, what), *((one, "all") for one in inner))
             own.append(Action(parts, num_bytes, us, num_bytes))
         choices[name] = _merged(choices.get(name), own)
-    layer_us = sum(seen.us for seen in found if seen.site.name == "layer")
-    most_bytes = cost.link_share * cost.gbps * 1e3 * layer_us
     for name in [name for name in choices if name.endswith(_EXPERTS)]:
         choices.setdefault("mlp", [KEEP]).extend(choices.pop(name)[1:])  # one or the other
     whole = choices.pop("layer", [KEEP])[1:]
     if any(action.copied_bytes for all_ in choices.values() for action in all_):
         # A group is released as a whole, so that small ones are sooner.
         whole = [action for action in whole if not action.copied_bytes]
-    yield from (_both(base, x) for x in whole if x.copied_bytes <= most_bytes)
+    yield from (_both(base, x) for x in whole)
     for chosen in product(*choices.values()):
         action = base
         for one in chosen:
             action = _both(action, one)
-        if action.parts and action.copied_bytes <= most_bytes:
+        if action.parts:
             yield action
 
 
@@ -402,6 +391,24 @@ class SiteTimes:
     def forward_us(self) -> float:
         """How long all layers have run."""
         return sum(self.us(path) for path, site in self._sites.items() if site.name == "layer")
+
+    def link_bytes(self, gbps: float, numbers: Iterable[int], *, is_pipeline: bool) -> list[int]:
+        """Return for each layer how much of it and of those behind it can be copied by then.
+
+        What a layer saves is copied while those behind it run: of the last nothing, unless it is a
+        pipeline. Those of ``numbers`` that were not timed are like the last that was.
+        """
+        by_layer = defaultdict[int, float](float)
+        for path, site in self._sites.items():
+            by_layer[site.layer] += self.us(path) if site.name == "layer" else 0.0
+        last_us = by_layer[max(by_layer)] if by_layer else 0.0
+        found, carried_us = list[int](), 0.0
+        for number in sorted(numbers, reverse=True):
+            own_us = by_layer.get(number, last_us)
+            share = _LINK_SHARE * (_PIPELINE_SHARE if is_pipeline else 1)
+            found.append(int(share * gbps * 1e3 * (carried_us + own_us * is_pipeline)))
+            carried_us += own_us
+        return found[::-1]
 
     @property
     def is_host_bound(self) -> bool:

@@ -54,10 +54,17 @@ class RowAnswers:
         for one in everyone:
             if one["actions"] is not None:
                 alike = [other for other in everyone if other["stage"] == one["stage"]]
+                num_inflight, bare_bytes = (
+                    max(rank[name] for rank in alike) for name in ("num_inflight", "bare_bytes")
+                )
+                actions = of_plain(one["actions"])
                 stages[one["stage"]] = Stage(
-                    of_plain(one["actions"]),
-                    *(max(rank[name] for rank in alike) for name in ("num_inflight", "bare_bytes")),
-                    *(one[name] for name in ("reserved_bytes", "target_bytes")),
+                    actions,
+                    num_inflight,
+                    bare_bytes,
+                    one["reserved_bytes"],
+                    one["target_bytes"],
+                    dict(zip(actions, one["link_bytes"], strict=True)),
                 )
         policy = self._policy if isinstance(self._policy, AutoConfig) else None
         return RowChoice(policy, stages, max(one["bare_us"] for one in everyone))

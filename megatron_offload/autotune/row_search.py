@@ -327,9 +327,9 @@ class RowSearch(OldAttributes):
         self._forward_us = times.forward_us
         gbps, _, _ = measure_link(manager, "d2h")
         layer_share = watch.layer_share
-        self._actions = watch.actions(
-            times, gbps, others, self._may_offload, is_pipeline=self._num_inflight > 1
-        )
+        is_pipeline = self._num_inflight > 1
+        self._actions = watch.actions(times, gbps, others, self._may_offload)
+        self._link_bytes = times.link_bytes(gbps, self._actions, is_pipeline=is_pipeline)
         self._saving = watch.saving
         del look, sites, watch, times  # of the model nothing is held
         if layer_share < _LEAST_SHARE and is_alone():
@@ -456,6 +456,7 @@ class RowSearch(OldAttributes):
         return {
             "stage": self._stage,
             "actions": actions,
+            "link_bytes": self._link_bytes,
             "num_inflight": self._num_inflight,
             "bare_bytes": self._bare_bytes,
             "reserved_bytes": None if memory is None else memory.reserved_bytes,

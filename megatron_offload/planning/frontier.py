@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from megatron_offload.core.row_config import UNITS, RowConfig, ranges
@@ -71,10 +72,13 @@ def of_plain(found: Sequence[Any]) -> dict[int, tuple[Action, ...]]:
     return dict(sorted(layers.items()))
 
 
-def frontier(layers: Mapping[int, Sequence[Action]]) -> list[Plan]:
+def frontier(
+    layers: Mapping[int, Sequence[Action]], link_bytes: Mapping[int, float] | None = None
+) -> list[Plan]:
     """Return plans in the order of what they free, beginning with the one that does nothing.
 
-    ``layers`` has by number what may be done with each.
+    ``layers`` has by number what may be done with each; ``link_bytes`` how much of it and of those
+    behind it can be copied before backward comes, by default anything.
     """
     alike: dict[tuple[Action, ...], list[Action]] = {}
     choices = {
@@ -82,15 +86,19 @@ def frontier(layers: Mapping[int, Sequence[Action]]) -> list[Plan]:
         for number, actions in sorted(layers.items())
     }
     taken = dict.fromkeys(choices, KEEP)
+    left = dict.fromkeys(choices, math.inf) | dict(link_bytes or {})
     plans = [Plan(dict(taken), 0, 0.0, 0)]
     while True:
         # Of layers that are alike the first: what it saves lives longest.
         first: dict[tuple[int, Action], int] = {}
         for number, action in taken.items():
             first.setdefault((id(choices[number]), action), number)
+        most = dict(zip(choices, accumulate((left[x] for x in choices), min), strict=True))
         best: tuple[tuple[float, int], int, Action] | None = None
         for (_, before), number in first.items():
             for after in choices[number]:
+                if after.copied_bytes - before.copied_bytes > max(0.0, most[number]):
+                    continue
                 freed_bytes, us = after.freed_bytes - before.freed_bytes, after.us - before.us
                 worth = (freed_bytes / us if us > 0 else math.inf), freed_bytes
                 if freed_bytes > 0 and (best is None or worth > best[0]):
@@ -99,21 +107,24 @@ def frontier(layers: Mapping[int, Sequence[Action]]) -> list[Plan]:
             return plans
         _, number, after = best
         before, taken[number] = taken[number], after
+        copied_bytes = after.copied_bytes - before.copied_bytes
+        left |= {x: left[x] - copied_bytes for x in choices if x <= number}
         last = plans[-1]
         plans.append(
             Plan(
                 dict(taken),
                 last.freed_bytes + after.freed_bytes - before.freed_bytes,
                 last.us + after.us - before.us,
-                last.copied_bytes + after.copied_bytes - before.copied_bytes,
+                last.copied_bytes + copied_bytes,
             )
         )
 
 
 def _worthy(actions: Sequence[Action]) -> list[Action]:
-    """Return the actions that free more than all that cost no more."""
+    """Return the actions that free more than all that cost no more, and copy no more."""
     found: list[Action] = []
-    for action in sorted(actions, key=lambda one: (one.us, -one.freed_bytes)):
-        if not found or action.freed_bytes > found[-1].freed_bytes:
+    for action in sorted(actions, key=lambda one: (one.us, -one.freed_bytes, one.copied_bytes)):
+        _, freed_bytes, _, copied_bytes = action
+        if all(x.freed_bytes < freed_bytes or x.copied_bytes > copied_bytes for x in found):
             found.append(action)
     return found

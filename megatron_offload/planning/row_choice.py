@@ -52,6 +52,7 @@ class Stage:
         bare_bytes: what is needed without rows.
         reserved_bytes: what was reserved; None where that isn't known.
         target_bytes: what is to be reserved at most; None where that doesn't matter.
+        link_bytes: as in `frontier`.
 
     Attributes:
         plans: the frontier of what wasn't refused.
@@ -66,8 +67,9 @@ class Stage:
         bare_bytes: int = 0,
         reserved_bytes: int | None = 0,
         target_bytes: int | None = None,
+        link_bytes: Mapping[int, float] | None = None,
     ) -> None:
-        self._actions, self._refused = actions, set[Part]()
+        self._actions, self._link_bytes, self._refused = actions, link_bytes, set[Part]()
         self.num_inflight, self.bare_bytes = num_inflight, bare_bytes
         self._reserved_bytes, self.target_bytes = reserved_bytes, target_bytes
         self.refuse(())
@@ -79,7 +81,8 @@ class Stage:
             {
                 number: [one for one in actions if self._refused.isdisjoint(one.parts)]
                 for number, actions in self._actions.items()
-            }
+            },
+            self._link_bytes,
         )
         self.place, self.tried = 0, list[tuple[int, Slowdown | None, int]]()
 

@@ -192,6 +192,7 @@ def test_the_ranks_of_a_large_job_are_answered_at_once():
             {
                 "stage": str(stage),
                 "actions": to_plain(dict.fromkeys(layers_of_stage, actions)) if rank < 16 else None,
+                "link_bytes": [2e9] * 8,
                 "num_inflight": 16.0 - stage,
                 "bare_bytes": 1 << 36,
                 "reserved_bytes": 1 << 36,

@@ -42,6 +42,41 @@ def test_no_plan_frees_as_much_for_less_but_for_one_move(seed):
     assert plans[-1].freed_bytes == max(freed_bytes for freed_bytes, _ in every)
 
 
+def copying_actions(draw, most):
+    def action(place):
+        freed_bytes = draw.randint(1, 100)
+        if draw.random() < 0.5:
+            return Action(((f"site{place}", "recompute"),), freed_bytes, draw.uniform(5.0, 40.0))
+        return Action(((f"site{place}", 1),), freed_bytes, draw.uniform(0.1, 1.0), freed_bytes)
+
+    return tuple(action(place) for place in range(draw.randint(1, most)))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_more_is_offloaded_than_can_be_copied_before_it_is_needed(seed):
+    draw = random.Random(seed)
+    kinds = [copying_actions(draw, 4) for _ in range(2)]
+    layers = {number: draw.choice(kinds) for number in range(5)}
+    link_bytes = {number: draw.randint(10, 60) * (4 - number) for number in layers}
+    plans = frontier(layers, link_bytes)
+
+    def fits(chosen):
+        sizes = [one.copied_bytes for one in chosen]
+        return all(sum(sizes[place:]) <= link_bytes[place] for place in layers)
+
+    every = [*itertools.product(*((KEEP, *actions) for actions in layers.values()))]
+    can = [(sum(x.freed_bytes for x in chosen)) for chosen in every if fits(chosen)]
+    most_bytes = max(action.freed_bytes for actions in kinds for action in actions)
+    assert all(fits([plan.actions[number] for number in layers]) for plan in plans)
+    assert plans[-1].freed_bytes >= max(can) - most_bytes
+
+
+def test_what_the_last_layer_saves_is_recomputed_where_it_can_not_be_copied_in_time():
+    offload, rerun = Action((("mlp", "all"),), 8, 0.1, 8), Action((("mlp", "recompute"),), 8, 3.0)
+    plan = frontier(dict.fromkeys(range(3), (offload, rerun)), {0: 20, 1: 10, 2: 0})[-1]
+    assert [*plan.actions.values()] == [offload, offload, rerun]
+
+
 def test_what_frees_more_takes_the_place_of_what_was_there():
     mlp = Action((("mlp", "recompute"),), 4, 1.0)
     layer = Action((("layer", "recompute"),), 6, 2.0)
