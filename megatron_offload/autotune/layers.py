@@ -167,7 +167,8 @@ class LayerWatch:
             numbers: of layers that were not watched, and are taken to be like the last that was.
             may_offload: whether what the site saves of this name and dotted name may be offloaded.
         """
-        found: defaultdict[int, list[_SeenSite]] = defaultdict(list)
+        # Without functions that run again, and with them.
+        found = tuple[defaultdict[int, list[_SeenSite]], ...](defaultdict(list) for _ in range(2))
         savers, made, num_saved = self._seen.savers(), self._seen.made, Counter[str]()
         for calls, _ in self._seen.saves:
             num_saved.update(call.path for call in calls)
@@ -183,20 +184,19 @@ class LayerWatch:
             if not inside:
                 continue
             self.saving.add(path)
-            units = Counter[str]()
+            units: defaultdict[str, list[int]] = defaultdict(list)
             for key in inside.keys() & made.keys():
-                units[made[key]] += self._seen.sizes[key]
-            sizes = {key: self._seen.sizes[key] for key in inside if key not in made}
+                units[made[key]].append(self._seen.sizes[key])
             inputs = self._inputs[path]
-            kept_alone = (
+            kept_bytes = sum(
                 size
                 for key, size in inputs.items()
                 if key not in savers and readers[site.name, key] == 1
             )
-            own = (size for key, size in sizes.items() if inside[key] and key not in inputs)
-            rerun_bytes = sum(own) - sum(kept_alone)
-            offloads = list[_Offload]()
-            if may_offload is None or may_offload(site.name, path):
+            may = may_offload is None or may_offload(site.name, path)
+            for has_units, layers in enumerate(found):
+                sizes = {x: self._seen.sizes[x] for x in inside if not (has_units and x in made)}
+                own = (size for key, size in sizes.items() if inside[key] and key not in inputs)
                 inner = Counter[str]()
                 for key in sizes:
                     if inside[key] and not times.is_host_bound:
@@ -205,14 +205,22 @@ class LayerWatch:
                 least_bytes = max(_LEAST_BYTES, _PART_US * gbps * 1e3)
                 large = sorted(x for x, size in inner.items() if x and size >= least_bytes)
                 saved = [(size, inside[key]) for key, size in sizes.items()]
-                offloads += _offloads(saved, tuple(large))
-            seen = _SeenSite(site, times.us(path), rerun_bytes, offloads, num_saved[path], units)
-            found[site.layer].append(seen)
-        last = max(found, default=-1)
-        for number in numbers if found else ():
-            found[number] = found[last]
-        cost = _Cost(times.is_host_bound, gbps)
-        return _alike({number: tuple(_actions_of(seen, cost)) for number, seen in found.items()})
+                seen = _SeenSite(
+                    site,
+                    times.us(path),
+                    sum(own) - kept_bytes,
+                    list(_offloads(saved, tuple(large))) if may else [],
+                    num_saved[path],
+                    units if has_units else {},
+                )
+                layers[site.layer].append(seen)
+        cost, kinds = _Cost(times.is_host_bound, gbps), found if made else found[:1]
+        given = {
+            number: tuple(action for one in kinds for action in _actions_of(one[number], cost))
+            for number in found[0]
+        }
+        last = max(given, default=-1)
+        return _alike(given | {number: given[last] for number in numbers if given})
 
 
 class _Offload(NamedTuple):
@@ -254,8 +262,8 @@ class _SeenSite(NamedTuple):
     """What recompute frees."""
     offloads: list[_Offload]
     num_saved: int
-    units: Mapping[str, int]
-    """By unit the bytes that functions have made, which can be called again."""
+    units: Mapping[str, Sequence[int]]
+    """By unit the sizes of what functions have made, which are called again."""
 
 
 class _Cost(NamedTuple):
@@ -269,14 +277,17 @@ class _Cost(NamedTuple):
     def rerun_us(self, us: float) -> float:
         return us + _SITE_US * self.is_host_bound
 
+    def units_us(self, sizes: Sequence[int]) -> float:
+        return _UNIT_US_PER_BYTE * sum(sizes) + _GROUP_US * len(sizes) * self.is_host_bound
+
 
 def _actions_of(found: list[_SeenSite], cost: _Cost) -> Iterator[Action]:
     """Yield what may be done with one layer: with the whole, or with each of its parts."""
     base, choices = KEEP, dict[str, list[Action]]()
     for seen in found:
-        for unit, size in seen.units.items() if seen.site.name == "layer" else ():
-            again = Action(((unit, "recompute"),), size, _UNIT_US_PER_BYTE * size)
-            base = _both(base, again)  # it takes so little that all else comes on top of it
+        for unit, sizes in seen.units.items() if seen.site.name == "layer" else ():
+            again = Action(((unit, "recompute"),), sum(sizes), cost.units_us(sizes))
+            base = _both(base, again)  # all else comes on top of it
         name, own = seen.site.name, [KEEP]
         if seen.site.may_rerun and seen.rerun_bytes > 0:
             us = cost.rerun_us(seen.us)

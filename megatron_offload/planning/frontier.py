@@ -1,14 +1,15 @@
 """The frontier of a model: plans of rows, each freeing more than the one before, for least time.
 
 A plan says of each layer which of its actions is taken. From one plan to the next a single layer
-takes another action, the one that frees most for what it costs. Every plan of the list is a prefix
-of those moves; which one is followed is for those who measure.
+takes another action, the one that frees most for what it costs; or all do at once where functions
+begin to run again, as these know no layer. Every plan of the list is a prefix of those moves; which
+one is followed is for those who measure.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -16,6 +17,10 @@ from megatron_offload.core.row_config import UNITS, RowConfig, ranges
 
 Part: TypeAlias = tuple[str, int | Literal["all", "recompute"]]
 """A site, and what is done there: it is recomputed, or so many of its tensors are offloaded."""
+
+
+_Worth: TypeAlias = tuple[float, int]
+"""What a move frees for its time, and what it frees."""
 
 
 class Action(NamedTuple):
@@ -27,6 +32,11 @@ class Action(NamedTuple):
     """What a step takes longer."""
     copied_bytes: int = 0
     """To the host, and back as well."""
+
+    @property
+    def has_units(self) -> bool:
+        """Whether functions run again, which do so in all layers or in none."""
+        return any(site in UNITS for site, _ in self.parts)
 
 
 KEEP = Action()
@@ -80,44 +90,96 @@ def frontier(
     ``layers`` has by number what may be done with each; ``link_bytes`` how much of it and of those
     behind it can be copied before backward comes, by default anything.
     """
-    alike: dict[tuple[Action, ...], list[Action]] = {}
+    alike: dict[tuple[Action, ...], _Choices] = {}
     choices = {
-        number: alike.setdefault(tuple(actions), _worthy(actions))
+        number: alike.setdefault(tuple(actions), _choices_of(actions))
         for number, actions in sorted(layers.items())
     }
     taken = dict.fromkeys(choices, KEEP)
     left = dict.fromkeys(choices, math.inf) | dict(link_bytes or {})
-    plans = [Plan(dict(taken), 0, 0.0, 0)]
+    has_units = False
+    plans = [Plan(taken, 0, 0.0, 0)]
     while True:
         # Of layers that are alike the first: what it saves lives longest.
         first: dict[tuple[int, Action], int] = {}
         for number, action in taken.items():
             first.setdefault((id(choices[number]), action), number)
         most = dict(zip(choices, accumulate((left[x] for x in choices), min), strict=True))
-        best: tuple[tuple[float, int], int, Action] | None = None
+        best: tuple[_Worth, dict[int, Action]] = (0.0, 0), {}
         for (_, before), number in first.items():
-            for after in choices[number]:
+            for after in choices[number][has_units]:
                 if after.copied_bytes - before.copied_bytes > max(0.0, most[number]):
                     continue
-                freed_bytes, us = after.freed_bytes - before.freed_bytes, after.us - before.us
-                worth = (freed_bytes / us if us > 0 else math.inf), freed_bytes
-                if freed_bytes > 0 and (best is None or worth > best[0]):
-                    best = worth, number, after
-        if best is None:
+                worth = _worth(after.freed_bytes - before.freed_bytes, after.us - before.us)
+                if worth > best[0]:
+                    best = worth, {number: after}
+        with_units = {} if has_units else _with_units(taken, choices)
+        if with_units:
+            freed_bytes, us, _ = _sum(with_units.values())
+            worth = _worth(freed_bytes - plans[-1].freed_bytes, us - plans[-1].us)
+            if worth > best[0] and _fits(taken, with_units, left):
+                best, has_units = (worth, with_units), True
+        if not best[1]:
             return plans
-        _, number, after = best
-        before, taken[number] = taken[number], after
-        copied_bytes = after.copied_bytes - before.copied_bytes
-        left |= {x: left[x] - copied_bytes for x in choices if x <= number}
-        last = plans[-1]
-        plans.append(
-            Plan(
-                dict(taken),
-                last.freed_bytes + after.freed_bytes - before.freed_bytes,
-                last.us + after.us - before.us,
-                last.copied_bytes + copied_bytes,
-            )
-        )
+        last, taken = taken, taken | best[1]
+        more_bytes = 0
+        for number in reversed(choices):
+            more_bytes += taken[number].copied_bytes - last[number].copied_bytes
+            left[number] -= more_bytes
+        plans.append(Plan(taken, *_sum(taken.values())))
+
+
+class _Choices(NamedTuple):
+    """What may be done with a layer, without and with functions that run again."""
+
+    without: list[Action]
+    with_units: list[Action]
+
+
+def _worth(freed_bytes: int, us: float) -> _Worth:
+    """Return how good a move is; nothing where it frees nothing."""
+    if freed_bytes <= 0:
+        return 0.0, 0
+    return (freed_bytes / us if us > 0 else math.inf), freed_bytes
+
+
+def _choices_of(actions: Sequence[Action]) -> _Choices:
+    with_units = [action for action in actions if action.has_units]
+    without = _worthy([action for action in actions if not action.has_units])
+    return _Choices(without, _worthy(with_units) if with_units else without)
+
+
+def _with_units(taken: Mapping[int, Action], choices: Mapping[int, _Choices]) -> dict[int, Action]:
+    """Return of each layer what frees as much as now, or the most, where functions run again.
+
+    Empty where no layer has any.
+    """
+    found = dict(taken)
+    for number, (without, with_units) in choices.items():
+        if with_units is not without:
+            enough = (x for x in with_units if x.freed_bytes >= taken[number].freed_bytes)
+            most = max(with_units, key=lambda one: one.freed_bytes)
+            found[number] = min(enough, key=lambda one: (one.us, one.copied_bytes), default=most)
+    return {} if found == taken else found
+
+
+def _fits(
+    before: Mapping[int, Action], after: Mapping[int, Action], left: dict[int, float]
+) -> bool:
+    """Whether the link carries what is copied more."""
+    more = (after[x].copied_bytes - before[x].copied_bytes for x in reversed(left))
+    return all(
+        x <= max(0.0, left[n]) for x, n in zip(accumulate(more), reversed(left), strict=True)
+    )
+
+
+def _sum(actions: Collection[Action]) -> tuple[int, float, int]:
+    """Return what actions free and take together, and what they copy."""
+    return (
+        sum(one.freed_bytes for one in actions),
+        sum(one.us for one in actions),
+        sum(one.copied_bytes for one in actions),
+    )
 
 
 def _worthy(actions: Sequence[Action]) -> list[Action]:

@@ -71,6 +71,34 @@ def test_no_more_is_offloaded_than_can_be_copied_before_it_is_needed(seed):
     assert plans[-1].freed_bytes >= max(can) - most_bytes
 
 
+def with_functions(draw, most):
+    """What may be done with a layer, and the same where functions run again, which copies less."""
+    own, size = copying_actions(draw, most), draw.randint(1, 40)
+    unit = ("norm", "recompute")
+    with_units = (
+        Action((unit, *x.parts), x.freed_bytes + size // 2, x.us + 3.0, x.copied_bytes // 2)
+        for x in own
+    )
+    return (*own, Action((unit,), size, 3.0), *with_units)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_functions_run_again_in_all_layers_or_in_none(seed):
+    draw = random.Random(seed)
+    kinds = [with_functions(draw, 3), with_functions(draw, 3), copying_actions(draw, 2)]
+    layers = {number: draw.choice(kinds) for number in range(4)}
+    plans = frontier(layers)
+    can = [number for number, actions in layers.items() if any(x.has_units for x in actions)]
+    seen = [{plan.actions[number].has_units for number in can} for plan in plans]
+    assert all(len(kinds_of_plan) <= 1 for kinds_of_plan in seen)
+    assert sorted(seen, key=lambda one: True in one) == seen, "once they do they go on"
+    for before, after in itertools.pairwise(plans):
+        assert after.freed_bytes > before.freed_bytes
+    every = itertools.product(*((KEEP, *actions) for actions in layers.values()))
+    alike = [x for x in every if len({x[number].has_units for number in can}) <= 1]
+    assert plans[-1].freed_bytes == max(sum(one.freed_bytes for one in x) for x in alike)
+
+
 def test_what_the_last_layer_saves_is_recomputed_where_it_can_not_be_copied_in_time():
     offload, rerun = Action((("mlp", "all"),), 8, 0.1, 8), Action((("mlp", "recompute"),), 8, 3.0)
     plan = frontier(dict.fromkeys(range(3), (offload, rerun)), {0: 20, 1: 10, 2: 0})[-1]
