@@ -43,6 +43,7 @@ _UNIT_US_PER_BYTE = 1e-6  # of an activation that is called again, which reads a
 _PART_US = 1000.0  # what a copy takes at least that is worth a group of its own
 _COPY_SHARE = 0.03  # of a copy's time, what it slows the device: they share its memory
 _LINK_SHARE = 1.1  # of what a link carries while layers run: behind the last one there is more
+_LAYER_SHARE = 1.5  # of what it carries while a layer runs: else copies go on into the next step
 _PIPELINE_SHARE = 3  # likewise, times that: backwards of other microbatches lie between forwards
 
 
@@ -303,12 +304,14 @@ def _actions_of(found: list[_SeenSite], cost: _Cost) -> Iterator[Action]:
     if any(action.copied_bytes for all_ in choices.values() for action in all_):
         # A group is released as a whole, so that small ones are sooner.
         whole = [action for action in whole if not action.copied_bytes]
-    yield from (_both(base, x) for x in whole)
+    layer_us = sum(seen.us for seen in found if seen.site.name == "layer")
+    most_bytes = _LAYER_SHARE * cost.gbps * 1e3 * layer_us
+    yield from (_both(base, x) for x in whole if x.copied_bytes <= most_bytes)
     for chosen in product(*choices.values()):
         action = base
         for one in chosen:
             action = _both(action, one)
-        if action.parts:
+        if action.parts and action.copied_bytes <= most_bytes:
             yield action
 
 

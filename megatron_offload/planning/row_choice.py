@@ -25,6 +25,8 @@ _MOST_DOUBT = 10.0  # in points: an interval that is wider says nothing
 _LEAST_DOUBT = 2.0  # likewise: steps go on until it is narrower
 _AIM_SHARE = 0.9  # of what a step may cost, so that one that costs a little more is kept
 _LEAST_GAIN_SHARE = 64  # plans that differ by less of the memory are the same
+_HOPE = 1.5  # of what a step may cost, what may be predicted of a plan that is tried all the same
+_LARGE_GAIN_SHARE = 16  # of the memory, by how much more such a plan has to free
 _MARGIN_SHARE = 96  # of a target, what is left to spare
 _MOST_FITS = 6  # so many plans are followed until a target is kept
 
@@ -108,7 +110,13 @@ class Stage:
             freed_bytes = self._freed_bytes(last) + reserved_bytes - wanted_bytes
             is_near = good is not None and sizes[good] >= target_bytes - target_bytes // 24
             if is_near or lowest > highest or len(self.tried) >= _MOST_FITS:
-                place = last if good is None else good
+                if good is None:  # what frees no more than a lighter plan isn't worth its time
+                    least_bytes = min(sizes.values())
+                    near = (
+                        p for p, size in sizes.items() if size <= least_bytes + target_bytes // 96
+                    )
+                    good = min(near)
+                place = good
                 found = next(x for p, x, _ in self.tried if p == place)
                 cost = f"; a step takes {found}" if found else ""
                 size, target = (format_bytes(x, 2) for x in (sizes[place], target_bytes))
@@ -222,14 +230,18 @@ class RowChoice:
                 most_us = most_us or aim / 100 * self._bare_us
             freed = [self._freed_bytes(one) for one in self._ladder]
             bare_bytes = sum(stage.bare_bytes for stage in self.stages.values())
-            least_bytes = freed[quick] + bare_bytes // _LEAST_GAIN_SHARE
-            good = [
-                rung
-                for rung in range(quick + 1, slow)
-                if us_of[rung] <= most_us and freed[rung] >= least_bytes
-            ]
-            if good and max(good) not in points:
-                return max(good), False, ""
+            tries = [(most_us, _LEAST_GAIN_SHARE)]
+            if slow == len(us_of):  # it may cost less than is predicted
+                tries.append((_HOPE * limit / 100 * self._bare_us, _LARGE_GAIN_SHARE))
+            for most_us, share in tries:
+                least_bytes = freed[quick] + bare_bytes // share
+                good = [
+                    rung
+                    for rung in range(quick + 1, slow)
+                    if us_of[rung] <= most_us and freed[rung] >= least_bytes
+                ]
+                if good and max(good) not in points:
+                    return max(good), False, ""
         found = next((x for rung, x in self._tried if rung == quick), None)
         if found is not None:
             return quick, True, f"a step takes {found}, at most {limit:g} % is wanted"

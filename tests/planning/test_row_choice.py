@@ -105,6 +105,26 @@ def test_each_stage_keeps_its_own_target_by_the_lightest_plan_that_does():
     assert "at most 97.00 MiB is wanted" in text
 
 
+def test_where_no_plan_keeps_a_target_the_quickest_that_frees_as_much_as_any_is_followed():
+    own = stage(target_bytes=90 * MIB)
+    choice = RowChoice(None, {"a": own}, BARE_US)
+    _, tried = searched(choice, lambda _: 1.0, lambda *_: 95 * MIB if own.place < 6 else 93 * MIB)
+    assert [one["a"] for one in tried] == [8]
+    own.tried = [(place, None, size * MIB) for place, size in ((5, 95), (6, 93), (8, 93))]
+    assert own.next_place()[:2] == (6, True)
+
+
+@pytest.mark.parametrize(("percent", "expected"), [(0.9, 2), (1.4, 1)])
+def test_what_frees_much_more_is_tried_though_somewhat_more_time_is_predicted(percent, expected):
+    light = Action((("mlp", "recompute"),), 10 * MIB, 0.008 * BARE_US)
+    both = Action((("layer", "recompute"),), 17 * MIB, 0.014 * BARE_US)
+    own = Stage({0: (light, both)}, bare_bytes=100 * MIB)
+    choice = RowChoice(auto(1), {"a": own}, BARE_US)
+    _, tried = searched(choice, lambda _: percent if own.place == 2 else 0.8)
+    assert [one["a"] for one in tried] == [1, 2]
+    assert own.place == expected
+
+
 def test_what_is_refused_is_in_no_plan_from_then_on():
     own = {0: (Action((("mlp", "recompute"),), MIB, 1.0), Action((("mlp", 1),), MIB, 9.0, MIB))}
     choice = RowChoice(auto(50), {"a": Stage(own, bare_bytes=MIB)}, BARE_US)
