@@ -77,7 +77,7 @@ class Printed:
     def moved(self) -> dict[str, str]:
         """By name what the launcher says that a step moves."""
         (line,) = re.findall(r"^megatron-offload: a step of rank 0 offloads (.*)$", self.text, re.M)
-        return dict(re.findall(r"(\w+) ([\d.]+ \w+)", line.partition(", makes ")[0]))
+        return dict(re.findall(r"(\w+) ([\d.]+ \w+)", line.partition(", recomputes ")[0]))
 
 
 def pretrain(

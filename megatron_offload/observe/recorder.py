@@ -57,6 +57,7 @@ def profile_step(
     Time and memory go from the block's begin to the end of the step. The record is filled when the
     block is left, unless by an exception. The simulated device has no memory of its own: there it
     is what a `LiveActivationMeter` counts that observes the manager; without one none is reported.
+    Rows that a run has found are left aside in it: all groups are kept that there is room for.
 
     Args:
         manager: whose groups are recorded.
@@ -73,10 +74,26 @@ def profile_step(
     recorded = RecordedStep()
     recorder = _Recorder(manager, run, holds_back=holds_back)
     keeping = manager.keeping("the step is profiled without offload")
-    with manager.observed_by(recorder), nullcontext() if moves else keeping:
+    with _by_groups(manager), manager.observed_by(recorder), nullcontext() if moves else keeping:
         recorder.look()
         yield recorded
         recorded._profile = recorder.finish()
+
+
+@contextmanager
+def _by_groups(manager: PipelineOffloadManager) -> Iterator[None]:
+    rows = manager.rows if manager.rows_are_own else None
+    if rows is None:
+        yield
+        return
+    manager.follow_rows(None)
+    manager.learner.open()
+    try:
+        yield
+    finally:
+        manager.learner.follow_plan(None)
+        if manager.rows is None:  # else others are looked at by now
+            manager.follow_rows(rows, is_own=True)
 
 
 class _Recorder(BoundaryTimer):

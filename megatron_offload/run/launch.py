@@ -8,8 +8,9 @@ import os
 import re
 from argparse import ArgumentParser
 from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,15 +137,11 @@ class ReportedLoop(MeasuredLoop):
 
     def _reports(self, manager: PipelineOffloadManager) -> Generator[None, None, None]:
         rank, folder = rank_in(), self._report
-        rows = manager.rows if manager.rows_are_own else None
-        trace, seen = yield from _whole_step(manager, rank if folder else None)
+        look = nullcontext if folder is None else partial(trace_step, manager, rank)
+        trace = yield from _whole_step(manager, look)
+        stats, pinned = manager.last_step, manager.host_pool.stats.slab_bytes_total
         if folder is not None:
-            if rows is not None:  # a plan by groups would come in their place
-                manager.follow_rows(None)
-                manager.learner.open()
-                _, seen = yield from _whole_step(manager, rank)
-                manager.learner.follow_plan(None)
-                manager.follow_rows(rows, is_own=True)
+            seen = yield from _whole_step(manager, partial(profile_step, manager))
             run = seen.profile.run._replace(rank=rank, pp_size=megatron_core.pipeline("world_size"))
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -155,7 +152,6 @@ class ReportedLoop(MeasuredLoop):
             except OSError as error:
                 _logger.warning("no report in %s: %s", folder, error)
         if rank == 0:
-            stats, pinned = manager.last_step, manager.host_pool.stats.slab_bytes_total
             sizes = {name: group.offloaded_bytes for name, group in stats.by_name.items()}
             moved = [f"{name} {format_bytes(size)}" for name, size in sizes.items() if size]
             does = f"offloads {', '.join(moved) or 'nothing'}"
@@ -167,21 +163,18 @@ class ReportedLoop(MeasuredLoop):
 
 
 def _whole_step(
-    manager: PipelineOffloadManager, rank: int | None
-) -> Generator[None, None, tuple[Any, Any]]:
-    """Trace and profile a step from its begin to its end, for a rank; let pass what is none."""
+    manager: PipelineOffloadManager, look: Callable[[], AbstractContextManager[Any]]
+) -> Generator[None, None, Any]:
+    """Look at a step from its begin to its end; let pass what is none."""
     while True:
         with suppress(StateError), ExitStack() as looking:  # it may be no whole step
-            trace = recorded = None
-            if rank is not None:
-                trace = looking.enter_context(trace_step(manager, rank))
-                recorded = looking.enter_context(profile_step(manager))
+            seen = looking.enter_context(look())
             yield
             while not _is_over(manager):
                 yield  # an evaluation
             with suppress(StateError) if manager.rows is not None else nullcontext():
                 looking.close()
-            return trace, recorded
+            return seen
 
 
 def _is_over(manager: PipelineOffloadManager) -> bool:

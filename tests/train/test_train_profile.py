@@ -55,7 +55,7 @@ def test_a_run_that_ends_before_it_has_converged_says_so(train, tmp_path, capsys
     steps = [record.ranks[0] for record in read_steps(tmp_path)]
     assert any(step.is_planned_by for step in steps)
     assert all(step.offloaded_bytes == 0 for step in steps[:2]), "all is kept that has room"
-    assert "the run was over before its plan was settled" in capsys.readouterr().err
+    assert "the run was over before its plan had converged" in capsys.readouterr().err
     assert not (tmp_path / "plan.json").exists()
 
 
