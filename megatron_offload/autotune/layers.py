@@ -43,7 +43,7 @@ _UNIT_US_PER_BYTE = 1e-6  # of an activation that is called again, which reads a
 _PART_US = 1000.0  # what a copy takes at least that is worth a group of its own
 _COPY_SHARE = 0.03  # of a copy's time, what it slows the device: they share its memory
 _LINK_SHARE = 1.1  # of what a link carries while layers run: behind the last one there is more
-_LAYER_SHARE = 1.5  # of what it carries while a layer runs: else copies go on into the next step
+_LAYER_SHARE = 2.0  # of what it carries while a layer runs: else copies go on into the next step
 _PIPELINE_SHARE = 3  # likewise, times that: backwards of other microbatches lie between forwards
 
 
@@ -112,9 +112,11 @@ class LayerWatch:
         self._refs: list[StorageRef] = []  # no other storage gets the identity of one of these
         self._inputs: defaultdict[str, dict[int, int]] = defaultdict(dict)
         self._handles: list[RemovableHandle] = []
+        self.called: set[str] = set()
+        """Sites that ran at all: not those of a tower that has nothing to look at."""
         self.saving: set[str] = set()
-        """Sites that save something: not those of a tower that has nothing to look at, nor what
-        only passes on what it is given. Known once `actions` has been asked."""
+        """Those that saved something: not what only passes on what it is given. Known once
+        `actions` has been asked."""
 
     def begin(self) -> None:
         """Watch what comes."""
@@ -144,6 +146,7 @@ class LayerWatch:
         return in_layers / max(1, sum(sizes.values()))
 
     def _note_inputs(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.called.add(path)
         for leaf in pytree.tree_leaves((args, kwargs)):
             if (
                 type(leaf) is torch.Tensor
@@ -244,7 +247,7 @@ def _offloads(sizes: Iterable[tuple[int, bool]], inner: tuple[str, ...]) -> Iter
 
     Rows pick the largest tensors; where others save one too, all that are left to a site may go.
     """
-    num_bytes, ordered = 0, sorted(sizes, reverse=True)
+    num_bytes, ordered = 0, sorted(sizes, key=lambda one: (-one[0], one[1]))
     for number, (size, is_own) in enumerate(ordered[:_MOST_TENSORS], 1):
         if not is_own or size < _LEAST_BYTES:
             break
@@ -306,7 +309,12 @@ def _actions_of(found: list[_SeenSite], cost: _Cost) -> Iterator[Action]:
         whole = [action for action in whole if not action.copied_bytes]
     layer_us = sum(seen.us for seen in found if seen.site.name == "layer")
     most_bytes = _LAYER_SHARE * cost.gbps * 1e3 * layer_us
-    yield from (_both(base, x) for x in whole if x.copied_bytes <= most_bytes)
+    for action in whole:
+        if action.copied_bytes:
+            if action.copied_bytes <= most_bytes:
+                yield _both(base, action)
+        elif base is KEEP:  # in what runs again as a whole no function does by itself
+            yield action
     for chosen in product(*choices.values()):
         action = base
         for one in chosen:

@@ -12,6 +12,7 @@ import zlib
 from collections import ChainMap
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 from weakref import ref
 
@@ -33,8 +34,10 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.module_hooks import named_modules
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.renames import OldAttributes
+from megatron_offload.files.strict_model import write_model
 from megatron_offload.machine.job_ranks import rank_in
 from megatron_offload.model_map.watch import MayMove
+from megatron_offload.planning.found import NAME, RunFrontier
 from megatron_offload.planning.frontier import Part, Plan, to_plain
 from megatron_offload.planning.row_choice import NOTHING, Slowdown, Stage
 from megatron_offload.recompute.sites import unproven_sites
@@ -87,6 +90,7 @@ class RowSearch(OldAttributes):
         is_converged: whether no more steps are looked at.
         rests: whether none ever will be.
         said: how it has ended, in one line.
+        loss_is_by_rows: asked then whether the loss is, which is a row as well.
     """
 
     def __init__(
@@ -103,6 +107,7 @@ class RowSearch(OldAttributes):
         self._models = [ref(model) for model in models]
         self._may_offload = may_offload
         self._has_groups, self._num_begun = groups is not None, 0
+        self.loss_is_by_rows: Callable[[], bool] = lambda: False
         self.serve(hook, give_up, groups)
         self.begin(manager)
 
@@ -184,6 +189,20 @@ class RowSearch(OldAttributes):
         """Of each plan that was followed its place in the frontier, cost, and what was reserved."""
         choice = self._answers.choice
         return [] if choice is None else choice.stages[self._stage].tried
+
+    def save(self, folder: str | Path) -> None:
+        """Leave the plans among which it has chosen, for ``megatron-offload plan --from FOLDER``.
+
+        Only the rank that answers knows them: others write nothing.
+        """
+        choice = self._answers.choice
+        if choice is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            write_model(Path(folder) / NAME, RunFrontier.of(choice, self.said, self._besides))
+
+    @property
+    def _besides(self) -> tuple[RowConfig, ...]:
+        return (RowConfig(site=LOSS, by_rows=True),) if self.loss_is_by_rows() else ()
 
     # Steps as they come
 
@@ -330,7 +349,7 @@ class RowSearch(OldAttributes):
         is_pipeline = self._num_inflight > 1
         self._actions = watch.actions(times, gbps, others, self._may_offload)
         self._link_bytes = times.link_bytes(gbps, self._actions, is_pipeline=is_pipeline)
-        self._saving = watch.saving
+        self._called, self._saving = watch.called, watch.saving
         del look, sites, watch, times  # of the model nothing is held
         if layer_share < _LEAST_SHARE and is_alone():
             self._leave_to_groups("most of what is saved is in no layer")
@@ -447,7 +466,7 @@ class RowSearch(OldAttributes):
 
     def _name_of_stage(self) -> str:
         """Return what ranks have alike that have the same layers."""
-        seen = sorted((site.layer, x) for x, site in self._sites().items() if x in self._saving)
+        seen = sorted((site.layer, x) for x, site in self._sites().items() if x in self._called)
         return f"{self.manager.learner.pp_rank or 0}/{zlib.crc32(repr(seen).encode()):x}"
 
     def _words(self, actions: list[Any] | None) -> dict[str, Any]:
@@ -569,7 +588,8 @@ class RowSearch(OldAttributes):
     def _say(self, text: str, rows_of_all: Sequence[RowConfig] | None = None) -> None:
         """Say which rows are followed, and why."""
         assert self.plan is not None
-        rows = ", ".join(map(str, self.plan.rows() if rows_of_all is None else rows_of_all))
+        own = self.plan.rows() if rows_of_all is None else rows_of_all
+        rows = ", ".join(map(str, (*self._besides, *own)))
         freed_bytes = self.plan.freed_bytes * self._size_of_bare / self._watched_size
         freed = format_bytes(int(self._num_inflight * freed_bytes), 2)
         self.said = f"rows: [{rows}] free up to {freed}; {text}"  # what is needed soon is kept

@@ -1,5 +1,10 @@
 r"""Choose what moves to the host, from a run's profiles or from a described model, with no GPU.
 
+--from   prints the plans of rows among which a run has chosen, what each frees, and what it is
+         predicted to take or, where the run has tried it, took; and, to be pasted into a
+         configuration, the rows of the one that was followed, or that the policy below chooses.
+         Reads frontier.json, which --offload-report makes a job leave; writes nothing
+
 reads    RUN_FOLDER/profile_<rank>.json, which run.profile_step makes a run leave (of a
          comparison, its run with offload); or the YAML of --model
 prints   for every pipeline rank what is offloaded, what is kept, peak memory and step time; for
@@ -36,13 +41,16 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import TargetBytes, write_model
 from megatron_offload.planning.choice import Chooser, Planned
 from megatron_offload.planning.files import load_plan, save_plan
+from megatron_offload.planning.found import FoundStage, read_frontier
 from megatron_offload.planning.plan import OffloadPlan
+from megatron_offload.planning.row_choice import Slowdown
 from megatron_offload.planning.simulate import Simulation
 from megatron_offload.report.console import console, plain_table
 from megatron_offload.report.tables import TRADEOFF_NAME, TradeOff, TradeOffPoint, plan_table
 from megatron_offload.train.run_folder import PLAN_NAME
 
 _NUM_TARGETS = 4  # on the trade-off curve
+_NUM_ROWS = 12  # of a table of plans that a run has found, at least
 _WithoutSign = BeforeValidator(lambda text: str(text).removesuffix("%"))
 
 
@@ -58,9 +66,14 @@ class Given(SourceOptions):
     output: Path | None = None
     """Where the plan goes."""
 
+    from_: Path | None = Field(default=None, alias="from")
+    """The report of a run that has found rows, whose plans are printed."""
+
 
 def run(given: Given) -> int:
-    """Plan, print and write; return 0."""
+    """Plan, print and write; return 0, or 1 where no plan that a run has found fits."""
+    if given.from_ is not None:
+        return _show_found(given, given.from_)
     output = given.output or (given.folder and given.folder / PLAN_NAME)
     config = _policy_of(given)
     with console(stderr=True).status("planning"):
@@ -77,6 +90,58 @@ def run(given: Given) -> int:
     written = f"plan: {output}" if output else "nothing was written; --output FILE keeps the plan"
     console().print(written)
     return 0
+
+
+def _show_found(given: Given, folder: Path) -> int:
+    if given.folder or given.model or given.output or given.machine or given.set:
+        raise ConfigError("beside --from there are --memory-target and --most-slowdown-percent")
+    found, targets, percent = (
+        read_frontier(folder),
+        given.memory_target,
+        given.most_slowdown_percent,
+    )
+    policy, out, chosen = _policy_of(given), console(), []
+    if targets and len(targets) not in (1, len(found.stages)):
+        raise ConfigError(
+            f"--memory-target has {len(targets)} sizes for {len(found.stages)} stages"
+        )
+    for number, stage in enumerate(found.stages):
+        place: int | None = stage.followed
+        if isinstance(policy, MemoryTargetConfig):
+            place = stage.under(policy.target_of(number))
+        elif percent is not None:
+            place = stage.within(percent)
+        if place is None:
+            out.print(f"no plan of stage {stage.name} is predicted to fit", style="red")
+            return 1
+        out.print(_found_table(stage, place))
+        chosen.append(stage.plans[place])
+    out.print(f"the run: {found.said}")
+    out.print(f"rows: [{', '.join(map(str, found.rows_of(chosen)))}]")
+    return 0
+
+
+def _found_table(stage: FoundStage, chosen: int) -> Table:
+    """Return some of a stage's plans: those that were tried, and others at equal distances."""
+    plans = stage.plans
+    steps = range(_NUM_ROWS + 1)
+    wanted = [plans[-1].freed_bytes * step // _NUM_ROWS for step in steps]
+    shown = {next(p for p, x in enumerate(plans) if x.freed_bytes >= size) for size in wanted}
+    shown |= {place for place, plan in enumerate(plans) if plan.measured_percent}
+    rows = []
+    for place in sorted({*shown, stage.followed, chosen}):
+        plan, measured = plans[place], ""
+        if plan.measured_percent:
+            measured = str(Slowdown(*plan.measured_percent))
+        reserved = format_bytes(plan.reserved_bytes) if plan.reserved_bytes else ""
+        which = "chosen" if place == chosen else "followed" if place == stage.followed else ""
+        sizes = format_bytes(plan.freed_bytes), format_bytes(stage.bare_bytes - plan.freed_bytes)
+        what = "; ".join(map(str, plan.rows)) or "nothing"
+        rows.append(
+            [place, which, what, *sizes, f"{plan.predicted_percent:+.1f} %", measured, reserved]
+        )
+    columns = ["plan", "", "rows", "frees", "allocated", "predicted", "measured", "reserved"]
+    return plain_table(f"Plans of stage {stage.name}", columns, 3, rows)
 
 
 def _is_followed(path: Path, folder: Path | None, source: Source) -> bool:

@@ -38,6 +38,7 @@ from megatron_offload.frontends.around import AroundForwards, followed
 from megatron_offload.memory.host_pool import HostPool
 from megatron_offload.recompute.model_loss import (
     causal_loss,
+    is_by_rows,
     large_causal_loss,
     owners_of_loss,
     patch_loss,
@@ -391,6 +392,8 @@ def get_act_offloading_ctx_manager(
         _begin_anew(context.manager)  # the model has changed since
         adopt_model(model, context.manager, find_manager, groups=context._groups)
     _search_rows(model, context._groups)
+    if context._search is not None and context._owners:
+        context._search.loss_is_by_rows = is_by_rows
     head = _find_head(model)
     if head is not None:
         _keep_on_device(head)

@@ -49,6 +49,7 @@ def join_search(
         give_up = partial(_plan_by_groups, loop)
         may_offload, may_rerun = partial(_is_named, names), partial(_may_rerun, config)
         search = RowSearch([model], manager, hook, give_up, None, may_offload, may_rerun)
+        search.loss_is_by_rows = lambda: given.names_loss
         loop.by_rows = search
     own = hooks_of(RowSearch, model)
     if search is not None:

@@ -166,7 +166,8 @@ class SavedMemory(Observer):
             for path in {rows.place_of(path) for path in paths} - {""}:
                 keys_of[path].add(storage)
         for path, row in rows.offloaded.items():
-            largest = sorted(keys_of[path], key=lambda key: -self.sizes[key])[: row.most]
+            copied = keys_of[path] - self.made.keys()
+            largest = sorted(copied, key=lambda key: -self.sizes[key])[: row.most]
             shared = [key for key in largest if others[key]]
             if shared and (row.most is not None or len(shared) == len(largest)):
                 raise ConfigError(

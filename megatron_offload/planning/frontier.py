@@ -19,6 +19,8 @@ Part: TypeAlias = tuple[str, int | Literal["all", "recompute"]]
 """A site, and what is done there: it is recomputed, or so many of its tensors are offloaded."""
 
 
+_NUM_PRICES = 4
+
 _Worth: TypeAlias = tuple[float, int]
 """What a move frees for its time, and what it frees."""
 
@@ -87,9 +89,42 @@ def frontier(
 ) -> list[Plan]:
     """Return plans in the order of what they free, beginning with the one that does nothing.
 
-    ``layers`` has by number what may be done with each; ``link_bytes`` how much of it and of those
-    behind it can be copied before backward comes, by default anything.
+    Each takes longer than those before it. Where the link is short, what is offloaded first would
+    take it from what could only be offloaded: moves are made anew as if bytes on it had a price.
+
+    Args:
+        layers: by number what may be done with each.
+        link_bytes: how much of each and of those behind it can be copied before backward comes; by
+            default anything.
     """
+    found = [
+        plan for price in _prices(layers, link_bytes) for plan in _moves(layers, link_bytes, price)
+    ]
+    plans: list[Plan] = []
+    for plan in sorted(found, key=lambda one: (-one.freed_bytes, one.us)):
+        if not plans or (plan.us < plans[-1].us and plan.freed_bytes < plans[-1].freed_bytes):
+            plans.append(plan)
+    return plans[::-1]
+
+
+def _prices(
+    layers: Mapping[int, Sequence[Action]], link_bytes: Mapping[int, float] | None
+) -> list[float]:
+    """Return what a byte on the link is taken to cost: nothing, or as much as to recompute it."""
+    every = {action for actions in layers.values() for action in actions}
+    reruns = sorted(x.us / x.freed_bytes for x in every if x.freed_bytes > 0 and not x.copied_bytes)
+    if link_bytes is None or not (reruns and any(one.copied_bytes for one in every)):
+        return [0.0]
+    last = len(reruns) - 1
+    return [0.0, *sorted({reruns[last * step // _NUM_PRICES] for step in range(_NUM_PRICES + 1)})]
+
+
+def _moves(
+    layers: Mapping[int, Sequence[Action]],
+    link_bytes: Mapping[int, float] | None,
+    price: float,
+) -> list[Plan]:
+    """Return plans, in each of which one layer does what frees more, or all run functions again."""
     alike: dict[tuple[Action, ...], _Choices] = {}
     choices = {
         number: alike.setdefault(tuple(actions), _choices_of(actions))
@@ -110,13 +145,13 @@ def frontier(
             for after in choices[number][has_units]:
                 if after.copied_bytes - before.copied_bytes > max(0.0, most[number]):
                     continue
-                worth = _worth(after.freed_bytes - before.freed_bytes, after.us - before.us)
+                worth = _worth(before, after, price)
                 if worth > best[0]:
                     best = worth, {number: after}
         with_units = {} if has_units else _with_units(taken, choices)
         if with_units:
-            freed_bytes, us, _ = _sum(with_units.values())
-            worth = _worth(freed_bytes - plans[-1].freed_bytes, us - plans[-1].us)
+            before, after = Action((), *plans[-1][1:]), _sum(with_units.values())
+            worth = _worth(before, after, price)
             if worth > best[0] and _fits(taken, with_units, left):
                 best, has_units = (worth, with_units), True
         if not best[1]:
@@ -126,7 +161,7 @@ def frontier(
         for number in reversed(choices):
             more_bytes += taken[number].copied_bytes - last[number].copied_bytes
             left[number] -= more_bytes
-        plans.append(Plan(taken, *_sum(taken.values())))
+        plans.append(Plan(taken, *_sum(taken.values())[1:]))
 
 
 class _Choices(NamedTuple):
@@ -136,17 +171,22 @@ class _Choices(NamedTuple):
     with_units: list[Action]
 
 
-def _worth(freed_bytes: int, us: float) -> _Worth:
+def _worth(before: Action, after: Action, price: float) -> _Worth:
     """Return how good a move is; nothing where it frees nothing."""
+    freed_bytes = after.freed_bytes - before.freed_bytes
     if freed_bytes <= 0:
         return 0.0, 0
+    us = after.us - before.us + price * (after.copied_bytes - before.copied_bytes)
     return (freed_bytes / us if us > 0 else math.inf), freed_bytes
 
 
 def _choices_of(actions: Sequence[Action]) -> _Choices:
     with_units = [action for action in actions if action.has_units]
-    without = _worthy([action for action in actions if not action.has_units])
-    return _Choices(without, _worthy(with_units) if with_units else without)
+    without = [action for action in actions if not action.has_units]
+    # In what runs again as a whole no function does by itself.
+    neutral = [action for action in without if ("layer", "recompute") in action.parts]
+    plain = _worthy(without)
+    return _Choices(plain, _worthy([*with_units, *neutral]) if with_units else plain)
 
 
 def _with_units(taken: Mapping[int, Action], choices: Mapping[int, _Choices]) -> dict[int, Action]:
@@ -173,9 +213,10 @@ def _fits(
     )
 
 
-def _sum(actions: Collection[Action]) -> tuple[int, float, int]:
+def _sum(actions: Collection[Action]) -> Action:
     """Return what actions free and take together, and what they copy."""
-    return (
+    return Action(
+        (),
         sum(one.freed_bytes for one in actions),
         sum(one.us for one in actions),
         sum(one.copied_bytes for one in actions),

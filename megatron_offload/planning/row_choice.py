@@ -15,9 +15,10 @@ from megatron_offload.core.units import format_bytes
 from megatron_offload.planning.frontier import Action, Part, Plan, frontier
 
 NOTHING = (
-    "nothing of what its layers save can be freed: smaller tensors than 1 MiB aren't offloaded, "
-    "and layers that aren't of transformers or Megatron, are given a cache or have hooks aren't "
-    "recomputed unless 'recompute' or 'rows' name them (docs/rows.md)"
+    "nothing of what its layers save can be freed: tensors smaller than 1 MiB, or of which a copy "
+    "takes more than twice as long as their layer, aren't offloaded, and layers that aren't of "
+    "transformers or Megatron, are given a cache or have hooks aren't recomputed unless "
+    "'recompute' or 'rows' name them (docs/rows.md)"
 )
 
 _MOST_MEASURED = 32
@@ -25,7 +26,7 @@ _MOST_DOUBT = 10.0  # in points: an interval that is wider says nothing
 _LEAST_DOUBT = 2.0  # likewise: steps go on until it is narrower
 _AIM_SHARE = 0.9  # of what a step may cost, so that one that costs a little more is kept
 _LEAST_GAIN_SHARE = 64  # plans that differ by less of the memory are the same
-_HOPE = 1.5  # of what a step may cost, what may be predicted of a plan that is tried all the same
+_HOPE = 1.3  # of what a step may cost, what may be predicted of a plan that is tried all the same
 _LARGE_GAIN_SHARE = 16  # of the memory, by how much more such a plan has to free
 _MARGIN_SHARE = 96  # of a target, what is left to spare
 _MOST_FITS = 6  # so many plans are followed until a target is kept
@@ -147,7 +148,7 @@ class RowChoice:
     def __init__(
         self, policy: AutoConfig | None, stages: Mapping[str, Stage], bare_us: float
     ) -> None:
-        self._policy, self.stages, self._bare_us = policy, stages, bare_us
+        self._policy, self.stages, self.bare_us = policy, stages, bare_us
         self._num_measured = 0
         self._begin()
 
@@ -224,15 +225,19 @@ class RowChoice:
                 slow_us, slow_percent = points[slow]
                 most_us = us + (slow_us - us) * max(0.0, aim - percent) / (slow_percent - percent)
             elif not self._tried:
-                most_us = aim / 100 * self._bare_us
+                most_us = aim / 100 * self.bare_us
             else:  # as much again at most as it seems to take
                 most_us = us * min(4.0, aim / max(percent, 0.05))
-                most_us = most_us or aim / 100 * self._bare_us
+                most_us = most_us or aim / 100 * self.bare_us
             freed = [self._freed_bytes(one) for one in self._ladder]
             bare_bytes = sum(stage.bare_bytes for stage in self.stages.values())
             tries = [(most_us, _LEAST_GAIN_SHARE)]
             if slow == len(us_of):  # it may cost less than is predicted
-                tries.append((_HOPE * limit / 100 * self._bare_us, _LARGE_GAIN_SHARE))
+                hope_us = _HOPE * limit / 100 * self.bare_us
+                seen = next((x for rung, x in self._tried if rung == quick), None)
+                if seen is not None and seen.low > 0:  # at best predictions are off by so much
+                    hope_us *= us / (seen.low / 100 * self.bare_us)
+                tries.append((hope_us, _LARGE_GAIN_SHARE))
             for most_us, share in tries:
                 least_bytes = freed[quick] + bare_bytes // share
                 good = [
@@ -245,7 +250,7 @@ class RowChoice:
         found = next((x for rung, x in self._tried if rung == quick), None)
         if found is not None:
             return quick, True, f"a step takes {found}, at most {limit:g} % is wanted"
-        percent = 100 * min(us_of[1:]) / self._bare_us
+        percent = 100 * min(us_of[1:]) / self.bare_us
         least = f"the least that frees anything is predicted to cost {percent:.2g} %"
         if self._tried:
             known = [x for rung, x in self._tried if x and points[rung][1] < math.inf]

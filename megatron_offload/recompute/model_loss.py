@@ -105,6 +105,11 @@ def large_causal_loss(logits: Any, labels: Any, *args: Any, **kwargs: Any) -> An
     return _transformers().ForCausalLMLoss(logits, labels, *args, **kwargs)
 
 
+def is_by_rows() -> bool:
+    """Whether a loss of this process was found to have the same bits by rows."""
+    return any(_proven.values())
+
+
 _LARGE_BYTES = 256 * 1024**2
 """Of logits in float32; below, the host's calls for the loss by rows take longer than it does."""
 

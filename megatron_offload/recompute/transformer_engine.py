@@ -67,14 +67,14 @@ PipelineOffloadManager.at_chunk.append(install)
 def _note(output: Any, function: Callable[..., Any], *inputs: Any, unit: str) -> None:
     """Note for the chunk whose hooks are in force how an output was made.
 
-    What that takes the layer saves for its own backward as well.
+    What that takes the layer saves for its own backward as well, if there is one: in a group.
     """
     owner = owner_of_hooks()
     chunk = owner if isinstance(owner, ChunkOffloadHandler) else getattr(owner, "chunk", None)
     if chunk is None or unit not in chunk.rules.configured or is_in_backward():
         return
     if type(output) is torch.Tensor:
-        recipes_of(chunk).add(output, function, inputs, unit, holds=True)
+        recipes_of(chunk).add(output, function, inputs, unit, holds=bool(chunk.open_groups))
 
 
 def _normalize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

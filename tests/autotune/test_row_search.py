@@ -12,6 +12,7 @@ from weakref import ref
 
 import pytest
 import torch
+import yaml
 from layered_job import (
     WIDTH,
     GradientCheckpointingLayer,
@@ -26,6 +27,7 @@ from megatron_offload.autotune import layers
 from megatron_offload.autotune.loop import MeasuredLoop
 from megatron_offload.autotune.row_answers import RowAnswers
 from megatron_offload.autotune.row_search import RowSearch
+from megatron_offload.cli.main import main
 from megatron_offload.config import OffloadConfig as Config
 from megatron_offload.planning.frontier import Action, to_plain
 
@@ -69,6 +71,18 @@ def test_what_is_found_frees_memory_and_costs_no_more_than_it_may(gbps, percent,
     assert text == f"megatron-offload: auto: {search.said}"
     rows = search.said.partition("rows: ")[2].partition(" free")[0]
     assert Config(rows=rows).rows == job.manager.rows, "what it says can be pasted"
+
+
+def test_what_is_found_is_left_for_the_command_with_the_row_of_a_loss(tmp_path, capsys):
+    job = LayeredJob(0.001, policy=auto(20))
+    job.search.loss_is_by_rows = lambda: True
+    search = job.found()
+    assert search.said.startswith("rows: [{layers: all, site: loss, by_rows: true}, {layers: ")
+    search.save(tmp_path / "run")
+    assert main(["plan", "--from", str(tmp_path / "run")]) == 0
+    rows = capsys.readouterr().out.splitlines()[-1]
+    assert Config(**yaml.safe_load(rows)).rows[1:] == job.manager.rows
+    assert rows.removesuffix("]") in search.said
 
 
 def test_where_nothing_pays_no_hook_is_left_and_it_is_said_once(caplog):
@@ -162,7 +176,7 @@ def test_much_longer_steps_are_looked_at_where_nothing_was_found_before(monkeypa
     job = LayeredJob(1.0, policy=auto(20), layer=PlainLayer)
     job.found((2,))
     assert not job.manager.rows
-    assert "smaller tensors" in job.search.said
+    assert "tensors smaller than 1 MiB" in job.search.said
     for _ in range(60):
         job.step(7)
     assert job.search.is_converged, "not by so little"

@@ -7,16 +7,22 @@ import re
 from dataclasses import replace
 
 import pytest
+import yaml
 from jobs import RATES, load_model, load_run, measured, ran
 
 from megatron_offload.cli.main import main
+from megatron_offload.config import OffloadConfig
 from megatron_offload.core.machine import Machine
-from megatron_offload.core.policy_config import RatioConfig
-from megatron_offload.files.strict_model import read_model
+from megatron_offload.core.policy_config import AutoConfig, RatioConfig
+from megatron_offload.core.row_config import RowConfig
+from megatron_offload.files.strict_model import read_model, write_model
 from megatron_offload.planning.files import load_plan, load_profile, save_plan, save_profile
+from megatron_offload.planning.found import RunFrontier
+from megatron_offload.planning.frontier import Action
 from megatron_offload.planning.job import RankSettings
 from megatron_offload.planning.policy import plan_by_rule
 from megatron_offload.planning.profiled_job import FROM_COPIES
+from megatron_offload.planning.row_choice import RowChoice, Slowdown, Stage
 from megatron_offload.planning.simulate import settings_of, simulate
 from megatron_offload.report.tables import TradeOff
 
@@ -31,6 +37,82 @@ def peak_of(step):
 
 def plan(*words):
     return main(["plan", *map(str, words)])
+
+
+MIB = 1 << 20
+
+
+def found_run(folder, *, num_stages=1, **changes):
+    """Leave what a run has found: of eight layers each move frees 4 MiB and takes 1 %."""
+    run = Action((("mlp", "recompute"),), 4 * MIB, 10.0)
+    stages = {}
+    for number in range(num_stages):
+        layers = range(8 * number, 8 * number + 8)
+        stages[str(number)] = Stage(dict.fromkeys(layers, (run,)), 1.0, 100 * MIB, 100 * MIB)
+    choice = RowChoice(AutoConfig(kind="auto", most_slowdown_percent=3), stages, 1000.0)
+    while not choice.next()[0]:
+        choice.note(Slowdown(2.5, 2.4, 2.6), dict.fromkeys(stages, 90 * MIB), 32)
+    found = RunFrontier.of(choice, "it was found", (RowConfig(site="loss", by_rows=True),))
+    write_model(folder / "frontier.json", found.model_copy(update=changes))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("words", "layers"),
+    [
+        ((), "0-1"),
+        (("--memory-target", "85MiB"), "0-3"),
+        (("--most-slowdown-percent", "4.5"), "0-3"),
+        (("--most-slowdown-percent", "2"), "0"),
+    ],
+)
+def test_the_plans_that_a_run_has_found_are_printed_to_be_pasted(words, layers, tmp_path, capsys):
+    found_run(tmp_path)
+    assert plan("--from", tmp_path, *words) == 0
+    *table, said, rows = capsys.readouterr().out.splitlines()
+    assert said == "the run: it was found"
+    config = OffloadConfig(**yaml.safe_load(rows))
+    assert [(row.site, row.layers) for row in config.rows] == [("loss", "all"), ("mlp", layers)]
+    (chosen,) = (line for line in table if "chosen" in line)
+    assert f"layers: {layers}," in chosen.replace('"', "")
+    tried = [line for line in table if "+2.5 % (+2.4 to +2.6)" in line]
+    assert tried
+    assert all("90.0 MiB" in line for line in tried)
+    assert [*tmp_path.iterdir()] == [tmp_path / "frontier.json"]
+
+
+def test_rows_of_all_stages_are_pasted_together(tmp_path, capsys):
+    found_run(tmp_path, num_stages=2)
+    assert plan("--from", tmp_path, "--memory-target", "96MiB", "88MiB") == 0
+    rows = yaml.safe_load(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [row.get("layers") for row in rows] == ["all", 0, "8-10"]
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        (("--memory-target", "1MiB"), 1, "no plan of stage 0 is predicted to fit"),
+        (("--memory-target", "96MiB", "88MiB"), 2, "2 sizes for 1 stages"),
+        (("--output", "plan.json"), 2, "beside --from there are"),
+        (("--set", "machine.d2h_gbps=5"), 2, "beside --from there are"),
+    ],
+)
+def test_what_can_not_be_said_of_a_run_s_plans_is_refused(words, status, message, tmp_path, capsys):
+    found_run(tmp_path)
+    assert plan("--from", tmp_path, *words) == status
+    assert message in "".join(capsys.readouterr())
+
+
+def test_a_run_that_has_left_no_plans_or_wrong_ones_is_refused(tmp_path, capsys):
+    assert plan("--from", tmp_path) == 2
+    assert "holds no frontier.json" in capsys.readouterr().err
+    found = found_run(tmp_path)
+    for wrong in ({"followed": 99}, {"plans": ()}, {"more": 1}):
+        stage = found.stages[0].model_dump() | wrong
+        text = json.dumps({"said": "", "stages": [stage]}, default=str)
+        (tmp_path / "frontier.json").write_text(text)
+        assert plan("--from", tmp_path) == 2
+        assert str(tmp_path / "frontier.json") in capsys.readouterr().err
 
 
 def test_a_plan_of_a_model_is_a_file_for_it(model, tmp_path, capsys):

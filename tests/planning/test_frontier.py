@@ -31,8 +31,7 @@ def test_no_plan_frees_as_much_for_less_but_for_one_move(seed):
     ]
     for before, after in itertools.pairwise(plans):
         assert after.freed_bytes > before.freed_bytes
-        changed = [n for n in layers if after.actions[n] != before.actions[n]]
-        assert len(changed) == 1
+        assert after.us > before.us
     for plan in plans:
         assert plan.freed_bytes == sum(one.freed_bytes for one in plan.actions.values())
         assert plan.us == pytest.approx(sum(one.us for one in plan.actions.values()))
@@ -66,9 +65,27 @@ def test_no_more_is_offloaded_than_can_be_copied_before_it_is_needed(seed):
 
     every = [*itertools.product(*((KEEP, *actions) for actions in layers.values()))]
     can = [(sum(x.freed_bytes for x in chosen)) for chosen in every if fits(chosen)]
-    most_bytes = max(action.freed_bytes for actions in kinds for action in actions)
     assert all(fits([plan.actions[number] for number in layers]) for plan in plans)
+    most_bytes = max(action.freed_bytes for actions in kinds for action in actions)
     assert plans[-1].freed_bytes >= max(can) - most_bytes
+    for before, after in itertools.pairwise(plans):
+        assert after.freed_bytes > before.freed_bytes
+        assert after.us > before.us
+
+
+def test_the_link_is_left_to_what_can_not_be_recomputed():
+    """Attention offloaded alone, as where it holds collectives; MLPs either way."""
+    attention = Action((("attention", "all"),), 20, 1.0, 20)
+    mlp = Action((("mlp", "all"),), 60, 1.0, 60)
+    again = Action((("mlp", "recompute"),), 60, 9.0)
+    both = (
+        Action(x.parts + attention.parts, *map(sum, zip(x[1:], attention[1:], strict=True)))
+        for x in (mlp, again)
+    )
+    layers = dict.fromkeys(range(8), (attention, mlp, again, *both))
+    plans = frontier(layers, {number: 20 * (8 - number) for number in layers})
+    assert plans[-1].freed_bytes == 8 * 80
+    assert plans[-1].us == pytest.approx(8 * 10.0)
 
 
 def with_functions(draw, most):
@@ -91,9 +108,9 @@ def test_functions_run_again_in_all_layers_or_in_none(seed):
     can = [number for number, actions in layers.items() if any(x.has_units for x in actions)]
     seen = [{plan.actions[number].has_units for number in can} for plan in plans]
     assert all(len(kinds_of_plan) <= 1 for kinds_of_plan in seen)
-    assert sorted(seen, key=lambda one: True in one) == seen, "once they do they go on"
     for before, after in itertools.pairwise(plans):
         assert after.freed_bytes > before.freed_bytes
+        assert after.us > before.us
     every = itertools.product(*((KEEP, *actions) for actions in layers.values()))
     alike = [x for x in every if len({x[number].has_units for number in can}) <= 1]
     assert plans[-1].freed_bytes == max(sum(one.freed_bytes for one in x) for x in alike)

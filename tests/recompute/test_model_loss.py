@@ -134,6 +134,15 @@ def test_a_loss_that_is_not_named_is_by_rows_where_one_kernel_serves(
     assert model.loss_function is utils.ForCausalLMLoss
 
 
+def test_a_search_for_rows_says_that_the_loss_is_by_rows():
+    model = make_model(None)
+    offload = offload_of(model, policy={"kind": "auto"})
+    search = offload.manager.tuner
+    assert not search.loss_is_by_rows(), "no step was taken"
+    train(model, offload)
+    assert search.loss_is_by_rows()
+
+
 def test_a_door_that_knows_no_loss_refuses_it_by_name():
     config = OffloadConfig(recompute="loss")
     with pytest.raises(ConfigError, match="recompute 'loss'; get_act_offloading_ctx_manager and"):
