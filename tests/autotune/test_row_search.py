@@ -135,6 +135,23 @@ def test_a_part_that_saves_nothing_is_no_matter(gbps, what):
     assert job.manager.rows
 
 
+class IdleLayer(AttentiveLayer):
+    """Its attention saves nothing in this step, as experts don't that get no tokens."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            around = self.self_attention(x)
+        return GradientCheckpointingLayer.forward(self, x + self.cross_attention(around))
+
+
+def test_ranks_are_of_one_stage_whatever_their_layers_save():
+    stages = {
+        LayeredJob(0.001, layer=x, policy=auto(40)).found()._stage
+        for x in (AttentiveLayer, IdleLayer)
+    }
+    assert len(stages) == 1
+
+
 def test_experts_are_recomputed_where_their_routing_can_not_be():
     job = LayeredJob(0.001, policy=auto(40), layer=RoutedLayer)
     job.found()

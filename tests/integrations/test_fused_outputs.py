@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import sys
 import types
@@ -18,6 +19,7 @@ from programs import (
     make_manager,
 )
 
+from megatron_offload.errors import ConfigError
 from megatron_offload.frontends.adopt import adopt_model
 from megatron_offload.frontends.whole_model import get_act_offloading_ctx_manager
 from megatron_offload.recompute import transformer_engine
@@ -191,6 +193,71 @@ def test_what_a_site_recomputes_is_not_kept_where_some_of_its_tensors_are_offloa
             model(torch.randn(ROWS, 1, WIDTH)).square().mean().backward()
         assert manager.last_step.recomputed_bytes == 4 * BYTES
         assert manager.last_step.offloaded_bytes == 2 * BYTES * (1 if most == 1 else 2)
+
+
+class Wide(torch.nn.Module):
+    """Saves what it is given, which its layer saves too, and four times as much in between."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module, self.norm = module, torch.nn.Parameter(torch.rand(WIDTH))
+        self.one = torch.nn.Parameter(torch.randn(WIDTH, 4 * WIDTH))
+        self.two = torch.nn.Parameter(torch.randn(4 * WIDTH, WIDTH))
+
+    def forward(self, x):
+        return _LayerNormMLP.apply(x, self.norm, self.one, self.two, self.module, None)
+
+
+class SharingLayer(GradientCheckpointingLayer):
+    def __init__(self, module):
+        super().__init__(module)
+        self.mlp = Wide(module)
+
+    def forward(self, x):
+        x = x * 2
+        return self.mlp(x) + x.sin()
+
+
+def test_what_is_recomputed_is_none_of_the_largest_tensors_that_a_row_offloads(module):
+    rows = [{"site": "mlp_act", "recompute": True}, {"site": "mlp", "offload": 2}]
+    manager = make_manager(rows=rows)
+    model = torch.nn.Sequential(*(SharingLayer(module) for _ in range(2)))
+    adopt_model(model, manager, is_part=True)
+    with manager.step():
+        manager.begin_chunk()
+        x = torch.randn(ROWS, 1, WIDTH, requires_grad=True)
+        with pytest.raises(ConfigError, match="so nothing would be freed"):
+            model(x)
+
+
+class Frozen(torch.nn.Module):
+    """Runs two layers without gradients, as reentrant checkpoints do, and then one with."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(GradientCheckpointingLayer(module) for _ in range(3))
+
+    def forward(self, x):
+        before = self.num_storages()
+        with torch.no_grad():
+            for layer in self.layers[:2]:
+                x = layer(x)
+        assert self.num_storages() == before + 1, "x alone is new"
+        return self.layers[2](x)
+
+    def num_storages(self):
+        found = (x for x in gc.get_objects() if type(x) is torch.Tensor and x.nbytes == BYTES)
+        return len({x.untyped_storage().data_ptr() for x in found})
+
+
+def test_layers_that_save_nothing_hold_nothing_in_a_forward_that_is_watched(module):
+    manager = make_manager(rows=[{"site": unit, "recompute": True} for unit in UNITS])
+    model, x = Frozen(module), torch.randn(ROWS, 1, WIDTH)
+    adopt_model(model, manager, is_part=True)
+    for _ in range(2):
+        with manager.step():
+            manager.begin_chunk()
+            model(x).square().mean().backward()
 
 
 @pytest.mark.parametrize(("units", "made"), [((), {}), (("mlp_act",), {"mlp_act": BYTES})])
