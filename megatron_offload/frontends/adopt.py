@@ -70,7 +70,7 @@ def hook_modules(
         own = hooks_of(OffloadSite, module)
         row = rows.offloaded.get(path)
         if row is not None:
-            largest = LargestTensors.of(module, row.most)
+            largest = LargestTensors.of(module, row.most, named)
             own += OffloadSite(row.site, find_manager, largest).hook(module)
             handles += own
     clock = LayerClock(find_manager)
@@ -80,7 +80,7 @@ def hook_modules(
             own += clock.hook(modules[path])
             handles += own
     if rows.offloaded or rows.recomputed or named:
-        watch = RowWatch(modules[""], rows, find_manager)
+        watch = RowWatch(modules[""], rows, find_manager, named)
         handles += watch.hook_savers()
         if groups is None:
             handles += watch.hook()

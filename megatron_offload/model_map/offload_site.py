@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -50,13 +50,20 @@ class LargestTensors:
     def __init__(self, most: int | None, chosen: frozenset[int] | None = None) -> None:
         self.most, self.chosen = most, chosen
         self.num_saved = self.num_others = 0
+        self._units: Collection[str] | None = None
 
     @classmethod
-    def of(cls, module: nn.Module, most: int | None) -> LargestTensors:
-        """Return what is known of a module, for hooks that are set anew."""
+    def of(
+        cls, module: nn.Module, most: int | None, units: Collection[str] | None = None
+    ) -> LargestTensors:
+        """Return what is known of a module, for hooks that are set anew.
+
+        ``units`` are recomputed everywhere: what was chosen under others doesn't count.
+        """
         known = _known.get(module)
-        if known is None or known.most != most:
+        if known is None or known.most != most or units not in (None, known._units):
             known = _known[module] = cls(most)
+            known._units = units
         return known
 
     def leave_out(self, numbers: set[int], num_saved: int) -> None:

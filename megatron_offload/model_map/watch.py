@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from operator import eq
 from threading import get_ident
@@ -52,6 +52,10 @@ MayMove = Callable[[torch.Tensor], bool]
 
 _Savers = dict[str, tuple[str, LargestTensors]]
 """By module, the site that it saves an output of, and which of its tensors that is."""
+
+
+_Rows = tuple[FoundRows, frozenset[str]]
+"""What is known of a model holds for these rows, and what is recomputed besides."""
 
 
 class _Call:
@@ -206,18 +210,26 @@ class SavedMemory(Observer):
 class RowWatch:
     """Watches the first forward of a model that is recorded, and refuses rows that free nothing.
 
-    Behind it hooks stand where outputs are saved that rows recompute.
+    Behind it hooks stand where outputs are saved that rows recompute. ``units`` are recomputed
+    wherever functions are of them.
     """
 
-    def __init__(self, root: nn.Module, rows: FoundRows, find_manager: FindManager) -> None:
-        self._root, self._rows, self._find_manager = ref(root), rows, find_manager
+    def __init__(
+        self,
+        root: nn.Module,
+        rows: FoundRows,
+        find_manager: FindManager,
+        units: Collection[str] = (),
+    ) -> None:
+        self._root, self._find_manager = ref(root), find_manager
+        self._rows = rows, frozenset(units)
         self._seen: SavedMemory | None = None
         self._thread = 0
         self._manager: PipelineOffloadManager | None = None
         self._inner: list[RemovableHandle] = []
         modules = self._modules()
         self._known = _watched.get(root)
-        if self._known is not None and not self._known.is_of(rows, modules):
+        if self._known is not None and not self._known.is_of(self._rows, modules):
             self._known = None
 
     def hook_savers(self) -> list[RemovableHandle]:
@@ -259,7 +271,7 @@ class RowWatch:
         if chunk is None:
             return
         self._manager, self._thread = manager, get_ident()
-        self._seen = SavedMemory(chunk.may_move, self._rows, manager)
+        self._seen = SavedMemory(chunk.may_move, self._rows[0], manager)
         self._inner = self._seen.watch(self._modules())
         manager.observers.append(self._seen)
         put_on(self._seen.pack, SavedTensor.unpack)
@@ -300,7 +312,7 @@ class RowWatch:
 
     def _warn_of_units(self, manager: PipelineOffloadManager | None, seen: SavedMemory) -> None:
         """Say which rows have no effect, where there are none but of functions that weren't met."""
-        if manager is None or manager.rows_are_own or any(self._rows):
+        if manager is None or manager.rows_are_own or any(self._rows[0]):
             return
         for row in manager.rows or ():
             if row.site in UNITS and row.site not in seen.made.values():
@@ -310,11 +322,11 @@ class RowWatch:
 class _Known:
     """What a watched forward of a model has shown: rows that are whole, and who saves outputs."""
 
-    def __init__(self, rows: FoundRows, modules: Mapping[str, nn.Module], savers: _Savers) -> None:
+    def __init__(self, rows: _Rows, modules: Mapping[str, nn.Module], savers: _Savers) -> None:
         self._rows, self.savers = rows, savers
         self._modules = [ref(module) for module in modules.values()]
 
-    def is_of(self, rows: FoundRows, modules: Mapping[str, nn.Module]) -> bool:
+    def is_of(self, rows: _Rows, modules: Mapping[str, nn.Module]) -> bool:
         """Whether it holds for these rows in these modules."""
         return rows == self._rows and [x() for x in self._modules] == [*modules.values()]
 

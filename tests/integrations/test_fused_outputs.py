@@ -19,6 +19,7 @@ from programs import (
     make_manager,
 )
 
+from megatron_offload.config import OffloadConfig
 from megatron_offload.errors import ConfigError
 from megatron_offload.frontends.adopt import adopt_model
 from megatron_offload.frontends.whole_model import get_act_offloading_ctx_manager
@@ -193,6 +194,23 @@ def test_what_a_site_recomputes_is_not_kept_where_some_of_its_tensors_are_offloa
             model(torch.randn(ROWS, 1, WIDTH)).square().mean().backward()
         assert manager.last_step.recomputed_bytes == 4 * BYTES
         assert manager.last_step.offloaded_bytes == 2 * BYTES * (1 if most == 1 else 2)
+
+
+@pytest.mark.parametrize("most", [1, "all"])
+def test_rows_of_functions_that_come_later_have_their_effect(module, most):
+    row = {"site": "mlp", "offload": most}
+    manager = make_manager(rows=[row])
+    model = torch.nn.Sequential(*(GradientCheckpointingLayer(module) for _ in range(2)))
+    found = []
+    for rows in ([row], [row, *({"site": unit, "recompute": True} for unit in UNITS)]):
+        manager.follow_rows(OffloadConfig(rows=rows).rows)
+        adopt_model(model, manager, is_part=True)
+        for _ in range(3):
+            with manager.step():
+                manager.begin_chunk()
+                model(torch.randn(ROWS, 1, WIDTH)).square().mean().backward()
+        found.append(manager.last_step.recomputed_bytes)
+    assert found == [0, 4 * BYTES]
 
 
 class Wide(torch.nn.Module):
