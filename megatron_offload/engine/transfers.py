@@ -152,6 +152,8 @@ class Transfers:
             for observer in self.observers:
                 observer.block_offloads(block, _region_of(block))
             self.sources.drop(block, group.label)
+            if group.pick is not None and group.pick.drops_only:
+                block.name = recipe.unit  # what one call saves may be of several
             name, dropped = block.name, group.dropped_bytes
             self.stats.by_name[name].recomputed_bytes += num_bytes
             group.dropped_bytes = {**dropped, name: dropped.get(name, 0) + num_bytes}

@@ -183,7 +183,7 @@ class SavedMemory(Observer):
         site_of = self.made
         dropped = {
             path: site_of[made]
-            for made in site_of.keys() & savers.keys()
+            for made in (key for key in savers if key in site_of)
             for path in savers[made]
             if path not in rows.recomputed and not rows.place_of(path)
         }

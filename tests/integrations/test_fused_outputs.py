@@ -171,6 +171,20 @@ def test_a_row_of_functions_alone_drops_what_they_make(unit, module, caplog):
     assert_nothing_left(manager)
 
 
+def test_each_row_of_functions_is_counted_by_its_name(module):
+    manager = make_manager(rows=[{"site": unit, "recompute": True} for unit in UNITS])
+    model = torch.nn.Sequential(Fused(module), Fused(module))
+    adopt_model(model, manager, is_part=True)
+    for _ in range(3):
+        with manager.step():
+            manager.begin_chunk()
+            model(torch.randn(ROWS, 1, WIDTH)).square().mean().backward()
+    by_name = manager.last_step.by_name
+    assert {unit: by_name[unit].recomputed_bytes for unit in UNITS} == dict.fromkeys(
+        UNITS, 2 * BYTES
+    )
+
+
 class GradientCheckpointingLayer(torch.nn.Module):
     """A layer by its name."""
 
