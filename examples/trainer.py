@@ -18,7 +18,8 @@ from megatron_offload.integrations.hugging_face import OffloadMixin
 
 
 class OffloadTrainer(OffloadMixin, Trainer):
-    pass
+    if not torch.cuda.is_available():  # where nothing is won, nothing is offloaded unasked
+        offload_options = {"policy": "modules"}
 
 
 def main() -> None:

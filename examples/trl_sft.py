@@ -26,7 +26,8 @@ ENDS = {"pad_token": "<pad>", "eos_token": "<eos>"}
 
 
 class OffloadSFTTrainer(OffloadMixin, SFTTrainer):  # here
-    pass
+    if not torch.cuda.is_available():  # where nothing is won, nothing is offloaded unasked
+        offload_options = {"policy": "modules"}
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
