@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -33,6 +34,7 @@ from megatron_offload.observe.recorder import profile_step
 from megatron_offload.planning import profiled_job
 from megatron_offload.planning.choice import SLOW_LINK_SHARE, Chooser
 from megatron_offload.planning.files import PLANS, PROFILES
+from megatron_offload.planning.found import NAME
 from megatron_offload.planning.job import NO_OFFLOAD, Job, RankSettings
 from megatron_offload.planning.plan import MeasuredCost, OffloadPlan
 from megatron_offload.planning.policy import ModulesPolicy
@@ -52,8 +54,8 @@ _PROBE_BYTES = 32 << 20  # what one of the copies moves that time the link
 _logger = logging.getLogger(__name__)
 
 ADVICE = (
-    ". 'policy: {kind: auto, most_slowdown_percent: 5}' lets it cost more, 'memory_target' says "
-    "how much memory there is, 'rows' name what is offloaded or recomputed and cost nothing "
+    ". A larger 'most_slowdown_percent' lets it cost more, 'memory_target' says how much memory "
+    "there is, 'rows' name what is offloaded or recomputed and cost nothing "
     "besides (docs/rows.md), and 'policy: modules' offloads everything"
 )
 NO_CLOCK = (
@@ -118,6 +120,13 @@ class MeasuredLoop(OldAttributes):
             self._policy = policy
             self._steps = self._take_steps()
             next(self._steps)
+
+    def save(self, folder: str | Path) -> None:
+        """As that of what looks for rows; nothing is left where none does."""
+        if self.by_rows is not None:
+            self.by_rows.save(folder)
+        elif rank_in() == 0:
+            (Path(folder) / NAME).unlink(missing_ok=True)
 
     def __call__(self, manager: PipelineOffloadManager) -> None:
         """Look back at the step that has ended, and prepare for the next."""

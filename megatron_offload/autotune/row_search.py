@@ -32,7 +32,7 @@ from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.hooks import is_recording
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.module_hooks import named_modules
-from megatron_offload.errors import ConfigError
+from megatron_offload.errors import ConfigError, StateError
 from megatron_offload.files.renames import OldAttributes
 from megatron_offload.files.strict_model import write_model
 from megatron_offload.machine.job_ranks import rank_in
@@ -194,11 +194,20 @@ class RowSearch(OldAttributes):
         """Leave the plans among which it has chosen, for ``megatron-offload plan --from FOLDER``.
 
         Only the rank that answers knows them: others write nothing.
+
+        Raises:
+            StateError: it goes on.
         """
-        choice = self._answers.choice
+        if not self.is_converged:
+            raise StateError("the search for rows goes on; save its plans once it has ended")
+        path, choice = Path(folder) / NAME, self._answers.choice
         if choice is not None:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            write_model(Path(folder) / NAME, RunFrontier.of(choice, self.said, self._besides))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            said = self.said.removeprefix("megatron-offload: ")
+            found = RunFrontier.of(choice, said, self._besides, is_followed=self.plan is not None)
+            write_model(path, found)
+        elif self._speaks:
+            path.unlink(missing_ok=True)
 
     @property
     def _besides(self) -> tuple[RowConfig, ...]:

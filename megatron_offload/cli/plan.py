@@ -3,7 +3,8 @@ r"""Choose what moves to the host, from a run's profiles or from a described mod
 --from   prints the plans of rows among which a run has chosen, what each frees, and what it is
          predicted to take or, where the run has tried it, took; and, to be pasted into a
          configuration, the rows of the one that was followed, or that the policy below chooses.
-         Reads frontier.json, which --offload-report makes a job leave; writes nothing
+         Reads frontier.json, which --offload-report makes a job leave, or
+         offload.manager.tuner.save(FOLDER) any program; writes nothing
 
 reads    RUN_FOLDER/profile_<rank>.json, which run.profile_step makes a run leave (of a
          comparison, its run with offload); or the YAML of --model
@@ -61,13 +62,13 @@ class Given(SourceOptions):
     """Most device memory of every pipeline rank, such as 26GiB; or one size for each."""
 
     most_slowdown_percent: Annotated[float, _WithoutSign, Field(ge=0, le=1000)] | None = None
-    """Maximum step-time overhead in percent (default 1)."""
+    """Maximum step-time overhead in percent (default 1; beside --from what was followed)."""
 
     output: Path | None = None
     """Where the plan goes."""
 
     from_: Path | None = Field(default=None, alias="from")
-    """The report of a run that has found rows, whose plans are printed."""
+    """The folder of a run that has found rows, whose plans are printed."""
 
 
 def run(given: Given) -> int:
@@ -105,6 +106,8 @@ def _show_found(given: Given, folder: Path) -> int:
         raise ConfigError(
             f"--memory-target has {len(targets)} sizes for {len(found.stages)} stages"
         )
+    if targets and not all(stage.bare_bytes for stage in found.stages):
+        raise ConfigError("what the run had in use isn't known, so no target can be kept")
     for number, stage in enumerate(found.stages):
         place: int | None = stage.followed
         if isinstance(policy, MemoryTargetConfig):
@@ -112,7 +115,7 @@ def _show_found(given: Given, folder: Path) -> int:
         elif percent is not None:
             place = stage.within(percent)
         if place is None:
-            out.print(f"no plan of stage {stage.name} is predicted to fit", style="red")
+            out.print(f"no plan of stage {stage.name} is known to fit", style="red")
             return 1
         out.print(_found_table(stage, place))
         chosen.append(stage.plans[place])
@@ -133,14 +136,14 @@ def _found_table(stage: FoundStage, chosen: int) -> Table:
         plan, measured = plans[place], ""
         if plan.measured_percent:
             measured = str(Slowdown(*plan.measured_percent))
-        reserved = format_bytes(plan.reserved_bytes) if plan.reserved_bytes else ""
-        which = "chosen" if place == chosen else "followed" if place == stage.followed else ""
-        sizes = format_bytes(plan.freed_bytes), format_bytes(stage.bare_bytes - plan.freed_bytes)
+        marks = {"chosen": chosen, "followed": stage.followed}
+        which = ", ".join(word for word, marked in marks.items() if marked == place)
+        needed = format_bytes(stage.needed_bytes(place)) if stage.bare_bytes else "not known"
         what = "; ".join(map(str, plan.rows)) or "nothing"
-        rows.append(
-            [place, which, what, *sizes, f"{plan.predicted_percent:+.1f} %", measured, reserved]
-        )
-    columns = ["plan", "", "rows", "frees", "allocated", "predicted", "measured", "reserved"]
+        predicted = f"{plan.predicted_percent:+.1f} %"
+        freed = format_bytes(plan.freed_bytes)
+        rows.append([place, which, what, freed, needed, predicted, measured])
+    columns = ["plan", "", "rows", "frees", "needs", "predicted", "measured"]
     return plain_table(f"Plans of stage {stage.name}", columns, 3, rows)
 
 

@@ -5,6 +5,7 @@ A plan that a person writes is a list of rows; what none of them names is kept, 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from itertools import groupby
@@ -96,4 +97,10 @@ class RowConfig(StrictModel):
         does = f"offload: {self.offload}" if self.offload else "recompute: true"
         does = "by_rows: true" if self.by_rows else does
         layers = f'"{self.layers}"' if "," in self.layers else self.layers  # as in YAML
-        return f"{{layers: {layers}, site: {self.site}, {does}}}"
+        is_plain = re.fullmatch(r"[\w.*-]+", self.site)
+        site = self.site if is_plain else json.dumps(self.site)
+        return f"{{layers: {layers}, site: {site}, {does}}}"
+
+    def numbers(self) -> tuple[int, ...]:
+        """Return the numbers of its layers; none where these are all."""
+        return tuple(filter(self.has_layer, range(self.last_layer + 1)))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 from weakref import ref
 
@@ -102,6 +103,9 @@ class Tuner(Protocol):
 
     def begin(self, manager: PipelineOffloadManager) -> None:
         """Begin anew: the manager has another configuration."""
+
+    def save(self, folder: str | Path) -> None:
+        """Leave the plans of rows that it has found, in the place of any that are there."""
 
     def __call__(self, manager: PipelineOffloadManager) -> None:
         """Look back at a step that has ended."""

@@ -399,8 +399,8 @@ def get_act_offloading_ctx_manager(
         _keep_on_device(head)
     elif warn_if_no_head:
         warnings.warn(
-            "no output head was found in the model, so what it saves is offloaded too and has to "
-            f"are reloaded at once; heads are called {', '.join(_HEADS)}. Run the layer that makes "
+            "no output head was found in the model, so what it saves is offloaded too, and is "
+            f"reloaded at once; heads are called {', '.join(_HEADS)}. Run the layer that makes "
             "the model's output inside NoOpManager(), or say warn_if_no_head=False",
             stacklevel=2,
         )

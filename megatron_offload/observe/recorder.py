@@ -58,6 +58,7 @@ def profile_step(
     block is left, unless by an exception. The simulated device has no memory of its own: there it
     is what a `LiveActivationMeter` counts that observes the manager; without one none is reported.
     Rows that a run has found are left aside in it: all groups are kept that there is room for.
+    While it looks for them there may be none.
 
     Args:
         manager: whose groups are recorded.

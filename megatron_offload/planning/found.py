@@ -5,19 +5,22 @@ A run that finds rows leaves it in its report; ``megatron-offload plan --from RU
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
-from megatron_offload.core.row_config import RowConfig
+from megatron_offload.core.row_config import RowConfig, ranges
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import StrictModel, read_model
 from megatron_offload.planning.row_choice import RowChoice
 
 NAME = "frontier.json"
-_Size = Annotated[int, Field(ge=0)]
+_Size = Annotated[int, Field(ge=0, lt=2**63)]
+_MOST_DOUBT = 10.0  # in points: an interval that is wider says nothing
 
 
 class FoundPlan(StrictModel):
@@ -36,7 +39,8 @@ class FoundPlan(StrictModel):
     @property
     def percent(self) -> float:
         """What is known best of the time that it takes."""
-        return self.measured_percent[0] if self.measured_percent else self.predicted_percent
+        percent, low, high = self.measured_percent or (0.0, 0.0, math.inf)
+        return percent if high - low <= _MOST_DOUBT else self.predicted_percent
 
 
 class FoundStage(StrictModel):
@@ -44,8 +48,8 @@ class FoundStage(StrictModel):
 
     name: str = Field(max_length=200)
     bare_bytes: _Size
-    """What is allocated at most without rows."""
-    plans: tuple[FoundPlan, ...] = Field(min_length=1)
+    """What is allocated at most without rows; 0 where that isn't known."""
+    plans: tuple[FoundPlan, ...] = Field(min_length=1, max_length=10_000)
     """Each frees more than the one before; the first does nothing."""
     followed: _Size
     """The place of the one that the run has followed."""
@@ -55,11 +59,19 @@ class FoundStage(StrictModel):
         if self.followed >= len(self.plans):
             raise ConfigError(f"stage {self.name!r} follows plan {self.followed}, which it lacks")
 
+    def needed_bytes(self, place: int) -> int:
+        """Return what a plan was seen to reserve, or is predicted to by what others were."""
+        plans = self.plans
+        more = [
+            x.reserved_bytes - self.bare_bytes + x.freed_bytes for x in plans if x.reserved_bytes
+        ]
+        predicted_bytes = self.bare_bytes - plans[place].freed_bytes + max(0, *more, 0)
+        return plans[place].reserved_bytes or predicted_bytes
+
     def under(self, target_bytes: int) -> int | None:
-        """Return the first plan that is predicted to fit; None where there is none."""
-        least_bytes = self.bare_bytes - target_bytes
-        fit = (place for place, plan in enumerate(self.plans) if plan.freed_bytes >= least_bytes)
-        return next(fit, None)
+        """Return the first plan that fits, as far as is known; None where there is none."""
+        places = range(len(self.plans) if self.bare_bytes else 0)
+        return next((x for x in places if self.needed_bytes(x) <= target_bytes), None)
 
     def within(self, most_percent: float) -> int:
         """Return the last plan of those before the first that takes longer than it may."""
@@ -74,11 +86,18 @@ class RunFrontier(StrictModel):
     """What the run has said in the end."""
     besides: tuple[RowConfig, ...] = ()
     """Rows of what it does in every plan."""
-    stages: tuple[FoundStage, ...]
+    stages: tuple[FoundStage, ...] = Field(min_length=1)
 
     @classmethod
-    def of(cls, choice: RowChoice, said: str, besides: tuple[RowConfig, ...] = ()) -> RunFrontier:
-        """Make it of the plans among which a run has chosen."""
+    def of(
+        cls,
+        choice: RowChoice,
+        said: str,
+        besides: tuple[RowConfig, ...] = (),
+        *,
+        is_followed: bool = True,
+    ) -> RunFrontier:
+        """Make it of the plans among which a run has chosen, and may follow none in the end."""
         stages = []
         for name, stage in choice.stages.items():
             tried = {place: (found, size) for place, found, size in stage.tried}
@@ -89,8 +108,10 @@ class RunFrontier(StrictModel):
                     FoundPlan(
                         rows=plan.rows(),
                         freed_bytes=int(stage.num_inflight * plan.freed_bytes),
-                        predicted_percent=100 * plan.us / choice.bare_us,
-                        measured_percent=found,
+                        predicted_percent=100 * plan.us / max(1.0, choice.bare_us),
+                        measured_percent=found
+                        if found and all(map(math.isfinite, found))
+                        else None,
                         reserved_bytes=size or None,
                     )
                 )
@@ -99,20 +120,33 @@ class RunFrontier(StrictModel):
                     name=name,
                     bare_bytes=stage.bare_bytes,
                     plans=tuple(plans),
-                    followed=stage.place,
+                    followed=stage.place if is_followed else 0,
                 )
             )
         return cls(said=said, besides=besides, stages=tuple(stages))
 
     def rows_of(self, plans: Iterable[FoundPlan]) -> tuple[RowConfig, ...]:
-        """Return the rows of a plan of each stage together."""
-        return tuple(dict.fromkeys((*self.besides, *(row for plan in plans for row in plan.rows))))
+        """Return the rows of a plan of each stage together.
+
+        Where stages have the same layers, those of the first count.
+        """
+        everywhere, done = dict.fromkeys(self.besides), dict[tuple[str, int], RowConfig]()
+        for row in (row for plan in plans for row in plan.rows):
+            if row.layers == "all":
+                everywhere[row] = None
+            for number in row.numbers():
+                done.setdefault((row.site, number), row.model_copy(update={"layers": "all"}))
+        layers: dict[RowConfig, list[int]] = {}
+        for (_, number), row in done.items():
+            layers.setdefault(row, []).append(number)
+        some = (row.model_copy(update={"layers": ranges(x)}) for row, x in layers.items())
+        return (*everywhere, *some)
 
 
 def read_frontier(folder: Path) -> RunFrontier:
     """Read what a run has left; `ConfigError` where it has found no rows, or left none."""
-    path = folder / NAME
-    if not path.exists():
+    path = folder if folder.name == NAME else folder / NAME
+    if not os.path.lexists(path):
         raise ConfigError(
             f"{folder} holds no {NAME}: a Megatron job that finds rows leaves it with "
             "--offload-report FOLDER, any other program by offload.manager.tuner.save(FOLDER)"

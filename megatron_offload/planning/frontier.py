@@ -1,15 +1,14 @@
 """The frontier of a model: plans of rows, each freeing more than the one before, for least time.
 
-A plan says of each layer which of its actions is taken. From one plan to the next a single layer
+A plan says of each layer which of its actions is taken. Plans are made by moves: a single layer
 takes another action, the one that frees most for what it costs; or all do at once where functions
-begin to run again, as these know no layer. Every plan of the list is a prefix of those moves; which
-one is followed is for those who measure.
+begin to run again, as these know no layer. Which one is followed is for those who measure.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -89,8 +88,9 @@ def frontier(
 ) -> list[Plan]:
     """Return plans in the order of what they free, beginning with the one that does nothing.
 
-    Each takes longer than those before it. Where the link is short, what is offloaded first would
-    take it from what could only be offloaded: moves are made anew as if bytes on it had a price.
+    Of the others each takes longer than those before it. Where the link is short, what is offloaded
+    first would take it from what could only be offloaded: moves are made anew as if bytes on it had
+    a price.
 
     Args:
         layers: by number what may be done with each.
@@ -102,9 +102,10 @@ def frontier(
     ]
     plans: list[Plan] = []
     for plan in sorted(found, key=lambda one: (-one.freed_bytes, one.us)):
-        if not plans or (plan.us < plans[-1].us and plan.freed_bytes < plans[-1].freed_bytes):
+        is_first = not plans or plan.freed_bytes < plans[-1].freed_bytes
+        if plan.freed_bytes > 0 and is_first and (not plans or plan.us < plans[-1].us):
             plans.append(plan)
-    return plans[::-1]
+    return [found[0], *plans[::-1]]
 
 
 def _prices(
@@ -148,12 +149,12 @@ def _moves(
                 worth = _worth(before, after, price)
                 if worth > best[0]:
                     best = worth, {number: after}
-        with_units = {} if has_units else _with_units(taken, choices)
-        if with_units:
+        for with_units in () if has_units else _with_units(taken, choices):
             before, after = Action((), *plans[-1][1:]), _sum(with_units.values())
             worth = _worth(before, after, price)
             if worth > best[0] and _fits(taken, with_units, left):
-                best, has_units = (worth, with_units), True
+                best = worth, with_units
+        has_units = has_units or any(x.has_units for x in best[1].values())
         if not best[1]:
             return plans
         last, taken = taken, taken | best[1]
@@ -189,18 +190,30 @@ def _choices_of(actions: Sequence[Action]) -> _Choices:
     return _Choices(plain, _worthy([*with_units, *neutral]) if with_units else plain)
 
 
-def _with_units(taken: Mapping[int, Action], choices: Mapping[int, _Choices]) -> dict[int, Action]:
-    """Return of each layer what frees as much as now, or the most, where functions run again.
+def _with_units(
+    taken: Mapping[int, Action], choices: Mapping[int, _Choices]
+) -> Iterator[dict[int, Action]]:
+    """Yield of each layer what frees as much as now, or the most, where functions run again.
 
-    Empty where no layer has any.
+    What takes least comes first, then what copies least; nothing where no layer has any.
     """
-    found = dict(taken)
-    for number, (without, with_units) in choices.items():
-        if with_units is not without:
-            enough = (x for x in with_units if x.freed_bytes >= taken[number].freed_bytes)
-            most = max(with_units, key=lambda one: one.freed_bytes)
-            found[number] = min(enough, key=lambda one: (one.us, one.copied_bytes), default=most)
-    return {} if found == taken else found
+    if any(with_units is not without for without, with_units in choices.values()):
+        for order in (_by_time, _by_copies):
+            found = dict(taken)
+            for number, (without, with_units) in choices.items():
+                if with_units is not without:
+                    enough = (x for x in with_units if x.freed_bytes >= taken[number].freed_bytes)
+                    most = max(with_units, key=lambda one: one.freed_bytes)
+                    found[number] = min(enough, key=order, default=most)
+            yield found
+
+
+def _by_time(action: Action) -> tuple[float, float]:
+    return action.us, action.copied_bytes
+
+
+def _by_copies(action: Action) -> tuple[float, float]:
+    return action.copied_bytes, action.us
 
 
 def _fits(

@@ -24,7 +24,6 @@ from megatron_offload.engine.patches import Call, PatchStack, around
 from megatron_offload.errors import ConfigError, StateError, is_installed
 from megatron_offload.frontends.around import refuse_unserved
 from megatron_offload.integrations import megatron_core
-from megatron_offload.integrations.megatron_search import search_of
 from megatron_offload.machine.job_ranks import rank_in
 from megatron_offload.observe.recorder import profile_step
 from megatron_offload.observe.trace_step import trace_step
@@ -150,10 +149,8 @@ class ReportedLoop(MeasuredLoop):
                 save_profile(replace(seen.profile, run=run), folder / f"profile_{rank}.json")
                 if self.plan is not None and rank == 0:
                     save_plan(self.plan, folder / "plan.json")
-                search = search_of(manager)
-                if search is not None:
-                    search.save(folder)
-            except OSError as error:
+                self.save(folder)
+            except (OSError, ConfigError) as error:
                 _logger.warning("no report in %s: %s", folder, error)
         if rank == 0:
             sizes = {name: group.offloaded_bytes for name, group in stats.by_name.items()}

@@ -29,6 +29,8 @@ from megatron_offload.autotune.row_answers import RowAnswers
 from megatron_offload.autotune.row_search import RowSearch
 from megatron_offload.cli.main import main
 from megatron_offload.config import OffloadConfig as Config
+from megatron_offload.errors import ConfigError, StateError
+from megatron_offload.planning.found import read_frontier
 from megatron_offload.planning.frontier import Action, to_plain
 
 pytestmark = pytest.mark.by_default
@@ -83,6 +85,23 @@ def test_what_is_found_is_left_for_the_command_with_the_row_of_a_loss(tmp_path, 
     rows = capsys.readouterr().out.splitlines()[-1]
     assert Config(**yaml.safe_load(rows)).rows[1:] == job.manager.rows
     assert rows.removesuffix("]") in search.said
+
+
+def test_a_search_that_goes_on_or_found_nothing_leaves_no_plan_as_followed(tmp_path):
+    job = LayeredJob(0.001, policy=auto(20))
+    job.step()
+    with pytest.raises(StateError, match="goes on"):
+        job.search.save(tmp_path)
+    job.found().save(tmp_path)
+    assert read_frontier(tmp_path).stages[0].followed > 0
+    job.search._stop("an interrupt has ended the search", "")
+    job.search.save(tmp_path)
+    found = read_frontier(tmp_path)
+    assert found.stages[0].followed == 0
+    assert found.said == job.search.said.removeprefix("megatron-offload: ")
+    MeasuredLoop().save(tmp_path)
+    with pytest.raises(ConfigError, match=r"holds no frontier\.json"):
+        read_frontier(tmp_path)
 
 
 def test_where_nothing_pays_no_hook_is_left_and_it_is_said_once(caplog):

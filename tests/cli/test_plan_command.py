@@ -17,7 +17,7 @@ from megatron_offload.core.policy_config import AutoConfig, RatioConfig
 from megatron_offload.core.row_config import RowConfig
 from megatron_offload.files.strict_model import read_model, write_model
 from megatron_offload.planning.files import load_plan, load_profile, save_plan, save_profile
-from megatron_offload.planning.found import RunFrontier
+from megatron_offload.planning.found import FoundPlan, FoundStage, RunFrontier
 from megatron_offload.planning.frontier import Action
 from megatron_offload.planning.job import RankSettings
 from megatron_offload.planning.policy import plan_by_rule
@@ -61,6 +61,7 @@ def found_run(folder, *, num_stages=1, **changes):
     ("words", "layers"),
     [
         ((), "0-1"),
+        (("--memory-target", "90MiB"), "0-1"),  # as was seen: 8 MiB are freed of 100
         (("--memory-target", "85MiB"), "0-3"),
         (("--most-slowdown-percent", "4.5"), "0-3"),
         (("--most-slowdown-percent", "2"), "0"),
@@ -75,6 +76,7 @@ def test_the_plans_that_a_run_has_found_are_printed_to_be_pasted(words, layers, 
     assert [(row.site, row.layers) for row in config.rows] == [("loss", "all"), ("mlp", layers)]
     (chosen,) = (line for line in table if "chosen" in line)
     assert f"layers: {layers}," in chosen.replace('"', "")
+    assert ("chosen, followed" in chosen) == (layers == "0-1")
     tried = [line for line in table if "+2.5 % (+2.4 to +2.6)" in line]
     assert tried
     assert all("90.0 MiB" in line for line in tried)
@@ -85,13 +87,13 @@ def test_rows_of_all_stages_are_pasted_together(tmp_path, capsys):
     found_run(tmp_path, num_stages=2)
     assert plan("--from", tmp_path, "--memory-target", "96MiB", "88MiB") == 0
     rows = yaml.safe_load(capsys.readouterr().out.splitlines()[-1])["rows"]
-    assert [row.get("layers") for row in rows] == ["all", 0, "8-10"]
+    assert [row.get("layers") for row in rows] == ["all", "0,8-10"]
 
 
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
-        (("--memory-target", "1MiB"), 1, "no plan of stage 0 is predicted to fit"),
+        (("--memory-target", "1MiB"), 1, "no plan of stage 0 is known to fit"),
         (("--memory-target", "96MiB", "88MiB"), 2, "2 sizes for 1 stages"),
         (("--output", "plan.json"), 2, "beside --from there are"),
         (("--set", "machine.d2h_gbps=5"), 2, "beside --from there are"),
@@ -107,12 +109,41 @@ def test_a_run_that_has_left_no_plans_or_wrong_ones_is_refused(tmp_path, capsys)
     assert plan("--from", tmp_path) == 2
     assert "holds no frontier.json" in capsys.readouterr().err
     found = found_run(tmp_path)
-    for wrong in ({"followed": 99}, {"plans": ()}, {"more": 1}):
+    for wrong in ({"followed": 99}, {"plans": ()}, {"more": 1}, {"bare_bytes": 10**400}):
         stage = found.stages[0].model_dump() | wrong
         text = json.dumps({"said": "", "stages": [stage]}, default=str)
         (tmp_path / "frontier.json").write_text(text)
         assert plan("--from", tmp_path) == 2
         assert str(tmp_path / "frontier.json") in capsys.readouterr().err
+
+
+def test_where_memory_was_not_known_no_target_is_answered(tmp_path, capsys):
+    (stage,) = found_run(tmp_path).stages
+    found_run(tmp_path, stages=(stage.model_copy(update={"bare_bytes": 0}),))
+    assert plan("--from", tmp_path) == 0
+    assert "not known" in capsys.readouterr().out
+    assert plan("--from", tmp_path / "frontier.json", "--memory-target", "1MiB") == 2
+    assert "isn't known" in capsys.readouterr().err
+
+
+def test_rows_of_stages_with_the_same_layers_can_be_pasted():
+    def found(*rows):
+        return FoundPlan(
+            rows=tuple(map(RowConfig.model_validate, rows)), freed_bytes=1, predicted_percent=1
+        )
+
+    one = {"layers": "2,3", "site": "mlp", "recompute": True}
+    act = {"site": "mlp_act", "recompute": True}
+    other = {"layers": "3,6", "site": "mlp", "offload": 1}
+    stage = FoundStage(name="a", bare_bytes=1, plans=(found(),), followed=0)
+    rows = RunFrontier(said="", stages=(stage,)).rows_of([found(one, act), found(act, other)])
+    assert list(map(str, rows)) == [
+        "{layers: all, site: mlp_act, recompute: true}",
+        "{layers: 2-3, site: mlp, recompute: true}",
+        "{layers: 6, site: mlp, offload: 1}",
+    ]
+    strange = RowConfig(site="mlp, recompute: true}, {site: layer", offload=1)
+    assert OffloadConfig(rows=f"[{strange}]").rows == (strange,)
 
 
 def test_a_plan_of_a_model_is_a_file_for_it(model, tmp_path, capsys):

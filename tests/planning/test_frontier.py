@@ -116,6 +116,14 @@ def test_functions_run_again_in_all_layers_or_in_none(seed):
     assert plans[-1].freed_bytes == max(sum(one.freed_bytes for one in x) for x in alike)
 
 
+@pytest.mark.parametrize("us", [0.0, -1.0])
+def test_the_first_plan_does_nothing_whatever_is_said_to_take_no_time(us):
+    free, dear = Action((("layer", "recompute"),), 5, us), Action((("mlp", 1),), 4, 2.0, 4)
+    plans = frontier({0: (free,), 1: (dear,)}, {0: 9, 1: 9})
+    assert plans[0].rows() == ()
+    assert [plan.freed_bytes for plan in plans] == [0, 5, 9]
+
+
 def test_what_the_last_layer_saves_is_recomputed_where_it_can_not_be_copied_in_time():
     offload, rerun = Action((("mlp", "all"),), 8, 0.1, 8), Action((("mlp", "recompute"),), 8, 3.0)
     plan = frontier(dict.fromkeys(range(3), (offload, rerun)), {0: 20, 1: 10, 2: 0})[-1]
