@@ -43,8 +43,8 @@ _UNIT_US_PER_BYTE = 1e-6  # of an activation that is called again, which reads a
 _PART_US = 1000.0  # what a copy takes at least that is worth a group of its own
 _COPY_SHARE = 0.03  # of a copy's time, what it slows the device: they share its memory
 _LINK_SHARE = 1.1  # of what a link carries while layers run: behind the last one there is more
+_PIPELINE_SHARE = 3  # times that there: backwards of other microbatches lie between forwards
 _LAYER_SHARE = 2.0  # of what it carries while a layer runs: else copies go on into the next step
-_PIPELINE_SHARE = 3  # likewise, times that: backwards of other microbatches lie between forwards
 
 
 LIBRARIES = (

@@ -96,12 +96,8 @@ def run(given: Given) -> int:
 def _show_found(given: Given, folder: Path) -> int:
     if given.folder or given.model or given.output or given.machine or given.set:
         raise ConfigError("beside --from there are --memory-target and --most-slowdown-percent")
-    found, targets, percent = (
-        read_frontier(folder),
-        given.memory_target,
-        given.most_slowdown_percent,
-    )
-    policy, out, chosen = _policy_of(given), console(), []
+    policy, found, out, chosen = _policy_of(given), read_frontier(folder), console(), []
+    targets, percent = given.memory_target, given.most_slowdown_percent
     if targets and len(targets) not in (1, len(found.stages)):
         raise ConfigError(
             f"--memory-target has {len(targets)} sizes for {len(found.stages)} stages"

@@ -42,9 +42,8 @@ class LargestTensors:
 
     The first call is recorded whole. Of those that follow only what was chosen then, as long as
     they save as many; calls that differ by turns, or in which something is recomputed, are each
-    recorded whole. Where it is ``most`` 0
-    of them, those chosen are there to be recomputed; where that is None, all are offloaded that
-    others don't save too.
+    recorded whole. Where it is ``most`` 0 of them, those chosen are there to be recomputed; where
+    that is None, all are offloaded that others don't save too.
     """
 
     def __init__(self, most: int | None, chosen: frozenset[int] | None = None) -> None:
