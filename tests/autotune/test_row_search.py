@@ -99,7 +99,12 @@ def test_a_search_that_goes_on_or_found_nothing_leaves_no_plan_as_followed(tmp_p
     found = read_frontier(tmp_path)
     assert found.stages[0].followed == 0
     assert found.said == job.search.said.removeprefix("megatron-offload: ")
-    MeasuredLoop().save(tmp_path)
+    for other in (LayeredJob(0.001, policy=auto(20)).search, MeasuredLoop()):
+        job.search.save(tmp_path)
+        if isinstance(other, RowSearch):
+            other._stop("it has ended before there was a plan", "")
+        other.save(tmp_path)
+        assert not [*tmp_path.iterdir()]
     with pytest.raises(ConfigError, match=r"holds no frontier\.json"):
         read_frontier(tmp_path)
 

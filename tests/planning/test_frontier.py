@@ -124,6 +124,22 @@ def test_the_first_plan_does_nothing_whatever_is_said_to_take_no_time(us):
     assert [plan.freed_bytes for plan in plans] == [0, 5, 9]
 
 
+def test_functions_run_again_beside_what_the_link_carries():
+    quick = Action((("norm", "recompute"), ("mlp", "all")), 10, 1.0, 50)
+    slow = Action((("norm", "recompute"), ("mlp", "recompute")), 10, 2.0)
+    assert frontier({0: (quick, slow)}, {0: 20})[-1].actions == {0: slow}
+
+
+def test_layers_run_again_as_a_whole_beside_others_whose_functions_do():
+    act, layer = (
+        Action((("mlp_act", "recompute"),), 5, 1.0),
+        Action((("layer", "recompute"),), 20, 30.0),
+    )
+    plans = frontier(dict.fromkeys(range(2), (act, layer)))
+    assert [plan.freed_bytes for plan in plans] == [0, 10, 25, 40]
+    assert [plan.us for plan in plans] == [0.0, 2.0, 31.0, 60.0]
+
+
 def test_what_the_last_layer_saves_is_recomputed_where_it_can_not_be_copied_in_time():
     offload, rerun = Action((("mlp", "all"),), 8, 0.1, 8), Action((("mlp", "recompute"),), 8, 3.0)
     plan = frontier(dict.fromkeys(range(3), (offload, rerun)), {0: 20, 1: 10, 2: 0})[-1]

@@ -1,0 +1,66 @@
+"""What may be done with layers, of what was seen in them, and how much the link carries."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from programs import make_manager
+from torch import nn
+
+from megatron_offload.autotune import layers
+from megatron_offload.autotune.layers import LayerWatch, Site, SiteTimes
+from megatron_offload.model_map.watch import _Call
+
+MIB = 1 << 20
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.Linear(1, 1)
+
+
+LAYER = Layer()
+
+
+def site(name, number=0):
+    return Site(number, name, LAYER if name == "layer" else LAYER.mlp, may_rerun=True)
+
+
+def test_what_a_layer_saves_is_copied_while_those_behind_it_run():
+    times = SiteTimes({str(n): site("layer", n) for n in range(3)}, None)
+    times._us = {"0": 10.0, "1": 20.0, "2": 40.0}
+    one = 1.1 * 2.0 * 1e3
+    found = times.link_bytes(2.0, range(3), is_pipeline=False)
+    assert found == pytest.approx([60 * one, 40 * one, 0], abs=1)
+    found = times.link_bytes(2.0, range(3), is_pipeline=True)
+    assert found == pytest.approx([3 * 70 * one, 3 * 60 * one, 3 * 40 * one], abs=1)
+    assert times.link_bytes(2.0, range(4), is_pipeline=False)[2] == pytest.approx(40 * one, abs=1)
+
+
+def test_what_functions_make_is_offloaded_or_made_again():
+    sites = {"0.l": site("layer"), "0.l.mlp": site("mlp")}
+    watch = LayerWatch(sites, lambda _: True, make_manager())
+    watch._seen.sizes = {1: 2 * MIB, 2: 4 * MIB}
+    watch._seen.saves = [((_Call("0.l.mlp"),), key) for key in (1, 2)]
+    watch._seen.made = {2: "mlp_act"}
+    times = SimpleNamespace(us=lambda _: 1000.0, is_host_bound=False)
+    (actions,) = watch.actions(times, 100.0, []).values()
+    found = {one.parts: (one.freed_bytes // MIB, one.copied_bytes // MIB) for one in actions}
+    act = ("mlp_act", "recompute")
+    assert found[("mlp", 1),] == (4, 4)
+    assert found[("mlp", 2),] == (6, 6)
+    assert found[act,] == (4, 0)
+    assert found[act, ("mlp", 1)] == (6, 2)
+    assert found[("layer", "recompute"),] == (6, 0)
+    assert (act, ("layer", "recompute")) not in found
+    times.is_host_bound = True
+    again = next(x for x in watch.actions(times, 100.0, [])[0] if x.parts == (act,))
+    assert again.us > next(x for x in actions if x.parts == (act,)).us + 100
+
+
+def test_of_tensors_of_one_size_those_that_others_save_too_come_first(monkeypatch):
+    monkeypatch.setattr(layers, "_LEAST_BYTES", 0)
+    found = list(layers._offloads([(4, True), (4, False), (2, True)], ()))
+    assert [one.what for one in found] == ["all"], "a row for one might pick the other's"
