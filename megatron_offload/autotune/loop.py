@@ -122,7 +122,7 @@ class MeasuredLoop(OldAttributes):
             next(self._steps)
 
     def save(self, folder: str | Path) -> None:
-        """As that of what looks for rows; nothing is left where none does."""
+        """Leave the plans of rows that were found, in the place of any that are there."""
         if self.by_rows is not None:
             self.by_rows.save(folder)
         elif rank_in() == 0:

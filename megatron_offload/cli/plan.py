@@ -122,7 +122,7 @@ def _show_found(given: Given, folder: Path) -> int:
 
 def _found_table(stage: FoundStage, chosen: int) -> Table:
     """Return some of a stage's plans: those that were tried, and others at equal distances."""
-    plans = stage.plans
+    plans, needed = stage.plans, stage.needed_bytes()
     steps = range(_NUM_ROWS + 1)
     wanted = [plans[-1].freed_bytes * step // _NUM_ROWS for step in steps]
     shown = {next(p for p, x in enumerate(plans) if x.freed_bytes >= size) for size in wanted}
@@ -134,11 +134,11 @@ def _found_table(stage: FoundStage, chosen: int) -> Table:
             measured = str(Slowdown(*plan.measured_percent))
         marks = {"chosen": chosen, "followed": stage.followed}
         which = ", ".join(word for word, marked in marks.items() if marked == place)
-        needed = format_bytes(stage.needed_bytes(place)) if stage.bare_bytes else "not known"
+        size = format_bytes(needed[place]) if stage.bare_bytes else "not known"
         what = "; ".join(map(str, plan.rows)) or "nothing"
         predicted = f"{plan.predicted_percent:+.1f} %"
         freed = format_bytes(plan.freed_bytes)
-        rows.append([place, which, what, freed, needed, predicted, measured])
+        rows.append([place, which, what, freed, size, predicted, measured])
     columns = ["plan", "", "rows", "frees", "needs", "predicted", "measured"]
     return plain_table(f"Plans of stage {stage.name}", columns, 3, rows)
 

@@ -16,11 +16,10 @@ from pydantic import Field
 from megatron_offload.core.row_config import RowConfig, ranges
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import StrictModel, read_model
-from megatron_offload.planning.row_choice import RowChoice
+from megatron_offload.planning.row_choice import MOST_DOUBT, RowChoice
 
 NAME = "frontier.json"
 _Size = Annotated[int, Field(ge=0, lt=2**63)]
-_MOST_DOUBT = 10.0  # in points: an interval that is wider says nothing
 
 
 class FoundPlan(StrictModel):
@@ -40,7 +39,7 @@ class FoundPlan(StrictModel):
     def percent(self) -> float:
         """What is known best of the time that it takes."""
         percent, low, high = self.measured_percent or (0.0, 0.0, math.inf)
-        return percent if high - low <= _MOST_DOUBT else self.predicted_percent
+        return percent if high - low <= MOST_DOUBT else self.predicted_percent
 
 
 class FoundStage(StrictModel):
@@ -59,19 +58,18 @@ class FoundStage(StrictModel):
         if self.followed >= len(self.plans):
             raise ConfigError(f"stage {self.name!r} follows plan {self.followed}, which it lacks")
 
-    def needed_bytes(self, place: int) -> int:
-        """Return what a plan was seen to reserve, or is predicted to by what others were."""
-        plans = self.plans
-        more = [
-            x.reserved_bytes - self.bare_bytes + x.freed_bytes for x in plans if x.reserved_bytes
-        ]
-        predicted_bytes = self.bare_bytes - plans[place].freed_bytes + max(0, *more, 0)
-        return plans[place].reserved_bytes or predicted_bytes
+    def needed_bytes(self) -> list[int]:
+        """Return what each plan was seen to reserve, or is predicted to by what others were."""
+        allocated = [self.bare_bytes - plan.freed_bytes for plan in self.plans]
+        reserved = [plan.reserved_bytes for plan in self.plans]
+        pairs = list(zip(allocated, reserved, strict=True))
+        more_bytes = max((seen - size for size, seen in pairs if seen), default=0)
+        return [seen or size + max(0, more_bytes) for size, seen in pairs]
 
     def under(self, target_bytes: int) -> int | None:
         """Return the first plan that fits, as far as is known; None where there is none."""
-        places = range(len(self.plans) if self.bare_bytes else 0)
-        return next((x for x in places if self.needed_bytes(x) <= target_bytes), None)
+        sizes = self.needed_bytes() if self.bare_bytes else []
+        return next((place for place, size in enumerate(sizes) if size <= target_bytes), None)
 
     def within(self, most_percent: float) -> int:
         """Return the last plan of those before the first that takes longer than it may."""

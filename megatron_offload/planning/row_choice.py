@@ -22,7 +22,7 @@ NOTHING = (
 )
 
 _MOST_MEASURED = 32
-_MOST_DOUBT = 10.0  # in points: an interval that is wider says nothing
+MOST_DOUBT = 10.0  # in points: an interval that is wider says nothing
 _LEAST_DOUBT = 2.0  # likewise: steps go on until it is narrower
 _AIM_SHARE = 0.9  # of what a step may cost, so that one that costs a little more is kept
 _LEAST_GAIN_SHARE = 64  # plans that differ by less of the memory are the same
@@ -210,7 +210,7 @@ class RowChoice:
         points = {0: (0.0, 0.0)}
         for rung, found in self._tried:
             is_known = found is not None and (
-                found.low > limit or found.high - found.low <= max(_MOST_DOUBT, 4 * limit)
+                found.low > limit or found.high - found.low <= max(MOST_DOUBT, 4 * limit)
             )
             points[rung] = us_of[rung], found.percent if found and is_known else math.inf
         quick = max(rung for rung, (_, percent) in points.items() if percent <= limit)
