@@ -14,7 +14,7 @@ from megatron_offload.core.policy_config import (
     ModulesConfig,
     PolicyConfig,
 )
-from megatron_offload.core.row_config import LOSS, RowConfig
+from megatron_offload.core.row_config import LOSS, MODEL, RowConfig
 from megatron_offload.errors import ConfigError, did_you_mean, shorten
 from megatron_offload.files.strict_model import (
     BytesField,
@@ -167,9 +167,9 @@ class OffloadConfig(StrictModel):
     )
     """What decides about marked groups, in place of ``fraction`` and the delta above:
     ``kind: plan_file`` follows a plan, ``ratio`` moves a share of the bytes, ``memory_target`` and
-    ``auto`` plan by the run's own steps (`autotune.loop.tune`; docs/planning.md).
-    ``kind: modules`` leaves all to those keys. A kind alone (``policy: modules``) will do where it
-    needs no more. None: likewise where those keys are set, else ``auto``."""
+    ``auto`` find rows by the run's own steps (docs/rows.md). ``kind: modules`` leaves all to those
+    keys. A kind alone (``policy: modules``) will do where it needs no more. None: likewise where
+    those keys or ``recompute`` are set, or where the program marks groups itself; else ``auto``."""
 
     whole_step_graph: bool = False
     """Steps will be replays of a CUDA graph (docs/cuda_graphs.md), in which the host takes no time:
@@ -223,6 +223,9 @@ class OffloadConfig(StrictModel):
         """Refuse two keys that both say what is kept."""
         for key in sorted(self.model_fields_set & _INSTEAD_OF_ROWS) if self.has_rows else ():
             raise ConfigError(f"rows say what is offloaded and recomputed, and so does {key!r}")
+        sites = {row.site for row in self.rows or ()}
+        if MODEL in sites and sites > {MODEL, LOSS}:
+            raise ConfigError("a row of the site 'model' offloads all, and so leaves no other row")
         if self.policy is not None and not isinstance(self.policy, ModulesConfig):
             for key in sorted(self.model_fields_set & _KEEP_KEYS):
                 raise ConfigError(
@@ -239,7 +242,18 @@ class OffloadConfig(StrictModel):
             return self.policy
         is_open = self.policy is None and not self.model_fields_set & _KEEP_KEYS
         is_open &= self.copy_streams and self.pin_memory  # else copies are no waits
-        return AutoConfig(kind="auto") if is_open else None
+        return AutoConfig(kind="auto") if is_open and not self._names_recompute else None
+
+    @property
+    def _names_recompute(self) -> bool:
+        """Whether something is to be recomputed, be it a model's loss or more."""
+        return not set(self.recompute) <= {LOSS}
+
+    def without_offload(self) -> OffloadConfig:
+        """Return the same, but where only ``recompute`` says what is done, nothing is offloaded."""
+        given = self.model_fields_set & {"policy", "rows", *_KEEP_KEYS}
+        is_said = not self._names_recompute or given
+        return self if is_said else self.model_copy(update={"fraction": 0.0})
 
     @property
     def has_loss_by_rows(self) -> bool:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 import megatron_offload.recompute.transformer_engine  # noqa: F401 - for its effect
-from megatron_offload.autotune.loop import tune
 from megatron_offload.backends.base import Event, Stream
 from megatron_offload.engine.boundary import Tensors, commit_group, start_group
 from megatron_offload.engine.manager import PipelineOffloadManager as Engine
@@ -173,10 +172,7 @@ def fine_grained_offloading_group_start(tensor: Tensors, name: str | None = None
     """
     if DEBUG:
         debug_rank(f"start of group {name}")
-    engine = _engine()
-    if engine.tuner is None:
-        tune(engine)
-    return start_group(engine, tensor, name or "")
+    return start_group(_engine(), tensor, name or "")
 
 
 def fine_grained_offloading_group_commit(

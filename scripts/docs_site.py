@@ -46,7 +46,7 @@ API = [
     ("Steps and plans", "engine.stats.StepStats"),
     ("Steps and plans", "engine.stats.GroupStats"),
     ("Steps and plans", "observe.recorder.profile_step"),
-    ("Steps and plans", "autotune.loop.tune"),
+    ("Steps and plans", "autotune.row_search.RowSearch"),
     ("Steps and plans", "planning.description.load_description"),
 ]
 """What the pages use besides the names of the package itself."""

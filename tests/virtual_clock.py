@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 from programs import assert_nothing_left, assert_same, in_group, make_config, run_step
 
-from megatron_offload import OffloadActivations
 from megatron_offload.backends.base import DeviceMemory
 from megatron_offload.backends.simulated import SimulatedBackend
 from megatron_offload.core.profile import RunShape
@@ -81,32 +78,6 @@ class VirtualJob:
         self.moved_bytes = []
         """Of each step so far."""
 
-    def launched_by_a_host(self, launch_us):
-        """Let a host take so long for each launch, and the device run behind it."""
-        backend, work = self.backend, self.backend.advance_compute
-
-        def device_us():
-            return backend.timestamp(backend.compute_stream())
-
-        host_us = device_us()
-
-        def launch(duration_us):
-            nonlocal host_us
-            host_us += launch_us
-            work(max(0.0, host_us - device_us()) + duration_us)
-
-        def wait_and_read(start, end):
-            nonlocal host_us
-            host_us = max(host_us, end)
-            return end - start
-
-        for block in self.model:
-            block.clock = launch
-        backend.sync_elapsed_us = wait_and_read
-        backend.has_passed = lambda event: event <= host_us
-        backend.pause = lambda: work(1000.0)
-        return self
-
     def step(self):
         assert_same(self.expected, run_step(self.model, self.manager, ORDER))
         assert_nothing_left(self.manager)
@@ -153,44 +124,3 @@ class MeteredJob:
         self.peak_bytes = max(self.peak_bytes, live_bytes)
         self.most_bytes = max(self.most_bytes, live_bytes)
         return tensor
-
-
-class OpenJob(MeteredJob):
-    """A program whose steps have any length, and whose device may have no room for them.
-
-    Args:
-        gbps: what copies get, each way.
-        capacity_bytes: of the device, without what has nothing to do with steps.
-        settings: of the configuration.
-    """
-
-    def __init__(self, gbps=1.0, capacity_bytes=None, *, us_per_row=10.0, **settings):
-        torch.manual_seed(0)
-        self.model = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(32))
-        self.us_per_row, self.ends_steps = us_per_row, False
-        config = make_config(max_inflight_bytes=None, prefetch_bytes=None, **settings)
-        self.meter_device(config, gbps, capacity_bytes)
-        self.meter_activations(self.model)
-        self.offload = OffloadActivations(manager=self.manager)
-
-    @property
-    def moved_bytes(self):
-        return self.manager.last_step.offloaded_bytes
-
-    def step(self, rows=16, depth=32):
-        """Take a step, within the manager's own or not; return its virtual time."""
-        began_us = self.backend.timestamp(self.backend.compute_stream())
-        self.peak_bytes = 0
-        with self.manager.step() if self.ends_steps else nullcontext():
-            with self.offload:
-                x = torch.ones(rows, 64, requires_grad=True)
-                for linear in self.model[:depth]:
-                    x = Tick.apply(x, self.backend.advance_compute, rows * self.us_per_row)
-                    x = self.has_room_for(self.has_room_for(linear(x)).sigmoid())
-                loss = x.sum()
-            del x
-            loss.backward()
-            del loss
-        if not self.ends_steps:
-            self.offload.end_step()
-        return self.backend.timestamp(self.backend.compute_stream()) - began_us

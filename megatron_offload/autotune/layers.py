@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.backends.base import Backend
+from megatron_offload.core.row_config import MODEL
 from megatron_offload.engine.hooks import put_on, take_off
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_parameter
@@ -39,6 +40,7 @@ _MOST_IDLE_SHARE = 0.25  # of sites: where the device has come to more of them, 
 _SITE_US = 100.0  # what a call that runs again takes of the host's time besides
 _GROUP_US = 130.0  # likewise a group that is offloaded
 _TENSOR_US = 45.0  # and each of its tensors
+_NUM_PAUSES = 100  # of a millisecond: in so many the host launches a forward
 _UNIT_US_PER_BYTE = 1e-6  # of an activation that is called again, which reads and writes memory
 _PART_US = 1000.0  # what a copy takes at least that is worth a group of its own
 _COPY_SHARE = 0.03  # of a copy's time, what it slows the device: they share its memory
@@ -144,6 +146,14 @@ class LayerWatch:
         sizes, savers = self._seen.sizes, self._seen.savers()
         in_layers = sum(sizes[key] for key, paths in savers.items() if any(paths))
         return in_layers / max(1, sum(sizes.values()))
+
+    def all_of_it(self, times: SiteTimes, gbps: float) -> Iterator[Action]:
+        """Yield what offloads all that is saved, in layers and elsewhere, if anything can be."""
+        num_bytes = sum(self._seen.sizes.values())
+        if num_bytes and gbps:
+            copy_us = num_bytes / gbps / 1e3
+            us = _COPY_SHARE * copy_us + max(0.0, copy_us - times.forward_us)
+            yield Action(((MODEL, "all"),), num_bytes, us, num_bytes)
 
     def _note_inputs(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.called.add(path)
@@ -361,10 +371,15 @@ def _alike(given: Mapping[int, tuple[Action, ...]]) -> dict[int, tuple[Action, .
 
 
 class SiteTimes:
-    """Sees how long the sites of a model run in one forward."""
+    """Sees how long the sites of a model run in one forward.
 
-    def __init__(self, sites: Mapping[str, Site], backend: Backend) -> None:
-        self._sites, self._backend = sites, backend
+    Where it ``holds_back`` the device behind the host, as long as the device alone needs for them.
+    """
+
+    def __init__(
+        self, sites: Mapping[str, Site], backend: Backend, *, holds_back: bool = False
+    ) -> None:
+        self._sites, self._backend, self._holds_back = sites, backend, holds_back
         self._began: list[Any] = []
         self._spans: list[tuple[str, Any, Any]] = []
         self._handles: list[RemovableHandle] = []
@@ -376,6 +391,8 @@ class SiteTimes:
 
     def begin(self) -> None:
         """Time what comes."""
+        for _ in range(_NUM_PAUSES if self._holds_back else 0):
+            self._backend.pause()
         for path, site in self._sites.items():
             begin, end = ModuleHook(self._begin), ModuleHook(partial(self._end, path))
             self._handles.append(site.module.register_forward_pre_hook(begin, prepend=True))
@@ -435,4 +452,5 @@ class SiteTimes:
     @property
     def is_host_bound(self) -> bool:
         """Whether the device has waited for the host."""
-        return self._num_idle > _MOST_IDLE_SHARE * max(1, self._num_seen)
+        is_late = self._num_idle > _MOST_IDLE_SHARE * max(1, self._num_seen)
+        return is_late and not self._holds_back

@@ -21,7 +21,6 @@ from torch import nn
 
 from megatron_offload.autotune.agree import Ranks, is_alone
 from megatron_offload.autotune.layers import LayerWatch, Site, SiteTimes, sites_of_layers
-from megatron_offload.autotune.loop import ADVICE, NO_CLOCK, measure_link
 from megatron_offload.autotune.model_steps import ModelSteps
 from megatron_offload.autotune.row_answers import RowAnswers, plan_of
 from megatron_offload.autotune.slowdown import TimedStep, slowdown_of
@@ -35,6 +34,7 @@ from megatron_offload.engine.module_hooks import named_modules
 from megatron_offload.errors import ConfigError, StateError
 from megatron_offload.files.renames import OldAttributes
 from megatron_offload.files.strict_model import write_model
+from megatron_offload.machine.bandwidth import BandwidthError, Link, median_rates
 from megatron_offload.machine.job_ranks import rank_in
 from megatron_offload.model_map.watch import MayMove
 from megatron_offload.planning.found import NAME, RunFrontier
@@ -50,13 +50,15 @@ timed; nothing stands in it; what is to be recomputed is tried, and kept; rows t
 they are measured."""
 
 
-def leaves_rows_open(manager: PipelineOffloadManager) -> bool:
-    """Whether it is left open what moves, so that rows may be looked for."""
-    config = manager.config
-    is_open = config.tuned_policy is not None and not config.whole_step_graph
-    names = config.recompute if "recompute" in config.model_fields_set else ()
-    return is_open and set(names) <= {LOSS}
-
+ADVICE = (
+    ". A larger 'most_slowdown_percent' lets it cost more, 'memory_target' says how much memory "
+    "there is, 'rows' name what is offloaded or recomputed and cost nothing "
+    "besides (docs/rows.md), and 'policy: modules' offloads everything"
+)
+NO_CLOCK = (
+    "there is no GPU here, so that nothing can be won. 'policy: modules', in Python "
+    "OffloadConfig(policy='modules'), offloads everything all the same"
+)
 
 Look = TypeVar("Look", LayerWatch, SiteTimes)
 
@@ -67,7 +69,8 @@ _NUM_IN_A_ROUND = 8  # steps that are measured until it is asked what comes next
 _MOST_SHARE = 0.85  # of the device's memory, what plans may reserve where it has no room for all
 _SPARE_SHARE = 1.25  # of what steps so far would pin, what is made ready
 _MOST_FILLED = 0.95  # likewise in a forward that is larger than all before
-_LEAST_SHARE = 0.25  # of what is saved: where layers save less, groups free more
+_LEAST_SHARE = 0.25  # of what is saved: where layers save less, all of it frees more
+_PROBE_BYTES = 32 << 20  # what one of the copies moves that time the link
 
 
 class RowSearch(OldAttributes):
@@ -77,13 +80,13 @@ class RowSearch(OldAttributes):
         models: the model, or the chunks of it that this rank has.
         manager: whose forwards these are.
         hook: sets the hooks of the rows that the manager follows.
-        give_up: lets another look, where most of what is saved is in no layer, as where layers are
-            checkpointed; among ranks also where one has too little room to look at its layers.
         groups: between whose `begin` and `end` forwards lie, which say where a step begins, by
             `ModelSteps`. None: the manager's steps are those of the program.
         may_offload: whether what the site saves of this name and dotted name may be offloaded.
         may_rerun: whether the site of this name may be recomputed: none whose rerun holds
             collectives, as one rank alone may find that it can't.
+        has_layers: whether layers may have rows. Else, and where most of what is saved is in no
+            layer, as where the program checkpoints them, there is one plan: all is offloaded.
 
     Attributes:
         plan: what is followed; None where that is nothing.
@@ -98,28 +101,24 @@ class RowSearch(OldAttributes):
         models: Sequence[nn.Module],
         manager: PipelineOffloadManager,
         hook: Callable[[], object],
-        give_up: Callable[[PipelineOffloadManager], object],
         groups: AutomaticGroups | None = None,
         may_offload: Callable[[str, str], bool] | None = None,
         may_rerun: Callable[[str], bool] | None = None,
+        *,
+        has_layers: bool = True,
     ) -> None:
-        self._may_rerun = may_rerun
+        self._may_rerun, self._has_layers = may_rerun, has_layers
         self._models = [ref(model) for model in models]
         self._may_offload = may_offload
         self._has_groups, self._num_begun = groups is not None, 0
         self.loss_is_by_rows: Callable[[], bool] = lambda: False
-        self.serve(hook, give_up, groups)
+        self.serve(hook, groups)
         self.begin(manager)
 
-    def serve(
-        self,
-        hook: Callable[[], object],
-        give_up: Callable[[PipelineOffloadManager], object],
-        groups: AutomaticGroups | None = None,
-    ) -> None:
+    def serve(self, hook: Callable[[], object], groups: AutomaticGroups | None = None) -> None:
         """Go on with another context for the same model and manager."""
         self._groups = (lambda: None) if groups is None else ref(groups)
-        self._hook, self._give_up = hook, give_up
+        self._hook = hook
 
     def is_of(self, model: nn.Module) -> bool:
         """Whether it looks for rows of this model."""
@@ -159,6 +158,9 @@ class RowSearch(OldAttributes):
         policy = manager.config.tuned_policy
         self.is_converged = policy is None
         if policy is not None:
+            if manager.config.whole_step_graph and isinstance(policy, AutoConfig):
+                # What eager steps take says nothing of replays.
+                policy = policy.model_copy(update={"measured_plans": 0})
             self._policy = policy
             self._answers = RowAnswers(policy)
             self._search = self._find()
@@ -308,17 +310,14 @@ class RowSearch(OldAttributes):
     def _find(self) -> Generator[_Kind, None, None]:
         manager = self.manager
         backend, sites = manager.backend, self._sites()
-        if not sites:
-            self._speaks &= is_alone()  # a stage without layers
-            self._stop("no repeated layers were found in this model that aren't compiled", ADVICE)
-            return
         numbers = sorted({site.layer for site in sites.values()})
-        firsts = {path.split(".")[0]: site for path, site in reversed(sites.items())}
+        whole = {} if sites else self._whole_models()
+        firsts = {path.split(".")[0]: site for path, site in reversed((sites or whole).items())}
         self._clock = ModelSteps([site.module for site in firsts.values()], self._now)
         self._clock.layer_begins = self._layer_begins  # type: ignore[method-assign]
         self._num_ooms = manager.num_out_of_memory
         # A rerun may hold collectives, so that ranks don't decide on it by themselves.
-        if all(site.may_rerun for site in sites.values()) and is_alone():
+        if sites and all(site.may_rerun for site in sites.values()) and is_alone():
             manager.learner.follow_plan(None)
             self._recompute_layers(numbers, when_short=True)
         released_bytes = 0
@@ -341,28 +340,30 @@ class RowSearch(OldAttributes):
         if self._is_tight:  # one layer stands for all
             sites = {path: site for path, site in sites.items() if site.layer == numbers[-1]}
             self._recompute_layers(others)
-        elif not (self._has_groups or self._recomputes_nothing) and manager.usual_recompute:
-            # What functions make is noted.
-            units = (RowConfig(site=unit, recompute=True) for unit in UNITS)
-            self._rows = tuple(units)
+        elif not self._has_groups:  # what functions make is noted
+            named = self._named_recompute
+            may = manager.usual_recompute if named is None else named
+            self._rows = tuple(RowConfig(site=x, recompute=True) for x in UNITS if x in may)
         look = partial(LayerWatch, sites, self._may_move(), manager)
         watch = yield from self._look("watched", look)
         self._rows = self._rows if self._is_tight else ()
         watched_size = self._watched_size = self._sizes[-1]
-        times = yield from self._look("timed", partial(SiteTimes, sites, backend))
+        holds_back = manager.config.whole_step_graph
+        timing = partial(SiteTimes, sites or whole, backend, holds_back=holds_back)
+        times = yield from self._look("timed", timing)
         times.scale = watched_size / self._sizes[-1]
         self._num_inflight = max(1.0, self._clock.most_pending / len(self._trained))
         self._forward_us = times.forward_us
-        gbps, _, _ = measure_link(manager, "d2h")
-        layer_share = watch.layer_share
+        gbps = measure_link(manager)
         is_pipeline = self._num_inflight > 1
-        self._actions = watch.actions(times, gbps, others, self._may_offload)
-        self._link_bytes = times.link_bytes(gbps, self._actions, is_pipeline=is_pipeline)
+        if watch.layer_share < _LEAST_SHARE and not self._is_tight:
+            self._actions = {0: tuple(watch.all_of_it(times, gbps))}
+            self._link_bytes = [math.inf]
+        else:
+            self._actions = watch.actions(times, gbps, others, self._may_offload)
+            self._link_bytes = times.link_bytes(gbps, self._actions, is_pipeline=is_pipeline)
         self._called, self._saving = watch.called, watch.saving
-        del look, sites, watch, times  # of the model nothing is held
-        if layer_share < _LEAST_SHARE and is_alone():
-            self._leave_to_groups("most of what is saved is in no layer")
-            return
+        del look, timing, sites, watch, times, firsts, whole  # of the model nothing is held
         self._stage = self._name_of_stage()
         choice = self._answers.choice_of([self._words(to_plain(self._actions))])
         choice.next()
@@ -370,19 +371,12 @@ class RowSearch(OldAttributes):
         if copied_bytes:  # touch what will be pinned
             most = _SPARE_SHARE * max(self._sizes) / watched_size
             manager.host_pool.prepare(int(most * self._num_inflight * copied_bytes))
-        if not self._is_tight:
+        if not (self._is_tight or holds_back):
             for _ in range(_NUM_BARE):
                 yield "bare"
             self._bare_bytes = backend.peak_allocated_bytes()
         self._largest = self._size_of_bare = max(self._sizes)
         yield from self._agree()
-
-    def _leave_to_groups(self, why: str) -> None:
-        self.is_converged, self.said = True, why
-        self.close()
-        self.manager.follow_rows(None)
-        self._hook()
-        self._give_up(self.manager)
 
     def close(self) -> None:
         """Look at no more forwards."""
@@ -395,19 +389,29 @@ class RowSearch(OldAttributes):
         found = {
             f"{number}.{path}": site
             for number, model in enumerate(models)
-            if model is not None
+            if model is not None and self._has_layers
             for path, site in sites_of_layers(model).items()
         }
+        names = self._named_recompute
         for site in found.values():
-            is_free = self._may_rerun is None or self._may_rerun(site.name)
-            site.may_rerun &= is_free and not self._recomputes_nothing
+            is_named = site.may_rerun if names is None else site.name.split(".")[0] in names
+            site.may_rerun = is_named and (self._may_rerun is None or self._may_rerun(site.name))
         return found
 
     @property
-    def _recomputes_nothing(self) -> bool:
-        """Whether that is configured: ``recompute=()``."""
+    def _named_recompute(self) -> tuple[str, ...] | None:
+        """What is configured that may be recomputed, if anything is."""
         config = self.manager.config
-        return "recompute" in config.model_fields_set and not config.recompute
+        return config.recompute if "recompute" in config.model_fields_set else None
+
+    def _whole_models(self) -> dict[str, Site]:
+        """Return each model as a site, where it has no others."""
+        models = (model() for model in self._models)
+        return {
+            str(number): Site(0, "layer", model, may_rerun=False)
+            for number, model in enumerate(models)
+            if model is not None
+        }
 
     def _may_move(self) -> MayMove:
         manager, groups = self.manager, self._groups()
@@ -453,10 +457,7 @@ class RowSearch(OldAttributes):
                         yield kind
                 phase, text, plans = json.loads(found or '["", "", {}]')
                 if phase == "refused":
-                    if self._has_groups:
-                        self._stop(text, ADVICE, keeps_open=bool(refusal))
-                    else:
-                        self._leave_to_groups(text)
+                    self._stop(text, ADVICE, keeps_open=bool(refusal))
                     return
                 if self._stage not in plans:
                     self._stop("no plan came that the ranks have agreed on", "")
@@ -539,7 +540,7 @@ class RowSearch(OldAttributes):
         elapsed_us = self.manager.backend.sync_elapsed_us
         times = sorted(elapsed_us(x, y) for x, y, _, has_rows in self._steps if not has_rows)
         num_forwards = self._num_forwards / len(self._trained)
-        return times[len(times) // 2] / num_forwards if times else 3 * self._forward_us
+        return times[len(times) // 2] / num_forwards if times else max(1.0, 3 * self._forward_us)
 
     def _newly_refused(self, plan: Plan) -> list[Part]:
         """Return what of the plan that is followed has no effect."""
@@ -687,3 +688,12 @@ class RowSearch(OldAttributes):
         stage.place = place
         self._follow(stage.plans[place])
         self._say(why)
+
+
+def measure_link(manager: PipelineOffloadManager) -> float:
+    """Return what copies get to the host, in GB/s; 0 where there are none."""
+    num_bytes = min(_PROBE_BYTES, int(manager.config.host_slab_bytes))
+    try:
+        return median_rates([Link(manager.backend, num_bytes)], "d2h")[0][0]
+    except BandwidthError:
+        return 0.0

@@ -80,7 +80,7 @@ class AutoConfig(SolvedConfig):
 
     kind: Literal["auto"]
 
-    most_slowdown_percent: float = Field(default=1.0, ge=0.0, le=1000.0)
+    most_slowdown_percent: float = Field(default=3.0, ge=0.0, le=1000.0)
     """Of the step's time without offload."""
 
 

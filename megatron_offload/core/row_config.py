@@ -22,6 +22,9 @@ UNITS = ("norm", "mlp_act")
 LOSS = "loss"
 """The site of a model's loss, which is computed by rows of its logits."""
 
+MODEL = "model"
+"""The site of all that a model saves, whatever layer it is in, and if it is in none."""
+
 _RANGES = re.compile(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*")
 
 
@@ -54,7 +57,8 @@ class RowConfig(StrictModel):
 
     site: Annotated[str, Field(min_length=1, max_length=200)]
     """A module within each layer by its dotted name, such as ``mlp.act_fn`` or ``mlp.*``; ``layer``
-    for the layer itself; ``mlp`` and ``attention`` under whatever name; or ``loss``."""
+    for the layer itself; ``mlp`` and ``attention`` under whatever name; ``loss``; or ``model`` for
+    all that is saved or, where the program marks groups, marked."""
 
     layers: Converted[Layers, int | str] = default("all")
     """Which layers: ``all``, or numbers from 0 over the whole model, such as ``0-13,20``."""
@@ -77,6 +81,8 @@ class RowConfig(StrictModel):
             )
         if self.by_rows != (self.site == LOSS) or (self.by_rows and self.layers != "all"):
             raise ConfigError("by_rows: true is for site: loss, and that takes nothing else")
+        if self.site == MODEL and (self.offload, self.layers) != ("all", "all"):
+            raise ConfigError("site: model takes offload: all and nothing else")
 
     @property
     def most(self) -> int | None:

@@ -19,12 +19,12 @@ import torch
 
 from megatron_offload.backends import create_backend
 from megatron_offload.backends.base import Backend
-from megatron_offload.config import OffloadConfig
+from megatron_offload.config import RECOMPUTE_SITES, OffloadConfig
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import GroupState
 from megatron_offload.core.policy_config import SolvedConfig
 from megatron_offload.core.profile import GroupKey, RunShape, StepProfile, is_default, kind_of
-from megatron_offload.core.row_config import LOSS, RowConfig
+from megatron_offload.core.row_config import LOSS, MODEL, RowConfig
 from megatron_offload.engine.checking import Checker
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.graph_break import graph_break
@@ -86,13 +86,13 @@ _CAPTURED_TOO_EARLY = (
     "policy: modules"
 )
 _NO_TUNER = (
-    "policy %r plans by the run's own steps, but no loop measures them, so all is offloaded: call "
-    "megatron_offload.autotune.loop.tune(manager). This is said once"
+    "policy %r looks for rows in a model, and this manager was given none, so that all that is "
+    "marked is offloaded: offload_modules() and get_act_offloading_ctx_manager() take a model"
 )
 
 
 class Tuner(Protocol):
-    """Finds by a manager's steps what to offload, as `megatron_offload.autotune.loop` does."""
+    """Finds by a manager's steps what to offload, as `megatron_offload.autotune` does."""
 
     is_converged: bool
     """Whether no more steps are looked at."""
@@ -418,7 +418,8 @@ class PipelineOffloadManager:
         Not where an observer needs its groups.
         """
         learner = self.learner
-        if not (learner.moves_nothing or (learner.keeps_everything and not self.recompute)):
+        units = {*self.recompute} - {*RECOMPUTE_SITES, LOSS}
+        if not (learner.moves_nothing or (learner.keeps_everything and not units)):
             return False
         return not self._is_looked_at
 
@@ -833,20 +834,21 @@ class PipelineOffloadManager:
         Hooks of modules are another's matter.
 
         Args:
-            rows: None: the policy is followed.
+            rows: None: the policy is followed, as of a row of all that the model saves.
             is_own: whether this run has found them, so that one that brings nothing is no error.
             on_trial: what is to be recomputed is, and compared, but nothing is dropped.
             when_short: recompute only while the device has little room left.
         """
         self._has_had_rows |= bool(rows)
-        self.rows = None if rows is None else tuple(rows)
+        sites = {row.site for row in rows or ()}
+        self.rows = None if rows is None or MODEL in sites else tuple(rows)
         self.refused_rows = ""
         """Why own rows free nothing, if one of them doesn't."""
         self.rows_are_own, self.rows_are_on_trial = is_own, on_trial
         self._is_for_shortage = when_short
-        self._row_names = {row.site for row in rows or ()}
+        self._row_names = sites
         self._offloaded = {row.site for row in rows or () if row.offload}
-        self.transfers.by_rows = rows is not None
+        self.transfers.by_rows = self.rows is not None
 
     @property
     def last_profile(self) -> StepProfile | None:

@@ -79,7 +79,8 @@ def followed(
         if key in config.model_fields_set and getattr(config, key) not in (None, ()):
             raise ConfigError(f"{door} can't follow OffloadConfig.{key}: {instead}")
     refuse_unserved(door, config)
-    return manager, config
+    takes_all = _UNFOLLOWED[door].get("modules") is _ALL_MOVES
+    return manager, config.without_offload() if takes_all else config
 
 
 def refuse_unserved(door: str, config: OffloadConfig) -> None:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from megatron_offload.autotune.loop import tune
+from megatron_offload.autotune.row_search import RowSearch
 from megatron_offload.config import EXTRA_MODULES, MEGATRON_MODULES
+from megatron_offload.core.policy_config import SolvedConfig
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.module_hooks import (
     ModuleHook,
@@ -107,18 +109,40 @@ def offload_modules(
         for stage, chunk in enumerate(() if is_part else chunks):
             own = getattr(chunk, "vp_stage", None)
             at = stage if own is None else own
-            begin = ModuleHook(lambda *_, at=at: manager.begin_chunk(vp_stage=at, pp_rank=pp_rank))
+            begin = ModuleHook(partial(_begin, manager, at, pp_rank))
             result.remove_later([chunk.register_forward_pre_hook(begin, prepend=True)])
         # Spans last: their ends lie inside the boundaries of the modules beside them.
         for name, kind in sorted(kinds.items(), key=lambda item: item[1].between is not None):
             result.groups[name] = [p for found in modules for p in _mark(result, found, name, kind)]
         for chunk in () if is_part else chunks:
             result.remove_later(adopt_model(chunk, manager))
+        if isinstance(manager.config.policy, SolvedConfig) and not is_part:
+            _measure(chunks, result)
     except BaseException:
         result.remove()
         raise
-    tune(manager)
     return result
+
+
+def _begin(
+    manager: PipelineOffloadManager, stage: int, rank: int | None, module: nn.Module, args: Any
+) -> None:
+    manager.begin_chunk(vp_stage=stage, pp_rank=rank)
+    if isinstance(manager.tuner, RowSearch):
+        manager.tuner.forward_begins(module)
+
+
+def _measure(chunks: Sequence[nn.Module], result: ModuleOffload) -> None:
+    """Offload what is marked only if that keeps what the policy promises."""
+    manager = result.manager
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(manager.tuner, RowSearch):
+            manager.tuner.forward_ends(has_failed=output is None)
+
+    manager.tuner = RowSearch(chunks, manager, lambda: None, has_layers=False)
+    hook = ModuleHook(end)
+    result.remove_later([x.register_forward_hook(hook, always_call=True) for x in chunks])
 
 
 def _kind_of(name: str, modules: Sequence[Mapping[str, nn.Module]], is_part: bool) -> _Kind | None:

@@ -12,16 +12,14 @@ from collections.abc import Mapping
 from functools import partial
 from operator import is_
 from typing import Any, Self
-from weakref import WeakSet, ref
+from weakref import ref
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
-from megatron_offload.autotune.layers import sites_of_layers
-from megatron_offload.autotune.loop import tune
-from megatron_offload.autotune.row_search import RowSearch, leaves_rows_open
+from megatron_offload.autotune.row_search import RowSearch
 from megatron_offload.backends import current_device
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.automatic import AutomaticGroups
@@ -52,6 +50,12 @@ GPT-NeoX; Hugging Face's classifiers; timm."""
 
 _WRAPPED = ("module", "_orig_mod", "base_model", "model")
 """Where wrappers hold the model: data parallelism, ``torch.compile``, adapters."""
+
+
+_NO_MODULE = (
+    "megatron-offload: nothing is offloaded: no module was called inside the context, so that no "
+    "rows can be found. 'policy: modules' offloads all that is saved"
+)
 
 
 class OffloadActivations(AroundForwards):
@@ -144,8 +148,8 @@ class OffloadActivations(AroundForwards):
         self.manager = groups.manager
         self._depth = 0
         super().__init__(groups)
-        is_new = not isinstance(self.manager.tuner, RowSearch)
-        self._seeks_model = model is None and is_new and leaves_rows_open(self.manager)
+        is_open = self.manager.tuner is None and self.manager.config.tuned_policy is not None
+        self._seeks_model = model is None and is_open
         self._seeking: RemovableHandle | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -174,14 +178,20 @@ class OffloadActivations(AroundForwards):
 
     def __exit__(self, *exception: object) -> None:
         self._depth = max(0, self._depth - 1)
-        if self._seeking is not None:
-            self._seeking.remove()
+        has_failed = exception[:1] != (None,)
         try:
             search = self._search
             if search is not None:
-                search.forward_ends(has_failed=exception[:1] != (None,))
+                search.forward_ends(has_failed=has_failed)
         finally:
             super().__exit__(*exception)
+            if self._seeking is not None:
+                self._seeking.remove()
+                self._seeking = None
+                if self._seeks_model and not has_failed:
+                    self._seeks_model = False
+                    self.manager.follow_rows((), is_own=True)
+                    _logger.warning("%s", _NO_MODULE)
 
     def _seek_model(self) -> None:
         """Look for rows in the model whose forward comes first: it is the first module called."""
@@ -265,18 +275,19 @@ class _OffloadModel(OffloadActivations):
 def _make(
     manager: PipelineOffloadManager, min_tensor_bytes: int, most_tensors: int
 ) -> AutomaticGroups:
-    if not isinstance(manager.tuner, RowSearch):
-        tune(manager)
+    if manager.tuner is None:
+        _begin_anew(manager)
     return AutomaticGroups(
         manager, "activations", min_tensor_bytes=min_tensor_bytes, max_inflight_tensors=most_tensors
     )
 
 
 def _begin_anew(manager: PipelineOffloadManager) -> None:
-    """Forget what was found for another model."""
+    """Forget what was found for another model; keep all that there is room for until one comes."""
     manager.follow_rows(manager.config.rows)
     manager.tuner = None
-    tune(manager)
+    if manager.config.tuned_policy is not None:
+        manager.learner.open()
 
 
 class _Allocated(weakref.ref[object]):
@@ -409,23 +420,11 @@ def get_act_offloading_ctx_manager(
 
 def _search_rows(model: nn.Module, groups: AutomaticGroups) -> None:
     """Let the manager's steps find rows, if the model has layers."""
-    tuner = groups.manager.tuner
-    how = partial(_hook, ref(model), ref(groups)), partial(_plan_by_groups, ref(model)), groups
+    tuner, hook = groups.manager.tuner, partial(_hook, ref(model), ref(groups))
     if isinstance(tuner, RowSearch) and tuner.is_of(model):
-        tuner.serve(*how)
-    elif leaves_rows_open(groups.manager) and model not in _by_groups and sites_of_layers(model):
-        groups.manager.tuner = RowSearch([model], groups.manager, *how)
-
-
-_by_groups: WeakSet[nn.Module] = WeakSet()
-"""Models whose layers save little by themselves."""
-
-
-def _plan_by_groups(model: ref[nn.Module], manager: PipelineOffloadManager) -> None:
-    found = model()
-    if found is not None:
-        _by_groups.add(found)
-        _begin_anew(manager)
+        tuner.serve(hook, groups)
+    elif groups.manager.config.tuned_policy is not None:
+        groups.manager.tuner = RowSearch([model], groups.manager, hook, groups)
 
 
 def _hook(model: ref[nn.Module], groups: ref[AutomaticGroups]) -> None:

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 import megatron_offload.fine_grained_activation_offload as facade
-from megatron_offload.autotune.loop import MeasuredLoop, tune
 from megatron_offload.config import (
     EXTRA_MODULES,
     LAYER_INPUT,
@@ -39,7 +38,12 @@ from megatron_offload.frontends.adopt import hook_modules
 from megatron_offload.frontends.around import refuse_unserved
 from megatron_offload.frontends.modules import ModuleOffload, offload_modules
 from megatron_offload.integrations.megatron_recompute import replacements, wrap_methods
-from megatron_offload.integrations.megatron_search import begin_forward, join_search, leave_search
+from megatron_offload.integrations.megatron_search import (
+    MegatronSearch,
+    begin_forward,
+    join_search,
+    leave_search,
+)
 from megatron_offload.memory.host_pool import HostPool
 from megatron_offload.model_map.offload_site import OffloadSite
 
@@ -63,14 +67,14 @@ _seen_in: WeakKeyDictionary[PipelineOffloadManager, int] = WeakKeyDictionary()
 """By manager, the last step in which a forward with gradients was seen."""
 
 
-def install(config: OffloadConfig | None = None, tuner: MeasuredLoop | None = None) -> None:
+def install(config: OffloadConfig | None = None, tuner: MegatronSearch | None = None) -> None:
     """Put this implementation in megatron-core's place, in this process; twice is once.
 
     Layers then record into `PipelineOffloadManager.get_instance`; ``config`` is for that one, which
     is not made before it is used if CUDA hasn't begun: only the job knows its device.
     ``TransformerConfig`` says which groups are marked, as ever; its ``offload_modules`` takes
     `EXTRA_MODULES` and patterns too. Where nothing says what is kept of them, the first steps find
-    it (`megatron_offload.autotune.loop.tune`), or a ``tuner`` that is given with a config.
+    it (docs/rows.md), by a ``tuner`` that may be given with a config.
 
     Raises:
         IntegrationError: megatron-core is absent, or older than 0.16.
@@ -110,13 +114,15 @@ def install(config: OffloadConfig | None = None, tuner: MeasuredLoop | None = No
 
 
 def _begin(
-    config: OffloadConfig | None, tuner: MeasuredLoop | None, manager: PipelineOffloadManager
+    config: OffloadConfig | None, tuner: MegatronSearch | None, manager: PipelineOffloadManager
 ) -> None:
     """Configure the process's manager, on the device that is current now."""
     PipelineOffloadManager.at_first_use = None
     if config is not None:
         manager.configure(config)
-    tune(manager, tuner)
+    if tuner is not None or manager.tuner is None:
+        manager.tuner = tuner or MegatronSearch()
+        manager.tuner.begin(manager)
 
 
 def patch_everywhere(pairs: Iterable[tuple[Any, Any]]) -> None:

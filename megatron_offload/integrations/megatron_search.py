@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
 from fnmatch import fnmatchcase
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from megatron_offload.autotune.loop import MeasuredLoop
-from megatron_offload.autotune.row_search import RowSearch, leaves_rows_open
+from megatron_offload.autotune.row_search import ADVICE, RowSearch
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.module_hooks import ModuleHook, expression_of, hooks_of
+from megatron_offload.files.renames import OldAttributes
+from megatron_offload.machine.job_ranks import rank_in
+from megatron_offload.planning.found import NAME
 from megatron_offload.planning.policy import ModulesPolicy
+
+_logger = logging.getLogger(__name__)
+
+_MOST_EMPTY = 8
 
 _WITHIN = {
     "attention": {"attn_norm", "qkv_linear", "core_attn", "attn_proj", "layer"},
@@ -26,31 +34,82 @@ _WITHIN = {
 """Of the parts of a layer, names in ``offload_modules`` of which each lets it be offloaded."""
 
 
+class MegatronSearch(OldAttributes):
+    """Finds rows in the chunks of a rank, which come one after the other; a manager's ``tuner``.
+
+    Attributes:
+        by_rows: what looks for them, once there is a chunk.
+        is_converged: whether no more steps are looked at.
+        said: how it has ended, in one line.
+    """
+
+    rests = False
+
+    def __init__(self) -> None:
+        self.by_rows: RowSearch | None = None
+        self.is_converged, self.said, self._num_empty = False, "", 0
+
+    def begin(self, manager: PipelineOffloadManager) -> None:
+        """Begin anew, between two steps, with what the manager's configuration leaves open."""
+        self.by_rows, self.said, self._num_empty = None, "", 0
+        self.is_converged = manager.config.tuned_policy is None
+        if not self.is_converged:
+            manager.learner.open()
+
+    def save(self, folder: str | Path) -> None:
+        """Leave the plans of rows that were found, in the place of any that are there."""
+        if self.by_rows is not None:
+            self.by_rows.save(folder)
+        elif rank_in() == 0:
+            (Path(folder) / NAME).unlink(missing_ok=True)
+
+    def __call__(self, manager: PipelineOffloadManager) -> None:
+        """Look back at the step that has ended, and prepare for the next."""
+        if self.by_rows is not None:
+            self.by_rows(manager)
+            self.is_converged, self.said = self.by_rows.is_converged, self.by_rows.said
+        else:  # behind so many steps without a chunk none comes, as on a rank without any
+            self._num_empty += 1
+            self.is_converged |= self._num_empty > _MOST_EMPTY
+
+    def end(self, why: str) -> None:
+        """Look for nothing, and say so once: what the device has no room for is offloaded."""
+        if not self.is_converged:
+            self.is_converged = True
+            what = "only what the device has no room for is offloaded"
+            self.said = f"megatron-offload: {what}: {why}{ADVICE}"
+            if rank_in() == 0:
+                _logger.warning("%s", self.said)
+
+
 def search_of(manager: PipelineOffloadManager) -> RowSearch | None:
     """Return what looks for rows in a manager's steps."""
-    loop = manager.tuner
-    found = loop.by_rows if isinstance(loop, MeasuredLoop) else None
-    return found if isinstance(found, RowSearch) else None
+    tuner = manager.tuner
+    return tuner.by_rows if isinstance(tuner, MegatronSearch) else None
 
 
 def join_search(
     model: nn.Module, config: Any, manager: PipelineOffloadManager, hook: Callable[[], object]
 ) -> list[RemovableHandle]:
     """Look for rows in a chunk too, if that is left open; ``hook`` sets those of all chunks."""
-    search, loop = search_of(manager), manager.tuner
+    search, tuner, given = search_of(manager), manager.tuner, manager.config
     if search is not None and not search.is_of(model):
         search.add(model)
-    elif (
-        search is None and isinstance(loop, MeasuredLoop) and _may_take_rows(loop, config, manager)
-    ):
-        names, given = config.offload_modules, manager.config
-        if "modules" in given.model_fields_set:
-            names = [x for x in names if any(fnmatchcase(x, one) for one in given.modules)]
-        give_up = partial(_plan_by_groups, loop)
-        may_offload, may_rerun = partial(_is_named, names), partial(_may_rerun, config)
-        search = RowSearch([model], manager, hook, give_up, None, may_offload, may_rerun)
-        search.loss_is_by_rows = lambda: given.names_loss
-        loop.by_rows = search
+    elif search is None and isinstance(tuner, MegatronSearch) and not tuner.is_converged:
+        goes_around = _what_goes_around(config)
+        if given.policy is None and manager.learner.policy != ModulesPolicy():
+            manager.learner.follow_plan(None)  # the model's own settings say what is kept
+            tuner.is_converged = True
+        elif goes_around:
+            tuner.end(f"{goes_around} calls parts of layers, so that no rows can be found")
+        else:
+            names = config.offload_modules
+            if "modules" in given.model_fields_set:
+                names = [x for x in names if any(fnmatchcase(x, one) for one in given.modules)]
+            may_offload, may_rerun = partial(_is_named, names), partial(_may_rerun, config)
+            search = RowSearch([model], manager, hook, None, may_offload, may_rerun)
+            search.loss_is_by_rows = lambda: given.names_loss
+            tuner.by_rows = search
     own = hooks_of(RowSearch, model)
     if search is not None:
         end = ModuleHook(partial(_end, search))
@@ -58,17 +117,15 @@ def join_search(
     return own
 
 
-def _may_take_rows(loop: MeasuredLoop, config: Any, manager: PipelineOffloadManager) -> bool:
-    """Whether a job's layers are called as modules, and nothing says what becomes of them."""
-    own_rules = manager.config.policy is None and manager.learner.policy != ModulesPolicy()
-    goes_around = (
-        config.recompute_granularity == "full"
-        or getattr(config, "overlap_moe_expert_parallel_comm", False)
-        or getattr(config, "cuda_graph_impl", "none") not in ("none", None)
-        or getattr(config, "enable_cuda_graph", False)
-        or getattr(config, "external_cuda_graph", False)
-    )
-    return loop.may_take_rows and leaves_rows_open(manager) and not (own_rules or goes_around)
+def _what_goes_around(config: Any) -> str:
+    """Return what of a job's settings doesn't call its layers as modules."""
+    if getattr(config, "overlap_moe_expert_parallel_comm", False):
+        return "overlap_moe_expert_parallel_comm"
+    names = ("enable_cuda_graph", "external_cuda_graph")
+    graphs = [name for name in names if getattr(config, name, False)]
+    if getattr(config, "cuda_graph_impl", "none") not in ("none", None):
+        graphs.append("cuda_graph_impl")
+    return graphs[0] if graphs else ""
 
 
 def _may_rerun(config: Any, site: str) -> bool:
@@ -84,11 +141,6 @@ def _may_rerun(config: Any, site: str) -> bool:
     in_attention = size > 1 or config.context_parallel_size > 1
     in_mlp = size > 1 or (is_moe and config.expert_model_parallel_size > 1)
     return not {"attention": in_attention, "mlp": in_mlp}.get(site, in_attention or in_mlp)
-
-
-def _plan_by_groups(loop: MeasuredLoop, manager: PipelineOffloadManager) -> None:
-    loop.may_take_rows = False
-    loop.begin(manager)
 
 
 def _is_named(names: Collection[str], site: str, path: str) -> bool:

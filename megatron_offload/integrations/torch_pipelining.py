@@ -6,14 +6,17 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from megatron_offload.autotune.loop import tune
+from torch import nn
+
+from megatron_offload.autotune.row_search import RowSearch
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.engine.module_hooks import named_modules
 from megatron_offload.engine.patches import Call, PatchStack
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import IntegrationError
-from megatron_offload.frontends.adopt import adopt_model
+from megatron_offload.frontends.adopt import adopt_model, hook_modules
 from megatron_offload.frontends.around import AroundForwards, followed
 
 
@@ -28,15 +31,19 @@ class PipelineOffload(PatchStack):
         super().__init__()
         self.manager = manager
         self.stages = [stage.stage_index for stage in stages]
-        tune(manager)
+        models = [stage.submod for stage in stages]
         groups = AutomaticGroups(manager, "stage", finds_steps=False)
         self.on_undo(manager.close)
+        search = None
+        if manager.config.tuned_policy is not None:
+            search = manager.tuner = RowSearch(models, manager, partial(_hook, models, manager))
+            self.on_undo(search.close)
         for place, stage in enumerate(stages):
             self.remove_later(adopt_model(stage.submod, manager, is_part=True))
             where = {"vp_stage": place, "pp_rank": stage.group_rank}
             name = f"stage {stage.stage_index}"
             context = AroundForwards(groups, name=name, **where)
-            self.wrap(stage, "forward_one_chunk", partial(_run_forward, stage, context))
+            self.wrap(stage, "forward_one_chunk", partial(_run_forward, stage, context, search))
         self.wrap(schedule, "step", partial(_run_step, schedule, groups))
 
     remove = PatchStack.undo
@@ -47,11 +54,33 @@ class PipelineOffload(PatchStack):
         return self.manager.last_step
 
 
+def _hook(models: list[nn.Module], manager: PipelineOffloadManager) -> None:
+    """Set the hooks of the rows that are followed."""
+    for model in models:
+        hook_modules(named_modules(model), manager, lambda: manager, is_part=True)
+
+
 def _run_forward(
-    stage: Any, context: AroundForwards, forward: Call, *args: Any, **kwargs: Any
+    stage: Any,
+    context: AroundForwards,
+    search: RowSearch | None,
+    forward: Call,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    with context if stage.has_backward else nullcontext():
+    if not stage.has_backward:
         return forward(*args, **kwargs)
+    with context:
+        if search is None:
+            return forward(*args, **kwargs)
+        search.forward_begins(stage.submod)
+        has_failed = True
+        try:
+            output = forward(*args, **kwargs)
+            has_failed = False
+        finally:
+            search.forward_ends(has_failed=has_failed)
+        return output
 
 
 def _run_step(schedule: Any, groups: AutomaticGroups, step: Call, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from megatron_offload.core.row_config import UNITS, RowConfig, ranges
+from megatron_offload.core.row_config import MODEL, UNITS, RowConfig, ranges
 
 Part: TypeAlias = tuple[str, int | Literal["all", "recompute"]]
 """A site, and what is done there: it is recomputed, or so many of its tensors are offloaded."""
@@ -61,7 +61,8 @@ class Plan(NamedTuple):
         rows = []
         for (site, what), numbers in layers.items():
             does = {"recompute": True} if what == "recompute" else {"offload": what}
-            which = "all" if site in UNITS else ranges(numbers)  # functions know no layer
+            is_everywhere = site in (*UNITS, MODEL)  # functions know no layer
+            which = "all" if is_everywhere else ranges(numbers)
             rows.append(RowConfig.model_validate({"site": site, "layers": which, **does}))
         return tuple(rows)
 

@@ -232,7 +232,7 @@ class RowChoice:
             freed = [self._freed_bytes(one) for one in self._ladder]
             bare_bytes = sum(stage.bare_bytes for stage in self.stages.values())
             tries = [(most_us, _LEAST_GAIN_SHARE)]
-            if slow == len(us_of):  # it may cost less than is predicted
+            if slow == len(us_of) and policy.measured_plans:  # it may cost less than is predicted
                 hope_us = _HOPE * limit / 100 * self.bare_us
                 seen = next((x for rung, x in self._tried if rung == quick), None)
                 if seen is not None and seen.low > 0:  # at best predictions are off by so much

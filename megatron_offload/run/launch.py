@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_offload.autotune.loop import MeasuredLoop
 from megatron_offload.config import LAYER_INPUT, OffloadConfig
 from megatron_offload.core.trace import write_traces
 from megatron_offload.core.units import format_bytes
@@ -24,10 +23,11 @@ from megatron_offload.engine.patches import Call, PatchStack, around
 from megatron_offload.errors import ConfigError, StateError, is_installed
 from megatron_offload.frontends.around import refuse_unserved
 from megatron_offload.integrations import megatron_core
+from megatron_offload.integrations.megatron_search import MegatronSearch
 from megatron_offload.machine.job_ranks import rank_in
 from megatron_offload.observe.recorder import profile_step
 from megatron_offload.observe.trace_step import trace_step
-from megatron_offload.planning.files import save_plan, save_profile
+from megatron_offload.planning.files import save_profile
 from megatron_offload.report.console import console
 from megatron_offload.run.flags import add_flags, read_flags
 
@@ -50,7 +50,7 @@ def install_by_flags(given: Mapping[str, Any]) -> OffloadConfig:
         config = config.model_copy(update={"whole_step_graph": True})
     read_policy(config)
     refuse_unserved("megatron_core.install()", config)
-    megatron_core.install(config, ReportedLoop(Path(report) if report else None))
+    megatron_core.install(config, ReportedSearch(Path(report) if report else None))
     return config
 
 
@@ -120,7 +120,7 @@ def _going_on(bind: Callable[[], None]) -> None:
         _logger.warning("this process is bound to no processors near its GPU: %s", error)
 
 
-class ReportedLoop(MeasuredLoop):
+class ReportedSearch(MegatronSearch):
     """Says once on the first rank what is on, and leaves a step of every rank in ``report``."""
 
     def __init__(self, report: Path | None = None) -> None:
@@ -147,8 +147,6 @@ class ReportedLoop(MeasuredLoop):
                 folder.mkdir(parents=True, exist_ok=True)
                 write_traces(folder / f"trace_{rank}.json", [trace])
                 save_profile(replace(seen.profile, run=run), folder / f"profile_{rank}.json")
-                if self.plan is not None and rank == 0:
-                    save_plan(self.plan, folder / "plan.json")
                 self.save(folder)
             except (OSError, ConfigError) as error:
                 _logger.warning("no report in %s: %s", folder, error)

@@ -16,7 +16,6 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from pydantic import ByteSize
 
-from megatron_offload.autotune.loop import MeasuredLoop, tune
 from megatron_offload.config import OffloadConfig, module_patterns, recompute_patterns
 from megatron_offload.core.policy_config import SolvedConfig
 from megatron_offload.core.profile import RunShape
@@ -30,7 +29,7 @@ from megatron_offload.machine.job_ranks import gather, rank_in
 from megatron_offload.observe.live_bytes import LiveActivationMeter
 from megatron_offload.observe.recorder import profile_step
 from megatron_offload.observe.trace_step import trace_step
-from megatron_offload.planning.files import save_plan, save_profile
+from megatron_offload.planning.files import save_profile
 from megatron_offload.report.console import console
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.data import TextSource, digest
@@ -41,7 +40,7 @@ from megatron_offload.train.model import (
     open_model_parallel,
 )
 from megatron_offload.train.records import LOG_NAME, RankStep, RunReport, StepRecord
-from megatron_offload.train.run_folder import PLAN_NAME, prepare_folder
+from megatron_offload.train.run_folder import prepare_folder
 
 
 def run_training(
@@ -110,9 +109,8 @@ class _Trainer:
                 if self._before is not None:
                     say(self._line(record))
                 if manager and was_planning and not self._is_planning():
-                    loop = tune(manager)
-                    if loop.plan is not None and is_owner:
-                        save_plan(loop.plan, run.output / PLAN_NAME)
+                    loop = manager.tuner
+                    assert loop is not None
                     if loop.said:  # what a plan costs is reported where time means anything
                         say(loop.said if on_gpu else loop.said.partition(";")[0])
         if self._is_planning():
@@ -193,7 +191,8 @@ class _Trainer:
         return StepRecord.merge(step, lr, tokens, ranks)
 
     def _is_planning(self) -> bool:
-        return self._manager is not None and not tune(self._manager).is_converged
+        tuner = None if self._manager is None else self._manager.tuner
+        return tuner is not None and not tuner.is_converged
 
     def _shape(self) -> RunShape:
         config = self._config
@@ -283,8 +282,6 @@ def open_offload(config: TrainConfig) -> Iterator[PipelineOffloadManager | None]
     if run.trace_step or run.profile_step or isinstance(offload.policy, SolvedConfig):
         changes["simulated"] = offload.simulated.model_copy(update={"host_time": True})
     manager.configure(offload.model_copy(update=changes))
-    # Plans and profiles of a run's folder are by groups.
-    tune(manager, MeasuredLoop(may_take_rows=False))
     megatron_core.install()
     try:
         yield manager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import logging
@@ -24,11 +25,12 @@ from layered_job import (
 
 from megatron_offload import OffloadActivations, OffloadConfig, get_act_offloading_ctx_manager
 from megatron_offload.autotune import layers
-from megatron_offload.autotune.loop import MeasuredLoop
 from megatron_offload.autotune.row_answers import RowAnswers
 from megatron_offload.autotune.row_search import RowSearch
 from megatron_offload.cli.main import main
 from megatron_offload.config import OffloadConfig as Config
+from megatron_offload.core.row_config import RowConfig
+from megatron_offload.engine import automatic
 from megatron_offload.errors import ConfigError, StateError
 from megatron_offload.planning.found import read_frontier
 from megatron_offload.planning.frontier import Action, to_plain
@@ -51,7 +53,12 @@ def target(num_bytes):
 @pytest.fixture(autouse=True)
 def small_tensors(monkeypatch):
     monkeypatch.setattr(layers, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(automatic, "_LEAST_GROUP_BYTES", 1000)
     monkeypatch.setattr(layers, "LIBRARIES", (*layers.LIBRARIES, "layered_job.", f"{__name__}."))
+
+
+def actions_of(plan):
+    return {(row.site, row.offload or "recompute") for row in plan.rows()}
 
 
 def actions(job):
@@ -99,12 +106,10 @@ def test_a_search_that_goes_on_or_found_nothing_leaves_no_plan_as_followed(tmp_p
     found = read_frontier(tmp_path)
     assert found.stages[0].followed == 0
     assert found.said == job.search.said.removeprefix("megatron-offload: ")
-    for other in (LayeredJob(0.001, policy=auto(20)).search, MeasuredLoop()):
-        job.search.save(tmp_path)
-        if isinstance(other, RowSearch):
-            other._stop("it has ended before there was a plan", "")
-        other.save(tmp_path)
-        assert not [*tmp_path.iterdir()]
+    other = LayeredJob(0.001, policy=auto(20)).search
+    other._stop("it has ended before there was a plan", "")
+    other.save(tmp_path)
+    assert not [*tmp_path.iterdir()]
     with pytest.raises(ConfigError, match=r"holds no frontier\.json"):
         read_frontier(tmp_path)
 
@@ -268,26 +273,18 @@ def test_the_ranks_of_a_large_job_are_answered_at_once():
     assert time.thread_time() - began_s < 5
 
 
-def test_a_job_without_room_to_look_at_its_layers_is_left_to_groups():
-    job, hook, give_up = LayeredJob(policy=auto(3)), mock.Mock(), mock.Mock()
-    search = RowSearch([job.net], job.manager, hook, give_up)
+def test_a_job_without_room_to_look_at_its_layers_keeps_what_there_is_room_for():
+    job = LayeredJob(policy=auto(3))
+    search = RowSearch([job.net], job.manager, mock.Mock())
     search._search = search._agree("they are too large", "open")
     search._take_next()
-    give_up.assert_called_once_with(job.manager)
-    assert search.said == "they are too large"
-
-
-def test_a_loop_goes_on_by_groups_where_rows_are_given_up_in_the_middle_of_its_step():
-    job, loop = LayeredJob(policy=auto(3)), MeasuredLoop()
-    loop.by_rows = mock.Mock(side_effect=lambda manager: loop.begin(manager))
-    loop(job.manager)
-    assert loop.by_rows is None
-    assert not loop.is_converged
+    assert "only what the device has no room for is offloaded: they are too large" in search.said
+    assert job.manager.learner.is_open
 
 
 def test_another_model_behind_the_first_steps_lets_the_search_begin_anew():
     job = LayeredJob(policy=auto(3))
-    search = RowSearch([job.net], job.manager, mock.Mock(), mock.Mock())
+    search = RowSearch([job.net], job.manager, mock.Mock())
     search.forward_begins(job.net)
     search(job.manager)
     assert search._clock is not None
@@ -308,14 +305,14 @@ def test_nothing_is_recomputed_where_that_is_said():
 
 def test_what_may_not_run_again_is_offloaded_alone():
     job = LayeredJob(policy=auto(3))
-    own = job.net, job.manager, mock.Mock(), mock.Mock(), None, None
+    own = job.net, job.manager, mock.Mock(), None, None
     search = RowSearch([own[0]], *own[1:], lambda site: site == "mlp")
     assert {site.name for site in search._sites().values() if site.may_rerun} == {"mlp"}
 
 
 def test_a_step_of_a_manager_s_own_has_no_forward_of_a_teacher():
     job = LayeredJob(policy=auto(3))
-    search, teacher = RowSearch([job.net], job.manager, mock.Mock(), mock.Mock()), object()
+    search, teacher = RowSearch([job.net], job.manager, mock.Mock()), object()
     for _ in range(3):
         search.forward_begins(job.net)
         search.forward_ends(has_failed=False)
@@ -468,22 +465,35 @@ def test_a_context_for_the_same_model_goes_on_and_for_another_begins_anew():
     "settings",
     [
         {"recompute": "layer"},
-        {"whole_step_graph": True},
         {"policy": {"kind": "modules"}},
         {"enabled": False},
     ],
 )
-def test_what_says_itself_what_moves_or_is_for_graphs_looks_for_no_rows(settings):
+def test_what_says_itself_what_moves_looks_for_no_rows(settings):
     job = LayeredJob(**{"policy": None, **settings})
-    assert isinstance(job.search, MeasuredLoop)
+    assert job.search is None
     job.step()
 
 
-def test_a_model_without_layers_is_looked_at_by_its_groups():
-    net = torch.nn.Linear(3, 3)
-    config = OffloadConfig(backend="simulated")
-    context = get_act_offloading_ctx_manager(net, config=config, warn_if_no_head=False)
-    assert isinstance(context.manager.tuner, MeasuredLoop)
+@pytest.mark.parametrize(("gbps", "percent", "moves"), [(1.0, 3, True), (1e-4, 3, False)])
+def test_of_a_model_without_layers_all_is_offloaded_or_nothing(gbps, percent, moves, caplog):
+    job = LayeredJob(gbps, layer=PlainLayer, policy=auto(percent))
+    inner, job.net.layers = [*job.net.layers], torch.nn.ModuleList()
+    for number, layer in enumerate(inner):
+        setattr(job.net, f"block{number}", layer)
+    job.net.forward = lambda x: job.net.head(functools.reduce(lambda y, f: f(y), inner, x))
+    job.manager.tuner = None
+    job.offload = job.context()
+    job.found()
+    whole = RowConfig(site="model", offload="all")
+    assert (whole in job.search.plan.rows() if job.search.plan else False) == moves
+    assert (job.manager.last_step.offloaded_bytes > 0) == moves
+    assert job.manager.rests != moves
+    job.step()
+    assert job.steps[-1][1] <= (1 + percent / 100) * BARE_US
+    if moves:
+        rows = job.search.said.partition("rows: ")[2].partition(" free")[0]
+        assert Config(rows=rows).rows == (whole,)
 
 
 @pytest.mark.parametrize("percent", [1, 20])
@@ -502,7 +512,7 @@ def test_a_context_that_is_not_given_the_model_finds_it_in_the_first_forward():
     job = LayeredJob(0.001, policy=auto(20))
     job.manager.tuner = None
     job.offload = OffloadActivations(manager=job.manager, min_offload_size=0)
-    assert isinstance(job.search, MeasuredLoop)
+    assert job.search is None
     hooks = torch.nn.modules.module._global_forward_pre_hooks
     job.step()
     assert isinstance(job.search, RowSearch)
@@ -511,14 +521,15 @@ def test_a_context_that_is_not_given_the_model_finds_it_in_the_first_forward():
     assert not hooks
 
 
-def test_a_context_in_which_no_module_runs_leaves_no_hook():
+def test_a_context_in_which_no_module_runs_leaves_no_hook_and_says_so(caplog):
     job = LayeredJob(0.001, policy=auto(20))
     job.manager.tuner = None
     offload = OffloadActivations(manager=job.manager)
     with offload:
         torch.ones(3, requires_grad=True).exp().sum().backward()
     assert not torch.nn.modules.module._global_forward_pre_hooks
-    assert isinstance(job.search, MeasuredLoop)
+    assert "no module was called inside the context" in caplog.text
+    assert job.manager.rests
 
 
 def test_forwards_of_another_model_in_the_same_context_are_no_steps():
@@ -670,14 +681,14 @@ def test_a_plan_that_is_not_measured_is_tried_all_the_same():
     assert not search.tried
 
 
-def test_inputs_of_checkpointed_layers_are_planned_by_groups_for_good():
+def test_inputs_of_checkpointed_layers_are_offloaded_for_good():
     job = LayeredJob(1.0, policy=auto(40))
     job.net.is_checkpointed = True
     for _ in range(30):
         job.step()
         job.offload = job.context()
-    assert isinstance(job.search, MeasuredLoop)
     assert job.search.is_converged
+    assert actions_of(job.search.plan) == {("model", "all")}
     job.step()
     assert job.manager.last_step.offloaded_bytes > 0
 

@@ -24,11 +24,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_offload import OffloadActivations
-from megatron_offload.autotune.loop import tune
 from megatron_offload.engine.observer import Observer
 from megatron_offload.errors import StateError
+from megatron_offload.integrations.megatron_search import MegatronSearch
 from megatron_offload.memory.host_pool import HostPool
-from megatron_offload.run.launch import ReportedLoop
+from megatron_offload.run.launch import ReportedSearch
 
 ORDER = one_forward_one_backward(6, depth=3)
 
@@ -169,17 +169,23 @@ def test_what_draws_random_numbers_is_not_recomputed():
     assert manager.last_step.recomputed_bytes == 0
 
 
+def searching(manager, search=None):
+    """Let a manager look for rows of models that are still to come."""
+    manager.tuner = search or MegatronSearch()
+    manager.tuner.begin(manager)
+    return manager.tuner
+
+
 def test_a_search_that_is_not_over_is_an_error():
     model, manager = make_model(), make_capturing(policy={"kind": "auto"})
-    loop = tune(manager)
-    assert not loop.is_converged
+    searching(manager)
     with pytest.raises(StateError, match="cuda_graph_warmup_steps"), manager.backend.capture():
         run_step(model, manager, ORDER)
 
 
 def test_the_launcher_reports_nothing_of_a_captured_step(tmp_path):
     model, manager = settled(policy={"kind": "modules"})
-    tune(manager, ReportedLoop(tmp_path))
+    searching(manager, ReportedSearch(tmp_path))
     with manager.backend.capture():
         run_step(model, manager, ORDER)
     assert manager.tuner.is_converged
@@ -188,12 +194,12 @@ def test_the_launcher_reports_nothing_of_a_captured_step(tmp_path):
 
 def test_an_evaluation_that_is_captured_takes_nothing_from_a_step():
     model, manager = settled(policy={"kind": "auto"})
-    loop = tune(manager)
+    search = searching(manager)
     with manager.backend.capture(), torch.no_grad():
         forward(model, manager)
         manager.reset()
     assert manager.last_step.is_captured
-    assert not loop.is_converged
+    assert not search.is_converged
     run_step(model, manager, ORDER)
     assert manager.last_step.num_groups > 0
 

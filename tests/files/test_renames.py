@@ -8,7 +8,6 @@ import warnings
 
 import pytest
 
-from megatron_offload.autotune.loop import MeasuredLoop
 from megatron_offload.cli.options import add_flags, read_options
 from megatron_offload.cli.plan import Given
 from megatron_offload.config import OffloadConfig
@@ -17,6 +16,7 @@ from megatron_offload.core.trace import Span, StepTrace, read_traces, write_trac
 from megatron_offload.engine.stats import GroupStats, StepStats
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.renames import RENAMED, current_name
+from megatron_offload.integrations.megatron_search import MegatronSearch
 from megatron_offload.planning.files import PROFILES, StepProfile
 
 
@@ -43,9 +43,9 @@ def test_attribute_old_name_warns_once(made, old):
         assert getattr(made, old) == 7
 
 
-def test_loop_old_name_is_read():
+def test_search_old_name_is_read():
     with pytest.warns(DeprecationWarning, match="is_converged"):
-        assert MeasuredLoop().is_settled is False
+        assert MegatronSearch().is_settled is False
 
 
 def test_metric_old_name_is_read():

@@ -10,11 +10,9 @@ import time
 
 import pytest
 import torch
-from programs import assert_same
 from test_cuda import MIB, Layer, make_inputs, make_manager, make_model, run_step
 from test_made_again import Remade
 
-from megatron_offload.autotune.loop import tune
 from megatron_offload.backends import visible_devices
 from megatron_offload.backends.cuda import CudaBackend
 from megatron_offload.machine.bandwidth import measure_copies
@@ -79,23 +77,6 @@ def test_the_machine_is_examined_in_another_process():
     assert len(examination.profile.gpus) == torch.cuda.device_count()
     assert "error" not in {finding.level for finding in examination.findings}
     assert torch.cuda.memory_allocated() == allocated_bytes
-
-
-def test_a_run_times_its_own_copies_and_plans_with_what_they_got():
-    model = make_model()
-    inputs = make_inputs(model)
-    manager = make_manager(max_inflight_bytes=None, prefetch_bytes=None)
-    reference = run_step(model, None, inputs)
-    loop = tune(manager)
-    for _ in range(17):  # as docs/planning.md says, where the step is CPU-bound
-        assert_same(reference, run_step(model, manager, inputs))
-    print(f"\n{loop.said}")  # noqa: T201 - for whoever runs it with -s
-    assert loop.is_converged
-    assert manager.observers == []
-    assert "no plan can be made" not in loop.said
-    for _ in range(2):
-        assert_same(reference, run_step(model, manager, inputs))
-    manager.close()
 
 
 @pytest.mark.parametrize("kind", [Layer, Remade])

@@ -144,8 +144,6 @@ def run(name, device, *, enabled):
         dp_rank = parallel_state.get_data_parallel_rank()
         with open_offload(config) as manager:
             chunks = build_chunks(config, device)
-            if enabled and name == "found-rows":
-                manager.tuner.may_take_rows = True  # as in other people's jobs
             for number, step in enumerate(steps):
                 count, length = step or (2, 16)
                 iterators = [

@@ -21,7 +21,6 @@ from processes import ROOT, found_by, path_to, run_python
 from torch import nn
 
 from megatron_offload import OffloadConfig, PipelineOffloadManager
-from megatron_offload.autotune.loop import tune
 from megatron_offload.cli import main as cli
 from megatron_offload.core.row_config import RowConfig
 from megatron_offload.errors import ConfigError, IntegrationError
@@ -311,16 +310,17 @@ def test_flags_win_over_the_file(tmp_path):
 
 def test_what_is_converged_is_said_once_and_one_step_is_reported(tmp_path, capsys):
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)))
-    loop = launching.ReportedLoop(tmp_path / "report")
+    search = launching.ReportedSearch(tmp_path / "report")
     manager = PipelineOffloadManager(OffloadConfig(min_tensor_bytes=0, fraction=1.0))
-    tune(manager, loop)
+    manager.tuner = search
+    search.begin(manager)
     with offload_modules(model, ["*"], manager=manager):
         for _ in range(5):
             with torch.no_grad(), manager.step():
                 model(torch.randn(8, 64))  # an evaluation
             with manager.step():
                 model(torch.randn(8, 64)).sum().backward()
-    assert manager.tuner is loop
+    assert manager.tuner is search
     said = capsys.readouterr().out
     assert said.count("megatron-offload: a step of rank 0 offloads *") == 1
     files = {path.name for path in (tmp_path / "report").iterdir()}
@@ -331,11 +331,12 @@ def test_what_is_converged_is_said_once_and_one_step_is_reported(tmp_path, capsy
 
 def test_a_job_that_has_found_rows_leaves_a_profile_of_groups_to_plan_with(tmp_path, capsys):
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)))
-    loop = launching.ReportedLoop(tmp_path)
+    search = launching.ReportedSearch(tmp_path)
     manager = PipelineOffloadManager(OffloadConfig(min_tensor_bytes=0))
     rows = (RowConfig(site="layer", recompute=True),)
-    tune(manager, loop)
-    loop.by_rows = mock.Mock(is_converged=True, said="rows: some")
+    manager.tuner = search
+    search.begin(manager)
+    search.by_rows = mock.Mock(is_converged=True, said="rows: some")
     with offload_modules(model, ["*"], manager=manager):
         manager.follow_rows(rows, is_own=True)
         adopt_model(model, manager)
@@ -386,7 +387,7 @@ def test_importing_the_plug_in_installs_by_the_environment(plugged, tmp_path):
     assert manager.config.policy.ratio == 0.25
     assert manager.config.recompute == ("norm",)
     assert manager.config.prefetch_bytes == 2 << 20
-    assert isinstance(manager.tuner, launching.ReportedLoop)
+    assert isinstance(manager.tuner, launching.ReportedSearch)
 
 
 def test_the_plug_in_alone_installs_the_defaults(plugged):
