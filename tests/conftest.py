@@ -93,6 +93,7 @@ def everything_moves(request, monkeypatch):
         planned = OffloadConfig.tuned_policy.fget
         chosen = property(lambda config: config.policy and planned(config))
         monkeypatch.setattr(OffloadConfig, "tuned_policy", chosen)
+        monkeypatch.setattr(OffloadConfig, "without_offload", lambda config: config)
 
 
 @pytest.fixture

@@ -431,7 +431,7 @@ class SiteTimes:
         """How long all layers have run."""
         return sum(self.us(path) for path, site in self._sites.items() if site.name == "layer")
 
-    def link_bytes(self, gbps: float, numbers: Iterable[int], *, is_pipeline: bool) -> list[int]:
+    def link_bytes(self, gbps: float, numbers: Iterable[int], *, is_pipeline: bool) -> list[float]:
         """Return for each layer how much of it and of those behind it can be copied by then.
 
         What a layer saves is copied while those behind it run: of the last nothing, unless it is a
@@ -441,7 +441,7 @@ class SiteTimes:
         for path, site in self._sites.items():
             by_layer[site.layer] += self.us(path) if site.name == "layer" else 0.0
         last_us = by_layer[max(by_layer)] if by_layer else 0.0
-        found, carried_us = list[int](), 0.0
+        found, carried_us = list[float](), 0.0
         for number in sorted(numbers, reverse=True):
             own_us = by_layer.get(number, last_us)
             share = _LINK_SHARE * (_PIPELINE_SHARE if is_pipeline else 1)

@@ -91,7 +91,6 @@ class RowSearch(OldAttributes):
     Attributes:
         plan: what is followed; None where that is nothing.
         is_converged: whether no more steps are looked at.
-        rests: whether none ever will be.
         said: how it has ended, in one line.
         loss_is_by_rows: asked then whether the loss is, which is a row as well.
     """
@@ -135,7 +134,7 @@ class RowSearch(OldAttributes):
     def begin(self, manager: PipelineOffloadManager) -> None:
         """Begin anew, with what the manager's configuration leaves open."""
         self.plan: Plan | None = None
-        self.said, self.rests = "", False
+        self.said = ""
         self._manager = ref(manager)
         self._clock: ModelSteps | None = None
         self._steps: list[tuple[Any, Any, float, bool]] = []
@@ -327,7 +326,6 @@ class RowSearch(OldAttributes):
             released_bytes += step.peak_released_bytes + step.recomputed_bytes
         if not backend.sync_elapsed_us(*self._last):
             self._stop(NO_CLOCK, "")
-            self.rests = True
             return
         needed_bytes = self._bare_bytes = backend.peak_allocated_bytes() + released_bytes
         capacity_bytes = backend.capacity_bytes() or 0

@@ -24,7 +24,6 @@ from threading import RLock
 from typing import Any, TypeVar, cast
 
 from megatron_offload.engine.graph_break import graph_break
-from megatron_offload.engine.host_clock import HostClock
 from megatron_offload.engine.modes import apart, has_modes
 from megatron_offload.errors import OffloadError, StateError
 
@@ -101,8 +100,7 @@ def guarded(method: F) -> F:
         while left:
             left[0].free(left[0])
             left.popleft()
-        clock = HostClock.running
-        return method(*args) if clock is None else clock.time(method, *args)
+        return method(*args)
 
     @functools.wraps(method)
     @graph_break

@@ -16,7 +16,6 @@ from torch._C._autograd import (
     _top_saved_tensors_default_hooks,
 )
 
-from megatron_offload.engine.host_clock import HostClock, TimedHook
 from megatron_offload.engine.saved_tensor import SavedTensor
 
 RECOMPUTE = "megatron_offload.recompute"
@@ -37,7 +36,7 @@ def others_hooks() -> str:
     hooks = _top_saved_tensors_default_hooks(True)
     if hooks is None:
         return ""
-    pack = _untimed(hooks[0])
+    pack = hooks[0]
     pack = pack.func if isinstance(pack, partial) else pack
     owner = getattr(pack, "__module__", None) or "something"
     is_ours = owner.startswith("megatron_offload.") and not owner.startswith(RECOMPUTE)
@@ -62,7 +61,6 @@ def owner_of_hooks() -> Any:
 
 def owner_of(pack: Callable[..., Any]) -> Any:
     """Return the object whose method a pack hook is; None where it is no method."""
-    pack = _untimed(pack)
     return getattr(pack.func if isinstance(pack, partial) else pack, "__self__", None)
 
 
@@ -74,7 +72,7 @@ def take_off(is_one: Callable[[Any], bool], *, all_of_them: bool = False) -> Non
     others: list[Any] = []
     while (hooks := _top_saved_tensors_default_hooks(True)) is not None:
         _pop_saved_tensors_default_hooks()
-        if not is_one(_untimed(hooks[0])):
+        if not is_one(hooks[0]):
             others.append(hooks)
         elif not all_of_them:
             break
@@ -82,15 +80,8 @@ def take_off(is_one: Callable[[Any], bool], *, all_of_them: bool = False) -> Non
         _push_saved_tensors_default_hooks(*both)
 
 
-def _untimed(hook: Any) -> Any:
-    return hook.hook if isinstance(hook, TimedHook) else hook
-
-
 def put_on(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
     """Put a pack and an unpack hook in force."""
-    clock = HostClock.running
-    if clock is not None:
-        pack, unpack = TimedHook(pack, clock), TimedHook(unpack, clock)
     _push_saved_tensors_default_hooks(pack, unpack)
 
 

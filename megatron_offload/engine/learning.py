@@ -85,8 +85,6 @@ class Learner:
         is_open: whether what is offloaded is still looked for: all is kept that the device has room
             for.
         num_searches: how often that was begun.
-        moves_nothing: whether nothing is offloaded or recomputed, by what this run's steps have
-            shown.
     """
 
     def __init__(
@@ -99,7 +97,7 @@ class Learner:
         self._chunks: set[int] = set()
         self._kept_alike: dict[tuple[int, str], str] = {}
         self.skippable: dict[GroupKey, GroupProfile] = {}
-        self.is_steady = self.is_open = self.moves_nothing = False
+        self.is_steady = self.is_open = False
         self.num_searches = 0
         self._config = config
         self._listed = listed = config.modules if "modules" in config.model_fields_set else ()
@@ -149,18 +147,16 @@ class Learner:
             self._begin_plan(pp_rank)
             self.pp_rank = pp_rank
 
-    def follow_plan(self, plan: OffloadPlan | None, *, is_own: bool = False) -> None:
+    def follow_plan(self, plan: OffloadPlan | None) -> None:
         """Do what a plan of all pipeline ranks says, as soon as this rank's place is known.
 
         It is compared with the run when the step is over. Limits that the user set remain. None
-        follows the rules again. One that ``is_own`` was made from steps of this run, so that one
-        that differs is no error.
+        follows the rules again.
 
         Raises:
             ConfigError: the plan has no such rank.
         """
-        self._is_own, self.skippable = is_own, {}
-        self.is_open = self.moves_nothing = False
+        self.is_open, self.skippable = False, {}
         if plan is None:
             self.plan = self._planned = self._recompute = None
             self._budget.follow_plan(None, None)
@@ -171,8 +167,6 @@ class Learner:
         self.plan = plan
         self._is_plan_confirmed = self._is_other_run_said = False
         self._begin_plan(self.pp_rank)
-        if is_own:
-            self._num_fits_left = _NUM_FITS - 1
 
     def _begin_plan(self, pp_rank: int | None) -> None:
         plan = self.plan
@@ -187,18 +181,12 @@ class Learner:
         self._budget.follow_plan(rank.max_inflight_bytes, rank.prefetch_bytes)
         self.kept, self._recompute = dict(rank.kept), rank.recompute
         self._note_kept((choice.key, choice.name) for choice in rank.choices)
-        self.moves_nothing = self._is_own and not rank.moved_bytes and not self.recomputes
 
     def open(self) -> None:
         """Keep all that the device has room for, until it is known what is to be offloaded."""
         self.follow_plan(None)
         self.is_open, self._recompute = True, ()
         self.num_searches += 1
-
-    def move_nothing(self) -> None:
-        """Offload and recompute nothing from here on."""
-        self.follow_plan(None)
-        self.moves_nothing, self._recompute = True, ()
 
     def recompute(self, vp_stage: int) -> frozenset[str] | None:
         """Return the units that a virtual stage recomputes; None for the default kinds."""
@@ -266,7 +254,7 @@ class Learner:
 
     def _choose(self, profile: StepProfile) -> None:
         if self.plan is not None:
-            if self.pp_rank is not None and not self._is_own:
+            if self.pp_rank is not None:
                 self._confirm(self.plan, profile)
             return
         if self._ratio is None:
@@ -299,8 +287,6 @@ class Learner:
 
     def planned_reason(self, key: GroupKey, name: str) -> str:
         """Return why a group is to be kept by what is followed; empty where it may be offloaded."""
-        if self.moves_nothing:
-            return "nothing is offloaded, as steps have shown; the bytes are the last one's of them"
         default = "beyond the fraction 0 of its chunk" if self.keeps_everything else ""
         if not default and key.chunk not in self._chunks:
             default = self._kept_alike.get((key.order, name), "")
@@ -340,7 +326,7 @@ class Learner:
         """Return the bytes off the device at the peak, per group name."""
         if self.profile is None or self.is_steady:
             return {k: v for k, v in last_step.peak_released_bytes_by_name.items() if v}
-        if self.keeps_everything or self.moves_nothing:
+        if self.keeps_everything:
             return {}
         return self.profile.released_bytes(self.kept, self._budget.total_bytes)
 

@@ -96,8 +96,6 @@ class Tuner(Protocol):
 
     is_converged: bool
     """Whether no more steps are looked at."""
-    rests: bool
-    """Whether none ever will be, as where nothing can be won."""
     said: str
     """How that has ended, in one line."""
 
@@ -417,20 +415,13 @@ class PipelineOffloadManager:
 
         Not where an observer needs its groups.
         """
-        learner = self.learner
         units = {*self.recompute} - {*RECOMPUTE_SITES, LOSS}
-        if not (learner.moves_nothing or (learner.keeps_everything and not units)):
-            return False
-        return not self._is_looked_at
+        return self.learner.keeps_everything and not units and not self._is_looked_at
 
     @property
     def rests(self) -> bool:
-        """Whether no step is looked at or moves anything any more, whatever comes."""
-        if self.rows is not None:
-            return self._row_names <= {LOSS} and not self._is_looked_at
-        is_busy = self._is_looked_at or self._is_in_step or self.recompute
-        is_idle = self.learner.moves_nothing and not is_busy
-        return is_idle and self.tuner is not None and self.tuner.rests
+        """Whether no step is looked at or moves anything, as no row says so."""
+        return self.rows is not None and self._row_names <= {LOSS} and not self._is_looked_at
 
     @property
     def _skips_kept(self) -> bool:

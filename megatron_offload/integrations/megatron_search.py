@@ -43,8 +43,6 @@ class MegatronSearch(OldAttributes):
         said: how it has ended, in one line.
     """
 
-    rests = False
-
     def __init__(self) -> None:
         self.by_rows: RowSearch | None = None
         self.is_converged, self.said, self._num_empty = False, "", 0

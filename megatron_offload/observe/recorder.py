@@ -23,7 +23,6 @@ from megatron_offload.engine.owners import is_externally_referenced
 from megatron_offload.errors import StateError
 from megatron_offload.observe.measure import Boundary, BoundaryTimer, Turn
 
-_AHEAD = 128
 """Turns of the compute stream by which the host is ahead: some ten layers, which take the device
 longer than what lies between two chunks takes the host, and fewer launches than a stream queues."""
 
@@ -50,7 +49,6 @@ def profile_step(
     *,
     run: RunShape | None = None,
     moves: bool = True,
-    holds_back: bool = False,
 ) -> Iterator[RecordedStep]:
     """Record the first step that ends inside; meant for one step, its ``reset`` included.
 
@@ -66,14 +64,12 @@ def profile_step(
             is no other pipeline rank.
         moves: whether the step moves what others would. One that doesn't teaches the engine
             nothing, and takes the memory of a step without offload.
-        holds_back: whether the device is held back behind the host, so that its times are those of
-            work that is all there: of a replay. The step itself takes longer.
 
     Raises:
         StateError: no step has ended inside, or one that had begun before.
     """
     recorded = RecordedStep()
-    recorder = _Recorder(manager, run, holds_back=holds_back)
+    recorder = _Recorder(manager, run)
     keeping = manager.keeping("the step is profiled without offload")
     with _by_groups(manager), manager.observed_by(recorder), nullcontext() if moves else keeping:
         recorder.look()
@@ -100,11 +96,9 @@ def _by_groups(manager: PipelineOffloadManager) -> Iterator[None]:
 class _Recorder(BoundaryTimer):
     """A step as it runs: a look at each boundary, and which of them count."""
 
-    def __init__(
-        self, manager: PipelineOffloadManager, run: RunShape | None, *, holds_back: bool
-    ) -> None:
+    def __init__(self, manager: PipelineOffloadManager, run: RunShape | None) -> None:
         super().__init__(manager)
-        self._run, self._holds_back = run, holds_back
+        self._run = run
         self._num_turns, self._step_number = 0, manager.step_number
         self._learned: StepProfile | None = None
 
@@ -134,11 +128,6 @@ class _Recorder(BoundaryTimer):
                 released_bytes -= self._manager.transfers.dropped_bytes  # recomputed
                 with_released_bytes = found.allocated_bytes + released_bytes
                 self._most_bytes = max(self._most_bytes, with_released_bytes)
-            far = self.turns[-_AHEAD:] if self._holds_back else ()
-            if far and (len(far) < _AHEAD or self._backend.has_passed(far[0].time)):
-                self.wait_starts()
-                self._backend.pause()
-                self.turn()
 
     def passed(self, boundary: Boundary, group: OffloadGroup) -> None:
         marks = self._marks.setdefault(group, {})

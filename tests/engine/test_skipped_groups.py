@@ -213,7 +213,7 @@ def test_where_nothing_is_recomputed_nobody_notes_how_it_was_made(monkeypatch):
     kept = dict.fromkeys((group.key for group in profile.groups[3:]), "as planned")
     for units in ((), None):
         rank = replace(rank_plan(profile, kept, ""), units=units)
-        manager.learner.follow_plan(plan_of("auto", [profile], [rank]), is_own=True)
+        manager.learner.follow_plan(plan_of("auto", [profile], [rank]))
         for _ in range(2):
             check_steps(model, manager, ORDER)
         assert manager.learner.skippable

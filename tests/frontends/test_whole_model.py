@@ -18,7 +18,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from megatron_offload import OffloadConfig, offload_modules
 from megatron_offload.core.group import GroupState
 from megatron_offload.engine import manager as manager_file
-from megatron_offload.engine.hooks import owner_of_hooks
 from megatron_offload.errors import (
     ConfigError,
     InPlaceModificationError,
@@ -81,36 +80,6 @@ def test_reloads_run_ahead_of_backward():
         assert offload.end_step()
         assert offload.last_step.num_late_reloads == 0
         assert offload.last_step.reloaded_bytes > 0
-
-
-def test_where_its_own_plan_moves_nothing_no_hook_stands_and_steps_are_counted():
-    model, inputs = zoo.make("transformer")
-    generator = torch.Generator().manual_seed(1)
-    offload = make_offload(**TIGHT)
-    manager = offload.manager
-    manager.tuner = None
-    counts = []
-
-    def step():
-        with offload:
-            is_hooked = owner_of_hooks() is not None
-            losses = [zoo.loss_of(model, inputs(generator)) for _ in range(2)]
-        sum(losses).backward()
-        del losses
-        assert offload.end_step()
-        counts.append((is_hooked, manager.last_step.num_groups))
-
-    while not manager.learner.is_steady:
-        step()
-    profile = manager.last_profile
-    manager.learner.move_nothing()
-    (num_groups,) = {num for _, num in counts}
-    counts.clear()
-    for _ in range(3):
-        step()
-    assert counts == [(False, num_groups)] * 3
-    assert manager.last_profile is profile
-    assert_nothing_left(manager)
 
 
 def taken_in_inference_mode(context):
@@ -940,7 +909,7 @@ def test_views_that_lie_in_each_other_are_copied_once_and_leave():
     ("given", "expected"),
     [
         ({"policy": "modules"}, {"kind": "modules"}),
-        ({"policy": "auto"}, {"kind": "auto", "most_slowdown_percent": 1.0, "measured_plans": 3}),
+        ({"policy": "auto"}, {"kind": "auto", "most_slowdown_percent": 3.0, "measured_plans": 3}),
         (
             {"most_slowdown_percent": 5},
             {"kind": "auto", "most_slowdown_percent": 5.0, "measured_plans": 3},

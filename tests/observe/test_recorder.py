@@ -32,7 +32,6 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError, StateError
 from megatron_offload.frontends.whole_model import OffloadActivations
 from megatron_offload.observe.live_bytes import LiveActivationMeter
-from megatron_offload.observe.measure import StepTimer
 from megatron_offload.observe.recorder import profile_step
 from megatron_offload.observe.trace_step import trace_step
 from megatron_offload.planning.choice import Chooser
@@ -129,26 +128,6 @@ def test_times_are_those_of_the_program():
 
 def peaks(recorded):
     return recorded.profile.peak_allocated_bytes, recorded.profile.peak_reserved_bytes
-
-
-@pytest.mark.parametrize("launch_us", [50.0, 150.0])
-def test_a_device_that_is_held_back_takes_what_it_would_behind_no_host(launch_us):
-    def durations(job, *, holds_back):
-        with profile_step(job.manager, holds_back=holds_back) as recorded:
-            job.step()
-        times = recorded.profile.times
-        forward_us = [one.committed_us - one.started_us for one in times]
-        return recorded.profile.step_us, forward_us + [x.done_us - x.backward_us for x in times]
-
-    def job():
-        return VirtualJob(10.0).warmed_up()
-
-    step_us, expected = durations(job(), holds_back=False)
-    held_us, held = durations(job().launched_by_a_host(launch_us), holds_back=True)
-    _, late = durations(job().launched_by_a_host(launch_us), holds_back=False)
-    assert held == pytest.approx(expected)
-    assert held_us == pytest.approx(step_us)
-    assert sum(late) > 1.5 * sum(expected)
 
 
 def test_what_events_themselves_take_is_no_work():
@@ -587,16 +566,11 @@ def test_several_watch_one_step_and_each_sees_what_it_would_see_alone(moves):
         alone.step()
     with (
         trace_step(together.manager) as trace,
-        together.manager.observed_by(timed := StepTimer(together.manager)),
         profile_step(together.manager, moves=moves) as again,
         trace_step(together.manager) as inner,
     ):
         together.step()
     assert again.profile == recorded.profile
-    found = timed.read()
-    assert sum(map(sum, found.lost_us)) == pytest.approx(recorded.profile.waited_us)
-    first_us = recorded.profile.times[0].started_us
-    assert found.step_us == recorded.profile.step_us - first_us + recorded.profile.waited_us
     assert trace == inner
     assert (trace.num_bytes["d2h"] > 0) == moves
 
@@ -634,37 +608,6 @@ COMPUTE_US = 6 * 4 * 2 * 60.0
 """6 microbatches of 4 blocks of 2 groups, 20 us forward and 40 us backward each."""
 
 
-def measured(job, *between):
-    timer = StepTimer(job.manager)
-    with job.manager.observed_by(timer):
-        job.step()
-        for each in between:
-            each()
-    return timer.read()
-
-
-def lost_us(step):
-    return sum(map(sum, step.lost_us))
-
-
-def test_a_step_takes_what_its_compute_and_its_waits_take():
-    job = VirtualJob(SLOW).warmed_up()
-    before_us = sum(job.backend.stall_us.values())
-    found = measured(job)
-    assert lost_us(found) == pytest.approx(sum(job.backend.stall_us.values()) - before_us)
-    assert found.step_us == pytest.approx(COMPUTE_US + lost_us(found))
-    assert lost_us(found) > 0.5 * COMPUTE_US
-
-
-def test_what_comes_before_and_behind_the_step_is_no_part_of_it():
-    job = VirtualJob(SLOW).warmed_up()
-    expected = measured(job)
-    job.backend.advance_compute(1000.0)
-    found = measured(job, lambda: job.backend.advance_compute(1000.0), job.step)
-    assert found.step_us == pytest.approx(expected.step_us)
-    assert lost_us(found) == pytest.approx(lost_us(expected))
-
-
 @pytest.mark.parametrize("gbps", [10.0, SLOW])
 def test_a_profile_of_a_step_that_moved_is_that_of_one_that_did_not(gbps):
     job = VirtualJob(gbps).warmed_up()
@@ -680,39 +623,6 @@ def test_a_profile_of_a_step_that_moved_is_that_of_one_that_did_not(gbps):
     assert profile.step_us == pytest.approx(bare.profile.step_us) == pytest.approx(COMPUTE_US)
     for times, expected in zip(profile.times, bare.profile.times, strict=True):
         assert tuple(times) == pytest.approx(tuple(expected))
-
-
-def test_where_the_device_says_nothing_the_meter_does_and_its_peak_is_put_back():
-    job = VirtualJob(SLOW).warmed_up()
-    job.meter.peak_bytes = 10**9
-    assert 0 < measured(job).reserved_bytes < 10**6
-    assert job.meter.peak_bytes == 10**9
-    job.backend.reserved_bytes = lambda: 7
-    assert measured(job).reserved_bytes == 7
-    job.manager.observers.remove(job.meter)
-    job.backend.reserved_bytes = lambda: None
-    assert measured(job).reserved_bytes is None
-
-
-def test_the_device_waits_for_the_host_where_it_has_come_to_the_boundary_before():
-    job = VirtualJob(1.0).warmed_up()
-    points, asked = [], []
-    timestamp = job.backend.timestamp
-
-    def note(stream):
-        point = timestamp(stream), len(points)
-        points.append(point)
-        return point
-
-    job.backend.timestamp = note
-    job.backend.sync_elapsed_us = lambda start, end: end[0] - start[0]
-    job.backend.has_passed = lambda point: asked.append(point) or len(asked) % 4 == 0
-    step = measured(job)
-    num_passes, num_boundaries = 6 * 2, 4 * 2 * 2
-    assert len(asked) == num_passes * (num_boundaries - 1)
-    assert [number for _, number in asked] == sorted({number for _, number in asked})
-    assert step.idle_share == pytest.approx(1 / 4, abs=0.01)
-    assert measured(VirtualJob(1.0).warmed_up()).idle_share == 0, "virtual time knows no host"
 
 
 # What groups save counts once, moved or not, and what something else keeps is reported apart.
