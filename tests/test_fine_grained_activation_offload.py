@@ -817,7 +817,7 @@ def test_boundaries_are_autograd_functions(manager, x, weight):
 
 
 @pytest.mark.by_default
-def test_groups_marked_by_hand_offload_nothing_where_nothing_can_be_won(caplog, monkeypatch):
+def test_groups_marked_by_hand_are_offloaded_as_they_are_marked(caplog, monkeypatch):
     manager = engine_manager.PipelineOffloadManager(OffloadConfig())
     monkeypatch.setattr(engine_manager.PipelineOffloadManager, "instance", manager)
     weight = torch.nn.Parameter(torch.randn(512, 512))
@@ -831,8 +831,6 @@ def test_groups_marked_by_hand_offload_nothing_where_nothing_can_be_won(caplog, 
                 x = facade.group_commit(x, "mlp")
             x.sum().backward()
     mlp = manager.last_step.by_name["mlp"]
-    assert (mlp.num_groups, mlp.offloaded_bytes) == (3, 0)
-    (reason,) = mlp.kept_bytes_by_reason
-    assert "nothing is offloaded, as steps have shown" in reason
-    (warning,) = (r.getMessage() for r in caplog.records if r.levelname == "WARNING")
-    assert warning.startswith("megatron-offload: nothing is offloaded: there is no GPU here")
+    assert mlp.num_groups == 3
+    assert mlp.offloaded_bytes > 0
+    assert not caplog.messages

@@ -148,7 +148,7 @@ class LayerWatch:
         return in_layers / max(1, sum(sizes.values()))
 
     def all_of_it(self, times: SiteTimes, gbps: float) -> Iterator[Action]:
-        """Yield what offloads all that is saved, in layers and elsewhere, if anything can be."""
+        """Yield what offloads all that is saved, in layers and outside, if anything can be."""
         num_bytes = sum(self._seen.sizes.values())
         if num_bytes and gbps:
             copy_us = num_bytes / gbps / 1e3

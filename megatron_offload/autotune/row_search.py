@@ -462,7 +462,10 @@ class RowSearch(OldAttributes):
                     return
                 plan, said = plan_of(plans[self._stage]), {"stage": self._stage}
                 if phase == "final":
-                    layers = ChainMap(*(dict(plan_of(one).actions) for one in plans.values()))
+                    own = [dict(plan_of(one).actions) for one in plans.values()]
+                    layers = ChainMap(*own)
+                    if len(layers) < sum(map(len, own)):  # numbers count within each stage
+                        layers = ChainMap(dict(plan.actions))
                     self._finish(plan, text, Plan(layers, 0, 0.0, 0).rows())
                     return
                 yield from self._look_at(phase, plan, said)

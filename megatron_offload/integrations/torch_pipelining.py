@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -36,8 +37,9 @@ class PipelineOffload(PatchStack):
         self.on_undo(manager.close)
         search = None
         if manager.config.tuned_policy is not None:
-            search = manager.tuner = RowSearch(models, manager, partial(_hook, models, manager))
-            self.on_undo(search.close)
+            hook = partial(_hook, models, manager)
+            search = manager.tuner = RowSearch(models, manager, hook)
+            self.on_undo(partial(_leave, search, hook))
         for place, stage in enumerate(stages):
             self.remove_later(adopt_model(stage.submod, manager, is_part=True))
             where = {"vp_stage": place, "pp_rank": stage.group_rank}
@@ -58,6 +60,12 @@ def _hook(models: list[nn.Module], manager: PipelineOffloadManager) -> None:
     """Set the hooks of the rows that are followed."""
     for model in models:
         hook_modules(named_modules(model), manager, lambda: manager, is_part=True)
+
+
+def _leave(search: RowSearch, hook: Callable[[], None]) -> None:
+    search.close()
+    search.manager.follow_rows(())
+    hook()
 
 
 def _run_forward(

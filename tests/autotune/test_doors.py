@@ -1,0 +1,107 @@
+"""Each door that finds what to offload keeps its promise, on the virtual clock."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from layered_job import WIDTH, LayeredJob
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from megatron_offload.autotune import layers
+from megatron_offload.backends.simulated import SimulatedBackend
+from megatron_offload.engine import automatic
+from megatron_offload.frontends.modules import offload_modules
+from megatron_offload.integrations.torch_pipelining import offload_pipeline
+
+pytestmark = pytest.mark.by_default
+ROWS = 16
+BARE_US = ROWS * 10.0 * 6 * 3
+
+
+@pytest.fixture(autouse=True)
+def small_tensors(monkeypatch):
+    monkeypatch.setattr(layers, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(automatic, "_LEAST_GROUP_BYTES", 1000)
+    monkeypatch.setattr(layers, "LIBRARIES", (*layers.LIBRARIES, "layered_job."))
+
+
+def make_job(gbps, percent=3, **settings):
+    """Return a job whose model no door has been given."""
+    job = LayeredJob(gbps, policy={"kind": "auto", "most_slowdown_percent": percent}, **settings)
+    job.search.close()
+    job.manager.tuner = None
+    return job
+
+
+def gradients(net):
+    found = [x.grad.clone() for x in net.parameters()]
+    net.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize(("gbps", "moves"), [(1.0, True), (0.0001, False)])
+def test_marked_modules_are_offloaded_if_that_keeps_the_promise(gbps, moves):
+    job, x = make_job(gbps), torch.randn(ROWS, WIDTH)
+
+    def step():
+        began_us = job.now()
+        with job.manager.step():
+            job.net(x).square().sum().backward()
+        return job.now() - began_us, gradients(job.net)
+
+    with offload_modules(job.net, "layers.*", manager=job.manager):
+        _, expected = step()
+        for _ in range(60):
+            took_us, found = step()
+            assert all(map(torch.equal, found, expected))
+        assert job.search.is_converged
+        assert (job.manager.last_step.offloaded_bytes > 0) == moves
+        assert job.manager.rests != moves
+        assert took_us <= 1.03 * BARE_US
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("gbps", "percent"), [(0.1, 3), (0.001, 40)])
+def test_the_stage_of_a_pipeline_has_rows(one_rank, gbps, percent):
+    job = make_job(gbps, percent)
+    stage = PipelineStage(job.net, 0, 1, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, 2, loss_fn=lambda y, t: (y - t).square().mean())
+    x, target = torch.randn(2 * ROWS, WIDTH), torch.randn(2 * ROWS, 3)
+
+    def step():
+        began_us = job.now()
+        schedule.step(x, target=target)
+        return job.now() - began_us, gradients(job.net)
+
+    bare_us, expected = step()
+    with offload_pipeline(schedule, manager=job.manager):
+        for _ in range(90):
+            took_us, found = step()
+            assert all(map(torch.equal, found, expected))
+        assert job.search.is_converged
+        assert job.manager.rows
+        assert {row.site for row in job.manager.rows} <= {"layer", "mlp"}
+        assert took_us <= (1 + percent / 100) * bare_us
+    assert not job.net.layers[0]._forward_hooks
+
+
+def test_a_plan_for_replays_is_of_what_the_device_takes_and_not_of_a_slow_host(monkeypatch):
+    paused = []
+    monkeypatch.setattr(SimulatedBackend, "pause", lambda backend: paused.append(backend))
+    monkeypatch.setattr(SimulatedBackend, "has_passed", lambda *_: not paused)
+    job = LayeredJob(
+        0.1, policy={"kind": "auto", "most_slowdown_percent": 3}, whole_step_graph=True
+    )
+    search = job.found()
+    assert paused, "the device was behind the host while it was timed"
+    assert not search.tried
+    assert "as predicted" in search.said
+    assert job.manager.rows
+    assert len(job.steps) < 12, "no step of a plan was measured"
