@@ -308,10 +308,11 @@ class RowSearch(OldAttributes):
 
     def _find(self) -> Generator[_Kind, None, None]:
         manager = self.manager
-        backend, sites = manager.backend, self._sites()
+        backend, all_sites = manager.backend, self._sites()
+        timed = all_sites or self._whole_models()
+        sites = all_sites if self._has_layers else {}
         numbers = sorted({site.layer for site in sites.values()})
-        whole = {} if sites else self._whole_models()
-        firsts = {path.split(".")[0]: site for path, site in reversed((sites or whole).items())}
+        firsts = {path.split(".")[0]: site for path, site in reversed(timed.items())}
         self._clock = ModelSteps([site.module for site in firsts.values()], self._now)
         self._clock.layer_begins = self._layer_begins  # type: ignore[method-assign]
         self._num_ooms = manager.num_out_of_memory
@@ -347,7 +348,7 @@ class RowSearch(OldAttributes):
         self._rows = self._rows if self._is_tight else ()
         watched_size = self._watched_size = self._sizes[-1]
         holds_back = manager.config.whole_step_graph
-        timing = partial(SiteTimes, sites or whole, backend, holds_back=holds_back)
+        timing = partial(SiteTimes, sites or timed, backend, holds_back=holds_back)
         times = yield from self._look("timed", timing)
         times.scale = watched_size / self._sizes[-1]
         self._num_inflight = max(1.0, self._clock.most_pending / len(self._trained))
@@ -361,7 +362,16 @@ class RowSearch(OldAttributes):
             self._actions = watch.actions(times, gbps, others, self._may_offload)
             self._link_bytes = times.link_bytes(gbps, self._actions, is_pipeline=is_pipeline)
         self._called, self._saving = watch.called, watch.saving
-        del look, timing, sites, watch, times, firsts, whole  # of the model nothing is held
+        del (
+            look,
+            timing,
+            sites,
+            all_sites,
+            timed,
+            watch,
+            times,
+            firsts,
+        )  # of the model nothing is held
         self._stage = self._name_of_stage()
         choice = self._answers.choice_of([self._words(to_plain(self._actions))])
         choice.next()
@@ -387,7 +397,7 @@ class RowSearch(OldAttributes):
         found = {
             f"{number}.{path}": site
             for number, model in enumerate(models)
-            if model is not None and self._has_layers
+            if model is not None
             for path, site in sites_of_layers(model).items()
         }
         names = self._named_recompute

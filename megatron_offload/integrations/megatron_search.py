@@ -105,14 +105,19 @@ def join_search(
             if "modules" in given.model_fields_set:
                 names = [x for x in names if any(fnmatchcase(x, one) for one in given.modules)]
             may_offload, may_rerun = partial(_is_named, names), partial(_may_rerun, config)
-            search = RowSearch([model], manager, hook, None, may_offload, may_rerun)
+            is_whole = (config.recompute_granularity, config.recompute_method) == (
+                "full",
+                "uniform",
+            )
+            own = None, may_offload, may_rerun
+            search = RowSearch([model], manager, hook, *own, has_layers=not is_whole)
             search.loss_is_by_rows = lambda: given.names_loss
             tuner.by_rows = search
-    own = hooks_of(RowSearch, model)
+    handles = hooks_of(RowSearch, model)
     if search is not None:
         end = ModuleHook(partial(_end, search))
-        own.append(model.register_forward_hook(end, always_call=True))
-    return own
+        handles.append(model.register_forward_hook(end, always_call=True))
+    return handles
 
 
 def _what_goes_around(config: Any) -> str:
