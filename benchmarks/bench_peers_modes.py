@@ -142,18 +142,15 @@ class Ours(Marked):
             offload_modules(chunks, self.hooked, pp_rank=pp_rank)
 
     def take_step(self, step):
-        """Take as many steps as the measured loop needs, of the same microbatches."""
-        from megatron_offload.planning.files import save_plan
-
-        taken, loop = [step()], self.manager.tuner
-        while loop is not None and any_rank(not loop.is_converged):
+        """Take as many steps as the search for rows needs, of the same microbatches."""
+        taken, search = [step()], self.manager.tuner
+        while search is not None and any_rank(not search.is_converged):
             taken.append(step())
         if len(taken) > 1:
             self.planning = {"planning_steps_ms": [found[0] for found in taken]}
-            self.planning["result"] = loop.said
-            print(f"converged after {len(taken)} steps: {loop.said}")
-            if self.spec["rank"] == 0 and loop.plan is not None:
-                save_plan(loop.plan, Path(self.spec["results"]) / "plan.json")
+            self.planning["result"] = search.said
+            print(f"converged after {len(taken)} steps: {search.said}")
+            search.save(self.spec["results"])
         if self.spec["deterministic"] and len({found[1:] for found in taken}) > 1:
             raise RuntimeError(f"steps of planning differ in loss or gradients: {taken}")
         return taken[0]

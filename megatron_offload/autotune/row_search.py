@@ -65,6 +65,7 @@ Look = TypeVar("Look", LayerWatch, SiteTimes)
 _MUCH_LONGER = 4.0  # forwards for which rows are looked for again, where there are none
 _MOST_SEARCHES = 3  # so often at most
 _NUM_BARE = 6
+_MOST_UNPREPARED = 40  # more of them, until memory is ready that a plan will pin
 _NUM_IN_A_ROUND = 8  # steps that are measured until it is asked what comes next
 _MOST_SHARE = 0.85  # of the device's memory, what plans may reserve where it has no room for all
 _SPARE_SHARE = 1.25  # of what steps so far would pin, what is made ready
@@ -380,8 +381,10 @@ class RowSearch(OldAttributes):
             most = _SPARE_SHARE * max(self._sizes) / watched_size
             manager.host_pool.prepare(int(most * self._num_inflight * copied_bytes))
         if not (self._is_tight or holds_back):
-            for _ in range(_NUM_BARE):
-                yield "bare"
+            most = _NUM_BARE + (_MOST_UNPREPARED if is_alone() else 0)
+            for number in range(most):
+                if number < _NUM_BARE or not backend.is_host_prepared:
+                    yield "bare"
             self._bare_bytes = backend.peak_allocated_bytes()
         self._largest = self._size_of_bare = max(self._sizes)
         yield from self._agree()

@@ -146,6 +146,15 @@ class Backend(abc.ABC):
     def empty_host(self, num_bytes: int) -> torch.Tensor:
         """Allocate page-locked host memory; a RuntimeError where it can't be had or pinned."""
 
+    def discard(self, memory: list[Any]) -> None:
+        """Empty a list of host memory that nothing else refers to, where that takes time later."""
+        memory.clear()
+
+    @property
+    def is_host_prepared(self) -> bool:
+        """Whether all is there that `prepare_host` was to make ready, or can be had of it."""
+        return True
+
     def prepare_host(self, num_bytes: int, number: int) -> None:  # noqa: B027 - pinning is quick
         """Let so many calls of `empty_host` with this size be quick soon; what is left over goes.
 

@@ -228,6 +228,14 @@ class CudaBackend(Backend):
         self._ahead.is_wanted = False
         self._ahead = _PagesAhead(num_bytes, number if self._pin_memory else 0, self._near_cpus)
 
+    @property
+    def is_host_prepared(self) -> bool:
+        return self._ahead.is_done
+
+    def discard(self, memory: list[Any]) -> None:
+        # To give a gigabyte back takes a tenth of a second, in which kernels can be launched.
+        threading.Thread(target=memory.clear, daemon=True).start()
+
     def graph_stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self.device)
 
@@ -300,23 +308,21 @@ class _PagesAhead:
     def __init__(
         self, num_bytes: int = 0, number: int = 0, cpus: frozenset[int] = frozenset()
     ) -> None:
-        self.is_wanted = True
+        self.is_wanted, self.is_done = True, not number
         self._num_bytes, self._cpus = num_bytes, cpus
         self._ready: deque[_PinnedPages] = deque()
         if number:
             threading.Thread(target=self._touch, args=(number,), daemon=True).start()
 
     def _touch(self, number: int) -> None:
-        with running_on(self._cpus):
+        with running_on(self._cpus), contextlib.suppress(RuntimeError):  # who needs them says so
             for _ in range(number):
-                try:
-                    pages = _PinnedPages(self._num_bytes)
-                except RuntimeError:
-                    return  # who needs them will say so
+                pages = _PinnedPages(self._num_bytes)
                 np.frombuffer(pages, dtype=np.uint8)[:: mmap.PAGESIZE] = 0
                 if not self.is_wanted:
-                    return
+                    break
                 self._ready.append(pages)
+        self.is_done = True
 
     def take(self, num_bytes: int) -> _PinnedPages | None:
         """Return pages of this size, if there are any."""

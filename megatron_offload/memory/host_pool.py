@@ -278,7 +278,7 @@ class HostPool:
         those first (`Backend.sync_copies`). What couldn't be pinned may be tried again.
         """
         self._coalesce()
-        before_bytes = self.stats.slab_bytes_total
+        before_bytes, gone = self.stats.slab_bytes_total, list[_Piece]()
         for slab in list(self._slabs):
             left_bytes = self.stats.slab_bytes_total - slab.num_bytes
             is_free = slab.region is None and slab.next is None
@@ -286,7 +286,10 @@ class HostPool:
             if is_free and is_over and left_bytes - self.bytes_of_graphs >= keep_bytes:
                 self._free[slab.num_bytes].remove(slab)
                 self._slabs.remove(slab)
+                gone.append(slab)
                 self.stats.slab_bytes_total = left_bytes
+            del slab
+        self._backend.discard(gone)
         self._unpinnable_bytes = math.inf
         return before_bytes - self.stats.slab_bytes_total
 
