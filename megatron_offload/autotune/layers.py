@@ -45,6 +45,7 @@ _UNIT_US_PER_BYTE = 1e-6  # of an activation that is called again, which reads a
 _PART_US = 1000.0  # what a copy takes at least that is worth a group of its own
 _COPY_SHARE = 0.03  # of a copy's time, what it slows the device: they share its memory
 _LINK_SHARE = 1.1  # of what a link carries while layers run: behind the last one there is more
+_REPLAY_SHARE = 0.5  # likewise in replays, in which no host makes room between copies
 _PIPELINE_SHARE = 3  # times that there: backwards of other microbatches lie between forwards
 _LAYER_SHARE = 2.0  # of what it carries while a layer runs: else copies go on into the next step
 
@@ -441,10 +442,11 @@ class SiteTimes:
         for path, site in self._sites.items():
             by_layer[site.layer] += self.us(path) if site.name == "layer" else 0.0
         last_us = by_layer[max(by_layer)] if by_layer else 0.0
+        share = _REPLAY_SHARE if self._holds_back else _LINK_SHARE
+        share *= _PIPELINE_SHARE if is_pipeline else 1
         found, carried_us = list[float](), 0.0
         for number in sorted(numbers, reverse=True):
             own_us = by_layer.get(number, last_us)
-            share = _LINK_SHARE * (_PIPELINE_SHARE if is_pipeline else 1)
             found.append(int(share * gbps * 1e3 * (carried_us + own_us * is_pipeline)))
             carried_us += own_us
         return found[::-1]

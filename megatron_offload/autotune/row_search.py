@@ -523,8 +523,9 @@ class RowSearch(OldAttributes):
             self._num_rounds = 0
             return
         if not self._num_rounds:
-            manager.backend.trim_device()
-            yield "warming"  # the device's memory is had anew
+            if self._target_bytes is not None:
+                manager.backend.trim_device()
+            yield "warming"  # the device's memory is had anew, and budgets are learned
             self._steps = [one for one in self._steps if not one[3]]
         is_short = self._is_alone or self._target_bytes is not None  # else asking takes as long
         num_steps = _NUM_IN_A_ROUND if is_short else 2 * _NUM_IN_A_ROUND
@@ -534,7 +535,8 @@ class RowSearch(OldAttributes):
             yield "rows" if has_rows else "bare"
         self._num_rounds += 1
         said["slowdown"], said["num_steps"] = self._slowdown(), num_steps
-        said["reserved_bytes"] = manager.backend.reserved_bytes() or 0
+        is_trimmed = self._target_bytes is not None  # to have it anew takes a step long
+        said["reserved_bytes"] = (manager.backend.reserved_bytes() or 0) if is_trimmed else 0
 
     @property
     def _target_bytes(self) -> int | None:
@@ -587,7 +589,8 @@ class RowSearch(OldAttributes):
             self._answers = RowAnswers(self._policy)
             self._stop(f"the model has changed: {error}", "")
         else:
-            manager.backend.trim_device()  # what is reserved is seen from here on
+            if self._target_bytes is not None:
+                manager.backend.trim_device()  # what is reserved is seen from here on
 
     # The end
 
@@ -607,6 +610,7 @@ class RowSearch(OldAttributes):
             return
         self.is_converged = True
         manager.host_pool.prepare(0)
+        manager.backend.trim_device()  # what only other plans, and looking, needed
         self._say(text, rows)
 
     def _say(self, text: str, rows_of_all: Sequence[RowConfig] | None = None) -> None:
