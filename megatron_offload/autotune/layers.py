@@ -44,6 +44,7 @@ _NUM_PAUSES = 100  # of a millisecond: in so many the host launches a forward
 _UNIT_US_PER_BYTE = 1e-6  # of an activation that is called again, which reads and writes memory
 _PART_US = 1000.0  # what a copy takes at least that is worth a group of its own
 _COPY_SHARE = 0.03  # of a copy's time, what it slows the device: they share its memory
+_REPLAY_COPY_SHARE = 0.17  # likewise in replays, whose kernels come without gaps between
 _LINK_SHARE = 1.1  # of what a link carries while layers run: behind the last one there is more
 _REPLAY_SHARE = 0.5  # likewise in replays, in which no host makes room between copies
 _PIPELINE_SHARE = 3  # times that there: backwards of other microbatches lie between forwards
@@ -153,7 +154,7 @@ class LayerWatch:
         num_bytes = sum(self._seen.sizes.values())
         if num_bytes and gbps:
             copy_us = num_bytes / gbps / 1e3
-            us = _COPY_SHARE * copy_us + max(0.0, copy_us - times.forward_us)
+            us = times.copy_share * copy_us + max(0.0, copy_us - times.forward_us)
             yield Action(((MODEL, "all"),), num_bytes, us, num_bytes)
 
     def _note_inputs(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -229,7 +230,9 @@ class LayerWatch:
                     units if has_units else {},
                 )
                 layers[site.layer].append(seen)
-        cost, kinds = _Cost(times.is_host_bound, gbps), found if made else found[:1]
+        us_per_byte = times.copy_share / gbps / 1e3 if gbps else 0.0
+        cost = _Cost(times.host_share, us_per_byte, gbps)
+        kinds = found if made else found[:1]
         given = {
             number: tuple(action for one in kinds for action in _actions_of(one[number], cost))
             for number in found[0]
@@ -282,18 +285,20 @@ class _SeenSite(NamedTuple):
 
 
 class _Cost(NamedTuple):
-    is_host_bound: bool
+    host_share: float
+    us_per_byte: float
+    """Of a copy."""
     gbps: float
 
     def offload_us(self, num_bytes: int, num_tensors: int, num_saved: int) -> float:
         host_us = _GROUP_US + _TENSOR_US * num_tensors + num_saved
-        return host_us * self.is_host_bound + _COPY_SHARE * num_bytes / self.gbps / 1e3
+        return host_us * self.host_share + self.us_per_byte * num_bytes
 
     def rerun_us(self, us: float) -> float:
-        return us + _SITE_US * self.is_host_bound
+        return us + _SITE_US * self.host_share
 
     def units_us(self, sizes: Sequence[int]) -> float:
-        return _UNIT_US_PER_BYTE * sum(sizes) + _GROUP_US * len(sizes) * self.is_host_bound
+        return _UNIT_US_PER_BYTE * sum(sizes) + _GROUP_US * len(sizes) * self.host_share
 
 
 def _actions_of(found: list[_SeenSite], cost: _Cost) -> Iterator[Action]:
@@ -380,19 +385,20 @@ class SiteTimes:
     def __init__(
         self, sites: Mapping[str, Site], backend: Backend, *, holds_back: bool = False
     ) -> None:
-        self._sites, self._backend, self._holds_back = sites, backend, holds_back
+        self._sites, self._backend, self.holds_back = sites, backend, holds_back
         self._began: list[Any] = []
         self._spans: list[tuple[str, Any, Any]] = []
         self._handles: list[RemovableHandle] = []
         self._num_seen = self._num_idle = 0
         self._last: Any = None
         self._us: dict[str, float] | None = None
-        self.scale = 1.0
-        """How large the forward is of which times are asked, beside the one that was timed."""
+        self.scale, self.late_share = 1.0, 0.0
+        """How large the forward is of which times are asked, beside the one that was timed; and of
+        how many others the host decides."""
 
     def begin(self) -> None:
         """Time what comes."""
-        for _ in range(_NUM_PAUSES if self._holds_back else 0):
+        for _ in range(_NUM_PAUSES if self.holds_back else 0):
             self._backend.pause()
         for path, site in self._sites.items():
             begin, end = ModuleHook(self._begin), ModuleHook(partial(self._end, path))
@@ -442,7 +448,7 @@ class SiteTimes:
         for path, site in self._sites.items():
             by_layer[site.layer] += self.us(path) if site.name == "layer" else 0.0
         last_us = by_layer[max(by_layer)] if by_layer else 0.0
-        share = _REPLAY_SHARE if self._holds_back else _LINK_SHARE
+        share = _REPLAY_SHARE if self.holds_back else _LINK_SHARE
         share *= _PIPELINE_SHARE if is_pipeline else 1
         found, carried_us = list[float](), 0.0
         for number in sorted(numbers, reverse=True):
@@ -455,4 +461,14 @@ class SiteTimes:
     def is_host_bound(self) -> bool:
         """Whether the device has waited for the host."""
         is_late = self._num_idle > _MOST_IDLE_SHARE * max(1, self._num_seen)
-        return is_late and not self._holds_back
+        return is_late and not self.holds_back
+
+    @property
+    def copy_share(self) -> float:
+        """How much of its own time a copy takes from the device."""
+        return _REPLAY_COPY_SHARE if self.holds_back else _COPY_SHARE
+
+    @property
+    def host_share(self) -> float:
+        """Of how many steps the host's time is theirs."""
+        return 1.0 if self.is_host_bound else self.late_share

@@ -65,7 +65,9 @@ Look = TypeVar("Look", LayerWatch, SiteTimes)
 _MUCH_LONGER = 4.0  # forwards for which rows are looked for again, where there are none
 _MOST_SEARCHES = 3  # so often at most
 _NUM_BARE = 6
-_MOST_UNPREPARED = 40  # more of them, until memory is ready that a plan will pin
+_MOST_UNPREPARED = 40  # so many more at most, until memory is ready that a plan will pin
+_NUM_UNPREPARED = 4  # likewise among ranks, whose steps are counted
+_LATE = 1.15  # times the least that a step takes for its size: the device has waited
 _NUM_IN_A_ROUND = 8  # steps that are measured until it is asked what comes next
 _MOST_SHARE = 0.85  # of the device's memory, what plans may reserve where it has no room for all
 _SPARE_SHARE = 1.25  # of what steps so far would pin, what is made ready
@@ -355,6 +357,11 @@ class RowSearch(OldAttributes):
         self._num_inflight = max(1.0, self._clock.most_pending / len(self._trained))
         self._forward_us = times.forward_us
         gbps = measure_link(manager)
+        if not (self._is_tight or holds_back):
+            for _ in range(_NUM_BARE):
+                yield "bare"
+            self._bare_bytes = backend.peak_allocated_bytes()
+            times.late_share = self._late_share()
         is_pipeline = self._num_inflight > 1
         if watch.layer_share < _LEAST_SHARE and not self._is_tight:
             self._actions = {0: tuple(watch.all_of_it(times, gbps))}
@@ -363,29 +370,8 @@ class RowSearch(OldAttributes):
             self._actions = watch.actions(times, gbps, others, self._may_offload)
             self._link_bytes = times.link_bytes(gbps, self._actions, is_pipeline=is_pipeline)
         self._called, self._saving = watch.called, watch.saving
-        del (
-            look,
-            timing,
-            sites,
-            all_sites,
-            timed,
-            watch,
-            times,
-            firsts,
-        )  # of the model nothing is held
+        del look, timing, sites, all_sites, timed, watch, times, firsts  # no model is held
         self._stage = self._name_of_stage()
-        choice = self._answers.choice_of([self._words(to_plain(self._actions))])
-        choice.next()
-        copied_bytes = choice.stages[self._stage].plan.copied_bytes
-        if copied_bytes:  # touch what will be pinned
-            most = _SPARE_SHARE * max(self._sizes) / watched_size
-            manager.host_pool.prepare(int(most * self._num_inflight * copied_bytes))
-        if not (self._is_tight or holds_back):
-            most = _NUM_BARE + (_MOST_UNPREPARED if is_alone() else 0)
-            for number in range(most):
-                if number < _NUM_BARE or not backend.is_host_prepared:
-                    yield "bare"
-            self._bare_bytes = backend.peak_allocated_bytes()
         self._largest = self._size_of_bare = max(self._sizes)
         yield from self._agree()
 
@@ -513,6 +499,7 @@ class RowSearch(OldAttributes):
         """Try a plan, or measure it; add what that has shown to what is said."""
         manager = self.manager
         if phase == "trying":
+            yield from self._prepare(plan)
             self._follow(plan)
             if self.is_converged:
                 return
@@ -537,6 +524,27 @@ class RowSearch(OldAttributes):
         said["slowdown"], said["num_steps"] = self._slowdown(), num_steps
         is_trimmed = self._target_bytes is not None  # to have it anew takes a step long
         said["reserved_bytes"] = (manager.backend.reserved_bytes() or 0) if is_trimmed else 0
+
+    def _prepare(self, plan: Plan) -> Generator[_Kind, None, None]:
+        """Let memory be touched that the plan will pin; wait for it, but not for other ranks."""
+        manager = self.manager
+        size = _SPARE_SHARE * max(self._sizes) / self._watched_size
+        num_bytes = int(size * self._num_inflight * plan.copied_bytes)
+        num_bytes -= manager.host_pool.stats.slab_bytes_total
+        if num_bytes <= 0 or self._is_tight:
+            return
+        manager.host_pool.prepare(num_bytes)
+        for _ in range(_MOST_UNPREPARED if self._is_alone else _NUM_UNPREPARED):
+            if self._is_alone and manager.backend.is_host_prepared:
+                break
+            yield "bare"
+
+    def _late_share(self) -> float:
+        """Return of how many bare steps the host decides: they take longer for their size."""
+        elapsed_us = self.manager.backend.sync_elapsed_us
+        times = [elapsed_us(x, y) / size for x, y, size, _ in self._steps]
+        least = min(times, default=0.0)
+        return sum(us > _LATE * least for us in times) / max(1, len(times))
 
     @property
     def _target_bytes(self) -> int | None:

@@ -45,7 +45,8 @@ def test_what_functions_make_is_offloaded_or_made_again():
     watch._seen.sizes = {1: 2 * MIB, 2: 4 * MIB}
     watch._seen.saves = [((_Call("0.l.mlp"),), key) for key in (1, 2)]
     watch._seen.made = {2: "mlp_act"}
-    times = SimpleNamespace(us=lambda _: 1000.0, is_host_bound=False)
+    on_device = {"is_host_bound": False, "host_share": 0.0, "copy_share": 0.03}
+    times = SimpleNamespace(us=lambda _: 1000.0, **on_device)
     (actions,) = watch.actions(times, 100.0, []).values()
     found = {one.parts: (one.freed_bytes // MIB, one.copied_bytes // MIB) for one in actions}
     act = ("mlp_act", "recompute")
