@@ -6,9 +6,9 @@ prints   every step with offload, and whether it is the same without; what was o
          memory, 'bitwise identical: yes' or 'no', and in the end what that showed and what to do
          next
 writes   run.output: both runs in without_offload/ and with_offload/, compare.json and report.html
-         (extra 'report'); where the runs have left profiles, plan.json, which is the plan that the
-         run followed or else a new one, and tradeoff.json (see 'megatron-offload plan'). An earlier
-         comparison in the same folder is replaced; one that holds another run is refused
+         (extra 'report'). A run that finds rows leaves frontier.json in with_offload/ (see
+         'megatron-offload plan --from'). An earlier comparison in the same folder is replaced; one
+         that holds another run is refused
 
 exit status: 0 the same bits, 1 they differ or a rank failed, 2 bad input (nothing was started), 143
 or 130 stopped by SIGTERM or SIGINT
@@ -22,21 +22,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_offload.cli.plan import make
 from megatron_offload.cli.report import memory_kinds, write_page
-from megatron_offload.cli.source import SourceOptions, load_source
-from megatron_offload.cli.train import Given, read_config
-from megatron_offload.core.policy_config import AutoConfig, PlanFileConfig
+from megatron_offload.cli.train import Given, found_in, read_config
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import write_model
-from megatron_offload.planning.choice import Chooser
 from megatron_offload.report.console import console
 from megatron_offload.report.tables import rank_table
 from megatron_offload.train import records
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.launch import launch
-from megatron_offload.train.run_folder import PLAN_NAME, rank_files, write_config
+from megatron_offload.train.run_folder import write_config
 
 
 def run(given: Given) -> int:
@@ -55,8 +51,8 @@ def run(given: Given) -> int:
         out.print(f"bitwise identical: {'yes' if result.is_identical else 'no'}", style="bold")
         write_config(config, folder)
         write_model(folder / records.COMPARISON_NAME, result)
-        plan = [] if config.offload.has_rows else _plan(folder)
-        files = (f"findings: {folder / records.COMPARISON_NAME}", *plan, _report(folder))
+        found = found_in(offloaded.run.output)
+        files = (*found, f"findings: {folder / records.COMPARISON_NAME}", _report(folder))
         for line in (*files, *_summary(config, reports, result)):
             out.print(line)
     return 0 if result.is_identical else 1
@@ -94,21 +90,6 @@ def _summary(
         "Next: open the report; then put 'megatron-offload run' before a Megatron script, or "
         "'with OffloadActivations():' around the forward of any model."
     )
-
-
-def _plan(folder: Path) -> list[str]:
-    """Plan from the profiles that the run has left, or predict the plan that it followed."""
-    if not rank_files(folder / records.FOLDERS[1], "profile"):
-        return []
-    try:
-        source = load_source(SourceOptions(folder=folder))
-        policy = source.recorded.policy if source.recorded else None
-        followed = policy if isinstance(policy, PlanFileConfig) else AutoConfig(kind="auto")
-        chooser = Chooser(source.profiles, source.job, source.default)
-        make(source, chooser, followed, folder / PLAN_NAME)
-    except ConfigError as error:
-        return [f"plan: left out: {error}"]
-    return [f"plan: {folder / PLAN_NAME}"]
 
 
 def _report(folder: Path) -> str:

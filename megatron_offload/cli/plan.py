@@ -12,8 +12,7 @@ prints   for every pipeline rank what is offloaded, what is kept, peak memory an
          every kind of group why; all predicted, not measured
 writes   the plan to --output, and the predicted trade-off curve to tradeoff.json beside it. Without
          --output the plan is RUN_FOLDER/plan.json, in the place of one that is there, unless the
-         run followed that: then this is refused; with --model nothing is written.
-         'megatron-offload report RUN_FOLDER' shows both files; with
+         run followed that: then this is refused; with --model nothing is written. With
          'offload: {policy: {kind: plan_file, path: FILE}}' a run follows the plan
 
 policy: with --memory-target the quickest plan that brings every rank under it (memory_target), else
@@ -41,17 +40,21 @@ from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import TargetBytes, write_model
 from megatron_offload.planning.choice import Chooser, Planned
-from megatron_offload.planning.files import load_plan, save_plan
-from megatron_offload.planning.found import FoundStage, read_frontier
+from megatron_offload.planning.files import save_plan
+from megatron_offload.planning.found import read_frontier
 from megatron_offload.planning.plan import OffloadPlan
-from megatron_offload.planning.row_choice import Slowdown
 from megatron_offload.planning.simulate import Simulation
 from megatron_offload.report.console import console, plain_table
-from megatron_offload.report.tables import TRADEOFF_NAME, TradeOff, TradeOffPoint, plan_table
+from megatron_offload.report.tables import (
+    TRADEOFF_NAME,
+    TradeOff,
+    TradeOffPoint,
+    found_table,
+    plan_table,
+)
 from megatron_offload.train.run_folder import PLAN_NAME
 
 _NUM_TARGETS = 4  # on the trade-off curve
-_NUM_ROWS = 12  # of a table of plans that a run has found, at least
 _WithoutSign = BeforeValidator(lambda text: str(text).removesuffix("%"))
 
 
@@ -79,7 +82,7 @@ def run(given: Given) -> int:
     config = _policy_of(given)
     with console(stderr=True).status("planning"):
         source = load_source(given)
-        if output is not None and _is_followed(output, given.folder, source):
+        if output is not None and _is_followed(output, source):
             raise ConfigError(
                 f"{output} is the plan that the run followed; --output FILE takes another"
             )
@@ -113,43 +116,17 @@ def _show_found(given: Given, folder: Path) -> int:
         if place is None:
             out.print(f"no plan of stage {stage.name} is known to fit", style="red")
             return 1
-        out.print(_found_table(stage, place))
+        out.print(found_table(stage, place))
         chosen.append(stage.plans[place])
     out.print(f"the run: {found.said}")
     out.print(f"rows: [{', '.join(map(str, found.rows_of(chosen)))}]")
     return 0
 
 
-def _found_table(stage: FoundStage, chosen: int) -> Table:
-    """Return some of a stage's plans: those that were tried, and others at equal distances."""
-    plans, needed = stage.plans, stage.needed_bytes()
-    steps = range(_NUM_ROWS + 1)
-    wanted = [plans[-1].freed_bytes * step // _NUM_ROWS for step in steps]
-    shown = {next(p for p, x in enumerate(plans) if x.freed_bytes >= size) for size in wanted}
-    shown |= {place for place, plan in enumerate(plans) if plan.measured_percent}
-    rows = []
-    for place in sorted({*shown, stage.followed, chosen}):
-        plan, measured = plans[place], ""
-        if plan.measured_percent:
-            measured = str(Slowdown(*plan.measured_percent))
-        marks = {"chosen": chosen, "followed": stage.followed}
-        which = ", ".join(word for word, marked in marks.items() if marked == place)
-        size = format_bytes(needed[place]) if stage.bare_bytes else "not known"
-        what = "; ".join(map(str, plan.rows)) or "nothing"
-        predicted = f"{plan.predicted_percent:+.1f} %"
-        freed = format_bytes(plan.freed_bytes)
-        rows.append([place, which, what, freed, size, predicted, measured])
-    columns = ["plan", "", "rows", "frees", "needs", "predicted", "measured"]
-    return plain_table(f"Plans of stage {stage.name}", columns, 3, rows)
-
-
-def _is_followed(path: Path, folder: Path | None, source: Source) -> bool:
-    """Whether a file is the plan that the run followed, or a comparison's copy of that."""
-    own = source.recorded and source.recorded.own_plan
-    if not own or folder is None or not path.exists():
-        return False
-    places = [each.resolve() for each in (own, folder / PLAN_NAME)]
-    return path.resolve() in places and load_plan(path).is_like(load_plan(own))
+def _is_followed(path: Path, source: Source) -> bool:
+    """Whether a file is the plan that the run followed."""
+    own = source.recorded.own_plan if source.recorded else None
+    return own is not None and path.resolve() == own.resolve()
 
 
 def make(source: Source, chooser: Chooser, config: Planned, output: Path | None) -> OffloadPlan:

@@ -1,8 +1,8 @@
-"""Write one HTML page about a run: bits, memory, time, groups, timelines, plan and trade-off curve.
+"""Write one HTML page about a run: bits, memory, time, groups, timelines, the rows that it found.
 
 reads    run.output of a train or a compare run: steps.jsonl, and of config.yaml, run.json,
-         timelines, compare.json, plan.json and tradeoff.json what is there; one that is missing is
-         a gap that the page names, a damaged one is an error
+         timelines, compare.json, frontier.json and a plan that was followed what is there; one that
+         is missing is a gap that the page names, a damaged one is an error
 prints   where the page is
 writes   report.html; needs the extra 'report'
 
@@ -27,10 +27,9 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import read_model, validate
 from megatron_offload.files.text import read_text, replace_text
 from megatron_offload.planning.files import load_plan
-from megatron_offload.planning.plan import OffloadPlan
+from megatron_offload.planning.found import NAME, read_frontier
 from megatron_offload.report.console import console
 from megatron_offload.report.report import MemoryKind, Pair, Report, render_report
-from megatron_offload.report.tables import TRADEOFF_NAME, TradeOff, TradeOffPoint
 from megatron_offload.train import run_folder
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.records import (
@@ -94,33 +93,24 @@ def read_report(folder: Path) -> Report:
     is_simulated = facts.is_simulated if facts else ranks[0]["peak_reserved_bytes"] is None
     traced_step = config.traced_step if config else 0
     times = Pair(*(run.median_step_time_s(without=traced_step) for run in (plain, offloaded)))
-    memory = memory_kinds(plain.peaks(), ranks)
-    plan, is_followed = _plan(main, folder)
+    recorded = Recorded.read(main)
+    plan_path = recorded and recorded.own_plan
     return Report(
         title=folder.resolve().name,
         num_steps=len(offloaded.steps),
         device=facts.device if facts else "device not known",
         is_simulated=is_simulated,
         date=f"{facts.date:%Y-%m-%d %H:%M} UTC" if facts else "date not known",
-        memory=memory,
+        memory=memory_kinds(plain.peaks(), ranks),
         ranks=ranks,
         step_time_s=times,
         config=read_text(path).rstrip() if config else None,
         versions=facts.versions if facts else {},
         findings=comparison.findings if comparison else None,
         traces=[one for path in run_folder.rank_files(main, "trace") for one in read_traces(path)],
-        plan=plan,
-        plan_is_followed=is_followed,
-        tradeoff=_tradeoff(folder, memory, None if is_simulated else times.change),
+        found=read_frontier(main) if (main / NAME).exists() else None,
+        plan=load_plan(plan_path) if plan_path else None,
     )
-
-
-def _plan(main: Path, folder: Path) -> tuple[OffloadPlan | None, bool]:
-    """Return the plan beside the curve, or else the run's, and whether the run followed it."""
-    recorded, path = Recorded.read(main), folder / run_folder.PLAN_NAME
-    followed = load_plan(recorded.own_plan) if recorded and recorded.own_plan else None
-    plan = load_plan(path) if path.exists() else followed
-    return plan, plan is not None and followed is not None and plan.is_like(followed)
 
 
 def memory_kinds(
@@ -134,18 +124,3 @@ def memory_kinds(
         if any(value is not None for value in after):
             found.append(MemoryKind(name, tuple(map(Pair, before, after))))
     return found
-
-
-def _tradeoff(folder: Path, memory: Sequence[MemoryKind], change: float | None) -> TradeOff | None:
-    """Return the folder's points, and the run's where a step's ``change``, a share, is known."""
-    path = folder / TRADEOFF_NAME
-    given = read_model(TradeOff, path) if path.exists() else None
-    name = given.memory if given else memory[0].name if memory else ""
-    points = [*given.points] if given else []
-    peaks = next((kind.highest for kind in memory if kind.name == name), Pair(None, None))
-    percents = (0.0, 100 * change) if change is not None else ()
-    for label, peak, percent in zip(("no offload", "this run"), peaks, percents, strict=False):
-        if peak is not None:
-            size = int(peak)
-            points.append(TradeOffPoint(label=label, peak_bytes=size, step_time_percent=percent))
-    return TradeOff(memory=name, points=tuple(points)) if points else None

@@ -54,15 +54,21 @@ class Recorded:
 
     @property
     def own_plan(self) -> Path | None:
-        """The file of the plan that the run made, or was given, and followed, if there is one."""
+        """The run's copy of the plan that it was given and followed, if there is one."""
         path, config = self.path.parent / run_folder.PLAN_NAME, self.offload
         is_given = config.enabled and isinstance(config.policy, PlanFileConfig)
-        return path if (is_given or config.tuned_policy is not None) and path.exists() else None
+        return path if is_given and path.exists() else None
 
     @property
     def policy(self) -> ModulesPolicy | RatioConfig | PlanFileConfig:
-        """What decided in the run: its own plan, its policy, or Megatron's numbers."""
+        """What decided in the run: its plan, its policy, or Megatron's numbers.
+
+        Raises:
+            ConfigError: rows did.
+        """
         config = self.offload
+        if config.has_rows or config.tuned_policy is not None:
+            raise ConfigError("the run had rows, which are not simulated")
         if self.own_plan is not None:
             return PlanFileConfig(kind="plan_file", path=str(self.own_plan))
         if isinstance(config.policy, (RatioConfig, PlanFileConfig)):
@@ -243,7 +249,8 @@ def _profiled(folder: Path, given: SourceOptions) -> Source:
     paths = run_folder.rank_files(place, "profile")
     if not paths:
         raise ConfigError(
-            f"{folder} holds no profile_<rank>.json; run again with offload and run.profile_step=3"
+            f"{folder} holds no profile_<rank>.json; run again with offload.policy: modules and "
+            "run.profile_step: 3"
         )
     seen = [load_profile(path) for path in paths]
     profiles = check_profiles({one.run.pp_rank: one for one in reversed(seen)}.values())

@@ -2,9 +2,11 @@ r"""Train a GPT by megatron-core's own model and pipeline schedules, on GPUs or 
 
 reads    --config, a YAML file (or the name of one in configs/), and the text that it names; flags
          win over the file
-prints   a line for each step, and in the end what was offloaded on each rank and in each group
+prints   a line for each step, and in the end what was offloaded on each rank, and the rows that
+         the run has found
 writes   run.output: steps.jsonl (a JSON line for each step), config.yaml, run.json, timelines with
-         run.trace_step; a folder that holds another run is refused
+         run.trace_step, frontier.json where rows were found (see 'megatron-offload plan --from');
+         a folder that holds another run is refused
 
 starts its own processes, one for each rank, on this machine
 
@@ -17,6 +19,7 @@ example: megatron-offload train --config quickstart --set run.steps=6 \
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -24,6 +27,7 @@ from megatron_offload.cli.options import OptionsWithKeys
 from megatron_offload.config import apply_overrides, find_config, load_yaml
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import validate
+from megatron_offload.planning.found import NAME, read_frontier
 from megatron_offload.report.console import console
 from megatron_offload.train.config import TrainConfig
 
@@ -66,5 +70,13 @@ def run(given: Given) -> int:
     with launch([("train", config)]) as reports:
         out, title = console(), "Ranks: bytes of the last step, peaks over usual steps"
         out.print(rank_table(reports[0].peaks(), title))
-        out.print(f"steps: {config.run.output / 'steps.jsonl'}")
+        for line in (*found_in(config.run.output), f"steps: {config.run.output / 'steps.jsonl'}"):
+            out.print(line)
     return 0
+
+
+def found_in(folder: Path) -> Iterator[str]:
+    """Yield the rows that a run has found and followed, and where its other plans are."""
+    if (folder / NAME).exists():
+        yield read_frontier(folder).followed
+        yield f"plans: {folder / NAME}; 'megatron-offload plan --from {folder}' prints them"

@@ -123,6 +123,12 @@ class RunFrontier(StrictModel):
             )
         return cls(said=said, besides=besides, stages=tuple(stages))
 
+    @property
+    def followed(self) -> str:
+        """The rows that were followed, to be pasted; where there were none, why."""
+        rows = self.rows_of(stage.plans[stage.followed] for stage in self.stages)
+        return f"rows: [{', '.join(map(str, rows))}]" if rows else self.said
+
     def rows_of(self, plans: Iterable[FoundPlan]) -> tuple[RowConfig, ...]:
         """Return the rows of a plan of each stage together.
 

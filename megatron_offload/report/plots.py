@@ -1,4 +1,4 @@
-"""Charts of a run: the timeline of one step, and the trade-off curve.
+"""Charts of a run: the timeline of one step, and memory against step time.
 
 The page of a report draws them, and their own ``save`` into a file. Needs Altair and vl-convert
 (extra ``report``). Text of a run is text in a chart: no markup, no formulas.
@@ -122,11 +122,10 @@ def overview_chart(traces: Sequence[StepTrace], end_us: float) -> Any:
     return chart.interactive(name="zoom", bind_y=False)
 
 
-def tradeoff_chart(tradeoff: TradeOff, measured_bytes: float | None = None) -> Any:
+def tradeoff_chart(tradeoff: TradeOff) -> Any:
     """Return a chart of memory against step time; a line joins what nothing beats in both.
 
     Numbers count from 1 by memory, the least first.
-    ``measured_bytes`` is drawn as a line: what a run took whose time says nothing.
     """
     scale, unit = byte_unit(max(point.peak_bytes for point in tradeoff.points))
     rows, least = [], dict.fromkeys(_POINTS, math.inf)
@@ -156,13 +155,6 @@ def tradeoff_chart(tradeoff: TradeOff, measured_bytes: float | None = None) -> A
     for how, dy, align in (("measured", -13, "center"), ("plan", 15, "left")):
         texts = points.transform_filter(f"datum.how == '{how}'").mark_text(dy=dy, align=align)
         layers.append(texts.encode(text="setting:N"))  # others are named by their tooltips
-    if measured_bytes is not None:
-        run = [{"memory": measured_bytes / scale, "text": "this run"}]
-        rule = _chart(run).encode(x="memory:Q", tooltip=["text:N", "memory:Q"])
-        layers.append(
-            rule.mark_rule(strokeDash=[6, 4], strokeWidth=2, color=_POINTS["measured"][0])
-        )
-        layers.append(rule.mark_text(dx=6, align="left").encode(y=alt.value(8), text="text:N"))
     return alt.layer(*layers, width=760, height=380).interactive()
 
 

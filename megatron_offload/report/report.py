@@ -22,15 +22,13 @@ from megatron_offload.core.trace import StepTrace
 from megatron_offload.core.units import format_bytes, format_us
 from megatron_offload.errors import require
 from megatron_offload.files.text import read_text
+from megatron_offload.planning.found import RunFrontier
 from megatron_offload.planning.plan import OffloadPlan
-from megatron_offload.report.tables import TradeOff, plan_rows
+from megatron_offload.report.tables import TradeOff, found_rows, plan_rows
 
 _TEMPLATES = Path(__file__).parent / "templates"
 
-_DONE = {
-    "offloaded_bytes": "moved: named in offload.modules",
-    "recomputed_bytes": "recomputed in backward: named in offload.recompute",
-}
+_DONE = {"offloaded_bytes": "offloaded", "recomputed_bytes": "recomputed in backward"}
 
 
 class Pair(NamedTuple):
@@ -81,10 +79,10 @@ class Report:
     findings: Mapping[str, bool] | None = None
     """What was compared, and whether it was equal; None where there was one run only."""
     traces: Sequence[StepTrace] = ()
-    tradeoff: TradeOff | None = None
+    found: RunFrontier | None = None
+    """The plans of rows among which the run chose."""
     plan: OffloadPlan | None = None
-    plan_is_followed: bool = False
-    """Whether the run did what the plan says."""
+    """What it was given and followed."""
 
     @property
     def lacking_timelines(self) -> list[int]:
@@ -131,16 +129,16 @@ def render_report(report: Report) -> str:
     traces = report.traces[: plots.MOST_TIMELINES]
     end_us = plots.last_us(traces)
     script = _script()
-    # Where its time says nothing, the run is no point of the curve.
-    peaks = {kind.name: kind.highest.offloaded for kind in report.memory if report.is_simulated}
-    measured = peaks.get(report.tradeoff.memory) if report.tradeoff else None
+    curves = [(stage, TradeOff.of(stage)) for stage in report.found.stages] if report.found else []
     page = environment.get_template("report.html").render(
         report=report,
         plan_rows=plan_rows(report.plan) if report.plan else [],
         timelines=[(trace, plots.timeline_chart(trace, end_us, len(traces))) for trace in traces],
         overview=plots.overview_chart(traces, end_us) if len(traces) > 1 else None,
-        measured=measured,
-        tradeoff=report.tradeoff and plots.tradeoff_chart(report.tradeoff, measured),
+        stages=[
+            (stage, found_rows(stage), curve and plots.tradeoff_chart(curve))
+            for stage, curve in curves
+        ],
         script=script,
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )

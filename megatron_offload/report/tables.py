@@ -1,9 +1,9 @@
-"""Tables of what was offloaded, of two runs side by side, of a plan, and of what settings cost."""
+"""Tables of what was offloaded, of two runs side by side, of plans, and of what settings cost."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import Field
 from rich.table import Table
@@ -11,7 +11,9 @@ from rich.table import Table
 from megatron_offload.core.profile import kind_of
 from megatron_offload.core.units import format_bytes
 from megatron_offload.files.strict_model import StrictModel
+from megatron_offload.planning.found import FoundStage
 from megatron_offload.planning.plan import OffloadPlan, UnitChoice
+from megatron_offload.planning.row_choice import Slowdown
 from megatron_offload.report.console import console, plain_table
 
 _RANK = {
@@ -25,6 +27,7 @@ _RANK = {
     "peak live saved": "peak_live_activation_bytes",
     "host": "peak_host_bytes",
 }
+_NUM_PLANS = 12  # of those that a run has found, at least
 _GPU = {"peak allocated": "peak_allocated_bytes", "peak reserved": "peak_reserved_bytes"}
 
 
@@ -116,8 +119,42 @@ def plan_table(plan: OffloadPlan) -> Table:
     return plain_table("Groups of all pipeline ranks, and why", columns, 3, rows)
 
 
+def found_rows(stage: FoundStage, **marks: int) -> list[list[str]]:
+    """Return some plans that a run has found: those that were tried, others at equal distances.
+
+    Of each its number, whether it was followed or is one of ``marks``, its rows, what it frees and
+    needs, and what of a step it is predicted to take, and took.
+    """
+    plans, needed = stage.plans, stage.needed_bytes()
+    wanted = [plans[-1].freed_bytes * step // _NUM_PLANS for step in range(_NUM_PLANS + 1)]
+    shown = {next(p for p, x in enumerate(plans) if x.freed_bytes >= size) for size in wanted}
+    shown |= {place for place, plan in enumerate(plans) if plan.measured_percent}
+    marks["followed"] = stage.followed
+    rows = []
+    for place in sorted({*shown, *marks.values()}):
+        plan = plans[place]
+        which = [word for word, marked in marks.items() if marked == place]
+        what = "; ".join(map(str, plan.rows)) or "nothing"
+        size = format_bytes(needed[place]) if stage.bare_bytes else "not known"
+        measured = str(Slowdown(*plan.measured_percent)) if plan.measured_percent else ""
+        takes = [f"{plan.predicted_percent:+.1f} %", measured]
+        rows.append(
+            [str(place), ", ".join(which), what, format_bytes(plan.freed_bytes), size, *takes]
+        )
+    return rows
+
+
+def found_table(stage: FoundStage, chosen: int) -> Table:
+    """Return a line for each of `found_rows`."""
+    columns = ["plan", "", "rows", "frees", "needs", "predicted", "measured"]
+    return plain_table(f"Plans of stage {stage.name}", columns, 3, found_rows(stage, chosen=chosen))
+
+
 TRADEOFF_NAME = "tradeoff.json"
-"""Beside a plan; a report looks for it in its run's folder."""
+"""Beside a plan."""
+
+
+_Kind: TypeAlias = Literal["measured", "predicted", "plan"]
 
 
 class TradeOffPoint(StrictModel):
@@ -131,8 +168,8 @@ class TradeOffPoint(StrictModel):
     step_time_percent: float = Field(ge=-100.0, le=1e6)
     """Step time against no offload: 3.1 means 3.1 % longer."""
 
-    kind: Literal["measured", "predicted", "plan"] = "measured"
-    """How it is known; the plan of the file beside it is predicted, too."""
+    kind: _Kind = "measured"
+    """How it is known; ``plan`` is the one that is followed."""
 
 
 class TradeOff(StrictModel):
@@ -147,3 +184,22 @@ class TradeOff(StrictModel):
     def by_memory(self) -> list[TradeOffPoint]:
         """The points, that of the least memory first."""
         return sorted(self.points, key=lambda point: (point.peak_bytes, point.step_time_percent))
+
+    @classmethod
+    def of(cls, stage: FoundStage) -> TradeOff | None:
+        """Return the plans that a run has found; None where what they need isn't known."""
+        if not stage.bare_bytes:
+            return None
+        points = []
+        for place, (plan, size) in enumerate(zip(stage.plans, stage.needed_bytes(), strict=True)):
+            known: dict[_Kind, float] = {"predicted": plan.predicted_percent}
+            if plan.measured_percent:
+                known["measured"] = plan.measured_percent[0]
+            if place == stage.followed:
+                known["plan"] = known.pop("measured", plan.predicted_percent)
+            label, size = f"plan {place}", max(0, size)
+            points += [
+                TradeOffPoint(label=label, peak_bytes=size, step_time_percent=percent, kind=kind)
+                for kind, percent in known.items()
+            ]
+        return cls(memory="memory", points=tuple(points))

@@ -127,7 +127,8 @@ class RunConfig(StrictModel):
     bit. From the fourth on steps are like those after."""
     profile_step: int = Field(default=0, ge=0)
     """Step of which every rank writes a profile to plan with (``profile_<rank>.json``); 0 for none.
-    Results are bitwise identical. From the third on steps are like those after."""
+    It is of groups, so not of a run with rows. Results are bitwise identical. From the third on
+    steps are like those after."""
     timeout_s: float = Field(default=600.0, gt=0.0, le=7 * 24 * 3600.0)
     """Seconds that a rank waits for others before it fails."""
 
@@ -208,6 +209,12 @@ def check_ranks(config: TrainConfig, world_size: int) -> None:
     if config.followed_plan is not None:
         load_plan(config.followed_plan).check_sizes(microbatches, pipeline, virtual)
     if config.offload.enabled:
+        has_rows = config.offload.has_rows or config.offload.tuned_policy is not None
+        if config.run.profile_step and has_rows:
+            raise ConfigError(
+                f"run.profile_step {config.run.profile_step}: a profile is of groups, and the run "
+                "has rows; set offload.policy: modules, or run.profile_step: 0"
+            )
         return
     for key in ("trace_step", "profile_step"):
         if step := getattr(config.run, key):

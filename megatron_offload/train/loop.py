@@ -108,13 +108,10 @@ class _Trainer:
                     log.write(record.to_json() + "\n")
                 if self._before is not None:
                     say(self._line(record))
-                if manager and was_planning and not self._is_planning():
-                    loop = manager.tuner
-                    assert loop is not None
-                    if loop.said:  # what a plan costs is reported where time means anything
-                        say(loop.said if on_gpu else loop.said.partition(";")[0])
+                if manager and manager.tuner and was_planning and not self._is_planning():
+                    manager.tuner.save(run.output)
         if self._is_planning():
-            say("the run was over before its plan had converged; raise run.steps")
+            say("the run ended before it had found its rows; raise run.steps, such as to 150")
         report.parameters = tuple(gather(digest(self._parameters()), self._group))
         return report
 

@@ -21,13 +21,14 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import StrictModel, write_model
 from megatron_offload.files.text import replace_text
 from megatron_offload.planning.files import load_plan, save_plan
+from megatron_offload.planning.found import NAME as FRONTIER_NAME
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.records import COMPARISON_NAME, FOLDERS, LOG_NAME
 
 CONFIG_NAME = "config.yaml"
 FACTS_NAME = "run.json"
 PLAN_NAME = "plan.json"
-"""The plan that a run has made, or was given, and follows."""
+"""The plan that a run was given, and follows."""
 
 
 class RunFacts(StrictModel):
@@ -79,6 +80,7 @@ def prepare_folder(config: TrainConfig, gpu: str | None, ranks: int) -> None:
     from megatron_offload.machine.examine import found_versions  # imports torch
 
     folder = config.run.output
+    (folder / FRONTIER_NAME).unlink(missing_ok=True)
     for path in rank_files(folder, "trace") + rank_files(folder, "profile"):
         path.unlink()
     if config.followed_plan is not None:

@@ -16,7 +16,7 @@ from megatron_offload.files.strict_model import _sections_at
 WRITES = {
     "run": ["--offload-report", "SCRIPT", "torchrun"],
     "train": ["run.output", "steps.jsonl"],
-    "compare": ["compare.json", "report.html", "plan.json"],
+    "compare": ["compare.json", "report.html", "frontier.json"],
     "plan": [
         "profile_<rank>.json",
         "plan.json",
@@ -26,7 +26,7 @@ WRITES = {
     ],
     "map": ["config.json", "--length"],
     "simulate": ["--plan", "--trace", "perfetto"],
-    "report": ["report.html", "tradeoff.json"],
+    "report": ["report.html", "frontier.json"],
     "doctor": ["--output", "plan --machine"],
     "trace": ["trace_<rank>.json", "trace.json", "perfetto"],
 }

@@ -144,7 +144,7 @@ def test_what_is_not_simulated_of_a_run_s_settings_is_said(tmp_path, capsys):
         assert [line.partition(": ")[2] for line in found] == ([expected] if expected else [])
 
 
-@pytest.mark.parametrize("kind", ["plan_file", "auto", "ratio"])
+@pytest.mark.parametrize("kind", ["plan_file", "ratio"])
 def test_a_run_is_simulated_with_what_decided_in_it(tmp_path, capsys, kind):
     folder = ran(tmp_path / "run")
     source = load_run(folder)
@@ -154,13 +154,9 @@ def test_a_run_is_simulated_with_what_decided_in_it(tmp_path, capsys, kind):
     if kind == "plan_file":
         policy["path"] = str(tmp_path / "followed.json")
         save_plan(replace(plan, ranks=tuple(ranks)), policy["path"])
-    elif kind == "auto":
-        save_plan(replace(plan, ranks=tuple(ranks)), folder / "plan.json")
     else:
         policy["ratio"] = 0.4
     budgets = {"max_inflight_bytes": 2**20, "prefetch_bytes": 16 * 2**20}
-    if kind == "auto":  # which plans them
-        budgets = {}
     configured(folder, policy=policy, **budgets)
     assert run(folder) == 0
     printed = capsys.readouterr().out
@@ -170,6 +166,12 @@ def test_a_run_is_simulated_with_what_decided_in_it(tmp_path, capsys, kind):
     assert [row[2] for row in rows(printed)[2:]] == [
         format_bytes(rank.peak_reserved_bytes) for rank in expected.ranks
     ]
+
+
+@pytest.mark.parametrize("given", [{"policy": "auto"}, {"rows": []}])
+def test_a_run_with_rows_is_not_simulated_as_what_it_was_not(tmp_path, refused, given):
+    error = refused("simulate", configured(ran(tmp_path / "run"), **given))
+    assert "the run had rows, which are not simulated; --plan FILE takes another" in error
 
 
 def test_a_plan_that_the_run_followed_and_is_gone_is_said(tmp_path, refused):

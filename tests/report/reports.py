@@ -6,14 +6,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from megatron_offload.core.profile import GroupKey
+from megatron_offload.core.row_config import RowConfig
 from megatron_offload.core.trace import ByteCount, Counter, Span, StepTrace
 from megatron_offload.engine.stats import GroupStats
 from megatron_offload.planning.description import job_from_model, load_description
+from megatron_offload.planning.found import FoundPlan, FoundStage, RunFrontier
 from megatron_offload.planning.job import RankSettings
-from megatron_offload.planning.plan import GroupChoice, MeasuredCost, OffloadPlan, RankPlan
+from megatron_offload.planning.plan import GroupChoice, OffloadPlan, RankPlan
 from megatron_offload.planning.simulate import simulate
 from megatron_offload.report.report import MemoryKind, Pair, Report
-from megatron_offload.report.tables import TradeOff, TradeOffPoint
 
 GIB = 1024**3
 HOSTILE = "<script>alert('x')</script>\"><img src=x onerror=alert(1)>{{ 7 * 7 }}"
@@ -49,15 +50,17 @@ def gpu_report(**changes):
         MemoryKind("reserved memory", (Pair(38 * GIB, 30 * GIB), Pair(33 * GIB, 28 * GIB))),
         MemoryKind("allocated memory", (Pair(36 * GIB, 28 * GIB), Pair(31 * GIB, 27 * GIB))),
     ]
-    points = (
-        TradeOffPoint(label="no offload", peak_bytes=int(37.04 * GIB), step_time_percent=0.0),
-        TradeOffPoint(label=HOSTILE, peak_bytes=30 * GIB, step_time_percent=0.4, kind="plan"),
-        TradeOffPoint(label="all", peak_bytes=20 * GIB, step_time_percent=3.0, kind="predicted"),
-    )
-    choices = tuple(
-        GroupChoice(GroupKey(0, order), HOSTILE, GIB, order < 2, HOSTILE) for order in range(3)
-    )
-    plan = RankPlan(choices, GIB, 2 * GIB, 30 * GIB, 1_490_000.0, 29 * GIB + GIB // 4)
+    row = RowConfig(site=HOSTILE, offload="all")
+    plans = [
+        FoundPlan(rows=(row,) * bool(size), freed_bytes=size * GIB, predicted_percent=size / 8)
+        for size in range(4)
+    ]
+    tried = {"measured_percent": (0.1, 0.0, 0.2), "reserved_bytes": 37 * GIB}
+    plans[1:3] = (plan.model_copy(update=tried) for plan in plans[1:3])
+    stages = [
+        FoundStage(name=name, bare_bytes=size, plans=tuple(plans), followed=2)
+        for name, size in (("0/" + HOSTILE, 36 * GIB), ("1", 0))
+    ]
     report = Report(
         title=HOSTILE,
         num_steps=5,
@@ -71,15 +74,7 @@ def gpu_report(**changes):
         versions={"torch": HOSTILE},
         findings={"losses of 5 steps": True},
         traces=[trace(0), trace(1)],
-        tradeoff=TradeOff(memory="reserved memory", points=points),
-        plan=OffloadPlan(
-            HOSTILE,
-            4,
-            1,
-            (plan, replace(plan, predicted_step_us=None)),
-            HOSTILE,
-            MeasuredCost(1_490_300.0, 5_900.0),
-        ),
+        found=RunFrontier(said=HOSTILE, stages=tuple(stages)),
     )
     return replace(report, **changes)
 
@@ -107,7 +102,7 @@ def many_ranks():
     )
 
 
-def bare_report():
+def bare_report(**changes):
     """Return a run on a CPU that measured nothing and moved nothing."""
     ranks = [dict.fromkeys(gpu_report().ranks[0], 0) | {"groups": ()}]
     return gpu_report(
@@ -119,6 +114,12 @@ def bare_report():
         step_time_s=Pair(None, None),
         findings=None,
         traces=(),
-        tradeoff=None,
-        plan=None,
+        **{"found": None, **changes},
     )
+
+
+def given_plan():
+    """Return a plan that a run may have been given."""
+    keys = (GroupKey(0, order) for order in range(3))
+    choices = tuple(GroupChoice(key, HOSTILE, GIB, key.order < 2, HOSTILE) for key in keys)
+    return OffloadPlan("auto", 4, 1, (RankPlan(choices),))

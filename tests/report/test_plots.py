@@ -11,6 +11,7 @@ from operator import mul
 import pytest
 
 from megatron_offload.core.trace import PIPELINE_WAIT, ByteCount, Counter, Span, StepTrace
+from megatron_offload.planning.found import FoundPlan, FoundStage
 from megatron_offload.report.tables import TradeOff, TradeOffPoint
 
 altair = pytest.importorskip("altair")
@@ -176,6 +177,25 @@ def test_a_line_joins_what_nothing_beats():
             if not any(a <= peak and b <= percent and (a, b) != (peak, percent) for a, b in pairs)
         }
         assert best == sorted(unbeaten)
+
+
+def test_plans_that_a_run_has_found_are_points_and_the_one_that_was_followed_is_one_of_its_own():
+    found = [
+        FoundPlan(rows=(), freed_bytes=size, predicted_percent=size / 10) for size in (0, 20, 40)
+    ]
+    tried = {"measured_percent": (3.0, 2.0, 4.0), "reserved_bytes": 90}
+    found[1] = found[1].model_copy(update=tried)
+    stage = FoundStage(name="0", bare_bytes=100, plans=tuple(found), followed=1)
+    points = TradeOff.of(stage).points
+    assert [(x.label, x.peak_bytes, x.step_time_percent, x.kind) for x in points] == [
+        ("plan 0", 110, 0.0, "predicted"),
+        ("plan 1", 90, 2.0, "predicted"),
+        ("plan 1", 90, 3.0, "plan"),
+        ("plan 2", 70, 4.0, "predicted"),
+    ]
+    other = TradeOff.of(stage.model_copy(update={"followed": 2})).points
+    assert [x.kind for x in other] == [*["predicted"] * 2, "measured", "predicted", "plan"]
+    assert TradeOff.of(stage.model_copy(update={"bare_bytes": 0})) is None
 
 
 def test_labels_are_text_and_no_formulas(tmp_path):

@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.skipif(not (BROWSER and DRIVER), reason="no chromium and chromedriver on the PATH"),
 ]
 
-SECTIONS = ["memory", "groups", "plan", "timeline", "tradeoff", "bits", "setup"]
+SECTIONS = ["memory", "groups", "plan", "timeline", "bits", "setup"]
 WIDTHS = {390: 844, 1440: 900}
 
 CONTRAST = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -11,11 +10,12 @@ from training_runs import small_plan
 
 from megatron_offload.cli import report
 from megatron_offload.cli.main import main
+from megatron_offload.cli.train import found_in
 from megatron_offload.core.trace import Span, StepTrace, read_traces, write_traces
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import write_model
 from megatron_offload.planning.files import save_plan
-from megatron_offload.report.tables import TradeOff, TradeOffPoint
+from megatron_offload.planning.found import RunFrontier
 from megatron_offload.train.records import RankStep, StepRecord
 from megatron_offload.train.run_folder import RunFacts
 
@@ -75,11 +75,13 @@ def test_damaged_ones_are_errors(tmp_path, capsys):
     (folder / "run.json").write_text("[]")
     assert main(["report", str(folder)]) == 2
     (folder / "run.json").unlink()
-    for points in ("[]", '[{"label": "x", "peak_bytes": 1, "step_time_percent": "1e999"}]'):
-        (folder / "tradeoff.json").write_text(f'{{"memory": "m", "points": {points}}}')
+    for number in ("1e999", "1e99"):  # which no chart can show
+        plan = f'{{"rows": [], "freed_bytes": 0, "predicted_percent": {number}}}'
+        stage = f'{{"name": "0", "bare_bytes": 1, "plans": [{plan}], "followed": 0}}'
+        (folder / "frontier.json").write_text(f'{{"said": "", "stages": [{stage}]}}')
         capsys.readouterr()
         assert main(["report", str(folder)]) == 2
-        assert "'points" in capsys.readouterr().err
+        assert "_percent" in capsys.readouterr().err
 
 
 def test_the_page_s_folder_is_made(tmp_path):
@@ -100,50 +102,29 @@ def test_the_profiled_step_is_said_to_be_left_out_of_peaks(tmp_path):
     assert "over its usual steps. Steps that were profiled" in page
 
 
-def test_a_plan_that_the_run_did_not_follow_and_its_curve_are_on_the_page(tmp_path):
-    folder = write_run(tmp_path / "run")
-    assert report.read_report(folder).tradeoff is None
-    points = (
-        TradeOffPoint(
-            label="no offload", peak_bytes=38 * MIB, step_time_percent=0.0, kind="predicted"
-        ),
-        TradeOffPoint(
-            label="the plan (auto)", peak_bytes=23 * MIB, step_time_percent=0.1, kind="plan"
-        ),
-    )
-    write_model(folder / "tradeoff.json", TradeOff(memory="saved activations", points=points))
-    save_plan(small_plan(ranks=2), folder / "plan.json")
-    assert report.read_report(folder).tradeoff.points == points, "no time was measured"
-    page = report.write_page(folder).read_text()
-    assert "the plan (auto)" in page
-    assert "Not followed by this run" in page
+def test_rows_that_the_run_has_found_are_on_the_page_and_said(tmp_path):
+    run, plan = write_run(tmp_path / "run"), {"freed_bytes": 0, "predicted_percent": 0}
+    row = {"layers": "0-1", "site": "mlp", "recompute": True}
+    plans = ({"rows": ()} | plan, {"rows": (row,)} | plan)
+    stage = {"name": "0", "bare_bytes": 0, "plans": plans}
+    for followed, text in ((1, "rows: [{layers: 0-1, site: mlp, recompute: true}]"), (0, "why")):
+        found = RunFrontier(said="why", stages=({**stage, "followed": followed},))
+        write_model(run / "frontier.json", found)
+        assert f">{text}</pre>" in report.write_page(run).read_text()
+        rows, plans = found_in(run)
+        assert rows == text
+    assert f"plan --from {run}'" in plans
+    assert not [*found_in(tmp_path)]
 
 
-@pytest.mark.parametrize("kind", ["auto", "plan_file"])
-def test_a_plan_that_the_run_followed_is_said_to_be(tmp_path, kind):
-    given = ", path: gone.json" if kind == "plan_file" else ""
-    folder = write_run(tmp_path / "run", f"offload: {{policy: {{kind: {kind}{given}}}}}")
+def test_a_plan_that_the_run_was_given_is_on_the_page_and_no_other(tmp_path):
+    folder = write_run(tmp_path / "run", "offload: {policy: {kind: plan_file, path: gone.json}}")
     plan = small_plan(ranks=2)
     save_plan(plan, folder / "plan.json")
-    found = report.read_report(folder)
-    assert found.plan == plan
-    assert found.plan_is_followed
-    assert "Followed by this run" in report.write_page(folder).read_text()
-
-
-def test_a_plan_that_was_made_of_a_comparison_later_is_none_that_the_run_followed(tmp_path):
-    folder = tmp_path / "run"
-    main = write_run(folder / "with_offload", "offload: {policy: {kind: auto}}")
-    later = small_plan(ranks=2)
-    save_plan(later, folder / "plan.json")
-    assert report._plan(main, folder) == (later, False)
-    rank = later.ranks[0]
-    stays = replace(rank, choices=(rank.choices[0]._replace(moves=False),))
-    followed = replace(later, ranks=(stays, rank))
-    save_plan(followed, main / "plan.json")
-    assert report._plan(main, folder) == (later, False)
-    save_plan(followed, folder / "plan.json")
-    assert report._plan(main, folder) == (followed, True)
+    assert report.read_report(folder).plan == plan
+    assert "frees most" in report.write_page(folder).read_text()
+    (folder / "config.yaml").write_text("offload: {policy: modules}")
+    assert report.read_report(folder).plan is None
 
 
 def traced(folder, *ranks):

@@ -86,6 +86,7 @@ def test_grouped_queries_offload_the_same_bits_and_measuring_can_be_left_out(
 def test_train_takes_megatrons_flags_and_data_parallel_ranks(tmp_path):
     flags = ["--fine-grained-activation-offloading", "--offload-modules", "mlp_act", "layer"]
     settings = ("parallel.ranks=2", *ONE_RANK, "model.recompute=selective")
+    settings = (*settings, "offload.policy.kind=modules")
     status, err = run(["train", *flags, *words(tmp_path, *settings)[1:]])
     assert status == 0, err
     steps = lines(tmp_path)

@@ -64,6 +64,11 @@ def error_of(world_size=None, **sections):
         ),
         ({"parallel": {"pipeline": 2, "ranks": 3}}, "multiple of 2 ranks"),
         ({"world_size": 5, "parallel": {"pipeline": 2}}, "5 ranks can't be divided"),
+        (
+            {"run": {"profile_step": 3}, "offload": {"policy": "auto"}},
+            "set offload.policy: modules",
+        ),
+        ({"run": {"profile_step": 3}, "offload": {"rows": []}}, "set offload.policy: modules"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_fix(sections, expected):
