@@ -31,7 +31,7 @@ from megatron_offload.memory.storage_ref import StorageRef
 from megatron_offload.model_map.rows import FoundRows
 from megatron_offload.model_map.structure import PARTS, has_forward, is_known_layer, layers_of
 from megatron_offload.model_map.watch import MayMove, SavedMemory
-from megatron_offload.planning.frontier import KEEP, Action, Part
+from megatron_offload.planning.frontier import KEEP, Action, Part, both
 
 _EXPERTS = ".experts"  # in an MLP: they run again where routing can't, or wouldn't to the bit
 _MOST_TENSORS = 8
@@ -307,7 +307,7 @@ def _actions_of(found: list[_SeenSite], cost: _Cost) -> Iterator[Action]:
     for seen in found:
         for unit, sizes in seen.units.items() if seen.site.name == "layer" else ():
             again = Action(((unit, "recompute"),), sum(sizes), cost.units_us(sizes))
-            base = _both(base, again)  # all else comes on top of it
+            base = both(base, again)  # all else comes on top of it
         name, own = seen.site.name, [KEEP]
         if seen.site.may_rerun and seen.rerun_bytes > 0:
             us = cost.rerun_us(seen.us)
@@ -328,24 +328,15 @@ def _actions_of(found: list[_SeenSite], cost: _Cost) -> Iterator[Action]:
     for action in whole:
         if action.copied_bytes:
             if action.copied_bytes <= most_bytes:
-                yield _both(base, action)
+                yield both(base, action)
         elif base is KEEP:  # in what runs again as a whole no function does by itself
             yield action
     for chosen in product(*choices.values()):
         action = base
         for one in chosen:
-            action = _both(action, one)
+            action = both(action, one)
         if action.parts and action.copied_bytes <= most_bytes:
             yield action
-
-
-def _both(one: Action, other: Action) -> Action:
-    return Action(
-        one.parts + other.parts,
-        one.freed_bytes + other.freed_bytes,
-        one.us + other.us,
-        one.copied_bytes + other.copied_bytes,
-    )
 
 
 def _merged(before: list[Action] | None, own: list[Action]) -> list[Action]:
@@ -354,7 +345,7 @@ def _merged(before: list[Action] | None, own: list[Action]) -> list[Action]:
         return own
     by_part: dict[tuple[Part, ...], Action] = {action.parts: action for action in own}
     return [
-        _both(action, by_part[action.parts])._replace(parts=action.parts)
+        both(action, by_part[action.parts])._replace(parts=action.parts)
         for action in before
         if action.parts in by_part
     ]

@@ -101,7 +101,7 @@ class Budgets(StrictModel):
     prefetch_bytes: Bytes | None = None
     """Device memory for groups that are back ahead of their use. None leaves it to the package."""
     recompute: NamesField = default(())
-    """The units that may be recomputed; unless set, all that the job has."""
+    """The units, and the sites of rows, that may be recomputed; unless set, all."""
 
 
 class Surroundings(StrictModel):
@@ -127,6 +127,16 @@ class JobDescription(Surroundings):
 
     measured: MeasuredStep | None = None
     """Fits ``achieved_share``, which counts only without it."""
+
+    def short_job(self) -> Job | None:
+        """Return the step with so few microbatches that ranks hold as much; None for no fewer."""
+        model = self.model
+        size = model.microbatch_group_size_per_vp_stage or model.pipeline_parallel
+        is_short = model.num_microbatches <= 4 * size or model.num_microbatches % size
+        if model.schedule == "gpipe" or is_short:
+            return None
+        shorter = model.model_copy(update={"num_microbatches": 2 * size})
+        return self.model_copy(update={"model": shorter}).job()
 
     def job(self) -> Job:
         """Return the step that it describes; `ConfigError` where no schedule has these sizes."""

@@ -44,6 +44,16 @@ KEEP = Action()
 """Nothing is done."""
 
 
+def both(one: Action, other: Action) -> Action:
+    """Return what two actions do together."""
+    return Action(
+        one.parts + other.parts,
+        one.freed_bytes + other.freed_bytes,
+        one.us + other.us,
+        one.copied_bytes + other.copied_bytes,
+    )
+
+
 class Plan(NamedTuple):
     """What is done with each layer, by its number."""
 
@@ -151,7 +161,7 @@ def _moves(
                 if worth > best[0]:
                     best = worth, {number: after}
         for with_units in () if has_units else _with_units(taken, choices):
-            before, after = Action((), *plans[-1][1:]), _sum(with_units.values())
+            before, after = Action((), *plans[-1][1:]), total(with_units.values())
             worth = _worth(before, after, price)
             if worth > best[0] and _fits(taken, with_units, left):
                 best = worth, with_units
@@ -163,7 +173,7 @@ def _moves(
         for number in reversed(choices):
             more_bytes += taken[number].copied_bytes - last[number].copied_bytes
             left[number] -= more_bytes
-        plans.append(Plan(taken, *_sum(taken.values())[1:]))
+        plans.append(Plan(taken, *total(taken.values())[1:]))
 
 
 class _Choices(NamedTuple):
@@ -227,7 +237,7 @@ def _fits(
     )
 
 
-def _sum(actions: Collection[Action]) -> Action:
+def total(actions: Collection[Action]) -> Action:
     """Return what actions free and take together, and what they copy."""
     return Action(
         (),

@@ -57,6 +57,13 @@ class GroupWork:
     """What of ``num_bytes`` can be recomputed."""
     recomputed: tuple[UnitWork, ...] = ()
     """What is recomputed, and so no part of ``num_bytes`` any more."""
+    layer: int | None = None
+    """Of which layer of the model it is a part, as far as that is known."""
+
+    @property
+    def saved_bytes(self) -> int:
+        """All that it saves."""
+        return self.num_bytes + self.kept_bytes
 
     def with_recompute(self, names: Collection[str] | None) -> GroupWork:
         """Return the same work with some units recomputed; None: all default kinds.

@@ -5,6 +5,7 @@ The formulas, with their sources and what they were measured against, are in doc
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -162,19 +163,16 @@ class LayerCosts:
 
     def layer(self, index: int) -> list[GroupWork]:
         """Return the groups of the layer at this place of the model."""
-        model, groups = self.model, self._layer(index)
+        model = self.model
+        groups = [replace(group, layer=index) for group in self._layer(index)]
         if model.recompute == "full":
-            return [_recomputed_layer(groups, self.hidden_bytes)]
-        marked = [group.name for group in groups if group.is_marked and group.name in model.modules]
-        for place, group in enumerate(groups):
-            name, parent = group.name, _MADE_FROM.get(group.name)
-            distances: tuple[int, ...] = ()
-            if name in marked and parent in marked:
-                distances = (marked.index(name) - marked.index(parent),)
-            units = tuple(unit._replace(parents=distances) for unit in group.units)
-            group = replace(group, units=units, is_marked=name in marked)
-            groups[place] = group.with_recompute(model.recompute)
-        return groups
+            return [run_again("layer", groups, self.hidden_bytes)]
+        return with_parents(
+            replace(
+                group, is_marked=group.is_marked and group.name in model.modules
+            ).with_recompute(model.recompute)
+            for group in groups
+        )
 
     def _layer(self, index: int) -> list[GroupWork]:
         model, hidden = self.model, self.hidden_bytes
@@ -278,21 +276,38 @@ class LayerCosts:
         return [replace(head, is_marked=False), entropy]
 
 
-def _recomputed_layer(groups: list[GroupWork], input_bytes: int) -> GroupWork:
-    """Return a layer that keeps its input alone, and is recomputed in backward."""
+def with_parents(groups: Iterable[GroupWork]) -> list[GroupWork]:
+    """Return the groups of a layer, with the places of what their units are made from."""
+    groups = list(groups)
+    marked = [group.name for group in groups if group.is_marked]
+    for place, group in enumerate(groups):
+        name, parent = group.name, _MADE_FROM.get(group.name)
+        parents: tuple[int, ...] = ()
+        if name in marked and parent in marked:
+            parents = (marked.index(name) - marked.index(parent),)
+        units, recomputed = (
+            tuple(unit._replace(parents=parents) for unit in of)
+            for of in (group.units, group.recomputed)
+        )
+        groups[place] = replace(group, units=units, recomputed=recomputed)
+    return groups
+
+
+def run_again(name: str, groups: Sequence[GroupWork], input_bytes: int) -> GroupWork:
+    """Return groups that keep their input alone, and are recomputed as a whole in backward."""
     forward_us = sum(group.forward_us for group in groups)
-    saved_bytes = sum(group.num_bytes + group.kept_bytes for group in groups)
+    saved_bytes = sum(group.saved_bytes for group in groups)
     return GroupWork(
-        "layer",
+        name,
         0,
         forward_us,
         forward_us + sum(group.backward_us for group in groups),
         kept_bytes=input_bytes,
-        # What its groups save goes as soon as the next has taken it, or with the whole layer.
-        forward_temp_bytes=max(
-            group.num_bytes + group.kept_bytes + group.forward_temp_bytes for group in groups
-        ),
+        # What its groups save goes as soon as the next has taken it, or with the whole.
+        forward_temp_bytes=max(group.saved_bytes + group.forward_temp_bytes for group in groups),
         backward_temp_bytes=max(group.backward_temp_bytes for group in groups),
         backward_block_bytes=saved_bytes + max(group.backward_block_bytes for group in groups),
         is_marked=False,
+        recomputed=(UnitWork(name, saved_bytes - input_bytes, forward_us),),
+        layer=groups[0].layer,
     )

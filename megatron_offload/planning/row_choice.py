@@ -153,7 +153,7 @@ class RowChoice:
         self._begin()
 
     def _begin(self) -> None:
-        self._ladder = _ladder(list(self.stages.values()))
+        self._ladder = ladder([stage.plans for stage in self.stages.values()])
         self._rung = 0
         self._tried: list[tuple[int, Slowdown | None]] = []
 
@@ -272,12 +272,12 @@ class RowChoice:
         return [stage.plans[place] for place, stage in pairs]
 
 
-def _ladder(stages: Sequence[Stage]) -> list[_Places]:
+def ladder(stages: Sequence[Sequence[Plan]]) -> list[_Places]:
     """Return the places of all stages' plans from rung to rung, in the order of what they take."""
     moves = sorted(
         (plan.us, place, number)
-        for number, stage in enumerate(stages)
-        for place, plan in enumerate(stage.plans)
+        for number, plans in enumerate(stages)
+        for place, plan in enumerate(plans)
         if place
     )
     places = [0] * len(stages)
