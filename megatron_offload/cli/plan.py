@@ -1,32 +1,27 @@
-r"""Choose what moves to the host, from a run's profiles or from a described model, with no GPU.
+r"""Choose rows of a described job by simulation, with no GPU, or print those that a run has found.
 
---from   prints the plans of rows among which a run has chosen, what each frees, and what it is
-         predicted to take or, where the run has tried it, took; and, to be pasted into a
-         configuration, the rows of the one that was followed, or that the policy below chooses.
-         Reads frontier.json, which --offload-report makes a job leave, or
-         offload.manager.tuner.save(FOLDER) any program; writes nothing
-
-reads    RUN_FOLDER/profile_<rank>.json, which run.profile_step makes a run leave (of a
-         comparison, its run with offload); or the YAML of --model
-prints   for every pipeline rank what is offloaded, what is kept, peak memory and step time; for
-         every kind of group why; all predicted, not measured
-writes   the plan to --output, and the predicted trade-off curve to tradeoff.json beside it. Without
-         --output the plan is RUN_FOLDER/plan.json, in the place of one that is there, unless the
-         run followed that: then this is refused; with --model nothing is written. With
-         'offload: {policy: {kind: plan_file, path: FILE}}' a run follows the plan
+reads    the YAML of --model; or frontier.json of a run's folder, in its place or by --from: the
+         trainer and --offload-report leave it, and offload.manager.tuner.save(FOLDER) in any
+         program, as does --output here
+prints   of every pipeline rank the plans of rows among which was chosen, what each frees, and what
+         it is predicted to take or, where a run has tried it, took; of a described job also peak
+         memory and step time, predicted and not measured; in the end the rows that were chosen, to
+         be pasted into a configuration
+writes   with --model these plans to --output, which --from reads; else nothing
 
 policy: with --memory-target the quickest plan that brings every rank under it (memory_target), else
-        the most memory that costs no more than --most-slowdown-percent of the step's time (auto)
+        the most memory that costs no more than --most-slowdown-percent of the step's time (auto);
+        of a run's plans, with neither, what the run has followed
 
 exit status: 0 planned, 1 the target can't be kept, 2 bad input
 
 example: megatron-offload plan --model gpt_16x8192_pp4_vpp2 \
-             --memory-target 26GiB --output plan.json
+             --memory-target 26GiB --output frontier.json
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -35,26 +30,18 @@ from rich.table import Table
 
 from megatron_offload.cli.options import writing
 from megatron_offload.cli.source import Source, SourceOptions, load_source
+from megatron_offload.config import LOSS
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig
 from megatron_offload.core.units import format_bytes
-from megatron_offload.errors import ConfigError
+from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.files.strict_model import TargetBytes, write_model
-from megatron_offload.planning.choice import Chooser, Planned
-from megatron_offload.planning.files import save_plan
-from megatron_offload.planning.found import read_frontier
-from megatron_offload.planning.plan import OffloadPlan
-from megatron_offload.planning.simulate import Simulation
+from megatron_offload.planning.found import RunFrontier, read_frontier
+from megatron_offload.planning.job import LIMITS, RankSettings
+from megatron_offload.planning.job_choice import RECOMPUTABLE, JobChoice, Planned
 from megatron_offload.report.console import console, plain_table
-from megatron_offload.report.tables import (
-    TRADEOFF_NAME,
-    TradeOff,
-    TradeOffPoint,
-    found_table,
-    plan_table,
-)
-from megatron_offload.train.run_folder import PLAN_NAME
+from megatron_offload.report.tables import found_table
+from megatron_offload.train.run_folder import main_folder
 
-_NUM_TARGETS = 4  # on the trade-off curve
 _WithoutSign = BeforeValidator(lambda text: str(text).removesuffix("%"))
 
 
@@ -65,41 +52,50 @@ class Given(SourceOptions):
     """Most device memory of every pipeline rank, such as 26GiB; or one size for each."""
 
     most_slowdown_percent: Annotated[float, _WithoutSign, Field(ge=0, le=1000)] | None = None
-    """Maximum step-time overhead in percent (default 1; beside --from what was followed)."""
+    """Maximum step-time overhead in percent (default 1; of a run's plans what was followed)."""
 
     output: Path | None = None
-    """Where the plan goes."""
+    """Where the plans of a described job go."""
 
     from_: Path | None = Field(default=None, alias="from")
-    """The folder of a run that has found rows, whose plans are printed."""
+    """The folder of a run that has found rows, or a file of plans, to be printed."""
 
 
 def run(given: Given) -> int:
     """Plan, print and write; return 0, or 1 where no plan that a run has found fits."""
-    if given.from_ is not None:
-        return _show_found(given, given.from_)
-    output = given.output or (given.folder and given.folder / PLAN_NAME)
-    config = _policy_of(given)
+    folder = given.folder if given.from_ is None else given.from_
+    if folder is not None:
+        return _show_found(given, folder)
+    policy = _policy_of(given)
     with console(stderr=True).status("planning"):
         source = load_source(given)
-        if output is not None and _is_followed(output, source):
-            raise ConfigError(
-                f"{output} is the plan that the run followed; --output FILE takes another"
-            )
-        chooser = Chooser(source.profiles, source.job, source.default)
-        plan = make(source, chooser, config, output)
-    step = chooser.simulate(plan)
-    tables = (_rank_table(source, plan, chooser.without, step), plan_table(plan))
-    source.show(chooser.without, step, "with the plan", tables)
-    written = f"plan: {output}" if output else "nothing was written; --output FILE keeps the plan"
-    console().print(written)
+        limits = source.around.offload.model_dump(include={*LIMITS}, exclude_unset=True)
+        choice = JobChoice(source.job, source.short, RankSettings(**limits), _recomputable(source))
+        if isinstance(policy, MemoryTargetConfig):
+            planned = choice.under(policy.targets(source.job.schedule.num_ranks))
+        else:
+            planned = choice.within(policy.most_slowdown_percent)
+    found, out = planned.found, console()
+    if given.output is not None:
+        with writing(given.output):
+            write_model(given.output, found)
+    tables = [_rank_table(source, choice, planned)]
+    tables += [found_table(stage, stage.followed) for stage in found.stages]
+    source.show(choice.without, planned.step, "with the rows", tables)
+    kept = f"plans: {given.output}" if given.output else "--output FILE keeps the plans"
+    out.print(kept)
+    _print_rows(found, [stage.followed for stage in found.stages])
     return 0
 
 
 def _show_found(given: Given, folder: Path) -> int:
-    if given.folder or given.model or given.output or given.machine or given.set:
-        raise ConfigError("beside --from there are --memory-target and --most-slowdown-percent")
-    policy, found, out, chosen = _policy_of(given), read_frontier(folder), console(), []
+    others = [given.folder, given.model, given.output, given.machine, given.set]
+    if any(others[given.from_ is None :]):
+        raise ConfigError(
+            "beside a run's folder there are --memory-target and --most-slowdown-percent"
+        )
+    found = read_frontier(main_folder(folder) if folder.is_dir() else folder)
+    policy, out, chosen = _policy_of(given), console(), list[int]()
     targets, percent = given.memory_target, given.most_slowdown_percent
     if targets and len(targets) not in (1, len(found.stages)):
         raise ConfigError(
@@ -117,61 +113,43 @@ def _show_found(given: Given, folder: Path) -> int:
             out.print(f"no plan of stage {stage.name} is known to fit", style="red")
             return 1
         out.print(found_table(stage, place))
-        chosen.append(stage.plans[place])
-    out.print(f"the run: {found.said}")
-    out.print(f"rows: [{', '.join(map(str, found.rows_of(chosen)))}]")
+        chosen.append(place)
+    out.print(f"found: {found.said}")
+    _print_rows(found, chosen)
     return 0
 
 
-def _is_followed(path: Path, source: Source) -> bool:
-    """Whether a file is the plan that the run followed."""
-    own = source.recorded.own_plan if source.recorded else None
-    return own is not None and path.resolve() == own.resolve()
+def _print_rows(found: RunFrontier, places: Sequence[int]) -> None:
+    """Print the rows of a plan of each stage, to be pasted."""
+    pairs = zip(found.stages, places, strict=True)
+    rows = found.rows_of(stage.plans[place] for stage, place in pairs)
+    console().print(f"rows: [{', '.join(map(str, rows))}]")
 
 
-def make(source: Source, chooser: Chooser, config: Planned, output: Path | None) -> OffloadPlan:
-    """Return a plan; write it, and beside it what it and other targets are predicted to bring."""
-    plan = replace(chooser.plan(config), bandwidths=source.machine)
-    if output is None:
-        return plan
-    without, lowest = chooser.without, chooser.lowest_bytes
-    above = chooser.highest_bytes - lowest  # 0 where nothing can be offloaded
-    targets = {lowest + above * index // _NUM_TARGETS for index in range(_NUM_TARGETS) if above}
-    steps = {"no offload": without, f"the plan ({plan.policy})": chooser.simulate(plan)}
-    for target in sorted(targets):
-        other = chooser.under((target,) * len(without.ranks))
-        steps[f"target {format_bytes(target)}"] = chooser.simulate(other)
-    points = [
-        TradeOffPoint(
-            label=label,
-            peak_bytes=max(rank.peak_reserved_bytes for rank in step.ranks),
-            step_time_percent=100 * (step.step_us / without.step_us - 1),
-            kind="plan" if label.startswith("the plan") else "predicted",
-        )
-        for label, step in steps.items()
-    ]
-    with writing(output):
-        save_plan(plan, output)
-        curve = TradeOff(memory=source.memory, points=tuple(points))
-        write_model(output.parent / TRADEOFF_NAME, curve)
-    return plan
-
-
-def _rank_table(source: Source, plan: OffloadPlan, without: Simulation, step: Simulation) -> Table:
+def _rank_table(source: Source, choice: JobChoice, planned: Planned) -> Table:
     rows = []
-    ranks = zip(plan.ranks, without.ranks, step.ranks, strict=True)
-    for index, (rank, before, after) in enumerate(ranks):
-        peaks = (before.peak_reserved_bytes, after.peak_reserved_bytes, after.peak_host_bytes)
-        kept_bytes = rank.saved_bytes - rank.moved_bytes
-        sizes = (rank.moved_bytes, rank.recomputed_bytes, kept_bytes, *peaks)
+    pairs = zip(choice.without.ranks, planned.step.ranks, strict=True)
+    for index, (before, after) in enumerate(pairs):
+        sizes = [before.peak_reserved_bytes, after.peak_reserved_bytes, after.peak_host_bytes]
+        sizes += [after.offloaded_bytes, after.recomputed_bytes]
         rows.append([index, *map(format_bytes, sizes)])
-    peak = f"peak {source.memory}"
-    columns = ["rank", "offloaded", "recomputed", "kept", peak, "with the plan", "host"]
-    title = f"Plan of {source.title}, policy {plan.policy}: PREDICTED"
-    return plain_table(title, columns, 0, rows)
+    columns = ["rank", f"peak {source.memory}", "with the rows", "host", "offloaded", "recomputed"]
+    return plain_table(f"Rows of {source.title}: PREDICTED", columns, 0, rows)
 
 
-def _policy_of(given: Given) -> Planned:
+def _recomputable(source: Source) -> tuple[str, ...]:
+    """Return the units and sites that may be recomputed."""
+    budgets = source.around.offload
+    if "recompute" not in budgets.model_fields_set:
+        return RECOMPUTABLE
+    for name in {*budgets.recompute} - {*RECOMPUTABLE, LOSS}:
+        raise ConfigError(
+            f"offload.recompute: rows recompute no {name!r}{did_you_mean(name, RECOMPUTABLE)}"
+        )
+    return budgets.recompute
+
+
+def _policy_of(given: Given) -> AutoConfig | MemoryTargetConfig:
     targets, percent = given.memory_target, given.most_slowdown_percent
     if targets is None:
         return AutoConfig(kind="auto", most_slowdown_percent=1.0 if percent is None else percent)

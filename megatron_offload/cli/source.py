@@ -93,7 +93,7 @@ class Source:
     title: str
     job: Job
     profiles: tuple[StepProfile, ...]
-    """Of each pipeline rank, in order."""
+    """Of each pipeline rank of a run, in order."""
     around: description.Surroundings
     memory: str
     """Which memory peaks are of, such as "reserved memory"."""
@@ -101,6 +101,8 @@ class Source:
     """Where the bandwidths come from, in words."""
     recorded: Recorded | None = None
     """What the run was set to; None for a job that was only described, or by another program."""
+    short: Job | None = None
+    """A described job with fewer microbatches; see `JobDescription.short_job`."""
 
     @property
     def default(self) -> RankSettings:
@@ -128,7 +130,7 @@ class Source:
         """
         if plan_path is not None:
             followed = PlanFileConfig(kind="plan_file", path=str(plan_path))
-            plan = plan_by_rule(followed, self.profiles)
+            plan = plan_by_rule(followed, self.profiles or profiled_job.profiles_of(self.job))
         elif self.recorded is None:
             return [self.default] * self.job.schedule.num_ranks
         else:
@@ -239,9 +241,9 @@ def _described(path: Path, given: SourceOptions) -> Source:
     described = description.load_description(path, [*machine, *given.set])
     job = described.job()
     origin = str(given.machine or f"{path}, what it leaves out as measured with four H200s")
-    profiles = tuple(profiled_job.profiles_of(job))
     origin = with_flags(origin, "machine", given)
-    return Source(path.stem, job, profiles, described, "reserved memory", origin)
+    memory, short = "reserved memory", described.short_job()
+    return Source(path.stem, job, (), described, memory, origin, short=short)
 
 
 def _profiled(folder: Path, given: SourceOptions) -> Source:

@@ -149,7 +149,7 @@ class RunFrontier(StrictModel):
 
 def read_frontier(folder: Path) -> RunFrontier:
     """Read what a run has left; `ConfigError` where it has found no rows, or left none."""
-    path = folder if folder.name == NAME else folder / NAME
+    path = folder if folder.name == NAME or folder.is_file() else folder / NAME
     if not os.path.lexists(path):
         raise ConfigError(
             f"{folder} holds no {NAME}: where rows are found the trainer leaves it in run.output "

@@ -1,4 +1,4 @@
-"""The command ``plan``: it writes a plan of the job, and says of it what simulating says."""
+"""The command ``plan``: it prints rows of a job, and says of them what simulating says."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from jobs import RATES, load_model, load_run, measured, ran
 from megatron_offload.cli.main import main
 from megatron_offload.config import OffloadConfig
 from megatron_offload.core.machine import Machine
-from megatron_offload.core.policy_config import AutoConfig, RatioConfig
+from megatron_offload.core.policy_config import AutoConfig
 from megatron_offload.core.row_config import RowConfig
-from megatron_offload.files.strict_model import read_model, write_model
-from megatron_offload.planning.files import load_plan, load_profile, save_plan, save_profile
+from megatron_offload.core.units import format_bytes
+from megatron_offload.files.strict_model import write_model
+from megatron_offload.planning.files import load_profile, save_profile
 from megatron_offload.planning.found import FoundPlan, FoundStage, RunFrontier
 from megatron_offload.planning.frontier import Action
-from megatron_offload.planning.job import RankSettings
-from megatron_offload.planning.policy import plan_by_rule
+from megatron_offload.planning.job_choice import JobChoice
 from megatron_offload.planning.profiled_job import FROM_COPIES
 from megatron_offload.planning.row_choice import RowChoice, Slowdown, Stage
-from megatron_offload.planning.simulate import settings_of, simulate
-from megatron_offload.report.tables import TradeOff
+from megatron_offload.planning.simulate import simulate, simulate_programs
 
 pytest.importorskip("simpy")
 
-pytestmark = pytest.mark.usefixtures("wide", "few_candidates")
+pytestmark = pytest.mark.usefixtures("wide")
 
 
 def peak_of(step):
@@ -71,7 +70,7 @@ def test_the_plans_that_a_run_has_found_are_printed_to_be_pasted(words, layers, 
     found_run(tmp_path)
     assert plan("--from", tmp_path, *words) == 0
     *table, said, rows = capsys.readouterr().out.splitlines()
-    assert said == "the run: it was found"
+    assert said == "found: it was found"
     config = OffloadConfig(**yaml.safe_load(rows))
     assert [(row.site, row.layers) for row in config.rows] == [("loss", "all"), ("mlp", layers)]
     (chosen,) = (line for line in table if "chosen" in line)
@@ -95,8 +94,8 @@ def test_rows_of_all_stages_are_pasted_together(tmp_path, capsys):
     [
         (("--memory-target", "1MiB"), 1, "no plan of stage 0 is known to fit"),
         (("--memory-target", "96MiB", "88MiB"), 2, "2 sizes for 1 stages"),
-        (("--output", "plan.json"), 2, "beside --from there are"),
-        (("--set", "machine.d2h_gbps=5"), 2, "beside --from there are"),
+        (("--output", "plan.json"), 2, "beside a run's folder there are"),
+        (("--set", "machine.d2h_gbps=5"), 2, "beside a run's folder there are"),
     ],
 )
 def test_what_can_not_be_said_of_a_run_s_plans_is_refused(words, status, message, tmp_path, capsys):
@@ -146,66 +145,66 @@ def test_rows_of_stages_with_the_same_layers_can_be_pasted():
     assert OffloadConfig(rows=f"[{strange}]").rows == (strange,)
 
 
-def test_a_plan_of_a_model_is_a_file_for_it(model, tmp_path, capsys):
-    output = tmp_path / "plan.json"
-    words = ("--model", model, "--most-slowdown-percent", 5, "--output", output)
-    assert plan(*words, "--set", "offload.recompute=[]") == 0
-    written = load_plan(output)
-    source = load_model(model)
-    for profile in source.profiles:
-        written.check(profile)
-    assert written.moved_bytes > 0
-    step = simulate(source.job, settings_of(written, RankSettings(recompute=())))
-    peaks = [rank.peak_reserved_bytes for rank in step.ranks]
-    assert [rank.predicted_peak_bytes for rank in written.ranks] == peaks
-    assert written.ranks[0].predicted_step_us == step.step_us
+def rows_in(printed):
+    """Return the rows that were printed to be pasted."""
+    return OffloadConfig(**yaml.safe_load(printed.splitlines()[-1])).rows
+
+
+def test_rows_of_a_model_are_printed_and_its_plans_kept_for_another_choice(model, tmp_path, capsys):
+    output = tmp_path / "new" / "plans.json"
+    assert plan("--model", model, "--most-slowdown-percent", "5%", "--output", output) == 0
     printed = capsys.readouterr().out
+    rows = rows_in(printed)
+    assert rows
+    source = load_model(model)
+    choice = JobChoice(source.job)
+    step = simulate_programs(source.job, choice.programs(rows))
+    change = 100 * (step.step_us / choice.without.step_us - 1)
+    assert f"{step.step_us / 1e3:.1f} ms with the rows ({change:+.2f} %)" in printed
+    assert change <= 5
+    assert peak_of(step) < peak_of(choice.without)
+    assert all(format_bytes(rank.peak_reserved_bytes) in printed for rank in step.ranks)
     assert "PREDICTED" in printed
     assert "predicted by simulation, not measured" in printed
     assert re.search(r"host memory: up to \d+\.\d MiB pinned on a node of 2 GPUs", printed)
-    assert f"plan: {output}" in printed
-
-
-def test_the_curve_lies_beside_the_plan_with_the_plan_on_it(model, tmp_path):
-    output = tmp_path / "deep.json"
-    assert plan("--model", model, "--most-slowdown-percent", "1%", "--output", output) == 0
-    curve = read_model(TradeOff, tmp_path / "tradeoff.json")
-    assert curve.memory == "reserved memory"
-    assert [point.kind for point in curve.points] == ["predicted", "plan", *["predicted"] * 4]
-    first, _, lowest, *_ = curve.points
-    assert first.label == "no offload"
-    assert first.step_time_percent == 0.0
-    assert first.peak_bytes == max(point.peak_bytes for point in curve.points)
-    assert lowest.peak_bytes == min(point.peak_bytes for point in curve.points)
+    assert f"plans: {output}" in printed
+    assert plan("--from", output) == 0
+    assert rows_in(capsys.readouterr().out) == rows
+    assert plan("--from", output, "--memory-target", "1TiB") == 0
+    assert {row.site for row in rows_in(capsys.readouterr().out)} <= {"norm", "mlp_act"}
 
 
 def test_without_output_a_model_leaves_nothing(model, tmp_path, capsys):
     before = sorted(tmp_path.iterdir())
-    words = ("--model", model, "--memory-target", "1TiB")
-    assert plan(*words) == 0
+    assert plan("--model", model, "--memory-target", "1TiB") == 0
     assert sorted(tmp_path.iterdir()) == before
-    assert "nothing was written; --output" in capsys.readouterr().out
-    assert plan(*words, "--output", tmp_path / "plan.json") == 0
+    printed = capsys.readouterr().out
+    assert "--output FILE keeps the plans" in printed
+    assert rows_in(printed) == ()
 
 
-def test_a_memory_target_is_kept_in_what_is_written(tmp_path, model):
-    without = load_model(model)
-    highest = peak_of(simulate(without.job))
-    target = highest - highest // 8
-    output = tmp_path / "plan.json"
-    assert plan("--model", model, "--memory-target", target, "--output", output) == 0
-    written = load_plan(output)
-    assert written.policy == "memory_target"
-    assert written.ranks[0].moved_bytes > 0
-    assert max(rank.predicted_peak_bytes for rank in written.ranks) <= target
+def test_a_memory_target_is_kept_by_what_is_printed(model, capsys):
+    source = load_model(model)
+    choice = JobChoice(source.job)
+    target = peak_of(choice.without) * 7 // 8
+    assert plan("--model", model, "--memory-target", target, 1 << 40) == 0
+    rows = rows_in(capsys.readouterr().out)
+    first, second = choice.programs(rows)
+    assert first.peak_reserved_bytes <= target < choice.without.ranks[0].peak_reserved_bytes
+    assert not second.moved
+    assert plan("--model", model, "--memory-target", *["1TiB"] * 3) == 2
 
 
-def test_each_rank_may_have_a_target_of_its_own(model, tmp_path):
-    output = tmp_path / "plan.json"
-    words = ("--model", model, "--output", output)
-    assert plan(*words, "--memory-target", "1TiB", "1TiB") == 0
-    assert all(rank.moved_bytes == 0 for rank in load_plan(output).ranks)
-    assert plan(*words, "--memory-target", "1TiB", "1TiB", "1TiB") == 2
+def test_what_may_be_recomputed_is_said_by_a_key(model, capsys, refused):
+    words = ("--model", model, "--most-slowdown-percent", 1000, "--set")
+    for given, found in (("[]", set()), ("[norm, mlp]", {"norm", "mlp"})):
+        assert plan(*words, f"offload.recompute={given}") == 0
+        again = {row.site for row in rows_in(capsys.readouterr().out) if row.recompute}
+        assert again <= found
+        assert bool(again) == bool(found)
+    assert "rows recompute no 'nrm'; did you mean 'norm'" in refused(
+        "plan", *words, "offload.recompute=[nrm]"
+    )
 
 
 def test_a_target_out_of_reach_is_status_1_and_says_by_how_much(model, tmp_path, capsys):
@@ -221,13 +220,21 @@ def test_a_target_out_of_reach_is_status_1_and_says_by_how_much(model, tmp_path,
     assert output.read_text() == "old"
 
 
-def test_a_run_is_planned_from_its_profiles(tmp_path, model):
-    folder = tmp_path / "run"
-    ran(folder / "with_offload")  # of a comparison that run counts
-    assert plan(folder, "--most-slowdown-percent", 1000) == 0
-    assert load_plan(folder / "plan.json").moved_bytes > 0
-    assert load_run(folder).memory == "reserved memory"
-    seen, described = (simulate(source.job) for source in (load_run(folder), load_model(model)))
+def test_a_comparison_s_folder_shows_what_its_run_has_found(tmp_path, capsys, refused):
+    run = tmp_path / "compared" / "with_offload"
+    run.mkdir(parents=True)
+    found_run(run)
+    for folder in (run, run.parent):
+        assert plan(folder, "--memory-target", "85MiB") == 0
+        assert [row.layers for row in rows_in(capsys.readouterr().out)] == ["all", "0-3"]
+    assert "beside a run's folder there are" in refused("plan", run, "--from", run)
+
+
+def test_a_run_s_job_is_that_of_its_profiles(tmp_path, model):
+    ran(tmp_path / "run" / "with_offload")  # of a comparison that run counts
+    source = load_run(tmp_path / "run")
+    assert source.memory == "reserved memory"
+    seen, described = (simulate(one.job) for one in (source, load_model(model)))
     for one, other in zip(seen.ranks, described.ranks, strict=True):
         assert one.peak_reserved_bytes == other.peak_reserved_bytes
     assert seen.step_us == pytest.approx(described.step_us, rel=0.02)
@@ -270,8 +277,7 @@ def test_profiles_that_don_t_belong_together_are_refused(tmp_path, refused, edit
         path_of(folder, 1).unlink()
     else:
         edited(folder, 1, edit)
-    assert re.search(expected, refused("plan", folder, "--memory-target", "1TiB"))
-    assert not (folder / "plan.json").exists()
+    assert re.search(expected, refused("simulate", folder))
 
 
 def test_without_a_gpu_memory_is_what_was_saved(tmp_path):
@@ -281,19 +287,15 @@ def test_without_a_gpu_memory_is_what_was_saved(tmp_path):
     assert load_run(folder).memory == "saved activations"
 
 
-@pytest.mark.slow
-def test_a_run_is_planned_with_the_bandwidths_that_its_copies_got(tmp_path, capsys):
+def test_a_run_s_bandwidths_are_those_that_its_copies_got(tmp_path):
     folder = ran(tmp_path / "run")
-    assert plan(folder, "--memory-target", "1TiB") == 0
     said = "the defaults, measured with four H200s; --machine FILE takes others"
-    assert f"bandwidths: {said}" in capsys.readouterr().out
-    assert load_plan(folder / "plan.json").bandwidths == said
+    assert load_run(folder).machine == said
     for rank, d2h_gbps in enumerate((9.0, 8.0)):
         edited(folder, rank, lambda d, own=d2h_gbps: d.update(d2h_gbps=own, h2d_gbps=12.0))
-    assert plan(folder, "--memory-target", "1TiB") == 0
-    assert f"bandwidths: {FROM_COPIES}" in capsys.readouterr().out.replace("\n", "")
-    assert load_plan(folder / "plan.json").bandwidths == FROM_COPIES
-    machine = load_run(folder).job.machine
+    source = load_run(folder)
+    assert source.machine == FROM_COPIES
+    machine = source.job.machine
     assert (machine.d2h_gbps, machine.h2d_gbps, machine.gpus_per_node) == (8.0, 12.0, 1)
 
 
@@ -346,9 +348,9 @@ def test_keys_win(tmp_path, model):
     ("words", "expected"),
     [
         ((), "give either a run's folder or --model"),
-        (("RUN", "--model", "MODEL"), "give either a run's folder or --model"),
-        (("/nowhere",), "there is no folder /nowhere"),
-        (("EMPTY",), "holds no profile_<rank>.json; run again with .* run.profile_step"),
+        (("EMPTY", "--model", "MODEL"), "beside a run's folder there are"),
+        (("/nowhere",), "/nowhere holds no frontier.json"),
+        (("EMPTY",), "holds no frontier.json"),
         (("--model", "/nowhere.yaml"), "can't read /nowhere.yaml"),
         (("--model", "MODEL", "--set", "model.layrs=3"), "did you mean 'layers'"),
         (
@@ -358,16 +360,10 @@ def test_keys_win(tmp_path, model):
         (("--model", "MODEL", "--memory-target", "much"), "memory-target.0"),
         (("--model", "MODEL", "--memory-target", "22"), "22 is 22 bytes; write 22GiB or 22MiB"),
         (("--model", "MODEL", "--most-slowdown-percent", "-1"), "'most-slowdown-percent'"),
-        (("RUN", "--set", "model.layers=3"), "unknown key 'model'"),
         (("--model", "MODEL", "--machine", "UNMEASURED"), "no bandwidths of GPUs"),
         (
             ("--model", "MODEL", "--output", "/proc/version/plan.json"),
             "can't write /proc/version",
-        ),
-        pytest.param(
-            ("RUN", "--output", "/proc/plan.json"),
-            "can't write /proc/plan.json",
-            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -376,24 +372,9 @@ def test_bad_input_is_one_line_and_status_2(tmp_path, model, refused, words, exp
     (tmp_path / "unmeasured.json").write_text('{"format": 1, "findings": [], "profile": null}')
     places = {
         "MODEL": model,
-        "RUN": ran(tmp_path / "run") if "RUN" in words else None,
         "EMPTY": tmp_path / "empty",
         "UNMEASURED": tmp_path / "unmeasured.json",
     }
     error = refused("plan", *(places.get(word, word) for word in words))
     assert re.search(expected, error)
     assert error.startswith("megatron-offload")
-
-
-def test_the_plan_that_a_run_followed_is_not_replaced(tmp_path, refused):
-    folder = ran(tmp_path / "run")
-    (folder / "config.yaml").write_text("offload: {policy: {kind: plan_file, path: gone.json}}")
-    path = folder / "plan.json"
-    save_plan(plan_by_rule(RatioConfig(kind="ratio", ratio=0.4), load_run(folder).profiles), path)
-    before = path.read_bytes()
-    for words in ((), ("--output", path)):
-        error = refused("plan", folder, "--memory-target", "2TiB", *words)
-        assert "plan.json is the plan that the run followed; --output FILE" in error
-    assert path.read_bytes() == before
-    words = ("--output", tmp_path / "new" / "plan.json")
-    assert plan(folder, "--memory-target", "2TiB", *words) == 0

@@ -17,6 +17,7 @@ from megatron_offload.core.units import format_bytes
 from megatron_offload.planning.files import save_plan
 from megatron_offload.planning.job import RankSettings
 from megatron_offload.planning.policy import ModulesPolicy, plan_by_rule
+from megatron_offload.planning.profiled_job import profiles_of
 from megatron_offload.planning.simulate import settings_of, simulate
 
 pytest.importorskip("simpy")
@@ -58,7 +59,7 @@ def test_what_is_printed_is_what_was_simulated(model, capsys):
 
 
 def test_a_plan_is_followed_within_given_budgets(model, tmp_path, capsys):
-    plan, profiles = tmp_path / "plan.json", load_model(model).profiles
+    plan, profiles = tmp_path / "plan.json", profiles_of(load_model(model).job)
     save_plan(plan_by_rule(RatioConfig(kind="ratio", ratio=0.0), profiles), plan)
     assert run("--model", model, "--plan", plan, "--set", "offload.recompute=[]") == 0
     printed = capsys.readouterr().out
