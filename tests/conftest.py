@@ -118,13 +118,3 @@ def quick_collections():
     gc.freeze()
     yield
     gc.unfreeze()
-
-
-@pytest.fixture(scope="module")
-def few_candidates():
-    """Plans are made in a tenth of the time: what is promised of them holds all the same."""
-    from megatron_offload.planning import choice
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(choice, "_MOST_BOUNDARIES", choice._MOST_BOUNDARIES // 10)
-        yield

@@ -6,7 +6,6 @@ second, of one direction unless said.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -131,8 +130,6 @@ class RankSettings:
     recompute: tuple[frozenset[str], ...] | None = None
     """The units that are recomputed, by virtual stage, none where one is left out; None: all
     of default kinds."""
-    lost_us: tuple[float, ...] = ()
-    """What each pass of the rank takes besides, as it was measured."""
 
 
 LIMITS = ("max_inflight_bytes", "prefetch_bytes")  # the budgets of `RankSettings`
@@ -162,9 +159,6 @@ class Job:
     largest temporaries of the rank, which is an estimate and no more."""
     optimizer_host_bytes: tuple[int, ...] = ()
     """Per pipeline rank: what optimizer offload keeps on the host; none for nothing."""
-    copies_gbps: float = math.inf
-    """What copies take of the device's memory bandwidth, kernels lack: so many bytes copied cost
-    them a second, which no wait shows."""
 
     def with_recompute(self, rank: int, recompute: Sequence[Collection[str]] | None) -> Job:
         """Return the same step, with units of a rank recomputed as `RankSettings` says."""

@@ -138,23 +138,9 @@ class OffloadPlan:
         return sum(rank.moved_bytes for rank in self.ranks)
 
     @property
-    def does_something(self) -> bool:
-        """Whether anything is offloaded, or is recomputed, on any rank."""
-        return any(rank.moved_bytes or rank.recomputed_bytes for rank in self.ranks)
-
-    @property
     def pp_size(self) -> int:
         """Pipeline ranks."""
         return len(self.ranks)
-
-    def is_like(self, other: OffloadPlan) -> bool:
-        """Whether ranks do the same by both."""
-
-        def decisions(rank: RankPlan) -> tuple[object, ...]:
-            moves = {choice.key: choice.moves for choice in rank.choices}
-            return moves, rank.recompute, rank.max_inflight_bytes, rank.prefetch_bytes
-
-        return list(map(decisions, self.ranks)) == list(map(decisions, other.ranks))
 
     def check_sizes(self, num_microbatches: int, pp_size: int, vp_size: int) -> None:
         """Raise `ConfigError`, with the first difference, unless made for such a pipeline."""

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from megatron_offload.core.machine import Machine
 from megatron_offload.core.profile import (
+    GroupKey,
     GroupProfile,
     GroupTimes,
     RunShape,
@@ -22,12 +23,11 @@ from megatron_offload.core.profile import (
     is_default,
 )
 from megatron_offload.errors import ConfigError
-from megatron_offload.planning.footprint import Footprint
 from megatron_offload.planning.job import NO_OFFLOAD, GroupWork, Job, StageWork, UnitWork
 from megatron_offload.planning.plan import by_stage
 from megatron_offload.planning.replay import RankWork
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule, make_schedule
-from megatron_offload.planning.simulate import simulate
+from megatron_offload.planning.simulate import RankResult, simulate
 
 _Timed = list[tuple[GroupProfile, GroupTimes]]
 """The groups of one chunk, in order."""
@@ -167,31 +167,6 @@ def job_of(profiles: Sequence[StepProfile], schedule: Schedule, machine: Machine
     return replace(job, static_bytes=tuple(static), unused_bytes=0)
 
 
-def copies_gbps(moved: StepProfile, bare: StepProfile, copied_bytes: int) -> float:
-    """Return `Job.copies_gbps`, by two steps of the same groups; in one so many bytes were copied.
-
-    A pass takes what it does in the median of the microbatches. Infinite where copies slow nothing.
-    """
-    slowed_us = _passes_us(moved) - _passes_us(bare)
-    return copied_bytes / 1e3 / slowed_us if slowed_us > 0 else math.inf
-
-
-def _passes_us(profile: StepProfile) -> float:
-    """Return what all passes take, but for what is recomputed in them."""
-    alike: defaultdict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
-    for chunk in _by_chunk(profile).values():
-        (_, first), (_, last) = chunk[0], chunk[-1]
-        units = (unit for group, _ in chunk for unit in group.recomputed if unit.is_recomputed)
-        backward_us = first.done_us - last.backward_us - sum(unit.us for unit in units)
-        names = tuple(group.name for group, _ in chunk)
-        alike[names].append((last.committed_us - first.started_us, backward_us))
-    return sum(
-        len(chunks) * statistics.median_low(us)
-        for chunks in alike.values()
-        for us in zip(*chunks, strict=True)
-    )
-
-
 def _by_chunk(profile: StepProfile) -> dict[int, _Timed]:
     by_chunk: defaultdict[int, _Timed] = defaultdict(list)
     for group, times in zip(profile.groups, profile.times, strict=True):
@@ -288,7 +263,7 @@ def profiles_of(job: Job) -> list[StepProfile]:
     profiles = []
     for rank, result in enumerate(step.ranks):
         work = RankWork(job, rank)
-        times = Footprint(work.profile, result).times_us
+        times = _times_us(result)
         sizes = schedule.num_ranks, len(schedule.stages_of(rank))
         profiles.append(
             replace(
@@ -301,3 +276,18 @@ def profiles_of(job: Job) -> list[StepProfile]:
             )
         )
     return profiles
+
+
+def _times_us(result: RankResult) -> dict[GroupKey, list[float]]:
+    """Return of each group its start, commit, and backward's begin and end, as recorded."""
+    assert result.trace is not None
+    spans = (span for span in result.trace.of("compute") if span.kind != "stall")
+    times = defaultdict[GroupKey, list[float]](list)
+    end_us = 0.0
+    for piece in result.pieces:
+        start_us = end_us
+        if piece.us > 0:
+            span = next(spans)
+            start_us, end_us = span.start_us, span.end_us
+        times[piece.key] += (start_us, end_us)
+    return times

@@ -6,17 +6,11 @@ for is written down. `planning.simulate` adds the times.
 Memory is counted as the allocator sees it: in the order of the compute stream's program. A source
 takes device memory until the compute stream has waited for its copy, a reload's target from its
 issue on, and host memory is taken from the issue of the offload to that of the reload.
-
-The bound of planning is one of the thread's own time: what else the machine does changes no plan.
 """
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple, TypeAlias
@@ -27,41 +21,11 @@ from megatron_offload.core.profile import GroupKey, GroupProfile, RecomputeUnit,
 from megatron_offload.core.step import StepDecisions, forecast_of
 from megatron_offload.core.trace import ByteCount
 from megatron_offload.core.window import InFlightWindow
-from megatron_offload.errors import OffloadError
 from megatron_offload.planning.job import GroupWork, Job, RankSettings, pending_bytes
 from megatron_offload.planning.schedule import Pass, PassKind
 
 _SEGMENT_BYTES = 2 * 1024**2
 """PyTorch's caching allocator takes large memory from the device in multiples of this."""
-
-_ends_s = ContextVar("_ends_s", default=math.inf)
-
-
-class OutOfTimeError(OffloadError):
-    """Planning would take longer than it may."""
-
-
-@contextmanager
-def ending_after(seconds: float) -> Iterator[None]:
-    """Let what simulates inside end with `OutOfTimeError` after so long."""
-    token = _ends_s.set(time.thread_time() + seconds)
-    try:
-        yield
-    finally:
-        _ends_s.reset(token)
-
-
-@contextmanager
-def half_the_time() -> Iterator[None]:
-    """Let what simulates inside end, with no error, after half of the time that is left."""
-    with suppress(OutOfTimeError), ending_after((_ends_s.get() - time.thread_time()) / 2):
-        yield
-
-
-def check_time() -> None:
-    """Raise `OutOfTimeError` where the time is up."""
-    if time.thread_time() > _ends_s.get():
-        raise OutOfTimeError("planning takes too long")
 
 
 class OpKind(IntEnum):
@@ -79,9 +43,7 @@ class Piece(NamedTuple):
     """A group's part of one pass."""
 
     key: GroupKey  # of order -1 where the engine doesn't see the group
-    kind: PassKind
     us: float
-    taken_bytes: int  # the most of the device meanwhile, as `RankProgram.peak_taken_bytes`
 
 
 @dataclass(slots=True, kw_only=True)
@@ -264,8 +226,7 @@ class _Replay:
             self._decisions.begin_step(rank.profile, rank.forecast)
 
     def run(self) -> RankProgram:
-        for index, (one, places, pending) in enumerate(self._rank.passes):
-            check_time()
+        for one, places, pending in self._rank.passes:
             self._pending_bytes, self._is_backward = pending, one.kind is PassKind.BACKWARD
             if (message := self._rank.message(one, sends=False)) is not None:
                 self._add(OpKind.RECEIVE, message)
@@ -273,8 +234,6 @@ class _Replay:
                 self._backward(one)
             else:
                 self._forward(one, places)
-            if self._settings.lost_us:
-                self._add(OpKind.COMPUTE, self._settings.lost_us[index])
             if (message := self._rank.message(one, sends=True)) is not None:
                 self._add(OpKind.SEND, message)
         self._window.drain()
@@ -338,8 +297,7 @@ class _Replay:
         if us > 0:
             self._add(OpKind.COMPUTE, us, profile)
         if self._records:
-            taken_bytes = self._device_bytes + temp_bytes + block_bytes + self._pending_bytes
-            self.program.pieces.append(Piece(profile.key, one.kind, us, taken_bytes))
+            self.program.pieces.append(Piece(profile.key, us))
 
     def _add(
         self, kind: OpKind, argument: float, group: WorkGroup | GroupProfile | None = None

@@ -25,7 +25,7 @@ from megatron_offload.core.trace import PIPELINE_WAIT, Counter, Span, StepTrace
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.job import LIMITS, NO_OFFLOAD, UNLIMITED, Job, RankSettings
 from megatron_offload.planning.plan import OffloadPlan
-from megatron_offload.planning.replay import OpKind, RankProgram, RankWork, check_time
+from megatron_offload.planning.replay import OpKind, RankProgram, RankWork
 
 RELEASE = "W2"
 """The stall at a release, whose copy to the host is not over."""
@@ -86,7 +86,6 @@ def simulate_programs(
     """Predict a step of which each rank's program is known, and recorded if that is asked for."""
     ranks = [_Streams(index, program, records=record) for index, program in enumerate(programs)]
     step = _Step(job, ranks)
-    check_time()
     step.environment.run()
     stuck = [rank for rank, process in enumerate(step.processes) if process.is_alive]
     if stuck:
@@ -187,7 +186,6 @@ class _Step:
         machine = job.machine
         gpus_per_rank = min(job.gpus_per_rank, machine.gpus_per_node)
         self._rates = functools.cache(functools.partial(fair_rates, machine, gpus_per_rank))
-        self._slowed_us_per_byte = 1e-3 / job.copies_gbps
         us_per_byte = 1e-3 / machine.p2p_gbps
         output_us = [machine.p2p_latency_us + s.output_bytes * us_per_byte for s in job.stages]
         # By number, less the microbatch. A gradient is as large as what the stage before has sent.
@@ -241,15 +239,11 @@ class _Step:
                         rank.add_span("compute", "stall", position, now_us, lost_us, wait=cause)
                 del self._ends[key]
             elif kind == OpKind.SEND:
-                check_time()
                 transfer_us = self._transfer_us[number % len(self._transfer_us)]
                 flight = environment.timeout(transfer_us, PIPELINE_WAIT)
                 assert flight.callbacks is not None
                 flight.callbacks.append(self._ends[number].trigger)
             else:
-                slowed_us = program.copy_bytes[number] * self._slowed_us_per_byte
-                rank.result.compute_us += slowed_us
-                joined_us += slowed_us  # the kernels behind it
                 queue = rank.d2h if kind == OpKind.OFFLOAD else rank.h2d
                 queue.waiting.append((number, position))
                 if queue.copy is None:

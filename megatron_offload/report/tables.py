@@ -112,13 +112,6 @@ def plan_rows(plan: OffloadPlan) -> list[PlanRow]:
     return rows
 
 
-def plan_table(plan: OffloadPlan) -> Table:
-    """Return one line for all groups that the plan treats alike."""
-    rows = ([*row[:-1], format_bytes(row.num_bytes)] for row in plan_rows(plan))
-    columns = ["group", "choice", "reason", "groups", "bytes"]
-    return plain_table("Groups of all pipeline ranks, and why", columns, 3, rows)
-
-
 def found_rows(stage: FoundStage, **marks: int) -> list[list[str]]:
     """Return some plans that a run has found: those that were tried, others at equal distances.
 
@@ -148,10 +141,6 @@ def found_table(stage: FoundStage, chosen: int) -> Table:
     """Return a line for each of `found_rows`."""
     columns = ["plan", "", "rows", "frees", "needs", "predicted", "measured"]
     return plain_table(f"Plans of stage {stage.name}", columns, 3, found_rows(stage, chosen=chosen))
-
-
-TRADEOFF_NAME = "tradeoff.json"
-"""Beside a plan."""
 
 
 _Kind: TypeAlias = Literal["measured", "predicted", "plan"]

@@ -34,7 +34,6 @@ from megatron_offload.frontends.whole_model import OffloadActivations
 from megatron_offload.observe.live_bytes import LiveActivationMeter
 from megatron_offload.observe.recorder import profile_step
 from megatron_offload.observe.trace_step import trace_step
-from megatron_offload.planning.choice import Chooser
 from megatron_offload.planning.files import save_profile
 from megatron_offload.planning.job import GroupWork, Job, StageWork
 from megatron_offload.planning.profiled_job import (
@@ -267,7 +266,7 @@ def test_nested_groups_lie_within_one_another():
             assert inner.done_us <= outer.done_us
 
 
-def test_a_recorded_step_can_be_planned_with():
+def test_a_recorded_step_can_be_simulated():
     program = Program()
     with profile_step(program.manager, moves=False) as recorded:
         program.step()
@@ -275,8 +274,7 @@ def test_a_recorded_step_can_be_planned_with():
     pytest.importorskip("simpy")
     profile = recorded.profile
     job = job_of([profile], schedule_of([profile]), Machine())
-    plan = Chooser([profile], job).under((6000,))
-    assert (plan.ranks[0].moved_bytes, plan.ranks[0].predicted_peak_bytes) == (0, 6000)
+    assert simulate(job).ranks[0].peak_reserved_bytes == 6000
     with profile_step(program.manager) as moved:
         program.step()
     with pytest.raises(ConfigError, match="moved 6000 bytes, which its memory doesn't count"):

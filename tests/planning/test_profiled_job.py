@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import replace
 
@@ -19,7 +18,6 @@ from megatron_offload.planning.files import PROFILES
 from megatron_offload.planning.job import NO_OFFLOAD, RankSettings
 from megatron_offload.planning.policy import ModulesPolicy, plan_by_rule
 from megatron_offload.planning.profiled_job import (
-    copies_gbps,
     job_from_profiles,
     job_of,
     measured_peak_bytes,
@@ -64,18 +62,6 @@ def test_an_absent_host_in_half_of_the_microbatches_makes_no_step_longer():
     longer = disturbed(disturbed(profile, 1, 1e5), 2, 3e5)
     again = job_of([longer], job.schedule, job.machine)
     assert simulate(again).step_us == pytest.approx(simulate(job).step_us, rel=1e-6)
-
-
-@pytest.mark.parametrize("virtual", [1, 2])
-def test_what_copies_take_of_kernels_is_found_by_two_steps(virtual):
-    job = make_job(ranks=virtual, virtual=virtual, microbatches=4)
-    bare = profiles_of(job)[0]
-    slower = tuple(GroupTimes(*(1.25 * at for at in one)) for one in bare.times)
-    moved = replace(disturbed(replace(bare, times=slower), 1, 1e5), d2h_gbps=50.0, h2d_gbps=40.0)
-    compute_us = simulate(job).ranks[0].compute_us
-    gbps = copies_gbps(moved, bare, int(1e9))
-    assert gbps == pytest.approx(1e6 / (0.25 * compute_us), rel=0.02)
-    assert copies_gbps(bare, bare, int(1e9)) == copies_gbps(bare, moved, int(1e9)) == math.inf
 
 
 @pytest.mark.parametrize("virtual", [1, 2])

@@ -50,18 +50,6 @@ def test_a_fast_link_costs_only_the_reload_that_has_no_room_before():
     assert rank.stall_us == pytest.approx({RELEASE: 0, RELOAD: 10, PIPELINE_WAIT: 0})
 
 
-@pytest.mark.parametrize("record", [False, True])
-def test_what_copies_take_of_kernels_is_compute(record):
-    job = replace(two_groups(gbps=10), copies_gbps=5.0)  # 100 kB take 20 us
-    rank = simulate(job, TIGHT, record=record).ranks[0]
-    # Of the copy to the host, the last group's forward is longer, of that back the first's
-    # backward, which waits for it.
-    assert (rank.compute_us, rank.end_us) == pytest.approx((600 + 40, 600 + 40 + 10))
-    assert rank.stall_us == pytest.approx({RELEASE: 0, RELOAD: 10, PIPELINE_WAIT: 0})
-    if record:
-        assert sum(s.duration_us for s in rank.trace.of("compute")) == pytest.approx(rank.end_us)
-
-
 def test_what_has_room_and_time_costs_nothing():
     groups = tuple(GroupWork(f"g{index}", 100 * KB, 100.0, 200.0) for index in range(6))
     job = Job(make_schedule("gpipe", 1, 2), (StageWork(groups),), (0,), one_way(2.0))
