@@ -445,17 +445,7 @@ assert trainer.offload.last_step.offloaded_bytes > 0
         "from megatron_offload.integrations.transformer_engine import activation_offloading as of\n"
         "assert [of(one) for one in mlp] == [True, False, None]",
     ),
-    "chooser.under([20 << 30] * 4)": (
-        "from pathlib import Path\n"
-        "from megatron_offload.planning.description import load_description\n"
-        "from megatron_offload.planning.profiled_job import profiles_of\n"
-        "from megatron_offload.planning.files import save_profile\n"
-        "job = load_description('configs/models/gpt_16x8192_pp4_vpp2.yaml').job()\n"
-        "Path('runs').mkdir(exist_ok=True)\n"
-        "for rank, profile in enumerate(profiles_of(job)):\n"
-        "    save_profile(profile, f'runs/profile_{rank}.json')\n",
-        "assert Path('runs/plan.json').is_file()",
-    ),
+    "choice.under([26 << 30] * 4)": ("", "assert planned.rows"),
     "with profile_step(manager, run=run, moves=False)": (
         f"{_LAYERS}{_PROFILE}rank = pp_rank = 0\n",
         "from pathlib import Path\nassert Path('profile_0.json').is_file()",
@@ -468,7 +458,7 @@ assert trainer.offload.last_step.offloaded_bytes > 0
         "criterion = nn.functional.mse_loss\n",
         "assert CPUOffload(tag='head').last_step.offloaded_bytes > 0",
     ),
-    "load_description(": ("", "assert simulation.step_us > 0"),
+    "simulation = simulate(job": ("", "assert simulation.step_us > 0"),
     'recompute=["norm", "mlp_act", "**.dropout"])': (
         _LAYERS,
         'assert offload.last_step.by_name["activations"].recomputed_bytes > 0',
@@ -513,7 +503,6 @@ SLOW_SNIPPETS = {
     "torch.compile(layer)": "compiles",
     "torch.cuda.CUDAGraph()": "takes seventeen steps",
     "callback = OffloadCallback()": "imports all of Lightning",
-    "chooser.under([20 << 30] * 4)": "chooses for four ranks",
     "loop = tune(manager)": "finds what to offload",
 }
 """Of `PRELUDES`, those that take seconds, and why."""
@@ -531,7 +520,7 @@ SHOWN = {
     "megatron_offload/": "the tree",
     "flags / YAML ──> OffloadConfig": "a diagram",
     "autograd graph ──> SavedTensor": "a diagram",
-    "profiles ──> job ──> choice ──> plan": "a diagram",
+    "description ──> job ──> frontier of each rank": "a diagram",
     "the plan was made for another run": "an error",
 }
 """How blocks begin that are neither commands nor programs, and what they are."""
