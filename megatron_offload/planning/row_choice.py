@@ -25,6 +25,7 @@ _MOST_MEASURED = 32
 MOST_DOUBT = 10.0  # in points: an interval that is wider says nothing
 _LEAST_DOUBT = 2.0  # likewise: steps go on until it is narrower
 _AIM_SHARE = 0.9  # of what a step may cost, so that one that costs a little more is kept
+_TRUST = 0.6  # likewise where no step shows what a plan takes
 _LEAST_GAIN_SHARE = 64  # plans that differ by less of the memory are the same
 _HOPE = 1.3  # of what a step may cost, what may be predicted of a plan that is tried all the same
 _LARGE_GAIN_SHARE = 16  # of the memory, by how much more such a plan has to free
@@ -219,7 +220,7 @@ class RowChoice:
             default=len(us_of),
         )
         if len(self._tried) < max(1, policy.measured_plans):
-            aim = _AIM_SHARE * limit
+            aim = (_AIM_SHARE if policy.measured_plans else _TRUST) * limit
             us, percent = points[quick]
             if slow < len(us_of):
                 slow_us, slow_percent = points[slow]

@@ -674,7 +674,7 @@ def test_steps_that_differ_too_much_say_nothing_of_a_plan():
 
 
 def test_a_plan_that_is_not_measured_is_tried_all_the_same():
-    job = LayeredJob(0.001, layer=RandomLayer, policy={**auto(40), "measured_plans": 0})
+    job = LayeredJob(0.001, layer=RandomLayer, policy={**auto(60), "measured_plans": 0})
     search = job.found()
     assert "as predicted" in search.said
     assert actions(job) == {("mlp", "recompute")}

@@ -56,7 +56,7 @@ def test_what_functions_make_is_offloaded_or_made_again():
     assert found[act, ("mlp", 1)] == (6, 2)
     assert found[("layer", "recompute"),] == (6, 0)
     assert (act, ("layer", "recompute")) not in found
-    times.is_host_bound = True
+    times.host_share = 1.0
     again = next(x for x in watch.actions(times, 100.0, [])[0] if x.parts == (act,))
     assert again.us > next(x for x in actions if x.parts == (act,)).us + 100
 
