@@ -235,9 +235,10 @@ class RowSearch(OldAttributes):
             self._mark = self._now()[0]
 
     def _is_graph(self) -> bool:
-        if self.manager.backend.is_capturing():
+        if self.manager.backend.is_capturing() and not self.is_converged:
             self.is_converged = True  # the graph has what the last eager step had
-            self.said = "a step was captured before a plan was found"
+            self.said = "megatron-offload: a step was captured before a plan was found"
+            _logger.warning("%s", self.said)
         return self.is_converged
 
     def _step_is_over(self) -> None:
