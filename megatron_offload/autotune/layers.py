@@ -461,5 +461,5 @@ class SiteTimes:
 
     @property
     def host_share(self) -> float:
-        """Of how many steps the host's time is theirs."""
+        """Of how many steps the host decides how long they take."""
         return 1.0 if self.is_host_bound else self.late_share
