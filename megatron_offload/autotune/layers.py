@@ -216,7 +216,7 @@ class LayerWatch:
                 inner = Counter[str]()
                 for key in sizes:
                     if inside[key] and not times.is_host_bound:
-                        inner[_part(site.module, path, savers[key][0])] += sizes[key]
+                        inner[_part(site, path, savers[key][0])] += sizes[key]
                 # A group takes some of the host's time, so that it has to be worth a copy.
                 least_bytes = max(_LEAST_BYTES, _PART_US * gbps * 1e3)
                 large = sorted(x for x, size in inner.items() if x and size >= least_bytes)
@@ -249,11 +249,13 @@ class _Offload(NamedTuple):
     """Parts of the site that are groups of their own: these leave sooner."""
 
 
-def _part(module: nn.Module, path: str, saver: str) -> str:
+def _part(site: Site, path: str, saver: str) -> str:
     """Return the part of a site that saves something, as rows name it; empty of the site itself."""
     name = saver.removeprefix(path).lstrip(".").partition(".")[0]
-    is_called = name and has_forward(getattr(module, name))
-    return f"{path.rpartition('.')[2]}.{name}" if is_called else ""
+    if not (name and has_forward(getattr(site.module, name))):
+        return ""
+    depth = 0 if site.name == "layer" else 1 + site.name.count(".")  # below its layer
+    return ".".join([*path.split(".")[len(path.split(".")) - depth :], name])
 
 
 def _offloads(sizes: Iterable[tuple[int, bool]], inner: tuple[str, ...]) -> Iterator[_Offload]:

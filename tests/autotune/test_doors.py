@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from layered_job import WIDTH, LayeredJob
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from virtual_clock import Tick
 
 from megatron_offload.autotune import layers
 from megatron_offload.backends.simulated import SimulatedBackend
@@ -115,3 +116,21 @@ def test_of_steps_of_which_the_host_decides_some_the_host_s_time_counts_as_often
     assert job.search._late_share() == pytest.approx(2 / 5)
     job.search._steps = []
     assert job.search._late_share() == 0.0
+
+
+def test_parts_of_a_layer_without_mlp_are_named_from_the_layer(monkeypatch):
+    class Block(torch.nn.Module):
+        def __init__(self, job):
+            super().__init__()
+            self.inner, self.job = torch.nn.Linear(WIDTH, WIDTH), (job,)
+
+        def forward(self, x):
+            (job,) = self.job
+            x = Tick.apply(x, job.backend.advance_compute, job.us_per_row * len(x))
+            return job.note(self.inner(job.note(x.sin())).sigmoid())
+
+    monkeypatch.setattr(layers, "_PART_US", 0.0)
+    job = LayeredJob(1.0, layer=Block, policy={"kind": "auto", "most_slowdown_percent": 3})
+    assert "rows" in job.found().said
+    assert {row.site for row in job.manager.rows} == {"layer", "inner"}
+    assert job.manager.last_step.offloaded_bytes > 0
