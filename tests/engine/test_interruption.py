@@ -422,6 +422,7 @@ def test_every_entry_of_the_backend_is_trapped():
         "peak_allocated_bytes",
         "num_out_of_memory",
         "prepare_host",
+        "discard",
     }
     public = {
         name
