@@ -22,7 +22,7 @@ from megatron_offload.planning.policy import ModulesPolicy
 
 _logger = logging.getLogger(__name__)
 
-_MOST_EMPTY = 8
+_MOST_EMPTY = 8  # so many steps without a chunk are no evaluation before training
 
 _WITHIN = {
     "attention": {"attn_norm", "qkv_linear", "core_attn", "attn_proj", "layer"},
@@ -66,7 +66,7 @@ class MegatronSearch(OldAttributes):
         if self.by_rows is not None:
             self.by_rows(manager)
             self.is_converged, self.said = self.by_rows.is_converged, self.by_rows.said
-        else:  # behind so many steps without a chunk none comes, as on a rank without any
+        else:  # there may be none on this rank
             self._num_empty += 1
             self.is_converged |= self._num_empty > _MOST_EMPTY
 
@@ -94,7 +94,7 @@ def join_search(
     if search is not None and not search.is_of(model):
         search.add(model)
     elif search is None and isinstance(tuner, MegatronSearch) and not tuner.is_converged:
-        goes_around = _what_goes_around(config)
+        goes_around = _what_goes_around(config, is_replayed=given.whole_step_graph)
         if given.policy is None and manager.learner.policy != ModulesPolicy():
             manager.learner.follow_plan(None)  # the model's own settings say what is kept
             tuner.is_converged = True
@@ -105,12 +105,10 @@ def join_search(
             if "modules" in given.model_fields_set:
                 names = [x for x in names if any(fnmatchcase(x, one) for one in given.modules)]
             may_offload, may_rerun = partial(_is_named, names), partial(_may_rerun, config)
-            is_whole = (config.recompute_granularity, config.recompute_method) == (
-                "full",
-                "uniform",
-            )
+            how = config.recompute_granularity, config.recompute_method
+            has_layers = how != ("full", "uniform")
             own = None, may_offload, may_rerun
-            search = RowSearch([model], manager, hook, *own, has_layers=not is_whole)
+            search = RowSearch([model], manager, hook, *own, has_layers=has_layers)
             search.loss_is_by_rows = lambda: given.names_loss
             tuner.by_rows = search
     handles = hooks_of(RowSearch, model)
@@ -120,15 +118,12 @@ def join_search(
     return handles
 
 
-def _what_goes_around(config: Any) -> str:
-    """Return what of a job's settings doesn't call its layers as modules."""
-    if getattr(config, "overlap_moe_expert_parallel_comm", False):
-        return "overlap_moe_expert_parallel_comm"
-    names = ("enable_cuda_graph", "external_cuda_graph")
-    graphs = [name for name in names if getattr(config, name, False)]
-    if getattr(config, "cuda_graph_impl", "none") not in ("none", None):
-        graphs.append("cuda_graph_impl")
-    return graphs[0] if graphs else ""
+def _what_goes_around(config: Any, *, is_replayed: bool) -> str:
+    """Return what of a job's settings doesn't call its layers as modules, as graphs of these."""
+    names = ("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl")
+    names = ("overlap_moe_expert_parallel_comm", *(() if is_replayed else names))
+    on = (name for name in names if getattr(config, name, None) not in (None, False, "none"))
+    return next(on, "")
 
 
 def _may_rerun(config: Any, site: str) -> bool:

@@ -80,7 +80,7 @@ def prepare(given: Mapping[str, Any]) -> None:
             args.fine_grained_activation_offloading = True
             if _captures_steps(vars(args)):
                 if config.tuned_policy is not None:  # whose plan is found by then
-                    args.cuda_graph_warmup_steps = max(args.cuda_graph_warmup_steps, 16)
+                    args.cuda_graph_warmup_steps = max(args.cuda_graph_warmup_steps, 32)
                 if getattr(args, "fine_grained_offloading_max_inflight_offloads", 0) is None:
                     # Megatron's only bound, which it asks for; this package has its own.
                     args.fine_grained_offloading_max_inflight_offloads = 1 << 30

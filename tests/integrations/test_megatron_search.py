@@ -8,10 +8,16 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
+from megatron_offload import OffloadConfig, PipelineOffloadManager
 from megatron_offload.core.row_config import RowConfig
 from megatron_offload.errors import ConfigError
 from megatron_offload.integrations.megatron_core import _refuse_rows
-from megatron_offload.integrations.megatron_search import _is_named, _may_rerun
+from megatron_offload.integrations.megatron_search import (
+    MegatronSearch,
+    _is_named,
+    _may_rerun,
+    _what_goes_around,
+)
 
 ATTENTION, MLP = "0.decoder.layers.3.self_attention", "0.decoder.layers.3.mlp"
 
@@ -74,3 +80,33 @@ def test_rows_may_name_the_layers_that_predict_further_tokens():
     _refuse_rows([row], SimpleNamespace(num_layers=4, mtp_num_layers=1), notes=False)
     with pytest.raises(ConfigError, match="there are layers 0 to 3"):
         _refuse_rows([row], SimpleNamespace(num_layers=4, mtp_num_layers=None), notes=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_replayed", "expected"),
+    [
+        ({}, False, ""),
+        ({"cuda_graph_impl": "none", "enable_cuda_graph": False}, False, ""),
+        ({"cuda_graph_impl": "local"}, False, "cuda_graph_impl"),
+        ({"cuda_graph_impl": "full_iteration"}, True, ""),
+        ({"external_cuda_graph": True}, False, "external_cuda_graph"),
+        ({"overlap_moe_expert_parallel_comm": True}, True, "overlap_moe_expert_parallel_comm"),
+    ],
+)
+def test_rows_are_looked_for_where_layers_are_called_as_modules(settings, is_replayed, expected):
+    found = _what_goes_around(SimpleNamespace(**settings), is_replayed=is_replayed)
+    assert found == expected
+
+
+def test_where_no_rows_can_be_found_it_is_said_once_and_kept_what_there_is_room_for(caplog):
+    manager = PipelineOffloadManager(OffloadConfig(policy="auto"))
+    manager.tuner = MegatronSearch()
+    manager.tuner.begin(manager)
+    for _ in range(2):
+        manager.tuner.end("cuda_graph_impl calls parts of layers")
+    assert [m for m in caplog.messages if "only what the device has no room for" in m] == [
+        manager.tuner.said
+    ]
+    assert manager.tuner.is_converged
+    assert manager.learner.is_open
+    manager.close()
