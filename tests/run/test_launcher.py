@@ -215,10 +215,10 @@ EARLIER = "local --cuda-graph-scope full_iteration"
 @pytest.mark.parametrize(
     ("version", "spelling", "policy", "warmup"),
     [
-        ("later", "full_iteration", "auto", 16),
-        ("0.16", EARLIER, "auto", 16),
+        ("later", "full_iteration", "auto", 32),
+        ("0.16", EARLIER, "auto", 32),
         ("later", "full_iteration", "modules", 3),
-        ("later", EARLIER, "auto", 16),
+        ("later", EARLIER, "auto", 32),
     ],
 )
 def test_a_graph_of_the_whole_step_is_captured_when_the_plan_is_found(
