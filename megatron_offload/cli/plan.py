@@ -52,7 +52,7 @@ class Given(SourceOptions):
     """Most device memory of every pipeline rank, such as 26GiB; or one size for each."""
 
     most_slowdown_percent: Annotated[float, _WithoutSign, Field(ge=0, le=1000)] | None = None
-    """Maximum step-time overhead in percent (default 1; of a run's plans what was followed)."""
+    """Maximum step-time overhead in percent (default 3; of a run's plans what was followed)."""
 
     output: Path | None = None
     """Where the plans of a described job go."""
@@ -152,7 +152,9 @@ def _recomputable(source: Source) -> tuple[str, ...]:
 def _policy_of(given: Given) -> AutoConfig | MemoryTargetConfig:
     targets, percent = given.memory_target, given.most_slowdown_percent
     if targets is None:
-        return AutoConfig(kind="auto", most_slowdown_percent=1.0 if percent is None else percent)
+        default = AutoConfig(kind="auto")
+        limit = default.most_slowdown_percent if percent is None else percent
+        return AutoConfig(kind="auto", most_slowdown_percent=limit)
     if percent is not None:
         raise ConfigError("give either --memory-target or --most-slowdown-percent")
     each = targets if len(targets) > 1 else targets[0]
