@@ -51,13 +51,12 @@ MODULES: tuple[str, ...] = MEGATRON_MODULES + EXTRA_MODULES
 RECOMPUTE_SITES: tuple[str, ...] = ("layer", "mlp", "attention")
 """What is recomputed as a whole: a layer, or its MLP or attention."""
 
-MEGATRON_RECOMPUTE: tuple[str, ...] = ("norm", "mlp_act", "mlp_fc1")
+MEGATRON_RECOMPUTE: tuple[str, ...] = ("norm", "mlp_act")
 """What is recomputed in a Megatron job unless something is set: its classes are known, and so is
 who reads what they make."""
 
 RECOMPUTE_KINDS = (*RECOMPUTE_SITES, *MEGATRON_RECOMPUTE, LOSS)
-"""What backward can recompute by name, other than modules (docs/recompute.md); ``mlp_fc1`` only
-where a plan says so."""
+"""What backward can recompute by name, other than modules (docs/recompute.md)."""
 
 _KEEP_KEYS = {"fraction", "delta_bytes_across_pp_ranks"}
 """Keys by which groups are kept on the device."""
@@ -166,10 +165,10 @@ class OffloadConfig(StrictModel):
         default=default(None), discriminator="kind"
     )
     """What decides about marked groups, in place of ``fraction`` and the delta above:
-    ``kind: plan_file`` follows a plan, ``ratio`` moves a share of the bytes, ``memory_target`` and
-    ``auto`` find rows by the run's own steps (docs/rows.md). ``kind: modules`` leaves all to those
-    keys. A kind alone (``policy: modules``) will do where it needs no more. None: likewise where
-    those keys or ``recompute`` are set, or where the program marks groups itself; else ``auto``."""
+    ``kind: ratio`` moves a share of the bytes, ``memory_target`` and ``auto`` find rows by the
+    run's own steps (docs/rows.md). ``kind: modules`` leaves all to those keys. A kind alone
+    (``policy: modules``) will do where it needs no more. None: likewise where those keys or
+    ``recompute`` are set, or where the program marks groups itself; else ``auto``."""
 
     whole_step_graph: bool = False
     """Steps will be replays of a CUDA graph (docs/cuda_graphs.md), in which the host takes no time:

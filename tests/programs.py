@@ -190,25 +190,6 @@ class Block(nn.Module):
         return recomputable(drop_some, x, manager=manager) if manager else drop_some(x)
 
 
-class ColumnParallelLinear(nn.Linear):
-    """Passes for Megatron's, whose output a plan may recompute."""
-
-    __module__ = "megatron.core.tensor_parallel.layers"
-
-
-class ParallelMlp(nn.Module):
-    """Named as Megatron's."""
-
-    def __init__(self, width=32):
-        super().__init__()
-        self.linear_fc1 = ColumnParallelLinear(width, 4 * width)
-        self.act = nn.GELU()
-        self.linear_fc2 = nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        return x + self.linear_fc2(self.act(self.linear_fc1(x)))
-
-
 def make_model(*, layers=3, width=32, seed=0, recomputes=False):
     torch.manual_seed(seed)
     return nn.ModuleList(Block(width, recomputes) for _ in range(layers))

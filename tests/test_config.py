@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import time
-from pathlib import Path
 
 import pytest
 
@@ -207,16 +206,6 @@ def test_a_kind_of_policy_alone_is_its_section():
         OffloadConfig(policy="ratio")
     with pytest.raises(ValueError, match="no kind 'autp'; did you mean 'auto'"):
         OffloadConfig(policy="autp")
-
-
-def test_a_plan_s_file_may_be_a_path():
-    config = OffloadConfig(policy={"kind": "plan_file", "path": Path("plans", "own.json")})
-    assert config.policy.path == os.path.join("plans", "own.json")
-    assert OffloadConfig.model_validate_json(config.model_dump_json(exclude_unset=True)) == config
-    with pytest.raises(ConfigError, match=r"policy\.path': input should be a valid string"):
-        OffloadConfig(policy={"kind": "plan_file", "path": 3})
-    with pytest.raises(ConfigError, match="at least 1 character"):
-        OffloadConfig(policy={"kind": "plan_file", "path": ""})
 
 
 def test_one_name_stands_for_a_list_of_it():

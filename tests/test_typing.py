@@ -10,17 +10,14 @@ from documents import blocks
 from processes import ROOT, run_python
 
 ACCEPTED = """
-from pathlib import Path
-
 from megatron_offload import OffloadConfig
-from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig, PlanFileConfig
+from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig
 
 OffloadConfig(max_inflight_bytes="1GiB", min_tensor_bytes=1024, prefetch_bytes=None)
 OffloadConfig(modules=["mlp_fc1", "layers.*.mlp"], policy=AutoConfig(kind="auto"))
 OffloadConfig(modules="mlp_fc1", recompute="norm")
 OffloadConfig(modules=("mlp_fc1",), policy={"kind": "ratio", "ratio": 0.5})
 MemoryTargetConfig(kind="memory_target", memory_target=["20GiB", 21 << 30])
-OffloadConfig(policy=PlanFileConfig(kind="plan_file", path=Path("plan.json")))
 total: int | None = OffloadConfig().max_inflight_bytes
 names: tuple[str, ...] = OffloadConfig().modules
 """

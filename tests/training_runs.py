@@ -9,8 +9,6 @@ from pathlib import Path
 
 from processes import run_python
 
-from megatron_offload.core.profile import GroupKey
-from megatron_offload.planning.plan import GroupChoice, OffloadPlan, RankPlan
 from megatron_offload.train import launch
 
 TINY = {
@@ -27,12 +25,6 @@ TINY = {
     "run": {"steps": 6, "device": "cpu"},
     "offload": {"enabled": False, "modules": ["core_attn", "mlp_act"], "min_tensor_bytes": 0},
 }
-
-
-def small_plan(*, ranks=1, microbatches=1, virtual=1):
-    """Return a plan by which one group of each rank moves."""
-    choice = GroupChoice(GroupKey(0, 0), "mlp_act", 64, True, "frees most")
-    return OffloadPlan("auto", microbatches, virtual, (RankPlan((choice,)),) * ranks)
 
 
 def words(output, *settings):

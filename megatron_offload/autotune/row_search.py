@@ -322,7 +322,7 @@ class RowSearch(OldAttributes):
         self._num_ooms = manager.num_out_of_memory
         # A rerun may hold collectives, so that ranks don't decide on it by themselves.
         if sites and all(site.may_rerun for site in sites.values()) and is_alone():
-            manager.learner.follow_plan(None)
+            manager.learner.follow_rules()
             self._recompute_layers(numbers, when_short=True)
         released_bytes = 0
         for _ in range(1 + self._has_groups):  # behind the first there is an optimizer's state
@@ -338,7 +338,7 @@ class RowSearch(OldAttributes):
         if self._is_tight and manager.rows is None:
             yield from self._agree("layers can't be recomputed here unasked", "open")
             return
-        manager.learner.follow_plan(None)
+        manager.learner.follow_rules()
         others = numbers[:-1] if self._is_tight else []
         if self._is_tight:  # one layer stands for all
             sites = {path: site for path, site in sites.items() if site.layer == numbers[-1]}
@@ -640,7 +640,7 @@ class RowSearch(OldAttributes):
         what = "only what the device has no room for is offloaded"
         if not keeps_open:
             what = "nothing is offloaded or recomputed"
-            manager.learner.follow_plan(None)
+            manager.learner.follow_rules()
             manager.follow_rows((), is_own=True)
             self._hook()
             manager.host_pool.prepare(0)

@@ -1,8 +1,8 @@
 """Write one HTML page about a run: bits, memory, time, groups, timelines, the rows that it found.
 
 reads    run.output of a train or a compare run: steps.jsonl, and of config.yaml, run.json,
-         timelines, compare.json, frontier.json and a plan that was followed what is there; one that
-         is missing is a gap that the page names, a damaged one is an error
+         timelines, compare.json and frontier.json what is there; one that is missing is a gap that
+         the page names, a damaged one is an error
 prints   where the page is
 writes   report.html; needs the extra 'report'
 
@@ -20,13 +20,11 @@ from typing import Any
 from pydantic_settings import CliPositionalArg
 
 from megatron_offload.cli.options import Options, writing
-from megatron_offload.cli.source import Recorded
 from megatron_offload.config import load_yaml
 from megatron_offload.core.trace import read_traces
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import read_model, validate
 from megatron_offload.files.text import read_text, replace_text
-from megatron_offload.planning.files import load_plan
 from megatron_offload.planning.found import NAME, read_frontier
 from megatron_offload.report.console import console
 from megatron_offload.report.report import MemoryKind, Pair, Report, render_report
@@ -93,8 +91,6 @@ def read_report(folder: Path) -> Report:
     is_simulated = facts.is_simulated if facts else ranks[0]["peak_reserved_bytes"] is None
     traced_step = config.traced_step if config else 0
     times = Pair(*(run.median_step_time_s(without=traced_step) for run in (plain, offloaded)))
-    recorded = Recorded.read(main)
-    plan_path = recorded and recorded.own_plan
     return Report(
         title=folder.resolve().name,
         num_steps=len(offloaded.steps),
@@ -109,7 +105,6 @@ def read_report(folder: Path) -> Report:
         findings=comparison.findings if comparison else None,
         traces=[one for path in run_folder.rank_files(main, "trace") for one in read_traces(path)],
         found=read_frontier(main) if (main / NAME).exists() else None,
-        plan=load_plan(plan_path) if plan_path else None,
     )
 
 

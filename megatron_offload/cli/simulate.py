@@ -2,9 +2,8 @@ r"""Predict one training step without and with offload, with no GPU: time, stall
 
 reads    the YAML of --model, or RUN_FOLDER/profile_<rank>.json, which run.profile_step makes a run
          leave (of a comparison, its run with offload); of a run also
-         config.yaml, and the plan that it followed: what is offloaded, and within which budgets, is
-         what the run did, unless --plan, a file of 'megatron-offload plan', or --set
-         offload.KEY=VALUE says otherwise; of a described model everything that can be
+         config.yaml: what is offloaded, and within which budgets, is what the run did, unless
+         --set offload.KEY=VALUE says otherwise; of a described model everything that can be
 prints   what was simulated and which settings of a run were not, the step's time, and for every
          pipeline rank: compute, the part of it that recomputes what was not kept, what it waits
          for other stages (pipeline), for copies to the host whose memory is wanted (W2) and for
@@ -36,9 +35,6 @@ from megatron_offload.report.console import console, plain_table
 class Given(SourceOptions):
     """The options of ``simulate``."""
 
-    plan: Path | None = None
-    """Follow this plan."""
-
     trace: Path | None = None
     """Write the timeline (JSON)."""
 
@@ -47,12 +43,10 @@ def run(given: Given) -> int:
     """Simulate both steps, print them and write what was asked for; return 0."""
     with console(stderr=True).status("simulating"):
         source = load_source(given)
-        settings = source.settings(given.plan)
+        settings = source.settings()
         without = simulate(source.job)
         offloaded = simulate(source.job, settings, record=given.trace is not None)
-    if given.plan is not None:
-        what = f"the plan {given.plan}"
-    elif source.recorded is not None:
+    if source.recorded is not None:
         what = f"as the run did, by {source.recorded.path}"
     else:
         what = "everything that can be offloaded"

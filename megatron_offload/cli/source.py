@@ -20,8 +20,8 @@ from rich.table import Table
 from megatron_offload.cli.options import OptionsWithKeys
 from megatron_offload.config import LOSS, OffloadConfig, apply_overrides, find_config, load_yaml
 from megatron_offload.core.machine import MachineProfile
-from megatron_offload.core.policy_config import PlanFileConfig, RatioConfig
-from megatron_offload.core.profile import StepProfile, kind_of
+from megatron_offload.core.policy_config import RatioConfig
+from megatron_offload.core.profile import StepProfile
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.files.strict_model import validate
@@ -29,8 +29,7 @@ from megatron_offload.files.text import read_json
 from megatron_offload.planning import description, profiled_job
 from megatron_offload.planning.files import load_profile
 from megatron_offload.planning.job import LIMITS, Job, RankSettings
-from megatron_offload.planning.plan import check_profiles
-from megatron_offload.planning.policy import ModulesPolicy, plan_by_rule
+from megatron_offload.planning.policy import ModulesPolicy, kept_by_rule
 from megatron_offload.planning.simulate import Simulation, fair_rates, settings_of
 from megatron_offload.report.console import console
 from megatron_offload.train import run_folder
@@ -53,25 +52,16 @@ class Recorded:
         return cls(path, validate(OffloadConfig, load_yaml(path).get("offload") or {}, str(path)))
 
     @property
-    def own_plan(self) -> Path | None:
-        """The run's copy of the plan that it was given and followed, if there is one."""
-        path, config = self.path.parent / run_folder.PLAN_NAME, self.offload
-        is_given = config.enabled and isinstance(config.policy, PlanFileConfig)
-        return path if is_given and path.exists() else None
-
-    @property
-    def policy(self) -> ModulesPolicy | RatioConfig | PlanFileConfig:
-        """What decided in the run: its plan, its policy, or Megatron's numbers.
+    def policy(self) -> ModulesPolicy | RatioConfig:
+        """What decided in the run: its policy, or Megatron's numbers.
 
         Raises:
             ConfigError: rows did.
         """
         config = self.offload
         if config.has_rows or config.tuned_policy is not None:
-            raise ConfigError("the run had rows, which are not simulated")
-        if self.own_plan is not None:
-            return PlanFileConfig(kind="plan_file", path=str(self.own_plan))
-        if isinstance(config.policy, (RatioConfig, PlanFileConfig)):
+            raise ConfigError(f"{self.path}: the run had rows, which are not simulated")
+        if isinstance(config.policy, RatioConfig):
             return config.policy
         delta_bytes = int(config.delta_bytes_across_pp_ranks)
         return ModulesPolicy(config.fraction, 0, config.modules, delta_bytes)
@@ -106,40 +96,32 @@ class Source:
 
     @property
     def default(self) -> RankSettings:
-        """What counts where no plan says something else: the flags', then the run's."""
+        """What a rank does where its rule says nothing else: the flags', then the run's."""
         flags = self.around.offload
         given: dict[str, Any] = {}
         for section in (self.recorded.offload if self.recorded else description.Budgets(), flags):
             given |= section.model_dump(include={*LIMITS}, exclude_unset=True)
         if "recompute" not in flags.model_fields_set:
             return RankSettings(**given)
-        units = {unit.unit for stage in self.job.stages for g in stage.groups for unit in g.units}
-        kinds = set(map(kind_of, units))
+        kinds = {unit.unit for stage in self.job.stages for g in stage.groups for unit in g.units}
         for name in {*flags.recompute} - {*kinds, LOSS}:
             raise ConfigError(
                 f"offload.recompute: the job has no kind {name!r}{did_you_mean(name, kinds)}"
             )
         num_virtual = len(self.job.schedule.stages_of(0))
-        chosen = frozenset(unit for unit in units if kind_of(unit) in flags.recompute)
+        chosen = frozenset(kinds.intersection(flags.recompute))
         return RankSettings(**given, recompute=(chosen,) * num_virtual)
 
-    def settings(self, plan_path: Path | None = None) -> list[RankSettings]:
-        """Return what each rank does: by a plan, as the run did it, or offload all that it can.
+    def settings(self) -> list[RankSettings]:
+        """Return what each rank does: what it did in the run, else offload all that it can.
 
-        Flags win over each. ConfigError: a plan that can't be read, or is another job's.
+        Flags win over both. ConfigError: the run had rows.
         """
-        if plan_path is not None:
-            followed = PlanFileConfig(kind="plan_file", path=str(plan_path))
-            plan = plan_by_rule(followed, self.profiles or profiled_job.profiles_of(self.job))
-        elif self.recorded is None:
+        if self.recorded is None:
             return [self.default] * self.job.schedule.num_ranks
-        else:
-            try:
-                plan = plan_by_rule(self.recorded.policy, self.profiles)
-            except ConfigError as error:
-                where = f"{self.recorded.path}: offload.policy"
-                raise ConfigError(f"{where}: {error}; --plan FILE takes another") from error
-        return settings_of(plan, self.default)
+        rule = self.recorded.policy
+        ranks = ((profile, kept_by_rule(rule, profile)) for profile in self.profiles)
+        return [settings_of(*rank, self.default) for rank in ranks]
 
     def show(
         self,
@@ -255,7 +237,9 @@ def _profiled(folder: Path, given: SourceOptions) -> Source:
             "run.profile_step: 3"
         )
     seen = [load_profile(path) for path in paths]
-    profiles = check_profiles({one.run.pp_rank: one for one in reversed(seen)}.values())
+    profiles = profiled_job.check_profiles(
+        {one.run.pp_rank: one for one in reversed(seen)}.values()
+    )
     facts = place / run_folder.FACTS_NAME
     data = read_json(facts) if facts.exists() else None
     is_simulated = isinstance(data, dict) and data.get("is_simulated") is True

@@ -20,7 +20,7 @@ _MOST_GROUP_BYTES = 64 * 1024**2
 class DeviceBudget:
     """Limits and counts, in bytes.
 
-    Each limit is the user's; else a plan's; else the default, which follows the step.
+    Each limit is the user's; else the default, which follows the step.
     ``total_bytes`` is both together, and ``lookahead_bytes`` how far ahead, by the step's clock,
     what is on the host is looked at for its reload: twice what may be reloaded, since backward of
     one half hides the reload of the other. A group that is cut by size has ``most_group_bytes`` at
@@ -35,7 +35,6 @@ class DeviceBudget:
         if max_inflight_bytes is not None and prefetch_bytes is not None:
             share_bytes = (max_inflight_bytes + prefetch_bytes) // _GROUP_SHARE
             self.most_group_bytes = min(share_bytes, _MOST_GROUP_BYTES)
-        self._plan: tuple[int | None, int | None] = None, None
         self._default = 0, 0
         self._choose_limits()
         self.inflight_bytes = self.held_bytes = 0
@@ -44,11 +43,9 @@ class DeviceBudget:
 
     # Who sets the limits
 
-    def follow_plan(self, max_inflight_bytes: int | None, prefetch_bytes: int | None) -> None:
-        """Take a plan's limits; where it sets none, the default follows the steps to come alone."""
-        self._plan = max_inflight_bytes, prefetch_bytes
+    def restart(self) -> None:
+        """Let the default follow the steps to come alone."""
         self._peak_saved_bytes = self._saved_bytes
-        self._choose_limits()
 
     def _follow_step(self, seen_bytes: int) -> None:
         """Let the default follow a step that has saved so much at its peak."""
@@ -64,10 +61,7 @@ class DeviceBudget:
 
     def _choose_limits(self) -> None:
         """Put the limits in force that count: the one place that knows whose word does."""
-        inflight_bytes, prefetch_bytes = (
-            planned if user is None else user
-            for user, planned in zip(self._user, self._plan, strict=True)
-        )
+        inflight_bytes, prefetch_bytes = self._user
         self._follows_step = inflight_bytes is None
         self._follows_any = inflight_bytes is None or prefetch_bytes is None
         self.max_inflight_bytes = self._default[0] if inflight_bytes is None else inflight_bytes

@@ -5,11 +5,10 @@ Invariant: a section holds only keys that its kind has; anything else fails when
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import Converted, StrictModel, TargetBytes
@@ -84,23 +83,8 @@ class AutoConfig(SolvedConfig):
     """Of the step's time without offload."""
 
 
-_FileName = Annotated[
-    str,
-    Field(min_length=1),
-    BeforeValidator(lambda x: os.fspath(x) if isinstance(x, os.PathLike) else x),
-]
-
-
-class PlanFileConfig(StrictModel):
-    """A plan that was made before; see `megatron_offload.planning.files.save_plan`."""
-
-    kind: Literal["plan_file"]
-
-    path: Converted[_FileName, str | os.PathLike[str]]
-
-
 PolicyConfig = Annotated[
-    ModulesConfig | RatioConfig | MemoryTargetConfig | AutoConfig | PlanFileConfig,
+    ModulesConfig | RatioConfig | MemoryTargetConfig | AutoConfig,
     Field(discriminator="kind"),
 ]
 """Type of a field ``policy: PolicyConfig = ModulesConfig()``."""

@@ -34,16 +34,6 @@ class GroupKey(NamedTuple):
     """Position of the group in its chunk, in the order of the group starts."""
 
 
-def kind_of(unit: str) -> str:
-    """Return the kind of a unit: ``mlp_fc1`` of ``mlp_fc1:decoder.layers.0.mlp.linear_fc1``."""
-    return unit.partition(":")[0]
-
-
-def is_default(unit: str) -> bool:
-    """Whether a unit is recomputed without a plan, too: not one that is named by its module."""
-    return ":" not in unit
-
-
 class RecomputeUnit(NamedTuple):
     """What a group saves by recipes of one unit: recomputed in its backward, or to be so."""
 
@@ -122,7 +112,7 @@ class GroupTimes(NamedTuple):
 
 
 class RunShape(NamedTuple):
-    """Which part of which run a step was seen in: what a plan made from it is good for."""
+    """Which part of which run a step was seen in."""
 
     num_microbatches: Amount = 1
     """Of one step."""

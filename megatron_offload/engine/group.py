@@ -356,7 +356,7 @@ class Rules:
     """The units and patterns that the configuration names."""
 
     recompute: frozenset[str] | None = None
-    """The units of recipes by which tensors are recomputed; None for the default kinds."""
+    """The units of recipes by which tensors are recomputed; None for all."""
 
 
 class Pick(Protocol):

@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache
 
 from megatron_offload.config import OffloadConfig
-from megatron_offload.core.policy_config import PlanFileConfig, RatioConfig
-from megatron_offload.core.profile import GroupKey, GroupProfile, RunShape, StepProfile
+from megatron_offload.core.policy_config import RatioConfig
+from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile
 from megatron_offload.core.skipping import skipped_groups
 from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.transfers import Transfers
-from megatron_offload.errors import ConfigError
-from megatron_offload.planning.files import load_plan
-from megatron_offload.planning.plan import OffloadPlan
-from megatron_offload.planning.policy import ModulesPolicy, plan_by_ratio
+from megatron_offload.planning.policy import ModulesPolicy, kept_by_ratio
 
 _NUM_FITS = 3
 """How often the host pool is cut to what the last step alone used: each of the first needs less
@@ -53,31 +50,11 @@ def register_pipeline_rank(source: Callable[[], int] | None) -> None:
     _rank_source = source
 
 
-def read_policy(config: OffloadConfig) -> OffloadPlan | RatioConfig | None:
-    """Return what a manager follows in place of the rules of `ModulesPolicy`; None for those.
-
-    A policy that plans by the run's own steps begins with those: everything is offloaded.
-
-    Raises:
-        ConfigError: the plan's file can't be read, or the configuration is something else.
-    """
-    if not isinstance(config, OffloadConfig):
-        raise ConfigError(
-            f"a configuration is an OffloadConfig, not a {type(config).__name__}; "
-            "OffloadConfig(**settings) makes one of a dict"
-        )
-    policy = config.policy if config.enabled else None
-    if isinstance(policy, PlanFileConfig):
-        return load_plan(policy.path)
-    return policy if isinstance(policy, RatioConfig) else None
-
-
 class Learner:
-    """Plans a step from the one before it, between steps; ``policy`` is from `read_policy`.
+    """Plans a step from the one before it, between steps.
 
     Attributes:
         policy: Megatron's rules for what is kept.
-        plan: what is followed in place of them, if any.
         pp_rank: the pipeline rank whose rules count; None before the first chunk.
         kept: groups that the policy keeps on the device, each with the reason.
         skippable: those that need not be recorded, as long as steps are steady.
@@ -87,9 +64,7 @@ class Learner:
         num_searches: how often that was begun.
     """
 
-    def __init__(
-        self, config: OffloadConfig, policy: OffloadPlan | RatioConfig | None, transfers: Transfers
-    ) -> None:
+    def __init__(self, config: OffloadConfig, transfers: Transfers) -> None:
         self.policy = ModulesPolicy(fraction=config.fraction)
         self.pp_rank: int | None = None
         self.profile: StepProfile | None = None
@@ -113,11 +88,8 @@ class Learner:
         self._peaks: deque[int] = deque(maxlen=_NUM_STEPS)
         self._planned: tuple[StepProfile, ModulesPolicy] | None = None
         self._largest_bytes = 0
-        self._recompute: Sequence[frozenset[str]] | None = None
+        policy = config.policy if config.enabled else None
         self._ratio = policy.ratio if isinstance(policy, RatioConfig) else None
-        self.plan: OffloadPlan | None = None
-        if isinstance(policy, OffloadPlan):
-            self.follow_plan(policy)
 
     # What is followed
 
@@ -129,10 +101,7 @@ class Learner:
     ) -> None:
         """Take the rules of the caller's model; they count from the next step on.
 
-        What was set in the configuration wins over them, and what a plan says of groups over both.
-
-        Raises:
-            ConfigError: the plan has no such rank.
+        What was set in the configuration wins over them.
         """
         if pp_rank is None:
             pp_rank = 0 if _rank_source is None else _rank_source()
@@ -143,79 +112,20 @@ class Learner:
         if delta_bytes is None or "delta_bytes_across_pp_ranks" in given:
             delta_bytes = int(config.delta_bytes_across_pp_ranks)
         self.policy = ModulesPolicy(fraction, pp_rank * delta_bytes)
-        if pp_rank != self.pp_rank:
-            self._begin_plan(pp_rank)
-            self.pp_rank = pp_rank
+        self.pp_rank = pp_rank
 
-    def follow_plan(self, plan: OffloadPlan | None) -> None:
-        """Do what a plan of all pipeline ranks says, as soon as this rank's place is known.
-
-        It is compared with the run when the step is over. Limits that the user set remain. None
-        follows the rules again.
-
-        Raises:
-            ConfigError: the plan has no such rank.
-        """
-        self.is_open, self.skippable = False, {}
-        if plan is None:
-            self.plan = self._planned = self._recompute = None
-            self._budget.follow_plan(None, None)
-            self.kept = {}
-            if self.profile is not None:
-                self._choose(self.profile)
-            return
-        self.plan = plan
-        self._is_plan_confirmed = self._is_other_run_said = False
-        self._begin_plan(self.pp_rank)
-
-    def _begin_plan(self, pp_rank: int | None) -> None:
-        plan = self.plan
-        if plan is None or pp_rank is None:
-            return
-        if pp_rank >= plan.pp_size:
-            raise ConfigError(
-                f"the plan is for {plan.pp_size} pipeline ranks, and this is rank {pp_rank}; "
-                "make one from this run's profiles"
-            )
-        rank = plan.ranks[pp_rank]
-        self._budget.follow_plan(rank.max_inflight_bytes, rank.prefetch_bytes)
-        self.kept, self._recompute = dict(rank.kept), rank.recompute
-        self._note_kept((choice.key, choice.name) for choice in rank.choices)
+    def follow_rules(self) -> None:
+        """Follow the configuration's rules again, which ends `open`."""
+        self.is_open, self.skippable, self._planned, self.kept = False, {}, None, {}
+        self._budget.restart()
+        if self.profile is not None:
+            self._choose(self.profile)
 
     def open(self) -> None:
         """Keep all that the device has room for, until it is known what is to be offloaded."""
-        self.follow_plan(None)
-        self.is_open, self._recompute = True, ()
+        self.follow_rules()
+        self.is_open = True
         self.num_searches += 1
-
-    def recompute(self, vp_stage: int) -> frozenset[str] | None:
-        """Return the units that a virtual stage recomputes; None for the default kinds."""
-        planned = self._recompute
-        if planned is None:
-            return None
-        return planned[vp_stage] if vp_stage < len(planned) else frozenset()
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether a step may recompute anything."""
-        return self._recompute is None or any(self._recompute)
-
-    def plans(self, unit: str) -> bool:
-        """Whether the plan that is followed recomputes a unit in any virtual stage."""
-        return any(unit in stage for stage in self._recompute or ())
-
-    def _confirm(self, plan: OffloadPlan, profile: StepProfile) -> None:
-        run = RunShape(plan.num_microbatches, self.pp_rank or 0, plan.pp_size, plan.vp_size)
-        try:
-            plan.check(replace(profile, run=run))
-        except ConfigError as error:
-            if not self._is_plan_confirmed:
-                raise
-            if not self._is_other_run_said:
-                self._is_other_run_said = True
-                _logger.warning("a step is not the one that was planned for: %s", error)
-        else:
-            self._is_plan_confirmed = True
 
     # What is learned
 
@@ -253,21 +163,14 @@ class Learner:
             self.skippable = skipped_groups(profile, self.kept, shared, *ahead)
 
     def _choose(self, profile: StepProfile) -> None:
-        if self.plan is not None:
-            if self.pp_rank is not None:
-                self._confirm(self.plan, profile)
-            return
         if self._ratio is None:
             self.kept = self.policy.plan(profile)
         else:
-            self.kept = plan_by_ratio(self._ratio, profile).kept
-        self._note_kept((group.key, group.name) for group in profile.groups)
-
-    def _note_kept(self, known: Iterable[tuple[GroupKey, str]]) -> None:
-        """Note what is kept by place in a chunk, for chunks that are new."""
-        known = list(known)
-        self._chunks = {key.chunk for key, _ in known}
-        self._kept_alike = {(key.order, name): self.kept.get(key, "") for key, name in known}
+            self.kept = kept_by_ratio(self._ratio, profile)
+        self._chunks = {group.key.chunk for group in profile.groups}
+        self._kept_alike = {  # by place in a chunk, for chunks that are new
+            (group.key.order, group.name): self.kept.get(group.key, "") for group in profile.groups
+        }
 
     def restart(self) -> None:
         """Learn anew what the step looks like; what is followed and kept remains."""
@@ -313,7 +216,7 @@ class Learner:
     @property
     def keeps_everything(self) -> bool:
         """Whether each group is kept by the rules, whatever it has."""
-        return self.policy.fraction == 0.0 and self._ratio is None and self.plan is None
+        return self.policy.fraction == 0.0 and self._ratio is None
 
     def is_short_of_memory(self) -> bool:
         """Whether so much is in use that not all that is saved may find room."""

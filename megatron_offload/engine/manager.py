@@ -23,7 +23,7 @@ from megatron_offload.config import RECOMPUTE_SITES, OffloadConfig
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import GroupState
 from megatron_offload.core.policy_config import SolvedConfig
-from megatron_offload.core.profile import GroupKey, RunShape, StepProfile, is_default, kind_of
+from megatron_offload.core.profile import GroupKey, RunShape, StepProfile
 from megatron_offload.core.row_config import LOSS, MODEL, RowConfig
 from megatron_offload.engine.checking import Checker
 from megatron_offload.engine.chunk import ChunkOffloadHandler
@@ -37,7 +37,7 @@ from megatron_offload.engine.hooks import (
     is_recording,
     others_hooks,
 )
-from megatron_offload.engine.learning import Learner, read_policy
+from megatron_offload.engine.learning import Learner
 from megatron_offload.engine.marks import Marks
 from megatron_offload.engine.observer import Observer
 from megatron_offload.engine.saved_tensor import SavedTensor
@@ -45,10 +45,9 @@ from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.step import Step
 from megatron_offload.engine.transfers import Transfers
 from megatron_offload.engine.transformer_engine import look_inside
-from megatron_offload.errors import StateError
+from megatron_offload.errors import ConfigError, StateError
 from megatron_offload.memory.host_pool import HostPool
 from megatron_offload.memory.tensor_pool import TensorPool
-from megatron_offload.planning.plan import OffloadPlan
 
 _logger = logging.getLogger(__name__)
 
@@ -177,9 +176,13 @@ class PipelineOffloadManager:
         """Start anew with other settings, as in the constructor; between steps only.
 
         Raises:
-            ConfigError: its policy can't be followed; nothing has changed.
+            ConfigError: it is something else; nothing has changed.
         """
-        policy = read_policy(config)
+        if not isinstance(config, OffloadConfig):
+            raise ConfigError(
+                f"a configuration is an OffloadConfig, not a {type(config).__name__}; "
+                "OffloadConfig(**settings) makes one of a dict"
+            )
         if hasattr(self, "config"):
             self.close()
         self.config = config
@@ -196,7 +199,7 @@ class PipelineOffloadManager:
         pools = self.host_pool, self.tensor_pool
         self.transfers = Transfers(self.backend, *pools, self.budget, self.guard, self.observers)
         self.window = self.transfers.window
-        self.learner = Learner(config, policy, self.transfers)
+        self.learner = Learner(config, self.transfers)
         self._has_had_rows = False
         self.follow_rows(config.rows)
         self.observers[:] = [one for one in self.observers if not isinstance(one, Checker)]
@@ -235,8 +238,8 @@ class PipelineOffloadManager:
 
         Args:
             vp_stage: virtual pipeline stage; None is 0.
-            pp_rank: pipeline rank, whose part of a plan and whose ``delta_bytes_across_pp_ranks``
-                count; None is what `register_pipeline_rank` was given.
+            pp_rank: pipeline rank, whose ``delta_bytes_across_pp_ranks`` count; None is what
+                `register_pipeline_rank` was given.
             min_tensor_elements: smallest tensor that is offloaded, in elements; against
                 ``min_tensor_bytes`` too.
             fraction: as in the configuration.
@@ -246,7 +249,6 @@ class PipelineOffloadManager:
                 every commit. None sets no such bound.
 
         Raises:
-            ConfigError: a plan is followed that has no such pipeline rank.
             StateError: as `claim`.
         """
         self.claim()
@@ -345,7 +347,7 @@ class PipelineOffloadManager:
     ) -> ChunkOffloadHandler:
         """Return a chunk for a caller who opens and commits its groups by hand."""
         rules = Rules(min_tensor_bytes, min_tensor_elements)
-        rules.recompute = self.learner.recompute(vp_stage)
+        rules.recompute = frozenset() if self.learner.is_open else None
         rules.configured = self.recompute
         return ChunkOffloadHandler(self.transfers, self.marks, rules, vp_stage)
 
@@ -443,26 +445,15 @@ class PipelineOffloadManager:
 
     def may_drop(self, unit: str) -> bool:
         """Whether what a site of a unit saves may be dropped now."""
-        return self._is_named(unit) and (
+        return self.may_recompute(unit) and (
             not self._is_for_shortage or self.learner.is_short_of_memory()
         )
 
-    def _is_named(self, unit: str) -> bool:
+    def may_recompute(self, unit: str) -> bool:
         """Whether a unit is to be recomputed now: hooks of rows before may be left on it."""
         if self.rows is None:
-            return not self._has_had_rows or kind_of(unit) in self.recompute
+            return not self._has_had_rows or unit in self.recompute
         return unit in self._row_names
-
-    def may_recompute(self, unit: str) -> bool:
-        """Whether it matters how an output of this unit is made: others wait for a plan."""
-        may = is_default(unit) or self.learner.plans(unit) or self._is_looked_at
-        return may and self._is_named(unit) and self.notes_recipes
-
-    @property
-    def notes_recipes(self) -> bool:
-        """Whether recipes are noted: not where groups are skipped and nothing is recomputed."""
-        learner = self.learner
-        return learner.recomputes or not (learner.skippable and self._skips_kept)
 
     @graph_break
     def reset(self) -> None:
@@ -618,7 +609,7 @@ class PipelineOffloadManager:
 
     def recorded_chunk(self) -> ChunkOffloadHandler | None:
         """Return the chunk whose forward runs, where it matters how its tensors are made."""
-        is_recorded = self._chunk is not None and self.do_offload and self.notes_recipes
+        is_recorded = self._chunk is not None and self.do_offload
         return self._chunk if is_recorded and is_recording(needs_grad=False) else None
 
     @graph_break
@@ -800,17 +791,6 @@ class PipelineOffloadManager:
     def last_step(self) -> StepStats:
         """Counters of the last finished step; until one is finished, of the one that runs."""
         return self._last_step or self.transfers.counted()
-
-    def follow_plan(self, plan: OffloadPlan | None) -> None:
-        """Do what a plan of all pipeline ranks says from the next step on; between steps only.
-
-        None follows the configuration's own rules again.
-
-        Raises:
-            ConfigError: the plan has no such pipeline rank as this, or was made for another run.
-                The step's `reset` raises it where only the step shows that.
-        """
-        self.learner.follow_plan(plan)
 
     def follow_rows(
         self,

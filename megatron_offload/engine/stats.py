@@ -23,7 +23,7 @@ class GroupStats(OldAttributes):
     recomputed_bytes: int = 0
     """Bytes that were dropped, to be recomputed in backward."""
     kept_bytes: int = 0
-    """Bytes that were kept: by plan, for want of host memory, needed soon, or too small to be
+    """Bytes that were kept: by rule, for want of host memory, needed soon, or too small to be
     offloaded. What several groups save counts once."""
     kept_bytes_by_reason: dict[str, int] = field(default_factory=dict)
     """The same bytes by why they were kept, in words for people."""

@@ -21,7 +21,7 @@ import torch
 from megatron_offload.backends.base import Backend, Event, Stream, Wait
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import OFFLOADING, ON_HOST, RELOADED, RELOADING, RESIDENT
-from megatron_offload.core.profile import RecomputeUnit, is_default
+from megatron_offload.core.profile import RecomputeUnit
 from megatron_offload.core.window import InFlightWindow
 from megatron_offload.engine.group import (
     INPUT_NOT_SAVED,
@@ -127,9 +127,7 @@ class Transfers:
         num_bytes = block.num_bytes
         if not is_dropped:
             units = group.rules.recompute
-            is_dropped = may_drop and (
-                is_default(recipe.unit) if units is None else recipe.unit in units
-            )
+            is_dropped = may_drop and (units is None or recipe.unit in units)
             refusal = "something else keeps it alive" if self.owners.knows(block) else ""
             refusal = refusal or recipe.bind(block, drops=is_dropped)
             if refusal:

@@ -46,8 +46,8 @@ _RECOMPUTED = {
     "CPUOffload": (),
     "offload_pipeline": _MODULES,
     "operation_groups": (),
-    "offload_modules": (*_MODULES, "mlp_fc1"),
-    "megatron_core.install()": (*_MODULES, "mlp_fc1", LOSS),
+    "offload_modules": _MODULES,
+    "megatron_core.install()": (*_MODULES, LOSS),
 }
 """By door what it can recompute."""
 

@@ -96,7 +96,7 @@ def join_search(
     elif search is None and isinstance(tuner, MegatronSearch) and not tuner.is_converged:
         goes_around = _what_goes_around(config, is_replayed=given.whole_step_graph)
         if given.policy is None and manager.learner.policy != ModulesPolicy():
-            manager.learner.follow_plan(None)  # the model's own settings say what is kept
+            manager.learner.follow_rules()  # the model's own settings say what is kept
             tuner.is_converged = True
         elif goes_around:
             tuner.end(f"{goes_around} calls parts of layers, so that no rows can be found")

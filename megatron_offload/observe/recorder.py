@@ -88,7 +88,7 @@ def _by_groups(manager: PipelineOffloadManager) -> Iterator[None]:
     try:
         yield
     finally:
-        manager.learner.follow_plan(None)
+        manager.learner.follow_rules()
         if manager.rows is None:  # else others are looked at by now
             manager.follow_rows(rows, is_own=True)
 

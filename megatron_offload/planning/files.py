@@ -1,4 +1,4 @@
-"""Plans and profiles as JSON files, each field checked by its type.
+"""Profiles as JSON files, each field checked by its type.
 
 An unknown key or a value of another type is refused, and so is what no step can have shown; what
 has a default may be left out.
@@ -7,58 +7,45 @@ has a default may be left out.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from megatron_offload.core.profile import StepProfile
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import validate
 from megatron_offload.files.text import parse_json, read_text, replace_text
-from megatron_offload.planning.plan import OffloadPlan
 
-T = TypeVar("T")
+_HEADER = {"format": "megatron_offload profile", "version": 3}
 
 
-@dataclass(frozen=True, slots=True)
-class RecordFiles(Generic[T]):
-    """Files that hold one record (named tuples, dataclasses) of a kind."""
+def save_profile(profile: StepProfile, path: str | Path) -> None:
+    """Write a profile in the place of the file that is there; a failed write leaves that."""
+    text = to_json(profile)
+    parse_profile(text, str(path))
+    replace_text(path, text)
 
-    record: type[T]
-    kind: str
-    version: int
-    problems: Callable[[T], Iterator[str]]
-    """Yields what is wrong with a record whose fields are fine one by one."""
-    indent: int | None = None
 
-    def save(self, record: T, path: str | Path) -> None:
-        """Write a record in the place of the file that is there; a failed write leaves that."""
-        text = self.to_json(record)
-        self.parse(text, str(path))
-        replace_text(path, text)
+def load_profile(path: str | Path) -> StepProfile:
+    """Read a profile; `ConfigError` says all that is wrong, one line each."""
+    return parse_profile(read_text(path, limit_bytes=128 * 1024**2), str(path))
 
-    def load(self, path: str | Path) -> T:
-        """Read a record; `ConfigError` says all that is wrong, one line each."""
-        return self.parse(read_text(path, limit_bytes=128 * 1024**2), str(path))
 
-    def to_json(self, record: T) -> str:
-        """Return a record as JSON, the same text for the same record."""
-        header = {"format": f"megatron_offload {self.kind}", "version": self.version}
-        return json.dumps(header | _to_data(record), indent=self.indent) + "\n"
+def to_json(profile: StepProfile) -> str:
+    """Return a profile as JSON, the same text for the same profile."""
+    return json.dumps(_HEADER | _to_data(profile)) + "\n"
 
-    def parse(self, text: str, source: str) -> T:
-        """Return the record that a JSON text holds; ``source`` names it in errors."""
-        data = parse_json(text, source)
-        wanted = f"megatron_offload {self.kind}", self.version
-        if not isinstance(data, dict) or (data.pop("format", 0), data.pop("version", 0)) != wanted:
-            raise ConfigError(
-                f"{source}: 'format' and 'version' must be {wanted[0]!r} and {self.version}"
-            )
-        record = validate(self.record, data, source)
-        for problem in self.problems(record):
-            raise ConfigError(f"{source}: {problem}")
-        return record
+
+def parse_profile(text: str, source: str) -> StepProfile:
+    """Return the profile that a JSON text holds; ``source`` names it in errors."""
+    data = parse_json(text, source)
+    if not isinstance(data, dict) or {key: data.pop(key, 0) for key in _HEADER} != _HEADER:
+        raise ConfigError(f"{source}: 'format' and 'version' must be {list(_HEADER.values())}")
+    profile = validate(StepProfile, data, source)
+    for problem in _problems(profile):
+        raise ConfigError(f"{source}: {problem}")
+    return profile
 
 
 def _to_data(record: Any) -> Any:
@@ -71,15 +58,7 @@ def _to_data(record: Any) -> Any:
     return {name: _to_data(getattr(record, name)) for name in names}
 
 
-def _plan_problems(plan: OffloadPlan) -> Iterator[str]:
-    if not plan.ranks or min(plan.num_microbatches, plan.vp_size) < 1:
-        yield "'num_microbatches', 'vp_size' or 'ranks' is none"
-    for pp_rank, rank in enumerate(plan.ranks):
-        if len({choice.key for choice in rank.choices}) != len(rank.choices):
-            yield f"two groups of rank {pp_rank} have one key"
-
-
-def _profile_problems(profile: StepProfile) -> Iterator[str]:
+def _problems(profile: StepProfile) -> Iterator[str]:
     run, order, at_bytes = profile.run, profile.backward_order, profile.backward_at_bytes
     keys, backwards = {group.key for group in profile.groups}, set(order)
     if run.pp_rank >= run.pp_size:
@@ -108,10 +87,3 @@ def _profile_problems(profile: StepProfile) -> Iterator[str]:
             yield f"'times' of group {group.name!r} (chunk {group.key.chunk}) run backwards"
     if profile.peak_allocated_bytes > profile.peak_reserved_bytes:
         yield "'peak_allocated_bytes' are more than 'peak_reserved_bytes'"
-
-
-PLANS = RecordFiles(OffloadPlan, "plan", 3, _plan_problems, indent=1)
-PROFILES = RecordFiles(StepProfile, "profile", 3, _profile_problems)
-
-save_plan, load_plan = PLANS.save, PLANS.load
-save_profile, load_profile = PROFILES.save, PROFILES.load

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron_offload.core.machine import Machine
-from megatron_offload.core.profile import GroupKey, is_default
+from megatron_offload.core.profile import GroupKey
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule
 
 
@@ -65,12 +65,12 @@ class GroupWork:
         return self.num_bytes + self.kept_bytes
 
     def with_recompute(self, names: Collection[str] | None) -> GroupWork:
-        """Return the same work with some units recomputed; None: all default kinds.
+        """Return the same work with some units recomputed; None: all.
 
         Their bytes are there while its forward runs, which makes them, and while its backward does.
         """
         if names is None:
-            names = [unit.unit for unit in self.units if is_default(unit.unit)]
+            names = [unit.unit for unit in self.units]
         chosen = tuple(unit for unit in self.units if unit.unit in names)
         if not (chosen and self.is_marked):
             return self
@@ -120,7 +120,7 @@ class RankSettings:
     """What one rank keeps, and how much device memory its copies may take; see `OffloadConfig`."""
 
     kept: frozenset[GroupKey] = frozenset()
-    """Groups that the plan leaves on the device."""
+    """Groups that are left on the device."""
     max_inflight_bytes: int | None = None
     """None follows the step, as in `DeviceBudget`."""
     prefetch_bytes: int | None = None

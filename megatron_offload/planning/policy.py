@@ -7,22 +7,16 @@ of the bytes.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import ClassVar
 
-from megatron_offload.core.policy_config import PlanFileConfig, RatioConfig
+from megatron_offload.core.policy_config import RatioConfig
 from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile
-from megatron_offload.planning.files import load_plan
-from megatron_offload.planning.plan import OffloadPlan, RankPlan, check_profiles, plan_of, rank_plan
 
 
 @dataclass(frozen=True, slots=True)
 class ModulesPolicy:
     """Megatron-core's policy: all groups of the listed modules, less what these numbers keep."""
-
-    kind: ClassVar[str] = "modules"
 
     fraction: float = 1.0
     """Share of each chunk's groups that is offloaded, earliest first, in [0, 1]."""
@@ -32,7 +26,7 @@ class ModulesPolicy:
     modules: tuple[str, ...] = ()
     """Names or patterns of the groups that are offloaded; empty: all that were marked."""
     delta_bytes_across_pp_ranks: int = 0
-    """In a plan of all ranks, rank r has r times so many ``keep_bytes`` more."""
+    """By `kept_by_rule`, rank r has r times so many ``keep_bytes`` more."""
 
     def plan(self, profile: StepProfile) -> dict[GroupKey, str]:
         """Return the groups that are kept on the device, each with the reason."""
@@ -61,8 +55,8 @@ class ModulesPolicy:
         return kept
 
 
-def plan_by_ratio(ratio: float, profile: StepProfile) -> RankPlan:
-    """Return the plan of one rank by which a share of its bytes moves: the first, whole groups."""
+def kept_by_ratio(ratio: float, profile: StepProfile) -> dict[GroupKey, str]:
+    """Return what is kept where a share of the bytes moves, with the reason: the last groups."""
     wanted_bytes = ratio * sum(group.num_bytes for group in profile.groups)
     kept: dict[GroupKey, str] = {}
     seen_bytes = 0
@@ -70,30 +64,12 @@ def plan_by_ratio(ratio: float, profile: StepProfile) -> RankPlan:
         seen_bytes += group.num_bytes
         if group.num_bytes and seen_bytes > wanted_bytes:
             kept[group.key] = f"behind the first {ratio:g} of all bytes"
-    return rank_plan(profile, kept, f"among the first {ratio:g} of all bytes")
+    return kept
 
 
-def plan_by_rule(
-    rule: ModulesPolicy | RatioConfig | PlanFileConfig, profiles: Collection[StepProfile]
-) -> OffloadPlan:
-    """Return the plan of all ranks that needs no search: a rule's, or that of a file.
-
-    Profiles are one of each rank, in any order.
-
-    Raises:
-        ConfigError: the file can't be read or is of another run, or profiles are missing.
-    """
-    if isinstance(rule, PlanFileConfig):
-        plan = load_plan(rule.path)
-        for profile in profiles:
-            plan.check(profile)
-        return plan
-    profiles, ranks = check_profiles(profiles), []
-    for profile in profiles:
-        if isinstance(rule, RatioConfig):
-            ranks.append(plan_by_ratio(rule.ratio, profile))
-            continue
-        delta_bytes = profile.run.pp_rank * rule.delta_bytes_across_pp_ranks
-        kept = replace(rule, keep_bytes=rule.keep_bytes + delta_bytes).plan(profile)
-        ranks.append(rank_plan(profile, kept, "of a module that is offloaded"))
-    return plan_of(rule.kind, profiles, ranks)
+def kept_by_rule(rule: ModulesPolicy | RatioConfig, profile: StepProfile) -> dict[GroupKey, str]:
+    """Return the groups that a profile's pipeline rank keeps, each with the reason."""
+    if isinstance(rule, RatioConfig):
+        return kept_by_ratio(rule.ratio, profile)
+    delta_bytes = profile.run.pp_rank * rule.delta_bytes_across_pp_ranks
+    return replace(rule, keep_bytes=rule.keep_bytes + delta_bytes).plan(profile)

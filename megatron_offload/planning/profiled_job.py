@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from megatron_offload.core.machine import Machine
@@ -20,17 +20,36 @@ from megatron_offload.core.profile import (
     GroupTimes,
     RunShape,
     StepProfile,
-    is_default,
 )
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.job import NO_OFFLOAD, GroupWork, Job, StageWork, UnitWork
-from megatron_offload.planning.plan import by_stage
 from megatron_offload.planning.replay import RankWork
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule, make_schedule
 from megatron_offload.planning.simulate import RankResult, simulate
 
 _Timed = list[tuple[GroupProfile, GroupTimes]]
 """The groups of one chunk, in order."""
+
+
+def check_profiles(profiles: Collection[StepProfile]) -> tuple[StepProfile, ...]:
+    """Return the profiles by pipeline rank; `ConfigError` unless they are one run's, all of it."""
+    in_order = tuple(sorted(profiles, key=lambda profile: profile.run.pp_rank))
+    first = in_order[0].run
+    ranks = [profile.run.pp_rank for profile in in_order]
+    if ranks != list(range(first.pp_size)):
+        raise ConfigError(
+            f"one profile of each of {first.pp_size} pipeline ranks is needed, got those of "
+            f"{', '.join(map(str, ranks))}"
+        )
+    for run in (profile.run for profile in in_order):
+        for name in ("num_microbatches", "pp_size", "vp_size", "modules", "versions"):
+            ours, others = getattr(first, name), getattr(run, name)
+            if ours != others:
+                raise ConfigError(
+                    f"the profiles of pipeline ranks 0 and {run.pp_rank} are of different runs: "
+                    f"{name} {ours} and {others}"
+                )
+    return in_order
 
 
 def job_from_profiles(profiles: Sequence[StepProfile], schedule: Schedule, machine: Machine) -> Job:
@@ -126,15 +145,14 @@ def _work(chunks: Sequence[_Timed], index: int) -> GroupWork:
         forward_us=statistics.median_low(one.committed_us - one.started_us for one in times),
         backward_us=statistics.median_low(backward_us),
         kept_bytes=statistics.median_high(group.externally_referenced_bytes for group in groups),
-        units=tuple(_units(bare, chunks)),
+        units=tuple(_units(bare)),
     )
 
 
-def _units(groups: Sequence[GroupProfile], chunks: Sequence[_Timed]) -> Iterator[UnitWork]:
+def _units(groups: Sequence[GroupProfile]) -> Iterator[UnitWork]:
     """Yield what could be recomputed of groups in the same place of several microbatches.
 
-    What is planned only and was not timed takes as long as the forward of what it is made from;
-    what only reads and writes, a second for each terabyte.
+    What was not timed takes a second for each terabyte.
     """
     names = dict.fromkeys(unit.unit for group in groups for unit in group.recomputed)
     for name in names:
@@ -143,9 +161,6 @@ def _units(groups: Sequence[GroupProfile], chunks: Sequence[_Timed]) -> Iterator
         us = statistics.median_low(unit.us for unit in alike)
         chunk, order = groups[0].key
         own = [key.order for key in alike[0].needs if key.chunk == chunk]
-        if not us and not is_default(name):
-            timed = (chunk[place][1] for chunk in chunks for place in own)
-            us = sum(one.committed_us - one.started_us for one in timed) / len(chunks)
         yield UnitWork(name, num_bytes, us or num_bytes / 1e6, tuple(order - at for at in own))
 
 
@@ -160,8 +175,12 @@ def job_of(profiles: Sequence[StepProfile], schedule: Schedule, machine: Machine
     for rank, profile in enumerate(profiles):
         vp_stages = RankWork(job, rank).vp_stages
         units = ((one, group.key.chunk) for group in profile.groups for one in group.recomputed)
-        dropped = by_stage((one.unit, vp_stages[at]) for one, at in units if one.is_recomputed)
-        as_seen.append(replace(NO_OFFLOAD, recompute=dropped))
+        dropped = {(one.unit, vp_stages[at]) for one, at in units if one.is_recomputed}
+        by_stage = (
+            frozenset(unit for unit, place in dropped if place == stage)
+            for stage in range(1 + max(vp_stages, default=-1))
+        )
+        as_seen.append(replace(NO_OFFLOAD, recompute=tuple(by_stage)))
     explained = [rank.peak_device_bytes for rank in simulate(job, as_seen).ranks]
     static = [max(0, peak - own) for peak, own in zip(peaks, explained, strict=True)]
     return replace(job, static_bytes=tuple(static), unused_bytes=0)
@@ -221,7 +240,7 @@ def schedule_of(profiles: Sequence[StepProfile]) -> Schedule:
             if found and found != wanted:
                 raise ConfigError(
                     f"pipeline rank {rank} runs its virtual stages in another order than "
-                    "interleaved 1F1B, and plans know no other; use policy 'modules' or 'ratio'"
+                    "interleaved 1F1B, and no other is simulated"
                 )
         return schedule
     if not all(seen):

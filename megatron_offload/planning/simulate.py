@@ -14,17 +14,17 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict, deque
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import simpy
 
 from megatron_offload.core.machine import Machine
+from megatron_offload.core.profile import GroupKey, StepProfile
 from megatron_offload.core.trace import PIPELINE_WAIT, Counter, Span, StepTrace
 from megatron_offload.errors import ConfigError
-from megatron_offload.planning.job import LIMITS, NO_OFFLOAD, UNLIMITED, Job, RankSettings
-from megatron_offload.planning.plan import OffloadPlan
+from megatron_offload.planning.job import NO_OFFLOAD, UNLIMITED, Job, RankSettings
 from megatron_offload.planning.replay import OpKind, RankProgram, RankWork
 
 RELEASE = "W2"
@@ -97,19 +97,13 @@ def simulate_programs(
     return Simulation(max(one.end_us for one in results), results)
 
 
-def settings_of(plan: OffloadPlan, default: RankSettings = UNLIMITED) -> list[RankSettings]:
-    """Return what each rank of a plan does; the limits that ``default`` sets go over the plan's."""
-    free = [name for name in LIMITS if getattr(default, name) is None]
-    found = []
-    for rank in plan.ranks:
-        recompute = default.recompute if rank.recompute is None else rank.recompute
-        if rank.moved_bytes:
-            limits = {name: getattr(rank, name) for name in free}
-            kept = frozenset(rank.kept)
-            found.append(replace(default, kept=kept, recompute=recompute, **limits))
-        else:
-            found.append(replace(NO_OFFLOAD, recompute=recompute))
-    return found
+def settings_of(
+    profile: StepProfile, kept: Collection[GroupKey], default: RankSettings = UNLIMITED
+) -> RankSettings:
+    """Return what a rank does that keeps these groups, and else what ``default`` says."""
+    if any(group.num_bytes and group.key not in kept for group in profile.groups):
+        return replace(default, kept=frozenset(kept))
+    return replace(NO_OFFLOAD, recompute=default.recompute)
 
 
 def fair_rates(

@@ -25,7 +25,6 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.config import RECOMPUTE_SITES, recompute_patterns
-from megatron_offload.core.profile import kind_of
 from megatron_offload.engine.hooks import (
     is_in_backward,
     is_recording,
@@ -63,10 +62,6 @@ _KNOWN = {
         torch.nn.modules.activation.GELU torch.nn.modules.activation.SiLU
         torch.nn.modules.activation.Mish torch.nn.modules.activation.Softplus
         torch.nn.modules.activation.Hardswish torch.nn.modules.activation.LeakyReLU""",
-    "mlp_fc1": """
-        megatron.core.tensor_parallel.layers.ColumnParallelLinear
-        megatron.core.extensions.transformer_engine.TEColumnParallelLinear
-        megatron.core.extensions.transformer_engine.TELayerNormColumnParallelLinear""",
 }
 """Classes that do nothing but compute, of what they are given and have, by the unit that they are.
 
@@ -82,13 +77,10 @@ _CONSTANTS = (bool, int, float, str, torch.dtype, torch.device)
 FindManager = Callable[[], PipelineOffloadManager | None]
 
 
-def unit_of(path: str, module: nn.Module) -> str | None:
-    """Return the unit of a module of a known class: ``norm``, ``mlp_act``, one of ``mlp_fc1``."""
+def unit_of(module: nn.Module) -> str | None:
+    """Return the unit of a module of a known class, ``norm`` or ``mlp_act``."""
     kind = type(module)
-    unit = _UNIT_OF.get(f"{kind.__module__}.{kind.__qualname__}")
-    if unit == "mlp_fc1":
-        return f"{unit}:{path}" if _is_plain_fc1(path, module) else None
-    return unit
+    return _UNIT_OF.get(f"{kind.__module__}.{kind.__qualname__}")
 
 
 def sites_of(modules: Mapping[str, nn.Module], units: Collection[str]) -> dict[str, str]:
@@ -107,8 +99,8 @@ def sites_of(modules: Mapping[str, nn.Module], units: Collection[str]) -> dict[s
             _logger.warning("recompute: no module here matches %r", pattern)
     for path, module in modules.items():
         named = next((name for name, e in patterns.items() if e.fullmatch(path)), "")
-        unit = found.get(path) or named or unit_of(path, module) or ""
-        if kind_of(unit) in units:
+        unit = found.get(path) or named or unit_of(module) or ""
+        if unit in units:
             found[path] = unit
     return found
 
@@ -166,7 +158,7 @@ class _HookedSite(Site):
 
     def __init__(self, path: str, unit: str, module: nn.Module) -> None:
         is_of_torch = type(module).__module__.startswith("torch.nn.") and not module._modules
-        draws = unit_of(path, module) is None
+        draws = unit_of(module) is None
         super().__init__(
             path,
             unit,
@@ -295,17 +287,6 @@ class _HookedSite(Site):
             elif not (leaf is None or isinstance(leaf, _CONSTANTS)):
                 return f"it is given a {type(leaf).__name__}, which may change (use_cache=False?)"
         return ""
-
-
-def _is_plain_fc1(path: str, module: nn.Module) -> bool:
-    """Whether this is the first matrix product of Megatron's dense MLP, and nothing besides.
-
-    Not where its weight is sharded, and so may have no memory when its output is recomputed.
-    """
-    config, weight = getattr(module, "config", None), module._parameters.get("weight")
-    has_more = (getattr(config, key, None) for key in ("fp8", "fp4", "sequence_parallel"))
-    is_whole = type(weight) is nn.Parameter and weight.dim() == 2
-    return path.endswith("mlp.linear_fc1") and is_whole and not any(has_more)
 
 
 def _share_id(handle: RemovableHandle, *, last: bool) -> None:

@@ -23,8 +23,7 @@ from megatron_offload.core.units import format_bytes, format_us
 from megatron_offload.errors import require
 from megatron_offload.files.text import read_text
 from megatron_offload.planning.found import RunFrontier
-from megatron_offload.planning.plan import OffloadPlan
-from megatron_offload.report.tables import TradeOff, found_rows, plan_rows
+from megatron_offload.report.tables import TradeOff, found_rows
 
 _TEMPLATES = Path(__file__).parent / "templates"
 
@@ -81,8 +80,6 @@ class Report:
     traces: Sequence[StepTrace] = ()
     found: RunFrontier | None = None
     """The plans of rows among which the run chose."""
-    plan: OffloadPlan | None = None
-    """What it was given and followed."""
 
     @property
     def lacking_timelines(self) -> list[int]:
@@ -132,7 +129,6 @@ def render_report(report: Report) -> str:
     curves = [(stage, TradeOff.of(stage)) for stage in report.found.stages] if report.found else []
     page = environment.get_template("report.html").render(
         report=report,
-        plan_rows=plan_rows(report.plan) if report.plan else [],
         timelines=[(trace, plots.timeline_chart(trace, end_us, len(traces))) for trace in traces],
         overview=plots.overview_chart(traces, end_us) if len(traces) > 1 else None,
         stages=[

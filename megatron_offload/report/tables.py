@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field
 from rich.table import Table
 
-from megatron_offload.core.profile import kind_of
 from megatron_offload.core.units import format_bytes
 from megatron_offload.files.strict_model import StrictModel
 from megatron_offload.planning.found import FoundStage
-from megatron_offload.planning.plan import OffloadPlan, UnitChoice
 from megatron_offload.planning.row_choice import Slowdown
 from megatron_offload.report.console import console, plain_table
 
@@ -75,41 +73,6 @@ def rank_table(ranks: Sequence[Mapping[str, Any]], title: str) -> Table:
         cells = ((key, rank[key]) for key in columns.values())
         rows.append([format_bytes(x) if key.endswith("_bytes") else x for key, x in cells])
     return plain_table(title, list(columns), 0, rows)
-
-
-class PlanRow(NamedTuple):
-    """Groups of one name, or what is saved of one recompute kind, treated alike on all ranks."""
-
-    name: str
-    choice: str
-    reason: str
-    num_groups: int
-    """Of a recompute kind, virtual stages."""
-    num_bytes: int
-
-
-def plan_rows(plan: OffloadPlan) -> list[PlanRow]:
-    """Return what a plan says by group name and reason; every group is in exactly one row.
-
-    Units stand behind them: what is recomputed of one is no part of a group's bytes. Names come in
-    the order of the plan's groups, and of one name first what is offloaded.
-    """
-    found: dict[tuple[str, str, str], list[int]] = {}
-    for choice in (choice for rank in plan.ranks for choice in rank.choices):
-        key = (choice.name, "offloaded" if choice.moves else "kept", choice.reason)
-        found.setdefault(key, []).append(choice.num_bytes)
-    names = list(dict.fromkeys(name for name, _, _ in found))
-    rows = [PlanRow(*key, len(sizes), sum(sizes)) for key, sizes in found.items()]
-    rows.sort(key=lambda row: (names.index(row.name), row.choice == "kept"))
-    units: dict[tuple[str, str], list[UnitChoice]] = {}
-    for unit in (unit for rank in plan.ranks for unit in rank.units or ()):
-        does = "recomputed" if unit.is_recomputed else "as its groups"
-        units.setdefault((f"recompute {kind_of(unit.unit)}", does), []).append(unit)
-    for kind, alike in units.items():
-        reason = f"recompute takes {sum(unit.us for unit in alike) / 1e3:.1f} ms in all"
-        size = sum(unit.num_bytes for unit in alike)
-        rows.append(PlanRow(*kind, reason, len(alike), size))
-    return rows
 
 
 def found_rows(stage: FoundStage, **marks: int) -> list[list[str]]:

@@ -12,15 +12,19 @@ from megatron_offload.config import OffloadConfig, apply_overrides, load_yaml
 from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.files.strict_model import validate
 
-_KINDS = ("auto", "memory_target", "modules", "ratio", "plan_file")
+_KINDS = ("auto", "memory_target", "modules", "ratio")
 _FLAGS: dict[str, tuple[str, Any, str]] = {
     "policy": ("KIND", str, f"{', '.join(_KINDS)}; auto unless something is set"),
     "memory-target": ("SIZE[,SIZE]", str, "most a rank reserves, such as 60GiB; or one for each"),
     "most-slowdown-percent": ("P", float, "of the step's time, which auto may cost; 1 unless set"),
-    "recompute": ("KIND[,KIND]", str, "recomputed, or none; unless set norm,mlp_act,mlp_fc1"),
+    "recompute": ("KIND[,KIND]", str, "recomputed, or none; unless set norm,mlp_act"),
     "config": ("FILE", str, "YAML with any keys of OffloadConfig; flags win"),
     "set": ("KEY=VALUE", str, "one more of these keys; may be given again"),
-    "report": ("FOLDER", str, "for trace_RANK.json and profile_RANK.json of one step, plan.json"),
+    "report": (
+        "FOLDER",
+        str,
+        "for frontier.json, and trace_RANK.json and profile_RANK.json of a step",
+    ),
 }
 """By name without the prefix: what stands for the value in the help, its type, and the help."""
 

@@ -17,7 +17,6 @@ from typing import Any
 from megatron_offload.config import LAYER_INPUT, OffloadConfig
 from megatron_offload.core.trace import write_traces
 from megatron_offload.core.units import format_bytes
-from megatron_offload.engine.learning import read_policy
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.patches import Call, PatchStack, around
 from megatron_offload.errors import ConfigError, StateError, is_installed
@@ -48,7 +47,6 @@ def install_by_flags(given: Mapping[str, Any]) -> OffloadConfig:
         raise ConfigError(f"the report goes to a folder, and {report} is none; name another")
     if _captures_steps(given):
         config = config.model_copy(update={"whole_step_graph": True})
-    read_policy(config)
     refuse_unserved("megatron_core.install()", config)
     megatron_core.install(config, ReportedSearch(Path(report) if report else None))
     return config

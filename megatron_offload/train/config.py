@@ -12,10 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from megatron_offload.config import LAYER_INPUT, OffloadConfig
-from megatron_offload.core.policy_config import PlanFileConfig
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import StrictModel, one_or_more
-from megatron_offload.planning.files import load_plan
 
 
 class ModelConfig(StrictModel):
@@ -126,7 +124,7 @@ class RunConfig(StrictModel):
     """Step of which every rank writes a timeline (``trace_<rank>.json``); 0 for none. Changes no
     bit. From the fourth on steps are like those after."""
     profile_step: int = Field(default=0, ge=0)
-    """Step of which every rank writes a profile to plan with (``profile_<rank>.json``); 0 for none.
+    """Step of which every rank writes a profile to simulate (``profile_<rank>.json``); 0 for none.
     It is of groups, so not of a run with rows. Results are bitwise identical. From the third on
     steps are like those after."""
     timeout_s: float = Field(default=600.0, gt=0.0, le=7 * 24 * 3600.0)
@@ -172,12 +170,6 @@ class TrainConfig(StrictModel):
         """The step of which a timeline is taken; 0 for none."""
         return min(self.run.trace_step, self.run.steps)
 
-    @property
-    def followed_plan(self) -> str | None:
-        """The file of the plan that was given to be followed, if one was."""
-        policy = self.offload.policy if self.offload.enabled else None
-        return policy.path if isinstance(policy, PlanFileConfig) else None
-
 
 def check_ranks(config: TrainConfig, world_size: int) -> None:
     """Check what depends on the number of ranks, and the files that it reads."""
@@ -206,8 +198,6 @@ def check_ranks(config: TrainConfig, world_size: int) -> None:
     for path in config.data.text:
         if not path.is_file() or not os.access(path, os.R_OK):
             raise ConfigError(f"data.text: there is no file {path} that can be read")
-    if config.followed_plan is not None:
-        load_plan(config.followed_plan).check_sizes(microbatches, pipeline, virtual)
     if config.offload.enabled:
         has_rows = config.offload.has_rows or config.offload.tuned_policy is not None
         if config.run.profile_step and has_rows:

@@ -16,19 +16,15 @@ import yaml
 from filelock import FileLock, Timeout
 from pydantic import Field
 
-from megatron_offload.core.policy_config import PlanFileConfig
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import StrictModel, write_model
 from megatron_offload.files.text import replace_text
-from megatron_offload.planning.files import load_plan, save_plan
 from megatron_offload.planning.found import NAME as FRONTIER_NAME
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.records import COMPARISON_NAME, FOLDERS, LOG_NAME
 
 CONFIG_NAME = "config.yaml"
 FACTS_NAME = "run.json"
-PLAN_NAME = "plan.json"
-"""The plan that a run was given, and follows."""
 
 
 class RunFacts(StrictModel):
@@ -83,10 +79,6 @@ def prepare_folder(config: TrainConfig, gpu: str | None, ranks: int) -> None:
     (folder / FRONTIER_NAME).unlink(missing_ok=True)
     for path in rank_files(folder, "trace") + rank_files(folder, "profile"):
         path.unlink()
-    if config.followed_plan is not None:
-        save_plan(load_plan(config.followed_plan), folder / PLAN_NAME)
-    else:
-        (folder / PLAN_NAME).unlink(missing_ok=True)
     facts = RunFacts(
         device=gpu or f"simulated on {os.cpu_count()} CPU cores",
         is_simulated=gpu is None,
@@ -106,8 +98,6 @@ def write_config(config: TrainConfig, folder: Path) -> None:
     given = config.model_dump(mode="json", exclude_unset=True)
     if config.data.text:
         given["data"]["text"] = list(map(os.path.abspath, config.data.text))
-    if isinstance(config.offload.policy, PlanFileConfig):
-        given["offload"]["policy"]["path"] = os.path.abspath(config.offload.policy.path)
     replace_text(folder / CONFIG_NAME, yaml.safe_dump(given, sort_keys=False))
 
 

@@ -23,7 +23,7 @@ WRITES = {
         "--most-slowdown-percent",
     ],
     "map": ["config.json", "--length"],
-    "simulate": ["--plan", "--trace", "perfetto"],
+    "simulate": ["--trace", "perfetto"],
     "report": ["report.html", "frontier.json"],
     "doctor": ["--output", "plan --machine"],
     "trace": ["trace_<rank>.json", "trace.json", "perfetto"],
@@ -85,7 +85,7 @@ def test_help_lists_every_key_with_its_text(name, capsys):
             "--activation-offload-fraction NUMBER Share of each chunk's groups that is offloaded"
             in text
         )
-        assert "--offload.policy.kind {auto,memory_target,modules,plan_file,ratio}" in text
+        assert "--offload.policy.kind {auto,memory_target,modules,ratio}" in text
 
 
 @pytest.mark.parametrize(

@@ -268,7 +268,7 @@ def edited(folder, rank, edit):
         (lambda d: d.update(step_uss=1), "did you mean 'step_us'"),
         (lambda d: d.update(times=[]), "holds no times"),
         (lambda d: d.update(offloaded_bytes=5), "moved 5 bytes"),
-        (None, "each of 2 pipeline ranks, got those of 0"),
+        (None, "each of 2 pipeline ranks is needed, got those of 0"),
     ],
 )
 def test_profiles_that_don_t_belong_together_are_refused(tmp_path, refused, edit, expected):

@@ -14,11 +14,9 @@ from megatron_offload.cli.main import main
 from megatron_offload.core.policy_config import RatioConfig
 from megatron_offload.core.trace import read_traces
 from megatron_offload.core.units import format_bytes
-from megatron_offload.planning.files import save_plan
 from megatron_offload.planning.job import RankSettings
-from megatron_offload.planning.policy import ModulesPolicy, plan_by_rule
-from megatron_offload.planning.profiled_job import profiles_of
-from megatron_offload.planning.simulate import settings_of, simulate
+from megatron_offload.planning.policy import ModulesPolicy, kept_by_rule
+from megatron_offload.planning.simulate import simulate
 
 pytest.importorskip("simpy")
 
@@ -56,24 +54,6 @@ def test_what_is_printed_is_what_was_simulated(model, capsys):
     assert "predicted by simulation, not measured" in printed
     assert run("--model", model.rename(model.with_name("[bold]x.yaml"))) == 0
     assert "[bold]x" in capsys.readouterr().out, "no markup"
-
-
-def test_a_plan_is_followed_within_given_budgets(model, tmp_path, capsys):
-    plan, profiles = tmp_path / "plan.json", profiles_of(load_model(model).job)
-    save_plan(plan_by_rule(RatioConfig(kind="ratio", ratio=0.0), profiles), plan)
-    assert run("--model", model, "--plan", plan, "--set", "offload.recompute=[]") == 0
-    printed = capsys.readouterr().out
-    assert "(+0.00 %)" in printed
-    assert all(row[4] == "0 B" for row in rows(printed)[2:])
-    assert run("--model", model, "--plan", plan, "--set", "model.num_microbatches=8") == 2
-    assert "it is for 4 microbatches, and there are 8" in capsys.readouterr().err
-    save_plan(plan_by_rule(RatioConfig(kind="ratio", ratio=1.0), profiles), plan)
-    peaks = set()
-    for words in ((), ("offload.max_inflight_bytes=8MiB", "offload.prefetch_bytes=16MiB")):
-        words = ("--set", "offload.recompute=[]", *words)
-        assert run("--model", model, "--plan", plan, *words) == 0
-        peaks.add(rows(capsys.readouterr().out)[2][2])
-    assert len(peaks) == 2, "budgets win over a plan's"
 
 
 def test_the_timeline_is_that_of_the_step_with_offload(model, tmp_path, capsys):
@@ -145,26 +125,15 @@ def test_what_is_not_simulated_of_a_run_s_settings_is_said(tmp_path, capsys):
         assert [line.partition(": ")[2] for line in found] == ([expected] if expected else [])
 
 
-@pytest.mark.parametrize("kind", ["plan_file", "ratio"])
-def test_a_run_is_simulated_with_what_decided_in_it(tmp_path, capsys, kind):
+def test_a_run_by_ratio_is_simulated_by_it(tmp_path, capsys):
     folder = ran(tmp_path / "run")
-    source = load_run(folder)
-    plan = plan_by_rule(RatioConfig(kind="ratio", ratio=0.4), source.profiles)
-    ranks = [replace(rank, max_inflight_bytes=9 * 2**20) for rank in plan.ranks]
-    policy = {"kind": kind}
-    if kind == "plan_file":
-        policy["path"] = str(tmp_path / "followed.json")
-        save_plan(replace(plan, ranks=tuple(ranks)), policy["path"])
-    else:
-        policy["ratio"] = 0.4
+    source, policy = load_run(folder), {"kind": "ratio", "ratio": 0.4}
     budgets = {"max_inflight_bytes": 2**20, "prefetch_bytes": 16 * 2**20}
     configured(folder, policy=policy, **budgets)
     assert run(folder) == 0
-    printed = capsys.readouterr().out
-    limits = {"max_inflight_bytes": 9 * 2**20, **budgets}  # the user's go over a plan's
-    settings = [RankSettings(frozenset(rank.kept), **limits) for rank in plan.ranks]
-    expected = simulate(source.job, settings)
-    assert [row[2] for row in rows(printed)[2:]] == [
+    kept = [kept_by_rule(RatioConfig(**policy), profile) for profile in source.profiles]
+    expected = simulate(source.job, [RankSettings(frozenset(one), **budgets) for one in kept])
+    assert [row[2] for row in rows(capsys.readouterr().out)[2:]] == [
         format_bytes(rank.peak_reserved_bytes) for rank in expected.ranks
     ]
 
@@ -172,37 +141,12 @@ def test_a_run_is_simulated_with_what_decided_in_it(tmp_path, capsys, kind):
 @pytest.mark.parametrize("given", [{"policy": "auto"}, {"rows": []}])
 def test_a_run_with_rows_is_not_simulated_as_what_it_was_not(tmp_path, refused, given):
     error = refused("simulate", configured(ran(tmp_path / "run"), **given))
-    assert "the run had rows, which are not simulated; --plan FILE takes another" in error
-
-
-def test_a_plan_that_the_run_followed_and_is_gone_is_said(tmp_path, refused):
-    folder = configured(
-        ran(tmp_path / "run"), policy={"kind": "plan_file", "path": "/nowhere/plan.json"}
-    )
-    error = refused("simulate", folder)
-    assert "offload.policy: can't read /nowhere/plan.json" in error
-    assert "--plan FILE takes another" in error
-
-
-def test_a_plan_for_a_run_has_the_run_s_budgets_where_it_sets_none(tmp_path, capsys):
-    folder = configured(ran(tmp_path / "run"), max_inflight_bytes="8MiB", prefetch_bytes="16MiB")
-    plan = plan_by_rule(RatioConfig(kind="ratio", ratio=1.0), load_run(folder).profiles)
-    save_plan(plan, tmp_path / "plan.json")
-    assert run(folder, "--plan", tmp_path / "plan.json") == 0
-    printed = capsys.readouterr().out
-    assert f"with offload: the plan {tmp_path / 'plan.json'}\n" in printed
-    settings = RankSettings(max_inflight_bytes=8 * 2**20, prefetch_bytes=16 * 2**20)
-    source = load_run(folder)
-    expected = simulate(source.job, settings).ranks[0].peak_reserved_bytes
-    assert rows(printed)[2][2] == format_bytes(expected)
-    step = simulate(source.job, settings_of(plan, source.default))
-    assert step.ranks[0].peak_reserved_bytes == expected
+    assert "the run had rows, which are not simulated" in error
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("--model", "MODEL", "--plan", "/nowhere.json"), "can't read /nowhere.json"),
         (("--model", "MODEL", "--trace", "/"), "'/' is a folder; name a file"),
         (("--model", "MODEL", "--machine", "TRAINER"), "trainer.yaml"),
         (("--model", "MODEL", "--trace", "/proc/x.json"), "can't write /proc/x.json"),

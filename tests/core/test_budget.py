@@ -72,8 +72,6 @@ def test_the_clock_runs_until_the_first_backward_only_where_limits_follow_the_st
     budget = DeviceBudget()
     budget.begin_step()
     assert budget.clock_runs
-    budget.follow_plan(7, None)
-    assert not budget.clock_runs, "someone has set it now"
 
 
 def test_one_group_may_always_be_reloaded():
@@ -149,40 +147,19 @@ def limits(budget):
     return budget.max_inflight_bytes, budget.prefetch_bytes
 
 
-SOURCES = {
-    "user over plan": ((500, 600), (700, 900), (500, 600)),
-    "user over default": ((500, 600), (None, None), (500, 600)),
-    "plan over default": ((None, None), (700, 900), (700, 900)),
-    "default": ((None, None), (None, None), (2000, 2000)),
-    "user and plan, one each": ((500, None), (700, 900), (500, 900)),
-    "user and default": ((None, 600), (None, None), (2000, 600)),
-    "plan and default": ((None, None), (700, None), (700, 2000)),
-    "user, plan and default": ((None, 600), (None, 900), (2000, 600)),
-}
-
-
-@pytest.mark.parametrize("case", SOURCES.values(), ids=SOURCES)
-def test_each_limit_is_the_users_then_a_plans_then_the_default(case):
-    user, plan, expected = case
-    budget = learned_budget(*user)
-    budget.follow_plan(*plan)
+@pytest.mark.parametrize("user", [(500, 600), (500, None), (None, 600), (None, None)])
+def test_each_limit_is_the_users_else_the_default(user):
+    budget, expected = learned_budget(*user), (user[0] or 2000, user[1] or 2000)
     assert limits(budget) == expected
     budget.learn(800)
     assert limits(budget) == expected, "a later step changes no precedence"
 
 
-def test_the_default_is_that_of_the_plan_s_own_steps_whatever_those_before_have_saved():
+def test_the_default_is_that_of_steps_since_the_restart_whatever_those_before_have_saved():
     budget = learned_budget()
     budget.begin_step()
-    budget.follow_plan(None, None)  # such as one under which half is recomputed
+    budget.restart()  # half is recomputed from here on, say
     for _ in range(10):
         budget.add_saved(400, 400, is_learned=True)
     budget.learn(400)
     assert limits(budget) == (500, 800)
-
-
-def test_a_plan_without_limits_gives_them_back():
-    budget = learned_budget()
-    budget.follow_plan(700, 900)
-    budget.follow_plan(None, None)
-    assert limits(budget) == (2000, 2000)

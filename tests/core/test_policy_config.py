@@ -41,7 +41,7 @@ def test_one_target_is_every_rank_s(target, targets):
         ("policy: {kind: memory_target, memory_target: []}", "memory_target"),
         ("policy: {kind: memory_target, memory_target: 22}", "^it: 'policy.memory_target': 22 is"),
         ("policy: {kind: memory_target, memory_target: [1GiB, 22]}", "write 22GiB or 22MiB"),
-        ("policy: {kind: plan_file, path: ''}", "path"),
+        ("policy: {kind: plan_file, path: p}", "no kind 'plan_file'.*ratio"),
         ("policy: modules", "policy"),
     ],
 )

@@ -15,7 +15,6 @@ from programs import (
 from megatron_offload import CPUOffload, OffloadActivations, offload_modules
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.learning import register_pipeline_rank
-from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import validate
 
@@ -130,7 +129,6 @@ def test_a_share_is_one_of_the_groups_that_may_move():
             "delta_bytes_across_pp_ranks",
         ),
         ({"fraction": 0.5, "policy": {"kind": "auto"}}, "'auto' says what is kept"),
-        ({"fraction": 0.5, "policy": {"kind": "plan_file", "path": "p"}}, "'plan_file' says what"),
     ],
 )
 def test_two_settings_that_say_different_things_are_refused(settings, key):
@@ -138,17 +136,11 @@ def test_two_settings_that_say_different_things_are_refused(settings, key):
         validate(OffloadConfig, settings, "settings")
 
 
-def test_a_plan_that_is_not_there_is_refused_and_nothing_has_changed(tmp_path):
+def test_a_dict_in_the_place_of_a_configuration_is_refused_and_nothing_has_changed():
     manager = make_manager()
-    policy = {"kind": "plan_file", "path": str(tmp_path / "nope.json")}
-    with pytest.raises(ConfigError, match=r"nope\.json"):
-        manager.configure(make_config(policy=policy))
-    assert moved_names(manager) == {"norm", "mlp"}
-
-
-def test_a_dict_in_the_place_of_a_configuration_is_refused():
     with pytest.raises(ConfigError, match=r"an OffloadConfig, not a dict; OffloadConfig\(\*\*"):
-        PipelineOffloadManager({"fraction": 0.5})
+        manager.configure({"fraction": 0.5})
+    assert moved_names(manager) == {"norm", "mlp"}
 
 
 # What a caller's own configuration says, such as megatron-core's TransformerConfig

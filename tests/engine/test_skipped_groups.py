@@ -3,7 +3,6 @@ memory."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -31,8 +30,6 @@ from torch import nn
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.boundary import start_group
 from megatron_offload.frontends.whole_model import OffloadActivations
-from megatron_offload.planning.plan import plan_of, rank_plan
-from megatron_offload.recompute.recipes import Recipes
 
 ORDER = one_forward_one_backward(4, depth=2)
 LIMITS = {"max_inflight_bytes": 4 * KIB, "prefetch_bytes": 4 * KIB}
@@ -199,29 +196,6 @@ def test_a_group_inside_one_that_is_recorded_is_recorded_too():
         manager.learner.skippable = alone | {GroupKey(1, outer): groups[GroupKey(1, outer)]}
         assert not {GroupKey(1, inner), GroupKey(1, outer)} & set(recorded(model, manager, ORDER))
     assert manager.learner.is_steady
-
-
-def test_where_nothing_is_recomputed_nobody_notes_how_it_was_made(monkeypatch):
-    model = make_model(recomputes=True)
-    manager = make_manager(fraction=1.0, **LIMITS)
-    for _ in range(3):
-        run_step(model, manager, ORDER)
-    profile, noted = manager.last_profile, []
-    monkeypatch.setattr(Recipes, "add", lambda *args, **_: noted.append(args))
-    run_step(model, manager, ORDER)
-    assert noted
-    kept = dict.fromkeys((group.key for group in profile.groups[3:]), "as planned")
-    for units in ((), None):
-        rank = replace(rank_plan(profile, kept, ""), units=units)
-        manager.learner.follow_plan(plan_of("auto", [profile], [rank]))
-        for _ in range(2):
-            check_steps(model, manager, ORDER)
-        assert manager.learner.skippable
-        noted.clear()
-        check_steps(model, manager, ORDER)
-        assert bool(noted) == (units is None)
-        recorded(model, manager, ORDER, needs_groups=True)
-        assert noted
 
 
 def test_groups_by_hand_are_recorded_whatever_is_kept():

@@ -17,7 +17,7 @@ from megatron_offload.engine.stats import GroupStats, StepStats
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.renames import RENAMED, current_name
 from megatron_offload.integrations.megatron_search import MegatronSearch
-from megatron_offload.planning.files import PROFILES, StepProfile
+from megatron_offload.planning.files import StepProfile, parse_profile, to_json
 
 
 @pytest.fixture(autouse=True)
@@ -97,12 +97,12 @@ def test_profile_old_keys_load():
     profile = StepProfile(
         run=RunShape(), groups=(group,), backward_order=(group.key,), backward_at_bytes=()
     )
-    text = PROFILES.to_json(profile)
+    text = to_json(profile)
     old = text
     for before in ("elsewhere_bytes", "is_remade", "remade"):
         old = old.replace(f'"{RENAMED[before]}"', f'"{before}"')
     assert old != text
-    assert PROFILES.parse(old, "old.json") == PROFILES.parse(text, "new.json") == profile
+    assert parse_profile(old, "old.json") == parse_profile(text, "new.json") == profile
 
 
 def test_trace_old_kind_loads(tmp_path):

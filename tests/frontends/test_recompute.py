@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import re
 from collections import Counter, OrderedDict
@@ -13,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from programs import (
     TWO_TIMINGS,
-    ColumnParallelLinear,
-    ParallelMlp,
     assert_nothing_left,
     assert_same,
     make_config,
@@ -30,9 +27,6 @@ from megatron_offload import OffloadConfig, get_act_offloading_ctx_manager, offl
 from megatron_offload.config import RECOMPUTE_KINDS, RECOMPUTE_SITES
 from megatron_offload.errors import ConfigError, StateError
 from megatron_offload.frontends.around import _RECOMPUTED, refuse_unserved
-from megatron_offload.observe.recorder import profile_step
-from megatron_offload.planning.plan import UnitChoice, plan_of
-from megatron_offload.planning.policy import ModulesPolicy, plan_by_rule
 from megatron_offload.recompute.sites import unit_of
 
 ROWS, WIDTH = 16, 32
@@ -175,33 +169,6 @@ def test_modules_by_name_are_recomputed_where_groups_are(timing, units):
         assert units_of(manager.last_profile) == set(units)
         assert recomputed_bytes(manager) > 0
     assert not any(module._forward_hooks for module in model.modules())
-
-
-@pytest.mark.parametrize("timing", TWO_TIMINGS)
-def test_a_matrix_product_is_recomputed_in_the_layers_that_a_plan_says(timing):
-    torch.manual_seed(0)
-    layers = (OrderedDict(mlp=ParallelMlp(WIDTH)) for _ in range(3))
-    model = nn.Sequential(*map(nn.Sequential, layers))
-    expected = train(model)
-    manager = make_manager(timing, recompute=("mlp_act", "mlp_fc1"))
-    with offload_modules(model, ["*.mlp.*"], manager=manager):
-        assert_same(expected, group_step(model, manager))
-        assert units_of(manager.last_profile) == {"mlp_act"}  # to tell of others is work
-        with profile_step(manager) as recorded:
-            assert_same(expected, group_step(model, manager))
-        profile, without_bytes = recorded.profile, recomputed_bytes(manager)
-        layers = [f"mlp_fc1:{layer}.mlp.linear_fc1" for layer in range(3)]
-        assert units_of(profile) == {"mlp_act", *layers}
-        assert without_bytes == 3 * 4 * ROWS * 4 * WIDTH
-        for chosen in (layers[:2], layers):
-            (rank,) = plan_by_rule(ModulesPolicy(), [profile]).ranks
-            units = tuple(UnitChoice(0, unit, 0, 0.0, True) for unit in ["mlp_act", *chosen])
-            plan = plan_of("any", [profile], [dataclasses.replace(rank, units=units)])
-            manager.follow_plan(plan)
-            for _ in range(2):
-                assert_same(expected, group_step(model, manager))
-            more_bytes = recomputed_bytes(manager) - without_bytes
-            assert more_bytes == len(chosen) * 4 * ROWS * 4 * WIDTH
 
 
 class CountingLayerNorm(nn.Module):
@@ -711,13 +678,10 @@ def test_what_another_hook_makes_of_an_output_is_saved_as_ever(caplog):
 
 
 def test_units_of_modules():
-    linear = ColumnParallelLinear(4, 4)
-    assert unit_of("", nn.LayerNorm(4)) == unit_of("", nn.RMSNorm(4)) == "norm"
-    assert unit_of("", nn.GELU()) == unit_of("", nn.SiLU()) == "mlp_act"
-    assert unit_of("mlp.linear_fc1", linear) == "mlp_fc1:mlp.linear_fc1"
-    assert unit_of("linear_qkv", linear) is unit_of("mlp.linear_fc1", nn.Linear(4, 4)) is None
+    assert unit_of(nn.LayerNorm(4)) == unit_of(nn.RMSNorm(4)) == "norm"
+    assert unit_of(nn.GELU()) == unit_of(nn.SiLU()) == "mlp_act"
     for module in (OwnRMSNorm(), WarmingLayerNorm(), nn.ReLU(), nn.BatchNorm1d(4), make_model()):
-        assert unit_of("", module) is None
+        assert unit_of(module) is None
 
 
 @pytest.mark.parametrize("name", ["nrom", "mlp-act", "LayerNorm", "auto", "pointwise"])
@@ -735,7 +699,7 @@ def test_what_a_door_cannot_recompute_it_refuses():
         "operation_groups": set(),
         "get_act_offloading_ctx_manager": by_name | {"loss"},
         "offload_pipeline": by_name,
-        "offload_modules": by_name | {"mlp_fc1"},
+        "offload_modules": by_name,
         "megatron_core.install()": {*RECOMPUTE_KINDS, "*.norm"},
     }
     assert served.keys() == _RECOMPUTED.keys()

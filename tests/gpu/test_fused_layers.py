@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,8 +13,6 @@ from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.frontends.modules import offload_modules
 from megatron_offload.frontends.whole_model import get_act_offloading_ctx_manager
-from megatron_offload.planning.plan import UnitChoice, plan_of
-from megatron_offload.planning.policy import ModulesPolicy, plan_by_rule
 
 pytestmark = pytest.mark.gpu
 
@@ -134,36 +131,3 @@ def test_plain_pytorch_with_a_gate():
         assert_same(expected, train(model, None, context=offload))
         assert offload.end_step()
     assert recomputed(offload.manager) >= {"mlp_act"}
-
-
-def test_a_matrix_product_is_recomputed_in_the_layers_that_a_plan_says():
-    class Fc1(te.LayerNormLinear):  # passes for Megatron's
-        __module__ = "megatron.core.extensions.transformer_engine"
-        __qualname__ = "TELayerNormColumnParallelLinear"
-
-    class Layer(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.mlp = torch.nn.Module()
-            self.mlp.linear_fc1 = Fc1(WIDTH, 4 * WIDTH, bias=False, **OPTIONS)
-            self.mlp.act = torch.nn.GELU()
-            self.mlp.linear_fc2 = te.Linear(4 * WIDTH, WIDTH, bias=False, **OPTIONS)
-
-        def forward(self, x):
-            return x + self.mlp.linear_fc2(self.mlp.act(self.mlp.linear_fc1(x)))
-
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*(Layer() for _ in range(3)))
-    expected = train(model, None)
-    manager = PipelineOffloadManager(config(recompute=("norm", "mlp_fc1"), checking=True))
-    with offload_modules(model, ["*.mlp.*"], manager=manager):
-        assert_same(expected, train(model, None, manager))
-        profile = manager.last_profile
-        (rank,) = plan_by_rule(ModulesPolicy(), [profile]).ranks
-        chosen = ["norm", *(f"mlp_fc1:{layer}.mlp.linear_fc1" for layer in range(2))]
-        units = tuple(UnitChoice(0, unit, 0, 0.0, True) for unit in chosen)
-        manager.follow_plan(plan_of("any", [profile], [replace(rank, units=units)]))
-        for _ in range(2):
-            assert_same(expected, train(model, None, manager))
-        assert recomputed(manager) == set(chosen)
-    manager.close()

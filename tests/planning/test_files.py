@@ -11,9 +11,10 @@ from problems import fields_of, random_profile
 
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.files import (
-    PROFILES,
     load_profile,
+    parse_profile,
     save_profile,
+    to_json,
 )
 
 
@@ -33,7 +34,7 @@ def example():
 def test_what_is_read_is_what_was_written(tmp_path):
     for seed in range(300):
         profile = random_profile(random.Random(seed))
-        again = PROFILES.parse(PROFILES.to_json(profile), "it")
+        again = parse_profile(to_json(profile), "it")
         assert fields_of(again) == fields_of(profile), seed
     save_profile(profile, tmp_path / "p.json")
     assert fields_of(load_profile(tmp_path / "p.json")) == fields_of(profile)
@@ -49,7 +50,7 @@ def test_a_profile_that_could_not_be_read_again_is_not_written(tmp_path):
 
 
 def changed(change):
-    data = json.loads(PROFILES.to_json(example()))
+    data = json.loads(to_json(example()))
     change(data)
     return json.dumps(data)
 
@@ -95,7 +96,7 @@ def set_at(*path, to):
 )
 def test_what_no_step_can_have_shown_is_refused(change, message):
     with pytest.raises(ConfigError, match=message) as caught:
-        PROFILES.parse(changed(change), "it")
+        parse_profile(changed(change), "it")
     assert all(line.startswith("it") for line in str(caught.value).splitlines())
 
 
@@ -106,10 +107,10 @@ def test_times_that_run_backwards_are_refused():
         data["times"][index]["done_us"] = 0.0
 
     with pytest.raises(ConfigError, match="run backwards"):
-        PROFILES.parse(changed(swap), "it")
+        parse_profile(changed(swap), "it")
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"step_us": NaN}', "[" * 100_000])
 def test_what_is_no_profile_is_refused(text):
     with pytest.raises(ConfigError, match="it"):
-        PROFILES.parse(text, "it")
+        parse_profile(text, "it")

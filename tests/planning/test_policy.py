@@ -1,15 +1,13 @@
-"""Megatron's numbers (module list, fraction, bytes per pipeline rank), a share, and a file."""
+"""Megatron's numbers (module list, fraction, bytes per pipeline rank), and a share."""
 
 from __future__ import annotations
 
 import pytest
 from problems import profiles
 
-from megatron_offload.core.policy_config import PlanFileConfig, RatioConfig
+from megatron_offload.core.policy_config import RatioConfig
 from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile
-from megatron_offload.errors import ConfigError
-from megatron_offload.planning.files import save_plan
-from megatron_offload.planning.policy import ModulesPolicy, plan_by_rule
+from megatron_offload.planning.policy import ModulesPolicy, kept_by_rule
 
 
 def make_profile(chunks=2, groups=4, num_bytes=100):
@@ -54,42 +52,23 @@ def test_modules_that_are_not_listed_are_kept():
     profile = make_profile()
     kept = ModulesPolicy(modules=("group[01]", "other")).plan(profile)
     assert {key.order for key in kept} == {2, 3}
-    plan = plan_by_rule(ModulesPolicy(modules=("group0",)), [profile])
-    assert plan.ranks[0].moved_bytes == 200
 
 
-def test_a_plan_of_modules_gives_later_ranks_more_to_keep():
-    runs = profiles(ranks=3, microbatches=4)
-    plan = plan_by_rule(ModulesPolicy(delta_bytes_across_pp_ranks=100), runs)
-    assert [len(rank.kept) for rank in plan.ranks] == [0, 1, 1]
-    for rank, profile in zip(plan.ranks, runs, strict=True):
-        own = ModulesPolicy(keep_bytes=100 * profile.run.pp_rank).plan(profile)
-        assert rank.kept == own
+def test_later_ranks_keep_more():
+    policy, num_kept = ModulesPolicy(delta_bytes_across_pp_ranks=100), []
+    for profile in profiles(ranks=3, microbatches=4):
+        kept = kept_by_rule(policy, profile)
+        assert kept == ModulesPolicy(keep_bytes=100 * profile.run.pp_rank).plan(profile)
+        num_kept.append(len(kept))
+    assert num_kept == [0, 1, 1]
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.1, 0.5, 0.999, 1.0])
 def test_a_ratio_moves_that_share_of_the_bytes_to_within_a_group(ratio):
-    runs = profiles(ranks=2, virtual=2)
-    for rank in plan_by_rule(RatioConfig(kind="ratio", ratio=ratio), runs).ranks:
-        largest = max(choice.num_bytes for choice in rank.choices)
-        assert 0 <= ratio * rank.saved_bytes - rank.moved_bytes < largest
-        moves = [choice.moves for choice in rank.choices]
-        assert moves == sorted(moves, reverse=True), "the first in the order of the step"
-
-
-def test_a_plan_from_a_file_is_that_plan_for_its_run_alone(tmp_path):
-    runs = profiles(ranks=2)
-    plan = plan_by_rule(RatioConfig(kind="ratio", ratio=0.5), runs)
-    save_plan(plan, tmp_path / "plan.json")
-    config = PlanFileConfig(kind="plan_file", path=str(tmp_path / "plan.json"))
-    assert plan_by_rule(config, runs) == plan
-    assert plan_by_rule(config, runs[1:]) == plan
-    with pytest.raises(ConfigError, match="another run: it is for 4 microbatches"):
-        plan_by_rule(config, profiles(ranks=2, microbatches=8))
-
-
-def test_a_section_becomes_its_rule():
-    runs = profiles(ranks=2)
-    numbers = {"fraction": 0.5, "delta_bytes_across_pp_ranks": 2000}
-    policy = ModulesPolicy(modules=("core_attn", "mlp_*"), **numbers)
-    assert plan_by_rule(policy, runs) != plan_by_rule(ModulesPolicy(), runs)
+    for profile in profiles(ranks=2, virtual=2):
+        kept = kept_by_rule(RatioConfig(kind="ratio", ratio=ratio), profile)
+        assert all(kept.values())
+        sizes = [group.num_bytes for group in profile.groups]
+        moved = [group.num_bytes for group in profile.groups if group.key not in kept]
+        assert 0 <= ratio * sum(sizes) - sum(moved) < max(sizes)
+        assert moved == sizes[: len(moved)], "the first in the order of the step"

@@ -9,15 +9,15 @@ import pytest
 from problems import make_job, random_job
 
 from megatron_offload.core.machine import Machine
-from megatron_offload.core.policy_config import RatioConfig
 from megatron_offload.core.profile import (
     GroupTimes,
 )
 from megatron_offload.errors import ConfigError
-from megatron_offload.planning.files import PROFILES
+from megatron_offload.planning.files import parse_profile, to_json
 from megatron_offload.planning.job import NO_OFFLOAD, RankSettings
-from megatron_offload.planning.policy import ModulesPolicy, plan_by_rule
+from megatron_offload.planning.policy import ModulesPolicy
 from megatron_offload.planning.profiled_job import (
+    check_profiles,
     job_from_profiles,
     job_of,
     measured_peak_bytes,
@@ -44,7 +44,7 @@ def test_what_a_profile_of_a_job_says_agrees_with_the_simulator(seed):
     step = simulate(job, None)
     for profile, rank in zip(profiles_of(job), step.ranks, strict=True):
         assert profile.step_us == pytest.approx(step.step_us, rel=1e-12)
-        PROFILES.parse(PROFILES.to_json(profile), "it")
+        parse_profile(to_json(profile), "it")
         assert measured_peak_bytes(profile) == rank.peak_reserved_bytes
 
 
@@ -113,15 +113,30 @@ def test_memory_that_leaves_out_what_moved_is_refused():
         job_of(moved, make_schedule("1f1b", 2, 4), Machine())
 
 
-def test_a_rank_that_moves_nothing_has_no_engine_and_what_a_plan_keeps_does_not_move():
+def test_a_rank_that_moves_nothing_has_no_engine_and_what_is_kept_does_not_move():
     job = make_job(ranks=4, virtual=2, microbatches=8)
-    runs = profiles_of(job)
-    nothing = settings_of(
-        plan_by_rule(RatioConfig(kind="ratio", ratio=0.0), runs), RankSettings(recompute=())
-    )
-    assert nothing == [NO_OFFLOAD] * 4
-    plan = plan_by_rule(ModulesPolicy(modules=("mlp_*",)), runs)
-    step = simulate(job, settings_of(plan))
-    for rank, result in zip(plan.ranks, step.ranks, strict=True):
-        assert not set(result.moved) & set(rank.kept)
+    policy, default = ModulesPolicy(modules=("mlp_*",)), RankSettings(recompute=())
+    settings = []
+    for profile in profiles_of(job):
+        everything = {group.key for group in profile.groups}
+        assert settings_of(profile, everything, default) == NO_OFFLOAD
+        settings.append(settings_of(profile, policy.plan(profile)))
+    step = simulate(job, settings)
+    for rank, result in zip(settings, step.ranks, strict=True):
+        assert not set(result.moved) & rank.kept
     assert step.ranks[0].moved
+
+
+@pytest.mark.parametrize("chosen", [[0], [0, 1, 1], [1]])
+def test_one_profile_of_each_rank_is_needed(chosen):
+    profiles = profiles_of(make_job())
+    with pytest.raises(ConfigError, match=f"got those of {', '.join(map(str, chosen))}$"):
+        check_profiles([profiles[index] for index in chosen])
+
+
+def test_profiles_come_in_any_order_but_from_one_run():
+    profiles = profiles_of(make_job())
+    assert check_profiles(profiles[::-1]) == tuple(profiles)
+    other = replace(profiles[1], run=profiles[1].run._replace(num_microbatches=8))
+    with pytest.raises(ConfigError, match="of different runs"):
+        check_profiles([profiles[0], other])

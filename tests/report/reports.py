@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from megatron_offload.core.profile import GroupKey
 from megatron_offload.core.row_config import RowConfig
 from megatron_offload.core.trace import ByteCount, Counter, Span, StepTrace
 from megatron_offload.engine.stats import GroupStats
 from megatron_offload.planning.description import job_from_model, load_description
 from megatron_offload.planning.found import FoundPlan, FoundStage, RunFrontier
 from megatron_offload.planning.job import RankSettings
-from megatron_offload.planning.plan import GroupChoice, OffloadPlan, RankPlan
 from megatron_offload.planning.simulate import simulate
 from megatron_offload.report.report import MemoryKind, Pair, Report
 
@@ -116,10 +114,3 @@ def bare_report(**changes):
         traces=(),
         **{"found": None, **changes},
     )
-
-
-def given_plan():
-    """Return a plan that a run may have been given."""
-    keys = (GroupKey(0, order) for order in range(3))
-    choices = tuple(GroupChoice(key, HOSTILE, GIB, key.order < 2, HOSTILE) for key in keys)
-    return OffloadPlan("auto", 4, 1, (RankPlan(choices),))

@@ -6,7 +6,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from training_runs import small_plan
 
 from megatron_offload.cli import report
 from megatron_offload.cli.main import main
@@ -14,7 +13,6 @@ from megatron_offload.cli.train import found_in
 from megatron_offload.core.trace import Span, StepTrace, read_traces, write_traces
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import write_model
-from megatron_offload.planning.files import save_plan
 from megatron_offload.planning.found import RunFrontier
 from megatron_offload.train.records import RankStep, StepRecord
 from megatron_offload.train.run_folder import RunFacts
@@ -115,16 +113,6 @@ def test_rows_that_the_run_has_found_are_on_the_page_and_said(tmp_path):
         assert rows == text
     assert f"plan --from {run}'" in plans
     assert not [*found_in(tmp_path)]
-
-
-def test_a_plan_that_the_run_was_given_is_on_the_page_and_no_other(tmp_path):
-    folder = write_run(tmp_path / "run", "offload: {policy: {kind: plan_file, path: gone.json}}")
-    plan = small_plan(ranks=2)
-    save_plan(plan, folder / "plan.json")
-    assert report.read_report(folder).plan == plan
-    assert "frees most" in report.write_page(folder).read_text()
-    (folder / "config.yaml").write_text("offload: {policy: modules}")
-    assert report.read_report(folder).plan is None
 
 
 def traced(folder, *ranks):

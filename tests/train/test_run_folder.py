@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 
 import pytest
-from training_runs import small_plan
 
 from megatron_offload.config import load_yaml
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import validate
-from megatron_offload.planning.files import load_plan, save_plan
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.records import RankStep, StepRecord
 from megatron_offload.train.run_folder import check_output, locked, prepare_folder
@@ -82,27 +80,8 @@ def test_a_comparison_replaces_no_run(tmp_path):
         check_output(tmp_path, is_for_comparison=True)
 
 
-def test_the_plan_that_is_followed_lies_in_the_folder_and_an_earlier_one_does_not(
-    tmp_path, monkeypatch
-):
-    (tmp_path / "texts").mkdir()
+def test_texts_are_named_so_that_they_are_found_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    plan = small_plan()
-    save_plan(plan, "mine.json")
-    folder = tmp_path / "run"
-    folder.mkdir()
-
-    def prepared(**policy):
-        data = {"data": {"text": ["texts/a"]}, "offload": {"policy": policy}}
-        config = validate(TrainConfig, data | {"run": {"output": folder}}, "")
-        prepare_folder(config, None, 1)
-        return load_yaml(folder / "config.yaml")
-
-    given = prepared(kind="plan_file", path="mine.json")
-    assert load_plan(folder / "plan.json") == plan
-    assert given["offload"]["policy"]["path"] == str(tmp_path / "mine.json")
-    assert given["data"]["text"] == [str(tmp_path / "texts" / "a")]
-    prepared(kind="plan_file", path="run/plan.json")
-    assert load_plan(folder / "plan.json") == plan, "its own"
-    prepared(kind="auto")
-    assert not (folder / "plan.json").exists()
+    config = validate(TrainConfig, {"data": {"text": ["a"]}, "run": {"output": tmp_path}}, "")
+    prepare_folder(config, None, 1)
+    assert load_yaml(tmp_path / "config.yaml")["data"]["text"] == [str(tmp_path / "a")]

@@ -121,15 +121,6 @@ def test_a_word_about_offload_means_on_and_is_never_unheard(file, words, refused
     assert config_of("train", "--config", str(file), *words).offload.enabled
 
 
-@pytest.mark.parametrize("command", ["train", "compare"])
-def test_a_plan_that_is_not_there_is_refused_before_anything_starts(file, command, refused):
-    without_fraction(file)
-    policy = "offload.policy={kind: plan_file, path: /nope.json}"
-    error = refused(command, "--config", file, "--set", policy, "run.steps=9")
-    assert "can't read /nope.json" in error
-    assert not (file.parent / "out").exists()
-
-
 def test_a_comparison_that_is_refused_leaves_the_run_as_it_was(file, refused):
     out = file.parent / "out"
     out.mkdir()

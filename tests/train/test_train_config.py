@@ -3,11 +3,9 @@
 import re
 
 import pytest
-from training_runs import small_plan
 
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import validate
-from megatron_offload.planning.files import save_plan
 from megatron_offload.train.config import TrainConfig, check_ranks
 
 
@@ -77,26 +75,6 @@ def test_a_wrong_value_is_refused_with_its_fix(sections, expected):
 
 def test_missing_data_are_refused(tmp_path):
     assert "there is no file" in error_of(data={"text": [str(tmp_path / "none.txt")]})
-
-
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [
-        ((8, 1), "it is for 8 microbatches, and there are 4"),
-        ((4, 2), "it is for 2 virtual stages, and there are 1"),
-        ((4, 1), None),
-    ],
-)
-def test_a_plan_of_another_pipeline_is_refused_before_anything_starts(tmp_path, sizes, expected):
-    path = tmp_path / "plan.json"
-    microbatches, virtual = sizes
-    save_plan(small_plan(microbatches=microbatches, virtual=virtual), path)
-    offload = {"policy": {"kind": "plan_file", "path": str(path)}}
-    sections = {"data": {"microbatches": 4}, "offload": offload}
-    if expected is None:
-        check_ranks(build(**sections), 1)
-    else:
-        assert expected in error_of(1, **sections)
 
 
 def test_every_field_says_what_it_is():
