@@ -520,6 +520,5 @@ SHOWN = {
     "flags / YAML ──> OffloadConfig": "a diagram",
     "autograd graph ──> SavedTensor": "a diagram",
     "description ──> job ──> frontier of each rank": "a diagram",
-    "the plan was made for another run": "an error",
 }
 """How blocks begin that are neither commands nor programs, and what they are."""

@@ -64,7 +64,7 @@ TORCHLESS = (
     *(f"train/{name}.py" for name in ("config", "run_folder")),
 )
 PAGE = PACKAGE.parent / "docs" / "design.md"
-WALKS = ("A saved tensor", "`max_inflight_bytes`", "A plan")
+WALKS = ("A saved tensor", "`max_inflight_bytes`", "A ratio")
 STEP = re.compile(r"^\d+\. `([\w/]+\.py)`:? (.*)$")
 
 

@@ -22,7 +22,7 @@ INSTEAD = {
     r"tell(s|ing)?|told": "register, note, report",
     r"lends?|lent|(takes?|taken|gives?|given) (it |them )?back": "allocate, free",
     r"settled?|settles|settling": "resolve, synchronize, converge",
-    r"dear|cheap(er|est)?": "planned only, default kind",
+    r"dear|cheap(er|est)?": "expensive, inexpensive",
     r"deeds?": "decision",
     r"is led": "external plan",
     r"theirs|stand-?ins?|stand ins?|exchang(e|es|ed|ing)": "original, patch",
