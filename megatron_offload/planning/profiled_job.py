@@ -1,4 +1,4 @@
-"""A step as the profiles of all its ranks have shown it, and the profiles of a step.
+"""A step as the profiles of all its ranks have shown it.
 
 Times of a group, and of what lies between two, are medians over the microbatches, the lower of two:
 what disturbs one makes it longer. Between two passes of a rank, other stages may have been waited
@@ -15,17 +15,15 @@ from dataclasses import replace
 
 from megatron_offload.core.machine import Machine
 from megatron_offload.core.profile import (
-    GroupKey,
     GroupProfile,
     GroupTimes,
-    RunShape,
     StepProfile,
 )
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.job import NO_OFFLOAD, GroupWork, Job, StageWork, UnitWork
 from megatron_offload.planning.replay import RankWork
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule, make_schedule
-from megatron_offload.planning.simulate import RankResult, simulate
+from megatron_offload.planning.simulate import simulate
 
 _Timed = list[tuple[GroupProfile, GroupTimes]]
 """The groups of one chunk, in order."""
@@ -274,39 +272,3 @@ def measured_peak_bytes(profile: StepProfile) -> int:
             f"{profile.offloaded_bytes} bytes, which its memory doesn't count; profile another"
         )
     return profile.peak_reserved_bytes
-
-
-def profiles_of(job: Job) -> list[StepProfile]:
-    """Return what each pipeline rank would see in a step without offload."""
-    step, schedule = simulate(job, record=True), job.schedule
-    profiles = []
-    for rank, result in enumerate(step.ranks):
-        work = RankWork(job, rank)
-        times = _times_us(result)
-        sizes = schedule.num_ranks, len(schedule.stages_of(rank))
-        profiles.append(
-            replace(
-                work.profile,
-                times=tuple(GroupTimes(*times[group.key]) for group in work.profile.groups),
-                step_us=step.step_us,
-                peak_allocated_bytes=result.peak_reserved_bytes,
-                peak_reserved_bytes=result.peak_reserved_bytes,
-                run=RunShape(schedule.num_microbatches, rank, *sizes, rank),
-            )
-        )
-    return profiles
-
-
-def _times_us(result: RankResult) -> dict[GroupKey, list[float]]:
-    """Return of each group its start, commit, and backward's begin and end, as recorded."""
-    assert result.trace is not None
-    spans = (span for span in result.trace.of("compute") if span.kind != "stall")
-    times = defaultdict[GroupKey, list[float]](list)
-    end_us = 0.0
-    for piece in result.pieces:
-        start_us = end_us
-        if piece.us > 0:
-            span = next(spans)
-            start_us, end_us = span.start_us, span.end_us
-        times[piece.key] += (start_us, end_us)
-    return times

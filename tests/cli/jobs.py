@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 
+from job_profiles import profiles_of
 from processes import run_python
 
 from megatron_offload.cli.source import SourceOptions, load_source
 from megatron_offload.planning.description import load_description
 from megatron_offload.planning.files import save_profile
-from megatron_offload.planning.profiled_job import profiles_of
 
 SMALL = """\
 model:

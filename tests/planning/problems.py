@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+from job_profiles import profiles_of
+
 from megatron_offload.core.machine import Machine
 from megatron_offload.core.profile import GroupKey, GroupProfile, GroupTimes, RunShape, StepProfile
 from megatron_offload.planning.job import GroupWork, Job, StageWork
-from megatron_offload.planning.profiled_job import profiles_of
 from megatron_offload.planning.replay import RankWork
 from megatron_offload.planning.schedule import PassKind, make_schedule
 

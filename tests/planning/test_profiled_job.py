@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from job_profiles import profiles_of
 from problems import make_job, random_job
 
 from megatron_offload.core.machine import Machine
@@ -21,7 +22,6 @@ from megatron_offload.planning.profiled_job import (
     job_from_profiles,
     job_of,
     measured_peak_bytes,
-    profiles_of,
     schedule_of,
 )
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule, make_schedule
