@@ -1,1 +1,1 @@
-"""The measured loop: look at a step, agree on a plan, measure what it costs, correct it, stop."""
+"""The search for rows: look at a step, agree on a plan, try it, measure what it takes, stop."""
