@@ -13,6 +13,7 @@ from megatron_offload.core.policy_config import (
     MemoryTargetConfig,
     ModulesConfig,
     PolicyConfig,
+    SolvedConfig,
 )
 from megatron_offload.core.row_config import LOSS, MODEL, RowConfig
 from megatron_offload.errors import ConfigError, did_you_mean, shorten
@@ -223,8 +224,14 @@ class OffloadConfig(StrictModel):
         for key in sorted(self.model_fields_set & _INSTEAD_OF_ROWS) if self.has_rows else ():
             raise ConfigError(f"rows say what is offloaded and recomputed, and so does {key!r}")
         sites = {row.site for row in self.rows or ()}
-        if MODEL in sites and sites > {MODEL, LOSS}:
+        if MODEL in sites and not sites <= {MODEL, LOSS}:
             raise ConfigError("a row of the site 'model' offloads all, and so leaves no other row")
+        named = recompute_patterns(self.recompute) if isinstance(self.policy, SolvedConfig) else ()
+        if named:
+            raise ConfigError(
+                f"policy {self.policy.kind!r} chooses among kinds of what may be recomputed, and "
+                f"{named[0]!r} names modules; 'rows' do that (docs/rows.md)"
+            )
         if self.policy is not None and not isinstance(self.policy, ModulesConfig):
             for key in sorted(self.model_fields_set & _KEEP_KEYS):
                 raise ConfigError(

@@ -73,11 +73,9 @@ class Site:
         self._module = ref(module)
 
     @property
-    def module(self) -> nn.Module:
-        """The module, which is held by its model alone."""
-        found = self._module()
-        assert found is not None
-        return found
+    def module(self) -> nn.Module | None:
+        """The module, which is held by its model alone; None once that has lost it."""
+        return self._module()
 
 
 def sites_of_layers(model: nn.Module) -> dict[str, Site]:
@@ -105,6 +103,12 @@ def _is_of_libraries(module: nn.Module) -> bool:
     return all(f"{base.__module__}.".startswith(LIBRARIES) for base in bases)
 
 
+def _modules_of(sites: Mapping[str, Site]) -> dict[str, nn.Module]:
+    """Return the modules of sites that their model still has."""
+    found = ((path, site.module) for path, site in sites.items())
+    return {path: module for path, module in found if module is not None}
+
+
 class LayerWatch:
     """Sees what the sites of a model save and are given in one forward."""
 
@@ -124,15 +128,16 @@ class LayerWatch:
 
     def begin(self) -> None:
         """Watch what comes."""
+        alive = _modules_of(self._sites)
         modules = {
-            f"{path}.{name}".rstrip("."): module
-            for path, site in self._sites.items()
-            for name, module in site.module.named_modules()
+            f"{path}.{name}".rstrip("."): part
+            for path, module in alive.items()
+            for name, part in module.named_modules()
         }
         self._handles += self._seen.watch(modules)
-        for path, site in self._sites.items():
+        for path, module in alive.items():
             hook = ModuleHook(partial(self._note_inputs, path))
-            self._handles.append(site.module.register_forward_pre_hook(hook, with_kwargs=True))
+            self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         put_on(self._seen.pack, SavedTensor.unpack)
 
     def end(self) -> None:
@@ -252,7 +257,8 @@ class _Offload(NamedTuple):
 def _part(site: Site, path: str, saver: str) -> str:
     """Return the part of a site that saves something, as rows name it; empty of the site itself."""
     name = saver.removeprefix(path).lstrip(".").partition(".")[0]
-    if not (name and has_forward(getattr(site.module, name))):
+    inner = getattr(site.module, name, None)
+    if not (isinstance(inner, nn.Module) and has_forward(inner)):
         return ""
     depth = 0 if site.name == "layer" else 1 + site.name.count(".")  # below its layer
     return ".".join([*path.split(".")[len(path.split(".")) - depth :], name])
@@ -393,10 +399,10 @@ class SiteTimes:
         """Time what comes."""
         for _ in range(_NUM_PAUSES if self.holds_back else 0):
             self._backend.pause()
-        for path, site in self._sites.items():
+        for path, module in _modules_of(self._sites).items():
             begin, end = ModuleHook(self._begin), ModuleHook(partial(self._end, path))
-            self._handles.append(site.module.register_forward_pre_hook(begin, prepend=True))
-            self._handles.append(site.module.register_forward_hook(end))
+            self._handles.append(module.register_forward_pre_hook(begin, prepend=True))
+            self._handles.append(module.register_forward_hook(end))
 
     def end(self) -> None:
         """Time no more."""

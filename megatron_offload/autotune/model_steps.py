@@ -14,6 +14,7 @@ from weakref import ref
 import torch
 from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.utils._pytree import tree_leaves
 
 from megatron_offload.engine.module_hooks import ModuleHook, hooks_of
 
@@ -21,7 +22,9 @@ _MOST_FORWARDS = 16  # a backward that never comes, or always late, ends no step
 
 
 class ModelSteps:
-    """Counts forwards between `enter` and `leave`, by hooks of the first layer of each chunk.
+    """Counts forwards between `enter` and `leave`, by hooks of the first layer of each list.
+
+    Of several that a forward calls, such as those of an encoder and a decoder, the first counts.
 
     Attributes:
         most_pending: forwards whose backward was still to come, at most, in any step.
@@ -35,10 +38,12 @@ class ModelSteps:
         self.size, self.ended = 0.0, None
         self._now = now
         self._is_inside = False
+        self._called: nn.Module | None = None
         self.num_forwards = self._num_pending = self.most_pending = self._number = 0
-        self._layers = [ref(layer) for layer in first_layers]
+        layers = list(first_layers)
+        self._layers = [ref(layer) for layer in layers]
         begin, end = ModuleHook(self._begin), ModuleHook(self._end)
-        for layer in first_layers:
+        for layer in layers:
             handles = hooks_of(ModelSteps, layer)
             handles.append(layer.register_forward_pre_hook(begin, with_kwargs=True))
             handles.append(layer.register_forward_hook(end))
@@ -61,17 +66,18 @@ class ModelSteps:
 
     def enter(self) -> None:
         """A forward begins."""
-        self._is_inside = True
+        self._is_inside, self._called = True, None
         self.num_forwards += 1
 
     def leave(self) -> None:
         """It ends."""
-        self._is_inside = False
+        self._is_inside, self._called = False, None
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._is_inside:
-            tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
-            size = next((float(x.numel()) for x in tensors), 0.0)
+        if self._is_inside and self._called in (None, module):
+            self._called = module
+            tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
+            size = next((float(x.numel()) for x in tensors), 1.0)
             self.size += size
             self.layer_begins(size)
 
@@ -79,10 +85,11 @@ class ModelSteps:
         """The first layer begins, with an input of so many elements."""
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        made = output[0] if isinstance(output, (tuple, list)) and output else output
-        if not self._is_inside or not isinstance(made, torch.Tensor):
+        if not self._is_inside or self._called is not module:
             return
-        if made.requires_grad and not is_functorch_wrapped_tensor(made):
+        tensors = (x for x in tree_leaves(output) if isinstance(x, torch.Tensor))
+        made = next((x for x in tensors if x.requires_grad), None)
+        if made is not None and not is_functorch_wrapped_tensor(made):
             self._num_pending += 1
             self.most_pending = max(self.most_pending, self._num_pending)
             made.register_hook(partial(self._reach_first, self._number))

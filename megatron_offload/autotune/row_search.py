@@ -64,6 +64,7 @@ Look = TypeVar("Look", LayerWatch, SiteTimes)
 
 _MUCH_LONGER = 4.0  # forwards for which rows are looked for again, where there are none
 _MOST_SEARCHES = 3  # so often at most
+_MOST_UNCALLED = 16  # steps without a forward of the layers that are looked at
 _NUM_BARE = 6
 _MOST_UNPREPARED = 40  # so many more at most, until memory is ready that a plan will pin
 _NUM_UNPREPARED = 4  # likewise among ranks, whose steps are counted
@@ -126,6 +127,11 @@ class RowSearch(OldAttributes):
         """Whether it looks for rows of this model."""
         return any(one() is model for one in self._models)
 
+    @property
+    def is_orphan(self) -> bool:
+        """Whether none of its models is left."""
+        return all(one() is None for one in self._models)
+
     def add(self, model: nn.Module) -> None:
         """Look for rows of another chunk too; begin anew where the first steps were without."""
         self._models = [one for one in self._models if one() is not None]
@@ -155,7 +161,8 @@ class RowSearch(OldAttributes):
         self._is_alone, self._is_tight, self._largest = True, False, math.inf
         self._is_outgrown = self._has_moved = False
         self._num_begun += 1
-        self._num_rounds, self._stage, self._speaks = 0, "", rank_in() == 0
+        self._num_rounds, self._num_uncalled, self._stage = 0, 0, ""
+        self._speaks = rank_in() == 0
         self._has_failed, self._num_ooms, self._num_over = False, 0, 0
         policy = manager.config.tuned_policy
         self.is_converged = policy is None
@@ -255,9 +262,22 @@ class RowSearch(OldAttributes):
                     self._steps.append((*self._last, clock.size, self._kind == "rows"))
         if clock is None or clock.size:
             self._take_next()
+            self._num_uncalled = 0
+        else:
+            self._num_uncalled += 1
+            if self._num_uncalled > _MOST_UNCALLED:
+                self._begin_again()
         if self._clock is not None:
             self._clock.restart()
         self._looked.clear()
+
+    def _begin_again(self) -> None:
+        """Look for layers anew: those that are known aren't called any more, or never were."""
+        if self._num_begun < _MOST_SEARCHES:
+            self.close()
+            self.begin(self.manager)
+        else:
+            self._stop("the layers that it has aren't called, or others look at them", ADVICE)
 
     def _now(self) -> tuple[Any, int]:
         """Return a point of the compute stream, and what is reserved where that matters."""
@@ -316,8 +336,12 @@ class RowSearch(OldAttributes):
         timed = all_sites or self._whole_models()
         sites = all_sites if self._has_layers else {}
         numbers = sorted({site.layer for site in sites.values()})
-        firsts = {path.split(".")[0]: site for path, site in reversed(timed.items())}
-        self._clock = ModelSteps([site.module for site in firsts.values()], self._now)
+        firsts = {
+            path.rpartition(".")[0]: site
+            for path, site in reversed(timed.items())
+            if site.name == "layer"
+        }
+        self._clock = ModelSteps(filter(None, (x.module for x in firsts.values())), self._now)
         self._clock.layer_begins = self._layer_begins  # type: ignore[method-assign]
         self._num_ooms = manager.num_out_of_memory
         # A rerun may hold collectives, so that ranks don't decide on it by themselves.
@@ -333,7 +357,7 @@ class RowSearch(OldAttributes):
             self._stop(NO_CLOCK, "")
             return
         needed_bytes = self._bare_bytes = backend.peak_allocated_bytes() + released_bytes
-        capacity_bytes = backend.capacity_bytes() or 0
+        capacity_bytes = backend.capacity_bytes() or math.inf
         self._is_tight = released_bytes > 0 and needed_bytes > _MOST_SHARE * capacity_bytes
         if self._is_tight and manager.rows is None:
             yield from self._agree("layers can't be recomputed here unasked", "open")

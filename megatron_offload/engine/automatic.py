@@ -190,8 +190,12 @@ class AutomaticGroups:
     @property
     def is_entered(self) -> bool:
         """Whether a forward is under way in this thread that may be recorded."""
-        is_under_way = bool(self._forwards) and self._forwards[-1] is not None
-        return is_under_way and self._thread == get_ident()
+        return self.is_inside and self._forwards[-1] is not None
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a forward is under way in this thread, recorded or not."""
+        return bool(self._forwards) and self._thread == get_ident()
 
     def _forget_interrupted(self) -> None:
         """Undo each `begin` that surrounds this one and has saved nothing.

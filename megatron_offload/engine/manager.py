@@ -470,7 +470,9 @@ class PipelineOffloadManager:
             self._end_step()
             if self.tuner is not None:
                 self.tuner(self)
-            elif isinstance(self.config.policy, SolvedConfig) and self.config.enabled:
+            elif isinstance(self.config.policy, SolvedConfig) and not (
+                self.learner.is_open or self.rests or not self.config.enabled
+            ):
                 self._say_once(_NO_TUNER, self.config.policy.kind)
 
     def end_step_if_over(self) -> bool:

@@ -8,6 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import megatron_offload.recompute.transformer_engine  # noqa: F401 - for its effect
 from megatron_offload.config import LOSS, RECOMPUTE_SITES, OffloadConfig, recompute_patterns
+from megatron_offload.core.row_config import MODEL
 from megatron_offload.engine.automatic import AutomaticGroups, unpack
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.stats import StepStats
@@ -76,7 +77,8 @@ def followed(
     manager = engine_of(manager)
     config = manager.config if manager is not None else config or default or OffloadConfig()
     for key, instead in _UNFOLLOWED[door].items():
-        if key in config.model_fields_set and getattr(config, key) not in (None, ()):
+        is_all = key == "rows" and {row.site for row in config.rows or ()} == {MODEL}
+        if key in config.model_fields_set and getattr(config, key) not in (None, ()) and not is_all:
             raise ConfigError(f"{door} can't follow OffloadConfig.{key}: {instead}")
     refuse_unserved(door, config)
     takes_all = _UNFOLLOWED[door].get("modules") is _ALL_MOVES

@@ -140,9 +140,24 @@ def _measure(chunks: Sequence[nn.Module], result: ModuleOffload) -> None:
         if isinstance(manager.tuner, RowSearch):
             manager.tuner.forward_ends(has_failed=output is None)
 
-    manager.tuner = RowSearch(chunks, manager, lambda: None, has_layers=False)
+    search = manager.tuner
+    if isinstance(search, RowSearch):  # of an earlier call
+        for chunk in chunks:
+            if not search.is_of(chunk):
+                search.add(chunk)
+    else:
+        search = manager.tuner = RowSearch(chunks, manager, lambda: None, has_layers=False)
+        result.on_undo(partial(_leave, manager, search))
     hook = ModuleHook(end)
     result.remove_later([x.register_forward_hook(hook, always_call=True) for x in chunks])
+
+
+def _leave(manager: PipelineOffloadManager, search: RowSearch) -> None:
+    search.close()
+    if manager.tuner is search:
+        manager.tuner = None
+        manager.learner.follow_rules()
+        manager.follow_rows(manager.config.rows)
 
 
 def _kind_of(name: str, modules: Sequence[Mapping[str, nn.Module]], is_part: bool) -> _Kind | None:

@@ -146,6 +146,9 @@ class OffloadActivations(AroundForwards):
             given |= {"pin_memory": self.use_pin_memory, "copy_streams": self.use_streams}
             groups = _allocate(self, model, OffloadConfig.model_validate(given), *sizes)
         self.manager = groups.manager
+        tuner = self.manager.tuner
+        if not self.manager.rests if tuner is None else _is_orphan(tuner):
+            _begin_anew(self.manager)
         self._depth = 0
         super().__init__(groups)
         is_open = self.manager.tuner is None and self.manager.config.tuned_policy is not None
@@ -188,7 +191,8 @@ class OffloadActivations(AroundForwards):
             if self._seeking is not None:
                 self._seeking.remove()
                 self._seeking = None
-                if self._seeks_model and not has_failed:
+                has_saved = len(self.manager.decisions.committed) > self._num_committed
+                if self._seeks_model and has_saved and not has_failed:
                     self._seeks_model = False
                     self.manager.follow_rows((), is_own=True)
                     _logger.warning("%s", _NO_MODULE)
@@ -199,11 +203,14 @@ class OffloadActivations(AroundForwards):
             return
 
         def found(module: nn.Module, args: Any) -> None:
-            if self._groups.is_entered:
+            if self._groups.is_inside:
                 self._seeks_model = False
                 handle.remove()
+                if self.manager.rests:
+                    _begin_anew(self.manager)
                 _search_rows(module, self._groups)
 
+        self._num_committed = len(self.manager.decisions.committed)
         handle = self._seeking = nn.modules.module.register_module_forward_pre_hook(found)
 
     def close(self) -> None:
@@ -275,11 +282,13 @@ class _OffloadModel(OffloadActivations):
 def _make(
     manager: PipelineOffloadManager, min_tensor_bytes: int, most_tensors: int
 ) -> AutomaticGroups:
-    if manager.tuner is None:
-        _begin_anew(manager)
     return AutomaticGroups(
         manager, "activations", min_tensor_bytes=min_tensor_bytes, max_inflight_tensors=most_tensors
     )
+
+
+def _is_orphan(tuner: object) -> bool:
+    return isinstance(tuner, RowSearch) and tuner.is_orphan
 
 
 def _begin_anew(manager: PipelineOffloadManager) -> None:
