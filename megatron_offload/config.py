@@ -13,7 +13,6 @@ from megatron_offload.core.policy_config import (
     MemoryTargetConfig,
     ModulesConfig,
     PolicyConfig,
-    SolvedConfig,
 )
 from megatron_offload.core.row_config import LOSS, MODEL, RowConfig
 from megatron_offload.errors import ConfigError, did_you_mean, shorten
@@ -226,8 +225,8 @@ class OffloadConfig(StrictModel):
         sites = {row.site for row in self.rows or ()}
         if MODEL in sites and not sites <= {MODEL, LOSS}:
             raise ConfigError("a row of the site 'model' offloads all, and so leaves no other row")
-        named = recompute_patterns(self.recompute) if isinstance(self.policy, SolvedConfig) else ()
-        if named:
+        named = recompute_patterns(self.recompute)
+        if named and isinstance(self.policy, (AutoConfig, MemoryTargetConfig)):
             raise ConfigError(
                 f"policy {self.policy.kind!r} chooses among kinds of what may be recomputed, and "
                 f"{named[0]!r} names modules; 'rows' do that (docs/rows.md)"

@@ -32,8 +32,8 @@ class SolvedConfig(StrictModel):
     """What the policies that solve for a plan have in common."""
 
     measured_plans: int = Field(default=3, ge=0, le=20)
-    """Plans that a run which plans by itself measures at most, by some steps each, until one keeps
-    its promise of memory or of time. 0 trusts the prediction."""
+    """Plans that a run measures at most, by some steps each, until one keeps its promise of memory
+    or of time. 0 trusts the prediction."""
 
 
 class MemoryTargetConfig(SolvedConfig):
