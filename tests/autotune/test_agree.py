@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
-from layered_job import LayeredJob
+from layered_job import LayeredJob, PlainLayer
 
 from megatron_offload.autotune import agree, layers
 from megatron_offload.autotune.agree import Ranks
@@ -150,6 +150,15 @@ def test_a_rank_with_another_model_follows_rows_of_its_own(layered_jobs):
     for job in layered_jobs:
         assert job.manager.rows
         assert job.step() <= 1.2 * 16 * 10.0 * 3 * len(job.net.layers)
+
+
+def test_where_numbers_count_within_each_stage_a_rank_says_its_own_rows(layered_jobs):
+    policy = {"kind": "auto", "most_slowdown_percent": 20}
+    layered_jobs[1] = LayeredJob(0.05, layer=PlainLayer, num_layers=3, policy=policy)
+    assert None not in rows_found_at(layered_jobs)
+    assert layered_jobs[0].manager.rows != layered_jobs[1].manager.rows
+    for job in layered_jobs:
+        assert job.search.said.startswith(f"rows: [{', '.join(map(str, job.manager.rows))}]")
 
 
 def test_a_rank_that_can_not_follow_rows_holds_all_of_them_off(layered_jobs, monkeypatch):

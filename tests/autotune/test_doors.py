@@ -134,3 +134,32 @@ def test_parts_of_a_layer_without_mlp_are_named_from_the_layer(monkeypatch):
     assert "rows" in job.found().said
     assert {row.site for row in job.manager.rows} == {"layer", "inner"}
     assert job.manager.last_step.offloaded_bytes > 0
+
+
+def test_a_plan_is_tried_once_its_memory_is_ready_and_the_allocator_is_left_alone(monkeypatch):
+    ready_in, trims = iter([False] * 9), []
+    ready = property(lambda _: next(ready_in, True))
+    monkeypatch.setattr(SimulatedBackend, "is_host_prepared", ready)
+    job = LayeredJob(0.1, policy={"kind": "auto", "most_slowdown_percent": 3})
+    monkeypatch.setattr(job.backend, "trim_device", lambda: trims.append(job.search._kind))
+    kinds = []
+    while not job.search.is_converged:
+        job.step()
+        kinds.append(job.search._kind)
+    assert kinds[: kinds.index("trying")].count("bare") == 6 + 9
+    assert job.manager.rows
+    # Behind the first steps with groups, and at the end: not for each plan.
+    assert trims == ["warming", "rows"]
+
+
+def test_copies_take_more_of_a_replay_and_less_of_its_link():
+    job = LayeredJob(0.1)
+    sites = {"layer": layers.Site(0, "layer", job.net.layers[0], may_rerun=True)}
+    found = []
+    for holds_back in (False, True):
+        times = layers.SiteTimes(sites, job.backend, holds_back=holds_back)
+        times._us = {"layer": 1000.0}
+        found.append((*times.link_bytes(10.0, [0], is_pipeline=True), times.copy_share))
+    (eager, eager_share), (replay, replay_share) = found
+    assert 0 < replay < eager / 2
+    assert replay_share > 5 * eager_share

@@ -679,6 +679,9 @@ def test_a_plan_that_is_not_measured_is_tried_all_the_same():
     assert "as predicted" in search.said
     assert actions(job) == {("mlp", "recompute")}
     assert not search.tried
+    job = LayeredJob(0.001, layer=RandomLayer, policy={**auto(50), "measured_plans": 0})
+    job.found()
+    assert {row.layers for row in job.manager.rows} == {"0-4"}, "six tenths of it are trusted"
 
 
 def test_inputs_of_checkpointed_layers_are_offloaded_for_good():

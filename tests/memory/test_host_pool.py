@@ -210,6 +210,18 @@ def test_what_could_not_be_pinned_is_not_tried_again_until_shrink():
 # Giving back.
 
 
+def test_what_shrink_lets_go_is_held_by_the_backend_s_list_alone(backend, monkeypatch):
+    gone = []
+    monkeypatch.setattr(backend, "discard", gone.append)
+    pool = make(backend, slab=4 * KIB)
+    pool.free(pool.allocate(4 * KIB), None)
+    memory = weakref.ref(pool._slabs[0].base)
+    assert pool.shrink() == 4 * KIB
+    assert memory() is not None
+    gone[0].clear()
+    assert memory() is None
+
+
 def test_shrink_gives_back_slabs_that_are_wholly_free(backend):
     pool = make(backend, slab=4 * KIB)
     regions = [pool.allocate(2 * KIB) for _ in range(4)]
