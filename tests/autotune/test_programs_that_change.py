@@ -201,3 +201,22 @@ def test_a_device_of_unknown_size_is_not_taken_to_be_full():
 def test_a_pattern_is_no_kind_that_a_search_may_recompute():
     with pytest.raises(ConfigError, match=r"'\*\*\.norm' names modules; 'rows' do that"):
         of_config(recompute=("norm", "**.norm"))
+
+
+def test_of_two_lists_that_a_forward_calls_the_first_counts():
+    job = make_job()
+    job.search.close()
+    job.net.behind = nn.ModuleList(GradientCheckpointingLayer(job) for _ in range(3))
+    first, second = job.net.layers, job.net.behind
+
+    def forward(x):
+        for layer in (*first, *second):
+            x = layer(x)
+        return job.net.head(x)
+
+    job.net.forward = forward
+    job.manager.tuner = None
+    job.offload = job.context()
+    job.found()
+    assert job.search._clock.most_pending == 1
+    assert job.search._size_of_bare == ROWS * WIDTH

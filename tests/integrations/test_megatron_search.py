@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from torch import nn
 
 pytest.importorskip("megatron.core")
 
@@ -17,6 +18,7 @@ from megatron_offload.integrations.megatron_search import (
     _is_named,
     _may_rerun,
     _what_goes_around,
+    join_search,
 )
 
 ATTENTION, MLP = "0.decoder.layers.3.self_attention", "0.decoder.layers.3.mlp"
@@ -109,4 +111,18 @@ def test_where_no_rows_can_be_found_it_is_said_once_and_kept_what_there_is_room_
     ]
     assert manager.tuner.is_converged
     assert manager.learner.is_open
+    manager.close()
+
+
+@pytest.mark.parametrize(("method", "has_layers"), [("uniform", False), ("block", True)])
+def test_layers_that_megatron_recomputes_have_no_rows(method, has_layers):
+    manager = PipelineOffloadManager(OffloadConfig(policy="auto"))
+    manager.tuner = MegatronSearch()
+    manager.tuner.begin(manager)
+    config = SimpleNamespace(
+        recompute_granularity="full", recompute_method=method, offload_modules=["layer_input"]
+    )
+    for handle in join_search(nn.Linear(2, 2), config, manager, lambda: None):
+        handle.remove()
+    assert manager.tuner.by_rows._has_layers == has_layers
     manager.close()

@@ -150,3 +150,14 @@ def test_a_thousand_ranks_of_sixteen_stages_choose_at_once():
     searched(choice, lambda one: slowest_us(one) / BARE_US * 100)
     places = [one.place for one in stages.values()]
     assert all(x >= y for x, y in itertools.pairwise(places))
+
+
+def test_no_more_than_is_trusted_is_hoped_for_where_nothing_is_measured():
+    policy = AutoConfig(kind="auto", most_slowdown_percent=1, measured_plans=0)
+    choice = RowChoice(policy, {"a": stage(num_layers=1, us=12.0, bare_bytes=8 * MIB)}, BARE_US)
+    assert choice.next()[0], "1.2 % are predicted"
+    assert choice.stages["a"].place == 0
+    measured = {"a": stage(num_layers=1, us=12.0, bare_bytes=8 * MIB)}
+    choice = RowChoice(auto(1), measured, BARE_US)
+    assert not choice.next()[0]
+    assert choice.stages["a"].place == 1, "it may take less"
