@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field
 from rich.table import Table
 
+from megatron_offload.core.row_config import RowConfig
 from megatron_offload.core.units import format_bytes
 from megatron_offload.files.strict_model import StrictModel
 from megatron_offload.planning.found import FoundStage
@@ -90,7 +91,7 @@ def found_rows(stage: FoundStage, **marks: int) -> list[list[str]]:
     for place in sorted({*shown, *marks.values()}):
         plan = plans[place]
         which = [word for word, marked in marks.items() if marked == place]
-        what = "; ".join(map(str, plan.rows)) or "nothing"
+        what = _in_short(plan.rows) or "nothing"
         size = format_bytes(needed[place]) if stage.bare_bytes else "not known"
         measured = str(Slowdown(*plan.measured_percent)) if plan.measured_percent else ""
         takes = [f"{plan.predicted_percent:+.1f} %", measured]
@@ -98,6 +99,19 @@ def found_rows(stage: FoundStage, **marks: int) -> list[list[str]]:
             [str(place), ", ".join(which), what, format_bytes(plan.freed_bytes), size, *takes]
         )
     return rows
+
+
+def _in_short(rows: Iterable[RowConfig]) -> str:
+    """Return what rows do, without the parts of a site that go with the whole of it."""
+    does: dict[str, list[str]] = {}
+    for row in rows:
+        if row.offload == "all" and "." in row.site and row.site != "mlp.experts":
+            continue
+        text = row.site if row.layers == "all" else f"{row.site} {row.layers}"
+        if row.most is not None and row.offload:
+            text += f" ({row.most} of its tensors)"
+        does.setdefault("offload" if row.offload else "recompute", []).append(text)
+    return "; ".join(f"{verb} {', '.join(texts)}" for verb, texts in does.items())
 
 
 def found_table(stage: FoundStage, chosen: int) -> Table:

@@ -74,7 +74,7 @@ def test_the_plans_that_a_run_has_found_are_printed_to_be_pasted(words, layers, 
     config = OffloadConfig(**yaml.safe_load(rows))
     assert [(row.site, row.layers) for row in config.rows] == [("loss", "all"), ("mlp", layers)]
     (chosen,) = (line for line in table if "chosen" in line)
-    assert f"layers: {layers}," in chosen.replace('"', "")
+    assert f"recompute mlp {layers} " in chosen
     assert ("chosen, followed" in chosen) == (layers == "0-1")
     tried = [line for line in table if "+2.5 % (+2.4 to +2.6)" in line]
     assert tried
