@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from problems import PIPELINE
 
 from megatron_offload.config import OffloadConfig
 from megatron_offload.errors import ConfigError, TargetError
@@ -23,19 +24,7 @@ GIB = 1 << 30
 
 
 def described(**changes):
-    model = {
-        "layers": 8,
-        "hidden": 4096,
-        "ffn": 16384,
-        "heads": 32,
-        "vocabulary": 1000,
-        "sequence": 4096,
-        "num_microbatches": 4,
-        "pipeline_parallel": 2,
-        "virtual_stages": 2,
-        "peak_tflops": 989.0,
-        "memory_gbps": 4800.0,
-    }
+    model = {**PIPELINE, "hidden": 4096, "ffn": 16384, "heads": 32}
     return validate(JobDescription, {"model": model | changes}, "job")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from problems import PIPELINE
 
 from megatron_offload.core.row_config import RowConfig
 from megatron_offload.files.strict_model import validate
@@ -20,20 +21,7 @@ from megatron_offload.planning.job_rows import (
 from megatron_offload.planning.model import ModelDescription
 from megatron_offload.planning.simulate import NO_OFFLOAD, simulate
 
-MODEL = {
-    "layers": 8,
-    "hidden": 2048,
-    "ffn": 8192,
-    "heads": 16,
-    "vocabulary": 1000,
-    "sequence": 4096,
-    "num_microbatches": 4,
-    "pipeline_parallel": 2,
-    "virtual_stages": 2,
-    "peak_tflops": 989.0,
-    "memory_gbps": 4800.0,
-    "microbatch": 2,
-}
+MODEL = {**PIPELINE, "hidden": 2048, "ffn": 8192, "heads": 16, "microbatch": 2}
 MODELS = {
     "dense": {},
     "norms apart": {"fused_norm": False, "gated_mlp": True},
