@@ -16,6 +16,7 @@ from nanogpt import GPT, batches, loss_of, parse
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
+from megatron_offload import OffloadConfig
 from megatron_offload.integrations.torch_pipelining import offload_pipeline
 
 STAGES_A_RANK, MICROBATCHES = 2, 4
@@ -57,7 +58,9 @@ def main() -> None:
         [parameter for module in modules.values() for parameter in module.parameters()], lr=1e-3
     )
     schedule = ScheduleInterleaved1F1B(stages, n_microbatches=MICROBATCHES, loss_fn=loss_of)
-    offload = offload_pipeline(schedule) if args.offload else None
+    # Without a GPU nothing would be won, so that by default nothing is offloaded there.
+    config = OffloadConfig() if on_gpu else OffloadConfig(policy="modules")
+    offload = offload_pipeline(schedule, config=config) if args.offload else None
     rows = batches(MICROBATCHES * args.batch, args.length, args.steps)
     for step, (inputs, targets) in enumerate(rows, 1):
         losses: list[torch.Tensor] = []
