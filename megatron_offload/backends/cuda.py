@@ -75,7 +75,7 @@ class CudaBackend(Backend):
         else:
             self.d2h_stream = self.h2d_stream = torch.cuda.current_stream(self.device)
         self._nvtx = config.nvtx
-        self._pin_memory = config.pin_memory
+        self._pin_memory, self._is_for_graphs = config.pin_memory, config.whole_step_graph
         self._copy_many = _find_copy_many(self._index) if config.pin_memory else None
         self._near_cpus = near_cpus(_pci_address(self._index))
         self._ahead = _PagesAhead()
@@ -233,8 +233,12 @@ class CudaBackend(Backend):
         return self._ahead.is_done
 
     def discard(self, memory: list[Any]) -> None:
-        # To give a gigabyte back takes a tenth of a second, in which kernels can be launched.
-        threading.Thread(target=memory.clear, daemon=True).start()
+        # To give a gigabyte back takes a tenth of a second, in which kernels can be launched, but
+        # no graph may be captured in any thread.
+        if memory and not self._is_for_graphs:
+            threading.Thread(target=memory.clear, daemon=True).start()
+        else:
+            memory.clear()
 
     def graph_stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self.device)
