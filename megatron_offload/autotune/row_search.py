@@ -13,6 +13,7 @@ from collections import ChainMap
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal, TypeAlias, TypeVar
 from weakref import ref
 
@@ -75,6 +76,8 @@ _SPARE_SHARE = 1.25  # of what steps so far would pin, what is made ready
 _MOST_FILLED = 0.95  # likewise in a forward that is larger than all before
 _LEAST_SHARE = 0.25  # of what is saved: where layers save less, all of it frees more
 _PROBE_BYTES = 32 << 20  # what one of the copies moves that time the link
+_LONG_SHARE = 0.75  # of the largest forward so far, what says enough of it
+_MOST_SHORT = 3  # so many smaller ones are looked at in vain
 
 
 class RowSearch(OldAttributes):
@@ -450,7 +453,12 @@ class RowSearch(OldAttributes):
         self._hook()
 
     def _look(self, kind: _Kind, make: Callable[[], Look]) -> Generator[_Kind, None, Look]:
-        """Let forwards pass until one comes to its end."""
+        """Let forwards pass until a long one comes to its end.
+
+        In short ones the device waits for the host, so that they say little of long ones, which
+        decide how much memory is needed.
+        """
+        self._num_short = 0
         while True:
             look = make()
             self._looks, self._has_failed = look, False
@@ -585,11 +593,12 @@ class RowSearch(OldAttributes):
         return slowdown_of([TimedStep(elapsed_us(x, y), size, on) for x, y, size, on in done])
 
     def _bare_us(self) -> float:
-        """Return what a microbatch, its forward and backward, takes without rows."""
+        """Return what a microbatch as large as that which was watched takes without rows."""
         elapsed_us = self.manager.backend.sync_elapsed_us
-        times = sorted(elapsed_us(x, y) for x, y, _, has_rows in self._steps if not has_rows)
-        num_forwards = self._num_forwards / len(self._trained)
-        return times[len(times) // 2] / num_forwards if times else max(1.0, 3 * self._forward_us)
+        bare = [(elapsed_us(x, y), size) for x, y, size, has_rows in self._steps if not has_rows]
+        if not bare:
+            return max(1.0, 3 * self._forward_us)
+        return median(us / size for us, size in bare) * self._watched_size * len(self._trained)
 
     def _newly_refused(self, plan: Plan) -> list[Part]:
         """Return what of the plan that is followed has no effect."""
@@ -682,6 +691,9 @@ class RowSearch(OldAttributes):
         return None if choice is None else choice.stages.get(self._stage)
 
     def _layer_begins(self, size: float) -> None:
+        if self._looks is not None and size < _LONG_SHARE * max(self._sizes, default=0.0):
+            self._num_short += 1  # ranks go on together, whatever their lengths
+            self._has_failed |= self._num_short <= _MOST_SHORT and is_alone()
         if self.is_converged and size > self._largest and is_recording():
             self._largest = size
             self._make_room(size)

@@ -206,6 +206,17 @@ def test_large_parts_are_groups_of_their_own_where_the_host_has_time_for_them(
     assert job.manager.last_step.by_name.keys() == {site for site, _ in found}
 
 
+@pytest.mark.parametrize("lengths", [(16, 16, 4, 16, 4, 16), (16, 16, 4, 4, 4, 4, 4, 4, 4)])
+def test_what_is_planned_holds_for_long_forwards_whichever_is_looked_at(lengths):
+    first_tried = []
+    for shorts in ((), lengths):
+        job = LayeredJob(1.0, policy=auto(6))
+        for length in shorts:
+            job.step(length)
+        first_tried.append(job.found().tried[0][0])
+    assert first_tried[0] == first_tried[1] > 0
+
+
 def test_lengths_that_are_drawn_anew_are_one_program():
     job = LayeredJob(0.001, policy=auto(20))
     rows = job.found((8, 16, 24, 40)).plan.rows()

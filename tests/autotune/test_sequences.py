@@ -83,7 +83,7 @@ def test_a_plan_is_followed_soon_keeps_its_promise_and_remains(seed):
     first = None
     for number in range(400):
         program.step(number)
-        if search._kind in ("trying", "rows") and first is None:
+        if search.plan is not None and first is None:
             first = len(job.steps)
         if search.is_converged:
             break
