@@ -16,8 +16,8 @@ from megatron_offload.planning.frontier import Action, Part, Plan, frontier
 
 NOTHING = (
     "nothing of what its layers save can be freed: tensors smaller than 1 MiB, or of which a copy "
-    "takes more than twice as long as their layer, aren't offloaded, and layers that aren't of "
-    "transformers or Megatron, are given a cache or have hooks aren't recomputed unless "
+    "takes over one and a half times as long as their layer, aren't offloaded, and layers that "
+    "aren't of transformers or Megatron, are given a cache or have hooks aren't recomputed unless "
     "'recompute' or 'rows' name them (docs/rows.md)"
 )
 
