@@ -48,7 +48,7 @@ _REPLAY_COPY_SHARE = 0.17  # likewise in replays, whose kernels come without gap
 _LINK_SHARE = 1.1  # of what a link carries while layers run: behind the last one there is more
 _REPLAY_SHARE = 0.5  # likewise in replays, in which no host makes room between copies
 _PIPELINE_SHARE = 3  # times that there: backwards of other microbatches lie between forwards
-_LAYER_SHARE = 1.5  # of what it carries in a layer's forward: it comes back in its backward
+_LAYER_SHARE = 1.5  # of what it carries in a layer's forward: its backward reloads it
 
 
 LIBRARIES = (
