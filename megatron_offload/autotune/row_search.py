@@ -151,6 +151,8 @@ class RowSearch(OldAttributes):
         self._clock: ModelSteps | None = None
         self._steps: list[tuple[Any, Any, float, bool]] = []
         self._sizes: list[float] = []
+        self._look_size = 0.0
+        """Of the forward that is looked at."""
         self._mark: Any = None
         self._kind: _Kind = "open"
         self._looks: LayerWatch | SiteTimes | None = None
@@ -257,7 +259,6 @@ class RowSearch(OldAttributes):
             ended = clock.ended[0] if clock.ended else None
             self._last = self._mark, self._now()[0] if ended is None else ended
             if clock.size:  # else it was no forward of this model
-                self._num_forwards = clock.num_forwards
                 self._sizes.append(clock.size / clock.num_forwards)
                 if self._kind == "rows":
                     self._has_moved |= self.manager.last_step.offloaded_bytes > 0
@@ -377,11 +378,11 @@ class RowSearch(OldAttributes):
         look = partial(LayerWatch, sites, self._may_move(), manager)
         watch = yield from self._look("watched", look)
         self._rows = self._rows if self._is_tight else ()
-        watched_size = self._watched_size = self._sizes[-1]
+        watched_size = self._watched_size = self._look_size
         holds_back = manager.config.whole_step_graph
         timing = partial(SiteTimes, sites or timed, backend, holds_back=holds_back)
         times = yield from self._look("timed", timing)
-        times.scale = watched_size / self._sizes[-1]
+        times.scale = watched_size / self._look_size
         self._num_inflight = max(1.0, self._clock.most_pending / len(self._trained))
         self._forward_us = times.forward_us
         gbps = measure_link(manager)
@@ -458,13 +459,16 @@ class RowSearch(OldAttributes):
         In short ones the device waits for the host, so that they say little of long ones, which
         decide how much memory is needed.
         """
-        self._num_short = 0
+        num_short = 0
         while True:
             look = make()
-            self._looks, self._has_failed = look, False
+            self._looks, self._has_failed, self._look_size = look, False, 0.0
             yield kind
             self._looks = None
-            if not self._has_failed:
+            is_short = self._look_size < _LONG_SHARE * max(self._sizes)
+            if is_short and num_short < _MOST_SHORT and is_alone():  # ranks go on together
+                num_short += 1
+            elif not self._has_failed:
                 return look
 
     def _agree(self, refusal: str = "", kind: _Kind = "bare") -> Generator[_Kind, None, None]:
@@ -691,9 +695,7 @@ class RowSearch(OldAttributes):
         return None if choice is None else choice.stages.get(self._stage)
 
     def _layer_begins(self, size: float) -> None:
-        if self._looks is not None and size < _LONG_SHARE * max(self._sizes, default=0.0):
-            self._num_short += 1  # ranks go on together, whatever their lengths
-            self._has_failed |= self._num_short <= _MOST_SHORT and is_alone()
+        self._look_size = self._look_size or size  # of several forwards in a step the first
         if self.is_converged and size > self._largest and is_recording():
             self._largest = size
             self._make_room(size)

@@ -22,6 +22,7 @@ from layered_job import (
     RandomLayer,
     TimedMlp,
 )
+from torch import nn
 
 from megatron_offload import OffloadActivations, OffloadConfig, get_act_offloading_ctx_manager
 from megatron_offload.autotune import layers
@@ -215,6 +216,28 @@ def test_what_is_planned_holds_for_long_forwards_whichever_is_looked_at(lengths)
             job.step(length)
         first_tried.append(job.found().tried[0][0])
     assert first_tried[0] == first_tried[1] > 0
+    is_soon = lengths.count(4) <= 3
+    assert job.search._watched_size == (16 if is_soon else 4) * WIDTH
+
+
+def test_no_more_of_a_layer_is_offloaded_than_its_backward_can_reload():
+    layer = layers.Site(0, "layer", nn.Linear(1, 1), may_rerun=False)
+    offloads = [layers._Offload(number, number, 1000 * number) for number in (10, 14, 16, 19)]
+    seen = layers._SeenSite(layer, 10.0, 0, offloads, 0, {})  # the link carries 10,000 bytes then
+    found = layers._actions_of([seen], layers._Cost(0.0, 0.0, 1.0))
+    assert [action.copied_bytes for action in found] == [10_000, 14_000]
+
+
+def test_of_forwards_of_several_lengths_in_a_step_the_first_is_looked_at():
+    job = LayeredJob(1.0, policy=auto(6))
+    while job.search._kind != "bare":
+        losses = []
+        for length in (16, 4, 4):
+            with job.offload:
+                losses.append(job.net(torch.randn(length, WIDTH)).square().sum())
+        sum(losses).backward()
+    assert job.search._watched_size == 16 * WIDTH
+    assert len(job.search._sizes) == 4, "none was looked at in vain"
 
 
 def test_lengths_that_are_drawn_anew_are_one_program():
