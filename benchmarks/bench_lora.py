@@ -37,6 +37,13 @@ MODES = {
     "rows-loss": {"rows": [LOSS]},
     "rows-two": {"rows": [LOSS, {"site": "mlp", "offload": 2}]},
     "rows-two-of-12": {"rows": [LOSS, {"site": "mlp", "layers": "0-11", "offload": 2}]},
+    "rows-dense": {
+        "rows": [
+            LOSS,
+            {"site": "mlp", "layers": "0-7", "offload": 2},
+            {"site": "attention", "layers": "0-8", "offload": 3},
+        ]
+    },
     "rows-mlp": {"rows": [LOSS, {"site": "mlp", "recompute": True}]},
     "rows-layer": {"rows": [{"site": "layer", "recompute": True}]},
     **{f"auto-{x}": {"policy": {"kind": "auto", "most_slowdown_percent": x}} for x in (1, 3, 12)},
