@@ -38,12 +38,10 @@ most of the measured steps; in warm-up nothing is learned yet. R is the drop of 
 host gives all ranks together.
 
 ``--examine`` adds a step outside the measured ones to this package's own modes: it is traced, to
-``traces/MODE/trace_RANK.json``, for https://ui.perfetto.dev, and the table
-has its stalls by cause and the copies' bandwidths. ``--profile`` adds one more, in which nothing
-moves, and writes what it showed to ``profiles/MODE/profile_RANK.json``, to plan with
-(docs/planning.md). With ``--deterministic`` speed and bits come from one run: kernels give the same
-bits each time, and the command ends with exit code 1 if a mode of this package gives others than
-``none``.
+``traces/MODE/trace_RANK.json``, for https://ui.perfetto.dev, and the table has its stalls by cause
+and the copies' bandwidths. With ``--deterministic`` speed and bits come from one run: kernels give
+the same bits each time, and the command ends with exit code 1 if a mode of this package gives
+others than ``none``.
 ``--whole-step-graph`` captures a step into a CUDA graph, by megatron-core's own wrapper, and
 measures its replays.
 ``--device cpu --shape tiny`` runs the same program without a GPU, on the simulated device.
@@ -171,7 +169,6 @@ def parse_arguments(arguments=None):
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one mode")
     parser.add_argument("--deterministic", action="store_true", help="kernels; checks bits as well")
     parser.add_argument("--examine", action="store_true", help="trace one more step of ours")
-    parser.add_argument("--profile", action="store_true", help="profile one more step of ours")
     parser.add_argument("--share-gpu", action="store_true", help=SHARE_GPU)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seed", type=int, default=1234)
@@ -181,7 +178,7 @@ def parse_arguments(arguments=None):
     options = parser.parse_args(arguments)
     if options.steps < 1 or options.warmup < 0 or options.repetitions < 1:
         parser.error("--steps and --repetitions are at least 1, --warmup at least 0")
-    if options.whole_step_graph and (options.warmup < 2 or options.examine or options.profile):
+    if options.whole_step_graph and (options.warmup < 2 or options.examine):
         parser.error("--whole-step-graph takes two steps of warm-up, and looks at no other step")
     options.deterministic |= options.shape == "bitwise"
     try:
@@ -291,7 +288,7 @@ class ModeRun:
         logs.mkdir(parents=True, exist_ok=True)
         path = Path(self._folder.name) / "spec.json"
         whole = {**options.sizes, **spec, "results": self._folder.name}
-        for name in ("device", "steps", "warmup", "seed", "deterministic", "examine", "profile"):
+        for name in ("device", "steps", "warmup", "seed", "deterministic", "examine"):
             whole[name] = getattr(options, name)
         path.write_text(json.dumps(whole | {"timeout_s": options.timeout}))
         self._logs = [logs / f"{self._label}.rank{rank}.log" for rank in range(options.sizes["pp"])]
@@ -326,7 +323,7 @@ class ModeRun:
     def _collect(self, folder):
         """Keep what the ranks have left beside their numbers, which are returned."""
         output = self._options.output
-        for kind in ("trace", "plan", "profile"):
+        for kind in ("trace", "plan"):
             if files := sorted(folder.glob(f"{kind}*.json")):
                 keep(files, output / f"{kind}s" / self._label)
         files = (folder / f"rank{rank}.json" for rank in range(self._options.sizes["pp"]))

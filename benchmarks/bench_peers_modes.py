@@ -61,11 +61,6 @@ class Mode:
         """Look closely at one more step, at a cost that the measured ones don't pay."""
         yield
 
-    @contextlib.contextmanager
-    def profiled(self, rank, pp_rank):
-        """Record one more step to plan with."""
-        yield
-
     def report(self):
         """Return what this mode did in a steady step."""
         return {
@@ -174,25 +169,6 @@ class Ours(Marked):
             "busy_us": trace.busy_us,
             "gbps": {stream: trace.gbps(stream) for stream in trace.busy_us},
         }
-
-    @contextlib.contextmanager
-    def profiled(self, rank, pp_rank):
-        from megatron_offload.core.profile import RunShape
-        from megatron_offload.observe.recorder import profile_step
-        from megatron_offload.planning.files import save_profile
-
-        spec = self.spec
-        run = RunShape(
-            num_microbatches=spec["microbatches"],
-            pp_rank=pp_rank,
-            pp_size=spec["pp"],
-            vp_size=spec["vpp"],
-            rank=rank,
-            modules=tuple(spec["modules"]),
-        )
-        with profile_step(self.manager, run=run, moves=False) as recorded:
-            yield
-        save_profile(recorded.profile, Path(spec["results"]) / f"profile_{rank}.json")
 
     def report(self):
         stats, pool = self.manager.last_step, self.manager.host_pool.stats

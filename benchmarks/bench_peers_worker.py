@@ -310,9 +310,6 @@ def run(spec, rank):
         if spec["examine"]:
             with mode.examined(rank):
                 program.step(len(steps))
-        if spec["profile"]:
-            with mode.profiled(rank, pp_rank):
-                program.step(len(steps) + 1)
         result = {
             "rank": rank,
             "step_ms": statistics.median(times),

@@ -45,7 +45,6 @@ API = [
     ("Integrations", "integrations.transformer_engine.set_activation_offloading"),
     ("Steps and plans", "engine.stats.StepStats"),
     ("Steps and plans", "engine.stats.GroupStats"),
-    ("Steps and plans", "observe.recorder.profile_step"),
     ("Steps and plans", "autotune.row_search.RowSearch"),
     ("Steps and plans", "planning.description.load_description"),
 ]

@@ -10,7 +10,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 output=$1
 shift
-alone=(test_faults test_machine test_recorded_profile)
+alone=(test_faults test_machine)
 others=()
 for file in tests/gpu/test_*.py; do
     name=$(basename "$file" .py)

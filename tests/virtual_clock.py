@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import torch
-from programs import assert_nothing_left, assert_same, in_group, make_config, run_step
 
 from megatron_offload.backends.base import DeviceMemory
 from megatron_offload.backends.simulated import SimulatedBackend
-from megatron_offload.core.profile import RunShape
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.observe.live_bytes import LiveActivationMeter
-
-NUM_MICROBATCHES = 6
-RUN = RunShape(num_microbatches=NUM_MICROBATCHES)
-ORDER = [(action, microbatch) for action in "FB" for microbatch in range(NUM_MICROBATCHES)]
 
 
 class Tick(torch.autograd.Function):
@@ -29,71 +23,6 @@ class Tick(torch.autograd.Function):
     def backward(ctx, grad):
         ctx.clock(2 * ctx.duration_us)
         return grad, None, None
-
-
-class TimedBlock(torch.nn.Module):
-    """A norm and a linear layer, each a group that takes virtual time."""
-
-    def __init__(self, width, duration_us):
-        super().__init__()
-        self.norm = torch.nn.LayerNorm(width)
-        self.fc = torch.nn.Linear(width, width)
-        self.duration_us = duration_us
-        self.clock = lambda duration_us: None
-
-    def forward(self, x, manager):
-        for name, module in (("norm", self.norm), ("fc", self.fc)):
-
-            def run(x, module=module):
-                return module(Tick.apply(x, self.clock, self.duration_us)).square()
-
-            x = in_group(manager, run, x, name)
-        return x
-
-
-class VirtualJob:
-    """A program on the virtual clock; each of its steps is compared with the one without offload.
-
-    Args:
-        gbps: what copies really get, each way.
-        group_us: what the forward of a group takes; backward takes twice that.
-        settings: of the configuration.
-    """
-
-    def __init__(self, gbps, *, group_us=20.0, **settings):
-        torch.manual_seed(0)
-        blocks = [TimedBlock(32, group_us) for _ in range(4)]
-        self.model = torch.nn.ModuleList(blocks)
-        self.expected = run_step(self.model, None, ORDER)
-        config = make_config(max_inflight_bytes=None, prefetch_bytes=None, **settings)
-        update = {"d2h_gbps": gbps, "h2d_gbps": gbps}
-        simulated = config.simulated.model_copy(update=update)
-        self.backend = SimulatedBackend(simulated)
-        config = config.model_copy(update={"simulated": simulated})
-        self.manager = PipelineOffloadManager(config, backend=self.backend)
-        self.meter = LiveActivationMeter(self.model.parameters())
-        self.manager.observers.append(self.meter)
-        for block in blocks:
-            block.clock = self.backend.advance_compute
-        self.moved_bytes = []
-        """Of each step so far."""
-
-    def step(self):
-        assert_same(self.expected, run_step(self.model, self.manager, ORDER))
-        assert_nothing_left(self.manager)
-        self.moved_bytes.append(self.manager.last_step.offloaded_bytes)
-
-    def warmed_up(self):
-        for _ in range(2):
-            self.step()
-        self.moved_bytes.clear()
-        return self
-
-    def step_us(self):
-        """Take a step; return its virtual time."""
-        began_us = self.backend.timestamp(self.backend.compute_stream())
-        self.step()
-        return self.backend.timestamp(self.backend.compute_stream()) - began_us
 
 
 class MeteredJob:

@@ -6,7 +6,6 @@ Three streams run side by side: *compute*, which belongs to the user's program, 
 from __future__ import annotations
 
 import abc
-import contextlib
 import enum
 import time
 from collections.abc import Sequence
@@ -177,10 +176,6 @@ class Backend(abc.ABC):
 
     def pause(self) -> None:  # noqa: B027 - where the host is the device, nothing gets ahead
         """Let the compute stream do nothing for about a millisecond, and the host go on."""
-
-    def uncounted(self) -> AbstractContextManager[None]:
-        """Return a context whose host time is no compute, where compute is the host's own."""
-        return contextlib.nullcontext()
 
     # For CUDA graphs; a device without them captures nothing and has neither.
 

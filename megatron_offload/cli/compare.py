@@ -63,7 +63,7 @@ def _variant(config: TrainConfig, folder: str) -> TrainConfig:
     is_offloaded = folder == records.FOLDERS[1]
     run: dict[str, Any] = {"output": config.run.output / folder}
     if not is_offloaded:  # there are no groups to look at
-        run |= {"trace_step": 0, "profile_step": 0}
+        run |= {"trace_step": 0}
     # Copies and not new objects: which offload settings were given must not change.
     sections = {
         "offload": config.offload.model_copy(update={"enabled": is_offloaded}),

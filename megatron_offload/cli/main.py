@@ -22,7 +22,7 @@ COMMANDS = {
     "run": "run a Megatron job's own script with offload",
     "train": "train a GPT with pipeline parallelism",
     "compare": "train without and then with offload, and compare every step's bits",
-    "plan": "choose what is offloaded, from profiles or a described model",
+    "plan": "choose what is offloaded of a described model, or show what a run has found",
     "map": "print what each site of a model saves, from its config.json",
     "simulate": "predict a step without and with offload, with no GPU",
     "report": "write one HTML page about a run",

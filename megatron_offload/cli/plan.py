@@ -35,8 +35,8 @@ from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.files.strict_model import TargetBytes, write_model
+from megatron_offload.planning.description import Budgets
 from megatron_offload.planning.found import RunFrontier, read_frontier
-from megatron_offload.planning.job import LIMITS, RankSettings
 from megatron_offload.planning.job_choice import RECOMPUTABLE, JobChoice, Planned
 from megatron_offload.report.console import console, plain_table
 from megatron_offload.report.tables import found_table
@@ -69,8 +69,7 @@ def run(given: Given) -> int:
     policy = _policy_of(given)
     with console(stderr=True).status("planning"):
         source = load_source(given)
-        limits = source.around.offload.model_dump(include={*LIMITS}, exclude_unset=True)
-        choice = JobChoice(source.job, source.short, RankSettings(**limits), _recomputable(source))
+        choice = JobChoice(source.job, source.short, source.limits, _recomputable(source.offload))
         if isinstance(policy, MemoryTargetConfig):
             planned = choice.under(policy.targets(source.job.schedule.num_ranks))
         else:
@@ -133,13 +132,12 @@ def _rank_table(source: Source, choice: JobChoice, planned: Planned) -> Table:
         sizes = [before.peak_reserved_bytes, after.peak_reserved_bytes, after.peak_host_bytes]
         sizes += [after.offloaded_bytes, after.recomputed_bytes]
         rows.append([index, *map(format_bytes, sizes)])
-    columns = ["rank", f"peak {source.memory}", "with the rows", "host", "offloaded", "recomputed"]
+    columns = ["rank", "peak reserved memory", "with the rows", "host", "offloaded", "recomputed"]
     return plain_table(f"Rows of {source.title}: PREDICTED", columns, 0, rows)
 
 
-def _recomputable(source: Source) -> tuple[str, ...]:
+def _recomputable(budgets: Budgets) -> tuple[str, ...]:
     """Return the units and sites that may be recomputed."""
-    budgets = source.around.offload
     if "recompute" not in budgets.model_fields_set:
         return RECOMPUTABLE
     for name in {*budgets.recompute} - {*RECOMPUTABLE, LOSS}:

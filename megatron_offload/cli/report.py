@@ -103,7 +103,7 @@ def read_report(folder: Path) -> Report:
         config=read_text(path).rstrip() if config else None,
         versions=facts.versions if facts else {},
         findings=comparison.findings if comparison else None,
-        traces=[one for path in run_folder.rank_files(main, "trace") for one in read_traces(path)],
+        traces=[one for path in run_folder.trace_files(main) for one in read_traces(path)],
         found=read_frontier(main) if (main / NAME).exists() else None,
     )
 

@@ -1,14 +1,11 @@
 r"""Predict one training step without and with offload, with no GPU: time, stalls by cause, memory.
 
-reads    the YAML of --model, or RUN_FOLDER/profile_<rank>.json, which run.profile_step makes a run
-         leave (of a comparison, its run with offload); of a run also
-         config.yaml: what is offloaded, and within which budgets, is what the run did, unless
-         --set offload.KEY=VALUE says otherwise; of a described model everything that can be
-prints   what was simulated and which settings of a run were not, the step's time, and for every
-         pipeline rank: compute, the part of it that recomputes what was not kept, what it waits
-         for other stages (pipeline), for copies to the host whose memory is wanted (W2) and for
-         reloads (W4), peak device and host bytes, what was offloaded and what was recomputed; all
-         predicted, not measured
+reads    the YAML of --model
+prints   the step's time, and for every pipeline rank: compute, the part of it that recomputes what
+         was not kept, what it waits for other stages (pipeline), for copies to the host whose
+         memory is wanted (W2) and for reloads (W4), peak device and host bytes, what was offloaded
+         and what was recomputed; all predicted, not measured. Everything that can be is offloaded,
+         within the budgets that --set offload.KEY=VALUE gives
 writes   --trace: the timeline with offload for https://ui.perfetto.dev
 
 exit status: 0 simulated, 2 bad input
@@ -43,14 +40,10 @@ def run(given: Given) -> int:
     """Simulate both steps, print them and write what was asked for; return 0."""
     with console(stderr=True).status("simulating"):
         source = load_source(given)
-        settings = source.settings()
         without = simulate(source.job)
-        offloaded = simulate(source.job, settings, record=given.trace is not None)
-    if source.recorded is not None:
-        what = f"as the run did, by {source.recorded.path}"
-    else:
-        what = "everything that can be offloaded"
-    line = f"with offload: {with_flags(what, 'offload', given)}"
+        offloaded = simulate(source.job, source.settings, record=given.trace is not None)
+    what = with_flags("everything that can be offloaded", "offload", given)
+    line = f"with offload: {what}"
     source.show(without, offloaded, "with it", _tables(source, without, offloaded), [line])
     if given.trace is not None:
         traces = [rank.trace for rank in offloaded.ranks if rank.trace is not None]
@@ -72,6 +65,6 @@ def _tables(source: Source, without: Simulation, offloaded: Simulation) -> Itera
     columns = ["rank", "ends without", "with offload", "compute", "recomputed"]
     columns += ["pipeline", "W2 release", "W4 reload"]
     yield plain_table(f"Time of {source.title} in ms: PREDICTED", columns, 0, times)
-    columns = ["rank", f"peak {source.memory}", "with offload", "peak host"]
+    columns = ["rank", "peak reserved memory", "with offload", "peak host"]
     columns += ["out", "back", "recomputed", "late"]
     yield plain_table(f"Memory of {source.title}: PREDICTED", columns, 0, memory)

@@ -34,7 +34,7 @@ class Given(Options):
 def run(given: Given) -> int:
     """Write ``trace.json``; return 0."""
     folder = run_folder.main_folder(given.folder)
-    paths, facts = run_folder.rank_files(folder, "trace"), folder / run_folder.FACTS_NAME
+    paths, facts = run_folder.trace_files(folder), folder / run_folder.FACTS_NAME
     if not paths:
         raise ConfigError(f"{given.folder} holds no timelines; set run.trace_step: 4 and run again")
     num_ranks = read_model(run_folder.RunFacts, facts).ranks if facts.exists() else 0

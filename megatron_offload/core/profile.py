@@ -5,21 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, NamedTuple
-
-from pydantic import ConfigDict, Field
-
-Amount = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
-"""A number of bytes or of things; out of a file it is no text, nor a truth value."""
-
-Duration = Annotated[float, Field(strict=True, ge=0)]
-"""In microseconds, or a rate."""
-
-Name = Annotated[str, Field(max_length=200)]
-
-IS_STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
-"""How records are read out of files."""
+from dataclasses import dataclass
+from typing import NamedTuple
 
 
 class GroupKey(NamedTuple):
@@ -28,19 +15,19 @@ class GroupKey(NamedTuple):
     A key is a hint for prefetching and planning. No tensor is ever found by it.
     """
 
-    chunk: Amount
+    chunk: int
     """Position of the chunk among the step's chunks that saved something, in forward order."""
-    order: Amount
+    order: int
     """Position of the group in its chunk, in the order of the group starts."""
 
 
 class RecomputeUnit(NamedTuple):
     """What a group saves by recipes of one unit: recomputed in its backward, or to be so."""
 
-    unit: Name
-    num_bytes: Amount
+    unit: str
+    num_bytes: int
     """What is recomputed; 0 where a group before this has counted it."""
-    us: Duration = 0.0
+    us: float = 0.0
     """What recompute takes; 0 where it was not timed."""
     needs: tuple[GroupKey, ...] = ()
     """Other groups that hold what it is made from."""
@@ -65,14 +52,14 @@ class GroupProfile(NamedTuple):
     """One group of a step."""
 
     key: GroupKey
-    name: Name
-    num_bytes: Amount
+    name: str
+    num_bytes: int
     """Bytes that offloading the group copies; zero where it holds nothing worth moving."""
-    committed_at_bytes: Amount = 0
+    committed_at_bytes: int = 0
     """When its forward ended, by the clock of `StepProfile.backward_at_bytes`."""
-    externally_referenced_bytes: Amount = 0
+    externally_referenced_bytes: int = 0
     """Bytes that it saves besides, but that something else keeps: offloading them frees nothing."""
-    shared_bytes: Amount = 0
+    shared_bytes: int = 0
     """Of all its bytes those that a group committed before it has as well, and left where they
     are. A recorded profile counts them in that group alone."""
     recomputed: tuple[RecomputeUnit, ...] = ()
@@ -90,79 +77,18 @@ class GroupProfile(NamedTuple):
         held_bytes = self.num_bytes + self.externally_referenced_bytes
         return held_bytes + recomputed_bytes - self.shared_bytes
 
-    def with_recompute(self, names: Collection[str]) -> GroupProfile:
-        """Return the group as it would be with these units recomputed."""
-        units, num_bytes = [], self.num_bytes
-        for unit in self.recomputed:
-            is_recomputed = unit.unit in names
-            num_bytes += (unit.is_recomputed - is_recomputed) * unit.num_bytes
-            units.append(unit._replace(is_recomputed=is_recomputed))
-        return self._replace(num_bytes=num_bytes, recomputed=tuple(units))
-
-
-class GroupTimes(NamedTuple):
-    """When a group was passed, in microseconds of the compute stream since the step began."""
-
-    started_us: Duration
-    committed_us: Duration
-    backward_us: Duration
-    """When its backward began."""
-    done_us: Duration
-    """When backward had left it."""
-
-
-class RunShape(NamedTuple):
-    """Which part of which run a step was seen in."""
-
-    num_microbatches: Amount = 1
-    """Of one step."""
-    pp_rank: Amount = 0
-    pp_size: Amount = 1
-    vp_size: Amount = 1
-    """Virtual pipeline stages of each rank."""
-    rank: Amount = 0
-    """Of the process, over all kinds of parallelism."""
-    modules: tuple[Name, ...] = ()
-    """What was asked to move, as in ``OffloadConfig.modules``."""
-    versions: tuple[tuple[Name, Name], ...] = ()
-    """Libraries and their versions, for readers of the file only."""
-
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """One training step as far as planning needs it."""
-
-    __pydantic_config__ = IS_STRICT
+    """One training step as far as the next needs it."""
 
     groups: tuple[GroupProfile, ...]
     """In the order of their commits."""
     backward_order: tuple[GroupKey, ...]
     """In the order in which backward reached the groups' ends."""
-    backward_at_bytes: tuple[Amount, ...] = ()
+    backward_at_bytes: tuple[int, ...] = ()
     """When that was, for each of them: the bytes of all groups that the step had seen by then, in
     forward and in backward. A clock that is the same in every run and costs nothing to read."""
-    times: tuple[GroupTimes, ...] = field(default=(), compare=False)
-    """For each of the groups, by a clock that stands still while the compute stream waits for a
-    copy (`waited_us`); empty where the step was not timed."""
-    step_us: Duration = field(default=0.0, compare=False)
-    """How long the step took on the compute stream, likewise; 0 where it was not timed."""
-    peak_allocated_bytes: Amount = field(default=0, compare=False)
-    """The most of the device's memory that the process had allocated; 0 where unknown."""
-    peak_reserved_bytes: Amount = field(default=0, compare=False)
-    """Likewise, allocated or cached."""
-    run: RunShape = field(default=RunShape(), compare=False)
-
-    offloaded_bytes: Amount = field(default=0, compare=False)
-    """What the step copied to the host."""
-    waited_us: Duration | None = field(default=None, compare=False)
-    """What the compute stream waited for copies, which is in none of the times; None where it is,
-    or where the step was not timed."""
-    d2h_gbps: Duration = field(default=0.0, compare=False)
-    """What its copies to the host got; 0 where none were timed."""
-    h2d_gbps: Duration = field(default=0.0, compare=False)
-    """Likewise to the device."""
-    counts_what_moved: bool = field(default=False, compare=False)
-    """Whether the peaks count what was on the host as if it had been kept on the device."""
 
     @property
     def saved_bytes(self) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
@@ -23,7 +22,7 @@ from megatron_offload.config import RECOMPUTE_SITES, OffloadConfig
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import GroupState
 from megatron_offload.core.policy_config import SolvedConfig
-from megatron_offload.core.profile import GroupKey, RunShape, StepProfile
+from megatron_offload.core.profile import GroupKey, StepProfile
 from megatron_offload.core.row_config import LOSS, MODEL, RowConfig
 from megatron_offload.engine.checking import Checker
 from megatron_offload.engine.chunk import ChunkOffloadHandler
@@ -168,7 +167,6 @@ class PipelineOffloadManager:
         """Steps begun so far."""
         self._num_failed_allocations = 0
         self._last_step: StepStats | None = None
-        self._keep_reasons: list[str] = []
         self.configure(config or OffloadConfig(), backend=backend)
 
     @graph_break
@@ -517,18 +515,15 @@ class PipelineOffloadManager:
             self._say_once(_NO_COMMIT, text)
 
     def _learn(self) -> None:
-        chunks, pp_rank = self._entered, self.learner.pp_rank or 0
-        vp_size = max(1, len({chunk.vp_stage for chunk in chunks}))
-        run = RunShape(max(1, len(chunks) // vp_size), pp_rank, pp_rank + 1, vp_size)
         step, profile = self.decisions, self.learner.profile
         is_other = step.is_other()
         if profile is None or is_other or not step.skipped:
-            profile = replace(step.profile(), run=run)
+            profile = step.profile()
         for observer in self.observers:
             observer.step_ended(profile)
         if is_other:
             self.learner.restart()
-        elif not self._keep_reasons:  # how a step goes that moves nothing is no lesson
+        else:
             pairs = ((other, one.key) for one in step.committed for other in one.shares_with)
             self.learner.learn(profile, None if step.skipped else list(pairs))
 
@@ -636,18 +631,13 @@ class PipelineOffloadManager:
 
     @guarded
     def _commit(self, group: OffloadGroup, must_move: bool) -> None:
-        because = self._keep_reasons[-1] if self._keep_reasons else ""
-        self.decisions.commit_group(group, because, must_move=must_move)
+        self.decisions.commit_group(group, must_move=must_move)
 
     @guarded
     def would_offload(self, group: OffloadGroup) -> bool:
         """Whether a group whose forward is under way would be offloaded if it ended now."""
         group.num_bytes = sum(block.num_bytes for block in group.blocks())
-        return not (
-            self.is_keeping
-            or self.learner.reason_to_keep(group)
-            or self.decisions.is_needed_soon(group)
-        )
+        return not (self.learner.reason_to_keep(group) or self.decisions.is_needed_soon(group))
 
     def flush_delayed_groups(self) -> None:
         """Issue the copies of all groups that were put off, in the order of their commits."""
@@ -757,19 +747,6 @@ class PipelineOffloadManager:
             for observer in observers:
                 self.observers.remove(observer)
 
-    @contextmanager
-    def keeping(self, because: str) -> Iterator[None]:
-        """Move nothing of the steps inside, ``because`` of what, and learn nothing from them.
-
-        What they have taken of the device besides is freed at the end.
-        """
-        self._keep_reasons.append(because)
-        try:
-            yield
-        finally:
-            self._keep_reasons.remove(because)  # another that began later may go on
-            self.backend.trim_device()
-
     # What is asked for
 
     @property
@@ -783,11 +760,6 @@ class PipelineOffloadManager:
         if is_usual:
             return self.usual_recompute
         return tuple(unit for unit in self.config.recompute if unit != LOSS)
-
-    @property
-    def is_keeping(self) -> bool:
-        """Whether the steps now move nothing, by `keeping`."""
-        return bool(self._keep_reasons)
 
     @property
     def last_step(self) -> StepStats:

@@ -91,19 +91,14 @@ class Step(StepDecisions[OffloadGroup]):
 
     # Boundaries
 
-    def commit_group(
-        self, group: OffloadGroup, keep_reason: str, *, must_move: bool = False
-    ) -> None:
+    def commit_group(self, group: OffloadGroup, *, must_move: bool = False) -> None:
         """Decide about a group whose forward is over, and issue its copies."""
         transfers = self._transfers
         if group.pick is not None:
             group.pick.choose(group)
-        transfers.measure(group, may_drop=not keep_reason)
+        transfers.measure(group)
         transfers.stats.by_name[group.name].num_groups += 1
-        if must_move:
-            keep_reason = ""
-        elif not keep_reason:
-            keep_reason = self._learner.reason_to_keep(group)
+        keep_reason = "" if must_move else self._learner.reason_to_keep(group)
         if group.forced and not keep_reason:
             self._force(group)
         must_move = must_move or group.rules.should_offload is not None

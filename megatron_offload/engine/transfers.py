@@ -68,7 +68,6 @@ class Transfers:
         self.sources = Sources(self.backend, self.host_pool, self.budget, self.observers)
         self.window = InFlightWindow[OffloadGroup](self.sources.release, self.budget)
         self.stats = StepStats()
-        self.dropped_bytes = 0  # off the device, to be recomputed
         self.owners = ForeignOwners()
         self._said: set[str] = set()
         self.by_rows = False
@@ -81,11 +80,10 @@ class Transfers:
 
     # Device to host
 
-    def measure(self, group: OffloadGroup, *, may_drop: bool) -> None:
+    def measure(self, group: OffloadGroup) -> None:
         """Drop what is recomputed, and see what offloading the rest of a group would copy.
 
-        Counts what is kept by choice, or is kept anyway. ``may_drop`` says that something may be
-        offloaded.
+        Counts what is kept by choice, or is kept anyway.
         """
         moving: list[Block] = []
         owners, chooses = self.owners, group.rules.should_offload
@@ -96,7 +94,7 @@ class Transfers:
             block = found()
             if block is None or block.flight is not None:
                 continue
-            if block.recipe is not None and self._drops(group, block, may_drop=may_drop):
+            if block.recipe is not None and self._drops(group, block):
                 continue
             block_bytes, counted_bytes = block.num_bytes, block.counted_bytes
             if chooses is not None and not counted_bytes and not owners.knows(block):
@@ -119,7 +117,7 @@ class Transfers:
                 moving.append(block)
         group.moving, group.num_bytes = moving, num_bytes
 
-    def _drops(self, group: OffloadGroup, block: Block, *, may_drop: bool) -> bool:
+    def _drops(self, group: OffloadGroup, block: Block) -> bool:
         """Drop a block that has a recipe, if its unit is recomputed and it can be; say whether."""
         recipe = block.recipe
         assert recipe is not None
@@ -127,7 +125,7 @@ class Transfers:
         num_bytes = block.num_bytes
         if not is_dropped:
             units = group.rules.recompute
-            is_dropped = may_drop and (units is None or recipe.unit in units)
+            is_dropped = units is None or recipe.unit in units
             refusal = "something else keeps it alive" if self.owners.knows(block) else ""
             refusal = refusal or recipe.bind(block, drops=is_dropped)
             if refusal:
@@ -155,7 +153,6 @@ class Transfers:
             name, dropped = block.name, group.dropped_bytes
             self.stats.by_name[name].recomputed_bytes += num_bytes
             group.dropped_bytes = {**dropped, name: dropped.get(name, 0) + num_bytes}
-            self.dropped_bytes += num_bytes
             self.host_pool.alone.add(name, num_bytes)
         if is_dropped:
             group.needs += needs
@@ -166,7 +163,6 @@ class Transfers:
         if group.dropped_bytes:
             for name, num_bytes in group.dropped_bytes.items():
                 self.host_pool.alone.add(name, -num_bytes)
-                self.dropped_bytes -= num_bytes
             group.dropped_bytes = {}
 
     def keep(self, group: OffloadGroup, reason: str) -> None:
@@ -569,7 +565,6 @@ class Transfers:
         self.backend.sync_copies()
         self.window.abandon()
         self.sources.abandon()
-        self.dropped_bytes = 0
         self._leases = {lease for lease in self._leases if lease() is not None}
         for group in groups:
             group.moving, group.dropped_bytes = (), {}

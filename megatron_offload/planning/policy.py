@@ -1,41 +1,32 @@
 """Which groups are kept on the device, by rules that need no search.
 
-Those are Megatron's for its numbers (module list, fraction, bytes per pipeline rank), and a share
-of the bytes.
+Those are Megatron's for its numbers (fraction, bytes per pipeline rank), and a share of the bytes.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
+from dataclasses import dataclass
 
-from megatron_offload.core.policy_config import RatioConfig
 from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile
 
 
 @dataclass(frozen=True, slots=True)
 class ModulesPolicy:
-    """Megatron-core's policy: all groups of the listed modules, less what these numbers keep."""
+    """Megatron-core's policy: all groups, less what these numbers keep."""
 
     fraction: float = 1.0
     """Share of each chunk's groups that is offloaded, earliest first, in [0, 1]."""
     keep_bytes: int = 0
     """What is kept on the device besides, of the groups whose backward comes first, because they
     are gone soonest anyway. Megatron has rank times ``delta_offload_bytes_across_pp_ranks``."""
-    modules: tuple[str, ...] = ()
-    """Names or patterns of the groups that are offloaded; empty: all that were marked."""
-    delta_bytes_across_pp_ranks: int = 0
-    """By `kept_by_rule`, rank r has r times so many ``keep_bytes`` more."""
 
     def plan(self, profile: StepProfile) -> dict[GroupKey, str]:
         """Return the groups that are kept on the device, each with the reason."""
         kept: dict[GroupKey, str] = {}
         by_key: dict[GroupKey, GroupProfile] = {}
         for group in profile.groups:
-            if self.modules and not any(fnmatchcase(group.name, one) for one in self.modules):
-                kept[group.key] = "not among the modules that are offloaded"
-            elif group.num_bytes > 0:
+            if group.num_bytes > 0:
                 by_key[group.key] = group
         remaining = self.keep_bytes
         for key in profile.backward_order:
@@ -65,11 +56,3 @@ def kept_by_ratio(ratio: float, profile: StepProfile) -> dict[GroupKey, str]:
         if group.num_bytes and seen_bytes > wanted_bytes:
             kept[group.key] = f"behind the first {ratio:g} of all bytes"
     return kept
-
-
-def kept_by_rule(rule: ModulesPolicy | RatioConfig, profile: StepProfile) -> dict[GroupKey, str]:
-    """Return the groups that a profile's pipeline rank keeps, each with the reason."""
-    if isinstance(rule, RatioConfig):
-        return kept_by_ratio(rule.ratio, profile)
-    delta_bytes = profile.run.pp_rank * rule.delta_bytes_across_pp_ranks
-    return replace(rule, keep_bytes=rule.keep_bytes + delta_bytes).plan(profile)

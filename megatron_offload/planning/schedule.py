@@ -56,11 +56,6 @@ class Schedule:
         """Return the stages of a rank; virtual pipeline stage ``i`` is the i-th of them."""
         return tuple(sorted({one.stage for one in self.ranks[rank]}))
 
-    def chunks_of(self, rank: int) -> dict[tuple[int, int], int]:
-        """Return the chunk of each stage and microbatch of a rank: its forwards, in their order."""
-        forwards = (one for one in self.ranks[rank] if one.kind is PassKind.FORWARD)
-        return {(one.stage, one.microbatch): chunk for chunk, one in enumerate(forwards)}
-
 
 ScheduleName: TypeAlias = Literal["gpipe", "1f1b", "interleaved"]
 

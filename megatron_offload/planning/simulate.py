@@ -14,17 +14,16 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict, deque
-from collections.abc import Collection, Generator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import simpy
 
 from megatron_offload.core.machine import Machine
-from megatron_offload.core.profile import GroupKey, StepProfile
 from megatron_offload.core.trace import PIPELINE_WAIT, Counter, Span, StepTrace
 from megatron_offload.errors import ConfigError
-from megatron_offload.planning.job import NO_OFFLOAD, UNLIMITED, Job, RankSettings
+from megatron_offload.planning.job import NO_OFFLOAD, Job, RankSettings
 from megatron_offload.planning.replay import OpKind, RankProgram, RankWork
 
 RELEASE = "W2"
@@ -95,15 +94,6 @@ def simulate_programs(
         )
     results = tuple(one.result for one in ranks)
     return Simulation(max(one.end_us for one in results), results)
-
-
-def settings_of(
-    profile: StepProfile, kept: Collection[GroupKey], default: RankSettings = UNLIMITED
-) -> RankSettings:
-    """Return what a rank does that keeps these groups, and else what ``default`` says."""
-    if any(group.num_bytes and group.key not in kept for group in profile.groups):
-        return replace(default, kept=frozenset(kept))
-    return replace(NO_OFFLOAD, recompute=default.recompute)
 
 
 def fair_rates(

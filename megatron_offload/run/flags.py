@@ -20,11 +20,7 @@ _FLAGS: dict[str, tuple[str, Any, str]] = {
     "recompute": ("KIND[,KIND]", str, "recomputed, or none; unless set norm,mlp_act"),
     "config": ("FILE", str, "YAML with any keys of OffloadConfig; flags win"),
     "set": ("KEY=VALUE", str, "one more of these keys; may be given again"),
-    "report": (
-        "FOLDER",
-        str,
-        "for frontier.json, and trace_RANK.json and profile_RANK.json of a step",
-    ),
+    "report": ("FOLDER", str, "for frontier.json, and trace_RANK.json of a step"),
 }
 """By name without the prefix: what stands for the value in the help, its type, and the help."""
 

@@ -9,7 +9,6 @@ import re
 from argparse import ArgumentParser
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,7 @@ from megatron_offload.frontends.around import refuse_unserved
 from megatron_offload.integrations import megatron_core
 from megatron_offload.integrations.megatron_search import MegatronSearch
 from megatron_offload.machine.job_ranks import rank_in
-from megatron_offload.observe.recorder import profile_step
 from megatron_offload.observe.trace_step import trace_step
-from megatron_offload.planning.files import save_profile
 from megatron_offload.report.console import console
 from megatron_offload.run.flags import add_flags, read_flags
 
@@ -139,12 +136,9 @@ class ReportedSearch(MegatronSearch):
         trace = yield from _whole_step(manager, look)
         stats, pinned = manager.last_step, manager.host_pool.stats.slab_bytes_total
         if folder is not None:
-            seen = yield from _whole_step(manager, partial(profile_step, manager))
-            run = seen.profile.run._replace(rank=rank, pp_size=megatron_core.pipeline("world_size"))
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 write_traces(folder / f"trace_{rank}.json", [trace])
-                save_profile(replace(seen.profile, run=run), folder / f"profile_{rank}.json")
                 self.save(folder)
             except (OSError, ConfigError) as error:
                 _logger.warning("no report in %s: %s", folder, error)

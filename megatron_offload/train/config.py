@@ -123,10 +123,6 @@ class RunConfig(StrictModel):
     trace_step: int = Field(default=0, ge=0)
     """Step of which every rank writes a timeline (``trace_<rank>.json``); 0 for none. Changes no
     bit. From the fourth on steps are like those after."""
-    profile_step: int = Field(default=0, ge=0)
-    """Step of which every rank writes a profile to simulate (``profile_<rank>.json``); 0 for none.
-    It is of groups, so not of a run with rows. Results are bitwise identical. From the third on
-    steps are like those after."""
     timeout_s: float = Field(default=600.0, gt=0.0, le=7 * 24 * 3600.0)
     """Seconds that a rank waits for others before it fails."""
 
@@ -145,17 +141,6 @@ class TrainConfig(StrictModel):
 
     def model_post_init(self, _: Any, /) -> None:
         """Refuse sections that don't fit one another."""
-        run = self.run
-        if run.profile_step and run.profile_step >= run.steps:
-            raise ConfigError(
-                f"run.profile_step {run.profile_step} does not come before the last of {run.steps} "
-                "steps, whose counters are shown; choose an earlier one or raise run.steps"
-            )
-        if run.profile_step and run.profile_step == self.traced_step:
-            raise ConfigError(
-                f"run.profile_step {run.profile_step} is the step that run.trace_step traces; "
-                "choose another for either"
-            )
         modules = self.offload.modules if self.offload.enabled else ()
         if LAYER_INPUT in modules and self.model.recompute != "full":
             raise ConfigError("offload.modules layer_input needs model.recompute: full")
@@ -198,17 +183,9 @@ def check_ranks(config: TrainConfig, world_size: int) -> None:
     for path in config.data.text:
         if not path.is_file() or not os.access(path, os.R_OK):
             raise ConfigError(f"data.text: there is no file {path} that can be read")
-    if config.offload.enabled:
-        has_rows = config.offload.has_rows or config.offload.tuned_policy is not None
-        if config.run.profile_step and has_rows:
-            raise ConfigError(
-                f"run.profile_step {config.run.profile_step}: a profile is of groups, and the run "
-                "has rows; set offload.policy: modules, or run.profile_step: 0"
-            )
-        return
-    for key in ("trace_step", "profile_step"):
-        if step := getattr(config.run, key):
-            raise ConfigError(
-                f"run.{key} {step}: without offload there are no groups to look at; add a section "
-                f"offload: (--fine-grained-activation-offloading), or set run.{key}: 0"
-            )
+    if config.run.trace_step and not config.offload.enabled:
+        raise ConfigError(
+            f"run.trace_step {config.run.trace_step}: without offload there are no groups to look "
+            "at; add a section offload: (--fine-grained-activation-offloading), or set "
+            "run.trace_step: 0"
+        )

@@ -18,18 +18,14 @@ from pydantic import ByteSize
 
 from megatron_offload.config import OffloadConfig, module_patterns, recompute_patterns
 from megatron_offload.core.policy_config import SolvedConfig
-from megatron_offload.core.profile import RunShape
 from megatron_offload.core.trace import write_traces
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.module_hooks import expression_of, named_modules
 from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.integrations import megatron_core
-from megatron_offload.machine.examine import found_versions
 from megatron_offload.machine.job_ranks import gather, rank_in
 from megatron_offload.observe.live_bytes import LiveActivationMeter
-from megatron_offload.observe.recorder import profile_step
 from megatron_offload.observe.trace_step import trace_step
-from megatron_offload.planning.files import save_profile
 from megatron_offload.report.console import console
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.data import TextSource, digest
@@ -143,12 +139,10 @@ class _Trainer:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
-        trace = recorded = None
+        trace = None
         with contextlib.ExitStack() as looking:
             if manager and step == config.traced_step:
                 trace = looking.enter_context(trace_step(manager, rank))
-            if manager and step == run.profile_step:
-                recorded = looking.enter_context(profile_step(manager, run=self._shape()))
             if self._meter is not None:
                 looking.enter_context(self._meter)
             loss = self._pass_over_microbatches(step)
@@ -173,15 +167,12 @@ class _Trainer:
             peak_allocated_bytes=torch.cuda.max_memory_allocated(self._device) if on_gpu else None,
             peak_reserved_bytes=torch.cuda.max_memory_reserved(self._device) if on_gpu else None,
             gradients=digested,
-            is_profiled=recorded is not None,
             is_planned_by=is_planning,
             **counters_of(manager),
         )
         ranks = gather(mine, self._group)
         if trace is not None:  # only now: rank 0 has cleared the folder for sure
             write_traces(run.output / f"trace_{rank}.json", [trace])
-        if recorded is not None:
-            save_profile(recorded.profile, run.output / f"profile_{rank}.json")
         sequences = config.data.microbatches * config.data.micro_batch_size
         tokens = sequences * config.model.sequence_length
         tokens *= parallel_state.get_data_parallel_world_size()
@@ -190,18 +181,6 @@ class _Trainer:
     def _is_planning(self) -> bool:
         tuner = None if self._manager is None else self._manager.tuner
         return tuner is not None and not tuner.is_converged
-
-    def _shape(self) -> RunShape:
-        config = self._config
-        return RunShape(
-            num_microbatches=config.data.microbatches,
-            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-            pp_size=config.parallel.pipeline,
-            vp_size=config.parallel.virtual,
-            rank=rank_in(),
-            modules=config.offload.modules,
-            versions=tuple(found_versions().items()),
-        )
 
     def _pass_over_microbatches(self, step: int) -> float | None:
         """Run megatron-core's schedule; return the mean loss on the last stage, else None."""
@@ -265,7 +244,7 @@ def counters_of(manager: PipelineOffloadManager | None) -> dict[str, Any]:
 def open_offload(config: TrainConfig) -> Iterator[PipelineOffloadManager | None]:
     """Offload models that are built inside as ``config`` says; yields the manager, if it is on.
 
-    Where a timeline or a profile will be taken, or a policy plans by time, a simulated device lets
+    Where a timeline will be taken, or a policy plans by time, a simulated device lets
     compute take the time that it really does.
     """
     offload, run = config.offload, config.run
@@ -276,7 +255,7 @@ def open_offload(config: TrainConfig) -> Iterator[PipelineOffloadManager | None]
     # Megatron's call sites bring a limit in elements of their own, against which only values that a
     # user has set count.
     changes: dict[str, Any] = {"min_tensor_bytes": ByteSize(offload.smallest_tensor[0])}
-    if run.trace_step or run.profile_step or isinstance(offload.policy, SolvedConfig):
+    if run.trace_step or isinstance(offload.policy, SolvedConfig):
         changes["simulated"] = offload.simulated.model_copy(update={"host_time": True})
     manager.configure(offload.model_copy(update=changes))
     megatron_core.install()

@@ -54,8 +54,6 @@ class RankStep:
     gradients: str | None = None
     """Digest of this rank's gradients before clipping; of the last step alone."""
     groups: tuple[GroupStats, ...] = ()
-    is_profiled: bool = False
-    """Whether it was taken for a profile, so that its peaks and its time are not like others'."""
     is_planned_by: bool = False
     """Whether it came before the run had found what to offload."""
 
@@ -82,8 +80,8 @@ class StepRecord:
 
     @property
     def is_usual(self) -> bool:
-        """Whether it moved what the run moves, and wasn't looked at besides."""
-        return not (self.ranks[0].is_profiled or self.ranks[0].is_planned_by)
+        """Whether it moved what the run moves."""
+        return not self.ranks[0].is_planned_by
 
     def to_json(self) -> str:
         """Return one line of ``steps.jsonl``."""

@@ -77,7 +77,7 @@ def prepare_folder(config: TrainConfig, gpu: str | None, ranks: int) -> None:
 
     folder = config.run.output
     (folder / FRONTIER_NAME).unlink(missing_ok=True)
-    for path in rank_files(folder, "trace") + rank_files(folder, "profile"):
+    for path in trace_files(folder):
         path.unlink()
     facts = RunFacts(
         device=gpu or f"simulated on {os.cpu_count()} CPU cores",
@@ -109,9 +109,9 @@ def main_folder(folder: Path) -> Path:
     return offloaded if offloaded.is_dir() else folder
 
 
-def rank_files(folder: Path, kind: str) -> list[Path]:
-    """Return the traces or profiles in a run's own folder, by rank."""
-    name = re.compile(rf"{kind}_(0|[1-9]\d{{0,5}})\.json")
-    found = {path: name.fullmatch(path.name) for path in folder.glob(f"{kind}_*")}
+def trace_files(folder: Path) -> list[Path]:
+    """Return the traces in a run's own folder, by rank."""
+    name = re.compile(r"trace_(0|[1-9]\d{0,5})\.json")
+    found = {path: name.fullmatch(path.name) for path in folder.glob("trace_*")}
     ranks = {int(match[1]): path for path, match in found.items() if match}
     return [ranks[rank] for rank in sorted(ranks)]

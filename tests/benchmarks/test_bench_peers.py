@@ -219,14 +219,14 @@ def test_files_are_complete_after_every_mode(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"bench_peers.json", "bench_peers.txt"}
 
 
-def test_the_profiles_of_a_mode_take_the_place_of_older_ones(tmp_path):
-    folder = tmp_path / "profiles" / "0_ours.0"
+def test_the_traces_of_a_mode_take_the_place_of_older_ones(tmp_path):
+    folder = tmp_path / "traces" / "0_ours.0"
     folder.mkdir(parents=True)
-    (folder / "profile_7.json").write_text("of more ranks")
-    new = tmp_path / "profile_0.json"
+    (folder / "trace_7.json").write_text("of more ranks")
+    new = tmp_path / "trace_0.json"
     new.write_text("new")
     bench_peers.keep([new], folder)
-    assert {path.name: path.read_text() for path in folder.iterdir()} == {"profile_0.json": "new"}
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {"trace_0.json": "new"}
 
 
 def run_script(tmp_path, monkeypatch, script, *arguments):

@@ -1,15 +1,12 @@
-"""Small jobs for the tests of commands: a described model, and the profiles that a run leaves."""
+"""Small jobs for the tests of commands: a described model, and what the doctor found."""
 
 from __future__ import annotations
 
 import json
 
-from job_profiles import profiles_of
 from processes import run_python
 
 from megatron_offload.cli.source import SourceOptions, load_source
-from megatron_offload.planning.description import load_description
-from megatron_offload.planning.files import save_profile
 
 SMALL = """\
 model:
@@ -49,20 +46,6 @@ def described(folder, text=SMALL):
     path = folder / "job.yaml"
     path.write_text(text)
     return path
-
-
-def ran(folder, text=SMALL):
-    """Write the profiles that a run of the described job would leave; return the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    job = load_description(described(folder, text)).job()
-    for profile in profiles_of(job):
-        save_profile(profile, folder / f"profile_{profile.run.rank}.json")
-    return folder
-
-
-def load_run(folder, **options):
-    """Return what ``plan`` knows of a run."""
-    return load_source(SourceOptions(folder=folder, **options))
 
 
 def load_model(path, **options):

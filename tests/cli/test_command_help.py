@@ -7,7 +7,7 @@ import re
 import sys
 
 import pytest
-from jobs import ran, run_without
+from jobs import run_without
 from processes import run_python
 
 from megatron_offload.cli.main import COMMANDS, main
@@ -120,12 +120,12 @@ def test_bad_input_is_found_without_torch():
 @pytest.mark.parametrize(
     "words",
     [
-        "plan --model RUN/job.yaml --memory-target 1TiB",
-        "simulate --model RUN/job.yaml --trace RUN/trace.json",
+        "plan --model MODEL --memory-target 1TiB",
+        "simulate --model MODEL --trace FOLDER/trace.json",
     ],
 )
-def test_planning_and_simulating_need_no_torch(words, tmp_path):
-    words = words.replace("RUN", str(ran(tmp_path))).split()
+def test_planning_and_simulating_need_no_torch(words, model, tmp_path):
+    words = words.replace("MODEL", str(model)).replace("FOLDER", str(tmp_path)).split()
     status, printed, _ = run_without(words, "torch")
     assert status == 0
     assert printed.endswith("imported:\n")

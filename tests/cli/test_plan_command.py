@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 
 import pytest
 import yaml
-from jobs import RATES, load_model, load_run, measured, ran
+from jobs import RATES, load_model, measured
 
 from megatron_offload.cli.main import main
 from megatron_offload.config import OffloadConfig
@@ -17,13 +16,11 @@ from megatron_offload.core.policy_config import AutoConfig
 from megatron_offload.core.row_config import RowConfig
 from megatron_offload.core.units import format_bytes
 from megatron_offload.files.strict_model import write_model
-from megatron_offload.planning.files import load_profile, save_profile
 from megatron_offload.planning.found import FoundPlan, FoundStage, RunFrontier
 from megatron_offload.planning.frontier import Action
 from megatron_offload.planning.job_choice import JobChoice
-from megatron_offload.planning.profiled_job import FROM_COPIES
 from megatron_offload.planning.row_choice import RowChoice, Slowdown, Stage
-from megatron_offload.planning.simulate import simulate, simulate_programs
+from megatron_offload.planning.simulate import simulate_programs
 
 pytest.importorskip("simpy")
 
@@ -230,100 +227,6 @@ def test_a_comparison_s_folder_shows_what_its_run_has_found(tmp_path, capsys, re
     assert "beside a run's folder there are" in refused("plan", run, "--from", run)
 
 
-def test_a_run_s_job_is_that_of_its_profiles(tmp_path, model):
-    ran(tmp_path / "run" / "with_offload")  # of a comparison that run counts
-    source = load_run(tmp_path / "run")
-    assert source.memory == "reserved memory"
-    seen, described = (simulate(one.job) for one in (source, load_model(model)))
-    for one, other in zip(seen.ranks, described.ranks, strict=True):
-        assert one.peak_reserved_bytes == other.peak_reserved_bytes
-    assert seen.step_us == pytest.approx(described.step_us, rel=0.02)
-
-
-def test_replicas_count_once(tmp_path):
-    folder = ran(tmp_path / "run")
-    profile = load_profile(path_of(folder, 0))
-    replica = replace(profile, run=profile.run._replace(rank=2))
-    save_profile(replica, path_of(folder, 2))
-    assert len(load_run(folder).profiles) == 2
-
-
-def path_of(folder, rank):
-    return folder / f"profile_{rank}.json"
-
-
-def edited(folder, rank, edit):
-    path = path_of(folder, rank)
-    data = json.loads(path.read_text())
-    edit(data)
-    path.write_text(json.dumps(data))
-
-
-@pytest.mark.parametrize(
-    ("edit", "expected"),
-    [
-        (lambda d: d["run"].update(num_microbatches=3), "different runs: num_microbatches 4 and 3"),
-        (lambda d: d["run"].update(versions=[["torch", "1"]]), "different runs: versions"),
-        (lambda d: d["run"].update(pp_rank=0), "one profile of each of 2"),
-        (lambda d: d.update(step_uss=1), "did you mean 'step_us'"),
-        (lambda d: d.update(times=[]), "holds no times"),
-        (lambda d: d.update(offloaded_bytes=5), "moved 5 bytes"),
-        (None, "each of 2 pipeline ranks is needed, got those of 0"),
-    ],
-)
-def test_profiles_that_don_t_belong_together_are_refused(tmp_path, refused, edit, expected):
-    folder = ran(tmp_path / "run")
-    if edit is None:
-        path_of(folder, 1).unlink()
-    else:
-        edited(folder, 1, edit)
-    assert re.search(expected, refused("simulate", folder))
-
-
-def test_without_a_gpu_memory_is_what_was_saved(tmp_path):
-    folder = ran(tmp_path / "run")
-    assert load_run(folder).memory == "reserved memory"
-    (folder / "run.json").write_text('{"is_simulated": true}')
-    assert load_run(folder).memory == "saved activations"
-
-
-def test_a_run_s_bandwidths_are_those_that_its_copies_got(tmp_path):
-    folder = ran(tmp_path / "run")
-    said = "the defaults, measured with four H200s; --machine FILE takes others"
-    assert load_run(folder).machine == said
-    for rank, d2h_gbps in enumerate((9.0, 8.0)):
-        edited(folder, rank, lambda d, own=d2h_gbps: d.update(d2h_gbps=own, h2d_gbps=12.0))
-    source = load_run(folder)
-    assert source.machine == FROM_COPIES
-    machine = source.job.machine
-    assert (machine.d2h_gbps, machine.h2d_gbps, machine.gpus_per_node) == (8.0, 12.0, 1)
-
-
-def test_a_machine_that_is_given_wins_over_what_copies_got(tmp_path):
-    folder = ran(tmp_path / "run")
-    for rank in range(2):
-        edited(folder, rank, lambda data: data.update(d2h_gbps=9.0, h2d_gbps=9.0))
-    path = measured(tmp_path)
-    source = load_run(folder, machine=path)
-    assert source.job.machine.d2h_gbps == RATES["d2h_gbps"]
-    assert source.machine == str(path)
-    assert source.job.ranks_per_node == 8
-    source = load_run(folder, set=["machine.d2h_gbps=3", "offload.prefetch_bytes=1MiB"])
-    assert source.job.machine.d2h_gbps == 3
-    assert source.machine == f"{FROM_COPIES}; machine.d2h_gbps=3"
-
-
-def test_where_unknown_of_memory_it_is_what_groups_save(tmp_path):
-    folder = ran(tmp_path / "run")
-    no_peaks = {"peak_allocated_bytes": 0, "peak_reserved_bytes": 0}
-    for rank in range(2):
-        edited(folder, rank, lambda data: data.update(no_peaks))
-    source = load_run(folder)
-    saved = [sum(g.num_bytes for g in profile.groups) for profile in source.profiles]
-    peaks = [rank.peak_reserved_bytes for rank in simulate(source.job).ranks]
-    assert all(0 < peak <= total for peak, total in zip(peaks, saved, strict=True))
-
-
 def test_bandwidths_come_from_the_doctor_s_file(tmp_path, model):
     machine = load_model(model, machine=measured(tmp_path)).job.machine
     assert (machine.d2h_gbps, machine.h2d_gbps, machine.both_gbps) == (
@@ -336,18 +239,18 @@ def test_bandwidths_come_from_the_doctor_s_file(tmp_path, model):
     assert (shared.job.ranks_per_node, shared.job.gpus_per_rank) == (2, 4)
 
 
-def test_keys_win(tmp_path, model):
+def test_keys_win(model):
     words = ["machine.both_gbps=8", "offload.prefetch_bytes=3MiB"]
-    for source in (load_model(model, set=words), load_run(ran(tmp_path / "run"), set=words)):
-        assert source.job.machine.both_gbps == 8.0
-        assert source.job.machine.d2h_gbps == Machine().d2h_gbps
-        assert source.default.prefetch_bytes == 3 * 2**20
+    source = load_model(model, set=words)
+    assert source.job.machine.both_gbps == 8.0
+    assert source.job.machine.d2h_gbps == Machine().d2h_gbps
+    assert source.settings.prefetch_bytes == 3 * 2**20
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ((), "give either a run's folder or --model"),
+        ((), "give a described job, --model FILE"),
         (("EMPTY", "--model", "MODEL"), "beside a run's folder there are"),
         (("/nowhere",), "/nowhere holds no frontier.json"),
         (("EMPTY",), "holds no frontier.json"),

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 
 import pytest
-from jobs import load_model, load_run, ran
+from jobs import load_model
 from processes import ROOT
 
 from megatron_offload.cli.main import main
-from megatron_offload.core.policy_config import RatioConfig
 from megatron_offload.core.trace import read_traces
 from megatron_offload.core.units import format_bytes
 from megatron_offload.planning.job import RankSettings
-from megatron_offload.planning.policy import ModulesPolicy, kept_by_rule
 from megatron_offload.planning.simulate import simulate
 
 pytest.importorskip("simpy")
@@ -66,87 +63,12 @@ def test_the_timeline_is_that_of_the_step_with_offload(model, tmp_path, capsys):
         assert found.facts() == rank.trace.facts()
 
 
-def configured(folder, **offload):
-    """Let a run have left its configuration; return its folder."""
-    (folder / "config.yaml").write_text(json.dumps({"offload": offload}))
-    return folder
-
-
-def test_a_run_is_simulated_as_it_was_set(tmp_path, capsys):
-    listed = ["mlp_fc1", "mlp_act", "core_attn"]
-    folder = configured(
-        ran(tmp_path / "run"),
-        modules=listed,
-        fraction=0.5,
-        delta_bytes_across_pp_ranks="4MiB",
-        max_inflight_bytes="8MiB",
-        prefetch_bytes="16MiB",
-    )
-    before = sorted(folder.iterdir())
-    assert run(folder) == 0
-    assert sorted(folder.iterdir()) == before
-    printed = capsys.readouterr().out
-    source = load_run(folder)
-    settings = []
-    for rank, profile in enumerate(source.profiles):
-        policy = ModulesPolicy(0.5, rank * 2**22, tuple(listed))
-        settings.append(
-            RankSettings(
-                kept=frozenset(policy.plan(profile)),
-                max_inflight_bytes=8 * 2**20,
-                prefetch_bytes=16 * 2**20,
-            )
-        )
-    expected = simulate(source.job, settings)
-    assert expected != simulate(source.job, RankSettings())
-    memory = rows(printed)[2:]
-    for row, rank in zip(memory, expected.ranks, strict=True):
-        assert row[2] == format_bytes(rank.peak_reserved_bytes)
-        assert row[4] == format_bytes(rank.offloaded_bytes)
-    assert f"as the run did, by {folder / 'config.yaml'}\n" in printed
-    assert run(folder, "--set", "offload.max_inflight_bytes=64MiB") == 0
-    printed = capsys.readouterr().out
-    assert "; offload.max_inflight_bytes=64MiB" in printed
-    wide = [replace(one, max_inflight_bytes=64 * 2**20) for one in settings]
-    expected = simulate(source.job, wide).ranks[0].peak_reserved_bytes
-    assert rows(printed)[2][2] == format_bytes(expected)
-
-
-def test_what_is_not_simulated_of_a_run_s_settings_is_said(tmp_path, capsys):
-    folder = ran(tmp_path / "run")
-    for given, expected in (
-        ({"host_memory_bytes": "1MiB"}, "host_memory_bytes 1.0 MiB, which the step would exceed"),
-        ({"host_memory_bytes": "1GiB"}, None),
-        ({"pin_memory": False, "copy_streams": False}, "pin_memory false; copy_streams false"),
-    ):
-        assert run(configured(folder, **given)) == 0
-        lines = capsys.readouterr().out.splitlines()
-        found = [line for line in lines if line.startswith("not simulated of the run's settings: ")]
-        assert [line.partition(": ")[2] for line in found] == ([expected] if expected else [])
-
-
-def test_a_run_by_ratio_is_simulated_by_it(tmp_path, capsys):
-    folder = ran(tmp_path / "run")
-    source, policy = load_run(folder), {"kind": "ratio", "ratio": 0.4}
-    budgets = {"max_inflight_bytes": 2**20, "prefetch_bytes": 16 * 2**20}
-    configured(folder, policy=policy, **budgets)
-    assert run(folder) == 0
-    kept = [kept_by_rule(RatioConfig(**policy), profile) for profile in source.profiles]
-    expected = simulate(source.job, [RankSettings(frozenset(one), **budgets) for one in kept])
-    assert [row[2] for row in rows(capsys.readouterr().out)[2:]] == [
-        format_bytes(rank.peak_reserved_bytes) for rank in expected.ranks
-    ]
-
-
-@pytest.mark.parametrize("given", [{"policy": "auto"}, {"rows": []}])
-def test_a_run_with_rows_is_not_simulated_as_what_it_was_not(tmp_path, refused, given):
-    error = refused("simulate", configured(ran(tmp_path / "run"), **given))
-    assert "the run had rows, which are not simulated" in error
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
+        ((), "give a described job, --model FILE"),
+        (("runs/mine",), "what a run has found is shown by: megatron-offload plan --from RUN"),
+        (("runs/mine", "--model", "MODEL"), "plan --from RUN"),
         (("--model", "MODEL", "--trace", "/"), "'/' is a folder; name a file"),
         (("--model", "MODEL", "--machine", "TRAINER"), "trainer.yaml"),
         (("--model", "MODEL", "--trace", "/proc/x.json"), "can't write /proc/x.json"),

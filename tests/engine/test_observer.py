@@ -13,7 +13,6 @@ from programs import (
     make_manager,
     make_model,
     one_forward_one_backward,
-    run_step,
 )
 
 from megatron_offload.backends.base import Wait
@@ -109,16 +108,3 @@ def test_a_commit_that_is_put_off_is_reported_twice():
         in_group(manager, lambda x: x, torch.ones(64, requires_grad=True) * 1, delay=True)
         manager.flush_delayed_groups()
     assert names(noting).count("group_commits") == 2
-
-
-def test_two_that_want_steps_to_be_kept_need_not_end_in_turn():
-    model, manager = make_model(), make_manager()
-    first, second = manager.keeping("one asks"), manager.keeping("another asks")
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    run_step(model, manager, ORDER)
-    assert manager.last_step.offloaded_bytes == 0
-    second.__exit__(None, None, None)
-    run_step(model, manager, ORDER)
-    assert manager.last_step.offloaded_bytes > 0

@@ -11,13 +11,11 @@ import pytest
 from megatron_offload.cli.options import add_flags, read_options
 from megatron_offload.cli.plan import Given
 from megatron_offload.config import OffloadConfig
-from megatron_offload.core.profile import GroupKey, GroupProfile, RecomputeUnit, RunShape
 from megatron_offload.core.trace import Span, StepTrace, read_traces, write_traces
 from megatron_offload.engine.stats import GroupStats, StepStats
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.renames import RENAMED, current_name
 from megatron_offload.integrations.megatron_search import MegatronSearch
-from megatron_offload.planning.files import StepProfile, parse_profile, to_json
 
 
 @pytest.fixture(autouse=True)
@@ -89,20 +87,6 @@ def test_unknown_name_is_refused():
         _ = StepStats().remade_byte
     with pytest.raises(KeyError, match="remade_byte"):
         _ = StepStats().metrics()["offload/remade_byte"]
-
-
-def test_profile_old_keys_load():
-    unit = RecomputeUnit("norm", 8, is_recomputed=False)
-    group = GroupProfile(GroupKey(0, 0), "mlp", 16, 0, 4, recomputed=(unit,))
-    profile = StepProfile(
-        run=RunShape(), groups=(group,), backward_order=(group.key,), backward_at_bytes=()
-    )
-    text = to_json(profile)
-    old = text
-    for before in ("elsewhere_bytes", "is_remade", "remade"):
-        old = old.replace(f'"{RENAMED[before]}"', f'"{before}"')
-    assert old != text
-    assert parse_profile(old, "old.json") == parse_profile(text, "new.json") == profile
 
 
 def test_trace_old_kind_loads(tmp_path):

@@ -1,4 +1,4 @@
-"""Bandwidths that a plan rests on: the slowest GPU's, and the slowest rank's; all are checked."""
+"""Bandwidths that a plan rests on: the slowest GPU's; all are checked."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from datetime import UTC, datetime
 import pytest
 
 from megatron_offload.core.machine import CopyRates, Machine, MachineProfile
-from megatron_offload.core.profile import StepProfile
 from megatron_offload.errors import ConfigError
-from megatron_offload.planning.profiled_job import slowest_link
 
 
 def machine(*gpus):
@@ -29,16 +27,6 @@ def test_of_one_machine_the_slowest_gpu_counts_and_the_sum_of_all():
         node_h2d_gbps=None,
         gpus_per_node=2,
     )
-
-
-def test_of_what_copies_got_the_slowest_rank_counts_each_way_and_silent_ones_do_not():
-    def seen(*rates):
-        return [StepProfile((), (), d2h_gbps=d2h, h2d_gbps=h2d) for d2h, h2d in rates]
-
-    found = slowest_link(seen((2.0, 5.0), (0.0, 0.0), (3.0, 1.0)))
-    assert (found.d2h_gbps, found.h2d_gbps, found.both_gbps, found.node_gbps) == (2, 1, 1, 3)
-    assert (found.node_d2h_gbps, found.node_h2d_gbps, found.gpus_per_node) == (None, None, 1)
-    assert slowest_link(seen((0.0, 0.0))) is None
 
 
 def test_a_machine_has_some_bandwidth_and_may_have_no_latency():

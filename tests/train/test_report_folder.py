@@ -31,12 +31,12 @@ def step(number, peak_bytes, **more):
 
 
 def write_run(folder, config="", *, facts=True):
-    """Write what a run of four steps on a CPU leaves whose third was profiled."""
+    """Write what a run of four steps on a CPU leaves whose third looked for rows."""
     folder.mkdir(parents=True)
     steps = [
         step(1, 8 * MIB),
         step(2, 9 * MIB),
-        step(3, 38 * MIB, is_profiled=True),
+        step(3, 38 * MIB, is_planned_by=True),
         step(4, 9 * MIB),
     ]
     (folder / "steps.jsonl").write_text("".join(one.to_json() + "\n" for one in steps))
@@ -92,12 +92,12 @@ def test_the_page_s_folder_is_made(tmp_path):
     assert main(["report", str(folder), "--output", str(tmp_path)]) == 2
 
 
-def test_the_profiled_step_is_said_to_be_left_out_of_peaks(tmp_path):
+def test_steps_that_look_for_rows_are_said_to_be_left_out_of_peaks(tmp_path):
     folder = write_run(tmp_path / "run")
     found = report.read_report(folder)
     assert found.memory[0].highest.offloaded == 9 * MIB
     page = report.write_page(folder).read_text()
-    assert "over its usual steps. Steps that were profiled" in page
+    assert "over its usual steps. Steps in which rows" in page
 
 
 def test_rows_that_the_run_has_found_are_on_the_page_and_said(tmp_path):

@@ -74,12 +74,8 @@ def test_a_key_is_a_flag_too(file):
         (["--set", "offload.modules=[]"], "no name, so nothing would be offloaded"),
         (["--set", "run.output="], "'run.output' has no value"),
         (
-            ["--set", "run.profile_step=null"],
-            "'run.profile_step' has no value; give one, or leave the key",
-        ),
-        (
-            ["--set", "run.profile_step=7"],
-            "run.yaml: run.profile_step 7 does not come before the last",
+            ["--set", "run.trace_step=null"],
+            "'run.trace_step' has no value; give one, or leave the key",
         ),
     ],
 )
@@ -131,15 +127,14 @@ def test_a_comparison_that_is_refused_leaves_the_run_as_it_was(file, refused):
     assert main_folder(out) == out
 
 
-@pytest.mark.parametrize("key", ["trace_step", "profile_step"])
-def test_what_needs_offload_is_refused_without_and_compare_does_without(file, key, refused):
-    words = ["--set", "offload.enabled=false", f"run.{key}=1"]
+def test_what_needs_offload_is_refused_without_and_compare_does_without(file, refused):
+    words = ["--set", "offload.enabled=false", "run.trace_step=1"]
     error = refused("train", "--config", file, *words)
-    assert f"run.{key} 1: without offload there are no groups" in error
+    assert "run.trace_step 1: without offload there are no groups" in error
     config = config_of("compare", "--config", str(file), *words)
     for folder, step in (("without_offload", 0), ("with_offload", 1)):
         variant = _variant(config, folder)
-        assert getattr(variant.run, key) == step
+        assert variant.run.trace_step == step
         check_ranks(variant, 1)
 
 

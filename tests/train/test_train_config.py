@@ -46,9 +46,7 @@ def error_of(world_size=None, **sections):
             "set model.bias: false",
         ),
         ({"model": {"vocabulary": 100}}, "model.vocabulary"),
-        ({"run": {"steps": 5, "profile_step": 5}}, "5 does not come before the last of 5"),
-        ({"run": {"profile_step": 4, "trace_step": 4}}, "4 is the step that run.trace_step traces"),
-        ({"run": {"profile_step": -1}}, "profile_step"),
+        ({"run": {"trace_step": -1}}, "trace_step"),
         # Ranks, layers and microbatches must fit.
         ({"model": {"layers": 2}, "parallel": {"pipeline": 4}}, "a multiple of 4"),
         (
@@ -62,11 +60,6 @@ def error_of(world_size=None, **sections):
         ),
         ({"parallel": {"pipeline": 2, "ranks": 3}}, "multiple of 2 ranks"),
         ({"world_size": 5, "parallel": {"pipeline": 2}}, "5 ranks can't be divided"),
-        (
-            {"run": {"profile_step": 3}, "offload": {"policy": "auto"}},
-            "set offload.policy: modules",
-        ),
-        ({"run": {"profile_step": 3}, "offload": {"rows": []}}, "set offload.policy: modules"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_fix(sections, expected):

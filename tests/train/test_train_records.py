@@ -94,14 +94,14 @@ def test_the_median_leaves_out_the_first_step_and_one_that_was_unlike_the_others
     assert RunReport(report.steps[:2]).median_step_time_s(without=2) is None
 
 
-def test_a_profiled_step_counts_for_no_peak_and_no_time():
+def test_a_step_before_rows_are_found_counts_for_no_peak_and_no_time():
     steps = [record(step) for step in (1, 2, 3)]
-    ranks = [replace(rank, is_profiled=True, peak_host_bytes=9999) for rank in steps[1].ranks]
-    profiled = replace(steps[1], step_time_s=50.0, ranks=tuple(ranks))
-    report = RunReport([steps[0], profiled, replace(steps[2], step_time_s=2.0)])
+    ranks = [replace(rank, is_planned_by=True, peak_host_bytes=9999) for rank in steps[1].ranks]
+    searched = replace(steps[1], step_time_s=50.0, ranks=tuple(ranks))
+    report = RunReport([steps[0], searched, replace(steps[2], step_time_s=2.0)])
     assert report.median_step_time_s() == 2.0
     assert report.peaks() == RunReport([steps[0], steps[2]]).peaks()
-    assert RunReport([profiled]).peaks()[0]["peak_host_bytes"] == 9999
+    assert RunReport([searched]).peaks()[0]["peak_host_bytes"] == 9999
 
 
 def report(loss=1.0, grad_norm=2.0, gradients="g", parameters="p"):
