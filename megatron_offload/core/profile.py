@@ -27,8 +27,6 @@ class RecomputeUnit(NamedTuple):
     unit: str
     num_bytes: int
     """What is recomputed; 0 where a group before this has counted it."""
-    us: float = 0.0
-    """What recompute takes; 0 where it was not timed."""
     needs: tuple[GroupKey, ...] = ()
     """Other groups that hold what it is made from."""
     is_recomputed: bool = True
@@ -41,9 +39,8 @@ def merge_units(parts: Sequence[RecomputeUnit]) -> tuple[RecomputeUnit, ...]:
     for part in parts:
         kind = part.unit, part.is_recomputed
         if one := merged.get(kind):
-            num_bytes, us = one.num_bytes + part.num_bytes, one.us + part.us
             needs = tuple(sorted({*one.needs, *part.needs}))
-            part = one._replace(num_bytes=num_bytes, us=us, needs=needs)
+            part = one._replace(num_bytes=one.num_bytes + part.num_bytes, needs=needs)
         merged[kind] = part
     return tuple(merged.values())
 
@@ -61,7 +58,7 @@ class GroupProfile(NamedTuple):
     """Bytes that it saves besides, but that something else keeps: offloading them frees nothing."""
     shared_bytes: int = 0
     """Of all its bytes those that a group committed before it has as well, and left where they
-    are. A recorded profile counts them in that group alone."""
+    are."""
     recomputed: tuple[RecomputeUnit, ...] = ()
     """By unit, what it saves that is recomputed, or could be."""
 

@@ -519,8 +519,6 @@ class PipelineOffloadManager:
         is_other = step.is_other()
         if profile is None or is_other or not step.skipped:
             profile = step.profile()
-        for observer in self.observers:
-            observer.step_ended(profile)
         if is_other:
             self.learner.restart()
         else:

@@ -12,7 +12,6 @@ from typing import Literal, TypeAlias
 import torch
 
 from megatron_offload.backends.base import Pair, Wait
-from megatron_offload.core.profile import StepProfile
 from megatron_offload.engine.group import Block, OffloadGroup
 
 Direction: TypeAlias = Literal["d2h", "h2d"]
@@ -77,6 +76,3 @@ class Observer:
 
     def wait_issued(self, why: Wait, group: OffloadGroup) -> None:
         """The compute stream waits: in W2 for a group's offload, whose source is then released."""
-
-    def step_ended(self, profile: StepProfile) -> None:
-        """A step with a backward is over and nothing is in flight; ``last_step`` counts it."""

@@ -141,7 +141,7 @@ class Transfers:
                     )
                 return False
         needs = tuple(sorted(recipe.needs() - {group.key}))
-        group.recomputed += (RecomputeUnit(recipe.unit, num_bytes, 0.0, needs, is_dropped),)
+        group.recomputed += (RecomputeUnit(recipe.unit, num_bytes, needs, is_dropped),)
         if not is_dropped:
             block.recipe = None
         elif not block.released:

@@ -9,15 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 RENAMED = {
     "device-target": "memory-target",
-    "elsewhere_bytes": "externally_referenced_bytes",
     "held_elsewhere_bytes": "externally_referenced_bytes",
-    "is_remade": "is_recomputed",
     "is_settled": "is_converged",
     "max-cost": "most-slowdown-percent",
     "num_early_returns": "num_cancelled_offloads",
     "peak_away_bytes": "peak_released_bytes",
     "peak_away_bytes_by_name": "peak_released_bytes_by_name",
-    "remade": "recomputed",
     "remade_bytes": "recomputed_bytes",
     "remake": "recompute",
     "target_bytes": "memory_target",

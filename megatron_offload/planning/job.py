@@ -6,6 +6,7 @@ second, of one direction unless said.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -97,10 +98,9 @@ class StageWork:
     buffer_bytes: int = 0
     """What receiving and sending takes on the device while a pass of the stage runs, beyond what
     its groups save."""
-    num_launches: float | None = None
+    num_launches: float = math.inf
     """Kernels that a pass launches, the mean of forward and backward: how many passes the host may
-    be ahead, while the memory of messages isn't free (`pending_bytes`). None, where it isn't
-    known or already in what was measured, counts none of that."""
+    be ahead, while the memory of messages isn't free (`pending_bytes`). Infinite: none."""
     host_us: float = 0.0
     """What the host takes to launch a forward and a backward."""
     host_us_per_group: float = 0.0
@@ -154,9 +154,6 @@ class Job:
     machine: Machine = Machine()  # noqa: RUF009 - frozen
     gpus_per_rank: int = 1
     """GPUs of a node that do exactly the same at the same time."""
-    unused_bytes: int | None = None
-    """What the allocator reserves and can't use, per rank, messages apart. None: as much as the
-    largest temporaries of the rank, which is an estimate and no more."""
     optimizer_host_bytes: tuple[int, ...] = ()
     """Per pipeline rank: what optimizer offload keeps on the host; none for nothing."""
 
@@ -184,18 +181,14 @@ def pending_bytes(job: Job, rank: int, passes: Iterable[Pass]) -> Iterator[int]:
     """Yield, before each pass that a rank launches, what is freed of messages and can't be used.
 
     PyTorch marks messages between stages with `record_stream`, so the allocator reuses their memory
-    again only some launches later; docs/simulation.md says how many. A stage without its
-    launches counts none.
+    again only some launches later; docs/simulation.md says how many.
     """
     stages, own_stages = job.stages, frozenset(job.schedule.stages_of(rank))
     num_launched = 0.0
     freed: deque[tuple[float, int]] = deque()  # at how many launches they are back, and bytes
     for one in passes:
         yield sum(num_bytes for _, num_bytes in freed)
-        num_launches = stages[one.stage].num_launches
-        if num_launches is None:
-            continue
-        num_launched += num_launches
+        num_launched += stages[one.stage].num_launches
         # A forward is the last to need what it sends. A backward is so of its input, of the
         # gradient that has come and of that which it sends; each is as large as its output.
         num_inputs = 0 if one.kind is PassKind.FORWARD else 2

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import Group, GroupState, label_of
@@ -39,13 +39,6 @@ class OpKind(IntEnum):
     RECEIVE = 5  # likewise
 
 
-class Piece(NamedTuple):
-    """A group's part of one pass."""
-
-    key: GroupKey  # of order -1 where the engine doesn't see the group
-    us: float
-
-
 @dataclass(slots=True, kw_only=True)
 class RankProgram:
     """What one rank's streams have to do, what it offloads, and what memory it needs."""
@@ -54,7 +47,7 @@ class RankProgram:
     peak_taken_bytes: int = 0
     """The most that is allocated, or was freed with a message and can't be used yet."""
     peak_reserved_bytes: int = 0
-    """What the allocator reserves: ``peak_taken_bytes`` and what it can't use, see `Job`."""
+    """What the allocator reserves: ``peak_taken_bytes`` and an estimate of what it can't use."""
     peak_host_bytes: int = 0
     """The most that lies on the host, from the issue of an offload to that of its reload."""
     offloaded_bytes: int = 0
@@ -73,7 +66,6 @@ class RankProgram:
     arguments: list[float] = field(default_factory=list)
 
     # Only where it was asked for.
-    pieces: list[Piece] = field(default_factory=list)  # of all groups and passes, in order
     labels: list[tuple[str, bool]] = field(default_factory=list)
     """The group of each op, and whether its pass is a backward."""
     memory: list[tuple[int, dict[ByteCount, int]]] = field(default_factory=list)
@@ -89,7 +81,6 @@ class RankWork:
 
     Attributes:
         job: the step, with those units recomputed.
-        vp_stages: the virtual stage of each chunk: of forwards that have a group.
         passes: with each its groups, in the order of the forward, and what was freed with messages
             before it and can't be used yet.
         profile: what the engine would learn from a step: groups, and the order of needs. It
@@ -101,7 +92,7 @@ class RankWork:
     ) -> None:
         self.job = job = job.with_recompute(rank, recompute)
         self.rank = rank
-        self.vp_stages: list[int] = []
+        self._num_chunks = 0  # forwards that have a group
         self._own_stages = job.schedule.stages_of(rank)
         places: dict[tuple[int, int], _Places] = {}
         self.passes: list[tuple[Pass, _Places, int]] = []
@@ -118,7 +109,7 @@ class RankWork:
 
         Args:
             settings: what it keeps and may hold; its units are those of the work.
-            records: keep labels, memory over the program, and its pieces.
+            records: keep labels, and memory over the program.
         """
         return _Replay(self, settings, records).run()
 
@@ -133,19 +124,18 @@ class RankWork:
                 budget.drop_saved(group.num_bytes)
 
     def _places(self, stage: int) -> _Places:
-        chunk, order, places = len(self.vp_stages), 0, []
+        chunk, order, places = self._num_chunks, 0, []
         for work in self.job.stages[stage].groups:
             key = GroupKey(chunk, order if work.is_marked else -1)
             units = []
             for is_recomputed, given in ((True, work.recomputed), (False, work.units)):
-                for name, num_bytes, us, parents in given:
+                for name, num_bytes, _, parents in given:
                     needs = tuple(GroupKey(chunk, key.order - one) for one in parents if one)
-                    units.append(RecomputeUnit(name, num_bytes, us, needs, is_recomputed))
+                    units.append(RecomputeUnit(name, num_bytes, needs, is_recomputed))
             group = GroupProfile(key, work.name, work.num_bytes, recomputed=tuple(units))
             places.append((group, work))
             order += work.is_marked
-        if order:
-            self.vp_stages.append(self._own_stages.index(stage))
+        self._num_chunks += order > 0
         return tuple(places)
 
     def _boundaries(self) -> Iterator[tuple[GroupProfile, bool]]:
@@ -240,12 +230,9 @@ class _Replay:
         budget, program = self._budget, self.program
         left = (budget.inflight_bytes, budget.held_bytes, self._host_bytes)
         assert (*left, self._device_bytes) == (0, 0, 0, self._static_bytes), left
-        unused_bytes = self._rank.job.unused_bytes
-        if unused_bytes is not None:  # it was measured
-            program.peak_reserved_bytes = program.peak_taken_bytes + unused_bytes
-        else:
-            reserved_bytes = program.peak_taken_bytes + self._peak_temp_bytes
-            program.peak_reserved_bytes = -(-reserved_bytes // _SEGMENT_BYTES) * _SEGMENT_BYTES
+        # What it reserves and can't use is taken to be as much as the largest temporaries.
+        reserved_bytes = program.peak_taken_bytes + self._peak_temp_bytes
+        program.peak_reserved_bytes = -(-reserved_bytes // _SEGMENT_BYTES) * _SEGMENT_BYTES
         del self._window, self._decisions  # which hold this: no circle of so many groups
         return program
 
@@ -296,8 +283,6 @@ class _Replay:
         us *= self._slowness[one.stage]
         if us > 0:
             self._add(OpKind.COMPUTE, us, profile)
-        if self._records:
-            self.program.pieces.append(Piece(profile.key, us))
 
     def _add(
         self, kind: OpKind, argument: float, group: WorkGroup | GroupProfile | None = None

@@ -56,7 +56,6 @@ def test_every_event_of_one_group_comes_in_its_order():
         *("group_committed", "backward_enters"),
         *("tensor_reloaded", "copy_starts", "copy_issued", "backward_entered"),
         *("wait_starts", "wait_issued", "block_read", "backward_leaves", "backward_left"),
-        "step_ended",
     ]
     assert set(names(noting)) == set(EVENTS) - {
         *("recompute_starts", "recomputed"),
@@ -97,7 +96,6 @@ def test_two_are_reported_the_same_and_bits_are_identical():
     assert both[0].events == both[1].events
     counts = Counter(names(both[0]))
     assert counts["group_starts"] == counts["group_committed"] == counts["backward_left"] == 12
-    assert counts["step_ended"] == 1
     assert manager.observers == []
 
 

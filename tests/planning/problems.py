@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 
 from megatron_offload.core.machine import Machine
@@ -64,7 +65,7 @@ def random_job(rng, most_ranks=4):
     )
     static_bytes = tuple(rng.randint(0, 500) * MIB for _ in range(num_ranks))
     machine = Machine(both_gbps=rng.uniform(5, 60), gpus_per_node=rng.randint(1, 4))
-    num_launches = rng.choice([None, 0.0, rng.uniform(1, 2000)])
+    num_launches = rng.choice([math.inf, 0.0, rng.uniform(1, 2000)])
     stages = tuple(replace(stage, num_launches=num_launches) for stage in stages)
     return Job(schedule, stages, static_bytes, machine)
 
