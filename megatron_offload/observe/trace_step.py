@@ -9,15 +9,39 @@ import itertools
 from collections import Counter as Tally
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
 
 from megatron_offload.backends.base import Pair, Wait
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.core.trace import STREAMS, ByteCount, Counter, Span, StepTrace
-from megatron_offload.engine.group import OffloadGroup
+from megatron_offload.engine.group import Block, OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.observer import Direction
-from megatron_offload.observe.measure import Boundary, BoundaryTimer
+from megatron_offload.engine.observer import Direction, Observer
+
+_Place: TypeAlias = tuple[Literal["forward", "backward", "other"], OffloadGroup | None]
+"""A pass of a group; neither where the program is in none."""
+
+
+class _Turn(NamedTuple):
+    """What the compute stream does from a time on."""
+
+    time: Any
+    place: _Place
+    lost_by: Literal["", "wait", "recompute"] = ""
+    """Why it does no work of the program's own, if it doesn't."""
+    wait: str = ""
+
+
+class _Copy(NamedTuple):
+    """A copy whose times are still to be read."""
+
+    direction: Direction
+    label: str
+    start: Any
+    end: Any
+    num_bytes: int
 
 
 @contextmanager
@@ -33,56 +57,120 @@ def trace_step(manager: PipelineOffloadManager, rank: int = 0) -> Iterator[StepT
         tracer.finish(trace)
 
 
-class _Tracer(BoundaryTimer):
+class _Tracer(Observer):
+    """Events of the compute stream at group boundaries, waits and recompute; times of all copies.
+
+    Of a group whose start needs no gradient no event says that backward leaves it: the next
+    boundary outside the group counts as its end.
+    """
+
     def __init__(self, manager: PipelineOffloadManager) -> None:
-        super().__init__(manager)
+        self._manager, self._backend = manager, manager.backend
+        self._turns: list[_Turn] = []
+        self._recomputing: list[_Place] = []
+        self._copies: list[_Copy] = []
+        self._open: list[tuple[Literal["forward", "backward"], OffloadGroup]] = []
+        """The passes and groups that the program is in, innermost last."""
         self._live_bytes: dict[GroupKey, int] = {}
         self._inflight: Tally[OffloadGroup] = Tally()
         self._samples: list[tuple[str, Any, float]] = []
         self._last_values: dict[str, float] = {}
-        self.turn()
+        self._turn()
         self._sample()
 
-    def passed(self, boundary: Boundary, group: OffloadGroup) -> None:
-        super().passed(boundary, group)
-        if boundary == "done":
-            self._live_bytes.pop(group.key, None)
+    def _turn(self) -> None:
+        """Note what the compute stream does from now on."""
+        if self._recomputing:
+            self._turns.append(_Turn(self._now(), self._recomputing[-1], "recompute"))
+        else:
+            self._turns.append(_Turn(self._now(), self._place()))
+
+    def _place(self) -> _Place:
+        return self._open[-1] if self._open else ("other", None)
+
+    def _now(self) -> Any:
+        return self._backend.timestamp(self._backend.compute_stream())
+
+    def _pass_boundary(self) -> None:
+        self._recomputing.clear()  # where an exception has ended it
+        self._turn()
+
+    def group_starts(self, group: OffloadGroup) -> None:
+        self._leave_backwards()
+        self._open.append(("forward", group))
+        self._pass_boundary()
 
     def group_commits(self, group: OffloadGroup, *, is_delayed: bool) -> None:
-        super().group_commits(group, is_delayed=is_delayed)
-        if group.key not in self._live_bytes:
-            num_bytes = sum(block.num_bytes for block in group.blocks() if block.flight is None)
-            self._live_bytes[group.key] = num_bytes
+        if ("forward", group) in self._open:  # a commit that is put off comes twice
+            self._open.remove(("forward", group))
+            self._pass_boundary()
+        num_bytes = sum(block.num_bytes for block in group.blocks() if block.flight is None)
+        self._live_bytes[group.key] = num_bytes
 
     def group_committed(self, group: OffloadGroup) -> None:
         recomputed_bytes = sum(unit.num_bytes for unit in group.recomputed if unit.is_recomputed)
         self._live_bytes[group.key] -= recomputed_bytes
         self._sample()
 
+    def backward_enters(self, group: OffloadGroup) -> None:
+        self._leave_backwards(inner=group)
+        self._open.append(("backward", group))
+        self._pass_boundary()
+
     def backward_entered(self, group: OffloadGroup) -> None:
         self._sample()
 
+    def backward_leaves(self, group: OffloadGroup) -> None:
+        if ("backward", group) in self._open:  # else backward began inside it
+            self._open.remove(("backward", group))
+            self._pass_boundary()
+            self._live_bytes.pop(group.key, None)
+
     backward_left = backward_entered
+
+    def _leave_backwards(self, inner: OffloadGroup | None = None) -> None:
+        """Leave the groups that backward is in, but for those around ``inner``."""
+        for kind, group in list(self._open):
+            is_around = inner is not None and (
+                group.key.chunk == inner.key.chunk and group.key.order < inner.key.order
+            )
+            if kind == "backward" and not is_around:
+                self.backward_leaves(group)
+
+    def recompute_starts(self, block: Block) -> None:
+        self._recomputing.append(("backward", block.group))
+        self._turn()
+
+    def recomputed(self, block: Block, made: torch.Tensor) -> None:
+        self._recomputing.pop()
+        self._turn()
 
     def copy_starts(self, direction: Direction) -> None:
         if direction == "h2d":  # else the host's memory is taken, and nothing is in it yet
             self._sample()
-        super().copy_starts(direction)
+        self._copies_since = self._now_on(direction)
 
     def copy_issued(self, direction: Direction, pairs: Sequence[Pair], group: OffloadGroup) -> None:
-        super().copy_issued(direction, pairs, group)
+        num_bytes = sum(destination.nbytes for destination, _ in pairs)
+        since, end = self._copies_since, self._now_on(direction)
+        self._copies.append(_Copy(direction, group.label, since, end, num_bytes))
         if direction == "d2h":
-            self._inflight[group] += self.copies[-1].num_bytes
+            self._inflight[group] += num_bytes
+
+    def _now_on(self, direction: Direction) -> Any:
+        backend = self._backend
+        return backend.timestamp(backend.d2h_stream if direction == "d2h" else backend.h2d_stream)
 
     def wait_starts(self) -> None:
-        super().wait_starts()
-        self._sample(self.turns[-1].time)
+        self._turns.append(_Turn(self._now(), self._place(), "wait"))
+        self._sample(self._turns[-1].time)
 
     def wait_issued(self, why: Wait, group: OffloadGroup) -> None:
-        super().wait_issued(why, group)
+        self._turns[-1] = self._turns[-1]._replace(wait=why.name)
+        self._turn()
         if why is Wait.W2:
             self._inflight.pop(group, None)
-        self._sample(self.turns[-1].time)
+        self._sample(self._turns[-1].time)
 
     def _sample(self, time: Any = None) -> None:
         """Note the counters that have changed, at ``time`` or where the compute stream is now."""
@@ -99,16 +187,16 @@ class _Tracer(BoundaryTimer):
         }
         changed = [name for name in values if values[name] != self._last_values.get(name)]
         if changed:
-            time = time if time is not None else self.now()
+            time = time if time is not None else self._now()
             self._samples += [(name, time, values[name]) for name in changed]
             self._last_values = values
 
     def finish(self, trace: StepTrace) -> None:
         """Wait for what was recorded and fill a trace with it; spans of a stream don't overlap."""
-        self.turn()
-        origin = self.turns[0].time
-        times = [turn.time for turn in self.turns] + [time for _, time, _ in self._samples]
-        times += [time for copy in self.copies for time in (copy.start, copy.end)]
+        self._turn()
+        origin = self._turns[0].time
+        times = [turn.time for turn in self._turns] + [time for _, time, _ in self._samples]
+        times += [time for copy in self._copies for time in (copy.start, copy.end)]
         # The record keeps the keys' objects alive.
         at_us = {id(time): self._backend.sync_elapsed_us(origin, time) for time in times}
         first_us = min(at_us.values())  # a copy stream may have been ahead at the start
@@ -121,12 +209,12 @@ class _Tracer(BoundaryTimer):
             if span.duration_us > 0 or more.get("num_bytes") or more.get("wait"):
                 trace.spans.append(span)
 
-        for turn, until in itertools.pairwise(self.turns):
+        for turn, until in itertools.pairwise(self._turns):
             place, group = turn.place
             kind = {"": place, "wait": "stall", "recompute": "recompute"}[turn.lost_by]
-            wait, label = turn.detail if kind == "stall" else "", group.label if group else ""
-            add("compute", turn.time, until.time, kind, label, wait=wait)
-        for stream, label, start, end, num_bytes in self.copies:
+            label = group.label if group else ""
+            add("compute", turn.time, until.time, kind, label, wait=turn.wait)
+        for stream, label, start, end, num_bytes in self._copies:
             add(stream, start, end, stream, label, num_bytes=num_bytes)
         trace.counters = [
             Counter(name, at_us[id(time)] - first_us, value) for name, time, value in self._samples

@@ -37,6 +37,7 @@ from megatron_offload.core.trace import (
 )
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.observe.trace_step import trace_step
+from megatron_offload.recompute.recipes import recomputable
 
 ORDER = one_forward_one_backward(5, depth=3)
 
@@ -262,6 +263,160 @@ def test_a_group_without_a_backward_of_its_start_is_left_by_the_next():
         for loss in losses:
             loss.backward()
     assert values_of(trace, ByteCount.LIVE)[-1] < max(values_of(trace, ByteCount.LIVE)) / 2
+
+
+class Timed:
+    """A program whose groups save nothing and take virtual time, backward twice as much."""
+
+    def __init__(self):
+        config = make_config()
+        self.backend = SimulatedBackend(config.simulated)
+        self.manager = PipelineOffloadManager(config, backend=self.backend)
+
+    def work(self, x, us):
+        return Tick.apply(x, self.backend.advance_compute, us)
+
+    def group(self, x, name, us, **more):
+        return in_group(self.manager, lambda x: self.work(x, us), x, name, **more)
+
+    def spans(self, program):
+        """Trace a step; return kind, group's name and times of the spans of compute."""
+        with trace_step(self.manager) as trace, self.manager.step():
+            program(torch.ones(1, requires_grad=True) * 1)
+        return [
+            (span.kind, span.label.partition("[")[0], span.start_us, span.duration_us)
+            for span in trace.of("compute")
+        ]
+
+
+def test_a_start_without_a_gradient_is_left_where_the_next_boundary_is():
+    timed = Timed()
+
+    def without_gradient(name):
+        run = lambda x: timed.work(x.requires_grad_(), 10)  # noqa: E731
+        return in_group(timed.manager, run, torch.ones(1), name)
+
+    def program(x):
+        advance = timed.backend.advance_compute
+        timed.manager.begin_chunk()
+        without_gradient("a").backward()
+        advance(1)
+        timed.manager.begin_chunk()
+        first = without_gradient("b")
+        advance(1)
+        timed.manager.begin_chunk()
+        second = timed.group(timed.work(timed.group(x, "c", 10), 1), "d", 10)
+        second = second + without_gradient("e")
+        first.backward()
+        advance(1)
+        second.backward()
+        advance(1)
+
+    assert timed.spans(program) == [
+        ("forward", "a", 0, 10),
+        ("backward", "a", 10, 21),
+        ("forward", "b", 31, 10),
+        ("other", "", 41, 1),
+        ("forward", "c", 42, 10),
+        ("other", "", 52, 1),
+        ("forward", "d", 53, 10),
+        ("forward", "e", 63, 10),
+        ("backward", "b", 73, 21),
+        ("backward", "e", 94, 20),
+        ("backward", "d", 114, 20),
+        ("other", "", 134, 2),
+        ("backward", "c", 136, 20),
+        ("other", "", 156, 1),
+    ]
+
+
+def test_a_backward_from_inside_a_group_leaves_what_it_never_entered():
+    timed, inside = Timed(), []
+
+    def program(x):
+        timed.manager.begin_chunk()
+
+        def run(x):
+            inside.append(timed.work(x, 10))
+            return timed.work(inside[0], 5)
+
+        in_group(timed.manager, run, x, "a")
+        inside.pop().backward()
+
+    assert timed.spans(program) == [("forward", "a", 0, 15), ("other", "", 15, 20)]
+
+
+def test_a_recompute_that_fails_does_not_go_on_in_what_follows():
+    manager, failing = make_manager(backend_type=Untimed), []
+
+    def cos(x):
+        for error in failing:
+            raise error
+        return x.cos()
+
+    def program(*errors):
+        with manager.step():
+            manager.begin_chunk()
+            x = torch.ones(64, requires_grad=True) * 1
+            run = lambda x: recomputable(cos, x.exp(), manager=manager).sin()  # noqa: E731
+            y = in_group(manager, run, x).sum()
+            failing[:] = errors
+            y.backward()
+
+    with trace_step(manager) as trace:
+        with pytest.raises(ZeroDivisionError):
+            program(ZeroDivisionError())
+        failing.clear()
+        program()
+    kinds = [span.kind for span in trace.of("compute")]
+    assert kinds.count("recompute") == 4, "in each backward, before a wait and behind it"
+
+
+def test_what_lies_around_a_group_is_not_left_with_it():
+    timed = Timed()
+
+    def program(x):
+        timed.manager.begin_chunk()
+        around = lambda x: timed.work(timed.group(timed.work(x, 1), "inner", 10), 2)  # noqa: E731
+        in_group(timed.manager, around, x, "outer").backward()
+
+    assert timed.spans(program) == [
+        ("forward", "outer", 0, 1),
+        ("forward", "inner", 1, 10),
+        ("forward", "outer", 11, 2),
+        ("backward", "outer", 13, 4),
+        ("backward", "inner", 17, 20),
+        ("backward", "outer", 37, 2),
+    ]
+
+
+def test_a_commit_that_is_put_off_ends_the_forward_where_it_is_called():
+    timed = Timed()
+
+    def program(x):
+        timed.manager.begin_chunk()
+        y = timed.work(timed.group(x, "a", 10, delay=True), 7)
+        timed.manager.flush_delayed_groups()
+        y.backward()
+
+    assert timed.spans(program) == [
+        ("forward", "a", 0, 10),
+        ("other", "", 10, 7 + 14),
+        ("backward", "a", 31, 20),
+    ]
+
+
+def test_a_graph_that_is_gone_through_twice_has_its_spans_twice():
+    timed = Timed()
+
+    def program(x):
+        timed.manager.begin_chunk()
+        y = timed.group(timed.group(x, "a", 10), "b", 10)
+        y.backward(retain_graph=True)
+        y.backward()
+
+    backwards = [("backward", name) for name in "baba"]
+    assert [span[:2] for span in timed.spans(program)[2:]] == backwards
 
 
 def test_reading_the_times_runs_nothing():
