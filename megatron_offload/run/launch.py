@@ -8,8 +8,7 @@ import os
 import re
 from argparse import ArgumentParser
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from functools import partial
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from megatron_offload.core.trace import write_traces
 from megatron_offload.core.units import format_bytes
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.patches import Call, PatchStack, around
-from megatron_offload.errors import ConfigError, StateError, is_installed
+from megatron_offload.errors import ConfigError, is_installed
 from megatron_offload.frontends.around import refuse_unserved
 from megatron_offload.integrations import megatron_core
 from megatron_offload.integrations.megatron_search import MegatronSearch
@@ -132,10 +131,12 @@ class ReportedSearch(MegatronSearch):
 
     def _reports(self, manager: PipelineOffloadManager) -> Generator[None, None, None]:
         rank, folder = rank_in(), self._report
-        look = nullcontext if folder is None else partial(trace_step, manager, rank)
-        trace = yield from _whole_step(manager, look)
+        with nullcontext() if folder is None else trace_step(manager, rank) as trace:
+            yield
+            while not _is_over(manager):
+                yield  # an evaluation
         stats, pinned = manager.last_step, manager.host_pool.stats.slab_bytes_total
-        if folder is not None:
+        if folder is not None and trace is not None:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 write_traces(folder / f"trace_{rank}.json", [trace])
@@ -151,21 +152,6 @@ class ReportedSearch(MegatronSearch):
                 does += f", recomputes {again}, pins {format_bytes(pinned)} on the host"
             does += self.said and f"; {self.said}"
             console().print(f"megatron-offload: a step of rank 0 {does}")
-
-
-def _whole_step(
-    manager: PipelineOffloadManager, look: Callable[[], AbstractContextManager[Any]]
-) -> Generator[None, None, Any]:
-    """Look at a step from its begin to its end; let pass what is none."""
-    while True:
-        with suppress(StateError), ExitStack() as looking:  # it may be no whole step
-            seen = looking.enter_context(look())
-            yield
-            while not _is_over(manager):
-                yield  # an evaluation
-            with suppress(StateError) if manager.rows is not None else nullcontext():
-                looking.close()
-            return seen
 
 
 def _is_over(manager: PipelineOffloadManager) -> bool:
