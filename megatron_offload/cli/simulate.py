@@ -42,9 +42,9 @@ def run(given: Given) -> int:
         source = load_source(given)
         without = simulate(source.job)
         offloaded = simulate(source.job, source.settings, record=given.trace is not None)
+    source.show(without, offloaded, "with it", _tables(source, without, offloaded))
     what = with_flags("everything that can be offloaded", "offload", given)
-    line = f"with offload: {what}"
-    source.show(without, offloaded, "with it", _tables(source, without, offloaded), [line])
+    console().print(f"with offload: {what}")
     if given.trace is not None:
         traces = [rank.trace for rank in offloaded.ranks if rank.trace is not None]
         with writing(given.trace):

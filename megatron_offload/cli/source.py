@@ -61,12 +61,7 @@ class Source:
         return replace(self.limits, recompute=(chosen,) * num_virtual)
 
     def show(
-        self,
-        without: Simulation,
-        step: Simulation,
-        what: str,
-        tables: Iterable[Table],
-        more: Iterable[str] = (),
+        self, without: Simulation, step: Simulation, what: str, tables: Iterable[Table]
     ) -> None:
         """Print a step ``what``: whether it fits, tables, time, and what all of it rests on."""
         out = console()
@@ -87,8 +82,6 @@ class Source:
                 f"optimizer offload: {format_bytes(own_bytes)} of host memory besides, and after "
                 f"each step at least {self._optimizer_us(own_bytes) / 1e3:.1f} ms of copies"
             )
-        for line in more:
-            out.print(line)
         out.print(f"bandwidths: {self.machine}")
         out.print(
             "predicted by simulation, not measured: hold it against a run before you rely on it",
@@ -132,7 +125,7 @@ class SourceOptions(OptionsWithKeys):
     keys = JobDescription
 
     folder: CliPositionalArg[Path | None] = None
-    """Of a run, for ``plan`` alone."""
+    """Of a run that has found rows; ``plan`` alone reads it."""
 
     model: Path | None = None
     """A described job: a file, or the name of one in configs/models/."""

@@ -79,7 +79,7 @@ _HIDDEN = (
     "them is kept: what they rely on isn't known. This is said once"
 )
 _CAPTURED_TOO_EARLY = (
-    "a step was captured into a graph while it is looked at: trace, profile and check others; "
+    "a step was captured into a graph while it is looked at: trace and check others; "
     "where a plan is looked for, take some 20 steps before (cuda_graph_warmup_steps), or set "
     "policy: modules"
 )

@@ -104,13 +104,6 @@ class Budgets(StrictModel):
     """The units, and the sites of rows, that may be recomputed; unless set, all."""
 
 
-class Surroundings(StrictModel):
-    """What stands around a model: machine and budgets."""
-
-    machine: Machine = Machine()
-    offload: Budgets = Budgets()
-
-
 class MeasuredStep(StrictModel):
     """A step measured on the same kind of GPU, of the job as its file has it or of another one."""
 
@@ -120,11 +113,12 @@ class MeasuredStep(StrictModel):
     """What was other there than in the section ``model``, such as ``hidden`` and ``ffn``."""
 
 
-class JobDescription(Surroundings):
-    """A model and what stands around it."""
+class JobDescription(StrictModel):
+    """A model and what stands around it: machine and budgets."""
 
+    machine: Machine = Machine()
+    offload: Budgets = Budgets()
     model: ModelDescription
-
     measured: MeasuredStep | None = None
     """Fits ``achieved_share``, which counts only without it."""
 

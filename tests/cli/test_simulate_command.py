@@ -53,6 +53,12 @@ def test_what_is_printed_is_what_was_simulated(model, capsys):
     assert "[bold]x" in capsys.readouterr().out, "no markup"
 
 
+def test_what_is_recomputed_is_said_by_a_key(model):
+    assert load_model(model).settings == RankSettings(), "all that can be"
+    settings = load_model(model, set=["offload.recompute=[norm, loss]"]).settings
+    assert settings == RankSettings(recompute=(frozenset({"norm"}),))
+
+
 def test_the_timeline_is_that_of_the_step_with_offload(model, tmp_path, capsys):
     trace = tmp_path / "trace.json"
     assert run("--model", model, "--trace", trace) == 0
@@ -69,6 +75,7 @@ def test_the_timeline_is_that_of_the_step_with_offload(model, tmp_path, capsys):
         ((), "give a described job, --model FILE"),
         (("runs/mine",), "what a run has found is shown by: megatron-offload plan --from RUN"),
         (("runs/mine", "--model", "MODEL"), "plan --from RUN"),
+        (("--model", "MODEL", "--set", "offload.recompute=[nrm]"), "no kind 'nrm'; did you mean"),
         (("--model", "MODEL", "--trace", "/"), "'/' is a folder; name a file"),
         (("--model", "MODEL", "--machine", "TRAINER"), "trainer.yaml"),
         (("--model", "MODEL", "--trace", "/proc/x.json"), "can't write /proc/x.json"),
