@@ -22,26 +22,23 @@ class GroupKey(NamedTuple):
 
 
 class RecomputeUnit(NamedTuple):
-    """What a group saves by recipes of one unit: recomputed in its backward, or to be so."""
+    """What a group saves by recipes of one unit, recomputed in its backward."""
 
     unit: str
     num_bytes: int
     """What is recomputed; 0 where a group before this has counted it."""
     needs: tuple[GroupKey, ...] = ()
     """Other groups that hold what it is made from."""
-    is_recomputed: bool = True
-    """Whether the step has recomputed it; if not, its bytes are among the group's."""
 
 
 def merge_units(parts: Sequence[RecomputeUnit]) -> tuple[RecomputeUnit, ...]:
     """Return what a group's tensors give by unit, in the order in which units first come."""
-    merged: dict[tuple[str, bool], RecomputeUnit] = {}
+    merged: dict[str, RecomputeUnit] = {}
     for part in parts:
-        kind = part.unit, part.is_recomputed
-        if one := merged.get(kind):
+        if one := merged.get(part.unit):
             needs = tuple(sorted({*one.needs, *part.needs}))
             part = one._replace(num_bytes=one.num_bytes + part.num_bytes, needs=needs)
-        merged[kind] = part
+        merged[part.unit] = part
     return tuple(merged.values())
 
 
@@ -60,17 +57,17 @@ class GroupProfile(NamedTuple):
     """Of all its bytes those that a group committed before it has as well, and left where they
     are."""
     recomputed: tuple[RecomputeUnit, ...] = ()
-    """By unit, what it saves that is recomputed, or could be."""
+    """By unit, what it saves that is recomputed."""
 
     @property
     def needs(self) -> tuple[GroupKey, ...]:
         """The groups whose bytes its backward makes its own from."""
-        return tuple(key for unit in self.recomputed if unit.is_recomputed for key in unit.needs)
+        return tuple(key for unit in self.recomputed for key in unit.needs)
 
     @property
     def saved_bytes(self) -> int:
         """What it saves that no group before it does: the same whatever moves, in every run."""
-        recomputed_bytes = sum(unit.num_bytes for unit in self.recomputed if unit.is_recomputed)
+        recomputed_bytes = sum(unit.num_bytes for unit in self.recomputed)
         held_bytes = self.num_bytes + self.externally_referenced_bytes
         return held_bytes + recomputed_bytes - self.shared_bytes
 
@@ -113,7 +110,7 @@ class StepProfile:
             by_name[group.name] += group.num_bytes
         for group in self.groups:
             if group.committed_at_bytes < begins_at:
-                by_name[group.name] += sum(x.num_bytes for x in group.recomputed if x.is_recomputed)
+                by_name[group.name] += sum(unit.num_bytes for unit in group.recomputed)
         return {name: num_bytes for name, num_bytes in by_name.items() if num_bytes}
 
     def has_groups_of(self, other: StepProfile) -> bool:

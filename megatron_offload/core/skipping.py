@@ -38,7 +38,7 @@ def skipped_groups(
     recorded = {group.key for group in profile.groups if group.key not in kept}
     last = {group.key.chunk: group.key for group in sorted(profile.groups)}
     for group in profile.groups:
-        if group.key.order == 0 or any(unit.is_recomputed for unit in group.recomputed):
+        if group.key.order == 0 or group.recomputed:
             recorded.update((group.key, *group.needs))
     num_recorded = 0
     while num_recorded < len(recorded):

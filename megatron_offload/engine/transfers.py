@@ -140,11 +140,13 @@ class Transfers:
                         recipe.unit,
                     )
                 return False
-        needs = tuple(sorted(recipe.needs() - {group.key}))
-        group.recomputed += (RecomputeUnit(recipe.unit, num_bytes, needs, is_dropped),)
         if not is_dropped:
             block.recipe = None
-        elif not block.released:
+            return False
+        needs = tuple(sorted(recipe.needs() - {group.key}))
+        group.recomputed += (RecomputeUnit(recipe.unit, num_bytes, needs),)
+        group.needs += needs
+        if not block.released:
             for observer in self.observers:
                 observer.block_offloads(block, _region_of(block))
             self.sources.drop(block, group.label)
@@ -154,9 +156,7 @@ class Transfers:
             self.stats.by_name[name].recomputed_bytes += num_bytes
             group.dropped_bytes = {**dropped, name: dropped.get(name, 0) + num_bytes}
             self.host_pool.alone.add(name, num_bytes)
-        if is_dropped:
-            group.needs += needs
-        return is_dropped
+        return True
 
     def count_recomputed(self, group: OffloadGroup) -> None:
         """Count what was dropped of a group as off the device no more."""

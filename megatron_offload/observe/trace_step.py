@@ -108,8 +108,7 @@ class _Tracer(Observer):
         self._live_bytes[group.key] = num_bytes
 
     def group_committed(self, group: OffloadGroup) -> None:
-        recomputed_bytes = sum(unit.num_bytes for unit in group.recomputed if unit.is_recomputed)
-        self._live_bytes[group.key] -= recomputed_bytes
+        self._live_bytes[group.key] -= sum(unit.num_bytes for unit in group.recomputed)
         self._sample()
 
     def backward_enters(self, group: OffloadGroup) -> None:

@@ -128,10 +128,9 @@ class RankWork:
         for work in self.job.stages[stage].groups:
             key = GroupKey(chunk, order if work.is_marked else -1)
             units = []
-            for is_recomputed, given in ((True, work.recomputed), (False, work.units)):
-                for name, num_bytes, _, parents in given:
-                    needs = tuple(GroupKey(chunk, key.order - one) for one in parents if one)
-                    units.append(RecomputeUnit(name, num_bytes, needs, is_recomputed))
+            for unit in work.recomputed:
+                needs = tuple(GroupKey(chunk, key.order - one) for one in unit.parents if one)
+                units.append(RecomputeUnit(unit.unit, unit.num_bytes, needs))
             group = GroupProfile(key, work.name, work.num_bytes, recomputed=tuple(units))
             places.append((group, work))
             order += work.is_marked
@@ -260,7 +259,7 @@ class _Replay:
             for unit in work.recomputed:
                 self.program.recomputed_bytes += unit.num_bytes
                 self.program.recompute_us += unit.us
-            needs = profile.needs if work.recomputed else ()
+            needs = profile.needs
             for other, _, needed in chunk if needs else ():
                 if needed is not None and other.key in needs:
                     self._await_reload(needed)

@@ -77,7 +77,7 @@ def train(model, recipe, manager=None, context=None):
 
 
 def recomputed(manager):
-    return {u.unit for g in manager.last_profile.groups for u in g.recomputed if u.is_recomputed}
+    return {u.unit for g in manager.last_profile.groups for u in g.recomputed}
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
