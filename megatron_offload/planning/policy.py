@@ -24,10 +24,7 @@ class ModulesPolicy:
     def plan(self, profile: StepProfile) -> dict[GroupKey, str]:
         """Return the groups that are kept on the device, each with the reason."""
         kept: dict[GroupKey, str] = {}
-        by_key: dict[GroupKey, GroupProfile] = {}
-        for group in profile.groups:
-            if group.num_bytes > 0:
-                by_key[group.key] = group
+        by_key = {group.key: group for group in profile.groups if group.num_bytes > 0}
         remaining = self.keep_bytes
         for key in profile.backward_order:
             if remaining <= 0:

@@ -35,9 +35,9 @@ def plain_machine(gbps, **more):
     return Machine(**{**rates, "node_d2h_gbps": None, "node_h2d_gbps": None, **more})
 
 
-def random_job(rng, most_ranks=4):
+def random_job(rng):
     """Return a small pipeline of unequal stages, some parts of which no engine sees."""
-    num_ranks = rng.randint(1, most_ranks)
+    num_ranks = rng.randint(1, 4)
     name = rng.choice(["1f1b", "gpipe", "interleaved"])
     num_virtual = rng.randint(1, 2) if name == "interleaved" else 1
     schedule = make_schedule(name, num_ranks, num_ranks * rng.randint(1, 3), num_virtual)
