@@ -61,6 +61,8 @@ class Plan(NamedTuple):
     freed_bytes: int
     us: float
     copied_bytes: int
+    min_tokens: int = 0
+    """Of the calls in which it is followed."""
 
     def rows(self) -> tuple[RowConfig, ...]:
         """Return the plan as a person writes it."""
@@ -73,6 +75,7 @@ class Plan(NamedTuple):
             does = {"recompute": True} if what == "recompute" else {"offload": what}
             is_everywhere = site in (*UNITS, MODEL)  # functions know no layer
             which = "all" if is_everywhere else ranges(numbers)
+            does |= {"min_tokens": self.min_tokens} if self.min_tokens else {}
             rows.append(RowConfig.model_validate({"site": site, "layers": which, **does}))
         return tuple(rows)
 

@@ -178,6 +178,45 @@ def test_the_clock_goes_by_layers_without_rows():
     assert stats.kept_bytes == stats.num_late_reloads == 0
 
 
+LONG = {
+    "offload": {"site": "mlp", "offload": "all", "min_tokens": 20},
+    "the largest": {"site": "mlp", "offload": 2, "min_tokens": 20},
+    "recompute": {"site": "layer", "recompute": True, "min_tokens": 20},
+    "an output": {"site": "mlp.act", "recompute": True, "min_tokens": 20},
+}
+
+
+@pytest.mark.parametrize("row", LONG.values(), ids=LONG)
+@pytest.mark.parametrize("lengths", [(8, 10, 9, 12, 8), (12, 9, 9, 10, 3)], ids=str)
+def test_rows_of_long_forwards_leave_others_alone(row, lengths):
+    bare, net = make_net(), make_net()
+    context = around(net, [row], **AT_ONCE)
+    for length in lengths:
+        assert_equal(take_steps(bare, None, (length,)), take_steps(net, context, (length,)))
+        assert context.end_step() == (2 * length >= 20), "nothing of ours was in others"
+        assert_nothing_left(context.manager)
+    does = context.last_step.by_name[row["site"]]
+    assert does.offloaded_bytes + does.recomputed_bytes > 0
+
+
+def test_a_short_forward_that_raises_ends_no_group_of_a_long_one():
+    net = make_net()
+    context = around(net, [LONG["offload"]], **AT_ONCE)
+    with context:
+        long = net(torch.randint(50, (2, 12))).square().mean()
+        with pytest.raises(IndexError):
+            net(torch.full((2, 3), 99))
+        fail = net.layers[1].mlp.down.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            net(torch.randint(50, (2, 3)))
+        fail.remove()
+        last = net(torch.randint(50, (2, 12))).square().mean()
+    (long + last).backward()
+    context.end_step()
+    assert context.last_step.by_name["mlp"].num_groups == 2 * 4
+    assert_nothing_left(context.manager)
+
+
 def test_nothing_is_looked_at_again(monkeypatch):
     made = []
     real = watch.SavedMemory.__init__
@@ -260,6 +299,8 @@ def test_what_others_save_of_a_site_is_kept_where_the_rest_is_freed():
         ({"site": "loss", "offload": 1}, "by_rows: true is for site: loss"),
         ({"site": "mlp", "ofload": 1}, "did you mean 'offload'"),
         ({"site": "attention", "offload": 1}, "no layer has a site 'attention'"),
+        ({"site": "norm", "recompute": True, "min_tokens": 9}, "min_tokens is for modules of"),
+        ({"site": "mlp", "offload": 1, "min_tokens": -1}, "greater than or equal to 0"),
     ],
     ids=lambda value: "",
 )
@@ -597,6 +638,7 @@ def test_rows_that_are_printed_can_be_read():
         RowConfig(site="mlp", layers="0-2,7", offload=2),
         RowConfig(site="attention", layers=3, offload="all"),
         RowConfig(site="layer", layers="4-5", recompute=True),
+        RowConfig(site="mlp.act", recompute=True, min_tokens=4096),
         RowConfig(site="loss", by_rows=True),
     )
     assert OffloadConfig(rows=f"[{', '.join(map(str, rows))}]").rows == rows
