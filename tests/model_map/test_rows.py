@@ -193,10 +193,11 @@ def test_rows_of_long_forwards_leave_others_alone(row, lengths):
     context = around(net, [row], **AT_ONCE)
     for length in lengths:
         assert_equal(take_steps(bare, None, (length,)), take_steps(net, context, (length,)))
-        assert context.end_step() == (2 * length >= 20), "nothing of ours was in others"
+        has_groups = context.end_step()  # where outputs are dropped what saves them is one
+        does = context.last_step.by_name[row["site"]] if has_groups else None
+        moved_bytes = does and does.offloaded_bytes + does.recomputed_bytes
+        assert bool(moved_bytes) == (2 * length >= 20)
         assert_nothing_left(context.manager)
-    does = context.last_step.by_name[row["site"]]
-    assert does.offloaded_bytes + does.recomputed_bytes > 0
 
 
 def test_a_short_forward_that_raises_ends_no_group_of_a_long_one():
