@@ -182,7 +182,6 @@ LONG = {
     "offload": {"site": "mlp", "offload": "all", "min_tokens": 20},
     "the largest": {"site": "mlp", "offload": 2, "min_tokens": 20},
     "recompute": {"site": "layer", "recompute": True, "min_tokens": 20},
-    "an output": {"site": "mlp.act", "recompute": True, "min_tokens": 20},
 }
 
 
@@ -193,11 +192,10 @@ def test_rows_of_long_forwards_leave_others_alone(row, lengths):
     context = around(net, [row], **AT_ONCE)
     for length in lengths:
         assert_equal(take_steps(bare, None, (length,)), take_steps(net, context, (length,)))
-        has_groups = context.end_step()  # where outputs are dropped what saves them is one
-        does = context.last_step.by_name[row["site"]] if has_groups else None
-        moved_bytes = does and does.offloaded_bytes + does.recomputed_bytes
-        assert bool(moved_bytes) == (2 * length >= 20)
+        assert context.end_step() == (2 * length >= 20), "nothing of ours was in others"
         assert_nothing_left(context.manager)
+    does = context.last_step.by_name[row["site"]]
+    assert does.offloaded_bytes + does.recomputed_bytes > 0
 
 
 def test_a_short_forward_that_raises_ends_no_group_of_a_long_one():
