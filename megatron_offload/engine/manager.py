@@ -822,6 +822,7 @@ class PipelineOffloadManager:
         self._row_names = sites
         self._offloaded = {row.site for row in rows or () if row.offload}
         self.transfers.by_rows = self.rows is not None
+        self.learner.is_measured = is_own
 
     @property
     def last_profile(self) -> StepProfile | None:
