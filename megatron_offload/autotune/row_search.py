@@ -606,7 +606,9 @@ class RowSearch(OldAttributes):
             return
         manager.host_pool.prepare(num_bytes)
         for _ in range(_MOST_UNPREPARED if self._is_alone else _NUM_UNPREPARED):
-            if self._is_alone and manager.backend.is_host_prepared:
+            is_ready = manager.backend.is_host_prepared
+            manager.host_pool.pin_prepared()
+            if self._is_alone and is_ready:
                 break
             yield "bare"
 

@@ -34,6 +34,7 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.frontends.adopt import adopt_model, hook_modules
 from megatron_offload.frontends.around import AroundForwards, followed
 from megatron_offload.memory.host_pool import HostPool
+from megatron_offload.recompute import loss_kernel
 from megatron_offload.recompute.model_loss import (
     causal_loss,
     is_by_rows,
@@ -264,6 +265,9 @@ class _OffloadModel(OffloadActivations):
         if has_loss and config.names_loss and not self._owners:
             _logger.warning("the loss isn't by rows: it is no causal model of transformers")
         self._loss = causal_loss if config.names_loss else large_causal_loss
+        weight = next(model.parameters(), None) if model is not None and self._owners else None
+        if weight is not None:
+            loss_kernel.prepare(weight.device, weight.dtype)
         self._patched: list[PatchStack] = []
 
     def __enter__(self) -> Self:  # type: ignore[override]  # torch's returns nothing

@@ -210,8 +210,11 @@ class RowChoice:
         policy = self._limited
         if policy is not None and self._num_measured < _MOST_MEASURED:
             limit = policy.most_slowdown_percent
-            is_clear = found is not None and (found.low > limit or found.high < limit)
-            if found is None or not is_clear or found.high - found.low >= _LEAST_DOUBT:
+            if found is None:
+                return False
+            doubt = found.high - found.low
+            is_too_slow = found.low > limit and doubt < found.percent
+            if not is_too_slow and (found.high >= limit or doubt >= _LEAST_DOUBT):
                 return False
         self._num_measured = 0
         self._tried.append((self._rung, found))
