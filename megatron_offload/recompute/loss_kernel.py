@@ -114,7 +114,14 @@ def _key(logits: Tensor) -> tuple[Any, ...]:
 def prepare(device: torch.device, dtype: torch.dtype) -> None:
     """Compile what logits of this dtype will need in a thread: it takes a second."""
     if device.type == "cuda" and dtype in _DTYPES:
-        threading.Thread(target=_compiled, args=(device, dtype), daemon=True).start()
+        threading.Thread(target=_compile_beside, args=(device, dtype), daemon=True).start()
+
+
+def _compile_beside(device: torch.device, dtype: torch.dtype) -> None:
+    torch.cuda.mem_get_info(device)  # a call of the runtime gives a new thread the device's context
+    with _compiling:
+        if _compile(device, dtype) is None:
+            _compile.cache_clear()  # whoever needs it tries again
 
 
 def _compiled(device: torch.device, dtype: torch.dtype) -> Callable[..., None] | None:
