@@ -62,7 +62,6 @@ class Learner:
         is_open: whether what is offloaded is still looked for: all is kept that the device has room
             for.
         is_measured: whether steps alternate with others that need more of the device's memory.
-        num_searches: how often that was begun.
     """
 
     def __init__(self, config: OffloadConfig, transfers: Transfers) -> None:
@@ -74,7 +73,6 @@ class Learner:
         self._kept_alike: dict[tuple[int, str], str] = {}
         self.skippable: dict[GroupKey, GroupProfile] = {}
         self.is_steady = self.is_open = self.is_measured = False
-        self.num_searches = 0
         self._config = config
         self._listed = listed = config.modules if "modules" in config.model_fields_set else ()
         self._has_seen_names = False
@@ -126,7 +124,6 @@ class Learner:
         """Keep all that the device has room for, until it is known what is to be offloaded."""
         self.follow_rules()
         self.is_open = True
-        self.num_searches += 1
 
     # What is learned
 
