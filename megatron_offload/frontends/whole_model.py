@@ -150,7 +150,6 @@ class OffloadActivations(AroundForwards):
         tuner = self.manager.tuner
         if not self.manager.rests if tuner is None else _is_orphan(tuner):
             _begin_anew(self.manager)
-        self._depth = 0
         super().__init__(groups)
         is_open = self.manager.tuner is None and self.manager.config.tuned_policy is not None
         self._seeks_model = model is None and is_open
@@ -162,45 +161,26 @@ class OffloadActivations(AroundForwards):
         sizes = self.max_fwd_stash_size, self.min_tensor_size_bytes
         return make, (self.use_pin_memory, self.use_streams, *sizes)
 
-    @property
-    def _search(self) -> RowSearch | None:
-        """What looks for rows, outside of all forwards."""
-        tuner = self.manager.tuner
-        return tuner if isinstance(tuner, RowSearch) and not self._depth else None
-
     def __enter__(self) -> Self:  # type: ignore[override]  # torch's returns nothing
-        search = self._search
-        if search is not None:
-            search.step_begins()
         super().__enter__()
-        if search is not None:
-            search.forward_begins()
-        elif self._seeks_model and not self._depth:
+        if self._seeks_model and self._depth == 1:
             self._seek_model()
-        self._depth += 1
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._depth = max(0, self._depth - 1)
-        has_failed = exception[:1] != (None,)
-        try:
-            search = self._search
-            if search is not None:
-                search.forward_ends(has_failed=has_failed)
-        finally:
-            super().__exit__(*exception)
-            if self._seeking is not None:
-                self._seeking.remove()
-                self._seeking = None
-                has_saved = len(self.manager.decisions.committed) > self._num_committed
-                if self._seeks_model and has_saved and not has_failed:
-                    self._seeks_model = False
-                    self.manager.follow_rows((), is_own=True)
-                    _logger.warning("%s", _NO_MODULE)
+        super().__exit__(*exception)
+        if self._seeking is not None:
+            self._seeking.remove()
+            self._seeking = None
+            has_saved = len(self.manager.decisions.committed) > self._num_committed
+            if self._seeks_model and has_saved and exception[:1] == (None,):
+                self._seeks_model = False
+                self.manager.follow_rows((), is_own=True)
+                _logger.warning("%s", _NO_MODULE)
 
     def _seek_model(self) -> None:
         """Look for rows in the model whose forward comes first: it is the first module called."""
-        if not torch.is_grad_enabled():
+        if self.manager.tuner is not None or not torch.is_grad_enabled():
             return
 
         def found(module: nn.Module, args: Any) -> None:
