@@ -114,8 +114,9 @@ class OffloadActivations(AroundForwards):
         if min_offload_size < 0:
             raise ValueError(f"min_offload_size can't be negative, got {min_offload_size}")
         if (policy, most_slowdown_percent, memory_target) != (None, None, None):
-            wanted = _policy_of(policy, most_slowdown_percent, memory_target)
-            config = _with_policy(wanted, config, manager)
+            if manager is not None:
+                raise ConfigError("a manager is given, whose config says what is offloaded")
+            config = _with_policy(config, policy, most_slowdown_percent, memory_target)
         manager, settings = followed(self._door, config, manager)
 
         def choose(argument: str, value: Any, default: Any, key: str) -> Any:
@@ -199,37 +200,30 @@ class OffloadActivations(AroundForwards):
         self.manager.close()
 
 
-def _policy_of(
-    policy: str | Mapping[str, Any] | None, most: float | None, target: int | str | None
-) -> dict[str, Any]:
-    """Return the section that the arguments mean together."""
+def _with_policy(
+    config: OffloadConfig | None,
+    policy: str | Mapping[str, Any] | None,
+    most: float | None,
+    target: int | str | None,
+) -> OffloadConfig:
+    """Return a configuration with the policy that the arguments mean together."""
     if not isinstance(policy, (str, Mapping, type(None))):
         raise ConfigError(f"policy is a name or a mapping, not a {type(policy).__name__}")
     if isinstance(most, bool):
         raise ConfigError(f"most_slowdown_percent is a number, got {most}")
-    if most is not None and target is not None:
-        raise ConfigError("give most_slowdown_percent or memory_target, not both")
-    found: dict[str, Any] = {"kind": policy} if isinstance(policy, str) else dict(policy or {})
-    given = ("auto", "most_slowdown_percent", most), ("memory_target", "memory_target", target)
-    for kind, key, value in given:
-        if value is None:
-            continue
-        if found.setdefault("kind", kind) != kind or key in found:
-            raise ConfigError(f"{key} is for the policy {kind!r}, and policy={policy!r} besides")
-        found[key] = value
-    return found
-
-
-def _with_policy(
-    policy: Mapping[str, Any], config: OffloadConfig | None, manager: object
-) -> OffloadConfig:
     given = {} if config is None else config.model_dump(exclude_unset=True)
-    if manager is not None:
-        raise ConfigError("a manager is given, whose config says what is offloaded: set it there")
     for key in ("policy", "rows"):
         if given.get(key) is not None:
             raise ConfigError(f"the config's {key} and the arguments both say what is offloaded")
-    return OffloadConfig(**{**given, "policy": policy})
+    found: dict[str, Any] = {"kind": policy} if isinstance(policy, str) else dict(policy or {})
+    wanted = ("auto", "most_slowdown_percent", most), ("memory_target", "memory_target", target)
+    for kind, key, value in wanted:
+        if value is None:
+            continue
+        if found.setdefault("kind", kind) != kind or key in found:
+            raise ConfigError(f"{key} is for the policy {kind!r}, and policy={found!r} besides")
+        found[key] = value
+    return OffloadConfig(**{**given, "policy": found})
 
 
 class _OffloadModel(OffloadActivations):

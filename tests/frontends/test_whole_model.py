@@ -934,7 +934,7 @@ def test_a_policy_can_be_given_as_arguments(given, expected):
     ("given", "message"),
     [
         ({"policy": "auto", "memory_target": "1GiB"}, "memory_target is for the policy"),
-        ({"most_slowdown_percent": 1, "memory_target": "1GiB"}, "not both"),
+        ({"most_slowdown_percent": 1, "memory_target": "1GiB"}, "memory_target is for the policy"),
         ({"policy": "modules", "config": OffloadConfig(policy="auto")}, "config's policy and the"),
         ({"memory_target": "1GiB", "config": OffloadConfig(rows=[])}, "config's rows and the arg"),
         ({"policy": "auto", "manager": make_manager()}, "a manager is given"),
