@@ -23,9 +23,6 @@ from megatron_offload.engine.owners import is_externally_referenced
 from megatron_offload.errors import StateError
 from megatron_offload.observe.measure import Boundary, BoundaryTimer, Turn
 
-"""Turns of the compute stream by which the host is ahead: some ten layers, which take the device
-longer than what lies between two chunks takes the host, and fewer launches than a stream queues."""
-
 _Identity: TypeAlias = tuple[GroupKey, int]
 
 
