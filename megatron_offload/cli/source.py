@@ -108,9 +108,7 @@ class Source:
             raise ConfigError(
                 f"offload.recompute: the job has no kind {name!r}{did_you_mean(name, kinds)}"
             )
-        num_virtual = len(self.job.schedule.stages_of(0))
-        chosen = frozenset(kinds.intersection(flags.recompute))
-        return RankSettings(**given, recompute=(chosen,) * num_virtual)
+        return RankSettings(**given, recompute=kinds.intersection(flags.recompute))
 
     def settings(self) -> list[RankSettings]:
         """Return what each rank does: what it did in the run, else offload all that it can.

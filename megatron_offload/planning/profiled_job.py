@@ -20,7 +20,7 @@ from megatron_offload.core.profile import (
     StepProfile,
 )
 from megatron_offload.errors import ConfigError
-from megatron_offload.planning.job import NO_OFFLOAD, GroupWork, Job, StageWork, UnitWork
+from megatron_offload.planning.job import GroupWork, Job, StageWork, UnitWork
 from megatron_offload.planning.replay import RankWork
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule, make_schedule
 from megatron_offload.planning.simulate import simulate
@@ -169,17 +169,15 @@ def job_of(profiles: Sequence[StepProfile], schedule: Schedule, machine: Machine
     """
     peaks = list(map(measured_peak_bytes, profiles))
     job = job_from_profiles(profiles, schedule, machine)
-    as_seen = []
+    dropped: list[set[str]] = [set() for _ in job.stages]
     for rank, profile in enumerate(profiles):
-        vp_stages = RankWork(job, rank).vp_stages
-        units = ((one, group.key.chunk) for group in profile.groups for one in group.recomputed)
-        dropped = {(one.unit, vp_stages[at]) for one, at in units if one.is_recomputed}
-        by_stage = (
-            frozenset(unit for unit, place in dropped if place == stage)
-            for stage in range(1 + max(vp_stages, default=-1))
-        )
-        as_seen.append(replace(NO_OFFLOAD, recompute=tuple(by_stage)))
-    explained = [rank.peak_device_bytes for rank in simulate(job, as_seen).ranks]
+        own_stages, vp_stages = schedule.stages_of(rank), RankWork(job, rank).vp_stages
+        for group in profile.groups:
+            units = {unit.unit for unit in group.recomputed if unit.is_recomputed}
+            dropped[own_stages[vp_stages[group.key.chunk]]] |= units
+    stages = zip(job.stages, dropped, strict=True)
+    as_seen = replace(job, stages=tuple(stage.with_recompute(units) for stage, units in stages))
+    explained = [rank.peak_device_bytes for rank in simulate(as_seen).ranks]
     static = [max(0, peak - own) for peak, own in zip(peaks, explained, strict=True)]
     return replace(job, static_bytes=tuple(static), unused_bytes=0)
 
