@@ -15,7 +15,7 @@ from megatron_offload.core.profile import (
 )
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.files import parse_profile, to_json
-from megatron_offload.planning.job import NO_OFFLOAD, RankSettings
+from megatron_offload.planning.job import NO_OFFLOAD, RankSettings, UnitWork
 from megatron_offload.planning.policy import ModulesPolicy
 from megatron_offload.planning.profiled_job import (
     check_profiles,
@@ -71,6 +71,25 @@ def test_a_job_of_profiles_has_their_peaks_and_takes_their_time(virtual):
     before, after = simulate(job), simulate(again)
     assert after.step_us == pytest.approx(before.step_us, rel=0.02)
     for one, two in zip(before.ranks, after.ranks, strict=True):
+        assert two.peak_reserved_bytes == one.peak_reserved_bytes
+
+
+def with_first_recomputed(job):
+    stages = (x.with_recompute(None if at < 2 else ()) for at, x in enumerate(job.stages))
+    return replace(job, stages=tuple(stages))
+
+
+def test_what_some_virtual_stages_have_recomputed_is_not_taken_for_always_there():
+    job = make_job(ranks=2, virtual=2, microbatches=4)
+    groups = (
+        replace(group, units=(UnitWork("norm", group.num_bytes // 2, 1.0),))
+        for group in job.stages[0].groups
+    )
+    stage = replace(job.stages[0], groups=tuple(groups))
+    seen = with_first_recomputed(replace(job, stages=(stage,) * len(job.stages)))
+    again = with_first_recomputed(job_of(profiles_of(seen), seen.schedule, seen.machine))
+    for one, two in zip(simulate(seen).ranks, simulate(again).ranks, strict=True):
+        assert 0 < one.recomputed_bytes == two.recomputed_bytes
         assert two.peak_reserved_bytes == one.peak_reserved_bytes
 
 
