@@ -364,17 +364,26 @@ def test_rows_that_a_run_has_found_offload_whatever_else_is_listed():
     assert manager.last_step.by_name["mlp"].offloaded_bytes > 0
 
 
-def test_a_forward_that_raises_leaves_rows_as_they_were():
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+@pytest.mark.parametrize("row", [ROWS["offload all of the MLPs"], ROWS["recompute norms"]])
+def test_a_forward_that_raises_leaves_rows_as_they_were(row, error):
+    def stop(*_):
+        raise error
+
     expected = take_steps(make_net(), None, (8, 8))
     net = make_net()
-    context = around(net, [{"site": "mlp", "offload": "all"}], **AT_ONCE)
+    context = around(net, row, **AT_ONCE)
     for layer in (net.layers[1].mlp.down, net.head):
-        handle = layer.register_forward_pre_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError), context:
+        handle = layer.register_forward_pre_hook(stop)
+        with pytest.raises(error), context:
             net(torch.randint(50, (2, 8)))
         handle.remove()
         assert owner_of_hooks() is None
+        assert context.manager.observers == []
     assert_same(expected, take_steps(net, context, (8, 8)))
+    context.end_step()
+    does = context.last_step.by_name[row[0]["site"]]
+    assert does.offloaded_bytes + does.recomputed_bytes > 0
 
 
 def test_a_model_with_rows_is_freed_by_reference_counts():
@@ -438,25 +447,6 @@ def test_parts_of_compiled_graphs_are_left_alone_by_the_watch():
     net = changed_net(compile_mlp)
     assert_same(expected, take_steps(net, around(net, [{"site": "norm", "recompute": True}])))
     assert len(graphs) == num_graphs
-
-
-def interrupt(*_):
-    raise KeyboardInterrupt
-
-
-def test_an_interrupt_in_the_watched_forward_leaves_no_hook():
-    expected = take_steps(make_net(), None, (8, 8))
-    net = make_net()
-    context = around(net, [{"site": "norm", "recompute": True}])
-    handle = net.head.register_forward_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt), context:
-        net(torch.randint(50, (2, 8)))
-    handle.remove()
-    assert owner_of_hooks() is None
-    assert context.manager.observers == []
-    assert_same(expected, take_steps(net, context, (8, 8)))
-    context.end_step()
-    assert context.last_step.by_name["norm"].recomputed_bytes > 0
 
 
 def test_another_thread_neither_ends_the_watch_nor_is_in_the_context():
@@ -551,6 +541,9 @@ def test_a_watch_by_hand_ends_with_its_thread_s_forward_or_an_abort():
     def evaluate_beside(*_):
         with torch.no_grad():
             net(torch.randint(50, (1, 4)))
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
 
     with offload_modules(net, [], manager=manager):
         handle = net.head.register_forward_pre_hook(interrupt)
@@ -659,6 +652,6 @@ def test_a_row_of_norms_means_all_of_known_classes():
 
 
 def test_a_row_of_norms_where_there_are_none_is_refused_with_what_there_is():
-    net = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4)) for _ in range(2)))
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(2)))
     with pytest.raises(ConfigError, match="no layer has a site 'norm'"):
         around(net, [{"site": "norm", "recompute": True}])
