@@ -149,7 +149,8 @@ class OffloadActivations(AroundForwards):
             groups = _allocate(self, model, OffloadConfig.model_validate(given), *sizes)
         self.manager = groups.manager
         tuner = self.manager.tuner
-        if not self.manager.rests if tuner is None else _is_orphan(tuner):
+        is_orphan = isinstance(tuner, RowSearch) and tuner.is_orphan
+        if is_orphan or (tuner is None and not self.manager.rests):
             _begin_anew(self.manager)
         super().__init__(groups)
         is_open = self.manager.tuner is None and self.manager.config.tuned_policy is not None
@@ -263,10 +264,6 @@ def _make(
     return AutomaticGroups(
         manager, "activations", min_tensor_bytes=min_tensor_bytes, max_inflight_tensors=most_tensors
     )
-
-
-def _is_orphan(tuner: object) -> bool:
-    return isinstance(tuner, RowSearch) and tuner.is_orphan
 
 
 def _begin_anew(manager: PipelineOffloadManager) -> None:
