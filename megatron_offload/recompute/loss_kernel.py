@@ -121,7 +121,7 @@ def _compile_beside(device: torch.device, dtype: torch.dtype) -> None:
     torch.cuda.mem_get_info(device)  # a call of the runtime gives a new thread the device's context
     with _compiling:
         if _compile(device, dtype) is None:
-            _compile.cache_clear()  # whoever needs it tries again
+            _compile.cache_clear()  # the next call tries again
 
 
 def _compiled(device: torch.device, dtype: torch.dtype) -> Callable[..., None] | None:
