@@ -381,6 +381,20 @@ def test_entry_points_out_of_turn_say_so(manager):
     assert chunk.on_group_commit_forward([]) is None
 
 
+def test_backward_takes_the_newest_group_of_a_name_that_waits(manager):
+    chunk = begin(manager)
+    first, second = chunk.on_group_start_forward("g"), chunk.on_group_start_forward("g")
+    assert chunk.tensor_push(torch.randn(64)).block.group is second
+    chunk.on_group_commit_forward([])
+    chunk.on_group_commit_forward([])
+    chunk.on_group_start_forward("g")
+    chunk.on_group_commit_backward("g")
+    chunk.on_group_commit_backward("g")
+    assert manager.decisions.backward_order == [second.key, first.key]
+    with pytest.raises(StateError, match="no group 'g' of this chunk waits"):
+        chunk.on_group_commit_backward("g")
+
+
 def test_a_chunk_says_which_groups_it_has_and_resets_to_none_open(manager):
     chunk = begin(manager)
     assert chunk.is_empty_chunk()

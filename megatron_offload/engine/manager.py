@@ -763,11 +763,6 @@ class PipelineOffloadManager:
         return tuple(unit for unit in self.config.recompute if unit != LOSS)
 
     @property
-    def is_keeping(self) -> bool:
-        """Whether the steps now move nothing, by `keeping`."""
-        return bool(self._keep_reasons)
-
-    @property
     def last_step(self) -> StepStats:
         """Counters of the last finished step; until one is finished, of the one that runs."""
         return self._last_step or self.transfers.counted()
