@@ -796,7 +796,7 @@ class RowSearch(OldAttributes):
         least_bytes = plans[place].freed_bytes + plans[-1].freed_bytes // 8
         places = (p for p in range(place + 1, len(plans)) if plans[p].freed_bytes >= least_bytes)
         deeper = next(places, len(plans) - 1)
-        if deeper > place:
+        if deeper > place or (self.plan and self.plan.min_tokens):
             self._deepen(stage, deeper, "a step has had too little memory")
 
     def _deepen(self, stage: Stage, place: int, why: str) -> None:

@@ -445,6 +445,20 @@ def test_where_memory_runs_out_later_more_is_freed():
     assert job.steps[-1][2] < job.steps[-2][2]
 
 
+def test_where_memory_runs_out_in_a_short_forward_it_has_rows_too():
+    job = LayeredJob(0.001, policy=auto(10))
+    search = job.found((8, 16, 24, 40))
+    assert search.plan.min_tokens > 8
+    search._own.place = len(search._own.plans) - 1  # none frees more
+    job.capacity_bytes = 20_000
+    with pytest.raises(torch.OutOfMemoryError):
+        job.step(8)
+    job.capacity_bytes = None
+    job.step(8)
+    assert {row.min_tokens for row in job.manager.rows} == {0}
+    assert job.manager.last_step.recomputed_bytes > 0
+
+
 @pytest.mark.parametrize("gbps", [0.001, 1.0])
 def test_layers_that_no_library_lets_be_recomputed_are_offloaded_alone(gbps):
     job = LayeredJob(gbps, layer=PlainLayer, policy=auto(40))
