@@ -144,7 +144,7 @@ class FineGrainedOffloadingGroupCommitFunction(_Boundary):
         """Return an alias of ``tensor`` that is no view."""
         with torch.enable_grad():
             ctx.group = cur_forward_chunk.commit(name, forced_released_tensors, delay=delay_offload)
-        ctx.passes = cur_forward_chunk.enter_backward
+        ctx.passes = cur_forward_chunk.manager.engine.enter_backward
         return tensor.detach()
 
 

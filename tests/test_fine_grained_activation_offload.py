@@ -27,6 +27,7 @@ from megatron_offload.fine_grained_activation_offload import (
     fine_grained_offloading_group_offload,
     fine_grained_offloading_group_start,
 )
+from megatron_offload.frontends.megatron_manager import REPLACED
 
 CONFIG = OffloadConfig(
     backend="simulated", host_slab_bytes=1 << 20, max_inflight_bytes=0, prefetch_bytes=0
@@ -306,20 +307,6 @@ def test_the_bound_counts_each_name_alone(manager, x, weight):
     assert_exact(x, weight, num_layers=4)
 
 
-def test_cur_backward_chunk_is_the_one_whose_backward_runs(manager, x, weight):
-    first = begin(manager)
-    y = layer(x, weight)
-    second = begin(manager)
-    z = layer(x, weight)
-    assert manager.cur_backward_chunk() is None
-    z.sum().backward()
-    assert manager.cur_backward_chunk() is second
-    y.sum().backward()
-    assert manager.cur_backward_chunk() is first
-    manager.reset()
-    assert manager.cur_backward_chunk() is None
-
-
 # Delayed commits
 
 
@@ -374,6 +361,10 @@ def test_any_other_hook_is_called_at_the_flush(manager):
     manager.flush_delayed_groups()
     manager.flush_delayed_groups()
     assert seen == [(["t"],), ("n", ["u"])]
+    manager.push_offload_groups(seen.append, [])
+    manager.reset()
+    manager.flush_delayed_groups()
+    assert len(seen) == 2, "what was put off in a step ends with it"
 
 
 # Handler and autograd functions, called one by one
@@ -390,19 +381,44 @@ def test_entry_points_out_of_turn_say_so(manager):
     assert chunk.on_group_commit_forward([]) is None
 
 
-def test_groups_are_found_by_name(manager):
+def test_backward_takes_the_newest_group_of_a_name_that_waits(manager):
+    chunk = begin(manager)
+    first, second = chunk.on_group_start_forward("g"), chunk.on_group_start_forward("g")
+    assert chunk.tensor_push(torch.randn(64)).block.group is second
+    chunk.on_group_commit_forward([])
+    chunk.on_group_commit_forward([])
+    chunk.on_group_start_forward("g")
+    chunk.on_group_commit_backward("g")
+    chunk.on_group_commit_backward("g")
+    assert manager.decisions.backward_order == [second.key, first.key]
+    with pytest.raises(StateError, match="no group 'g' of this chunk waits"):
+        chunk.on_group_commit_backward("g")
+
+
+def test_a_chunk_says_which_groups_it_has_and_resets_to_none_open(manager):
     chunk = begin(manager)
     assert chunk.is_empty_chunk()
-    groups = [chunk.on_group_start_forward(name) for name in ("a", "b", "a")]
-    assert chunk.find_group_with_name("b") is groups[1]
-    assert chunk.find_group_with_name("a", 1) is groups[2]
-    assert chunk.find_group_with_name(groups[:1], "b") is None
-    assert chunk.find_group_with_name(groups, "a", start_index=1) is groups[2]
-    assert chunk.get_max_deduplicated_groups() == 2
+    group = chunk.on_group_start_forward("a")
+    assert chunk.offload_groups == [group]
     assert not chunk.is_empty_chunk("a")
-    assert chunk.is_empty_chunk("c")
+    assert chunk.is_empty_chunk("b")
     chunk.reset()
     assert chunk.on_group_commit_forward("a", []) is None
+    chunk.on_group_commit_backward("a")
+    chunk.reset()
+    with pytest.raises(StateError, match="call on_group_commit_backward"):
+        chunk.on_group_start_backward()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(owner, name) for owner, names in REPLACED.items() for name in names]
+)
+def test_what_steps_through_chunks_and_groups_says_what_replaces_it(manager, owner, name):
+    called = manager if owner is PipelineOffloadManager else begin(manager)
+    replacement = REPLACED[owner][name]
+    with pytest.raises(StateError, match=rf"^{name}\(\) steps .*; use {replacement}$"):
+        getattr(called, name)("mlp")
+    assert hasattr(called, replacement.split(",")[0])
 
 
 # CUDA graphs, as far as they can be had without CUDA
@@ -515,7 +531,7 @@ def test_a_handler_that_was_never_initialised_answers_questions_about_tensors(ma
         handler.no_such_thing  # noqa: B018
 
 
-# Chunks and groups, stepped through by hand
+# Chunks driven by hand
 
 
 def weights_of(num_layers):
@@ -524,8 +540,7 @@ def weights_of(num_layers):
 
 
 @pytest.mark.parametrize("era", ["0.16", "later"])
-@pytest.mark.parametrize("issue", ["commit", "bulk_offload", "bulk_offload_group"])
-def test_a_chunk_driven_by_hand_is_exact(manager, x, era, issue):
+def test_a_chunk_driven_by_hand_is_exact(manager, x, era):
     """Forward and backward of one chunk, layer by layer, through the documented methods alone."""
     weights = weights_of(4)
     y = x.detach().requires_grad_()
@@ -540,7 +555,6 @@ def test_a_chunk_driven_by_hand_is_exact(manager, x, era, issue):
         handler = manager.pop_forward_chunk(*(["mlp"] if is_later else []))
         assert isinstance(handler, ChunkOffloadHandler)
         assert handler is manager.cur_forward_chunk()
-        assert manager.front_backward_chunk("mlp") is None, "no group was started"
         y, layers = x, []
         for weight in weights:
             y = y.detach().requires_grad_()
@@ -549,91 +563,22 @@ def test_a_chunk_driven_by_hand_is_exact(manager, x, era, issue):
             with torch.autograd.graph.saved_tensors_hooks(handler.tensor_push, handler.tensor_pop):
                 y = torch.tanh(y * 1 @ weight)
             layers[-1].append(y)
-            assert handler.should_bulk_offload(*([group] if is_later else []))
-            if issue == "commit":
-                handler.on_group_commit_forward(*(["mlp"] if is_later else []), [])
-            elif issue == "bulk_offload":
-                handler.bulk_offload(*(["mlp"] if is_later else []), [])
-            else:
-                handler.bulk_offload_group(*([group] if is_later else []))
+            handler.on_group_commit_forward(*(["mlp"] if is_later else []), [])
             # The first step knows no weights yet: by its measure backward of the second is near.
             states = [GroupState.ON_HOST, GroupState.RELOADING][: 1 + number]
             assert group.state in states
-        assert manager.front_backward_chunk("mlp") is handler
-        manager.pop_backward_chunk("mlp")
-        assert manager.cur_backward_chunk() is handler
-        handler.pre_reload_last_layer()
-        assert group.state is GroupState.RELOADING
         grads, grad = [], torch.ones(8, 16)
         for i in reversed(range(4)):
             handler.on_group_commit_backward("mlp")
             hidden, y = layers.pop()
             grad, of_weight = torch.autograd.grad(y, (hidden, weights[i]), grad)
             grads.insert(0, of_weight)
-            handler.bulk_reload()
             handler.on_group_start_backward()
         assert all(map(torch.equal, grads, expected))
         assert all(g.state is GroupState.DONE for g in handler.offload_groups)
         manager.reset()
         assert manager.last_step.offloaded_bytes > 0
         assert not any(manager.state_of().values())
-
-
-def group_by_hand(handler, name="mlp", num_elements=64):
-    """Record one group of one tensor; return the group, the record and the bits."""
-    group = handler.on_group_start_forward(name)
-    source = torch.randn(num_elements)
-    return group, handler.tensor_push(source), source.clone()
-
-
-def chunk_by_hand(manager, *arguments):
-    manager.init_model_chunk_offload_handler(*(arguments or (1, 0, 0)))
-    handler = manager.cur_forward_chunk()
-    group, record, bits = group_by_hand(handler)
-    handler.on_group_commit_forward([])
-    return handler, group, record, bits
-
-
-def test_the_backward_queue_of_two_stages_is_the_schedule_s(manager):
-    saved = {(stage, i): chunk_by_hand(manager, 2, stage, 0) for stage in (0, 1) for i in (0, 1)}
-    chunks = {key: handler for key, (handler, *_) in saved.items()}
-    popped = []
-    while manager.front_backward_chunk() is not None:
-        front = manager.front_backward_chunk()
-        assert manager.pop_backward_chunk() is front is manager.cur_backward_chunk()
-        popped.append(next(key for key, chunk in chunks.items() if chunk is front))
-    assert popped == [(1, 0), (1, 1), (0, 0), (0, 1)]
-    with pytest.raises(StateError, match="no chunk with a group is queued"):
-        manager.pop_backward_chunk()
-    manager.push(front)
-    manager.reset()
-    assert manager.front_backward_chunk() is None, "a queue belongs to its step"
-    assert manager.cur_backward_chunk() is None
-
-
-def test_flush_waits_until_every_stage_has_had_its_forwards(manager):
-    saved = [chunk_by_hand(manager, 2, 0, 0)]
-    manager.flush()
-    assert manager.front_backward_chunk() is None
-    saved.append(chunk_by_hand(manager, 2, 1, 0))
-    assert manager.front_backward_chunk() is saved[1][0]
-    manager.pop_backward_chunk()
-    assert manager.front_backward_chunk() is saved[0][0]
-
-
-def test_push_queues_a_chunk_and_empty_ones_are_skipped(manager):
-    empty = ChunkOffloadHandler(0, manager.cpu_tensor_pool)
-    full = ChunkOffloadHandler(0, manager.cpu_tensor_pool)
-    kept = group_by_hand(full, "a")
-    full.on_group_commit_forward([])
-    for handler in (empty, full):
-        manager.push(handler)
-    assert manager.front_backward_chunk("b") is None
-    assert manager.front_backward_chunk("a") is full
-    assert manager.pop_backward_chunk("a") is full
-    assert manager.front_backward_chunk() is None
-    full.on_group_commit_backward("a")
-    assert torch.equal(full.tensor_pop(kept[1]), kept[2])
 
 
 def test_the_callback_after_warm_up_learns_and_prints(manager, x, weight, capsys):
@@ -652,86 +597,14 @@ def test_the_callback_after_warm_up_learns_and_prints(manager, x, weight, capsys
     y.sum().backward()
 
 
-def test_the_policy_is_asked_and_overruled_by_hand(manager):
-    manager.configure(CONFIG.model_copy(update={"fraction": 0.0, "recompute": ("norm",)}))
-    handler = begin(manager)
-    group, record, bits = group_by_hand(handler)
-    assert not handler.should_bulk_offload(group)
-    handler.bulk_offload("mlp", [])
-    assert group.state is GroupState.RESIDENT
-    moved, record, bits = group_by_hand(handler)
-    assert not handler.should_bulk_offload()
-    handler.bulk_offload_group(moved)
-    assert moved.state is GroupState.ON_HOST
-    assert torch.equal(record.unpack(), bits)
-    for call in (handler.should_bulk_offload, handler.bulk_offload_group):
-        with pytest.raises(StateError, match="must be open"):
-            call(moved)
-    with pytest.raises(StateError, match="a group 'nothing' of this chunk must be open"):
-        handler.bulk_offload("nothing", [])
-
-
-def test_bulk_offload_releases_what_it_is_asked_to(manager):
+def test_a_commit_by_hand_releases_what_it_is_asked_to(manager):
     handler = begin(manager)
     handler.on_group_start_forward("mlp")
     source = torch.randn(64)
     record, expected = handler.tensor_push(source), source.clone()
-    handler.bulk_offload("mlp", [source])
+    handler.on_group_commit_forward("mlp", [source])
     assert source.untyped_storage().nbytes() == 0
     assert torch.equal(record.unpack(), expected)
-
-
-def test_groups_are_reloaded_one_by_one_and_then_the_next_chunk_s(manager):
-    later, later_group, later_record, later_bits = chunk_by_hand(manager)
-    handler = begin(manager)
-    groups, records = [], []
-    for _ in range(2):
-        group, record, bits = group_by_hand(handler)
-        handler.on_group_commit_forward([])
-        groups.append(group)
-        records.append((record, bits))
-    handler.bulk_reload_group()
-    states = [group.state for group in (*groups, later_group)]
-    assert states == [GroupState.ON_HOST, GroupState.RELOADING, GroupState.ON_HOST]
-    handler.bulk_reload()
-    assert groups[0].state is GroupState.RELOADING
-    with pytest.raises(StateError, match="no group of this chunk is on the host"):
-        handler.bulk_reload_group()
-    handler.pre_reload_last_layer()
-    assert later_group.state is GroupState.ON_HOST
-    handler.bulk_reload()
-    assert later_group.state is GroupState.RELOADING
-    for record, bits in [*records, (later_record, later_bits)]:
-        assert torch.equal(later.tensor_pop(record), bits)
-
-
-def test_a_second_pass_knows_the_groups_of_the_first(manager):
-    handler = begin(manager)
-    with pytest.raises(ValueError, match="needs a group's name"):
-        handler.find_next_group()
-    assert handler.find_next_group("a") is None
-    first = [group_by_hand(handler, name)[0] for name in ("a", "b", "a")]
-    for _ in first:
-        with pytest.raises(ValueError, match="needs a group's name"):
-            handler.finish_all_groups()
-        handler.on_group_commit_forward([])
-    handler.reset()
-    assert handler.find_next_group("a") is first[0]
-    assert not handler.finish_all_groups("b")
-    group_by_hand(handler, "a")
-    assert handler.find_next_group("a") is first[2]
-    assert handler.find_next_group("b") is first[1]
-    assert not handler.finish_all_groups("b")
-    group_by_hand(handler, "b")
-    assert handler.find_next_group("b") is None
-    assert handler.finish_all_groups("b"), "no more of this name will come"
-    group_by_hand(handler, "a")
-    for _ in range(3):
-        handler.on_group_commit_forward([])
-    for name in ("a", "b", "a", "a", "b", "a"):
-        handler.on_group_commit_backward(name)
-        handler.on_group_start_backward()
-    assert handler.finish_all_groups(), "nothing is open, and nothing away"
 
 
 # The pool of host tensors
@@ -806,7 +679,6 @@ def test_boundaries_are_autograd_functions(manager, x, weight):
     assert group.state is GroupState.ON_HOST
     y.sum().backward(retain_graph=True)
     assert group.state is GroupState.DONE
-    assert manager.cur_backward_chunk() is chunk
     with torch.no_grad():
         assert FineGrainedOffloadingGroupStartFunction.apply(x, chunk, "g") is x
     assert_exact(x, weight, num_layers=1)

@@ -116,7 +116,7 @@ class LayerWatch:
         self, sites: Mapping[str, Site], may_move: MayMove, manager: PipelineOffloadManager
     ) -> None:
         self._sites = sites
-        self._seen = SavedMemory(may_move, FoundRows({}, {}), manager)
+        self._seen = SavedMemory(may_move, FoundRows({}, {}, {}), manager)
         self._refs: list[StorageRef] = []  # no other storage gets the identity of one of these
         self._inputs: defaultdict[str, dict[int, int]] = defaultdict(dict)
         self._handles: list[RemovableHandle] = []
@@ -152,11 +152,16 @@ class LayerWatch:
         """How much of what could be offloaded is saved inside layers."""
         sizes, savers = self._seen.sizes, self._seen.savers()
         in_layers = sum(sizes[key] for key, paths in savers.items() if any(paths))
-        return in_layers / max(1, sum(sizes.values()))
+        return in_layers / max(1, self.saved_bytes)
+
+    @property
+    def saved_bytes(self) -> int:
+        """What could be offloaded, in layers and outside."""
+        return sum(self._seen.sizes.values())
 
     def all_of_it(self, times: SiteTimes, gbps: float) -> Iterator[Action]:
         """Yield what offloads all that is saved, in layers and outside, if anything can be."""
-        num_bytes = sum(self._seen.sizes.values())
+        num_bytes = self.saved_bytes
         if num_bytes and gbps:
             copy_us = num_bytes / gbps / 1e3
             us = times.copy_share * copy_us + max(0.0, copy_us - times.forward_us)

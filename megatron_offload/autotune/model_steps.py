@@ -16,7 +16,7 @@ from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_leaves
 
-from megatron_offload.engine.module_hooks import ModuleHook, hooks_of
+from megatron_offload.engine.module_hooks import ModuleHook, hooks_of, tokens_of
 
 _MOST_FORWARDS = 16  # a backward that never comes, or always late, ends no step
 
@@ -79,10 +79,10 @@ class ModelSteps:
             tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
             size = next((float(x.numel()) for x in tensors), 1.0)
             self.size += size
-            self.layer_begins(size)
+            self.layer_begins(size, min(size, tokens_of(args, kwargs)))
 
-    def layer_begins(self, size: float) -> None:
-        """The first layer begins, with an input of so many elements."""
+    def layer_begins(self, size: float, tokens: float) -> None:
+        """The first layer begins, with an input of so many elements, of so many tokens."""
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self._is_inside or self._called is not module:

@@ -65,6 +65,8 @@ class RowAnswers:
                     one["reserved_bytes"],
                     one["target_bytes"],
                     dict(zip(actions, one["link_bytes"], strict=True)),
+                    one["tokens"],
+                    one["saved_bytes"],
                 )
         policy = self._policy if isinstance(self._policy, AutoConfig) else None
         return RowChoice(policy, stages, max(one["bare_us"] for one in everyone))
@@ -98,6 +100,6 @@ class RowAnswers:
 
 def plan_of(answer: Sequence[Any]) -> Plan:
     """Return a stage's plan of those that were answered."""
-    actions, freed_bytes, us, copied_bytes = answer
+    actions, *figures = answer
     layers = {number: action for number, (action,) in of_plain(actions).items()}
-    return Plan(layers, freed_bytes, us, copied_bytes)
+    return Plan(layers, *figures)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 from weakref import ref
 
 import torch.distributed as dist
@@ -40,7 +40,7 @@ from megatron_offload.machine.job_ranks import rank_in
 from megatron_offload.model_map.watch import MayMove
 from megatron_offload.planning.found import NAME, RunFrontier
 from megatron_offload.planning.frontier import Part, Plan, to_plain
-from megatron_offload.planning.row_choice import NOTHING, Slowdown, Stage
+from megatron_offload.planning.row_choice import NOTHING, Slowdown, Stage, busy_share
 from megatron_offload.recompute.sites import unproven_sites
 
 _logger = logging.getLogger(__name__)
@@ -78,6 +78,19 @@ _LEAST_SHARE = 0.25  # of what is saved: where layers save less, all of it frees
 _PROBE_BYTES = 32 << 20  # what one of the copies moves that time the link
 _LONG_SHARE = 0.75  # of the largest forward so far, what says enough of it
 _MOST_SHORT = 3  # so many smaller ones are looked at in vain
+_MEASURED_SHARE = 0.6  # of the most tokens so far: in such forwards a plan is measured, or longer
+_MOST_PASSED = 3  # times as many steps in which others pass
+
+
+class _Step(NamedTuple):
+    """What is known of one that rows are measured by."""
+
+    began: Any
+    ended: Any
+    size: float
+    tokens: list[float]
+    """Of each of its forwards."""
+    has_rows: bool
 
 
 class RowSearch(OldAttributes):
@@ -149,8 +162,11 @@ class RowSearch(OldAttributes):
         self.said = ""
         self._manager = ref(manager)
         self._clock: ModelSteps | None = None
-        self._steps: list[tuple[Any, Any, float, bool]] = []
+        self._steps: list[_Step] = []
         self._sizes: list[float] = []
+        self._tokens: list[float] = []
+        """Of all forwards; then of those of the step."""
+        self._own_tokens: list[float] = []
         self._look_size = 0.0
         """Of the forward that is looked at."""
         self._mark: Any = None
@@ -263,7 +279,9 @@ class RowSearch(OldAttributes):
                 if self._kind == "rows":
                     self._has_moved |= self.manager.last_step.offloaded_bytes > 0
                 if self._kind in ("bare", "rows"):
-                    self._steps.append((*self._last, clock.size, self._kind == "rows"))
+                    how = self._own_tokens, self._kind == "rows"
+                    self._steps.append(_Step(*self._last, clock.size, *how))
+                self._tokens += self._own_tokens
         if clock is None or clock.size:
             self._take_next()
             self._num_uncalled = 0
@@ -274,6 +292,7 @@ class RowSearch(OldAttributes):
         if self._clock is not None:
             self._clock.restart()
         self._looked.clear()
+        self._own_tokens = []
 
     def _begin_again(self) -> None:
         """Look for layers anew: those that are known aren't called any more, or never were."""
@@ -399,6 +418,7 @@ class RowSearch(OldAttributes):
             self._actions = watch.actions(times, gbps, others, self._may_offload)
             self._link_bytes = times.link_bytes(gbps, self._actions, is_pipeline=is_pipeline)
         self._called, self._saving = watch.called, watch.saving
+        self._saved_bytes = watch.saved_bytes
         del look, timing, sites, all_sites, timed, watch, times, firsts  # no model is held
         self._stage = self._name_of_stage()
         self._largest = self._size_of_bare = max(self._sizes)
@@ -502,7 +522,8 @@ class RowSearch(OldAttributes):
                     layers = ChainMap(*own)
                     if len(layers) < sum(map(len, own)):  # numbers count within each stage
                         layers = ChainMap(dict(plan.actions))
-                    self._finish(plan, text, Plan(layers, 0, 0.0, 0).rows())
+                    rows = Plan(layers, 0, 0.0, 0, plan.min_tokens).rows()
+                    self._finish(plan, text, rows)
                     return
                 yield from self._look_at(phase, plan, said)
                 if self.is_converged:
@@ -528,7 +549,13 @@ class RowSearch(OldAttributes):
             "reserved_bytes": None if memory is None else memory.reserved_bytes,
             "target_bytes": self._target_bytes,
             "bare_us": self._bare_us(),
+            # In a pipeline, and among ranks, what one forward needs isn't the peak of a step.
+            "tokens": self._tokens if self._has_lengths() else [],
+            "saved_bytes": self._saved_bytes,
         }
+
+    def _has_lengths(self) -> bool:
+        return self._is_alone and self._num_inflight <= 1 and not self._is_tight
 
     def _look_at(
         self, phase: str, plan: Plan, said: dict[str, Any]
@@ -537,7 +564,8 @@ class RowSearch(OldAttributes):
         manager = self.manager
         if phase == "trying":
             yield from self._prepare(plan)
-            self._follow(plan)
+            measured = int(_MEASURED_SHARE * max(self._tokens))
+            self._follow(plan._replace(min_tokens=min(plan.min_tokens, measured)))
             if self.is_converged:
                 return
             yield "trying"
@@ -550,15 +578,21 @@ class RowSearch(OldAttributes):
             if self._target_bytes is not None:
                 manager.backend.trim_device()
             yield "warming"  # the device's memory is had anew, and budgets are learned
-            self._steps = [one for one in self._steps if not one[3]]
+            self._steps = [one for one in self._steps if not one.has_rows]
         is_short = self._is_alone or self._target_bytes is not None  # else asking takes as long
         num_steps = _NUM_IN_A_ROUND if is_short else 2 * _NUM_IN_A_ROUND
-        for number in range(self._num_rounds * num_steps, (self._num_rounds + 1) * num_steps):
+        number, num_passed = self._num_rounds * num_steps, 0
+        while number < (self._num_rounds + 1) * num_steps:
             # As the Thue-Morse sequence goes: each second or fourth step may have an optimizer's.
             has_rows = self._target_bytes is not None or number.bit_count() % 2
             yield "rows" if has_rows else "bare"
+            if self._rows_share(self._steps[-1]) or num_passed == _MOST_PASSED * num_steps:
+                number += 1
+            else:
+                num_passed += 1
         self._num_rounds += 1
-        said["slowdown"], said["num_steps"] = self._slowdown(), num_steps
+        busy = busy_share(self._tokens, plan.min_tokens)
+        said["slowdown"], said["num_steps"] = self._slowdown(busy), num_steps
         is_trimmed = self._target_bytes is not None  # to have it anew takes a step long
         said["reserved_bytes"] = (manager.backend.reserved_bytes() or 0) if is_trimmed else 0
 
@@ -572,14 +606,16 @@ class RowSearch(OldAttributes):
             return
         manager.host_pool.prepare(num_bytes)
         for _ in range(_MOST_UNPREPARED if self._is_alone else _NUM_UNPREPARED):
-            if self._is_alone and manager.backend.is_host_prepared:
+            is_ready = manager.backend.is_host_prepared
+            manager.host_pool.pin_prepared()
+            if self._is_alone and is_ready:
                 break
             yield "bare"
 
     def _late_share(self) -> float:
         """Return of how many bare steps the host decides: they take longer for their size."""
         elapsed_us = self.manager.backend.sync_elapsed_us
-        times = [elapsed_us(x, y) / size for x, y, size, _ in self._steps]
+        times = [elapsed_us(one.began, one.ended) / one.size for one in self._steps]
         least = min(times, default=0.0)
         return sum(us > _LATE * least for us in times) / max(1, len(times))
 
@@ -591,18 +627,31 @@ class RowSearch(OldAttributes):
         capacity_bytes = self.manager.backend.capacity_bytes() if self._is_tight else None
         return None if capacity_bytes is None else int(_MOST_SHARE * capacity_bytes)
 
-    def _slowdown(self) -> Slowdown | None:
-        elapsed_us = self.manager.backend.sync_elapsed_us
-        done = self._steps[:-2]  # so that the host need not wait
-        return slowdown_of([TimedStep(elapsed_us(x, y), size, on) for x, y, size, on in done])
+    def _slowdown(self, busy: float) -> Slowdown | None:
+        """Return by how much rows make all steps longer, of which they are in so large a share."""
+        elapsed_us, times = self.manager.backend.sync_elapsed_us, list[TimedStep]()
+        for step in self._steps[:-2]:  # so that the host need not wait
+            share = self._rows_share(step)
+            if share > 0:
+                us = elapsed_us(step.began, step.ended)
+                times.append(TimedStep(us, step.size, share * step.has_rows))
+        found = slowdown_of(times)
+        return found and Slowdown(*(busy * percent for percent in found))
+
+    def _rows_share(self, step: _Step) -> float:
+        """Return how much of a step is in forwards in which the plan is followed."""
+        assert self.plan is not None
+        return busy_share(step.tokens, self.plan.min_tokens)
 
     def _bare_us(self) -> float:
         """Return what a microbatch as large as that which was watched takes without rows."""
         elapsed_us = self.manager.backend.sync_elapsed_us
-        bare = [(elapsed_us(x, y), size) for x, y, size, has_rows in self._steps if not has_rows]
+        bare = [
+            elapsed_us(one.began, one.ended) / one.size for one in self._steps if not one.has_rows
+        ]
         if not bare:
             return max(1.0, 3 * self._forward_us)
-        return median(us / size for us, size in bare) * self._watched_size * len(self._trained)
+        return median(bare) * self._watched_size * len(self._trained)
 
     def _newly_refused(self, plan: Plan) -> list[Part]:
         """Return what of the plan that is followed has no effect."""
@@ -694,7 +743,9 @@ class RowSearch(OldAttributes):
         choice = self._answers.choice if self._is_alone else None
         return None if choice is None else choice.stages.get(self._stage)
 
-    def _layer_begins(self, size: float) -> None:
+    def _layer_begins(self, size: float, tokens: float) -> None:
+        if not self.is_converged:
+            self._own_tokens.append(tokens)
         self._look_size = self._look_size or size  # of several forwards in a step the first
         if self.is_converged and size > self._largest and is_recording():
             self._largest = size
@@ -745,13 +796,13 @@ class RowSearch(OldAttributes):
         least_bytes = plans[place].freed_bytes + plans[-1].freed_bytes // 8
         places = (p for p in range(place + 1, len(plans)) if plans[p].freed_bytes >= least_bytes)
         deeper = next(places, len(plans) - 1)
-        if deeper > place:
+        if deeper > place or (self.plan and self.plan.min_tokens):
             self._deepen(stage, deeper, "a step has had too little memory")
 
     def _deepen(self, stage: Stage, place: int, why: str) -> None:
         self._is_tight = True  # to try a site takes what there isn't
         stage.place = place
-        self._follow(stage.plans[place])
+        self._follow(stage.plans[place]._replace(min_tokens=0))
         self._say(why)
 
 

@@ -23,7 +23,8 @@ class TimedStep(NamedTuple):
     us: float
     size: float
     """That of the first layer's input: steps may be of any length."""
-    has_rows: bool
+    has_rows: float
+    """Whether, or in which share of it."""
 
 
 def slowdown_of(steps: Sequence[TimedStep]) -> Slowdown | None:

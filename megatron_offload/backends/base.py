@@ -154,6 +154,11 @@ class Backend(abc.ABC):
         """Whether all is there that `prepare_host` was to make ready, or can be had of it."""
         return True
 
+    @property
+    def num_host_prepared(self) -> int:
+        """How many calls of `empty_host` are quick already."""
+        return 0
+
     def prepare_host(self, num_bytes: int, number: int) -> None:  # noqa: B027 - pinning is quick
         """Let so many calls of `empty_host` with this size be quick soon; what is left over goes.
 

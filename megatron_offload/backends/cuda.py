@@ -232,6 +232,10 @@ class CudaBackend(Backend):
     def is_host_prepared(self) -> bool:
         return self._ahead.is_done
 
+    @property
+    def num_host_prepared(self) -> int:
+        return len(self._ahead.ready)
+
     def discard(self, memory: list[Any]) -> None:
         # To give a gigabyte back takes a tenth of a second, in which kernels can be launched, but
         # no graph may be captured in any thread.
@@ -314,7 +318,7 @@ class _PagesAhead:
     ) -> None:
         self.is_wanted, self.is_done = True, not number
         self._num_bytes, self._cpus = num_bytes, cpus
-        self._ready: deque[_PinnedPages] = deque()
+        self.ready: deque[_PinnedPages] = deque()
         if number:
             threading.Thread(target=self._touch, args=(number,), daemon=True).start()
 
@@ -325,12 +329,12 @@ class _PagesAhead:
                 np.frombuffer(pages, dtype=np.uint8)[:: mmap.PAGESIZE] = 0
                 if not self.is_wanted:
                     break
-                self._ready.append(pages)
+                self.ready.append(pages)
         self.is_done = True
 
     def take(self, num_bytes: int) -> _PinnedPages | None:
         """Return pages of this size, if there are any."""
-        return self._ready.popleft() if num_bytes == self._num_bytes and self._ready else None
+        return self.ready.popleft() if num_bytes == self._num_bytes and self.ready else None
 
 
 def _register(address: int, num_bytes: int) -> None:

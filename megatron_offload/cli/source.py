@@ -56,9 +56,7 @@ class Source:
             raise ConfigError(
                 f"offload.recompute: the job has no kind {name!r}{did_you_mean(name, kinds)}"
             )
-        num_virtual = len(self.job.schedule.stages_of(0))
-        chosen = frozenset(kinds.intersection(self.offload.recompute))
-        return replace(self.limits, recompute=(chosen,) * num_virtual)
+        return replace(self.limits, recompute=kinds.intersection(self.offload.recompute))
 
     def show(
         self, without: Simulation, step: Simulation, what: str, tables: Iterable[Table]

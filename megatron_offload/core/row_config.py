@@ -72,6 +72,10 @@ class RowConfig(StrictModel):
     by_rows: bool = False
     """Compute the loss by rows of its logits, with the same bits."""
 
+    min_tokens: Annotated[int, Field(strict=True, ge=0)] = 0
+    """Only in calls whose first tensor has so many elements, but for its last dimension: memory
+    is short in long forwards alone."""
+
     def model_post_init(self, _: Any, /) -> None:
         """Refuse a row without an action, with several, or with one that the site can't have."""
         if bool(self.offload) + self.recompute + self.by_rows != 1:
@@ -83,6 +87,8 @@ class RowConfig(StrictModel):
             raise ConfigError("by_rows: true is for site: loss, and that takes nothing else")
         if self.site == MODEL and (self.offload, self.layers) != ("all", "all"):
             raise ConfigError("site: model takes offload: all and nothing else")
+        if self.min_tokens and (self.by_rows or self.site in (MODEL, *UNITS)):
+            raise ConfigError(f"min_tokens is for modules of layers, and not for {self.site!r}")
 
     @property
     def most(self) -> int | None:
@@ -105,7 +111,8 @@ class RowConfig(StrictModel):
         layers = f'"{self.layers}"' if "," in self.layers else self.layers  # as in YAML
         is_plain = re.fullmatch(r"[\w.*-]+", self.site)
         site = self.site if is_plain else json.dumps(self.site)
-        return f"{{layers: {layers}, site: {site}, {does}}}"
+        when = f", min_tokens: {self.min_tokens}" if self.min_tokens else ""
+        return f"{{layers: {layers}, site: {site}, {does}{when}}}"
 
     def numbers(self) -> tuple[int, ...]:
         """Return the numbers of its layers; none where these are all."""

@@ -218,8 +218,8 @@ class StepDecisions(Generic[G]):
         has_moved = is_known and self._reach(group)
         for needed in map(self._groups.get, group.needs if is_known else ()):
             if needed is not None:
-                self.reload_group(needed, is_late=True)
-        self.reload_group(group, is_late=True)
+                self._reload_late(needed)
+        self._reload_late(group)
         if has_moved:
             self.look_ahead()
 
@@ -238,16 +238,14 @@ class StepDecisions(Generic[G]):
         self.window.pass_boundary(num_bytes)
         self.look_ahead()
 
-    def reload_group(self, group: G, *, is_late: bool = False) -> None:
-        """Let a group be on the device, wherever it is in the order; late at its own backward."""
-        is_held = False
+    def _reload_late(self, group: G) -> None:
+        """Let a group be on the device: backward needs it now."""
         if group.state is OFFLOADING:
-            self._actions.cancel(group, is_late=is_late)
-            is_held = not is_late
+            self._actions.cancel(group, is_late=True)
         elif group.state is ON_HOST:
-            is_held = self._actions.reload(group, is_late=is_late)  # else its backward brings it
-        if is_held and self.knows(group):
-            group.hold()
+            self._actions.reload(group, is_late=True)
+            if self.knows(group):
+                group.hold()
 
     # The order of backwards
 

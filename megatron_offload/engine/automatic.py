@@ -8,7 +8,7 @@ backward, are a step each, and those of a pipeline are one together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
@@ -52,12 +52,7 @@ class _Forward:
     chunk: ChunkOffloadHandler
     pack: Callable[[torch.Tensor], object] | None
     name: str
-    ends: Collection[int]
-    """Behind how many tensors its groups end, and it itself, by a forward before; none: by size."""
     group: OffloadGroup | None = None
-    num_saved: int = 0
-    """Of all its groups."""
-    ended: list[int] = field(default_factory=list)
     num_tensors: int = 0
     num_bytes: int = 0
     total_bytes: int = 0
@@ -113,8 +108,6 @@ class AutomaticGroups:
     _forwards: list[_Forward | None] = field(default_factory=list, init=False)
     """None of one that began while the manager rests."""
     _reached: dict[OffloadGroup, None] = field(default_factory=dict, init=False)
-    _ends: dict[tuple[str, int, int], Collection[int]] = field(default_factory=dict, init=False)
-    """By name, virtual stage and search for a plan, where the first forward's groups have ended."""
 
     @graph_break
     def begin(
@@ -148,10 +141,7 @@ class AutomaticGroups:
         elif self.manager.do_offload and not (is_in_backward() or self.manager.is_hidden()):
             pack = self.pack
             put_on(pack, unpack)
-        name = name or self.name
-        learner = self.manager.learner
-        ends = self._ends.get((name, chunk.vp_stage, learner.num_searches), ())
-        self._forwards.append(_Forward(chunk, pack, name, ends))
+        self._forwards.append(_Forward(chunk, pack, name or self.name))
         if self.watch is not None and len(self._forwards) == 1:
             self.watch.begin()
 
@@ -173,10 +163,6 @@ class AutomaticGroups:
             forward.chunk.close_group(forward.name)
         else:
             self._commit(forward)
-            learner = self.manager.learner
-            if learner.num_searches and forward.num_saved and not forward.ends:
-                key = forward.name, forward.chunk.vp_stage, learner.num_searches
-                self._ends[key] = {*forward.ended, forward.num_saved}
         forward.chunk.forget_recipes()  # they hold what they are bound to
         if self.watch is not None and not self._forwards:
             self.watch.end(has_failed=has_failed)
@@ -236,9 +222,7 @@ class AutomaticGroups:
         if is_needed_at_once or torch.compiler.is_compiling() or is_traced():
             return SavedTensor(tensor, self.name)
         if self._is_full(forward):  # not before: a kernel may fill what it saves behind that
-            forward.ended.append(forward.num_saved)
             self._commit(forward)
-        forward.num_saved += 1
         if is_wrapper(tensor) and not is_opted_out(tensor):
             alias = hollow(tensor)
             if alias is not None:
@@ -265,8 +249,6 @@ class AutomaticGroups:
         return saved
 
     def _is_full(self, forward: _Forward) -> bool:
-        if forward.ends and forward.num_saved < max(forward.ends):
-            return forward.num_saved in forward.ends  # the same groups, whatever their sizes are
         num_tensors, num_bytes = forward.num_tensors, forward.num_bytes
         most = self.max_inflight_tensors
         if num_bytes < _LEAST_GROUP_BYTES:

@@ -61,7 +61,7 @@ class Learner:
         is_steady: whether the last two steps had the same groups.
         is_open: whether what is offloaded is still looked for: all is kept that the device has room
             for.
-        num_searches: how often that was begun.
+        is_measured: whether steps alternate with others that need more of the device's memory.
     """
 
     def __init__(self, config: OffloadConfig, transfers: Transfers) -> None:
@@ -72,8 +72,7 @@ class Learner:
         self._chunks: set[int] = set()
         self._kept_alike: dict[tuple[int, str], str] = {}
         self.skippable: dict[GroupKey, GroupProfile] = {}
-        self.is_steady = self.is_open = False
-        self.num_searches = 0
+        self.is_steady = self.is_open = self.is_measured = False
         self._config = config
         self._listed = listed = config.modules if "modules" in config.model_fields_set else ()
         self._has_seen_names = False
@@ -125,7 +124,6 @@ class Learner:
         """Keep all that the device has room for, until it is known what is to be offloaded."""
         self.follow_rules()
         self.is_open = True
-        self.num_searches += 1
 
     # What is learned
 
@@ -147,7 +145,7 @@ class Learner:
         self.is_steady = before is not None and before.has_groups_of(profile)
         self._fit_host_pool()
         if self.is_steady:
-            if self._num_fits_left == _NUM_FITS and not self.is_open:
+            if self._num_fits_left == _NUM_FITS and not (self.is_open or self.is_measured):
                 self._backend.trim_device()  # what only the first steps needed
             self._num_fits_left = max(0, self._num_fits_left - 1)
         elif before is not None:

@@ -22,7 +22,7 @@ from megatron_offload.config import RECOMPUTE_SITES, OffloadConfig
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import GroupState
 from megatron_offload.core.policy_config import SolvedConfig
-from megatron_offload.core.profile import GroupKey, StepProfile
+from megatron_offload.core.profile import StepProfile
 from megatron_offload.core.row_config import LOSS, MODEL, RowConfig
 from megatron_offload.engine.checking import Checker
 from megatron_offload.engine.chunk import ChunkOffloadHandler
@@ -608,13 +608,12 @@ class PipelineOffloadManager:
         return self._chunk if is_recorded and is_recording(needs_grad=False) else None
 
     @graph_break
-    def commit(self, group: OffloadGroup, *, delay: bool = False, must_move: bool = False) -> None:
+    def commit(self, group: OffloadGroup, *, delay: bool = False) -> None:
         """Decide about a group whose forward is over, and issue its copies.
 
         Args:
             group: the group, closed.
             delay: leave that to `flush_delayed_groups`.
-            must_move: offload it without a decision.
         """
         if group.is_skipped:
             return
@@ -623,19 +622,13 @@ class PipelineOffloadManager:
         if delay:
             self._delayed.append(group)
         else:
-            self._commit(group, must_move)
+            self._commit(group)
         for observer in self.observers:
             observer.group_committed(group)
 
     @guarded
-    def _commit(self, group: OffloadGroup, must_move: bool) -> None:
-        self.decisions.commit_group(group, must_move=must_move)
-
-    @guarded
-    def would_offload(self, group: OffloadGroup) -> bool:
-        """Whether a group whose forward is under way would be offloaded if it ended now."""
-        group.num_bytes = sum(block.num_bytes for block in group.blocks())
-        return not (self.learner.reason_to_keep(group) or self.decisions.is_needed_soon(group))
+    def _commit(self, group: OffloadGroup) -> None:
+        self.decisions.commit_group(group)
 
     def flush_delayed_groups(self) -> None:
         """Issue the copies of all groups that were put off, in the order of their commits."""
@@ -674,17 +667,6 @@ class PipelineOffloadManager:
     def tick(self, num_bytes: int) -> None:
         """Let the step's clock go by something without groups, as large as if it had saved this."""
         self.decisions.tick(num_bytes)
-
-    @property
-    def last_reached(self) -> GroupKey | None:
-        """The group that a backward has reached last in this step."""
-        order = self.decisions.backward_order
-        return order[-1] if order else None
-
-    @guarded
-    def reload(self, group: OffloadGroup) -> None:
-        """Bring a group back now, ahead of its backward; does nothing where it is on the device."""
-        self.decisions.reload_group(group)
 
     @guarded
     def join_offloads(self) -> None:
@@ -792,6 +774,7 @@ class PipelineOffloadManager:
         self._row_names = sites
         self._offloaded = {row.site for row in rows or () if row.offload}
         self.transfers.by_rows = self.rows is not None
+        self.learner.is_measured = is_own
 
     @property
     def last_profile(self) -> StepProfile | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import nullcontext
@@ -63,6 +64,17 @@ def hooks_of(owner: Hashable, module: nn.Module) -> list[RemovableHandle]:
         handle.remove()
         handle.id = -1  # a second owner removes nothing else by its number
     return handles
+
+
+def tokens_of(args: Any, kwargs: Any) -> float:
+    """Return the elements of the first tensor that a module is given, but for its last dimension.
+
+    Infinity where it is given none.
+    """
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            return value.shape[:-1].numel() if value.dim() > 1 else value.numel()
+    return math.inf
 
 
 def named_modules(chunk: nn.Module) -> dict[str, nn.Module]:

@@ -91,18 +91,17 @@ class Step(StepDecisions[OffloadGroup]):
 
     # Boundaries
 
-    def commit_group(self, group: OffloadGroup, *, must_move: bool = False) -> None:
+    def commit_group(self, group: OffloadGroup) -> None:
         """Decide about a group whose forward is over, and issue its copies."""
         transfers = self._transfers
         if group.pick is not None:
             group.pick.choose(group)
         transfers.measure(group)
         transfers.stats.by_name[group.name].num_groups += 1
-        keep_reason = "" if must_move else self._learner.reason_to_keep(group)
+        keep_reason = self._learner.reason_to_keep(group)
         if group.forced and not keep_reason:
             self._force(group)
-        must_move = must_move or group.rules.should_offload is not None
-        self.commit(group, keep_reason, must_move=must_move)
+        self.commit(group, keep_reason, must_move=group.rules.should_offload is not None)
 
     def _force(self, group: OffloadGroup) -> None:
         """Let the storage of ``group.forced`` be emptied where a group that moves it is released.

@@ -65,13 +65,14 @@ def hook_modules(
     units = sites_of(modules, named) if named else {}
     rows = find_rows(manager.rows or (), modules, units, is_part=is_part)
     sites = rows.recomputed if manager.rows is not None else sites_of(modules, manager.recompute)
-    handles = recompute_modules(modules, sites, find_manager)
+    handles = recompute_modules(modules, sites, find_manager, rows.min_tokens)
     for path, module in modules.items():
         own = hooks_of(OffloadSite, module)
         row = rows.offloaded.get(path)
         if row is not None:
             largest = LargestTensors.of(module, row.most, named)
-            own += OffloadSite(row.site, find_manager, largest).hook(module)
+            site = OffloadSite(row.site, find_manager, largest, min_tokens=row.min_tokens)
+            own += site.hook(module)
             handles += own
     clock = LayerClock(find_manager)
     for path in layers_of(modules):

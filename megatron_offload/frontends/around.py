@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Self
 
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import megatron_offload.recompute.transformer_engine  # noqa: F401 - for its effect
+from megatron_offload.autotune.row_search import RowSearch
 from megatron_offload.config import LOSS, RECOMPUTE_SITES, OffloadConfig, recompute_patterns
 from megatron_offload.core.row_config import MODEL
 from megatron_offload.engine.automatic import AutomaticGroups, unpack
@@ -102,22 +104,48 @@ class AroundForwards(saved_tensors_hooks):
     """A context for any number of forwards, one after the other or one inside the other.
 
     Its ``pack_hook`` and ``unpack_hook`` are those of saved tensors; packed outside of the context
-    a tensor is kept on the device. ``where`` are arguments of `AutomaticGroups.begin`.
+    a tensor is kept on the device. Where rows are looked for, the outermost counts.
+
+    Args:
+        groups: record what is saved.
+        model: the part of a model whose forwards these are, where there are several.
+        where: arguments of `AutomaticGroups.begin`.
     """
 
-    def __init__(self, groups: AutomaticGroups, **where: Any) -> None:
+    def __init__(
+        self, groups: AutomaticGroups, model: nn.Module | None = None, **where: Any
+    ) -> None:
         super().__init__(groups.pack, unpack)
-        self._groups = groups
-        self._where = where
+        self._groups, self._model, self._where = groups, model, where
+        self._depth = 0
+
+    @property
+    def _search(self) -> RowSearch | None:
+        """What looks for rows, outside of all forwards."""
+        tuner = self._groups.manager.tuner
+        return tuner if isinstance(tuner, RowSearch) and not self._depth else None
 
     def __enter__(self) -> Self:  # type: ignore[override]  # torch's returns nothing
+        search = self._search
+        if search is not None:
+            search.step_begins()
         self._groups.begin(**self._where)
+        if search is not None:
+            search.forward_begins(self._model)
+        self._depth += 1
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._depth = max(0, self._depth - 1)
         error = next((part for part in exception if isinstance(part, BaseException)), None)
-        self._groups.manager.note_failure(error)
-        self._groups.end(has_failed=error is not None)
+        has_failed = error is not None
+        try:
+            search = self._search
+            if search is not None:
+                search.forward_ends(has_failed=has_failed)
+        finally:
+            self._groups.manager.note_failure(error)
+            self._groups.end(has_failed=has_failed)
 
     @property
     def last_step(self) -> StepStats:

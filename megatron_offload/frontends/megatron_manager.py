@@ -1,26 +1,23 @@
 """Megatron's manager and chunk handler: documented objects that hold the engine's.
 
-Beside that they own the order in which callers by hand take chunks and groups back, and read the
-argument lists of both eras.
+Beside that they read the argument lists of both eras. Names that only step Megatron's own
+bookkeeping raise an error that says what replaces them (`REPLACED`).
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from inspect import Parameter, Signature
 from operator import attrgetter
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from megatron_offload.backends.base import Backend, Event, Stream, Wait
 from megatron_offload.config import OffloadConfig
 from megatron_offload.core.group import GroupState
-from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.chunk import ChunkOffloadHandler as Chunk
 from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager as Engine
@@ -31,8 +28,6 @@ from megatron_offload.report.tables import print_offload_summary_table
 
 HostState = tuple[torch.device, torch.Tensor, bool]
 
-_OFFLOADED = (GroupState.OFFLOADING, GroupState.ON_HOST)
-
 
 def _form(*required: str, **optional: Any) -> Signature:
     kind = Parameter.POSITIONAL_OR_KEYWORD
@@ -40,7 +35,6 @@ def _form(*required: str, **optional: Any) -> Signature:
     return Signature([Parameter(name, kind, default=value) for name, value in defaults.items()])
 
 
-_COMMIT = (_form("forced_released_tensors"), _form("name", "forced_released_tensors"))
 FORMS = {
     "init_model_chunk_offload_handler": (
         _form("vp_size", "vp_stage", min_offloaded_tensor_size=1024 * 1024),
@@ -54,13 +48,14 @@ FORMS = {
             max_inflight_offloads=None,
         ),
     ),
-    "on_group_commit_forward": _COMMIT,
-    "bulk_offload": _COMMIT,
+    "on_group_commit_forward": (
+        _form("forced_released_tensors"),
+        _form("name", "forced_released_tensors"),
+    ),
     "push_offload_groups": (
         _form("group_hook", "forced_released_tensors"),
         _form("group_hook", "name", "forced_released_tensors"),
     ),
-    "find_group_with_name": (_form("name", start_index=0), _form("groups", "name", start_index=0)),
 }
 """By callable the form of megatron-core 0.16, then that of 0.17 to 0.19."""
 
@@ -115,8 +110,6 @@ class ChunkOffloadHandler:
     chunk: Chunk
     _pool: GPUTensorPool | None
     _in_backward: list[OffloadGroup]
-    _last_pass: list[OffloadGroup]
-    _earlier: list[OffloadGroup]
 
     def __new__(cls, *_: Any, **__: Any) -> ChunkOffloadHandler:
         """Make what answers questions about tensors without ``__init__`` too, as the original."""
@@ -126,8 +119,8 @@ class ChunkOffloadHandler:
     @classmethod
     def _of(cls, manager: PipelineOffloadManager, chunk: Chunk) -> ChunkOffloadHandler:
         handler = object.__new__(cls)
-        handler.manager, handler.chunk, handler._pool = manager, chunk, None
-        handler._in_backward, handler._last_pass, handler._earlier = [], [], []
+        handler.manager, handler.chunk = manager, chunk
+        handler._pool, handler._in_backward = None, []
         return handler
 
     def __init__(
@@ -200,7 +193,9 @@ class ChunkOffloadHandler:
         """Record an activation for the newest open group; the pack hook. Others pass through."""
         if type(tensor) is not torch.Tensor or not self.manager.backend.owns(tensor):
             return tensor
-        return self.chunk.pack(self._pending(), tensor)
+        if not self.chunk.open_groups:
+            raise StateError("no group of this chunk is open: call on_group_start_forward first")
+        return self.chunk.pack(self.chunk.open_groups[-1], tensor)
 
     def tensor_pop(self, tensor_tag: SavedTensor | torch.Tensor) -> torch.Tensor:
         """Return the tensor that `tensor_push` recorded; the unpack hook. Tensors pass through."""
@@ -236,38 +231,18 @@ class ChunkOffloadHandler:
             engine.commit(group, delay=delay)
         return group
 
-    def _pending(self, group: OffloadGroup | None = None, name: str | None = None) -> OffloadGroup:
-        """Return an open group: this one, else the newest of the name."""
-        for pending in reversed(self.chunk.open_groups):
-            if pending is group or (group is None and name in (None, pending.name)):
-                return pending
-        wanted = f"group {group.label}" if group else f"a group {name!r}" if name else "a group"
-        raise StateError(f"{wanted} of this chunk must be open: call on_group_start_forward first")
-
-    def should_bulk_offload(self, group: OffloadGroup | None = None) -> bool:
-        """Whether the policy would move an open group if it ended now; by default the newest."""
-        return self.manager.engine.would_offload(self._pending(group))
-
-    def bulk_offload(self, *args: Any, **kwargs: Any) -> None:
-        """Do as `on_group_commit_forward`; the group must be open."""
-        self._pending(name=read_arguments("bulk_offload", args, kwargs).get("name"))
-        self.on_group_commit_forward(*args, **kwargs)
-
-    def bulk_offload_group(self, group_to_offload: OffloadGroup | None = None) -> None:
-        """Close an open group and move it, whatever the policy says; by default the newest."""
-        group = self._pending(group_to_offload)
-        self.chunk.open_groups.remove(group)
-        self.manager.engine.commit(group, must_move=True)
-
     # Backward
 
     def on_group_commit_backward(self, name: str) -> None:
         """Backward needs a group's data: of the groups of this name that wait, the newest."""
-        group = self.find_group_with_name(self._waiting(), name)
-        if group is None:
+        busy = (*self._in_backward, *self.chunk.open_groups)
+        for group in reversed(self.chunk.groups):
+            if group.name == name and group.state is not GroupState.DONE and group not in busy:
+                break
+        else:
             raise StateError(f"no group {name!r} of this chunk waits for its backward")
         self._in_backward.append(group)
-        self.enter_backward(group)
+        self.manager.engine.enter_backward(group)
 
     def on_group_start_backward(self) -> None:
         """Backward has left the group that `on_group_commit_backward` entered last."""
@@ -275,93 +250,16 @@ class ChunkOffloadHandler:
             raise StateError("no group's backward is under way: call on_group_commit_backward")
         self.manager.engine.leave_backward(self._in_backward.pop())
 
-    def enter_backward(self, group: OffloadGroup) -> None:
-        """Backward has reached the end of a group, for the first time or once more."""
-        self.manager.engine.enter_backward(group)
-        self.manager._take_up(self)
-
-    def _waiting(self) -> list[OffloadGroup]:
-        """Return the groups whose forward is over and whose backward isn't begun, newest first."""
-        busy = (*self._in_backward, *self.chunk.open_groups)
-        done = GroupState.DONE
-        return [g for g in reversed(self.chunk.groups) if g.state is not done and g not in busy]
-
-    def pre_reload_last_layer(self) -> bool:
-        """Reload what backward needs first of this chunk; return whether it was offloaded."""
-        group = next((group for group in self._waiting() if group.state in _OFFLOADED), None)
-        if group is not None:
-            self.manager.engine.reload(group)
-        return group is not None
-
-    def bulk_reload_group(self) -> None:
-        """Reload the group of this chunk that backward needs next: the newest that is offloaded."""
-        if not self.pre_reload_last_layer():
-            raise StateError("no group of this chunk is on the host")
-
-    def bulk_reload(self) -> None:
-        """Reload the next group of this chunk, else of the next one whose forward is over."""
-        if not self.pre_reload_last_layer():
-            following = self.manager.front_backward_chunk()
-            if following is not None and not following.chunk.open_groups:
-                following.pre_reload_last_layer()
-
     # The chunk's groups
-
-    def find_group_with_name(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the first group of a name, or None: of this chunk, or of ``groups``.
-
-        Call forms: ``(name, start_index=0)`` and ``(groups, name, start_index=0)``.
-        """
-        found = read_arguments("find_group_with_name", args, kwargs)
-        groups = found.get("groups", self.chunk.groups)[found["start_index"] :]
-        return next((group for group in groups if group.name == found["name"]), None)
 
     def is_empty_chunk(self, name: str | None = None) -> bool:
         """Whether the chunk has no group, or none of this name."""
         return not any(name in (None, group.name) for group in self.chunk.groups)
 
-    def get_max_deduplicated_groups(self) -> int:
-        """Return how many different group names the chunk has."""
-        return len({group.name for group in self.chunk.groups})
-
     def reset(self) -> None:
-        """Begin another pass over the same groups; what was not committed is kept on the device."""
-        self._last_pass = self._this_pass() or self._last_pass
-        self._earlier = list(self.chunk.groups)
+        """Leave what is open, which is kept on the device, and what backward is in."""
         self.chunk.open_groups.clear()
         self._in_backward.clear()
-
-    def _this_pass(self) -> list[OffloadGroup]:
-        return [group for group in self.chunk.groups if group not in self._earlier]
-
-    def find_next_group(self, name: str | None = None) -> OffloadGroup | None:
-        """Return the group of this name that the last pass had next, or None."""
-        if name is None:
-            raise ValueError("find_next_group needs a group's name")
-        position, names = 0, [group.name for group in self._last_pass]
-        for group in self._this_pass():
-            if group.name in names[position:]:
-                position = names.index(group.name, position) + 1
-        return self.find_group_with_name(self._last_pass, name, position)
-
-    def finish_all_groups(self, name: str | None = None) -> bool:
-        """Whether no group of this pass is open or offloaded, or none of ``name`` is to come."""
-        is_busy = self.chunk.open_groups or any(g.state in _OFFLOADED for g in self._waiting())
-        return (bool(self._this_pass()) and not is_busy) or self.find_next_group(name) is None
-
-
-@dataclass
-class _Order:
-    """What callers by hand have queued in one step of the engine."""
-
-    step_number: int
-    handlers: dict[Chunk, ChunkOffloadHandler] = field(default_factory=dict)
-    queue: deque[ChunkOffloadHandler] = field(default_factory=deque)
-    staged: list[list[ChunkOffloadHandler]] = field(default_factory=list)
-    delayed: list[Callable[[], Any]] = field(default_factory=list)
-    current: ChunkOffloadHandler | None = None
-    reached: GroupKey | None = None
-    """What the engine had reached last when `current` was taken."""
 
 
 class _OneInProcess(type):
@@ -406,7 +304,8 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
         self.in_replay = False
         """Whether a CUDA graph is being replayed: delayed commits wait for the flush only then."""
         self._pool: HostTensorPool | None = None
-        self._by_hand = _Order(self.engine.step_number)
+        self._handler: ChunkOffloadHandler | None = None
+        self._delayed: list[tuple[int, Callable[[], Any]]] = []
 
     @classmethod
     def get_instance(cls) -> PipelineOffloadManager:
@@ -471,7 +370,7 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
         `begin_chunk`. Arguments that fit neither form are a `TypeError`.
         """
         found = read_arguments("init_model_chunk_offload_handler", args, kwargs)
-        chunk = self.engine.begin_chunk(
+        self.engine.begin_chunk(
             vp_stage=found["vp_stage"],
             pp_rank=found.get("pp_rank"),
             min_tensor_elements=found["min_offloaded_tensor_size"],
@@ -479,88 +378,19 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
             delta_bytes_across_pp_ranks=found.get("delta_offload_bytes_across_pp_ranks"),
             max_inflight_groups=found.get("max_inflight_offloads"),
         )
-        if self.engine.records():
-            self._stage(self._handler_of(chunk), found["vp_size"] or 1)
 
     def cur_forward_chunk(self) -> ChunkOffloadHandler | None:
         """Return the chunk whose forward runs, if any."""
         chunk = self.engine.cur_forward_chunk()
-        return None if chunk is None else self._handler_of(chunk)
+        if chunk is None:
+            self._handler = None
+        elif self._handler is None or self._handler.chunk is not chunk:
+            self._handler = ChunkOffloadHandler._of(self, chunk)
+        return self._handler
 
     def pop_forward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
         """Return the chunk whose forward runs; it is never used up."""
         return self.cur_forward_chunk()
-
-    @property
-    def _order(self) -> _Order:
-        order = self._by_hand
-        if order.step_number != self.engine.step_number:
-            self._by_hand = _Order(self.engine.step_number)
-            # A step that is found to be over ends when the first group of the next has begun.
-            chunk = self.engine.cur_forward_chunk()
-            if chunk in order.handlers:
-                self._by_hand.handlers[chunk] = order.handlers[chunk]
-                self.push(order.handlers[chunk])
-        return self._by_hand
-
-    def _handler_of(self, chunk: Chunk) -> ChunkOffloadHandler:
-        return self._order.handlers.setdefault(chunk, ChunkOffloadHandler._of(self, chunk))
-
-    # Chunks in backward, for callers who step through them by hand
-
-    def _stage(self, handler: ChunkOffloadHandler, num_stages: int) -> None:
-        """Queue a chunk of the last stage at once, those before it when their backwards follow."""
-        order = self._order
-        if len(order.staged) != num_stages:
-            order.staged = [[] for _ in range(num_stages)]
-        stage = min(handler.vpp_rank, num_stages - 1)
-        order.staged[stage].append(handler)
-        if stage == num_stages - 1:
-            self.push(handler)
-            self.flush()
-
-    def flush(self) -> None:
-        """Queue the staged chunks for backward, last stage first, once all had as many forwards."""
-        staged = self._order.staged
-        if len({len(handlers) for handlers in staged}) == 1:
-            for handlers in reversed(staged[:-1]):
-                self._order.queue.extend(handlers)
-            staged.clear()
-
-    def push(self, handler: ChunkOffloadHandler) -> None:
-        """Queue a chunk for backward."""
-        self._order.queue.append(handler)
-
-    def front_backward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
-        """Return the queued chunk whose backward is next: the first with a group, of this name."""
-        return next((h for h in self._order.queue if not h.is_empty_chunk(name)), None)
-
-    def pop_backward_chunk(self, name: str | None = None) -> ChunkOffloadHandler:
-        """Make the next queued chunk with a group (of this name) the current one of backward."""
-        queue = self._order.queue
-        while queue:
-            handler = queue.popleft()
-            if not handler.is_empty_chunk(name):
-                self._take_up(handler)
-                return handler
-        of_name = "" if name is None else f" of the name {name!r}"
-        raise StateError(f"no chunk with a group{of_name} is queued for backward: push() it first")
-
-    def cur_backward_chunk(self) -> ChunkOffloadHandler | None:
-        """Return the chunk whose backward was entered last in this step, if any."""
-        order, reached = self._order, self.engine.last_reached
-        if reached is not None and reached != order.reached:
-            order.reached = reached
-            for chunk, handler in order.handlers.items():
-                if chunk.position == reached.chunk:
-                    order.current = handler
-        return order.current
-
-    def _take_up(self, handler: ChunkOffloadHandler) -> None:
-        order = self._order
-        order.current, order.reached = handler, self.engine.last_reached
-        if handler in order.queue:
-            order.queue.remove(handler)
 
     # Hooks
 
@@ -597,15 +427,15 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
             handler.commit(found.get("name"), forced, delay=True)
         else:
             names = (found["name"],) if "name" in found else ()
-            self._order.delayed.append(partial(hook, *names, forced))
+            self._delayed.append((self.engine.step_number, partial(hook, *names, forced)))
 
     def flush_delayed_groups(self) -> None:
         """Issue the copies of all groups that were put off, in the order of their commits."""
         self.engine.flush_delayed_groups()
-        order = self._order
-        hooks, order.delayed = order.delayed, []
-        for hook in hooks:
-            hook()
+        delayed, self._delayed = self._delayed, []
+        for step_number, hook in delayed:
+            if step_number == self.engine.step_number:
+                hook()
 
     # The step
 
@@ -639,3 +469,47 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
         event = event or self.cuda_graph_event
         if event is not None:
             event.record(self.engine.backend.compute_stream())
+
+
+_GROUPS = "offload_groups, which has them in order"
+_FORWARD = "on_group_commit_forward, which asks the policy"
+_BACKWARD = "on_group_commit_backward, which reloads its group and those that are needed next"
+_CHUNKS = "cur_forward_chunk, whose handler serves its backward too"
+
+REPLACED: dict[type, dict[str, str]] = {
+    ChunkOffloadHandler: {
+        "find_group_with_name": _GROUPS,
+        "find_next_group": _GROUPS,
+        "finish_all_groups": _GROUPS,
+        "get_max_deduplicated_groups": _GROUPS,
+        "should_bulk_offload": _FORWARD,
+        "bulk_offload": _FORWARD,
+        "bulk_offload_group": _FORWARD,
+        "pre_reload_last_layer": _BACKWARD,
+        "bulk_reload_group": _BACKWARD,
+        "bulk_reload": _BACKWARD,
+    },
+    PipelineOffloadManager: {
+        "push": _CHUNKS,
+        "flush": _CHUNKS,
+        "front_backward_chunk": _CHUNKS,
+        "pop_backward_chunk": _CHUNKS,
+        "cur_backward_chunk": _CHUNKS,
+    },
+}
+"""Documented names that step through chunks and groups by place, and what to use in their place:
+here groups are found by their graphs, and nothing is stepped through."""
+
+
+def _refusal(name: str, replacement: str) -> Callable[..., NoReturn]:
+    def refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
+        raise StateError(
+            f"{name}() steps Megatron's own bookkeeping, which isn't kept here; use {replacement}"
+        )
+
+    return refuse
+
+
+for _owner, _names in REPLACED.items():
+    for _name, _replacement in _names.items():
+        setattr(_owner, _name, _refusal(_name, _replacement))

@@ -34,6 +34,7 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.frontends.adopt import adopt_model, hook_modules
 from megatron_offload.frontends.around import AroundForwards, followed
 from megatron_offload.memory.host_pool import HostPool
+from megatron_offload.recompute import loss_kernel
 from megatron_offload.recompute.model_loss import (
     causal_loss,
     is_by_rows,
@@ -113,8 +114,9 @@ class OffloadActivations(AroundForwards):
         if min_offload_size < 0:
             raise ValueError(f"min_offload_size can't be negative, got {min_offload_size}")
         if (policy, most_slowdown_percent, memory_target) != (None, None, None):
-            wanted = _policy_of(policy, most_slowdown_percent, memory_target)
-            config = _with_policy(wanted, config, manager)
+            if manager is not None:
+                raise ConfigError("a manager is given, whose config says what is offloaded")
+            config = _with_policy(config, policy, most_slowdown_percent, memory_target)
         manager, settings = followed(self._door, config, manager)
 
         def choose(argument: str, value: Any, default: Any, key: str) -> Any:
@@ -147,9 +149,9 @@ class OffloadActivations(AroundForwards):
             groups = _allocate(self, model, OffloadConfig.model_validate(given), *sizes)
         self.manager = groups.manager
         tuner = self.manager.tuner
-        if not self.manager.rests if tuner is None else _is_orphan(tuner):
+        is_orphan = isinstance(tuner, RowSearch) and tuner.is_orphan
+        if is_orphan or (tuner is None and not self.manager.rests):
             _begin_anew(self.manager)
-        self._depth = 0
         super().__init__(groups)
         is_open = self.manager.tuner is None and self.manager.config.tuned_policy is not None
         self._seeks_model = model is None and is_open
@@ -161,45 +163,26 @@ class OffloadActivations(AroundForwards):
         sizes = self.max_fwd_stash_size, self.min_tensor_size_bytes
         return make, (self.use_pin_memory, self.use_streams, *sizes)
 
-    @property
-    def _search(self) -> RowSearch | None:
-        """What looks for rows, outside of all forwards."""
-        tuner = self.manager.tuner
-        return tuner if isinstance(tuner, RowSearch) and not self._depth else None
-
     def __enter__(self) -> Self:  # type: ignore[override]  # torch's returns nothing
-        search = self._search
-        if search is not None:
-            search.step_begins()
         super().__enter__()
-        if search is not None:
-            search.forward_begins()
-        elif self._seeks_model and not self._depth:
+        if self._seeks_model and self._depth == 1:
             self._seek_model()
-        self._depth += 1
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._depth = max(0, self._depth - 1)
-        has_failed = exception[:1] != (None,)
-        try:
-            search = self._search
-            if search is not None:
-                search.forward_ends(has_failed=has_failed)
-        finally:
-            super().__exit__(*exception)
-            if self._seeking is not None:
-                self._seeking.remove()
-                self._seeking = None
-                has_saved = len(self.manager.decisions.committed) > self._num_committed
-                if self._seeks_model and has_saved and not has_failed:
-                    self._seeks_model = False
-                    self.manager.follow_rows((), is_own=True)
-                    _logger.warning("%s", _NO_MODULE)
+        super().__exit__(*exception)
+        if self._seeking is not None:
+            self._seeking.remove()
+            self._seeking = None
+            has_saved = len(self.manager.decisions.committed) > self._num_committed
+            if self._seeks_model and has_saved and exception[:1] == (None,):
+                self._seeks_model = False
+                self.manager.follow_rows((), is_own=True)
+                _logger.warning("%s", _NO_MODULE)
 
     def _seek_model(self) -> None:
         """Look for rows in the model whose forward comes first: it is the first module called."""
-        if not torch.is_grad_enabled():
+        if self.manager.tuner is not None or not torch.is_grad_enabled():
             return
 
         def found(module: nn.Module, args: Any) -> None:
@@ -218,37 +201,30 @@ class OffloadActivations(AroundForwards):
         self.manager.close()
 
 
-def _policy_of(
-    policy: str | Mapping[str, Any] | None, most: float | None, target: int | str | None
-) -> dict[str, Any]:
-    """Return the section that the arguments mean together."""
+def _with_policy(
+    config: OffloadConfig | None,
+    policy: str | Mapping[str, Any] | None,
+    most: float | None,
+    target: int | str | None,
+) -> OffloadConfig:
+    """Return a configuration with the policy that the arguments mean together."""
     if not isinstance(policy, (str, Mapping, type(None))):
         raise ConfigError(f"policy is a name or a mapping, not a {type(policy).__name__}")
     if isinstance(most, bool):
         raise ConfigError(f"most_slowdown_percent is a number, got {most}")
-    if most is not None and target is not None:
-        raise ConfigError("give most_slowdown_percent or memory_target, not both")
-    found: dict[str, Any] = {"kind": policy} if isinstance(policy, str) else dict(policy or {})
-    given = ("auto", "most_slowdown_percent", most), ("memory_target", "memory_target", target)
-    for kind, key, value in given:
-        if value is None:
-            continue
-        if found.setdefault("kind", kind) != kind or key in found:
-            raise ConfigError(f"{key} is for the policy {kind!r}, and policy={policy!r} besides")
-        found[key] = value
-    return found
-
-
-def _with_policy(
-    policy: Mapping[str, Any], config: OffloadConfig | None, manager: object
-) -> OffloadConfig:
     given = {} if config is None else config.model_dump(exclude_unset=True)
-    if manager is not None:
-        raise ConfigError("a manager is given, whose config says what is offloaded: set it there")
     for key in ("policy", "rows"):
         if given.get(key) is not None:
             raise ConfigError(f"the config's {key} and the arguments both say what is offloaded")
-    return OffloadConfig(**{**given, "policy": policy})
+    found: dict[str, Any] = {"kind": policy} if isinstance(policy, str) else dict(policy or {})
+    wanted = ("auto", "most_slowdown_percent", most), ("memory_target", "memory_target", target)
+    for kind, key, value in wanted:
+        if value is None:
+            continue
+        if found.setdefault("kind", kind) != kind or key in found:
+            raise ConfigError(f"{key} is for the policy {kind!r}, and policy={found!r} besides")
+        found[key] = value
+    return OffloadConfig(**{**given, "policy": found})
 
 
 class _OffloadModel(OffloadActivations):
@@ -264,6 +240,9 @@ class _OffloadModel(OffloadActivations):
         if has_loss and config.names_loss and not self._owners:
             _logger.warning("the loss isn't by rows: it is no causal model of transformers")
         self._loss = causal_loss if config.names_loss else large_causal_loss
+        weight = next(model.parameters(), None) if model is not None and self._owners else None
+        if weight is not None:
+            loss_kernel.prepare(weight.device, weight.dtype)
         self._patched: list[PatchStack] = []
 
     def __enter__(self) -> Self:  # type: ignore[override]  # torch's returns nothing
@@ -285,10 +264,6 @@ def _make(
     return AutomaticGroups(
         manager, "activations", min_tensor_bytes=min_tensor_bytes, max_inflight_tensors=most_tensors
     )
-
-
-def _is_orphan(tuner: object) -> bool:
-    return isinstance(tuner, RowSearch) and tuner.is_orphan
 
 
 def _begin_anew(manager: PipelineOffloadManager) -> None:

@@ -35,7 +35,6 @@ class PipelineOffload(PatchStack):
         models = [stage.submod for stage in stages]
         groups = AutomaticGroups(manager, "stage", finds_steps=False)
         self.on_undo(manager.close)
-        search = None
         if manager.config.tuned_policy is not None:
             hook = partial(_hook, models, manager)
             search = manager.tuner = RowSearch(models, manager, hook)
@@ -44,8 +43,8 @@ class PipelineOffload(PatchStack):
             self.remove_later(adopt_model(stage.submod, manager, is_part=True))
             where = {"vp_stage": place, "pp_rank": stage.group_rank}
             name = f"stage {stage.stage_index}"
-            context = AroundForwards(groups, name=name, **where)
-            self.wrap(stage, "forward_one_chunk", partial(_run_forward, stage, context, search))
+            context = AroundForwards(groups, stage.submod, name=name, **where)
+            self.wrap(stage, "forward_one_chunk", partial(_run_forward, stage, context))
         self.wrap(schedule, "step", partial(_run_step, schedule, groups))
 
     remove = PatchStack.undo
@@ -69,26 +68,10 @@ def _leave(search: RowSearch, hook: Callable[[], None]) -> None:
 
 
 def _run_forward(
-    stage: Any,
-    context: AroundForwards,
-    search: RowSearch | None,
-    forward: Call,
-    *args: Any,
-    **kwargs: Any,
+    stage: Any, context: AroundForwards, forward: Call, *args: Any, **kwargs: Any
 ) -> Any:
-    if not stage.has_backward:
+    with context if stage.has_backward else nullcontext():
         return forward(*args, **kwargs)
-    with context:
-        if search is None:
-            return forward(*args, **kwargs)
-        search.forward_begins(stage.submod)
-        has_failed = True
-        try:
-            output = forward(*args, **kwargs)
-            has_failed = False
-        finally:
-            search.forward_ends(has_failed=has_failed)
-        return output
 
 
 def _run_step(schedule: Any, groups: AutomaticGroups, step: Call, *args: Any, **kwargs: Any) -> Any:

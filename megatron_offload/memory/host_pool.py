@@ -298,6 +298,13 @@ class HostPool:
         most_bytes = min(num_bytes, self.cap_bytes - self.stats.slab_bytes_total)
         self._backend.prepare_host(self.slab_bytes, max(0, -(-most_bytes // self.slab_bytes)))
 
+    def pin_prepared(self) -> None:
+        """Pin what is ready of that: little at a time, it delays no step."""
+        for _ in range(self._backend.num_host_prepared):
+            room_bytes = self.cap_bytes - self.stats.slab_bytes_total
+            if room_bytes < self.slab_bytes or not self._pin(self.slab_bytes):
+                break
+
     def pinned_for(self, in_use_bytes: int) -> int:
         """Return what has to be pinned for so much in use, as far as this pool has seen."""
         return int(in_use_bytes / self._full_share)

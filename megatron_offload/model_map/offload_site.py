@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from megatron_offload.engine.boundary import commit_group, start_group, tick
 from megatron_offload.engine.group import OffloadGroup, Record
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.module_hooks import ModuleHook
+from megatron_offload.engine.module_hooks import ModuleHook, tokens_of
 
 FindManager = Callable[[], PipelineOffloadManager | None]
 """Returns whose forward it is; None where it is no manager's."""
@@ -121,6 +121,7 @@ class OffloadSite:
         find_manager: as there.
         largest: which of its tensors are offloaded; None for all.
         takes: what begins and ends the group in backward: its first and its last tensors.
+        min_tokens: of a call that is a group; one with less is none, unless rows are on trial.
     """
 
     def __init__(
@@ -129,10 +130,11 @@ class OffloadSite:
         find_manager: FindManager,
         largest: LargestTensors | None = None,
         takes: tuple[Take, Take] = (inputs, outputs),
+        min_tokens: int = 0,
     ) -> None:
-        self.name, self.largest = name, largest
+        self.name, self.largest, self._min_tokens = name, largest, min_tokens
         self._find_manager, (self._first, self._last) = find_manager, takes
-        self._open: list[PipelineOffloadManager] = []
+        self._open: list[PipelineOffloadManager | None] = []
 
     def hook(self, module: nn.Module) -> list[RemovableHandle]:
         """Let each call of a module be a group."""
@@ -144,8 +146,12 @@ class OffloadSite:
     def begin(self, module: nn.Module, args: Any, passed: Any) -> None:
         """Begin a group."""
         manager = self._find_manager()
-        if manager is not None:
-            self._open.append(manager)
+        if manager is None:
+            return
+        least = 0 if manager.rows_are_on_trial else self._min_tokens
+        is_short = least > 0 and tokens_of(args, passed) < least
+        self._open.append(None if is_short else manager)
+        if not is_short:
             pick = None if self.largest is None else self.largest.begin()
             start_group(manager, self._first(args, passed), self.name, pick)
             manager.__enter__()
@@ -157,8 +163,9 @@ class OffloadSite:
         """
         if self._open and self._find_manager() is not None:
             manager = self._open.pop()
-            manager.__exit__()
-            commit_group(manager, self._last(args, passed), self.name)
+            if manager is not None:
+                manager.__exit__()
+                commit_group(manager, self._last(args, passed), self.name)
 
     def close(self, module: nn.Module, args: Any, output: Any) -> None:
         """End all that are open: the forward ended without calling the last module, or raised."""

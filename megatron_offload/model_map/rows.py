@@ -24,6 +24,8 @@ class FoundRows(NamedTuple):
     recomputed: dict[str, str]
     """The site's name in its row, by which its bytes are counted."""
     offloaded: dict[str, RowConfig]
+    min_tokens: dict[str, int]
+    """Of what is recomputed in long calls alone."""
 
     def drops_output(self, path: str) -> bool:
         """Whether what a module returns is recomputed too, where it is saved."""
@@ -55,7 +57,7 @@ def find_rows(
         ConfigError: a row names what the model doesn't have, or what can't be hooked, or two rows
             are about one module.
     """
-    found, layers = FoundRows({}, {}), layers_of(modules)
+    found, layers = FoundRows({}, {}, {}), layers_of(modules)
     compiled = compiled_parts(modules.values())
     known: dict[str, RowConfig] = {}
     for row in rows:
@@ -65,6 +67,8 @@ def find_rows(
         paths = [path for layer in numbered for path in _within(layer, row.site, modules)]
         if not is_part and layers and row.last_layer > max(layers.values()):
             raise ConfigError(f"row {row}: {_missing(row, layers, [], modules)}")
+        if is_part and row.min_tokens and row.site in MEGATRON_MODULES:
+            raise ConfigError(f"row {row}: groups that Megatron's layers mark take no min_tokens")
         if is_part and (row.site in MEGATRON_MODULES or not numbered):
             continue  # a group that Megatron's layers mark, or of another part
         if row.recompute and row.site in UNITS and not paths:
@@ -92,7 +96,7 @@ def find_rows(
                 )
             known[path] = row
             if row.recompute:
-                found.recomputed[path] = row.site
+                found.recomputed[path], found.min_tokens[path] = row.site, row.min_tokens
             else:
                 found.offloaded[path] = row
     return found

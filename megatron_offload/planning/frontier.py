@@ -61,6 +61,8 @@ class Plan(NamedTuple):
     freed_bytes: int
     us: float
     copied_bytes: int
+    min_tokens: int = 0
+    """Of the calls in which it is followed."""
 
     def rows(self) -> tuple[RowConfig, ...]:
         """Return the plan as a person writes it."""
@@ -70,9 +72,10 @@ class Plan(NamedTuple):
                 layers.setdefault(part, []).append(number)
         rows = []
         for (site, what), numbers in layers.items():
-            does = {"recompute": True} if what == "recompute" else {"offload": what}
+            does: dict[str, Any] = {"recompute": True} if what == "recompute" else {"offload": what}
             is_everywhere = site in (*UNITS, MODEL)  # functions know no layer
             which = "all" if is_everywhere else ranges(numbers)
+            does |= {"min_tokens": self.min_tokens} if self.min_tokens else {}
             rows.append(RowConfig.model_validate({"site": site, "layers": which, **does}))
         return tuple(rows)
 
@@ -161,7 +164,7 @@ def _moves(
                 if worth > best[0]:
                     best = worth, {number: after}
         for with_units in () if has_units else _with_units(taken, choices):
-            before, after = Action((), *plans[-1][1:]), total(with_units.values())
+            before, after = total(taken.values()), total(with_units.values())
             worth = _worth(before, after, price)
             if worth > best[0] and _fits(taken, with_units, left):
                 best = worth, with_units

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -106,6 +106,10 @@ class StageWork:
     host_us_per_group: float = 0.0
     """What it takes besides for a marked group, where there is an engine."""
 
+    def with_recompute(self, names: Collection[str] | None) -> StageWork:
+        """Return the same work with some units recomputed; None: all."""
+        return replace(self, groups=tuple(group.with_recompute(names) for group in self.groups))
+
     def slowness(self, *, has_engine: bool) -> float:
         """Return by how much the host draws out the stage's passes: the slower of two counts."""
         host_us = self.host_us
@@ -127,9 +131,8 @@ class RankSettings:
     """Likewise."""
     offloads: bool = True
     """Whether anything may be offloaded."""
-    recompute: tuple[frozenset[str], ...] | None = None
-    """The units that are recomputed, by virtual stage, none where one is left out; None: all
-    of default kinds."""
+    recompute: Collection[str] | None = None
+    """The units that are recomputed; None: all of default kinds."""
 
 
 LIMITS = ("max_inflight_bytes", "prefetch_bytes")  # the budgets of `RankSettings`
@@ -157,13 +160,11 @@ class Job:
     optimizer_host_bytes: tuple[int, ...] = ()
     """Per pipeline rank: what optimizer offload keeps on the host; none for nothing."""
 
-    def with_recompute(self, rank: int, recompute: Sequence[Collection[str]] | None) -> Job:
-        """Return the same step, with units of a rank recomputed as `RankSettings` says."""
-        stages, chosen = list(self.stages), dict(enumerate(recompute or ()))
-        for place, stage in enumerate(self.schedule.stages_of(rank)):
-            names = None if recompute is None else chosen.get(place, ())
-            groups = tuple(work.with_recompute(names) for work in stages[stage].groups)
-            stages[stage] = replace(stages[stage], groups=groups)
+    def with_recompute(self, rank: int, names: Collection[str] | None) -> Job:
+        """Return the same step, with units of a rank recomputed; None: all."""
+        stages = list(self.stages)
+        for stage in self.schedule.stages_of(rank):
+            stages[stage] = stages[stage].with_recompute(names)
         return replace(self, stages=tuple(stages))
 
     @property

@@ -10,7 +10,7 @@ issue on, and host memory is taken from the issue of the offload to that of the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TypeAlias
@@ -87,9 +87,7 @@ class RankWork:
             depends on the schedule and on sizes alone, not on what is offloaded.
     """
 
-    def __init__(
-        self, job: Job, rank: int, recompute: Sequence[Collection[str]] | None = ()
-    ) -> None:
+    def __init__(self, job: Job, rank: int, recompute: Collection[str] | None = ()) -> None:
         self.job = job = job.with_recompute(rank, recompute)
         self.rank = rank
         self._num_chunks = 0  # forwards that have a group

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from megatron_offload.core.policy_config import AutoConfig
+from megatron_offload.core.row_config import MODEL, UNITS
 from megatron_offload.core.units import format_bytes
 from megatron_offload.planning.frontier import Action, Part, Plan, frontier
 
@@ -30,6 +31,7 @@ _LEAST_GAIN_SHARE = 64  # plans that differ by less of the memory are the same
 _HOPE = 1.3  # of what a step may cost, what may be predicted of a plan that is tried all the same
 _LARGE_GAIN_SHARE = 16  # of the memory, by how much more such a plan has to free
 _MARGIN_SHARE = 96  # of a target, what is left to spare
+_SHORT_SHARE = 0.98  # of what the longest forward needs with a plan, what others need without
 _MOST_FITS = 6  # so many plans are followed until a target is kept
 
 _Places: TypeAlias = tuple[int, ...]
@@ -57,6 +59,8 @@ class Stage:
         reserved_bytes: what was reserved; None where that isn't known.
         target_bytes: what is to be reserved at most; None where that doesn't matter.
         link_bytes: as in `frontier`.
+        tokens: of forwards so far, where their lengths may decide what is done in each.
+        saved_bytes: in a forward of the size that ``actions`` are of.
 
     Attributes:
         plans: the frontier of what wasn't refused.
@@ -72,7 +76,10 @@ class Stage:
         reserved_bytes: int | None = 0,
         target_bytes: int | None = None,
         link_bytes: Mapping[int, float] | None = None,
+        tokens: Sequence[float] = (),
+        saved_bytes: int = 0,
     ) -> None:
+        self._tokens, self._saved_bytes = tokens, saved_bytes
         self._actions, self._link_bytes, self._refused = actions, link_bytes, set[Part]()
         self.num_inflight, self.bare_bytes = num_inflight, bare_bytes
         self._reserved_bytes, self.target_bytes = reserved_bytes, target_bytes
@@ -81,14 +88,28 @@ class Stage:
     def refuse(self, parts: Iterable[Part]) -> None:
         """Plan without these from here on."""
         self._refused |= set(parts)
-        self.plans = frontier(
+        plans = frontier(
             {
                 number: [one for one in actions if self._refused.isdisjoint(one.parts)]
                 for number, actions in self._actions.items()
             },
             self._link_bytes,
         )
+        self.plans = [self._when_long(plan) for plan in plans]
         self.place, self.tried = 0, list[tuple[int, Slowdown | None, int]]()
+
+    def _when_long(self, plan: Plan) -> Plan:
+        """Let a plan be followed in long forwards alone: others need less than those with it.
+
+        What it takes is then that of all forwards together.
+        """
+        parts = {site for action in plan.actions.values() for site, _ in action.parts}
+        if not (self._tokens and plan.freed_bytes) or any(map(_has_no_length, parts)):
+            return plan
+        share = max(0.0, 1 - plan.freed_bytes / max(1, self._saved_bytes))
+        min_tokens = int(_SHORT_SHARE * share * max(self._tokens))
+        busy = busy_share(self._tokens, min_tokens)
+        return plan if busy == 1 else plan._replace(us=busy * plan.us, min_tokens=min_tokens)
 
     @property
     def plan(self) -> Plan:
@@ -137,6 +158,16 @@ class Stage:
         return self.num_inflight * self.plans[place].freed_bytes
 
 
+def _has_no_length(site: str) -> bool:
+    """Whether a site is in no layer, or is given what has been routed to it."""
+    return site in (MODEL, *UNITS) or site.endswith(".experts")
+
+
+def busy_share(tokens: Sequence[float], min_tokens: float) -> float:
+    """Return how much of these forwards is in those that are so long."""
+    return sum(x for x in tokens if x >= min_tokens) / max(1, sum(tokens))
+
+
 class RowChoice:
     """Chooses a plan for each stage, until what was tried keeps what was promised.
 
@@ -179,8 +210,11 @@ class RowChoice:
         policy = self._limited
         if policy is not None and self._num_measured < _MOST_MEASURED:
             limit = policy.most_slowdown_percent
-            is_clear = found is not None and (found.low > limit or found.high < limit)
-            if found is None or not is_clear or found.high - found.low >= _LEAST_DOUBT:
+            if found is None:
+                return False
+            doubt = found.high - found.low
+            is_too_slow = found.low > limit and doubt < found.percent
+            if not is_too_slow and (found.high >= limit or doubt >= _LEAST_DOUBT):
                 return False
         self._num_measured = 0
         self._tried.append((self._rung, found))

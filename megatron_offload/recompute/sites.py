@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from operator import eq
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from megatron_offload.engine.module_hooks import (
     expression_of,
     hooks_of,
     is_own_hook,
+    tokens_of,
 )
 from megatron_offload.model_map.structure import find_sites, layers_of
 from megatron_offload.model_map.watch import SavedMemory
@@ -106,12 +108,16 @@ def sites_of(modules: Mapping[str, nn.Module], units: Collection[str]) -> dict[s
 
 
 def recompute_modules(
-    modules: Mapping[str, nn.Module], sites: Mapping[str, str], find_manager: FindManager
+    modules: Mapping[str, nn.Module],
+    sites: Mapping[str, str],
+    find_manager: FindManager,
+    min_tokens: Mapping[str, int] = MappingProxyType({}),
 ) -> list[RemovableHandle]:
     """Let modules be recomputed, by their dotted name that of their unit.
 
     The hooks of an earlier call on the same modules go. ``find_manager`` returns whose forward it
-    is when one of them runs; None where it is no manager's.
+    is when one of them runs; None where it is no manager's. ``min_tokens`` are those of a call that
+    runs again, unless rows are on trial.
     """
     layers, compiled = layers_of(modules), compiled_parts(modules.values())
     handles, said = [], set[str]()
@@ -124,7 +130,7 @@ def recompute_modules(
             continue
         if site is None or not site.is_still(unit, module):
             site = _HookedSite(path or type(module).__name__, unit, module)
-        site.serve(find_manager, said)
+        site.serve(find_manager, said, min_tokens.get(path, 0))
         if module in compiled:  # a hook would be part of its graph, and change its random numbers
             site.warn("it is compiled")
             continue
@@ -173,9 +179,9 @@ class _HookedSite(Site):
         """Under way, where the inside is kept: no hooks say so."""
         self._tables = ModuleTables(module)
 
-    def serve(self, find_manager: FindManager, said: set[str]) -> None:
+    def serve(self, find_manager: FindManager, said: set[str], min_tokens: int) -> None:
         """Ask another for the manager; ``said`` is why sites of the model were kept so far."""
-        self._find_manager, self._said = find_manager, said
+        self._find_manager, self._said, self._min_tokens = find_manager, said, min_tokens
 
     def is_still(self, unit: str, module: nn.Module) -> bool:
         """Whether what is known of it holds for a module of this unit."""
@@ -210,6 +216,9 @@ class _HookedSite(Site):
             return None
         may = manager.may_drop if self.drops_inside else manager.may_recompute
         if not may(self.unit):
+            return None
+        least = 0 if manager.rows_are_on_trial else self._min_tokens
+        if least and tokens_of(args, kwargs) < least:
             return None
         leaves, spec = args, None
         if kwargs or any(isinstance(x, (tuple, list, dict)) for x in args):

@@ -9,15 +9,15 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_offload.core.trace import PIPELINE_WAIT, STREAMS, ByteCount, Counter, Span, StepTrace
 from megatron_offload.core.units import byte_unit, format_bytes, format_us
-from megatron_offload.errors import require
+from megatron_offload.errors import ConfigError, require
+from megatron_offload.planning.found import FoundStage
 from megatron_offload.report.console import printable
-from megatron_offload.report.tables import TradeOff
 
 require("altair", "vl_convert")
 import altair as alt  # noqa: E402 - what is missing was said
@@ -51,6 +51,18 @@ _POINTS = {
 
 MOST_TIMELINES = 64  # ranks in one page; hundreds would be of no help
 _COLUMNS = 2000  # of a step, fewer of more ranks than 16; what is shorter is drawn together
+
+
+class TradeOffPoint(NamedTuple):
+    """One setting of a job; sorted, that of the least memory is first."""
+
+    peak_bytes: int
+    """Peak device memory of the rank that needs most."""
+    step_time_percent: float
+    """Step time against no offload: 3.1 means 3.1 % longer."""
+    label: str
+    kind: str = "measured"
+    """How it is known, of `_POINTS`; ``plan`` is the one that is followed."""
 
 
 def timeline_chart(trace: StepTrace, end_us: float, num_ranks: int = 1) -> Any:
@@ -122,23 +134,46 @@ def overview_chart(traces: Sequence[StepTrace], end_us: float) -> Any:
     return chart.interactive(name="zoom", bind_y=False)
 
 
-def tradeoff_chart(tradeoff: TradeOff) -> Any:
+def points_of(stage: FoundStage) -> list[TradeOffPoint]:
+    """Return the plans that a run has found; none where what they need isn't known.
+
+    Raises:
+        ConfigError: one takes a time that is no number, or too large to be drawn.
+    """
+    if not stage.bare_bytes:
+        return []
+    points = []
+    for place, (plan, size) in enumerate(zip(stage.plans, stage.needed_bytes(), strict=True)):
+        known: dict[str, float] = {"predicted": plan.predicted_percent}
+        if plan.measured_percent:
+            known["measured"] = plan.measured_percent[0]
+        if place == stage.followed:
+            known["plan"] = known.pop("measured", plan.predicted_percent)
+        size, label = max(0, size), f"plan {place}"
+        points += [TradeOffPoint(size, percent, label, kind) for kind, percent in known.items()]
+    if not all(-100.0 <= point.step_time_percent <= 1e6 for point in points):
+        raise ConfigError(
+            f"no chart can show a predicted_percent or measured_percent of stage {stage.name!r}"
+        )
+    return points
+
+
+def tradeoff_chart(points: Collection[TradeOffPoint]) -> Any:
     """Return a chart of memory against step time; a line joins what nothing beats in both.
 
     Numbers count from 1 by memory, the least first.
     """
-    scale, unit = byte_unit(max(point.peak_bytes for point in tradeoff.points))
+    scale, unit = byte_unit(max(point.peak_bytes for point in points))
     rows, least = [], dict.fromkeys(_POINTS, math.inf)
-    for number, point in enumerate(tradeoff.by_memory, start=1):
+    for number, point in enumerate(sorted(points), start=1):
         percent, kind = point.step_time_percent, point.kind
         row = {"number": number, "setting": point.label, "how": kind, "percent": percent}
         row |= {"memory": point.peak_bytes / scale, "bytes": format_bytes(point.peak_bytes)}
         rows.append(row | {"is_best": percent < least[kind]})
         least[kind] = min(percent, least[kind])
     room = alt.Scale(zero=False, padding=35)
-    # A title of the channel would become part of an expression, with its quotes and backslashes.
-    axis = alt.Axis(title=_safe(f"peak {tradeoff.memory} of the rank that needs most ({unit})"))
-    points = _chart(rows).encode(
+    axis = alt.Axis(title=f"peak memory of the rank that needs most ({unit})")
+    base = _chart(rows).encode(
         x=alt.X("memory:Q", axis=axis, scale=room),
         y=alt.Y("percent:Q", title="step time against no offload (%)", scale=room),
     )
@@ -147,13 +182,13 @@ def tradeoff_chart(tradeoff: TradeOff) -> Any:
     colors = _by("Color", "how", {kind: color for kind, (color, _) in used.items()})
     shapes = _by("Shape", "how", {kind: shape for kind, (_, shape) in used.items()})
     layers = [
-        points.transform_filter("datum.is_best").mark_line(opacity=0.6).encode(color=colors),
-        points.mark_point(size=90, filled=True, opacity=1).encode(
+        base.transform_filter("datum.is_best").mark_line(opacity=0.6).encode(color=colors),
+        base.mark_point(size=90, filled=True, opacity=1).encode(
             color=colors, shape=shapes, tooltip=tips
         ),
     ]
     for how, dy, align in (("measured", -13, "center"), ("plan", 15, "left")):
-        texts = points.transform_filter(f"datum.how == '{how}'").mark_text(dy=dy, align=align)
+        texts = base.transform_filter(f"datum.how == '{how}'").mark_text(dy=dy, align=align)
         layers.append(texts.encode(text="setting:N"))  # others are named by their tooltips
     return alt.layer(*layers, width=760, height=380).interactive()
 

@@ -23,7 +23,7 @@ from megatron_offload.core.units import format_bytes, format_us
 from megatron_offload.errors import require
 from megatron_offload.files.text import read_text
 from megatron_offload.planning.found import RunFrontier
-from megatron_offload.report.tables import TradeOff, found_rows
+from megatron_offload.report.tables import found_rows
 
 _TEMPLATES = Path(__file__).parent / "templates"
 
@@ -126,7 +126,8 @@ def render_report(report: Report) -> str:
     traces = report.traces[: plots.MOST_TIMELINES]
     end_us = plots.last_us(traces)
     script = _script()
-    curves = [(stage, TradeOff.of(stage)) for stage in report.found.stages] if report.found else []
+    stages = report.found.stages if report.found else ()
+    curves = [(stage, plots.points_of(stage)) for stage in stages]
     page = environment.get_template("report.html").render(
         report=report,
         timelines=[(trace, plots.timeline_chart(trace, end_us, len(traces))) for trace in traces],

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Any
 
-from pydantic import Field
 from rich.table import Table
 
 from megatron_offload.core.row_config import RowConfig
 from megatron_offload.core.units import format_bytes
-from megatron_offload.files.strict_model import StrictModel
 from megatron_offload.planning.found import FoundStage
 from megatron_offload.planning.row_choice import Slowdown
 from megatron_offload.report.console import console, plain_table
@@ -118,54 +116,3 @@ def found_table(stage: FoundStage, chosen: int) -> Table:
     """Return a line for each of `found_rows`."""
     columns = ["plan", "", "rows", "frees", "needs", "predicted", "measured"]
     return plain_table(f"Plans of stage {stage.name}", columns, 3, found_rows(stage, chosen=chosen))
-
-
-_Kind: TypeAlias = Literal["measured", "predicted", "plan"]
-
-
-class TradeOffPoint(StrictModel):
-    """One setting of a job."""
-
-    label: str = Field(max_length=200)
-
-    peak_bytes: int = Field(ge=0, lt=2**63)
-    """Peak device memory of the rank that needs most."""
-
-    step_time_percent: float = Field(ge=-100.0, le=1e6)
-    """Step time against no offload: 3.1 means 3.1 % longer."""
-
-    kind: _Kind = "measured"
-    """How it is known; ``plan`` is the one that is followed."""
-
-
-class TradeOff(StrictModel):
-    """The points of one job."""
-
-    memory: str = Field(max_length=200)
-    """What ``peak_bytes`` is the peak of, such as "reserved memory"."""
-
-    points: Annotated[tuple[TradeOffPoint, ...], Field(min_length=1, max_length=10_000)]
-
-    @property
-    def by_memory(self) -> list[TradeOffPoint]:
-        """The points, that of the least memory first."""
-        return sorted(self.points, key=lambda point: (point.peak_bytes, point.step_time_percent))
-
-    @classmethod
-    def of(cls, stage: FoundStage) -> TradeOff | None:
-        """Return the plans that a run has found; None where what they need isn't known."""
-        if not stage.bare_bytes:
-            return None
-        points = []
-        for place, (plan, size) in enumerate(zip(stage.plans, stage.needed_bytes(), strict=True)):
-            known: dict[_Kind, float] = {"predicted": plan.predicted_percent}
-            if plan.measured_percent:
-                known["measured"] = plan.measured_percent[0]
-            if place == stage.followed:
-                known["plan"] = known.pop("measured", plan.predicted_percent)
-            label, size = f"plan {place}", max(0, size)
-            points += [
-                TradeOffPoint(label=label, peak_bytes=size, step_time_percent=percent, kind=kind)
-                for kind, percent in known.items()
-            ]
-        return cls(memory="memory", points=tuple(points))

@@ -148,8 +148,8 @@ def test_a_plan_is_tried_once_its_memory_is_ready_and_the_allocator_is_left_alon
         kinds.append(job.search._kind)
     assert kinds[: kinds.index("trying")].count("bare") == 6 + 9
     assert job.manager.rows
-    # Behind the first steps with groups, and at the end: not for each plan.
-    assert trims == ["warming", "rows"]
+    # At the end: until then steps without rows need that memory.
+    assert trims == ["rows"]
 
 
 def test_copies_take_more_of_a_replay_and_less_of_its_link():

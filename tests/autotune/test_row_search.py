@@ -241,14 +241,27 @@ def test_of_forwards_of_several_lengths_in_a_step_the_first_is_looked_at():
 
 
 def test_lengths_that_are_drawn_anew_are_one_program():
-    job = LayeredJob(0.001, policy=auto(20))
-    rows = job.found((8, 16, 24, 40)).plan.rows()
-    num_steps = len(job.steps)
-    for length in (8, 40, 64, 3, 24):
-        bare_us = length * 10.0 * 6 * 3
-        assert bare_us < job.step(length) <= 1.2 * bare_us
-    assert num_steps < 60
+    job, lengths = LayeredJob(0.001, policy=auto(20)), (8, 16, 24, 40)
+    search = job.found(lengths)
+    rows, num_steps = search.plan.rows(), len(job.steps)
+    job.step(40)
+    longest_bytes, took_us, bare_us = job.peak_bytes, 0.0, 0.0
+    for length in (8, 40, 64, 3, 24, 16):
+        own_us = length * 10.0 * 6 * 3
+        is_long = length >= search.plan.min_tokens
+        assert (job.step(length) > own_us) == is_long, "others take nothing"
+        if length in lengths:
+            assert job.peak_bytes <= longest_bytes, "and need no more than the longest has left"
+            took_us, bare_us = took_us + job.steps[-1][1], bare_us + own_us
+    assert 8 < search.plan.min_tokens <= 40
+    assert 10 < 100 * (took_us / bare_us - 1) <= 20
+    assert num_steps < 80
     assert job.manager.rows == rows
+
+
+def test_lengths_that_are_all_alike_need_no_choice():
+    rows = LayeredJob(0.001, policy=auto(20)).found((16,)).plan.rows()
+    assert {row.min_tokens for row in rows} == {0}
 
 
 def test_much_longer_steps_are_looked_at_where_nothing_was_found_before(monkeypatch):
@@ -292,6 +305,8 @@ def test_the_ranks_of_a_large_job_are_answered_at_once():
                 "reserved_bytes": 1 << 36,
                 "target_bytes": None,
                 "bare_us": 5000.0,
+                "tokens": [],
+                "saved_bytes": 1 << 35,
             }
         )
     began_s = time.thread_time()
@@ -428,6 +443,20 @@ def test_where_memory_runs_out_later_more_is_freed():
     job.step()
     assert search.plan.freed_bytes > before
     assert job.steps[-1][2] < job.steps[-2][2]
+
+
+def test_where_memory_runs_out_in_a_short_forward_it_has_rows_too():
+    job = LayeredJob(0.001, policy=auto(10))
+    search = job.found((8, 16, 24, 40))
+    assert search.plan.min_tokens > 8
+    search._own.place = len(search._own.plans) - 1  # none frees more
+    job.capacity_bytes = 20_000
+    with pytest.raises(torch.OutOfMemoryError):
+        job.step(8)
+    job.capacity_bytes = None
+    job.step(8)
+    assert {row.min_tokens for row in job.manager.rows} == {0}
+    assert job.manager.last_step.recomputed_bytes > 0
 
 
 @pytest.mark.parametrize("gbps", [0.001, 1.0])

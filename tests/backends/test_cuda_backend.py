@@ -110,16 +110,17 @@ def test_pages_that_were_touched_ahead_are_pinned_first_and_the_rest_goes(runtim
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     backend.prepare_host(8 * KIB, 2)
     deadline = time.monotonic() + 10
-    while len(backend._ahead._ready) < 2 and time.monotonic() < deadline:
+    while len(backend._ahead.ready) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     ahead = [
-        torch.frombuffer(pages, dtype=torch.uint8).data_ptr() for pages in backend._ahead._ready
+        torch.frombuffer(pages, dtype=torch.uint8).data_ptr() for pages in backend._ahead.ready
     ]
     assert not runtime.pinned
+    assert backend.num_host_prepared == 2
     other = backend.empty_host(4 * KIB)
     regions = [backend.empty_host(8 * KIB) for _ in range(3)]
     assert [region.data_ptr() for region in regions[:2]] == ahead
-    assert len(runtime.pinned) == 4
+    assert (len(runtime.pinned), backend.num_host_prepared) == (4, 0)
     backend.prepare_host(8 * KIB, 1)
     backend.prepare_host(8 * KIB, 0)
     del other, regions

@@ -160,17 +160,6 @@ def test_the_clock_counts_what_was_skipped(passes):
     assert paper.window.step_bytes == (70 if passes else 80)
 
 
-def test_what_is_reloaded_by_hand_is_held():
-    paper = Paper(10, 10)
-    paper.decisions.begin_step(None)
-    first, _, last = paper.forward(10, 10, 10)
-    assert (first.state, last.state) == (GroupState.ON_HOST, GroupState.OFFLOADING)
-    for group in (first, last, last):
-        paper.decisions.reload_group(group)
-    assert paper.asked[-2:] == ["reload 0", "cancel 2"]
-    assert paper.budget.held_bytes == 20
-
-
 def test_a_graph_that_outlives_its_step_counts_for_nothing():
     paper = Paper(0, 10)
     paper.decisions.begin_step(None)

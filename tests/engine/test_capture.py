@@ -123,7 +123,7 @@ def test_what_was_reloaded_and_was_not_read_is_joined_too():
         graphs += [forward(model, manager, seed=seed) for seed in range(2)]
         graphs[1].backward()
         for group in manager.decisions.groups():
-            manager.reload(group)
+            manager.enter_backward(group)
         manager.reset()
     in_use = manager.host_pool.stats.in_use_bytes
     graphs.clear()

@@ -63,9 +63,9 @@ def test_a_device_that_watches_nothing_is_given_back_what_dropped_graphs_hold(mo
     group = manager.start_group(chunk, "g")
     records = [chunk.pack(group, torch.randn(256)) for _ in range(2)]
     chunk.close_group("g")
-    manager.commit(group, must_move=True)
+    manager.commit(group)
     manager.join_offloads()
-    manager.reload(group)
+    manager.enter_backward(group)
     waits, wait = [], manager.backend.wait
     monkeypatch.setattr(manager.backend, "wait", lambda *args: (waits.append(args[2]), wait(*args)))
     records.pop()

@@ -34,7 +34,7 @@ def test_what_is_read_before_the_groups_end_is_not_emptied(is_leaf):
     record = chunk.pack(group, saved(is_leaf))
     before = record.unpack()
     assert group.blocks() == [record.block]
-    manager.commit(group, must_move=True)
+    manager.commit(group)
     manager.join_offloads()
     assert record.block.released
     assert torch.equal(before, torch.arange(1024.0))

@@ -130,7 +130,7 @@ def test_a_graph_may_be_dropped_on_another_stream(timing, is_read, retained_byte
             assert_same(expected, found)
         else:
             for group in manager.decisions.groups():
-                manager.reload(group)
+                manager.enter_backward(group)
         with backend.computing_on(backend.side_stream):
             del x, outputs
         manager.reset()

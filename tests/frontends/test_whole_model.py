@@ -32,17 +32,23 @@ from megatron_offload.frontends.whole_model import (
 )
 from megatron_offload.memory.host_pool import HostPool
 
-BUDGETS = {"max_inflight_bytes": None, "prefetch_bytes": None}
+ROOMY = {"max_inflight_bytes": None, "prefetch_bytes": None}
 TIGHT = {"max_inflight_bytes": 0, "prefetch_bytes": 4096}
 """So tight that even these models have to move all they save."""
 
 
 def make_offload(timing="late", *, max_fwd_stash_size=5, min_offload_size=0, **settings):
-    settings = {**BUDGETS, "min_tensor_bytes": min_offload_size, **settings}
+    settings = {**ROOMY, "min_tensor_bytes": min_offload_size, **settings}
     manager = make_manager(timing, **settings)
     return OffloadActivations(
         max_fwd_stash_size=max_fwd_stash_size, min_offload_size=min_offload_size, manager=manager
     )
+
+
+def made(name, seed=1):
+    """Return a model of the zoo, and its inputs."""
+    model, inputs = zoo.make(name)
+    return model, inputs(torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("timing", TWO_TIMINGS)
@@ -123,9 +129,6 @@ def of_one_array_twice(context):
     return [p.grad for p in model.parameters()]
 
 
-ROOMY = {"max_inflight_bytes": None, "prefetch_bytes": None}
-
-
 @pytest.mark.parametrize(
     "settings", [TIGHT, {**TIGHT, "checking": True}, ROOMY], ids=["tight", "checked", "roomy"]
 )
@@ -159,8 +162,7 @@ def test_a_model_may_have_a_sparse_buffer():
 
 
 def test_backward_inside_the_block_is_right_too():
-    model, inputs = zoo.make("transformer")
-    x = inputs(torch.Generator().manual_seed(1))
+    model, x = made("transformer")
     torch.manual_seed(2)
     zoo.loss_of(model, x).backward()
     expected = [p.grad.clone() for p in model.parameters()]
@@ -176,8 +178,7 @@ def test_backward_inside_the_block_is_right_too():
 
 
 def test_blocks_may_nest():
-    model, inputs = zoo.make("views")
-    x = inputs(torch.Generator().manual_seed(1))
+    model, x = made("views")
     expected = torch.autograd.grad(zoo.loss_of(model, x), list(model.parameters()))
     outer, inner = make_offload(), make_offload()
     for _ in range(3):
@@ -195,12 +196,12 @@ def test_blocks_may_nest():
 
 def test_an_evaluation_and_a_dropped_graph_change_nothing():
     offload = make_offload()
-    model, inputs = zoo.make("transformer")
+    model, x = made("transformer")
     for _ in range(3):
         with offload, torch.no_grad():
-            zoo.loss_of(model, inputs(torch.Generator().manual_seed(9)))
+            zoo.loss_of(model, x)
         with offload:
-            dropped = zoo.loss_of(model, inputs(torch.Generator().manual_seed(9)))
+            dropped = zoo.loss_of(model, x)
         del dropped
         zoo.assert_exact("transformer", offload, steps=1)
 
@@ -211,8 +212,7 @@ def test_a_graph_that_is_kept_for_good_does_not_keep_the_step_from_ending(
 ):
     monkeypatch.setattr(manager_file, "_MOST_CHUNKS", 6)
     offload = make_offload(**TIGHT)
-    model, inputs = zoo.make("views")
-    x = inputs(torch.Generator().manual_seed(9))
+    model, x = made("views", seed=9)
 
     def step(context):
         with context:
@@ -302,11 +302,11 @@ def fail(*_):
 
 def test_an_error_in_forward_leaves_the_next_step_right():
     offload = make_offload()
-    model, inputs = zoo.make("transformer")
+    model, x = made("transformer")
     for broken in (model.output, model.layers[1].linear1, model.layers[0].norm1):
         handle = broken.register_forward_pre_hook(fail)
         with pytest.raises(RuntimeError, match="on purpose"), offload:
-            model(inputs(torch.Generator().manual_seed(9)))
+            model(x)
         handle.remove()
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         gc.collect()  # the exception's traceback held the graph
@@ -331,8 +331,7 @@ def test_an_error_in_backward_leaves_the_next_step_right():
 
 
 def test_a_backward_may_run_twice():
-    model, inputs = zoo.make("transformer")
-    x = inputs(torch.Generator().manual_seed(1))
+    model, x = made("transformer")
     parameters = list(model.parameters())
     torch.manual_seed(2)
     expected = torch.autograd.grad(zoo.loss_of(model, x), parameters)
@@ -418,8 +417,8 @@ def test_the_groups_are_the_same_whatever_is_recomputed():
 
 
 def test_what_is_recomputed_in_a_backward_inside_the_block_is_kept():
-    model, inputs = zoo.make("reentrant")
-    x = inputs(torch.Generator().manual_seed(1)).requires_grad_()
+    model, x = made("reentrant")
+    x.requires_grad_()
     offload = make_offload(**TIGHT)
     with offload:
         loss = zoo.loss_of(model, x)
@@ -509,7 +508,7 @@ def test_on_the_compute_stream_nothing_has_to_be_held_for_copies():
     offload = OffloadActivations(
         use_streams=False,
         min_offload_size=0,
-        manager=make_manager("eager", copy_streams=False, **BUDGETS),
+        manager=make_manager("eager", copy_streams=False, **ROOMY),
     )
     x = torch.ones(100, requires_grad=True)
     with offload:
@@ -595,7 +594,7 @@ def test_the_head_is_kept_on_the_device(name, recwarn):
     is_image = name == "classifier"
     inputs = torch.randn(3, 3, 12, 12) if is_image else torch.randint(0, 40, (3, 12))
     context = get_act_offloading_ctx_manager(
-        model, True, min_offload_size=0, manager=make_manager(**BUDGETS)
+        model, True, min_offload_size=0, manager=make_manager(**ROOMY)
     )
     assert isinstance(context, OffloadActivations)
     assert not [w for w in recwarn if "output head" in str(w.message)]
@@ -613,12 +612,12 @@ def num_tensors(context):
 
 
 def test_a_head_that_raises_leaves_no_hooks_behind():
-    model, inputs = zoo.make("transformer")
-    context = get_act_offloading_ctx_manager(model, True, manager=make_manager(**BUDGETS))
+    model, x = made("transformer")
+    context = get_act_offloading_ctx_manager(model, True, manager=make_manager(**ROOMY))
     model.output.register_forward_pre_hook(fail)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="on purpose"), context:
-            model(inputs(torch.Generator().manual_seed(1)))
+            model(x)
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
@@ -679,7 +678,7 @@ def test_buffers_of_the_model_are_kept():
     model.register_buffer("table", torch.randn(32, 32))
     with pytest.warns(UserWarning, match="no output head"):
         context = get_act_offloading_ctx_manager(
-            model, True, min_offload_size=0, manager=make_manager(**BUDGETS)
+            model, True, min_offload_size=0, manager=make_manager(**ROOMY)
         )
     x = torch.randn(32, 32, requires_grad=True)
     with context:
@@ -689,9 +688,8 @@ def test_buffers_of_the_model_are_kept():
 
 def test_groups_are_left_when_their_tensors_are_gone():
     offload = make_offload()
-    model, inputs = zoo.make("transformer")
     with offload:
-        loss = zoo.loss_of(model, inputs(torch.Generator().manual_seed(1)))
+        loss = zoo.loss_of(*made("transformer"))
     groups = list(offload.manager.decisions.groups())
     loss.backward()
     left = [group for group in groups if group.state is GroupState.DONE]
@@ -934,7 +932,7 @@ def test_a_policy_can_be_given_as_arguments(given, expected):
     ("given", "message"),
     [
         ({"policy": "auto", "memory_target": "1GiB"}, "memory_target is for the policy"),
-        ({"most_slowdown_percent": 1, "memory_target": "1GiB"}, "not both"),
+        ({"most_slowdown_percent": 1, "memory_target": "1GiB"}, "memory_target is for the policy"),
         ({"policy": "modules", "config": OffloadConfig(policy="auto")}, "config's policy and the"),
         ({"memory_target": "1GiB", "config": OffloadConfig(rows=[])}, "config's rows and the arg"),
         ({"policy": "auto", "manager": make_manager()}, "a manager is given"),

@@ -139,31 +139,45 @@ def test_at_a_door_that_marks_nothing_too(module):
 
 
 class Fused(torch.nn.Module):
-    """A model that is one fused layer."""
+    """A model that is one fused layer; it saves ``wide`` times as much in between."""
 
-    def __init__(self, module):
+    def __init__(self, module, wide=1):
         super().__init__()
         self.module, self.norm = module, torch.nn.Parameter(torch.rand(WIDTH))
-        self.one, self.two = (torch.nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(2))
+        self.one = torch.nn.Parameter(torch.randn(WIDTH, wide * WIDTH))
+        self.two = torch.nn.Parameter(torch.randn(wide * WIDTH, WIDTH))
 
     def forward(self, x):
-        x = x * 2
         return _LayerNormMLP.apply(x, self.norm, self.one, self.two, self.module, None)
+
+
+def row_of(unit):
+    return {"site": unit, "recompute": True}
+
+
+def adopted(model, rows):
+    manager = make_manager(rows=list(rows))
+    adopt_model(model, manager, is_part=True)
+    return manager
+
+
+def take_step(model, manager, x=None):
+    x = torch.randn(ROWS, 1, WIDTH) if x is None else x
+    with manager.step():
+        manager.begin_chunk()
+        model(x * 2).square().mean().backward()
 
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_a_row_of_functions_alone_drops_what_they_make(unit, module, caplog):
     torch.manual_seed(0)
     model, x = torch.nn.Sequential(Fused(module)), torch.randn(ROWS, 1, WIDTH)
-    model(x).square().mean().backward()
+    model(x * 2).square().mean().backward()
     expected = [one.grad for one in model.parameters()]
-    manager = make_manager(rows=[{"site": unit, "recompute": True}])
-    adopt_model(model, manager, is_part=True)
+    manager = adopted(model, [row_of(unit)])
     for _ in range(3):  # the first is watched, the second shows that the bits are the same
         model.zero_grad()
-        with manager.step():
-            manager.begin_chunk()
-            model(x).square().mean().backward()
+        take_step(model, manager, x)
         assert_same(expected, [one.grad for one in model.parameters()])
     step = manager.last_step
     assert (step.recomputed_bytes, step.offloaded_bytes) == (BYTES, 0)
@@ -172,13 +186,10 @@ def test_a_row_of_functions_alone_drops_what_they_make(unit, module, caplog):
 
 
 def test_each_row_of_functions_is_counted_by_its_name(module):
-    manager = make_manager(rows=[{"site": unit, "recompute": True} for unit in UNITS])
     model = torch.nn.Sequential(Fused(module), Fused(module))
-    adopt_model(model, manager, is_part=True)
+    manager = adopted(model, map(row_of, UNITS))
     for _ in range(3):
-        with manager.step():
-            manager.begin_chunk()
-            model(torch.randn(ROWS, 1, WIDTH)).square().mean().backward()
+        take_step(model, manager)
     by_name = manager.last_step.by_name
     assert {unit: by_name[unit].recomputed_bytes for unit in UNITS} == dict.fromkeys(
         UNITS, 2 * BYTES
@@ -188,62 +199,43 @@ def test_each_row_of_functions_is_counted_by_its_name(module):
 class GradientCheckpointingLayer(torch.nn.Module):
     """A layer by its name."""
 
-    def __init__(self, module):
+    def __init__(self, module, wide=1):
         super().__init__()
-        self.mlp = Fused(module)
+        self.mlp = Fused(module, wide)
 
     def forward(self, x):
-        return self.mlp(x)
+        return self.mlp(x * 2)
+
+
+def layers(module, num=2):
+    return torch.nn.Sequential(*(GradientCheckpointingLayer(module) for _ in range(num)))
 
 
 @pytest.mark.parametrize("most", [1, 2, "all"])
 def test_what_a_site_recomputes_is_not_kept_where_some_of_its_tensors_are_offloaded(module, most):
-    rows = [{"site": unit, "recompute": True} for unit in UNITS]
-    manager = make_manager(rows=[*rows, {"site": "mlp", "offload": most}])
-    model = torch.nn.Sequential(*(GradientCheckpointingLayer(module) for _ in range(2)))
-    adopt_model(model, manager, is_part=True)
+    model = layers(module)
+    manager = adopted(model, [*map(row_of, UNITS), {"site": "mlp", "offload": most}])
     for _ in range(3):
-        with manager.step():
-            manager.begin_chunk()
-            model(torch.randn(ROWS, 1, WIDTH)).square().mean().backward()
+        take_step(model, manager)
         assert manager.last_step.recomputed_bytes == 4 * BYTES
         assert manager.last_step.offloaded_bytes == 2 * BYTES * (1 if most == 1 else 2)
 
 
 @pytest.mark.parametrize("most", [1, "all"])
 def test_rows_of_functions_that_come_later_have_their_effect(module, most):
-    row = {"site": "mlp", "offload": most}
-    manager = make_manager(rows=[row])
-    model = torch.nn.Sequential(*(GradientCheckpointingLayer(module) for _ in range(2)))
-    found = []
-    for rows in ([row], [row, *({"site": unit, "recompute": True} for unit in UNITS)]):
+    row, model = {"site": "mlp", "offload": most}, layers(module)
+    manager, found = make_manager(rows=[row]), []
+    for rows in ([row], [row, *map(row_of, UNITS)]):
         manager.follow_rows(OffloadConfig(rows=rows).rows)
         adopt_model(model, manager, is_part=True)
         for _ in range(3):
-            with manager.step():
-                manager.begin_chunk()
-                model(torch.randn(ROWS, 1, WIDTH)).square().mean().backward()
+            take_step(model, manager)
         found.append(manager.last_step.recomputed_bytes)
     assert found == [0, 4 * BYTES]
 
 
-class Wide(torch.nn.Module):
-    """Saves what it is given, which its layer saves too, and four times as much in between."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module, self.norm = module, torch.nn.Parameter(torch.rand(WIDTH))
-        self.one = torch.nn.Parameter(torch.randn(WIDTH, 4 * WIDTH))
-        self.two = torch.nn.Parameter(torch.randn(4 * WIDTH, WIDTH))
-
-    def forward(self, x):
-        return _LayerNormMLP.apply(x, self.norm, self.one, self.two, self.module, None)
-
-
 class SharingLayer(GradientCheckpointingLayer):
-    def __init__(self, module):
-        super().__init__(module)
-        self.mlp = Wide(module)
+    """Saves what its part is given, which saves it too."""
 
     def forward(self, x):
         x = x * 2
@@ -251,15 +243,10 @@ class SharingLayer(GradientCheckpointingLayer):
 
 
 def test_what_is_recomputed_is_none_of_the_largest_tensors_that_a_row_offloads(module):
-    rows = [{"site": "mlp_act", "recompute": True}, {"site": "mlp", "offload": 2}]
-    manager = make_manager(rows=rows)
-    model = torch.nn.Sequential(*(SharingLayer(module) for _ in range(2)))
-    adopt_model(model, manager, is_part=True)
-    with manager.step():
-        manager.begin_chunk()
-        x = torch.randn(ROWS, 1, WIDTH, requires_grad=True)
-        with pytest.raises(ConfigError, match="so nothing would be freed"):
-            model(x)
+    model = torch.nn.Sequential(*(SharingLayer(module, wide=4) for _ in range(2)))
+    manager = adopted(model, [row_of("mlp_act"), {"site": "mlp", "offload": 2}])
+    with pytest.raises(ConfigError, match="so nothing would be freed"):
+        take_step(model, manager, torch.randn(ROWS, 1, WIDTH, requires_grad=True))
 
 
 class Frozen(torch.nn.Module):
@@ -267,7 +254,7 @@ class Frozen(torch.nn.Module):
 
     def __init__(self, module):
         super().__init__()
-        self.layers = torch.nn.ModuleList(GradientCheckpointingLayer(module) for _ in range(3))
+        self.layers = layers(module, 3)
 
     def forward(self, x):
         before = self.num_storages()
@@ -283,13 +270,10 @@ class Frozen(torch.nn.Module):
 
 
 def test_layers_that_save_nothing_hold_nothing_in_a_forward_that_is_watched(module):
-    manager = make_manager(rows=[{"site": unit, "recompute": True} for unit in UNITS])
     model, x = Frozen(module), torch.randn(ROWS, 1, WIDTH)
-    adopt_model(model, manager, is_part=True)
+    manager = adopted(model, map(row_of, UNITS))
     for _ in range(2):
-        with manager.step():
-            manager.begin_chunk()
-            model(x).square().mean().backward()
+        take_step(model, manager, x)
 
 
 @pytest.mark.parametrize(("units", "made"), [((), {}), (("mlp_act",), {"mlp_act": BYTES})])

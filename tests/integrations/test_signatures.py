@@ -29,8 +29,6 @@ VALUES = {
     "activation_offload_fraction": 0.25,
     "max_inflight_offloads": 5,
     "name": "core_attn",
-    "start_index": 0,
-    "groups": [],
 }
 
 

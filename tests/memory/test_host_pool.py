@@ -31,6 +31,12 @@ class Unpinnable(SimulatedBackend):
         return super().empty_host(num_bytes)
 
 
+class Ready(SimulatedBackend):
+    """Has so many slabs ready to be pinned."""
+
+    num_host_prepared = 3
+
+
 @pytest.fixture
 def backend():
     return SimulatedBackend(SimulatedConfig())
@@ -428,3 +434,14 @@ def test_what_pieces_waste_of_their_slabs_is_kept_pinned_with_them(backend):
     lend_and_free()
     assert pool.stats.slab_bytes_total == 8 * 8 * KIB
     assert pool.shrink(pool.pinned_for(used_bytes // 2)) >= 3 * 8 * KIB
+
+
+@pytest.mark.parametrize(("cap", "num_slabs"), [(1024, 3), (130, 2), (10, 0)])
+def test_what_is_ready_is_pinned_as_far_as_the_cap_allows(cap, num_slabs):
+    pool = make(Ready(SimulatedConfig()), cap=cap * KIB)
+    pool.pin_prepared()
+    assert pool.stats.slab_bytes_total == num_slabs * 64 * KIB
+    regions = [pool.allocate(64 * KIB) for _ in range(num_slabs)]
+    assert pool.stats.slab_bytes_total == num_slabs * 64 * KIB, "it serves what comes"
+    for region in regions:
+        pool.free(region, None)

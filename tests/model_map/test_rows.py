@@ -8,6 +8,7 @@ import gc
 import threading
 import types
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from llama_programs import make_model as make_llama
 from llama_programs import train as train_llama
 from processes import torchrun
-from programs import assert_nothing_left, make_manager
+from programs import assert_nothing_left, assert_same, make_manager
 from small_net import WIDTH, Block, Mlp, around, make_net
 from torch import nn
 
@@ -57,9 +58,21 @@ def take_steps(net, context=None, lengths=(8, 8, 8), num_forwards=1):
     return [*found, torch.get_rng_state()]
 
 
-def assert_equal(expected, found):
-    assert len(expected) == len(found)
-    assert all(map(torch.equal, expected, found))
+def check(make, rows, *given, **settings):
+    """Compare the steps of a net with rows to those without; return the context after them."""
+    expected, net = take_steps(make(), None, *given), make()
+    context = around(net, rows, **settings)
+    assert_same(expected, take_steps(net, context, *given))
+    assert context.end_step()
+    return context
+
+
+def changed_net(change):
+    """Return a net, of which each layer was changed by a function."""
+    net = make_net()
+    for layer in net.layers:
+        change(layer)
+    return net
 
 
 ROWS = {
@@ -84,12 +97,7 @@ ROWS = {
 @pytest.mark.parametrize("num_forwards", [1, 2])
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 def test_rows_keep_every_bit_and_do_what_they_say(rows, num_forwards):
-    lengths = (8, 8, 12, 5, 8)
-    expected = take_steps(make_net(), None, lengths, num_forwards)
-    net = make_net()
-    context = around(net, rows, **AT_ONCE)
-    assert_equal(expected, take_steps(net, context, lengths, num_forwards))
-    assert context.end_step()
+    context = check(make_net, rows, (8, 8, 12, 5, 8), num_forwards, **AT_ONCE)
     by_name = context.last_step.by_name
     assert {*by_name} == {row["site"] for row in rows}
     for row in rows:
@@ -178,6 +186,44 @@ def test_the_clock_goes_by_layers_without_rows():
     assert stats.kept_bytes == stats.num_late_reloads == 0
 
 
+LONG = {
+    "offload": {"site": "mlp", "offload": "all", "min_tokens": 20},
+    "the largest": {"site": "mlp", "offload": 2, "min_tokens": 20},
+    "recompute": {"site": "layer", "recompute": True, "min_tokens": 20},
+}
+
+
+@pytest.mark.parametrize("row", LONG.values(), ids=LONG)
+@pytest.mark.parametrize("lengths", [(8, 10, 9, 12, 8), (12, 9, 9, 10, 3)], ids=str)
+def test_rows_of_long_forwards_leave_others_alone(row, lengths):
+    bare, net = make_net(), make_net()
+    context = around(net, [row], **AT_ONCE)
+    for length in lengths:
+        assert_same(take_steps(bare, None, (length,)), take_steps(net, context, (length,)))
+        assert context.end_step() == (2 * length >= 20), "nothing of ours was in others"
+        assert_nothing_left(context.manager)
+    does = context.last_step.by_name[row["site"]]
+    assert does.offloaded_bytes + does.recomputed_bytes > 0
+
+
+def test_a_short_forward_that_raises_ends_no_group_of_a_long_one():
+    net = make_net()
+    context = around(net, [LONG["offload"]], **AT_ONCE)
+    with context:
+        long = net(torch.randint(50, (2, 12))).square().mean()
+        with pytest.raises(IndexError):
+            net(torch.full((2, 3), 99))
+        fail = net.layers[1].mlp.down.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            net(torch.randint(50, (2, 3)))
+        fail.remove()
+        last = net(torch.randint(50, (2, 12))).square().mean()
+    (long + last).backward()
+    context.end_step()
+    assert context.last_step.by_name["mlp"].num_groups == 2 * 4
+    assert_nothing_left(context.manager)
+
+
 def test_nothing_is_looked_at_again(monkeypatch):
     made = []
     real = watch.SavedMemory.__init__
@@ -224,24 +270,13 @@ class Shared(nn.Module):
 
 
 def test_what_others_save_of_a_site_is_kept_where_the_rest_is_freed():
-    def make():
-        net = make_net()
-        for layer in net.layers:
-            layer.q = Shared()
-        return net
-
-    expected, net = take_steps(make()), make()
-    context = around(net, [{"site": "q", "offload": "all"}], **AT_ONCE)
-    assert_equal(expected, take_steps(net, context))
-    context.end_step()
+    net = changed_net(lambda layer: setattr(layer, "q", Shared()))
+    context = check(lambda: net, [{"site": "q", "offload": "all"}], **AT_ONCE)
     assert context.last_step.by_name["q"].offloaded_bytes == 4 * 2 * 8 * WIDTH * 4
     with pytest.raises(ConfigError, match=r"layers\.0\.k also save"):
         take_steps(net, around(net, [{"site": "q", "offload": 2}]))
-    context = around(
-        net, [{"site": "q", "offload": "all"}, {"site": "k", "offload": "all"}], **AT_ONCE
-    )
-    assert_equal(expected, take_steps(net, context))
-    context.end_step()
+    rows = [{"site": "q", "offload": "all"}, {"site": "k", "offload": "all"}]
+    context = check(lambda: net, rows, **AT_ONCE)
     by_name = context.last_step.by_name  # nothing is left out any more
     assert by_name["q"].offloaded_bytes + by_name["k"].offloaded_bytes == 2 * 4 * 2 * 8 * WIDTH * 4
 
@@ -260,6 +295,8 @@ def test_what_others_save_of_a_site_is_kept_where_the_rest_is_freed():
         ({"site": "loss", "offload": 1}, "by_rows: true is for site: loss"),
         ({"site": "mlp", "ofload": 1}, "did you mean 'offload'"),
         ({"site": "attention", "offload": 1}, "no layer has a site 'attention'"),
+        ({"site": "norm", "recompute": True, "min_tokens": 9}, "min_tokens is for modules of"),
+        ({"site": "mlp", "offload": 1, "min_tokens": -1}, "greater than or equal to 0"),
     ],
     ids=lambda value: "",
 )
@@ -288,17 +325,11 @@ def test_rows_are_refused_beside_what_says_the_same_and_where_no_model_is_given(
 
 
 def test_rows_of_compiled_layers_keep_every_bit():
-    def compiled():
-        net = make_net()
-        for layer in net.layers:
-            layer.mlp = torch.compile(layer.mlp, backend="aot_eager")
-        return net
+    def compile_mlp(layer):
+        layer.mlp = torch.compile(layer.mlp, backend="aot_eager")
 
-    expected = take_steps(compiled())
-    net = compiled()
-    context = around(net, [{"site": "mlp", "offload": "all"}], **AT_ONCE)
-    assert_equal(expected, take_steps(net, context))
-    context.end_step()
+    rows = [{"site": "mlp", "offload": "all"}]
+    context = check(partial(changed_net, compile_mlp), rows, **AT_ONCE)
     assert context.last_step.by_name["mlp"].offloaded_bytes > 0
 
 
@@ -307,15 +338,12 @@ def test_rows_serve_a_manager_by_hand_and_copies_of_its_model():
     expected = take_steps(make_net())
     net, manager = make_net(), make_manager(rows=rows, min_tensor_bytes=0, max_inflight_bytes=0)
 
-    class Step(contextlib.AbstractContextManager):
+    class Step(contextlib.nullcontext):
         def __enter__(self):
             manager.reset()
 
-        def __exit__(self, *_):
-            pass
-
     with offload_modules(net, [], manager=manager):
-        assert_equal(expected, take_steps(net, Step()))
+        assert_same(expected, take_steps(net, Step()))
         manager.reset()
         assert manager.last_step.by_name["mlp"].offloaded_bytes > 0
         assert manager.last_step.by_name["norm"].recomputed_bytes > 0
@@ -336,17 +364,26 @@ def test_rows_that_a_run_has_found_offload_whatever_else_is_listed():
     assert manager.last_step.by_name["mlp"].offloaded_bytes > 0
 
 
-def test_a_forward_that_raises_leaves_rows_as_they_were():
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+@pytest.mark.parametrize("row", [ROWS["offload all of the MLPs"], ROWS["recompute norms"]])
+def test_a_forward_that_raises_leaves_rows_as_they_were(row, error):
+    def stop(*_):
+        raise error
+
     expected = take_steps(make_net(), None, (8, 8))
     net = make_net()
-    context = around(net, [{"site": "mlp", "offload": "all"}], **AT_ONCE)
+    context = around(net, row, **AT_ONCE)
     for layer in (net.layers[1].mlp.down, net.head):
-        handle = layer.register_forward_pre_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError), context:
+        handle = layer.register_forward_pre_hook(stop)
+        with pytest.raises(error), context:
             net(torch.randint(50, (2, 8)))
         handle.remove()
         assert owner_of_hooks() is None
-    assert_equal(expected, take_steps(net, context, (8, 8)))
+        assert context.manager.observers == []
+    assert_same(expected, take_steps(net, context, (8, 8)))
+    context.end_step()
+    does = context.last_step.by_name[row[0]["site"]]
+    assert does.offloaded_bytes + does.recomputed_bytes > 0
 
 
 def test_a_model_with_rows_is_freed_by_reference_counts():
@@ -376,14 +413,11 @@ LLAMA_ROWS = {
 
 @pytest.mark.parametrize("rows", LLAMA_ROWS.values(), ids=LLAMA_ROWS)
 def test_rows_of_a_llama_keep_every_bit(rows):
-    expected, context = [], None
-    model = make_llama(None)
-    for _ in range(3):
-        expected += train_llama(model, contextlib.nullcontext())
-    model = make_llama(None)
+    plain, model = make_llama(None), make_llama(None)
     context = around(model, rows)
-    found = [one for _ in range(3) for one in train_llama(model, context)]
-    assert_equal(expected, found)
+    for _ in range(3):
+        expected = train_llama(plain, contextlib.nullcontext())
+        assert_same(expected, train_llama(model, context))
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
@@ -403,38 +437,16 @@ def test_parts_of_compiled_graphs_are_left_alone_by_the_watch():
         graphs.append(graph)
         return graph.forward
 
-    def compiled():
-        net = make_net()
-        for layer in net.layers:
-            layer.mlp = torch.compile(layer.mlp, backend=backend, fullgraph=True)
-        return net
+    def compile_mlp(layer):
+        layer.mlp = torch.compile(layer.mlp, backend=backend, fullgraph=True)
 
-    expected = take_steps(compiled())
+    expected = take_steps(changed_net(compile_mlp))
     torch.compiler.reset()
     num_graphs = len(graphs)
     graphs.clear()
-    net = compiled()
-    assert_equal(expected, take_steps(net, around(net, [{"site": "norm", "recompute": True}])))
+    net = changed_net(compile_mlp)
+    assert_same(expected, take_steps(net, around(net, [{"site": "norm", "recompute": True}])))
     assert len(graphs) == num_graphs
-
-
-def test_an_interrupt_in_the_watched_forward_leaves_no_hook():
-    expected = take_steps(make_net(), None, (8, 8))
-    net = make_net()
-    context = around(net, [{"site": "norm", "recompute": True}])
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    handle = net.head.register_forward_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt), context:
-        net(torch.randint(50, (2, 8)))
-    handle.remove()
-    assert owner_of_hooks() is None
-    assert context.manager.observers == []
-    assert_equal(expected, take_steps(net, context, (8, 8)))
-    context.end_step()
-    assert context.last_step.by_name["norm"].recomputed_bytes > 0
 
 
 def test_another_thread_neither_ends_the_watch_nor_is_in_the_context():
@@ -464,20 +476,14 @@ class Gated(Mlp):
 
 
 def test_outputs_are_dropped_where_modules_and_those_around_them_save_them():
-    def make():
-        net = make_net()
-        for layer in net.layers:
-            layer.mlp = Gated()
-            layer.forward = types.MethodType(
-                lambda self, x: x + self.mlp(self.norm(x)) * self.norm(x).cos(), layer
-            )
-        return net
+    def change(layer):
+        layer.mlp = Gated()
+        layer.forward = types.MethodType(
+            lambda self, x: x + self.mlp(self.norm(x)) * self.norm(x).cos(), layer
+        )
 
     rows = [{"site": "mlp.act", "recompute": True}, {"site": "norm", "recompute": True}]
-    expected, net = take_steps(make()), make()
-    context = around(net, rows)
-    assert_equal(expected, take_steps(net, context))
-    context.end_step()
+    context = check(partial(changed_net, change), rows)
     by_name, of_layers = context.last_step.by_name, 4 * 2 * 8 * 4
     assert by_name["mlp.act"].recomputed_bytes == of_layers * 4 * WIDTH
     assert by_name["norm"].recomputed_bytes == of_layers * 2 * WIDTH
@@ -498,17 +504,14 @@ def test_a_forward_whose_model_is_not_called_itself_is_watched_too():
 
 
 def test_a_model_that_has_changed_and_a_copy_are_watched_anew():
-    net, rows = (
-        make_net(),
-        [{"site": "norm", "recompute": True}, {"site": "mlp", "recompute": True}],
-    )
+    net, rows = make_net(), [{"site": site, "recompute": True} for site in ("norm", "mlp")]
     take_steps(net, around(net, rows))
     for layer in net.layers:
         layer.q = nn.Sequential(nn.Identity(), layer.q)
     for model in (net, copy.deepcopy(net)):
         expected = take_steps(copy.deepcopy(model))
         context = around(model, rows)
-        assert_equal(expected, take_steps(model, context))
+        assert_same(expected, take_steps(model, context))
         context.end_step()
         assert context.last_step.by_name["norm"].recomputed_bytes > 0
         assert context.last_step.by_name["mlp"].recomputed_bytes > 0
@@ -527,7 +530,7 @@ def test_a_copy_of_a_model_with_rows_has_its_layers_recomputed():
     take_steps(net, around(net, [{"site": "mlp", "recompute": True}]))
     copied = copy.deepcopy(net)
     context = around(copied, [{"site": "layer", "recompute": True}])
-    assert_equal(take_steps(make_net()), take_steps(copied, context))
+    assert_same(take_steps(make_net()), take_steps(copied, context))
     context.end_step()
     assert context.last_step.by_name["layer"].recomputed_bytes > 0
 
@@ -597,6 +600,7 @@ def test_rows_that_are_printed_can_be_read():
         RowConfig(site="mlp", layers="0-2,7", offload=2),
         RowConfig(site="attention", layers=3, offload="all"),
         RowConfig(site="layer", layers="4-5", recompute=True),
+        RowConfig(site="mlp.act", recompute=True, min_tokens=4096),
         RowConfig(site="loss", by_rows=True),
     )
     assert OffloadConfig(rows=f"[{', '.join(map(str, rows))}]").rows == rows
@@ -642,16 +646,12 @@ def test_reloads_are_in_time_whatever_the_length_of_the_step_before():
 def test_a_row_of_norms_means_all_of_known_classes():
     net = make_net()
     offload = around(net, [{"site": "norm", "layers": "1-2", "recompute": True}])
-    for _ in range(2):
-        with offload:
-            loss = net(torch.arange(8)).sum()
-        loss.backward()
-        del loss
-        offload.end_step()
-    assert offload.last_step.by_name["norm"].recomputed_bytes == 2 * 8 * WIDTH * 4
+    take_steps(net, offload)
+    offload.end_step()
+    assert offload.last_step.by_name["norm"].recomputed_bytes == 2 * 2 * 8 * WIDTH * 4
 
 
 def test_a_row_of_norms_where_there_are_none_is_refused_with_what_there_is():
-    net = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4)) for _ in range(2)))
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(2)))
     with pytest.raises(ConfigError, match="no layer has a site 'norm'"):
         around(net, [{"site": "norm", "recompute": True}])

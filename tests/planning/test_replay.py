@@ -100,7 +100,7 @@ def test_labels_and_memory_are_kept_only_where_they_are_asked_for():
 def test_what_is_recomputed_is_there_in_its_own_forward_and_backward_alone():
     norm = (UnitWork("norm", 6, 0.5),)
     job = one_rank(work(10, units=norm), work(1000))
-    settings = replace(NO_OFFLOAD, recompute=(frozenset({"norm", "other"}),))
+    settings = replace(NO_OFFLOAD, recompute={"norm", "other"})
     program = replay(job, 0, settings)
     assert program.peak_device_bytes == 1004
     assert program.arguments == [1.0, 1.0, 2.0, 2.5]
@@ -119,25 +119,8 @@ def test_what_it_is_made_from_is_reloaded_before():
         kept=frozenset({GroupKey(0, 1), GroupKey(0, 2)}),
         max_inflight_bytes=0,
         prefetch_bytes=0,
-        recompute=(frozenset({"act"}),),
+        recompute={"act"},
     )
     # The first group is on the host until the second's backward makes from it what it needs.
     assert kinds(replay(job, 0, settings)) == "COACC" + "CRACC"
     assert kinds(replay(job, 0, replace(settings, recompute=()))) == "COACC" + "CCRAC"
-
-
-def test_units_are_recomputed_where_a_virtual_stage_says_so():
-    units = (UnitWork("act", 10, 0.5),)
-    passes = tuple(
-        Pass(stage, PassKind(kind), 0) for stage, kind in ((0, "F"), (1, "F"), (1, "B"), (0, "B"))
-    )
-    job = Job(Schedule("any", 2, 1, (passes,)), (StageWork((work(20, units=units),)),) * 2, (0,))
-    for names, made in (
-        ((), 0),
-        (("act",), 10),
-        (("act", ""), 10),
-        (("", "act"), 10),
-        (("act",) * 2, 20),
-    ):
-        settings = RankSettings(recompute=tuple(frozenset({name}) for name in names))
-        assert replay(job, 0, settings).recomputed_bytes == made

@@ -83,9 +83,28 @@ def test_steps_go_on_until_what_they_show_is_clear():
     choice.next()
     doubtful = Slowdown(2.5, 1.0, 4.0)
     assert [choice.note(doubtful, {"a": 0}, 8) for _ in range(4)] == [False, False, False, True]
-    for clear in (Slowdown(1.0, 0.5, 1.5), Slowdown(9.0, 8.5, 9.5)):
+    for clear in (Slowdown(1.0, 0.5, 1.5), Slowdown(9.0, 6.0, 12.0)):
         choice.next()
         assert choice.note(clear, {"a": 0}, 8)
+    for wide in (Slowdown(1.0, -0.5, 2.5), Slowdown(9.0, 3.5, 14.5)):
+        assert not choice.note(wide, {"a": 0}, 1)
+
+
+def test_a_plan_is_for_forwards_that_need_more_than_the_longest_does_with_it():
+    tokens = [100, 50, 50, 30]
+    own = stage(num_layers=10, us=8.0, bare_bytes=10 * MIB, tokens=tokens, saved_bytes=10 * MIB)
+    for number, plan in enumerate(own.plans):
+        least = plan.min_tokens
+        expected = 98 - 9.8 * number if 0 < number < 7 else 0
+        assert expected - 1 < least <= expected, "those that are for all forwards say nothing of it"
+        share = sum(x for x in tokens if x >= least) / sum(tokens)
+        assert plan.us == pytest.approx(share * number * 8.0)
+        assert {row.min_tokens for row in plan.rows()} == ({least} if number else set())
+    for site, what in (("norm", "recompute"), ("model", "all"), ("mlp.experts", "recompute")):
+        action = Action(((site, what),), MIB, 1.0)
+        alone = Stage({0: (action,)}, bare_bytes=2 * MIB, tokens=tokens, saved_bytes=2 * MIB)
+        assert alone.plans[-1].freed_bytes == MIB
+        assert alone.plans[-1].min_tokens == 0, site
 
 
 def test_each_stage_keeps_its_own_target_by_the_lightest_plan_that_does():

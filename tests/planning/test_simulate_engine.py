@@ -162,7 +162,7 @@ def run_step(manager, job, passes, settings):
         for one in passes:
             if one.kind is PassKind.FORWARD:
                 chunk = manager.begin_chunk(vp_stage=one.stage)
-                chunk.rules.recompute = settings.recompute[one.stage]
+                chunk.rules.recompute = settings.recompute
                 own, groups = [], job.stages[one.stage].groups
                 x = torch.ones(1, requires_grad=True) * 1.0
                 for work, following in zip_longest(groups, groups[1:]):
@@ -241,9 +241,7 @@ def backward_of(num_stages, microbatch):
 
 
 def random_settings(rng, job, *, with_units=False, room=1):
-    recompute = [
-        frozenset(rng.choice(["", "a", "b", "ab"]) if with_units else "") for _ in job.stages
-    ]
+    recompute = frozenset(rng.choice(["", "a", "b", "ab"]) if with_units else "")
     keys = [group.key for group in RankWork(job, 0).profile.groups]
     kept = frozenset(key for key in keys if rng.random() < 0.1)
     limits = (rng.choice([None, 0, *sizes]) for sizes in ((16, 32, 64), (32, 64)))
@@ -252,7 +250,7 @@ def random_settings(rng, job, *, with_units=False, room=1):
         kept=kept,
         max_inflight_bytes=inflight_bytes,
         prefetch_bytes=prefetch_bytes,
-        recompute=tuple(recompute),
+        recompute=recompute,
     )
 
 

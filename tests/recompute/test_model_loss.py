@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import threading
+import time
 import warnings
 from types import SimpleNamespace
 
@@ -19,7 +22,7 @@ from megatron_offload import OffloadConfig, get_act_offloading_ctx_manager
 from megatron_offload.errors import ConfigError
 from megatron_offload.frontends.around import refuse_unserved
 from megatron_offload.recompute import loss as rows
-from megatron_offload.recompute import model_loss
+from megatron_offload.recompute import loss_kernel, model_loss
 
 ROWS = BATCH * LENGTH
 utils = importlib.import_module(f"{transformers.__name__}.loss.loss_utils")
@@ -270,3 +273,25 @@ def test_a_program_without_transformers_has_no_loss_to_exchange(monkeypatch):
 
 def make_model_of_torch():
     return nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+
+
+def test_a_kernel_that_a_thread_could_not_compile_is_compiled_where_it_is_needed(monkeypatch):
+    made, threads = [None, "kernel"], []
+
+    @functools.cache
+    def compile_for(device, dtype):
+        threads.append(threading.current_thread())
+        return made.pop(0)
+
+    monkeypatch.setattr(loss_kernel, "_compile", compile_for)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 0))
+    loss_kernel.prepare(torch.device("cpu"), torch.bfloat16)
+    loss_kernel.prepare(torch.device("cuda"), torch.int64)
+    assert not threads
+    loss_kernel.prepare(torch.device("cuda"), torch.bfloat16)
+    while len(made) == 2 or compile_for.cache_info().currsize:
+        time.sleep(0.001)
+    for _ in range(2):
+        assert loss_kernel._compiled(torch.device("cuda"), torch.bfloat16) == "kernel"
+    assert threads[1:] == [threading.current_thread()]
+    assert threads[0] is not threads[1]

@@ -8,11 +8,13 @@ import random
 import shutil
 import sys
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from programs import assert_same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -76,9 +78,9 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def make_net(factor=None):
+def make_net(factor=None, kind=Net):
     torch.manual_seed(0)
-    net = Net()
+    net = kind()
     for layer in net.layers:
         layer.factor = factor
     return net
@@ -107,18 +109,19 @@ def train(net, context=None, num_steps=4, meanwhile=None, backward=torch.Tensor.
     return [*found, torch.get_rng_state()]
 
 
-def assert_equal(expected, found):
-    assert len(expected) == len(found)
-    assert all(map(torch.equal, expected, found))
+def check(make, kinds, num_steps=4, meanwhile=None, backward=torch.Tensor.backward, **settings):
+    """Compare the steps of a net with sites to those without; return the net and its context."""
+    given = num_steps, meanwhile, backward
+    expected, net = train(make(), None, *given), make()
+    context = around(net, kinds, **settings)
+    assert_same(expected, train(net, context, *given))
+    return net, context
 
 
 @pytest.mark.parametrize("settings", [{}, {"policy": "modules"}, {"checking": True}], ids=str)
 @pytest.mark.parametrize("kinds", KINDS, ids="+".join)
 def test_sites_recomputed_in_a_model_keep_its_bits(kinds, settings):
-    expected = train(make_net())
-    net = make_net()
-    context = around(net, kinds, **settings)
-    assert_equal(expected, train(net, context))
+    _, context = check(make_net, kinds, **settings)
     context.end_step()
     by_name = context.last_step.by_name
     assert by_name[kinds[0]].recomputed_bytes > 0
@@ -137,11 +140,7 @@ class Chain(Net):
 
 
 def test_some_of_the_layers_are_recomputed_by_their_numbers():
-    torch.manual_seed(0)
-    net = Chain()
-    expected = train(net)
-    context = around(net, "layers.0-1", policy="modules")
-    assert_equal(expected, train(net, context))
+    net, context = check(partial(make_net, kind=Chain), "layers.0-1", policy="modules")
     with context:
         loss = net(torch.randint(50, (2, 8))).sum()
     assert [layer.inside.expired() for layer in net.layers] == [True, True, False]
@@ -153,10 +152,7 @@ def test_some_of_the_layers_are_recomputed_by_their_numbers():
 @pytest.mark.by_default
 @pytest.mark.parametrize("kind", ["layer", "mlp", "attention"])
 def test_sites_are_recomputed_where_nothing_is_offloaded_too(kind):
-    expected = train(make_net(), num_steps=8)
-    net = make_net()
-    context = around(net, kind)
-    assert_equal(expected, train(net, context, num_steps=8))
+    net, context = check(make_net, kind, num_steps=8)
     assert context.manager.is_skipping
     tokens = torch.randint(50, (2, 8))
     with context:
@@ -192,7 +188,7 @@ def test_sites_marked_in_a_model_by_name_keep_its_bits():
         found += [loss.detach(), *(p.grad for p in net.parameters())]
         net.zero_grad()
         assert manager.last_step.by_name["mlp"].recomputed_bytes > 0
-    assert_equal(expected, [*found, torch.get_rng_state()])
+    assert_same(expected, [*found, torch.get_rng_state()])
 
 
 def twice(loss):
@@ -206,9 +202,7 @@ def by_autograd(loss):
 
 @pytest.mark.parametrize("backward", [twice, by_autograd])
 def test_a_site_whose_graph_is_read_twice_has_the_same_bits(backward):
-    expected = train(make_net(), backward=backward)
-    net = make_net()
-    assert_equal(expected, train(net, around(net, "layer"), backward=backward))
+    check(make_net, "layer", backward=backward)
 
 
 def change_flags(net, begins):
@@ -236,9 +230,7 @@ def draw_numbers(net, begins):
 
 @pytest.mark.parametrize("meanwhile", [change_flags, change_numbers, lose_attributes, draw_numbers])
 def test_what_changes_between_forward_and_backward_changes_no_bit_of_a_site(meanwhile):
-    expected = train(make_net(), meanwhile=meanwhile)
-    net = make_net()
-    assert_equal(expected, train(net, around(net, "layer"), meanwhile=meanwhile))
+    check(make_net, "layer", meanwhile=meanwhile)
 
 
 def count_calls(layer):
@@ -247,9 +239,7 @@ def count_calls(layer):
 
 
 def test_a_counter_of_a_site_counts_forwards_alone():
-    expected = train(make_net(count_calls))
-    net = make_net(count_calls)
-    assert_equal(expected, train(net, around(net, "layer")))
+    net, _ = check(partial(make_net, count_calls), "layer")
     assert [layer.num_calls for layer in net.layers] == [4, 4, 4]
 
 
@@ -267,11 +257,6 @@ def draw_from_its_own(layer):
     return torch.rand((), generator=layer.state)
 
 
-def backward_twice(loss):
-    loss.backward(retain_graph=True)
-    loss.backward()
-
-
 STATES = {
     count_in_a_list: (list, list),
     count_in_a_tensor: (lambda: [torch.zeros(())], list),
@@ -281,16 +266,17 @@ STATES = {
 
 @pytest.mark.parametrize("factor", STATES)
 def test_what_a_site_changes_in_place_is_changed_by_forwards_alone(factor):
-    make, read = STATES[factor]
-    found, states = [], []
-    for has_context in (False, True):
-        net = make_net(factor)
-        for layer in net.layers:
-            layer.state = make()
-        context = around(net, "layer") if has_context else None
-        found.append(train(net, context, backward=backward_twice))
-        states.append([read(layer.state) for layer in net.layers])
-    assert_equal(*found)
+    make_state, read = STATES[factor]
+    nets = []
+
+    def make():
+        nets.append(make_net(factor))
+        for layer in nets[-1].layers:
+            layer.state = make_state()
+        return nets[-1]
+
+    check(make, "layer", backward=twice)
+    states = [[read(layer.state) for layer in net.layers] for net in nets]
     assert states[0] == states[1]
 
 
@@ -320,14 +306,13 @@ class Scaled(nn.Module):
 
 @pytest.mark.parametrize("kind", ["layer", "layers.*.mlp"])
 def test_a_site_may_have_what_is_of_classes_of_its_own(kind):
-    found = []
-    for has_context in (False, True):
+    def make():
         net = make_net()
         for layer in net.layers:
             layer.mlp = Scaled()
-        context = around(net, kind) if has_context else None
-        found.append(train(net, context))
-    assert_equal(*found)
+        return net
+
+    _, context = check(make, kind)
     context.end_step()
     assert context.last_step.by_name[kind].recomputed_bytes > 0
 
@@ -366,7 +351,7 @@ def test_a_run_s_own_rows_ask_the_bits_where_a_thread_may_have_drawn_numbers(
     if makes_other_bits:
         assert "it has had other bits when it ran again" in caplog.text
     else:
-        assert_equal(expected, found)
+        assert_same(expected, found)
 
 
 def test_a_site_that_computes_other_bits_is_named_before_a_gradient_is_wrong():
@@ -425,7 +410,7 @@ def test_a_site_that_writes_to_its_buffers_is_kept_from_its_second_call_on(is_la
             for layer, norm in zip(net.layers, norms, strict=True):
                 layer.mlp.append(norm)
         found.append([*train(net, context), *net.buffers(), *(norm.count for norm in norms)])
-    assert_equal(*found)
+    assert_same(*found)
     assert "writes to its buffers or other tensors" in caplog.text
 
 
@@ -459,8 +444,7 @@ class Locked(Block):
 @pytest.mark.parametrize("kind", [Late, Locked])
 def test_a_site_of_unusual_layers_keeps_its_bits(kind):
     def make():
-        torch.manual_seed(0)
-        net = Net()
+        net = make_net()
         net.layers = nn.ModuleList(kind() for _ in range(3))
         return net
 
@@ -468,18 +452,12 @@ def test_a_site_of_unusual_layers_keeps_its_bits(kind):
         for layer in net.layers:
             layer.mask = None
 
-    def run(net, context=None):
-        return train(net, context, meanwhile=forget if kind is Locked else None)
-
-    expected, net = run(make()), make()
-    assert_equal(expected, run(net, around(net, "layer")))
+    check(make, "layer", meanwhile=forget if kind is Locked else None)
 
 
 @pytest.mark.by_default
 def test_nested_sites_are_right_while_steps_are_looked_at():
-    expected = train(make_net(), num_steps=6)
-    net = make_net()
-    assert_equal(expected, train(net, around(net, ["layer", "mlp"]), num_steps=6))
+    check(make_net, ["layer", "mlp"], num_steps=6)
 
 
 def test_a_gradient_taken_inside_a_site_keeps_its_bits():
@@ -488,77 +466,58 @@ def test_a_gradient_taken_inside_a_site_keeps_its_bits():
         (found,) = torch.autograd.grad(layer.mlp(z).sum(), z, create_graph=True)
         return found
 
-    expected, net = train(make_net(slope)), make_net(slope)
-    assert_equal(expected, train(net, around(net, "layer")))
+    check(partial(make_net, slope), "layer")
 
 
-def test_an_interrupt_inside_a_site_leaves_no_hooks():
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_a_forward_of_a_site_that_raises_leaves_no_hooks(error):
     def stop(_):
-        raise KeyboardInterrupt
+        raise error
 
     net = make_net()
     context = around(net, "layer")
     net.layers[1].factor = stop
-    with pytest.raises(KeyboardInterrupt), context:
+    with pytest.raises(error), context:
         net(torch.randint(50, (2, 8)))
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     net.layers[1].factor = None
-    assert_equal(train(make_net()), train(net, context))
+    assert_same(train(make_net()), train(net, context))
 
 
 def test_a_site_with_hooks_inside_is_kept_and_says_so_once(caplog):
     expected = train(make_net())
     net, seen = make_net(), []
     net.layers[0].mlp.register_forward_hook(lambda *_: seen.append(1))
-    context = around(net, "layer")
-    assert_equal(expected, train(net, context))
+    assert_same(expected, train(net, around(net, "layer")))
     (text,) = (r.getMessage() for r in caplog.records if "layers.0" in r.getMessage())
     assert "layers.0, and maybe others, is kept: a part of it has hooks" in text
     assert len(seen) == 4
 
 
 def test_a_site_inside_a_checkpoint_of_the_user_is_left_to_him():
-    def run(context, num_steps=3):
+    def make():
         net = make_net()
         for layer in net.layers:
             forward = layer.mlp.forward
             layer.mlp.forward = lambda x, run=forward: checkpoint(run, x, use_reentrant=False)
-        return net, train(net, context and context(net), num_steps)
+        return net
 
-    _, expected = run(None)
-    contexts = []
-
-    def make(net):
-        contexts.append(around(net, "mlp"))
-        return contexts[0]
-
-    _, found = run(make)
-    assert_equal(expected, found)
-    assert contexts[0].last_step.by_name["mlp"].recomputed_bytes == 0
-
-
-def test_a_forward_of_a_site_that_raises_leaves_no_hooks():
-    net = make_net()
-    context = around(net, "layer")
-    net.layers[1].factor = lambda _: 1 / 0
-    with pytest.raises(ZeroDivisionError), context:
-        net(torch.randint(50, (2, 8)))
-    net.layers[1].factor = None
-    assert_equal(train(make_net()), train(net, context))
+    _, context = check(make, "mlp", num_steps=3)
+    assert context.last_step.by_name["mlp"].recomputed_bytes == 0
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.parametrize("kind", ["layer", "mlp", "layers.*.mlp.2"])
 def test_compiled_parts_of_a_layer_keep_their_bits_and_say_so(kind, caplog):
-    found = []
-    for has_context in (False, True):
+    def make():
         torch._dynamo.reset()
         net = make_net()
         for layer in net.layers:
             layer.mlp.compile(backend="inductor")
-        found.append(train(net, around(net, kind) if has_context else None))
-    assert_equal(*found)
+        return net
+
+    check(make, kind)
     assert ("is kept: it is compiled" in caplog.text) is (kind != "layer")
 
 

@@ -12,7 +12,6 @@ import pytest
 
 from megatron_offload.core.trace import PIPELINE_WAIT, ByteCount, Counter, Span, StepTrace
 from megatron_offload.planning.found import FoundPlan, FoundStage
-from megatron_offload.report.tables import TradeOff, TradeOffPoint
 
 altair = pytest.importorskip("altair")
 vl_convert = pytest.importorskip("vl_convert")
@@ -148,13 +147,12 @@ def test_waiting_for_another_stage_is_not_waiting_for_a_copy(span, what):
 
 
 def point(peak_bytes, percent, kind="measured"):
-    label = f"{peak_bytes} at {percent}"
-    return TradeOffPoint(label=label, peak_bytes=peak_bytes, step_time_percent=percent, kind=kind)
+    return plots.TradeOffPoint(peak_bytes, percent, f"{peak_bytes} at {percent}", kind)
 
 
 def test_points_are_numbered_by_memory_and_the_best_of_each_kind_joined():
     points = (point(100, 0.0), point(50, 3.0), point(60, 9.0), point(55, 4.0, "predicted"))
-    rows = rows_of(plots.tradeoff_chart(TradeOff(memory="m", points=points)), "memory")
+    rows = rows_of(plots.tradeoff_chart(points), "memory")
     found = {(r["number"], r["memory"], r["percent"], r["is_best"]) for r in rows}
     assert found == {
         *((1, 50, 3.0, True), (2, 55, 4.0, True)),
@@ -169,7 +167,7 @@ def test_a_line_joins_what_nothing_beats():
             (random_numbers.randrange(20), float(random_numbers.randrange(20)))
             for _ in range(random_numbers.randrange(1, 12))
         ]
-        chart = plots.tradeoff_chart(TradeOff(memory="m", points=[point(*pair) for pair in pairs]))
+        chart = plots.tradeoff_chart([point(*pair) for pair in pairs])
         best = [(r["memory"], r["percent"]) for r in rows_of(chart, "memory") if r["is_best"]]
         unbeaten = {
             (peak, percent)
@@ -186,24 +184,21 @@ def test_plans_that_a_run_has_found_are_points_and_the_one_that_was_followed_is_
     tried = {"measured_percent": (3.0, 2.0, 4.0), "reserved_bytes": 90}
     found[1] = found[1].model_copy(update=tried)
     stage = FoundStage(name="0", bare_bytes=100, plans=tuple(found), followed=1)
-    points = TradeOff.of(stage).points
+    points = plots.points_of(stage)
     assert [(x.label, x.peak_bytes, x.step_time_percent, x.kind) for x in points] == [
         ("plan 0", 110, 0.0, "predicted"),
         ("plan 1", 90, 2.0, "predicted"),
         ("plan 1", 90, 3.0, "plan"),
         ("plan 2", 70, 4.0, "predicted"),
     ]
-    other = TradeOff.of(stage.model_copy(update={"followed": 2})).points
+    other = plots.points_of(stage.model_copy(update={"followed": 2}))
     assert [x.kind for x in other] == [*["predicted"] * 2, "measured", "predicted", "plan"]
-    assert TradeOff.of(stage.model_copy(update={"bare_bytes": 0})) is None
+    assert not plots.points_of(stage.model_copy(update={"bare_bytes": 0}))
 
 
 def test_labels_are_text_and_no_formulas(tmp_path):
     labels = (r"$\frac{", "$x$", "\x0c\x1b\x00\ufffe")
-    points = tuple(
-        TradeOffPoint(label=label, peak_bytes=2**30, step_time_percent=1.0) for label in labels
-    )
+    points = [plots.TradeOffPoint(2**30, 1.0, label) for label in labels]
     path = tmp_path / "tradeoff.png"
-    formula = r"$\frac{$"
-    plots.tradeoff_chart(TradeOff(memory=formula, points=points)).save(path)
+    plots.tradeoff_chart(points).save(path)
     assert path.read_bytes().startswith(PNG)
