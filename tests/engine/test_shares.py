@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -94,6 +95,17 @@ def test_a_ratio_moves_that_share_of_the_bytes_after_a_failed_step_too():
         manager.guard.fail()  # as an error in the middle of a call does
         manager.abort()
         assert manager.learner.kept == kept
+
+
+def test_a_share_that_the_program_changes_counts_from_the_next_step_on():
+    manager = make_manager(**DEFAULTS)
+    begin, moved = manager.begin_chunk, []
+    for fraction in (0.25, 0.5, 0.25):
+        manager.begin_chunk = partial(begin, fraction=fraction)
+        for _ in range(2):
+            train(manager)
+        moved.append(manager.last_step.offloaded_bytes)
+    assert moved[0] == moved[2] < 0.6 * moved[1]
 
 
 def test_a_large_group_that_is_kept_makes_no_room_for_copies():

@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -110,7 +109,6 @@ def lend_no_place_twice(pool):
     pool.free = forget
 
 
-@patch("megatron_offload.engine.learning.skipped_groups", lambda *_: {})
 def run_engine(job, settings, host_slab_bytes):
     machine = job.machine
     config = OffloadConfig(
