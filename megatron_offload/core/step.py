@@ -16,7 +16,7 @@ for what is ahead.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -153,9 +153,9 @@ class StepDecisions(Generic[G]):
         """Whether the group belongs to this step; graphs may outlive their step."""
         return self._groups.get(group.key) is group
 
-    def groups(self) -> Collection[G]:
+    def groups(self) -> list[G]:
         """Return all groups of this step."""
-        return dict.fromkeys(self._groups.values())
+        return list(self._groups.values())
 
     # Boundaries
 

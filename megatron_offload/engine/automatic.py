@@ -141,8 +141,7 @@ class AutomaticGroups:
             chunk.rules.max_inflight_blocks = self.max_inflight_tensors
         chunk.rules.should_offload = self.should_offload
         pack = None
-        # By rows hooks of modules record what is named.
-        may_record = self.manager.do_offload and not (by_rows or self.manager.is_skipping)
+        may_record = self.manager.may_record and not by_rows  # else hooks of modules do
         if may_record and not (is_in_backward() or self.manager.is_hidden()):
             pack = self.pack
             put_on(pack, unpack)

@@ -83,7 +83,7 @@ class Learner:
         self._owners = transfers.owners
         self._num_fits_left = _NUM_FITS
         self._peaks: deque[int] = deque(maxlen=_NUM_STEPS)
-        self._planned: tuple[StepProfile, ModulesPolicy] | None = None
+        self._chosen_by: ModulesPolicy | None = None
         self._largest_bytes = 0
         policy = config.policy if config.enabled else None
         self._ratio = policy.ratio if isinstance(policy, RatioConfig) else None
@@ -113,7 +113,7 @@ class Learner:
 
     def follow_rules(self) -> None:
         """Follow the configuration's rules again, which ends `open`."""
-        self.is_open, self._planned, self.kept = False, None, {}
+        self.is_open, self.kept = False, {}
         self._budget.restart()
         if self.profile is not None:
             self._choose(self.profile)
@@ -131,7 +131,9 @@ class Learner:
         if self._listed:
             profile = self.without_unlisted(profile)
         before = self.profile
-        self.profile = before if profile == before else profile  # who went by it goes on
+        if before is not None and profile == before:
+            profile = before  # what it foretells is known
+        self.profile = profile
         self.is_steady = before is not None and before.has_groups_of(profile)
         self._fit_host_pool()
         if self.is_steady:
@@ -140,14 +142,12 @@ class Learner:
             self._num_fits_left = max(0, self._num_fits_left - 1)
         elif before is not None:
             self._owners.known.clear()
-        if self._planned != (profile, self.policy):
-            self._planned = profile, self.policy
+        if profile is not before or self.policy != self._chosen_by:
             self._choose(profile)
-            moving = (g.num_bytes for g in profile.groups if g.key not in self.kept)
-            self._largest_bytes = max(moving, default=0)
         self._budget.learn(self._largest_bytes)
 
     def _choose(self, profile: StepProfile) -> None:
+        self._chosen_by = self.policy
         if self._ratio is None:
             self.kept = self.policy.plan(profile)
         else:
@@ -156,11 +156,12 @@ class Learner:
         self._kept_alike = {  # by place in a chunk, for chunks that are new
             (group.key.order, group.name): self.kept.get(group.key, "") for group in profile.groups
         }
+        moving = (group.num_bytes for group in profile.groups if group.key not in self.kept)
+        self._largest_bytes = max(moving, default=0)
 
     def restart(self) -> None:
         """Learn anew what the step looks like; what is followed and kept remains."""
-        self.profile = self._planned = None
-        self.is_steady = False
+        self.profile, self.is_steady = None, False
         self._owners.known.clear()
 
     def reason_to_keep(self, group: OffloadGroup) -> str:

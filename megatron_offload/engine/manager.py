@@ -297,8 +297,7 @@ class PipelineOffloadManager:
         A program that says nothing of its chunks inside `step` has one for all forwards between
         two backwards: what is decided by chunk, such as ``fraction``, is decided for them together.
         """
-        may_record = self.do_offload and not self.is_skipping
-        if not may_record or self.is_hidden() or not is_recording():
+        if not self.may_record or self.is_hidden() or not is_recording():
             return None
         chunk, since = self._chunk, self._begun_at_backward
         named = self._offloaded if is_marked else self._row_names
@@ -395,13 +394,16 @@ class PipelineOffloadManager:
         return self._chunk
 
     @property
-    def is_skipping(self) -> bool:
-        """Whether this step runs without hooks, since nothing of it would be offloaded.
+    def may_record(self) -> bool:
+        """Whether groups of this step are recorded: not where nothing of it would be offloaded.
 
-        Not where an observer needs its groups.
+        That is unless an observer needs its groups.
         """
-        units = {*self.recompute} - {*RECOMPUTE_SITES, LOSS}
-        return self.learner.keeps_everything and not units and not self._is_looked_at
+        if not self.do_offload:
+            return False
+        if not self.learner.keeps_everything or self._is_looked_at:
+            return True
+        return bool({*self.recompute} - {*RECOMPUTE_SITES, LOSS})
 
     @property
     def rests(self) -> bool:
@@ -414,7 +416,7 @@ class PipelineOffloadManager:
 
     def records(self) -> bool:
         """Whether groups are recorded here and now: with grad, and not where is recomputed."""
-        return self.do_offload and is_recording() and not self.is_skipping
+        return self.may_record and is_recording()
 
     def may_drop(self, unit: str) -> bool:
         """Whether what a site of a unit saves may be dropped now."""

@@ -39,8 +39,7 @@ class Step(StepDecisions[OffloadGroup]):
 
     def is_idle(self) -> bool:
         """Whether no graph is left, and nothing saved."""
-        groups = list(self.groups())  # another thread may ask, and be refused
-        return not any(group.blocks() for group in groups)
+        return not any(group.blocks() for group in self.groups())
 
     def finish(self, *, names_leaks: bool) -> StepStats:
         """Release what is in flight and return the counters; may warn of what holds memory."""
