@@ -132,6 +132,27 @@ def test_what_the_device_has_no_memory_for_is_left_until_its_backward():
     assert [one for one in asked if "reload" in one] == ["late reload 0"]
 
 
+def test_a_group_knows_when_its_forward_ended():
+    paper = Paper()
+    paper.decisions.begin_step(None)
+    groups = paper.forward(10, 20, 30)
+    assert [group.committed_at_bytes for group in groups] == [0, 10, 30]
+
+
+def test_under_limits_that_were_set_the_clock_counts_from_the_first_backward_on():
+    paper = Paper(20, 20)
+    paper.decisions.begin_step(profile_of())
+    (moved,) = paper.forward(10)
+    paper.decisions.tick(100)
+    assert moved.state is GroupState.OFFLOADING
+    other = PlainGroup(GroupKey(1, 0), "g", paper.budget)
+    paper.decisions.start(other)
+    paper.decisions.commit(other)
+    paper.decisions.enter_backward(other)
+    paper.decisions.tick(1)
+    assert moved.state is GroupState.ON_HOST
+
+
 def test_what_is_reloaded_by_hand_is_held():
     paper = Paper(10, 10)
     paper.decisions.begin_step(None)
