@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
@@ -489,7 +488,7 @@ class PipelineOffloadManager:
         chunks, pp_rank = self._entered, self.learner.pp_rank or 0
         vp_size = max(1, len({chunk.vp_stage for chunk in chunks}))
         run = RunShape(max(1, len(chunks) // vp_size), pp_rank, pp_rank + 1, vp_size)
-        profile = replace(self.decisions.profile(), run=run)
+        profile = self.decisions.profile(run)
         for observer in self.observers:
             observer.step_ended(profile)
         if not self._keep_reasons:  # how a step goes that moves nothing is no lesson

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 
 from megatron_offload.core.group import DONE
-from megatron_offload.core.profile import GroupProfile, StepProfile, merge_units
+from megatron_offload.core.profile import GroupProfile, RunShape, StepProfile, merge_units
 from megatron_offload.core.step import StepDecisions
 from megatron_offload.engine.checking import leaks_of
 from megatron_offload.engine.group import OffloadGroup
@@ -59,8 +59,8 @@ class Step(StepDecisions[OffloadGroup]):
             if group.state is not DONE:
                 group.advance(DONE)
 
-    def profile(self) -> StepProfile:
-        """Return what the step has shown."""
+    def profile(self, run: RunShape) -> StepProfile:
+        """Return what the step has shown, of a job of this shape."""
         groups = (
             GroupProfile(
                 *(g.key, g.name, g.num_bytes, g.committed_at_bytes, g.externally_referenced_bytes),
@@ -70,7 +70,7 @@ class Step(StepDecisions[OffloadGroup]):
             for g in self.committed
         )
         order, at_bytes = tuple(self.backward_order), tuple(self.backward_at_bytes)
-        return StepProfile(tuple(groups), order, at_bytes)
+        return StepProfile(tuple(groups), order, at_bytes, run=run)
 
     # Boundaries
 
