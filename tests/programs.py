@@ -14,9 +14,7 @@ from megatron_offload.backends.simulated import SimulatedBackend
 from megatron_offload.config import CopyTiming, OffloadConfig, SimulatedConfig
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.observer import Observer
 from megatron_offload.errors import StateError
-from megatron_offload.observe.live_bytes import LiveActivationMeter
 from megatron_offload.recompute.recipes import recomputable
 
 TIMINGS = get_args(CopyTiming)
@@ -195,39 +193,6 @@ def make_model(*, layers=3, width=32, seed=0, recomputes=False):
     return nn.ModuleList(Block(width, recomputes) for _ in range(layers))
 
 
-class Layers(nn.Module):
-    """Layers of one group each, none of which shares memory with another."""
-
-    norm = nn.LayerNorm(32)
-    """As the programs ask how wide a model is."""
-
-    def __init__(self, num_layers):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(num_layers))
-        self.names = [f"layer {number}" for number in range(num_layers)]
-
-    def forward(self, x, manager):
-        for name, layer in zip(self.names, self.layers, strict=True):
-            x = in_group(manager, lambda x, layer=layer: layer(x).sin() * 1.0, x, name)
-        return x
-
-
-def make_layers(num_layers=12):
-    torch.manual_seed(0)
-    return nn.ModuleList([Layers(num_layers)])
-
-
-class Watcher(Observer):
-    """Counts groups that are recorded; may have them all recorded."""
-
-    def __init__(self, *, needs_groups=False):
-        self.needs_groups = needs_groups
-        self.keys = []
-
-    def group_starts(self, group):
-        self.keys.append(group.key)
-
-
 def one_forward_one_backward(num_microbatches, depth):
     """Return the order in which a pipeline rank runs its microbatches: 1F1B with a warm-up."""
     order = [("F", m) for m in range(min(depth, num_microbatches))]
@@ -346,20 +311,6 @@ def check_steps(model, manager, order, num_steps=1, **given):
     for _ in range(num_steps):
         assert_same(expected, run_step(model, manager, order, **given))
         assert_nothing_left(manager)
-
-
-def recorded(model, manager, order, *, needs_groups=False):
-    """Take a step that is compared with one without offload; return what of it was recorded."""
-    watcher = Watcher(needs_groups=needs_groups)
-    with manager.observed_by(watcher):
-        check_steps(model, manager, order)
-    return watcher.keys
-
-
-class Meter(LiveActivationMeter):
-    """Sees what is recorded as an observer, and what isn't through hooks around it."""
-
-    needs_groups = False
 
 
 def _left(manager):

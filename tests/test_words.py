@@ -13,7 +13,6 @@ PACKAGE = Path(megatron_offload.__file__).parent
 ROOT = Path(__file__).parent.parent
 INSTEAD = {
     r"(made|makes?|making) (\S+ )?again|remade|remak(e|es|ing)": "recompute",
-    r"pass(es|ed)? by\b(?! pass)|passing groups?": "skip",
     r"recorded as one|joined group": "merged groups",
     r"stay(s|ed|ing)?|stands? aside": "keep, disable",
     r"away|(goes?|going|went) to the host": "offload",

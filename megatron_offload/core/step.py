@@ -16,13 +16,13 @@ for what is ahead.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import DONE, OFFLOADING, ON_HOST, RECORDING, RESIDENT, Group
-from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile
+from megatron_offload.core.profile import GroupKey, StepProfile
 from megatron_offload.core.window import InFlightWindow
 
 G = TypeVar("G", bound=Group)
@@ -107,8 +107,6 @@ class StepDecisions(Generic[G]):
         committed: the groups whose forward is over, in order.
         backward_order: the groups that backward has reached, in order.
         backward_at_bytes: when that was, by the step's clock.
-        skippable: the groups that may be skipped in this step; see `core.skipping`.
-        skipped: those that are not recorded.
     """
 
     def __init__(self, actions: Actions[G], window: InFlightWindow[G], budget: DeviceBudget):
@@ -133,8 +131,6 @@ class StepDecisions(Generic[G]):
         self.committed: list[G] = []
         self.backward_order: list[GroupKey] = []
         self.backward_at_bytes: list[int] = []
-        self.skipped: dict[GroupKey, GroupProfile] = {}
-        self.skippable: Mapping[GroupKey, GroupProfile] = {}
         self._in_use: G | None = None
         self._next = 0
         self._pace = 1.0
@@ -149,18 +145,6 @@ class StepDecisions(Generic[G]):
         """What is followed: the order foretold, until backward comes to a group outside of it."""
         self._position = self._forecast.position
 
-    def skips(self, group: G) -> bool:
-        """Whether a group that starts now need not be recorded; it is noted as passed then."""
-        found = self.skippable.get(group.key)
-        if found is None or found.name != group.name:
-            return False
-        self.skipped[group.key] = found
-        return True
-
-    def _catch_up(self, key: GroupKey, foreseen: Mapping[GroupKey, int]) -> None:
-        """Let the clock count what has been skipped before a boundary of a group."""
-        self.window.pass_boundary(max(0, foreseen.get(key, 0) - self.window.step_bytes))
-
     def start(self, group: G) -> None:
         """Take note of a group whose forward has begun."""
         self._groups[group.key] = group
@@ -169,9 +153,9 @@ class StepDecisions(Generic[G]):
         """Whether the group belongs to this step; graphs may outlive their step."""
         return self._groups.get(group.key) is group
 
-    def groups(self) -> Collection[G]:
+    def groups(self) -> list[G]:
         """Return all groups of this step."""
-        return dict.fromkeys(self._groups.values())
+        return list(self._groups.values())
 
     # Boundaries
 
@@ -186,8 +170,6 @@ class StepDecisions(Generic[G]):
         """
         window, actions = self.window, self._actions
         num_bytes, clock_bytes = group.num_bytes, group.clock_bytes
-        if self.skipped:
-            self._catch_up(group.key, self._forecast.committed_at_bytes)
         group.committed_at_bytes = window.step_bytes
         self._see_pace(self._forecast.committed_at_bytes.get(group.key, 0))
         self.committed.append(group)
@@ -200,25 +182,20 @@ class StepDecisions(Generic[G]):
         elif must_move or not self.is_needed_soon(group):
             actions.offload(group)
         else:
-            actions.keep(
-                group,
-                "needed too soon in backward",
-            )
+            actions.keep(group, "needed too soon in backward")
             group.hold()
         window.pass_boundary(clock_bytes)
         self.look_ahead()
 
     def enter_backward(self, group: G) -> None:
         """Backward has reached the end of ``group``: its data is needed from here on."""
-        is_known = self.knows(group)
-        if is_known:
+        has_moved = False
+        if self.knows(group):
             self.budget.is_warming_up = False
-            if self.skipped:
-                self._catch_up(group.key, self._forecast.needed_at_bytes)
-        has_moved = is_known and self._reach(group)
-        for needed in map(self._groups.get, group.needs if is_known else ()):
-            if needed is not None:
-                self._reload_late(needed)
+            has_moved = self._reach(group)
+            for needed in map(self._groups.get, group.needs):
+                if needed is not None:
+                    self._reload_late(needed)
         self._reload_late(group)
         if has_moved:
             self.look_ahead()
@@ -308,9 +285,6 @@ class StepDecisions(Generic[G]):
         while self._next < len(order):
             key = order[self._next]
             group = groups.get(key)
-            if group is None and key in self.skipped:
-                self._next += 1
-                continue
             if group is None or group.state is RECORDING:
                 return  # its forward is still to come; nothing behind it is needed sooner
             is_in_flight = group.state is OFFLOADING

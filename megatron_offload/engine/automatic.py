@@ -134,11 +134,8 @@ class AutomaticGroups:
             chunk.rules.max_inflight_blocks = self.max_inflight_tensors
         chunk.rules.should_offload = self.should_offload
         pack = None
-        if by_rows:
-            pass  # hooks of modules record what rows name
-        elif self.manager.is_skipping:
-            self.manager.note_skipped()
-        elif self.manager.do_offload and not (is_in_backward() or self.manager.is_hidden()):
+        may_record = self.manager.may_record and not by_rows  # else hooks of modules do
+        if may_record and not (is_in_backward() or self.manager.is_hidden()):
             pack = self.pack
             put_on(pack, unpack)
         self._forwards.append(_Forward(chunk, pack, name or self.name))
@@ -229,24 +226,17 @@ class AutomaticGroups:
                 return SavedWrapper(tensor, alias, self.pack)
         group = forward.group
         if group is None:
-            start = self.manager.start_group
-            group = forward.group = start(forward.chunk, forward.name, may_pass=True)
+            group = forward.group = self.manager.start_group(forward.chunk, forward.name)
         is_here = may_be_activation(tensor) and self.manager.backend.owns(tensor)
         may_move = is_here and not forward.chunk.is_small(tensor)
-        saved: SavedTensor | _Saved
-        if group.is_skipped:
-            saved = SavedTensor(tensor, forward.name)
-        else:
-            saved = forward.chunk.pack(group, tensor)
-            if may_move:
-                saved = _Saved(self, group, saved)
+        saved = forward.chunk.pack(group, tensor)
         if not may_move:
             return saved
         forward.num_tensors += 1
         # Of the tensor: what its block has left depends on what is recomputed.
         forward.num_bytes += tensor.nbytes
         forward.total_bytes += tensor.nbytes
-        return saved
+        return _Saved(self, group, saved)
 
     def _is_full(self, forward: _Forward) -> bool:
         num_tensors, num_bytes = forward.num_tensors, forward.num_bytes

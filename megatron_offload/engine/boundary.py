@@ -41,9 +41,7 @@ def start_group(
     chunk = manager.chunk_to_record(name, is_marked=pick is None)
     if chunk is None:
         return tensors
-    group = manager.start_group(chunk, name, may_pass=True)
-    if group.is_skipped:
-        return tensors
+    group = manager.start_group(chunk, name)
     group.pick = pick
     tensor = _first_with_grad(tensors)
     if tensor is None:
@@ -89,7 +87,7 @@ def commit_group(
     """
     chunk = manager.cur_forward_chunk()
     group = chunk.close_group(name) if chunk is not None and manager.records() else None
-    if group is None or group.is_skipped:
+    if group is None:
         return tensors
     if forced_released_tensors:
         group.force(forced_released_tensors)

@@ -191,7 +191,6 @@ class ChunkOffloadHandler:
                     block.others += (alias,)
                 if block.group is not group and not any(one() is block for one in references):
                     references.append(weakref.ref(block))  # the first user reloads it
-                    group.shares_with += (block.group.key,)
                 return
         low, high, spec = layout.low, layout.high, layout.spec
         if spec is None:

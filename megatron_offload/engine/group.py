@@ -388,8 +388,6 @@ class OffloadGroup(Group):
         recomputed: what of it is recomputed, or could be; set at commit.
         dropped_bytes: what of it is off the device to be recomputed, until backward comes to it,
             by name.
-        is_skipped: whether nothing of it is recorded.
-        shares_with: groups before it that have saved some of its memory too.
         forced: tensors that something else keeps alive and that are not read again.
         pick: which of its tensors are offloaded; None: all that can be.
     """
@@ -397,8 +395,6 @@ class OffloadGroup(Group):
     externally_referenced_bytes = shared_bytes = 0
     dropped_bytes: Mapping[str, int] = MappingProxyType({})
     moving: Sequence[Block] = ()
-    is_skipped = False
-    shares_with: tuple[GroupKey, ...] = ()
     recomputed: tuple[RecomputeUnit, ...] = ()
     leaf_hook: RemovableHandle | None = None
     forced: tuple[weakref.ref[torch.Tensor], ...] = ()

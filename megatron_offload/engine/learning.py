@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache
 
 from megatron_offload.config import OffloadConfig
 from megatron_offload.core.policy_config import RatioConfig
-from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile
-from megatron_offload.core.skipping import skipped_groups
+from megatron_offload.core.profile import GroupKey, StepProfile
 from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.transfers import Transfers
@@ -57,7 +56,6 @@ class Learner:
         policy: Megatron's rules for what is kept.
         pp_rank: the pipeline rank whose rules count; None before the first chunk.
         kept: groups that the policy keeps on the device, each with the reason.
-        skippable: those that need not be recorded, as long as steps are steady.
         is_steady: whether the last two steps had the same groups.
         is_open: whether what is offloaded is still looked for: all is kept that the device has room
             for.
@@ -71,7 +69,6 @@ class Learner:
         self.kept: dict[GroupKey, str] = {}
         self._chunks: set[int] = set()
         self._kept_alike: dict[tuple[int, str], str] = {}
-        self.skippable: dict[GroupKey, GroupProfile] = {}
         self.is_steady = self.is_open = self.is_measured = False
         self._config = config
         self._listed = listed = config.modules if "modules" in config.model_fields_set else ()
@@ -85,7 +82,7 @@ class Learner:
         self._owners = transfers.owners
         self._num_fits_left = _NUM_FITS
         self._peaks: deque[int] = deque(maxlen=_NUM_STEPS)
-        self._planned: tuple[StepProfile, ModulesPolicy] | None = None
+        self._chosen_by: ModulesPolicy | None = None
         self._largest_bytes = 0
         policy = config.policy if config.enabled else None
         self._ratio = policy.ratio if isinstance(policy, RatioConfig) else None
@@ -115,7 +112,7 @@ class Learner:
 
     def follow_rules(self) -> None:
         """Follow the configuration's rules again, which ends `open`."""
-        self.is_open, self.skippable, self._planned, self.kept = False, {}, None, {}
+        self.is_open, self.kept = False, {}
         self._budget.restart()
         if self.profile is not None:
             self._choose(self.profile)
@@ -127,21 +124,14 @@ class Learner:
 
     # What is learned
 
-    def learn(
-        self,
-        profile: StepProfile,
-        shared: Sequence[tuple[GroupKey, GroupKey]] | None = None,
-    ) -> None:
-        """Learn from a step that is over.
-
-        Args:
-            profile: what it has shown, or the last whole one of the same groups.
-            shared: as in `skipped_groups`; None where the step was not recorded whole.
-        """
+    def learn(self, profile: StepProfile) -> None:
+        """Learn from what a step has shown that is over."""
         if self._listed:
             profile = self.without_unlisted(profile)
         before = self.profile
-        self.profile = before if profile == before else profile  # who went by it goes on
+        if before is not None and profile == before:
+            profile = before  # what it foretells is known
+        self.profile = profile
         self.is_steady = before is not None and before.has_groups_of(profile)
         self._fit_host_pool()
         if self.is_steady:
@@ -150,17 +140,12 @@ class Learner:
             self._num_fits_left = max(0, self._num_fits_left - 1)
         elif before is not None:
             self._owners.known.clear()
-        if self._planned != (profile, self.policy):
-            self._planned, self.skippable = (profile, self.policy), {}
+        if profile is not before or self.policy != self._chosen_by:
             self._choose(profile)
-            moving = (g.num_bytes for g in profile.groups if g.key not in self.kept)
-            self._largest_bytes = max(moving, default=0)
         self._budget.learn(self._largest_bytes)
-        if shared is not None and self.kept:
-            ahead = self._budget.lookahead_bytes, self._budget.total_bytes
-            self.skippable = skipped_groups(profile, self.kept, shared, *ahead)
 
     def _choose(self, profile: StepProfile) -> None:
+        self._chosen_by = self.policy
         if self._ratio is None:
             self.kept = self.policy.plan(profile)
         else:
@@ -169,11 +154,12 @@ class Learner:
         self._kept_alike = {  # by place in a chunk, for chunks that are new
             (group.key.order, group.name): self.kept.get(group.key, "") for group in profile.groups
         }
+        moving = (group.num_bytes for group in profile.groups if group.key not in self.kept)
+        self._largest_bytes = max(moving, default=0)
 
     def restart(self) -> None:
         """Learn anew what the step looks like; what is followed and kept remains."""
-        self.profile = self._planned = None
-        self.is_steady, self.skippable = False, {}
+        self.profile, self.is_steady = None, False
         self._owners.known.clear()
 
     def reason_to_keep(self, group: OffloadGroup) -> str:
@@ -184,13 +170,11 @@ class Learner:
             return "its name is not among OffloadConfig.modules"
         if self.is_open:
             return "" if self.is_short_of_memory() else "what is offloaded is still looked for"
-        return self.planned_reason(group.key, group.name)
-
-    def planned_reason(self, key: GroupKey, name: str) -> str:
-        """Return why a group is to be kept by what is followed; empty where it may be offloaded."""
-        default = "beyond the fraction 0 of its chunk" if self.keeps_everything else ""
-        if not default and key.chunk not in self._chunks:
-            default = self._kept_alike.get((key.order, name), "")
+        key, default = group.key, ""
+        if self.keeps_everything:
+            default = "beyond the fraction 0 of its chunk"
+        elif key.chunk not in self._chunks:
+            default = self._kept_alike.get((key.order, group.name), "")
         return self.kept.get(key, default)
 
     def without_unlisted(self, profile: StepProfile) -> StepProfile:

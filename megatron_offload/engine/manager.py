@@ -54,9 +54,6 @@ _MOST_CHUNKS = 1024
 """A step of more chunks than this ends by itself as soon as the last one's graph is gone: one that
 something keeps alive for good would else let it grow for ever."""
 
-_LOOK_EVERY = 64
-"""One step in so many is recorded whole, also what is kept: the program may change."""
-
 _NO_CHUNK = (
     "group %r was started outside a chunk, so nothing of it is offloaded: take the step inside "
     "`with manager.step():`, or call begin_chunk() before each forward%s. This is said once"
@@ -267,7 +264,6 @@ class PipelineOffloadManager:
         if min_tensor_elements is not None and not is_set:
             smallest = (0, min_tensor_elements)
         self._chunk = self.new_chunk(vp_stage or 0, *smallest)
-        self._num_begun += 1
         self._chunk.rules.max_inflight_groups = max_inflight_groups
         self._begun_at_backward = None
         return self._chunk
@@ -299,10 +295,7 @@ class PipelineOffloadManager:
         A program that says nothing of its chunks inside `step` has one for all forwards between
         two backwards: what is decided by chunk, such as ``fraction``, is decided for them together.
         """
-        if self.is_skipping:
-            self.note_skipped()
-            return None
-        if not self.do_offload or self.is_hidden() or not is_recording():
+        if not self.may_record or self.is_hidden() or not is_recording():
             return None
         chunk, since = self._chunk, self._begun_at_backward
         named = self._offloaded if is_marked else self._row_names
@@ -350,12 +343,8 @@ class PipelineOffloadManager:
         return ChunkOffloadHandler(self.transfers, self.marks, rules, vp_stage)
 
     @graph_break
-    def start_group(
-        self, chunk: ChunkOffloadHandler, name: str, *, may_pass: bool = False
-    ) -> OffloadGroup:
+    def start_group(self, chunk: ChunkOffloadHandler, name: str) -> OffloadGroup:
         """Open a group of a chunk; tensors saved under the manager's hooks belong to it.
-
-        One that ``may_pass`` by, and does, needs no commit and no backward.
 
         Raises:
             StateError: another thread is not done with this manager.
@@ -364,10 +353,6 @@ class PipelineOffloadManager:
         if chunk.position is None:
             self.enter_chunk(chunk)
         group = chunk.open_group(name)
-        is_free = len(chunk.open_groups) == 1 or chunk.open_groups[-2].is_skipped
-        if may_pass and is_free and self.decisions.skips(group):
-            group.is_skipped = True  # none around it would record what it saves
-            return group
         for observer in self.observers:
             observer.group_starts(group)
         self.decisions.start(group)
@@ -395,13 +380,10 @@ class PipelineOffloadManager:
             if not is_unused:
                 self._say_once(_NO_END, len(self._entered))
                 self._last_step = step.finish(names_leaks=False)
-                self._learn()
+                self.learner.learn(self.decisions.profile())
             since = self._begun_at_backward
             self._begin_step()
             self._chunk, self._begun_at_backward = chunk, None if since is None else 0
-        # In a graph boundaries cost the host nothing, and each is one more to reload at.
-        if not self._entered and self._skips_kept and not self.backend.is_capturing():
-            step.skippable = self.learner.skippable
         self._entered.append(chunk)
         chunk.position = len(self._entered) - 1
 
@@ -410,13 +392,16 @@ class PipelineOffloadManager:
         return self._chunk
 
     @property
-    def is_skipping(self) -> bool:
-        """Whether this step runs without hooks, since nothing of it would be offloaded.
+    def may_record(self) -> bool:
+        """Whether groups of this step are recorded: not where nothing of it would be offloaded.
 
-        Not where an observer needs its groups.
+        That is unless an observer needs its groups.
         """
-        units = {*self.recompute} - {*RECOMPUTE_SITES, LOSS}
-        return self.learner.keeps_everything and not units and not self._is_looked_at
+        if not self.do_offload:
+            return False
+        if not self.learner.keeps_everything or self._is_looked_at:
+            return True
+        return bool({*self.recompute} - {*RECOMPUTE_SITES, LOSS})
 
     @property
     def rests(self) -> bool:
@@ -424,22 +409,12 @@ class PipelineOffloadManager:
         return self.rows is not None and self._row_names <= {LOSS} and not self._is_looked_at
 
     @property
-    def _skips_kept(self) -> bool:
-        """Whether what is kept need not be recorded in this step."""
-        is_due = self.step_number % _LOOK_EVERY == 0
-        return self.learner.is_steady and not (is_due or self._is_looked_at)
-
-    @property
     def _is_looked_at(self) -> bool:
         return any(observer.needs_groups for observer in self.observers)
 
-    def note_skipped(self) -> None:
-        """Note that a group would start here, and is none."""
-        self._has_skipped |= self.do_offload and is_recording()
-
     def records(self) -> bool:
         """Whether groups are recorded here and now: with grad, and not where is recomputed."""
-        return self.do_offload and is_recording() and not self.is_skipping
+        return self.may_record and is_recording()
 
     def may_drop(self, unit: str) -> bool:
         """Whether what a site of a unit saves may be dropped now."""
@@ -475,21 +450,15 @@ class PipelineOffloadManager:
 
     def end_step_if_over(self) -> bool:
         """End the step if its groups were committed and no graph is left; return whether it was."""
-        if self.is_skipping and self.last_profile is not None:  # a step has as many as the last
-            is_over = self._num_begun > max(group.key.chunk for group in self.last_profile.groups)
-        else:
-            call = self.last_call
-            has_begun = bool(self.decisions.committed) or call is not None
-            is_over = has_begun and self.decisions.is_idle() and (call is None or call() is None)
+        call = self.last_call
+        has_begun = bool(self.decisions.committed) or call is not None
+        is_over = has_begun and self.decisions.is_idle() and (call is None or call() is None)
         if is_over:
             self.reset()
         return is_over
 
     @guarded
     def _end_step(self) -> None:
-        has_recorded = bool(self.decisions.committed)
-        if self._has_skipped and not has_recorded and self.last_profile is not None:
-            self.decisions.skipped = {group.key: group for group in self.last_profile.groups}
         self._say_what_is_open()
         self._last_step = self.decisions.finish(names_leaks=self.config.checking)
         if self.backend.is_capturing():
@@ -502,7 +471,7 @@ class PipelineOffloadManager:
                 self.host_pool.leave_to_graph()
                 self.tensor_pool.clear()
         elif self.decisions.backward_order:
-            self._learn()
+            self.learner.learn(self.decisions.profile())
         self._begin_step()
 
     def _say_what_is_open(self) -> None:
@@ -513,17 +482,6 @@ class PipelineOffloadManager:
             if others:
                 text += f" (never started but committed: {', '.join(map(repr, sorted(others)))})"
             self._say_once(_NO_COMMIT, text)
-
-    def _learn(self) -> None:
-        step, profile = self.decisions, self.learner.profile
-        is_other = step.is_other()
-        if profile is None or is_other or not step.skipped:
-            profile = step.profile()
-        if is_other:
-            self.learner.restart()
-        else:
-            pairs = ((other, one.key) for one in step.committed for other in one.shares_with)
-            self.learner.learn(profile, None if step.skipped else list(pairs))
 
     @contextmanager
     def step(self) -> Iterator[PipelineOffloadManager]:
@@ -589,8 +547,6 @@ class PipelineOffloadManager:
 
     def _begin_step(self) -> None:
         self.step_number += 1
-        self._num_begun = 0
-        self._has_skipped = False
         self._chunk = self._begun_at_backward = self._pack = None
         self.last_call: ref[object] | None = None
         """The last call of this step whose inside is recomputed: there may be no groups besides."""
@@ -615,8 +571,6 @@ class PipelineOffloadManager:
             group: the group, closed.
             delay: leave that to `flush_delayed_groups`.
         """
-        if group.is_skipped:
-            return
         for observer in self.observers:
             observer.group_commits(group, is_delayed=delay)
         if delay:
@@ -685,8 +639,7 @@ class PipelineOffloadManager:
         chunk = self._chunk
         pack = None
         if chunk is not None and chunk.open_groups and self.records():
-            group = chunk.open_groups[-1]
-            pack = None if group.is_skipped else self._pack_of(chunk, group)
+            pack = self._pack_of(chunk, chunk.open_groups[-1])
         self._hooks.push(pack)
         return self
 

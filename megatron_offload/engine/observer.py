@@ -21,7 +21,8 @@ class Observer:
     """Watches a manager; each method does nothing unless it is overridden.
 
     What takes the device's or the engine's time is reported before and after: ``commits`` and
-    ``committed``. While one watches that ``needs_groups``, each step's groups are recorded.
+    ``committed``. While one watches that ``needs_groups``, groups are recorded where nothing
+    would move, too.
     """
 
     needs_groups = True

@@ -39,17 +39,11 @@ class Step(StepDecisions[OffloadGroup]):
 
     def is_idle(self) -> bool:
         """Whether no graph is left, and nothing saved."""
-        groups = list(self.groups())  # another thread may ask, and be refused
-        return not any(group.blocks() for group in groups)
+        return not any(group.blocks() for group in self.groups())
 
     def finish(self, *, names_leaks: bool) -> StepStats:
         """Release what is in flight and return the counters; may warn of what holds memory."""
         self.window.drain()
-        for group in self.skipped.values():
-            by_name = self._transfers.stats.by_name[group.name]
-            by_name.num_groups += 1
-            num_bytes = group.num_bytes - group.shared_bytes
-            by_name.keep(num_bytes, self._learner.planned_reason(group.key, group.name))
         stats = self._transfers.counted()
         if names_leaks:
             stats.leaks = leaks_of(self.groups())
@@ -77,17 +71,6 @@ class Step(StepDecisions[OffloadGroup]):
         )
         order, at_bytes = tuple(self.backward_order), tuple(self.backward_at_bytes)
         return StepProfile(tuple(groups), order, at_bytes)
-
-    def is_other(self) -> bool:
-        """Whether a step that was not recorded whole has other groups than the learned one."""
-        known = self._learner.profile
-        if not self.skipped:
-            return False
-        if known is None:
-            return True
-        names = {group.key: group.name for group in known.groups}
-        is_other = any(names.get(group.key) != group.name for group in self.committed)
-        return is_other or len(names) != len(self.committed) + len(self.skipped)
 
     # Boundaries
 

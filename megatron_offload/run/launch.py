@@ -156,5 +156,6 @@ class ReportedSearch(MegatronSearch):
 
 def _is_over(manager: PipelineOffloadManager) -> bool:
     """Whether a step of training has passed."""
-    step, moves_nothing = manager.last_step, manager.is_skipping or manager.rows == ()
+    moves_nothing = manager.rows == () or (manager.do_offload and not manager.may_record)
+    step = manager.last_step
     return bool(step.num_groups or step.recomputed_bytes or moves_nothing)

@@ -56,7 +56,7 @@ def test_what_is_printed_is_what_was_simulated(model, capsys):
 def test_what_is_recomputed_is_said_by_a_key(model):
     assert load_model(model).settings == RankSettings(), "all that can be"
     settings = load_model(model, set=["offload.recompute=[norm, loss]"]).settings
-    assert settings == RankSettings(recompute=(frozenset({"norm"}),))
+    assert settings == RankSettings(recompute={"norm"})
 
 
 def test_the_timeline_is_that_of_the_step_with_offload(model, tmp_path, capsys):

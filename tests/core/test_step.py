@@ -132,32 +132,25 @@ def test_what_the_device_has_no_memory_for_is_left_until_its_backward():
     assert [one for one in asked if "reload" in one] == ["late reload 0"]
 
 
-@pytest.mark.parametrize("passes", [False, True])
-def test_the_clock_counts_what_was_skipped(passes):
-    paper = Paper()  # limits that follow the step, so that the clock says when a release is due
-    known = profile_of(*[10] * 16)
-    for group in known.groups:
-        paper.budget.add_saved(group.num_bytes, group.num_bytes, is_learned=True)
-    paper.budget.learn(10)
-    assert paper.budget.total_bytes == 40
-    paper.decisions.begin_step(known)
-    passing = {group.key: group for group in known.groups if group.key.order not in (0, 1, 6)}
-    paper.decisions.skippable = passing if passes else {}
-    groups = []
-    for known_group in known.groups[:8]:
-        group = PlainGroup(known_group.key, "g", paper.budget)
-        if paper.decisions.skips(group):
-            continue
-        group.num_bytes = 10
-        paper.decisions.start(group)
-        because = "" if group.key.order == 1 else "asked to"
-        paper.decisions.commit(group, because, must_move=True)
-        groups.append(group)
-    assert len(groups) == (3 if passes else 8)
-    assert len(paper.decisions.skipped) == (5 if passes else 0)
-    assert paper.asked.index("release 1") == paper.asked.index("keep (asked) 6") - 1
-    assert paper.decisions.committed[-1].committed_at_bytes == (60 if passes else 70)
-    assert paper.window.step_bytes == (70 if passes else 80)
+def test_a_group_knows_when_its_forward_ended():
+    paper = Paper()
+    paper.decisions.begin_step(None)
+    groups = paper.forward(10, 20, 30)
+    assert [group.committed_at_bytes for group in groups] == [0, 10, 30]
+
+
+def test_under_limits_that_were_set_the_clock_counts_from_the_first_backward_on():
+    paper = Paper(20, 20)
+    paper.decisions.begin_step(profile_of())
+    (moved,) = paper.forward(10)
+    paper.decisions.tick(100)
+    assert moved.state is GroupState.OFFLOADING
+    other = PlainGroup(GroupKey(1, 0), "g", paper.budget)
+    paper.decisions.start(other)
+    paper.decisions.commit(other)
+    paper.decisions.enter_backward(other)
+    paper.decisions.tick(1)
+    assert moved.state is GroupState.ON_HOST
 
 
 def test_a_graph_that_outlives_its_step_counts_for_nothing():

@@ -139,26 +139,6 @@ def test_nothing_is_learned_from_it():
     assert manager.learner.is_steady
 
 
-def test_in_a_graph_each_group_is_recorded():
-    class Boundaries(Observer):
-        needs_groups, num_groups = False, 0
-
-        def group_commits(self, group, *, is_delayed):
-            self.num_groups += 1
-
-    expected = run_step(make_model(), None, ORDER)
-    model, manager = settled(fraction=0.25)
-    run_step(model, manager, ORDER)
-    eager, captured = Boundaries(), Boundaries()
-    with manager.observed_by(eager):
-        run_step(model, manager, ORDER)
-    moved = manager.last_step.offloaded_bytes
-    with manager.observed_by(captured), manager.backend.capture():
-        assert_same(expected, run_step(model, manager, ORDER))
-    assert manager.last_step.num_groups == captured.num_groups > eager.num_groups
-    assert manager.last_step.offloaded_bytes == moved
-
-
 def test_what_draws_random_numbers_is_not_recomputed():
     model = make_model(recomputes=True)
     _, manager = settled(model=model)

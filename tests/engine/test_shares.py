@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from programs import (
 )
 from torch import nn
 
-from megatron_offload import CPUOffload
+from megatron_offload import CPUOffload, OffloadActivations
+from megatron_offload.engine.observer import Observer
 from megatron_offload.observe.live_bytes import LiveActivationMeter
 
 GROUP_BYTES = 16 * KIB
@@ -94,6 +96,32 @@ def test_a_ratio_moves_that_share_of_the_bytes_after_a_failed_step_too():
         manager.guard.fail()  # as an error in the middle of a call does
         manager.abort()
         assert manager.learner.kept == kept
+
+
+def test_a_share_that_the_program_changes_counts_from_the_next_step_on():
+    manager = make_manager(**DEFAULTS)
+    begin, moved = manager.begin_chunk, []
+    for fraction in (0.25, 0.5, 0.25):
+        manager.begin_chunk = partial(begin, fraction=fraction)
+        for _ in range(2):
+            train(manager)
+        moved.append(manager.last_step.offloaded_bytes)
+    assert moved[0] == moved[2] < 0.6 * moved[1]
+
+
+def test_of_a_step_that_moves_nothing_only_an_observer_sees_groups():
+    model, order = make_model(layers=3), one_forward_one_backward(2, depth=1)
+    manager = make_manager(fraction=0.0)
+    context = OffloadActivations(manager=manager, min_offload_size=0)
+    for observers, num_groups in (((), 0), ((Observer(),), 3 * 2 * 2), ((), 0)):
+        with manager.observed_by(*observers):
+            check_steps(model, manager, order)
+            assert manager.last_step.num_groups == num_groups
+            with context:
+                y = torch.ones(64, requires_grad=True).exp()
+            assert len(manager.decisions.groups()) == len(observers)
+            del y
+            manager.reset()
 
 
 def test_a_large_group_that_is_kept_makes_no_room_for_copies():

@@ -226,7 +226,7 @@ class Program:
             "checking": rng.random() < 0.2,
         }
         joining = random.Random(seed * 3 + 1)
-        joins = joining.random() < 0.3  # steady steps of which some groups are recorded as one
+        joins = joining.random() < 0.3  # many small groups, in steady steps
         if joins:
             first = [make_segment(joining, depth=2) for _ in range(joining.randint(2, 6))]
             for segment in first:

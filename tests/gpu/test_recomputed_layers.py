@@ -69,7 +69,7 @@ def train(kinds=None, *, checkpoints=False, autocast=False, num_steps=4, **setti
         net.zero_grad()
     peak = torch.cuda.max_memory_allocated() - before
     if kinds:
-        assert context.end_step() or context.manager.is_skipping
+        assert context.end_step() or not context.manager.may_record
         assert context.last_step.by_name[kinds[0]].recomputed_bytes > 20 * MIB
     return [*found, torch.cuda.get_rng_state()], peak
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from unittest.mock import patch
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -110,7 +110,6 @@ def lend_no_place_twice(pool):
     pool.free = forget
 
 
-@patch("megatron_offload.engine.learning.skipped_groups", lambda *_: {})
 def run_engine(job, settings, host_slab_bytes):
     machine = job.machine
     config = OffloadConfig(
@@ -131,8 +130,9 @@ def run_engine(job, settings, host_slab_bytes):
     manager.observers.append(meter)
     passes = job.schedule.ranks[0]
     learned = manager.learner
-    learned.kept = dict.fromkeys(settings.kept, "as the test wants it")
-    learned._choose = lambda profile: None
+    learned.kept = kept = dict.fromkeys(settings.kept, "as the test wants it")
+    learned.policy = SimpleNamespace(fraction=1.0, plan=lambda profile: kept)
+    learned.follow = lambda *_: None
     for _ in range(NUM_STEPS):
         began_us = backend.timestamp(backend.compute_stream())
         stall_us = dict(backend.stall_us)
