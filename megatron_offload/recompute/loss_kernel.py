@@ -118,9 +118,8 @@ def prepare(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _compile_beside(device: torch.device, dtype: torch.dtype) -> None:
-    torch.get_device_module(device).mem_get_info(
-        device
-    )  # a call of the runtime gives a new thread the device's context
+    # A call of the runtime gives a new thread the device's context.
+    torch.get_device_module(device).mem_get_info(device)
     with _compiling:
         if _compile(device, dtype) is None:
             _compile.cache_clear()  # the next call tries again
