@@ -25,7 +25,12 @@ from megatron_offload.core.row_config import MODEL
 from megatron_offload.engine.hooks import put_on, take_off
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_parameter
-from megatron_offload.engine.module_hooks import ModuleHook, compiled_parts, named_modules
+from megatron_offload.engine.module_hooks import (
+    ModuleHook,
+    compiled_parts,
+    named_modules,
+    tokens_of,
+)
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.memory.storage_ref import StorageRef
 from megatron_offload.model_map.rows import FoundRows
@@ -120,6 +125,8 @@ class LayerWatch:
         self._refs: list[StorageRef] = []  # no other storage gets the identity of one of these
         self._inputs: defaultdict[str, dict[int, int]] = defaultdict(dict)
         self._handles: list[RemovableHandle] = []
+        self.tokens: set[float] = set()
+        """That the sites were given, but experts."""
         self.called: set[str] = set()
         """Sites that ran at all: not those of a tower that has nothing to look at."""
         self.saving: set[str] = set()
@@ -169,6 +176,8 @@ class LayerWatch:
 
     def _note_inputs(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.called.add(path)
+        if not self._sites[path].name.endswith(_EXPERTS):
+            self.tokens.add(tokens_of(args, kwargs))
         for leaf in pytree.tree_leaves((args, kwargs)):
             if (
                 type(leaf) is torch.Tensor

@@ -79,10 +79,10 @@ class ModelSteps:
             tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
             size = next((float(x.numel()) for x in tensors), 1.0)
             self.size += size
-            self.layer_begins(size, min(size, tokens_of(args, kwargs)))
+            self.layer_begins(size, tokens_of(args, kwargs))
 
     def layer_begins(self, size: float, tokens: float) -> None:
-        """The first layer begins, with an input of so many elements, of so many tokens."""
+        """The first layer begins, with an input of so many elements and tokens (`tokens_of`)."""
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self._is_inside or self._called is not module:

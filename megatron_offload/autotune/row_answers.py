@@ -67,6 +67,7 @@ class RowAnswers:
                     dict(zip(actions, one["link_bytes"], strict=True)),
                     one["tokens"],
                     one["saved_bytes"],
+                    one["growth"],
                 )
         policy = self._policy if isinstance(self._policy, AutoConfig) else None
         return RowChoice(policy, stages, max(one["bare_us"] for one in everyone))

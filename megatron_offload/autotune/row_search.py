@@ -24,7 +24,7 @@ from megatron_offload.autotune.agree import Ranks, is_alone
 from megatron_offload.autotune.layers import LayerWatch, Site, SiteTimes, sites_of_layers
 from megatron_offload.autotune.model_steps import ModelSteps
 from megatron_offload.autotune.row_answers import RowAnswers, plan_of
-from megatron_offload.autotune.slowdown import TimedStep, slowdown_of
+from megatron_offload.autotune.slowdown import TimedStep, growth_of, slowdown_of
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig
 from megatron_offload.core.row_config import LOSS, UNITS, RowConfig, ranges
 from megatron_offload.core.units import format_bytes
@@ -167,6 +167,7 @@ class RowSearch(OldAttributes):
         self._tokens: list[float] = []
         """Of all forwards; then of those of the step."""
         self._own_tokens: list[float] = []
+        self._growth, self._has_lengths = 1.0, True
         self._look_size = 0.0
         """Of the forward that is looked at."""
         self._mark: Any = None
@@ -418,7 +419,7 @@ class RowSearch(OldAttributes):
             self._actions = watch.actions(times, gbps, others, self._may_offload)
             self._link_bytes = times.link_bytes(gbps, self._actions, is_pipeline=is_pipeline)
         self._called, self._saving = watch.called, watch.saving
-        self._saved_bytes = watch.saved_bytes
+        self._saved_bytes, self._has_lengths = watch.saved_bytes, len(watch.tokens) == 1
         del look, timing, sites, all_sites, timed, watch, times, firsts  # no model is held
         self._stage = self._name_of_stage()
         self._largest = self._size_of_bare = max(self._sizes)
@@ -528,6 +529,9 @@ class RowSearch(OldAttributes):
                 yield from self._look_at(phase, plan, said)
                 if self.is_converged:
                     return
+                if plan.min_tokens and not self._has_lengths:
+                    self._answers = RowAnswers(self._policy)
+                    said = self._words(to_plain(self._actions))
                 said["target_bytes"] = self._target_bytes
         except dist.DistError as error:
             self._stop(f"the job's store can't be asked what other ranks do ({error})", "")
@@ -540,6 +544,14 @@ class RowSearch(OldAttributes):
     def _words(self, actions: list[Any] | None) -> dict[str, Any]:
         """Return what this rank has, by which the first makes plans."""
         memory = self.manager.backend.memory()
+        is_of_one = self._is_alone and self._num_inflight <= 1 and not self._is_tight
+        elapsed_us = self.manager.backend.sync_elapsed_us
+        forwards = [
+            TimedStep(elapsed_us(x, y) / len(tokens), size / len(tokens), has_rows)
+            for x, y, size, tokens, has_rows in self._steps
+            if not has_rows
+        ]
+        self._growth = growth_of(forwards)
         return {
             "stage": self._stage,
             "actions": actions,
@@ -548,14 +560,12 @@ class RowSearch(OldAttributes):
             "bare_bytes": self._bare_bytes,
             "reserved_bytes": None if memory is None else memory.reserved_bytes,
             "target_bytes": self._target_bytes,
-            "bare_us": self._bare_us(),
+            "bare_us": self._bare_us(forwards),
             # In a pipeline, and among ranks, what one forward needs isn't the peak of a step.
-            "tokens": self._tokens if self._has_lengths() else [],
+            "tokens": self._tokens if is_of_one and self._has_lengths else [],
             "saved_bytes": self._saved_bytes,
+            "growth": self._growth,
         }
-
-    def _has_lengths(self) -> bool:
-        return self._is_alone and self._num_inflight <= 1 and not self._is_tight
 
     def _look_at(
         self, phase: str, plan: Plan, said: dict[str, Any]
@@ -586,12 +596,15 @@ class RowSearch(OldAttributes):
             # As the Thue-Morse sequence goes: each second or fourth step may have an optimizer's.
             has_rows = self._target_bytes is not None or number.bit_count() % 2
             yield "rows" if has_rows else "bare"
-            if self._rows_share(self._steps[-1]) or num_passed == _MOST_PASSED * num_steps:
+            if self._rows_share(self._steps[-1]):
                 number += 1
-            else:
+            elif num_passed < _MOST_PASSED * num_steps:
                 num_passed += 1
+            else:  # so seldom are they: plans are for all
+                self._has_lengths = False
+                return
         self._num_rounds += 1
-        busy = busy_share(self._tokens, plan.min_tokens)
+        busy = busy_share(self._tokens, plan.min_tokens, self._growth)
         said["slowdown"], said["num_steps"] = self._slowdown(busy), num_steps
         is_trimmed = self._target_bytes is not None  # to have it anew takes a step long
         said["reserved_bytes"] = (manager.backend.reserved_bytes() or 0) if is_trimmed else 0
@@ -641,17 +654,14 @@ class RowSearch(OldAttributes):
     def _rows_share(self, step: _Step) -> float:
         """Return how much of a step is in forwards in which the plan is followed."""
         assert self.plan is not None
-        return busy_share(step.tokens, self.plan.min_tokens)
+        return busy_share(step.tokens, self.plan.min_tokens, self._growth)
 
-    def _bare_us(self) -> float:
+    def _bare_us(self, forwards: Sequence[TimedStep]) -> float:
         """Return what a microbatch as large as that which was watched takes without rows."""
-        elapsed_us = self.manager.backend.sync_elapsed_us
-        bare = [
-            elapsed_us(one.began, one.ended) / one.size for one in self._steps if not one.has_rows
-        ]
-        if not bare:
+        if not forwards:
             return max(1.0, 3 * self._forward_us)
-        return median(bare) * self._watched_size * len(self._trained)
+        own = (x.us * (self._watched_size / x.size) ** self._growth for x in forwards)
+        return median(own) * len(self._trained)
 
     def _newly_refused(self, plan: Plan) -> list[Part]:
         """Return what of the plan that is followed has no effect."""
@@ -745,7 +755,7 @@ class RowSearch(OldAttributes):
 
     def _layer_begins(self, size: float, tokens: float) -> None:
         if not self.is_converged:
-            self._own_tokens.append(tokens)
+            self._own_tokens.append(min(tokens, size))
         self._look_size = self._look_size or size  # of several forwards in a step the first
         if self.is_converged and size > self._largest and is_recording():
             self._largest = size

@@ -27,6 +27,15 @@ class TimedStep(NamedTuple):
     """Whether, or in which share of it."""
 
 
+def growth_of(steps: Sequence[TimedStep]) -> float:
+    """Return by which power of their size the time of steps grows, from 0 to 2."""
+    sizes = np.log([max(step.size, 1.0) for step in steps])
+    if len(steps) < 2 or np.ptp(sizes) < 1e-3:
+        return 1.0
+    power, _ = np.polyfit(sizes, np.log([max(step.us, 1e-3) for step in steps]), 1)
+    return float(np.clip(power, 0.0, 2.0))
+
+
 def slowdown_of(steps: Sequence[TimedStep]) -> Slowdown | None:
     """Return by how much rows make steps longer, None where that isn't known.
 

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.engine.graph_break import graph_break
@@ -71,10 +72,13 @@ def tokens_of(args: Any, kwargs: Any) -> float:
 
     Infinity where it is given none.
     """
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor):
-            return value.shape[:-1].numel() if value.dim() > 1 else value.numel()
-    return math.inf
+    given = (*args, *kwargs.values())
+    tensor = next((x for x in given if isinstance(x, torch.Tensor)), None)
+    if tensor is None:  # what is at hand is soon looked through
+        tensor = next((x for x in tree_leaves(given) if isinstance(x, torch.Tensor)), None)
+    if tensor is None:
+        return math.inf
+    return tensor.shape[:-1].numel() if tensor.dim() > 1 else tensor.numel()
 
 
 def named_modules(chunk: nn.Module) -> dict[str, nn.Module]:

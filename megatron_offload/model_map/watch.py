@@ -236,10 +236,12 @@ class RowWatch:
         """Hook what saves outputs that rows recompute, where that is known."""
         if self._known is None:
             return []
-        modules, handles = self._modules(), list[RemovableHandle]()
+        modules, handles, rows = self._modules(), list[RemovableHandle](), self._rows[0]
         for path, (name, tensors) in self._known.savers.items():
             own = hooks_of(OffloadSite, modules[path])
-            own += OffloadSite(name, self._find_manager, tensors).hook(modules[path])
+            tokens = (x for one, x in rows.min_tokens.items() if rows.recomputed[one] == name)
+            site = OffloadSite(name, self._find_manager, tensors, min_tokens=min(tokens, default=0))
+            own += site.hook(modules[path])
             handles += own
         return handles
 

@@ -60,6 +60,7 @@ class Stage:
         target_bytes: what is to be reserved at most; None where that doesn't matter.
         link_bytes: as in `frontier`.
         tokens: of forwards so far, where their lengths may decide what is done in each.
+        growth: the power of its tokens by which a forward's time grows.
         saved_bytes: in a forward of the size that ``actions`` are of.
 
     Attributes:
@@ -78,8 +79,9 @@ class Stage:
         link_bytes: Mapping[int, float] | None = None,
         tokens: Sequence[float] = (),
         saved_bytes: int = 0,
+        growth: float = 1.0,
     ) -> None:
-        self._tokens, self._saved_bytes = tokens, saved_bytes
+        self._tokens, self._saved_bytes, self._growth = tokens, saved_bytes, growth
         self._actions, self._link_bytes, self._refused = actions, link_bytes, set[Part]()
         self.num_inflight, self.bare_bytes = num_inflight, bare_bytes
         self._reserved_bytes, self.target_bytes = reserved_bytes, target_bytes
@@ -108,7 +110,7 @@ class Stage:
             return plan
         share = max(0.0, 1 - plan.freed_bytes / max(1, self._saved_bytes))
         min_tokens = int(_SHORT_SHARE * share * max(self._tokens))
-        busy = busy_share(self._tokens, min_tokens)
+        busy = busy_share(self._tokens, min_tokens, self._growth)
         return plan if busy == 1 else plan._replace(us=busy * plan.us, min_tokens=min_tokens)
 
     @property
@@ -163,9 +165,11 @@ def _has_no_length(site: str) -> bool:
     return site in (MODEL, *UNITS) or site.endswith(".experts")
 
 
-def busy_share(tokens: Sequence[float], min_tokens: float) -> float:
-    """Return how much of these forwards is in those that are so long."""
-    return sum(x for x in tokens if x >= min_tokens) / max(1, sum(tokens))
+def busy_share(tokens: Sequence[float], min_tokens: float, growth: float = 1.0) -> float:
+    """Return how much of the time of these forwards is in those that are so long."""
+    longest = max(tokens, default=1.0)
+    times = [((x / longest) ** growth, x >= min_tokens) for x in tokens]
+    return sum(time for time, is_long in times if is_long) / max(1e-9, sum(x for x, _ in times))
 
 
 class RowChoice:

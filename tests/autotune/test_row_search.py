@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import json
@@ -11,6 +12,7 @@ import time
 from unittest import mock
 from weakref import ref
 
+import layered_job
 import pytest
 import torch
 import yaml
@@ -23,6 +25,7 @@ from layered_job import (
     TimedMlp,
 )
 from torch import nn
+from virtual_clock import Tick
 
 from megatron_offload import OffloadActivations, OffloadConfig, get_act_offloading_ctx_manager
 from megatron_offload.autotune import layers
@@ -257,6 +260,73 @@ def test_lengths_that_are_drawn_anew_are_one_program():
     assert 10 < 100 * (took_us / bare_us - 1) <= 20
     assert num_steps < 80
     assert job.manager.rows == rows
+
+
+class TupleLayer(GradientCheckpointingLayer):
+    def forward(self, pair):
+        return super().forward(pair[0])
+
+
+class SquareMlp(TimedMlp):
+    """Takes time by the square of its rows."""
+
+    def forward(self, x):
+        (job,) = self.job
+        x = Tick.apply(x, job.backend.advance_compute, job.us_per_row * len(x) ** 2)
+        return super().forward(x)
+
+
+class SquareLayer(GradientCheckpointingLayer):
+    def __init__(self, job):
+        super().__init__(job)
+        self.mlp = SquareMlp(job)
+
+
+class TupleNet(layered_job.LayeredNet):
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer((x, None))
+        return self.head(x)
+
+
+class GrowingNet(layered_job.LayeredNet):
+    """Gives all layers but the first three times as many rows."""
+
+    def forward(self, x):
+        x = self.layers[0](x)
+        for layer in self.layers[1:]:
+            x = layer(x if layer is not self.layers[1] else x.repeat(3, 1))
+        return self.head(x)
+
+
+LENGTHS = [40, 8, 8, 24, 8, 8, 40, 24, 8, 8]
+
+
+@pytest.mark.parametrize("kind", ["plain", "square", "tuple", "growing"])
+def test_what_is_said_holds_whatever_lengths_do_to_time(kind, monkeypatch):
+    layer = {"square": SquareLayer, "tuple": TupleLayer}.get(kind, GradientCheckpointingLayer)
+    net = {"tuple": TupleNet, "growing": GrowingNet}.get(kind, layered_job.LayeredNet)
+    monkeypatch.setattr(layered_job, "LayeredNet", net)
+    job = LayeredJob(0.001, policy=auto(20), layer=layer)
+    search = job.found(LENGTHS)
+    took_us = sum(job.step(length) for length in LENGTHS)
+    assert job.manager.rows
+    assert any(row.min_tokens for row in job.manager.rows) == (kind != "growing")
+    found = next(x for place, x, _ in search.tried if place == search._own.place)
+    job.offload.close()
+    job.offload = contextlib.nullcontext()
+    bare_us = sum(job.step(length) for length in LENGTHS)
+    slowdown = 100 * (took_us / bare_us - 1)
+    assert slowdown == pytest.approx(found.percent, abs=4), "steps so far were of other lengths"
+
+
+def test_where_long_forwards_are_too_rare_to_be_measured_plans_are_for_all():
+    job = LayeredJob(0.001, policy=auto(20))
+    for number in range(120):
+        job.step(200 if number == 5 else 8)
+    assert job.search.is_converged
+    assert {row.min_tokens for row in job.manager.rows} == {0}
+    assert "None" not in job.search.said
 
 
 def test_lengths_that_are_all_alike_need_no_choice():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_offload.autotune.slowdown import TimedStep, slowdown_of
+from megatron_offload.autotune.slowdown import TimedStep, growth_of, slowdown_of
 
 
 def steps_of(draw, number, percent, *, noise=0.02, sizes=(512, 2048), outliers=0):
@@ -48,3 +48,12 @@ def test_steps_without_noise_are_told_exactly():
     found = slowdown_of(steps)
     assert found == pytest.approx((5.0, 5.0, 5.0))
     assert str(found) == "+5.0 % (+5.0 to +5.0)"
+
+
+@pytest.mark.parametrize(
+    ("us_of", "power"), [(lambda x: x * x, 2), (lambda x: 9, 0), (lambda x: x**3, 2)]
+)
+def test_growth_is_the_power_of_size_by_which_time_grows(us_of, power):
+    steps = [TimedStep(us_of(size), size, 0.0) for size in (2.0, 3.0, 5.0)]
+    assert growth_of(steps) == pytest.approx(power, abs=1e-6)
+    assert growth_of(steps[:1]) == growth_of([]) == growth_of(steps[:1] * 3) == 1
