@@ -166,6 +166,12 @@ class LayerWatch:
         """What could be offloaded, in layers and outside."""
         return sum(self._seen.sizes.values())
 
+    @property
+    def largest_bytes(self) -> int:
+        """Of what is saved inside layers the largest."""
+        sizes, savers = self._seen.sizes, self._seen.savers()
+        return max((sizes[key] for key, paths in savers.items() if any(paths)), default=0)
+
     def all_of_it(self, times: SiteTimes, gbps: float) -> Iterator[Action]:
         """Yield what offloads all that is saved, in layers and outside, if anything can be."""
         num_bytes = self.saved_bytes

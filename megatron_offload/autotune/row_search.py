@@ -26,7 +26,7 @@ from megatron_offload.autotune.model_steps import ModelSteps
 from megatron_offload.autotune.row_answers import RowAnswers, plan_of
 from megatron_offload.autotune.slowdown import TimedStep, growth_of, slowdown_of
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig
-from megatron_offload.core.row_config import LOSS, UNITS, RowConfig, ranges
+from megatron_offload.core.row_config import LOSS, MODEL, UNITS, RowConfig, ranges
 from megatron_offload.core.units import format_bytes
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.hooks import is_recording
@@ -131,13 +131,23 @@ class RowSearch(OldAttributes):
         self._may_offload = may_offload
         self._has_groups, self._num_begun = groups is not None, 0
         self.loss_is_by_rows: Callable[[], bool] = lambda: False
-        self.serve(hook, groups)
         self.begin(manager)
+        self.serve(hook, groups)
 
     def serve(self, hook: Callable[[], object], groups: AutomaticGroups | None = None) -> None:
-        """Go on with another context for the same model and manager."""
+        """Go on with another context for the same model and manager.
+
+        Its hooks are of what this step follows: nothing, perhaps, where the next has the plan.
+        """
         self._groups = (lambda: None) if groups is None else ref(groups)
-        self._hook = hook
+        self._hook, manager = hook, self.manager
+        if self.plan is not None and not self.is_converged:
+            rows = manager.rows
+            manager.rows = tuple(row for row in self.plan.rows() if row.site != MODEL)
+            try:
+                hook()
+            finally:
+                manager.rows = rows
 
     def is_of(self, model: nn.Module) -> bool:
         """Whether it looks for rows of this model."""
@@ -420,6 +430,7 @@ class RowSearch(OldAttributes):
             self._link_bytes = times.link_bytes(gbps, self._actions, is_pipeline=is_pipeline)
         self._called, self._saving = watch.called, watch.saving
         self._saved_bytes, self._has_lengths = watch.saved_bytes, len(watch.tokens) == 1
+        self._largest_bytes = watch.largest_bytes
         del look, timing, sites, all_sites, timed, watch, times, firsts  # no model is held
         self._stage = self._name_of_stage()
         self._largest = self._size_of_bare = max(self._sizes)
@@ -615,7 +626,9 @@ class RowSearch(OldAttributes):
         size = _SPARE_SHARE * max(self._sizes) / self._watched_size
         num_bytes = int(size * self._num_inflight * plan.copied_bytes)
         num_bytes -= manager.host_pool.stats.slab_bytes_total
-        if num_bytes <= 0 or self._is_tight:
+        largest_bytes = self._largest_bytes * max(self._sizes) / self._watched_size
+        is_of_use = largest_bytes <= manager.host_pool.slab_bytes and not self._is_tight
+        if num_bytes <= 0 or not is_of_use:
             return
         manager.host_pool.prepare(num_bytes)
         for _ in range(_MOST_UNPREPARED if self._is_alone else _NUM_UNPREPARED):
@@ -769,7 +782,8 @@ class RowSearch(OldAttributes):
         clock, stage, is_short, over_bytes = self._clock, self._own, False, 0
         if clock is None or stage is None:
             return
-        if not clock.is_over():  # else it isn't worth asking the allocator with every step
+        is_pending = not clock.is_over()
+        if is_pending:  # else it isn't worth asking the allocator with every step
             num_ooms = self.manager.num_out_of_memory
             is_short, self._num_ooms = num_ooms > self._num_ooms, num_ooms
         if isinstance(self._policy, MemoryTargetConfig):
@@ -780,6 +794,8 @@ class RowSearch(OldAttributes):
         clock.restart()
         if is_short or self._num_over > 1:
             self._go_deeper(stage)
+        elif is_pending and self.plan and self.plan.min_tokens:  # no longest has the peak alone
+            self._deepen(stage, stage.place, "forwards come before others' backwards")
 
     def _make_room(self, size: float) -> None:
         """Follow a plan under which a forward fits that is larger than all before; it has begun."""

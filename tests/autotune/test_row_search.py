@@ -329,6 +329,33 @@ def test_where_long_forwards_are_too_rare_to_be_measured_plans_are_for_all():
     assert "None" not in job.search.said
 
 
+def test_several_forwards_before_their_backwards_all_have_rows():
+    job = LayeredJob(0.001, policy=auto(20))
+    job.found(LENGTHS)
+    assert job.search.plan.min_tokens > 8
+    for _ in range(2):
+        losses = []
+        for _ in range(4):
+            with job.offload:
+                losses.append(job.net(torch.randn(8, WIDTH)).square().sum())
+        sum(losses).backward()
+    assert {row.min_tokens for row in job.manager.rows} == {0}
+
+
+def test_a_context_that_is_made_anew_for_each_step_measures_what_it_follows():
+    job = LayeredJob(0.001, policy=auto(20))
+    while not job.search.is_converged:
+        job.offload = job.context()
+        job.step(48)
+    for _ in range(3):
+        job.offload = job.context()
+        took_us = job.step(48)
+    assert job.manager.rows
+    slowdown = 100 * (took_us / (48 * 180.0) - 1)
+    assert 5 < slowdown <= 20
+    assert f"takes {slowdown:+.1f} %" in job.search.said
+
+
 def test_lengths_that_are_all_alike_need_no_choice():
     rows = LayeredJob(0.001, policy=auto(20)).found((16,)).plan.rows()
     assert {row.min_tokens for row in rows} == {0}
@@ -377,6 +404,7 @@ def test_the_ranks_of_a_large_job_are_answered_at_once():
                 "bare_us": 5000.0,
                 "tokens": [],
                 "saved_bytes": 1 << 35,
+                "growth": 1.0,
             }
         )
     began_s = time.thread_time()
