@@ -152,6 +152,16 @@ def test_a_plan_is_tried_once_its_memory_is_ready_and_the_allocator_is_left_alon
     assert trims == ["rows"]
 
 
+@pytest.mark.parametrize(("size", "is_ready"), [(1 << 10, True), (1 << 40, False)])
+def test_only_memory_that_tensors_fit_into_is_made_ready(size, is_ready, monkeypatch):
+    monkeypatch.setattr(layers.LayerWatch, "largest_bytes", size)
+    job = LayeredJob(0.1, policy={"kind": "auto", "most_slowdown_percent": 3})
+    asked = []
+    monkeypatch.setattr(job.backend, "prepare_host", lambda _, number: asked.append(number))
+    job.found()
+    assert any(asked) == is_ready
+
+
 def test_copies_take_more_of_a_replay_and_less_of_its_link():
     job = LayeredJob(0.1)
     sites = {"layer": layers.Site(0, "layer", job.net.layers[0], may_rerun=True)}
