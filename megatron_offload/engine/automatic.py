@@ -260,9 +260,7 @@ class AutomaticGroups:
         if group in self._reached or group.state is GroupState.DONE:
             return
         for forward in self._forwards:
-            if (
-                forward is not None and forward.group is group
-            ):  # a backward before the end of its forward
+            if forward is not None and forward.group is group:  # backward comes before its end
                 self._commit(forward)
         self.leave_spent()
         self._reached[group] = None

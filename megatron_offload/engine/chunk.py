@@ -49,8 +49,6 @@ class ChunkOffloadHandler:
     """Among the chunks of the step; None until it has a group, so that passes that save nothing
     (evaluation) shift no keys."""
     groups: list[OffloadGroup] = field(default_factory=list, init=False)
-    num_groups: int = field(default=0, init=False)
-    """That were started, also as parts of one."""
     open_groups: list[OffloadGroup] = field(default_factory=list, init=False)
     not_started: set[str] = field(default_factory=set, init=False)
     """Names of which a group was to be closed and none was open."""
@@ -60,17 +58,12 @@ class ChunkOffloadHandler:
     """How what was made and not saved yet is recomputed, where that is known."""
     _counted_keys: set[int] = field(default_factory=set, init=False)
 
-    @property
-    def next_key(self) -> GroupKey:
-        """The key of the group that starts next; a chunk outside any step calls its position -1."""
-        return GroupKey(-1 if self.position is None else self.position, self.num_groups)
-
     def open_group(self, name: str) -> OffloadGroup:
-        """Open a group."""
-        group = OffloadGroup(self.next_key, name, self.transfers.budget, self.rules)
+        """Open a group; a chunk outside any step calls its position -1."""
+        key = GroupKey(-1 if self.position is None else self.position, len(self.groups))
+        group = OffloadGroup(key, name, self.transfers.budget, self.rules)
         self.groups.append(group)
         self.open_groups.append(group)
-        self.num_groups += 1
         return group
 
     def close_group(self, name: str | None) -> OffloadGroup | None:
@@ -85,7 +78,6 @@ class ChunkOffloadHandler:
     def forget_groups(self) -> None:
         """Let go of the groups, whose step is over."""
         self.groups.clear()
-        self.num_groups = 0
         self.open_groups.clear()
         self.not_started.clear()
         self.forget_recipes()
@@ -97,8 +89,11 @@ class ChunkOffloadHandler:
 
     def may_move(self, tensor: torch.Tensor) -> bool:
         """Whether a saved tensor is an activation that this chunk can offload."""
-        is_free = may_be_activation(tensor) and self.marks.lets_move(tensor, self.transfers.backend)
-        return is_free and not self.is_small(tensor)
+        is_here = may_be_activation(tensor) and self.transfers.backend.owns(tensor)
+        if not is_here or not has_own_bytes(tensor) or self.is_small(tensor):
+            return False
+        storage_key = tensor.untyped_storage()._cdata
+        return not any(storage_key in keys for keys in self.marks.kept())
 
     @graph_break
     def pack(self, group: OffloadGroup, tensor: torch.Tensor) -> SavedTensor:

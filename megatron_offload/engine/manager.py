@@ -39,7 +39,6 @@ from megatron_offload.engine.hooks import (
 from megatron_offload.engine.learning import Learner
 from megatron_offload.engine.marks import Marks
 from megatron_offload.engine.observer import Observer
-from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.step import Step
 from megatron_offload.engine.transfers import Transfers
@@ -202,7 +201,6 @@ class PipelineOffloadManager:
             self.observers.append(Checker())
         self.do_offload = config.enabled
         self._hooks = HookStack(self.transfers)
-        self._pack: partial[SavedTensor] | None = None
         self._delayed: list[OffloadGroup] = []
         self._chunk: ChunkOffloadHandler | None = None
         self._entered: list[ChunkOffloadHandler] = []
@@ -547,7 +545,7 @@ class PipelineOffloadManager:
 
     def _begin_step(self) -> None:
         self.step_number += 1
-        self._chunk = self._begun_at_backward = self._pack = None
+        self._chunk = self._begun_at_backward = None
         self.last_call: ref[object] | None = None
         """The last call of this step whose inside is recomputed: there may be no groups besides."""
         for chunk in self._entered:
@@ -639,16 +637,9 @@ class PipelineOffloadManager:
         chunk = self._chunk
         pack = None
         if chunk is not None and chunk.open_groups and self.records():
-            pack = self._pack_of(chunk, chunk.open_groups[-1])
+            pack = partial(chunk.pack, chunk.open_groups[-1])
         self._hooks.push(pack)
         return self
-
-    def _pack_of(self, chunk: ChunkOffloadHandler, group: OffloadGroup) -> partial[SavedTensor]:
-        """Return the pack hook of a group, one for all of its parts: each record keeps it."""
-        pack = self._pack
-        if pack is None or pack.args[0] is not group:
-            pack = self._pack = partial(chunk.pack, group)
-        return pack
 
     @graph_break
     def __exit__(self, *exception: object) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Container
 import torch
 from torch.nn.parameter import is_lazy
 
-from megatron_offload.backends.base import Backend
 from megatron_offload.memory.storage_ref import StorageRef
 
 _OPT_OUT_MARKS = ("_do_not_offload", "_TE_do_not_offload", "_is_buffer")
@@ -125,13 +124,3 @@ class Marks:
             found = {x.untyped_storage()._cdata for x in known if x.layout is torch.strided}
             self._kept, self._is_old = found.union(self._storages), False
         return self._kept, _everywhere
-
-    def lets_move(self, tensor: torch.Tensor, backend: Backend) -> bool:
-        """Whether what `may_be_activation` is on the backend's device, and nothing says it is kept.
-
-        Parameters do, and what shares their storage.
-        """
-        if not backend.owns(tensor) or not has_own_bytes(tensor):
-            return False
-        storage_key = tensor.untyped_storage()._cdata
-        return not any(storage_key in keys for keys in self.kept())

@@ -205,7 +205,9 @@ class Transfers:
         produced: list[Event] = []
         num_bytes, is_ready = 0, True
         for block, region, host in zip(moving, regions, hosts, strict=False):
-            self._attach_region(block, group, region)
+            block.lease = lease = Lease(block, self.guard.left.append)
+            lease.free, lease.group, lease.region = self.free, block.group, region
+            self._leases.add(lease)
             block.host, block.flight = host, flight
             num_bytes += block.num_bytes
             by_name[block.name].offloaded_bytes += block.num_bytes
@@ -238,11 +240,6 @@ class Transfers:
             self.window.limit_groups(group.name, rules.max_inflight_groups)
         if rules.max_inflight_blocks is not None:
             self.window.limit_blocks(rules.max_inflight_blocks)
-
-    def _attach_region(self, block: Block, group: OffloadGroup, region: HostRegion) -> None:
-        block.lease = lease = Lease(block, self.guard.left.append)
-        lease.free, lease.group, lease.region = self.free, block.group, region
-        self._leases.add(lease)
 
     def _report_offloads(
         self, group: OffloadGroup, blocks: Sequence[Block], sources: Sequence[torch.Tensor]
@@ -378,17 +375,13 @@ class Transfers:
         for block, target in zip(blocks, targets, strict=True):
             block.target = target  # from here on this is the copy that counts
             read.append(block.take_region())
-            self._note_reload(block, reload)
+            assert block.lease is not None
+            block.reload = block.lease.reload = reload
+            if self.takes_targets:
+                block.lease.target = target
             by_name[block.name].reloaded_bytes += block.num_bytes
         for region, users in groupby(read):
             self.host_pool.free(region, event, len(list(users)))
-
-    def _note_reload(self, block: Block, reload: Reload) -> None:
-        block.reload = reload
-        assert block.lease is not None
-        block.lease.reload = reload
-        if self.takes_targets:
-            block.lease.target = block.target
 
     def _revive(self, block: Block) -> bool:
         """Take a block's bytes from its source where something else has kept that alive.
