@@ -35,6 +35,8 @@ at the head of a model and in backward, is not known yet."""
 _LEAST_SURPLUS_SHARE = 0.1
 """Less of what is pinned remains so."""
 
+_UNLISTED = "its name is not among OffloadConfig.modules"
+
 _logger = logging.getLogger(__name__)
 
 _rank_source: Callable[[], int] | None = None
@@ -55,7 +57,8 @@ class Learner:
     Attributes:
         policy: Megatron's rules for what is kept.
         pp_rank: the pipeline rank whose rules count; None before the first chunk.
-        kept: groups that the policy keeps on the device, each with the reason.
+        profile: what the last step has shown; None where it has to be learned anew.
+        kept: groups that are kept on the device, each with the reason.
         is_steady: whether the last two steps had the same groups.
         is_open: whether what is offloaded is still looked for: all is kept that the device has room
             for.
@@ -71,8 +74,7 @@ class Learner:
         self._kept_alike: dict[tuple[int, str], str] = {}
         self.is_steady = self.is_open = self.is_measured = False
         self._config = config
-        self._listed = listed = config.modules if "modules" in config.model_fields_set else ()
-        self._has_seen_names = False
+        self._unseen = listed = config.modules if "modules" in config.model_fields_set else ()
         self._is_unlisted = cache(
             lambda name: bool(listed) and not any(fnmatchcase(name, one) for one in listed)
         )
@@ -126,13 +128,12 @@ class Learner:
 
     def learn(self, profile: StepProfile) -> None:
         """Learn from what a step has shown that is over."""
-        if self._listed:
-            profile = self.without_unlisted(profile)
         before = self.profile
-        if before is not None and profile == before:
-            profile = before  # what it foretells is known
-        self.profile = profile
-        self.is_steady = before is not None and before.has_groups_of(profile)
+        has_changed = profile != before
+        if has_changed:  # else what it foretells is known
+            self.profile = profile
+        self.is_steady = not has_changed or (before is not None and before.has_groups_of(profile))
+        self._warn_of_names(profile)
         self._fit_host_pool()
         if self.is_steady:
             if self._num_fits_left == _NUM_FITS and not (self.is_open or self.is_measured):
@@ -140,16 +141,20 @@ class Learner:
             self._num_fits_left = max(0, self._num_fits_left - 1)
         elif before is not None:
             self._owners.known.clear()
-        if profile is not before or self.policy != self._chosen_by:
+        if has_changed or self.policy != self._chosen_by:
             self._choose(profile)
         self._budget.learn(self._largest_bytes)
 
     def _choose(self, profile: StepProfile) -> None:
         self._chosen_by = self.policy
+        unlisted = {one.key: _UNLISTED for one in profile.groups if self._is_unlisted(one.name)}
+        groups = tuple(group for group in profile.groups if group.key not in unlisted)
+        listed = replace(profile, groups=groups)
         if self._ratio is None:
-            self.kept = self.policy.plan(profile)
+            self.kept = self.policy.plan(listed)
         else:
-            self.kept = kept_by_ratio(self._ratio, profile)
+            self.kept = kept_by_ratio(self._ratio, listed)
+        self.kept |= unlisted
         self._chunks = {group.key.chunk for group in profile.groups}
         self._kept_alike = {  # by place in a chunk, for chunks that are new
             (group.key.order, group.name): self.kept.get(group.key, "") for group in profile.groups
@@ -167,7 +172,7 @@ class Learner:
         if self._transfers.by_rows:  # in place of all that follows
             return ""
         if self._is_unlisted(group.name):
-            return "its name is not among OffloadConfig.modules"
+            return _UNLISTED
         if self.is_open:
             return "" if self.is_short_of_memory() else "what is offloaded is still looked for"
         key, default = group.key, ""
@@ -177,23 +182,16 @@ class Learner:
             default = self._kept_alike.get((key.order, group.name), "")
         return self.kept.get(key, default)
 
-    def without_unlisted(self, profile: StepProfile) -> StepProfile:
-        """Count what kept groups save as out of reach; warn of names without group."""
-        for pattern in () if self._has_seen_names else self._listed:
+    def _warn_of_names(self, profile: StepProfile) -> None:
+        """Warn of names that no group of the first step has."""
+        for pattern in self._unseen:
             if not any(fnmatchcase(group.name, pattern) for group in profile.groups):
                 _logger.warning(
                     "OffloadConfig.modules names %r, and no group of the step is called so: mark "
                     "it with offload_modules(), or list it in TransformerConfig.offload_modules",
                     pattern,
                 )
-        self._has_seen_names = True
-        groups = []
-        for group in profile.groups:
-            if self._is_unlisted(group.name):
-                kept_bytes = group.externally_referenced_bytes + group.num_bytes
-                group = group._replace(num_bytes=0, externally_referenced_bytes=kept_bytes)
-            groups.append(group)
-        return replace(profile, groups=tuple(groups))
+        self._unseen = ()
 
     @property
     def keeps_everything(self) -> bool:
