@@ -51,11 +51,6 @@ class GroupProfile(NamedTuple):
     """Bytes that offloading the group copies; zero where it holds nothing worth moving."""
     committed_at_bytes: int = 0
     """When its forward ended, by the clock of `StepProfile.backward_at_bytes`."""
-    externally_referenced_bytes: int = 0
-    """Bytes that it saves besides, but that something else keeps: offloading them frees nothing."""
-    shared_bytes: int = 0
-    """Of all its bytes those that a group committed before it has as well, and left where they
-    are."""
     recomputed: tuple[RecomputeUnit, ...] = ()
     """By unit, what it saves that is recomputed."""
 
@@ -63,13 +58,6 @@ class GroupProfile(NamedTuple):
     def needs(self) -> tuple[GroupKey, ...]:
         """The groups whose bytes its backward makes its own from."""
         return tuple(key for unit in self.recomputed for key in unit.needs)
-
-    @property
-    def saved_bytes(self) -> int:
-        """What it saves that no group before it does: the same whatever moves, in every run."""
-        recomputed_bytes = sum(unit.num_bytes for unit in self.recomputed)
-        held_bytes = self.num_bytes + self.externally_referenced_bytes
-        return held_bytes + recomputed_bytes - self.shared_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +71,6 @@ class StepProfile:
     backward_at_bytes: tuple[int, ...] = ()
     """When that was, for each of them: the bytes of all groups that the step had seen by then, in
     forward and in backward. A clock that is the same in every run and costs nothing to read."""
-
-    @property
-    def saved_bytes(self) -> int:
-        """What all groups save: it grows with a step's size."""
-        return sum(group.saved_bytes for group in self.groups)
 
     def released_bytes(self, kept: Collection[GroupKey], device_bytes: int) -> dict[str, int]:
         """Return, by group name, what such a step has off the device when its backward begins.

@@ -381,8 +381,6 @@ class OffloadGroup(Group):
     """One layer group of one chunk, whose ``rules`` it has.
 
     Attributes:
-        externally_referenced_bytes: bytes besides that something else keeps; set at commit.
-        shared_bytes: of both, what a group before it has as well and left there; set at commit.
         moving: between the look at its bytes and the decision, the blocks that can be offloaded,
             alive.
         recomputed: what of it is recomputed, or could be; set at commit.
@@ -392,7 +390,6 @@ class OffloadGroup(Group):
         pick: which of its tensors are offloaded; None: all that can be.
     """
 
-    externally_referenced_bytes = shared_bytes = 0
     dropped_bytes: Mapping[str, int] = MappingProxyType({})
     moving: Sequence[Block] = ()
     recomputed: tuple[RecomputeUnit, ...] = ()

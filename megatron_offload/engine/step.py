@@ -63,9 +63,7 @@ class Step(StepDecisions[OffloadGroup]):
         """Return what the step has shown."""
         groups = (
             GroupProfile(
-                *(g.key, g.name, g.num_bytes, g.committed_at_bytes, g.externally_referenced_bytes),
-                shared_bytes=g.shared_bytes,
-                recomputed=merge_units(g.recomputed),
+                g.key, g.name, g.num_bytes, g.committed_at_bytes, merge_units(g.recomputed)
             )
             for g in self.committed
         )

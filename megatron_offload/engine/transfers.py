@@ -104,10 +104,7 @@ class Transfers:
                 self._count_kept(block, "beyond the share that is offloaded")
                 continue
             block.counted_bytes = block_bytes
-            if counted_bytes:
-                group.shared_bytes += counted_bytes
             if knows_any and owners.knows(block):
-                group.externally_referenced_bytes += block_bytes
                 self.stats.externally_referenced_bytes += block_bytes - counted_bytes
             else:
                 num_bytes += block_bytes

@@ -408,8 +408,9 @@ def test_the_groups_are_the_same_whatever_is_recomputed():
             y = model(torch.ones(1024, 256))
         y.sum().backward()
         del y
+        groups = offload.manager.decisions.groups()
+        found.append([(group.key, len(group.references)) for group in groups])
         assert offload.end_step()
-        found.append([(g.key, g.saved_bytes) for g in offload.manager.last_profile.groups])
         assert (offload.last_step.by_name["activations"].recomputed_bytes > 0) is bool(units)
         offload.close()
     assert found[0] == found[1]
