@@ -444,34 +444,6 @@ def test_a_forward_that_fails_copies_nothing_more():
     assert "activations" not in offload.manager.transfers.stats.by_name
 
 
-def test_small_tensors_parameters_and_buffers_are_kept():
-    weight = nn.Parameter(torch.randn(64, 64))
-    buffer = nn.Buffer(torch.randn(64, 64))
-    x = torch.randn(64, 64, requires_grad=True)
-    offload = make_offload(min_offload_size=1024)
-    packed = []
-    pack = offload._groups.pack
-
-    def watched(tensor):
-        record = pack(tensor)
-        packed.append((tensor.shape, getattr(record, "block", "moves") is not None))
-        return record
-
-    offload._groups.pack = watched
-    with offload:
-        y = (x @ weight.t()) * buffer
-        z = y * y[:1, :1].sum()
-    moved = [shape for shape, moves in packed if moves]
-    assert torch.Size([64, 64]) in moved
-    small = [moves for shape, moves in packed if shape.numel() * 4 < 1024]
-    assert small
-    assert not any(small)
-    z.sum().backward()
-    by_name = offload.manager.transfers.stats.by_name["activations"]
-    # x, the product, and y; not the weight's transpose, not the buffer.
-    assert by_name.offloaded_bytes + by_name.kept_bytes <= 3 * 64 * 64 * 4
-
-
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
