@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron_offload.core.machine import Machine
-from megatron_offload.core.profile import GroupKey
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule
 
 
@@ -121,10 +120,8 @@ class StageWork:
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
-    """What one rank keeps, and how much device memory its copies may take; see `OffloadConfig`."""
+    """How much device memory a rank's copies may take; see `OffloadConfig`."""
 
-    kept: frozenset[GroupKey] = frozenset()
-    """Groups that are left on the device."""
     max_inflight_bytes: int | None = None
     """None follows the step, as in `DeviceBudget`."""
     prefetch_bytes: int | None = None

@@ -58,7 +58,6 @@ class RankProgram:
     """Recomputed in backward, and so neither kept nor offloaded."""
     recompute_us: float = 0.0
     """What that takes, as a part of the compute."""
-    moved: list[GroupKey] = field(default_factory=list)  # as their copies to the host were issued
     copy_bytes: list[int] = field(default_factory=list)  # by the copy's number, as it was issued
 
     # What the compute stream comes by, in two flat sequences: a large job has millions of them.
@@ -106,18 +105,17 @@ class RankWork:
         """Return what the rank's streams do in a steady step.
 
         Args:
-            settings: what it keeps and may hold; its units are those of the work.
+            settings: what it may hold; its units are those of the work.
             records: keep labels, and memory over the program.
         """
         return _Replay(self, settings, records).run()
 
-    def show_step(self, budget: DeviceBudget, kept: Collection[GroupKey] = ()) -> None:
-        """Let a budget know the step, as if it had come by with these groups kept."""
+    def show_step(self, budget: DeviceBudget) -> None:
+        """Let a budget know the step, as if it had come by."""
         budget.begin_step()
         for group, is_forward in self._boundaries():
             if is_forward:
-                moving_bytes = 0 if group.key in kept else group.num_bytes
-                budget.add_saved(group.num_bytes, moving_bytes, is_learned=True)
+                budget.add_saved(group.num_bytes, group.num_bytes, is_learned=True)
             else:
                 budget.drop_saved(group.num_bytes)
 
@@ -209,7 +207,7 @@ class _Replay:
         self._decisions = StepDecisions(self, self._window, self._budget)
         if settings.offloads:
             if None in (settings.max_inflight_bytes, settings.prefetch_bytes):
-                rank.show_step(self._budget, settings.kept)
+                rank.show_step(self._budget)
             self._decisions.begin_step(rank.profile, rank.forecast)
 
     def run(self) -> RankProgram:
@@ -245,8 +243,7 @@ class _Replay:
             self._count(work.num_bytes + work.kept_bytes)  # what it leaves there
             self._compute(one, profile, work.forward_us, work.forward_temp_bytes)
             if group is not None:
-                is_kept = profile.key in settings.kept
-                self._decisions.commit(group, "the plan keeps it" if is_kept else "")
+                self._decisions.commit(group, "")
 
     def _backward(self, one: Pass) -> None:
         chunk = self._chunks.pop((one.stage, one.microbatch))
@@ -299,7 +296,6 @@ class _Replay:
         group.advance(GroupState.OFFLOADING)
         group.offload = self._issue(OpKind.OFFLOAD, group)
         self.program.offloaded_bytes += group.num_bytes
-        self.program.moved.append(group.key)
         self._count(host_bytes=group.num_bytes)
         self._budget.inflight_bytes += group.num_bytes
         group.is_in_window = True

@@ -47,9 +47,7 @@ def test_chunks_and_groups_that_the_engine_does_not_see_take_no_position():
     schedule = Schedule("any", 2, 1, (passes,))
     job = Job(schedule, (StageWork((unseen,)), StageWork((unseen, work(7)))), (0,))
     assert [group.key for group in RankWork(job, 0).profile.groups] == [GroupKey(0, 0)]
-    program = replay(job, 0, RankSettings(kept=frozenset({GroupKey(0, 0)})))
-    assert program.moved == []
-    assert program.peak_device_bytes == 5 + 5 + 7
+    assert replay(job, 0, NO_OFFLOAD).peak_device_bytes == 5 + 5 + 7
 
 
 def test_a_group_leaves_is_released_and_is_reloaded():
@@ -60,30 +58,6 @@ def test_a_group_leaves_is_released_and_is_reloaded():
     assert kinds(program) == "COCOACACRACRAC"
     assert program.offloaded_bytes == program.reloaded_bytes == 20
     assert program.peak_host_bytes == 20
-
-
-def test_until_the_first_backward_bytes_alone_say_when_a_copy_is_waited_for():
-    """Half of the groups are kept: the others take memory half as fast, and waited for later."""
-    job = one_rank(*[work(10)] * 12)
-    kept = frozenset(GroupKey(0, order) for order in range(1, 12, 2))
-    limits = {"max_inflight_bytes": 20, "prefetch_bytes": 10}
-    everything = replay(job, 0, RankSettings(**limits))
-    half = replay(job, 0, RankSettings(kept, **limits))
-    begins = [kinds(program).partition("A")[0] for program in (everything, half)]
-    assert begins == ["COCOCOCO", "COCCOCCOCCO"], "the fourth is one too many"
-    assert everything.peak_device_bytes == 30 + 10
-    assert half.peak_device_bytes == 60 + 30
-
-
-def test_under_limits_that_follow_the_step_a_small_share_is_gone_before_backward():
-    job = one_rank(*[work(10)] * 16)
-    kept = frozenset(GroupKey(0, order) for order in range(2, 16))
-    program = replay(job, 0, RankSettings(kept))
-    # A quarter of the step has passed when the compute stream waits for each.
-    assert kinds(program).startswith("COCOCCCACAC")
-    assert program.peak_device_bytes == 140
-    limits = {"max_inflight_bytes": 20, "prefetch_bytes": 20}
-    assert replay(job, 0, RankSettings(kept, **limits)).peak_device_bytes == 160
 
 
 def test_labels_and_memory_are_kept_only_where_they_are_asked_for():
@@ -99,7 +73,7 @@ def test_labels_and_memory_are_kept_only_where_they_are_asked_for():
 
 def test_what_is_recomputed_is_there_in_its_own_forward_and_backward_alone():
     norm = (UnitWork("norm", 6, 0.5),)
-    job = one_rank(work(10, units=norm), work(1000))
+    job = one_rank(work(10, units=norm), work(1000, is_marked=False))
     settings = replace(NO_OFFLOAD, recompute={"norm", "other"})
     program = replay(job, 0, settings)
     assert program.peak_device_bytes == 1004
@@ -107,20 +81,16 @@ def test_what_is_recomputed_is_there_in_its_own_forward_and_backward_alone():
     assert (program.recomputed_bytes, program.recompute_us) == (6, 0.5)
     alone = replay(one_rank(work(10, units=norm)), 0, settings)
     assert alone.peak_device_bytes == 10
-    kept = frozenset({GroupKey(0, 1)})
-    moving = replay(job, 0, replace(settings, offloads=True, max_inflight_bytes=0, kept=kept))
+    moving = replay(
+        job, 0, replace(settings, offloads=True, max_inflight_bytes=0, prefetch_bytes=0)
+    )
     assert moving.offloaded_bytes == 4
 
 
 def test_what_it_is_made_from_is_reloaded_before():
     units = (UnitWork("act", 10, 0.5, (1,)),)
-    job = one_rank(work(10), work(20, units=units), work(10))
-    settings = RankSettings(
-        kept=frozenset({GroupKey(0, 1), GroupKey(0, 2)}),
-        max_inflight_bytes=0,
-        prefetch_bytes=0,
-        recompute={"act"},
-    )
-    # The first group is on the host until the second's backward makes from it what it needs.
-    assert kinds(replay(job, 0, settings)) == "COACC" + "CRACC"
-    assert kinds(replay(job, 0, replace(settings, recompute=()))) == "COACC" + "CCRAC"
+    job = one_rank(work(10), work(20, units=units), work(10, is_marked=False))
+    settings = RankSettings(max_inflight_bytes=0, prefetch_bytes=0, recompute={"act"})
+    # The second's backward makes from the first group what it needs, so both are reloaded before.
+    assert kinds(replay(job, 0, settings)) == "COACOARC" + "CRAACC"
+    assert kinds(replay(job, 0, replace(settings, recompute=()))) == "COACOARC" + "CACRAC"

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from itertools import zip_longest
-from types import SimpleNamespace
+from itertools import product, zip_longest
 
 import pytest
 import torch
@@ -23,7 +22,6 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Observer
 from megatron_offload.observe.live_bytes import LiveActivationMeter
 from megatron_offload.planning.job import GroupWork, Job, RankSettings, StageWork, UnitWork
-from megatron_offload.planning.replay import RankWork
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule
 from megatron_offload.planning.simulate import RELEASE, RELOAD, simulate
 from megatron_offload.recompute.recipes import add_recipe
@@ -129,10 +127,6 @@ def run_engine(job, settings, host_slab_bytes):
     meter.needs_groups = False
     manager.observers.append(meter)
     passes = job.schedule.ranks[0]
-    learned = manager.learner
-    learned.kept = kept = dict.fromkeys(settings.kept, "as the test wants it")
-    learned.policy = SimpleNamespace(fraction=1.0, plan=lambda profile: kept)
-    learned.follow = lambda *_: None
     for _ in range(NUM_STEPS):
         began_us = backend.timestamp(backend.compute_stream())
         stall_us = dict(backend.stall_us)
@@ -240,14 +234,11 @@ def backward_of(num_stages, microbatch):
     return [Pass(stage, PassKind.BACKWARD, microbatch) for stage in reversed(range(num_stages))]
 
 
-def random_settings(rng, job, *, with_units=False, room=1):
+def random_settings(rng, *, with_units=False, room=1):
     recompute = frozenset(rng.choice(["", "a", "b", "ab"]) if with_units else "")
-    keys = [group.key for group in RankWork(job, 0).profile.groups]
-    kept = frozenset(key for key in keys if rng.random() < 0.1)
     limits = (rng.choice([None, 0, *sizes]) for sizes in ((16, 32, 64), (32, 64)))
     inflight_bytes, prefetch_bytes = (size and size * room * KIB for size in limits)
     return RankSettings(
-        kept=kept,
         max_inflight_bytes=inflight_bytes,
         prefetch_bytes=prefetch_bytes,
         recompute=recompute,
@@ -257,7 +248,7 @@ def random_settings(rng, job, *, with_units=False, room=1):
 def random_step(seed, **options):
     rng = random.Random(seed)
     job = random_job(rng, with_units=options.get("with_units", False))
-    return job, random_settings(rng, job, **options)
+    return job, random_settings(rng, **options)
 
 
 def both(seed, host_slab_bytes=ROOMY_BYTES, **options):
@@ -274,10 +265,8 @@ def assert_same_decisions(seen, rank, units=()):
         assert rank.peak_device_bytes == seen.peak_saved_bytes
 
 
-RARE = (
-    *(77, 798, 861, 1761),  # backward is over before the window lets a source go
-    *(468, 1544, 1643, 1937, 2080, 2228, 2353),  # a reload is late
-)
+LATE = (616, 658, 792, 819, 829, 1001, 1195)  # a reload is late
+EARLY = ((452, 1), (91, 4), (270, 4))  # backward is over before the window lets a source go
 
 
 def check(seed, **options):
@@ -291,13 +280,13 @@ def check(seed, **options):
     assert rank.stall_us[RELOAD] == pytest.approx(seen.reload_us, abs=1e-6)
 
 
-@pytest.mark.parametrize("seed", [*range(60), *RARE])
+@pytest.mark.parametrize("seed", [*range(60), *LATE])
 def test_the_simulator_does_what_the_engine_does_at_the_same_times(seed):
     check(seed)
 
 
 def test_the_random_steps_move_stall_and_return():
-    steps = [random_step(seed) for seed in (*range(60), *RARE)]
+    steps = [random_step(seed) for seed in (*range(60), *LATE)]
     ranks = [simulate(job, settings).ranks[0] for job, settings in steps]
     assert sum(rank.num_late > 0 for rank in ranks) >= 3
     assert sum(0 < rank.reloaded_bytes < rank.offloaded_bytes for rank in ranks) >= 3
@@ -313,7 +302,6 @@ def test_where_pinned_memory_is_tight_the_decisions_are_the_same():
         assert simulation.step_us <= seen.step_us * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", range(60))
-@pytest.mark.parametrize("room", [1, 4])
+@pytest.mark.parametrize(("seed", "room"), [*product(range(60), (1, 4)), *EARLY])
 def test_what_is_recomputed_is_simulated_too(seed, room):
     check(seed, with_units=True, room=room)
