@@ -24,7 +24,7 @@ from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.files.strict_model import validate
 from megatron_offload.files.text import read_json
 from megatron_offload.planning.description import Budgets, JobDescription, load_description
-from megatron_offload.planning.job import LIMITS, Job, RankSettings
+from megatron_offload.planning.job import Job, RankSettings
 from megatron_offload.planning.simulate import Simulation, fair_rates
 from megatron_offload.report.console import console
 
@@ -44,7 +44,7 @@ class Source:
     @property
     def limits(self) -> RankSettings:
         """The budgets of copies, for a rank that offloads all that it can."""
-        return RankSettings(**self.offload.model_dump(include={*LIMITS}, exclude_unset=True))
+        return RankSettings(self.offload.max_inflight_bytes, self.offload.prefetch_bytes)
 
     @property
     def settings(self) -> RankSettings:

@@ -118,13 +118,8 @@ class StepDecisions(Generic[G]):
         self._forecast = _NOTHING_SEEN
         self.begin_step(None)
 
-    def begin_step(self, profile: StepProfile | None, forecast: Forecast | None = None) -> None:
-        """Forget the last step and predict along one that was seen to its end, if one was.
-
-        Args:
-            profile: that one.
-            forecast: what it foretells, where that is known already.
-        """
+    def begin_step(self, profile: StepProfile | None) -> None:
+        """Forget the last step and predict along one that was seen to its end, if one was."""
         for group in self._groups.values():
             group.held_bytes = 0
         self._groups.clear()
@@ -139,7 +134,7 @@ class StepDecisions(Generic[G]):
         if profile is None:
             self._forecast = _NOTHING_SEEN
         elif profile is not self._profile:
-            self._forecast = forecast or forecast_of(profile)
+            self._forecast = forecast_of(profile)
         self._profile = profile
         self._order: Sequence[GroupKey] = self._forecast.order
         """What is followed: the order foretold, until backward comes to a group outside of it."""

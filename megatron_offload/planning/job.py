@@ -132,7 +132,6 @@ class RankSettings:
     """The units that are recomputed; None: all of default kinds."""
 
 
-LIMITS = ("max_inflight_bytes", "prefetch_bytes")  # the budgets of `RankSettings`
 UNLIMITED = RankSettings()
 NO_OFFLOAD = RankSettings(offloads=False, recompute=())
 

@@ -31,7 +31,7 @@ from megatron_offload.planning.job_rows import (
     with_rows,
     with_units,
 )
-from megatron_offload.planning.replay import RankProgram, RankWork
+from megatron_offload.planning.replay import RankProgram, replay
 from megatron_offload.planning.row_choice import ladder
 from megatron_offload.planning.simulate import (
     RELEASE,
@@ -439,4 +439,4 @@ def replayed(
     own = (job.stages[stage] for stage in job.schedule.stages_of(rank))
     offloads = any(group.is_marked for stage in own for group in stage.groups)
     settings = replace(limits if offloads else NO_OFFLOAD, recompute=())
-    return RankWork(job, rank).replay(settings)
+    return replay(job, rank, settings)

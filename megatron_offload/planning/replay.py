@@ -10,7 +10,7 @@ issue on, and host memory is taken from the issue of the offload to that of the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TypeAlias
@@ -18,7 +18,7 @@ from typing import TypeAlias
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import Group, GroupState, label_of
 from megatron_offload.core.profile import GroupKey, GroupProfile, RecomputeUnit, StepProfile
-from megatron_offload.core.step import StepDecisions, forecast_of
+from megatron_offload.core.step import StepDecisions
 from megatron_offload.core.trace import ByteCount
 from megatron_offload.core.window import InFlightWindow
 from megatron_offload.planning.job import GroupWork, Job, RankSettings, pending_bytes
@@ -76,19 +76,17 @@ _Places: TypeAlias = tuple[tuple[GroupProfile, GroupWork], ...]
 
 
 class RankWork:
-    """One rank's part of a job with units recomputed, as `RankSettings` has them.
+    """One rank's part of a job.
 
     Attributes:
-        job: the step, with those units recomputed.
         passes: with each its groups, in the order of the forward, and what was freed with messages
             before it and can't be used yet.
         profile: what the engine would learn from a step: groups, and the order of needs. It
             depends on the schedule and on sizes alone, not on what is offloaded.
     """
 
-    def __init__(self, job: Job, rank: int, recompute: Collection[str] | None = ()) -> None:
-        self.job = job = job.with_recompute(rank, recompute)
-        self.rank = rank
+    def __init__(self, job: Job, rank: int) -> None:
+        self.job, self.rank = job, rank
         self._num_chunks = 0  # forwards that have a group
         self._own_stages = job.schedule.stages_of(rank)
         places: dict[tuple[int, int], _Places] = {}
@@ -99,25 +97,6 @@ class RankWork:
                 places[one.stage, one.microbatch] = self._places(one.stage)
             self.passes.append((one, places[one.stage, one.microbatch], num_pending))
         self.profile = self._learn()
-        self.forecast = forecast_of(self.profile)
-
-    def replay(self, settings: RankSettings, *, records: bool = False) -> RankProgram:
-        """Return what the rank's streams do in a steady step.
-
-        Args:
-            settings: what it may hold; its units are those of the work.
-            records: keep labels, and memory over the program.
-        """
-        return _Replay(self, settings, records).run()
-
-    def show_step(self, budget: DeviceBudget) -> None:
-        """Let a budget know the step, as if it had come by."""
-        budget.begin_step()
-        for group, is_forward in self._boundaries():
-            if is_forward:
-                budget.add_saved(group.num_bytes, group.num_bytes, is_learned=True)
-            else:
-                budget.drop_saved(group.num_bytes)
 
     def _places(self, stage: int) -> _Places:
         chunk, order, places = self._num_chunks, 0, []
@@ -133,7 +112,7 @@ class RankWork:
         self._num_chunks += order > 0
         return tuple(places)
 
-    def _boundaries(self) -> Iterator[tuple[GroupProfile, bool]]:
+    def boundaries(self) -> Iterator[tuple[GroupProfile, bool]]:
         """Yield the groups that the engine sees, by pass, and whether the pass is a forward."""
         for one, places, _ in self.passes:
             is_forward = one.kind is PassKind.FORWARD
@@ -145,7 +124,7 @@ class RankWork:
         groups: list[GroupProfile] = []
         needed_at_bytes: dict[GroupKey, int] = {}
         seen_bytes = 0
-        for group, is_forward in self._boundaries():
+        for group, is_forward in self.boundaries():
             if is_forward:
                 groups.append(group._replace(committed_at_bytes=seen_bytes))
             else:
@@ -207,8 +186,17 @@ class _Replay:
         self._decisions = StepDecisions(self, self._window, self._budget)
         if settings.offloads:
             if None in (settings.max_inflight_bytes, settings.prefetch_bytes):
-                rank.show_step(self._budget)
-            self._decisions.begin_step(rank.profile, rank.forecast)
+                self._show_step()
+            self._decisions.begin_step(rank.profile)
+
+    def _show_step(self) -> None:
+        """Let the budget know the step, as if it had come by."""
+        self._budget.begin_step()
+        for group, is_forward in self._rank.boundaries():
+            if is_forward:
+                self._budget.add_saved(group.num_bytes, group.num_bytes, is_learned=True)
+            else:
+                self._budget.drop_saved(group.num_bytes)
 
     def run(self) -> RankProgram:
         for one, places, pending in self._rank.passes:
@@ -363,3 +351,12 @@ class _Replay:
             program.peak_device_bytes = device_bytes
         if device_bytes + self._pending_bytes > program.peak_taken_bytes:
             program.peak_taken_bytes = device_bytes + self._pending_bytes
+
+
+def replay(job: Job, rank: int, settings: RankSettings, *, records: bool = False) -> RankProgram:
+    """Return what a rank's streams do in a steady step.
+
+    With ``records`` labels are kept, and memory over the program.
+    """
+    work = RankWork(job.with_recompute(rank, settings.recompute), rank)
+    return _Replay(work, settings, records).run()

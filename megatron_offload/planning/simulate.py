@@ -24,7 +24,7 @@ from megatron_offload.core.machine import Machine
 from megatron_offload.core.trace import PIPELINE_WAIT, Counter, Span, StepTrace
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.job import NO_OFFLOAD, Job, RankSettings
-from megatron_offload.planning.replay import OpKind, RankProgram, RankWork
+from megatron_offload.planning.replay import OpKind, RankProgram, replay
 
 RELEASE = "W2"
 """The stall at a release, whose copy to the host is not over."""
@@ -56,26 +56,19 @@ class Simulation:
     ranks: tuple[RankResult, ...]
 
 
-def simulate(
-    job: Job, settings: Sequence[RankSettings] | RankSettings | None = None, *, record: bool = False
-) -> Simulation:
+def simulate(job: Job, settings: RankSettings = NO_OFFLOAD, *, record: bool = False) -> Simulation:
     """Predict one steady training step.
 
     Args:
         job: the step.
-        settings: of each pipeline rank, or the same for all; None offloads nothing.
+        settings: of every pipeline rank; unless given, nothing is offloaded.
         record: keep the spans of all streams and the bytes over time; see `RankResult.trace`.
 
     Raises:
         ConfigError: the schedule's ranks wait in a circle.
     """
-    num_ranks = job.schedule.num_ranks
-    if settings is None or isinstance(settings, RankSettings):
-        settings = [settings or NO_OFFLOAD] * num_ranks
-    programs = [
-        RankWork(job, rank, one.recompute).replay(one, records=record)
-        for rank, one in zip(range(num_ranks), settings, strict=True)
-    ]
+    ranks = range(job.schedule.num_ranks)
+    programs = [replay(job, rank, settings, records=record) for rank in ranks]
     return simulate_programs(job, programs, record=record)
 
 

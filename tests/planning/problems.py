@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from megatron_offload.core.machine import Machine
 from megatron_offload.planning.job import GroupWork, Job, StageWork
-from megatron_offload.planning.replay import RankWork
 from megatron_offload.planning.schedule import PassKind, make_schedule
 
 MIB = 2**20
@@ -68,11 +67,6 @@ def random_job(rng):
     num_launches = rng.choice([math.inf, 0.0, rng.uniform(1, 2000)])
     stages = tuple(replace(stage, num_launches=num_launches) for stage in stages)
     return Job(schedule, stages, static_bytes, machine)
-
-
-def replay(job, rank, settings, **asked):
-    """Return what one rank's streams do in a steady step."""
-    return RankWork(job, rank, settings.recompute).replay(settings, **asked)
 
 
 def peak_in_flight(schedule, rank):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import pytest
-from problems import replay
 
 from megatron_offload.planning.job import (
     NO_OFFLOAD,
@@ -15,6 +14,7 @@ from megatron_offload.planning.job import (
     StageWork,
     pending_bytes,
 )
+from megatron_offload.planning.replay import replay
 from megatron_offload.planning.schedule import Pass, PassKind, make_schedule
 from megatron_offload.planning.simulate import simulate
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from problems import replay
-
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.core.trace import ByteCount
 from megatron_offload.planning.job import (
@@ -16,7 +14,7 @@ from megatron_offload.planning.job import (
     StageWork,
     UnitWork,
 )
-from megatron_offload.planning.replay import OpKind, RankWork
+from megatron_offload.planning.replay import OpKind, RankWork, replay
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule, make_schedule
 
 

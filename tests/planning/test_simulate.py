@@ -145,11 +145,7 @@ def random_step(seed):
         for stage in job.stages
     )
     limits = [None, 0, 50 * MIB, 150 * MIB]
-    settings = [
-        RankSettings(max_inflight_bytes=rng.choice(limits), prefetch_bytes=rng.choice(limits))
-        for _ in job.static_bytes
-    ]
-    return replace(job, stages=stages), settings
+    return replace(job, stages=stages), RankSettings(rng.choice(limits), rng.choice(limits))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -194,8 +190,3 @@ def test_more_bandwidth_moves_the_same_and_is_not_slower(seed):
         assert one.copy_bytes == two.copy_bytes
         assert one.peak_device_bytes == two.peak_device_bytes
         assert one.peak_host_bytes == two.peak_host_bytes
-
-
-def test_settings_are_for_each_rank():
-    job = Job(make_schedule("1f1b", 2, 2), stages(2, 2), (0, 0))
-    assert simulate(job, RankSettings()) == simulate(job, [RankSettings()] * 2)

@@ -72,9 +72,9 @@ def test_messages_take_their_latency_and_their_bytes_and_gradients_go_back_as_la
     assert simulation.ranks[0].stall_us[PIPELINE_WAIT] == pytest.approx(300 + 2 * 25)
 
 
-def works(job, rank, settings=None):
+def works(job, rank):
     """Return when a rank's forwards and backwards begin."""
-    trace = simulate(job, settings, record=True).ranks[rank].trace
+    trace = simulate(job, record=True).ranks[rank].trace
     return [span.start_us for span in trace.of("compute") if span.kind != "stall"]
 
 
