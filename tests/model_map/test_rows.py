@@ -326,6 +326,9 @@ def test_rows_are_refused_beside_what_says_the_same_and_where_no_model_is_given(
         around(net, [row])
     with pytest.raises(ConfigError, match="no repeated layers"):
         around(nn.Linear(2, 2), [row])
+    without = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(2)))
+    with pytest.raises(ConfigError, match="no layer has a site 'norm'"):
+        around(without, [{"site": "norm", "recompute": True}])
 
 
 def test_rows_of_compiled_layers_keep_every_bit():
@@ -645,17 +648,3 @@ def test_reloads_are_in_time_whatever_the_length_of_the_step_before():
         late.append(offload.last_step.num_late_reloads)
         assert offload.last_step.offloaded_bytes > 0
     assert late == [1, 0, 0, 0, 0, 0, 0], "the first step has none before it"
-
-
-def test_a_row_of_norms_means_all_of_known_classes():
-    net = make_net()
-    offload = around(net, [{"site": "norm", "layers": "1-2", "recompute": True}])
-    take_steps(net, offload)
-    offload.end_step()
-    assert offload.last_step.by_name["norm"].recomputed_bytes == 2 * 2 * 8 * WIDTH * 4
-
-
-def test_a_row_of_norms_where_there_are_none_is_refused_with_what_there_is():
-    net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(2)))
-    with pytest.raises(ConfigError, match="no layer has a site 'norm'"):
-        around(net, [{"site": "norm", "recompute": True}])
