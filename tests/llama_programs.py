@@ -40,6 +40,6 @@ def train(model, context, num_microbatches=2):
             loss = model(input_ids=words, labels=words).loss
         loss.backward()
         losses.append(loss.detach())
-    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    gradients = [p.grad.clone() for p in model.parameters() if p.requires_grad]
     model.zero_grad()
     return losses + gradients

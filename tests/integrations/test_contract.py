@@ -38,16 +38,6 @@ def test_the_table_is_read():
     assert len(TABLE[INTERFACE]) > 18
 
 
-@pytest.mark.parametrize("name", sorted(TABLE["the module"]))
-def test_the_module_has_what_is_imported_from_it(name):
-    assert isinstance(getattr(facade, name), type)
-
-
-@pytest.mark.parametrize("name", sorted(TABLE[INTERFACE]))
-def test_the_interface_has_what_layers_and_schedules_call(name):
-    assert callable(getattr(facade.FineGrainedActivationOffloadingInterface, name))
-
-
 def test_a_trainer_switches_off_the_manager_that_it_finds():
     manager = facade.PipelineOffloadManager.get_instance()
     found = facade.PipelineOffloadManager.OFFLOAD_MGR

@@ -21,6 +21,16 @@ from megatron_offload.integrations.megatron_search import (
     join_search,
 )
 
+
+@pytest.fixture
+def manager():
+    manager = PipelineOffloadManager(OffloadConfig(policy="auto"))
+    manager.tuner = MegatronSearch()
+    manager.tuner.begin(manager)
+    yield manager
+    manager.close()
+
+
 ATTENTION, MLP = "0.decoder.layers.3.self_attention", "0.decoder.layers.3.mlp"
 
 
@@ -100,10 +110,9 @@ def test_rows_are_looked_for_where_layers_are_called_as_modules(settings, is_rep
     assert found == expected
 
 
-def test_where_no_rows_can_be_found_it_is_said_once_and_kept_what_there_is_room_for(caplog):
-    manager = PipelineOffloadManager(OffloadConfig(policy="auto"))
-    manager.tuner = MegatronSearch()
-    manager.tuner.begin(manager)
+def test_where_no_rows_can_be_found_it_is_said_once_and_kept_what_there_is_room_for(
+    manager, caplog
+):
     for _ in range(2):
         manager.tuner.end("cuda_graph_impl calls parts of layers")
     assert [m for m in caplog.messages if "only what the device has no room for" in m] == [
@@ -111,18 +120,13 @@ def test_where_no_rows_can_be_found_it_is_said_once_and_kept_what_there_is_room_
     ]
     assert manager.tuner.is_converged
     assert manager.learner.is_open
-    manager.close()
 
 
 @pytest.mark.parametrize(("method", "has_layers"), [("uniform", False), ("block", True)])
-def test_layers_that_megatron_recomputes_have_no_rows(method, has_layers):
-    manager = PipelineOffloadManager(OffloadConfig(policy="auto"))
-    manager.tuner = MegatronSearch()
-    manager.tuner.begin(manager)
+def test_layers_that_megatron_recomputes_have_no_rows(method, has_layers, manager):
     config = SimpleNamespace(
         recompute_granularity="full", recompute_method=method, offload_modules=["layer_input"]
     )
     for handle in join_search(nn.Linear(2, 2), config, manager, lambda: None):
         handle.remove()
     assert manager.tuner.by_rows._has_layers == has_layers
-    manager.close()

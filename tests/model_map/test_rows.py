@@ -33,7 +33,6 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.frontends.adopt import adopt_model
 from megatron_offload.memory.storage_ref import StorageRef
 from megatron_offload.model_map import watch
-from megatron_offload.model_map.offload_site import LargestTensors
 from megatron_offload.model_map.structure import layers_of
 
 AT_ONCE = {"max_inflight_bytes": 0, "prefetch_bytes": 0}
@@ -588,18 +587,6 @@ def test_hooks_of_rows_before_do_nothing_under_others():
             net(torch.randint(50, (2, 8))).sum().backward()
         recomputed.append(manager.last_step.recomputed_bytes > 0)
     assert recomputed == [True, True, False, False, False, True]
-
-
-def test_the_largest_tensors_are_those_that_are_not_recomputed_anyway():
-    group = types.SimpleNamespace()
-    sizes_and_recipes = ((40, object()), (30, None), (20, None), (10, None))
-    blocks = [
-        types.SimpleNamespace(group=group, num_bytes=size, recipe=recipe, is_kept=False)
-        for size, recipe in sizes_and_recipes
-    ]
-    group.blocks = lambda: blocks
-    LargestTensors(2).begin().choose(group)
-    assert [block.is_kept for block in blocks] == [True, False, False, True]
 
 
 def test_rows_that_are_printed_can_be_read():

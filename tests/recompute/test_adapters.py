@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 import torch
-from llama_programs import WORDS, make_model
+from llama_programs import make_model, train
 from losses import assert_same_bits
 from torch import nn
 
@@ -56,20 +56,6 @@ def make_adapted():
     return model
 
 
-def take_step(model, context):
-    trained = [p for p in model.parameters() if p.requires_grad]
-    found = []
-    for _ in range(2):
-        words = torch.randint(WORDS, (2, 40))
-        with context:
-            loss = model(input_ids=words, labels=words).loss
-        loss.backward()
-        found.append(loss.detach())
-    found += [p.grad.clone() for p in trained]
-    model.zero_grad()
-    return found
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_llama_with_adapters_keeps_its_bits(kind, dtype):
@@ -79,8 +65,7 @@ def test_a_llama_with_adapters_keeps_its_bits(kind, dtype):
         if has_context:
             config = OffloadConfig(recompute=KINDS[kind], policy="modules")
             context = get_act_offloading_ctx_manager(model, config=config, min_offload_size=1)
-        torch.manual_seed(1)
-        found.append([x for _ in range(3) for x in take_step(model, context)])
+        found.append([x for _ in range(3) for x in train(model, context)])
     assert_same_bits(*found)
     context.end_step()
     assert any(group.recomputed_bytes for group in context.last_step.by_name.values())

@@ -7,6 +7,7 @@ checkout of it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
@@ -307,50 +308,48 @@ def test_flags_win_over_the_file(tmp_path):
     assert read_flags({"offload_recompute": "none"}).recompute == ()
 
 
-def test_what_is_converged_is_said_once_and_one_step_is_reported(tmp_path, capsys):
+@contextlib.contextmanager
+def searching(report):
+    """Yield a manager whose search reports to a folder, and what takes six of its steps."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)))
-    search = launching.ReportedSearch(tmp_path / "report")
-    manager = PipelineOffloadManager(OffloadConfig(min_tensor_bytes=0, fraction=1.0))
-    manager.tuner = search
-    search.begin(manager)
-    with offload_modules(model, ["*"], manager=manager):
-        for _ in range(5):
-            with torch.no_grad(), manager.step():
-                model(torch.randn(8, 64))  # an evaluation
-            with manager.step():
-                model(torch.randn(8, 64)).sum().backward()
-    assert manager.tuner is search
-    said = capsys.readouterr().out
-    assert said.count("megatron-offload: a step of rank 0 offloads *") == 1
-    files = {path.name for path in (tmp_path / "report").iterdir()}
-    assert files == {"trace_0.json"}
-    assert cli.main(["trace", str(tmp_path / "report")]) == 0
-    manager.close()
-
-
-def test_a_job_that_has_found_rows_says_them_once_and_keeps_to_them(tmp_path, capsys):
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)))
-    search = launching.ReportedSearch(tmp_path)
     manager = PipelineOffloadManager(OffloadConfig(min_tensor_bytes=0))
-    rows = (RowConfig(site="layer", recompute=True),)
-    manager.tuner = search
-    search.begin(manager)
-    search.by_rows = mock.Mock(is_converged=True, said="rows: some")
-    with offload_modules(model, ["*"], manager=manager):
-        manager.follow_rows(rows, is_own=True)
-        adopt_model(model, manager)
-        recomputed = []
+    manager.tuner = launching.ReportedSearch(report)
+    manager.tuner.begin(manager)
+
+    def take_steps():
         for _ in range(6):
             with torch.no_grad(), manager.step():
                 model(torch.randn(8, 64))  # an evaluation
             with manager.step():
                 model(torch.randn(8, 64)).sum().backward()
-            recomputed.append(manager.last_step.by_name["layer"].recomputed_bytes)
-    assert all(recomputed)
-    assert manager.rows == rows
+            yield manager.last_step
+
+    with offload_modules(model, ["*"], manager=manager):
+        yield manager, model, take_steps
+    manager.close()
+
+
+def test_what_is_converged_is_said_once_and_one_step_is_reported(tmp_path, capsys):
+    with searching(tmp_path / "report") as (manager, _, take_steps):
+        search, _ = manager.tuner, [*take_steps()]
+        assert manager.tuner is search
+    said = capsys.readouterr().out
+    assert said.count("megatron-offload: a step of rank 0 offloads *") == 1
+    files = {path.name for path in (tmp_path / "report").iterdir()}
+    assert files == {"trace_0.json"}
+    assert cli.main(["trace", str(tmp_path / "report")]) == 0
+
+
+def test_a_job_that_has_found_rows_says_them_once_and_keeps_to_them(tmp_path, capsys):
+    rows = (RowConfig(site="layer", recompute=True),)
+    with searching(tmp_path) as (manager, model, take_steps):
+        manager.tuner.by_rows = mock.Mock(is_converged=True, said="rows: some")
+        manager.follow_rows(rows, is_own=True)
+        adopt_model(model, manager)
+        assert all(step.by_name["layer"].recomputed_bytes for step in take_steps())
+        assert manager.rows == rows
     assert (tmp_path / "trace_0.json").exists()
     assert capsys.readouterr().out.count("rows: some") == 1
-    manager.close()
 
 
 # As a plug-in
