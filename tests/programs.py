@@ -280,6 +280,50 @@ def run_step(model, manager, order, *, rows=16, seed=1, inputs=None, place=None)
     return [losses[m] for m in sorted(losses)] + [p.grad.clone() for p in model.parameters()]
 
 
+def take_steps(
+    net,
+    context=None,
+    lengths=(8, 8, 8),
+    num_forwards=1,
+    *,
+    seed=1,
+    meanwhile=None,
+    backward=torch.Tensor.backward,
+):
+    """Return losses and gradients of steps of a net that takes tokens, and the random state.
+
+    A step has some forwards of one length, and then their backwards. ``meanwhile`` is called with
+    the net between both and after them, and with whether backward is to come.
+    """
+    torch.manual_seed(seed)
+    found = []
+    for length in lengths:
+        losses = []
+        for _ in range(num_forwards):
+            with context or nullcontext():
+                losses.append(net(torch.randint(50, (2, length))).square().mean())
+        if meanwhile:
+            meanwhile(net, True)
+        for loss in losses[::-1]:
+            backward(loss)
+        if meanwhile:
+            meanwhile(net, False)
+        grads = [p.grad for p in net.parameters() if p.grad is not None]
+        found += [
+            *(loss.detach() for loss in losses),
+            *(getattr(g, "_local_tensor", g) for g in grads),
+        ]
+        net.zero_grad()
+    return [*found, torch.get_rng_state()]
+
+
+class StepsOf(nullcontext):
+    """Is entered around forwards: ends the step of a manager that came before."""
+
+    def __enter__(self):
+        self.enter_result.reset()
+
+
 def assert_same(expected, actual):
     assert len(expected) == len(actual)
     for index, (a, b) in enumerate(zip(expected, actual, strict=True)):

@@ -16,7 +16,7 @@ import torch
 from llama_programs import make_model as make_llama
 from llama_programs import train as train_llama
 from processes import torchrun
-from programs import assert_nothing_left, assert_same, make_manager
+from programs import StepsOf, assert_nothing_left, assert_same, make_manager, take_steps
 from small_net import WIDTH, Block, Mlp, around, make_net
 from torch import nn
 
@@ -36,25 +36,6 @@ from megatron_offload.model_map import watch
 from megatron_offload.model_map.structure import layers_of
 
 AT_ONCE = {"max_inflight_bytes": 0, "prefetch_bytes": 0}
-
-
-def take_steps(net, context=None, lengths=(8, 8, 8), num_forwards=1):
-    """Return losses, gradients and the random state; each step has forwards with one backward."""
-    torch.manual_seed(1)
-    found = []
-    for length in lengths:
-        losses = []
-        for _ in range(num_forwards):
-            with context or contextlib.nullcontext():
-                losses.append(net(torch.randint(50, (2, length))).square().mean())
-        for loss in losses[::-1]:
-            loss.backward()
-        found += [
-            *(loss.detach() for loss in losses),
-            *(p.grad for p in net.parameters() if p.grad is not None),
-        ]
-        net.zero_grad()
-    return [*found, torch.get_rng_state()]
 
 
 def check(make, rows, *given, **settings):
@@ -344,12 +325,8 @@ def test_rows_serve_a_manager_by_hand_and_copies_of_its_model():
     expected = take_steps(make_net())
     net, manager = make_net(), make_manager(rows=rows, min_tensor_bytes=0, max_inflight_bytes=0)
 
-    class Step(contextlib.nullcontext):
-        def __enter__(self):
-            manager.reset()
-
     with offload_modules(net, [], manager=manager):
-        assert_same(expected, take_steps(net, Step()))
+        assert_same(expected, take_steps(net, StepsOf(manager)))
         manager.reset()
         assert manager.last_step.by_name["mlp"].offloaded_bytes > 0
         assert manager.last_step.by_name["norm"].recomputed_bytes > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import random
 import shutil
@@ -14,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from programs import assert_same
+from programs import StepsOf, assert_same, take_steps
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -90,37 +89,18 @@ def around(net, kinds, **settings):
     return get_act_offloading_ctx_manager(net, config=config, min_offload_size=1)
 
 
-def train(net, context=None, num_steps=4, meanwhile=None, backward=torch.Tensor.backward):
-    """Return the losses, the gradients of all steps, and the random state at the end."""
-    torch.manual_seed(1)
-    found = []
-    for number in range(num_steps):
-        tokens = torch.randint(50, (2, 8 + 3 * (number % 2)))
-        with context or contextlib.nullcontext():
-            loss = net(tokens).square().mean()
-        if meanwhile:
-            meanwhile(net, True)
-        backward(loss)
-        if meanwhile:
-            meanwhile(net, False)
-        found += [loss.detach(), *(p.grad for p in net.parameters() if p.grad is not None)]
-        net.zero_grad()
-    return [*found, torch.get_rng_state()]
-
-
-def check(make, kinds, num_steps=4, meanwhile=None, backward=torch.Tensor.backward, **settings):
+def check(make, kinds, lengths=(8, 11, 8), settings=None, **how):
     """Compare the steps of a net with sites to those without; return the net and its context."""
-    given = num_steps, meanwhile, backward
-    expected, net = train(make(), None, *given), make()
-    context = around(net, kinds, **settings)
-    assert_same(expected, train(net, context, *given))
+    expected, net = take_steps(make(), None, lengths, **how), make()
+    context = around(net, kinds, **settings or {})
+    assert_same(expected, take_steps(net, context, lengths, **how))
     return net, context
 
 
 @pytest.mark.parametrize("settings", [{}, {"policy": "modules"}, {"checking": True}], ids=str)
 @pytest.mark.parametrize("kinds", KINDS, ids="+".join)
 def test_sites_recomputed_in_a_model_keep_its_bits(kinds, settings):
-    _, context = check(make_net, kinds, **settings)
+    _, context = check(make_net, kinds, settings=settings)
     context.end_step()
     by_name = context.last_step.by_name
     assert by_name[kinds[0]].recomputed_bytes > 0
@@ -139,7 +119,9 @@ class Chain(Net):
 
 
 def test_some_of_the_layers_are_recomputed_by_their_numbers():
-    net, context = check(partial(make_net, kind=Chain), "layers.0-1", policy="modules")
+    net, context = check(
+        partial(make_net, kind=Chain), "layers.0-1", settings={"policy": "modules"}
+    )
     with context:
         loss = net(torch.randint(50, (2, 8))).sum()
     assert [layer.inside.expired() for layer in net.layers] == [True, True, False]
@@ -154,7 +136,7 @@ def test_some_of_the_layers_are_recomputed_by_their_numbers():
 @pytest.mark.by_default
 @pytest.mark.parametrize("kind", ["layer", "mlp", "attention"])
 def test_sites_are_recomputed_where_nothing_is_offloaded_too(kind):
-    net, context = check(make_net, kind, num_steps=8)
+    net, context = check(make_net, kind, lengths=4 * (8, 11))
     assert not context.manager.may_record
     tokens = torch.randint(50, (2, 8))
     with context:
@@ -165,21 +147,13 @@ def test_sites_are_recomputed_where_nothing_is_offloaded_too(kind):
 
 
 def test_sites_marked_in_a_model_by_name_keep_its_bits():
-    expected = train(make_net())
+    expected = take_steps(make_net())
     net = make_net()
     manager = PipelineOffloadManager(OffloadConfig(recompute="mlp", policy="modules"))
     offload_modules(net, "layers.*.attn", manager=manager)
-    torch.manual_seed(1)
-    found = []
-    for number in range(4):
-        tokens = torch.randint(50, (2, 8 + 3 * (number % 2)))
-        with manager.step():
-            loss = net(tokens).square().mean()
-            loss.backward()
-        found += [loss.detach(), *(p.grad for p in net.parameters())]
-        net.zero_grad()
-        assert manager.last_step.by_name["mlp"].recomputed_bytes > 0
-    assert_same(expected, [*found, torch.get_rng_state()])
+    assert_same(expected, take_steps(net, StepsOf(manager)))
+    manager.reset()
+    assert manager.last_step.by_name["mlp"].recomputed_bytes > 0
 
 
 def twice(loss):
@@ -231,7 +205,7 @@ def count_calls(layer):
 
 def test_a_counter_of_a_site_counts_forwards_alone():
     net, _ = check(partial(make_net, count_calls), "layer")
-    assert [layer.num_calls for layer in net.layers] == [4, 4, 4]
+    assert [layer.num_calls for layer in net.layers] == [3, 3, 3]
 
 
 def count_in_a_list(layer):
@@ -314,10 +288,10 @@ def test_a_site_that_draws_other_random_numbers_is_refused_in_that_forward(draw,
     net = make_net(lambda layer: draw() if layer.scale == 7.0 else 1.0)
     context = around(net, "layer")
     if is_late:
-        train(net, context)
+        take_steps(net, context)
     change_numbers(net, True)
     with pytest.raises(StateError, match=r"layers\.0 draws random numbers of Python or numpy"):
-        train(net, context)
+        take_steps(net, context)
 
 
 @pytest.mark.parametrize("makes_other_bits", [False, True])
@@ -329,11 +303,11 @@ def test_a_run_s_own_rows_ask_the_bits_where_a_thread_may_have_drawn_numbers(
     def draw(layer):
         return 1.0 + makes_other_bits * random.random()
 
-    expected, net = train(make_net(draw)), make_net(draw)
+    expected, net = take_steps(make_net(draw)), make_net(draw)
     context = get_act_offloading_ctx_manager(net, config=OffloadConfig(rows=[]), min_offload_size=1)
     context.manager.follow_rows([RowConfig(site="layer", recompute=True)], is_own=True)
     adopt_model(net, context.manager, groups=context._groups)
-    found = train(net, context)
+    found = take_steps(net, context)
     if makes_other_bits:
         assert "it has had other bits when it ran again" in caplog.text
     else:
@@ -343,7 +317,7 @@ def test_a_run_s_own_rows_ask_the_bits_where_a_thread_may_have_drawn_numbers(
 def test_a_site_that_computes_other_bits_is_named_before_a_gradient_is_wrong():
     net = make_net(lambda _: next(_NUMBERS))
     with pytest.raises(CorruptionError, match=r"layers\.2 was recomputed with other bits.*'layer'"):
-        train(net, around(net, "layer"))
+        take_steps(net, around(net, "layer"))
     assert net.layers[0].mlp[0].weight.grad is None
 
 
@@ -357,7 +331,7 @@ def test_a_site_that_saves_other_tensors_is_named():
 
     net = make_net(other)
     with pytest.raises(StateError, match=r"layers\.2 saved other tensors"):
-        train(net, around(net, "layer"), num_steps=1)
+        take_steps(net, around(net, "layer"), lengths=(8,))
 
 
 def test_a_parameter_changed_between_forward_and_backward_is_an_error():
@@ -367,7 +341,7 @@ def test_a_parameter_changed_between_forward_and_backward_is_an_error():
 
     net = make_net()
     with pytest.raises(InPlaceModificationError, match=r"layers\.1"):
-        train(net, around(net, "layer"), meanwhile=change)
+        take_steps(net, around(net, "layer"), meanwhile=change)
 
 
 class Norm(nn.Module):
@@ -395,7 +369,7 @@ def test_a_site_that_writes_to_its_buffers_is_kept_from_its_second_call_on(is_la
         if is_late:
             for layer, norm in zip(net.layers, norms, strict=True):
                 layer.mlp.append(norm)
-        found.append([*train(net, context), *net.buffers(), *(norm.count for norm in norms)])
+        found.append([*take_steps(net, context), *net.buffers(), *(norm.count for norm in norms)])
     assert_same(*found)
     assert "writes to its buffers or other tensors" in caplog.text
 
@@ -443,7 +417,7 @@ def test_a_site_of_unusual_layers_keeps_its_bits(kind):
 
 @pytest.mark.by_default
 def test_nested_sites_are_right_while_steps_are_looked_at():
-    check(make_net, ["layer", "mlp"], num_steps=6)
+    check(make_net, ["layer", "mlp"], lengths=3 * (8, 11))
 
 
 def test_a_gradient_taken_inside_a_site_keeps_its_bits():
@@ -467,17 +441,17 @@ def test_a_forward_of_a_site_that_raises_leaves_no_hooks(error):
         net(torch.randint(50, (2, 8)))
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     net.layers[1].factor = None
-    assert_same(train(make_net()), train(net, context))
+    assert_same(take_steps(make_net()), take_steps(net, context))
 
 
 def test_a_site_with_hooks_inside_is_kept_and_says_so_once(caplog):
-    expected = train(make_net())
+    expected = take_steps(make_net())
     net, seen = make_net(), []
     net.layers[0].mlp.register_forward_hook(lambda *_: seen.append(1))
-    assert_same(expected, train(net, around(net, "layer")))
+    assert_same(expected, take_steps(net, around(net, "layer")))
     (text,) = (r.getMessage() for r in caplog.records if "layers.0" in r.getMessage())
     assert "layers.0, and maybe others, is kept: a part of it has hooks" in text
-    assert len(seen) == 4
+    assert len(seen) == 3
 
 
 def test_a_site_inside_a_checkpoint_of_the_user_is_left_to_him():
@@ -488,7 +462,7 @@ def test_a_site_inside_a_checkpoint_of_the_user_is_left_to_him():
             layer.mlp.forward = lambda x, run=forward: checkpoint(run, x, use_reentrant=False)
         return net
 
-    _, context = check(make, "mlp", num_steps=3)
+    _, context = check(make, "mlp", lengths=(8, 11, 8))
     assert context.last_step.by_name["mlp"].recomputed_bytes == 0
 
 
@@ -531,7 +505,7 @@ def test_a_model_with_sites_goes_with_its_last_name():
     try:
         net = make_net()
         context = around(net, "layer")
-        train(net, context, num_steps=2)
+        take_steps(net, context, lengths=(8, 11))
         weight = weakref.ref(net.layers[1].mlp[0].weight)
         del net
         assert weight() is None
@@ -604,5 +578,5 @@ def test_an_auxiliary_loss_of_megatron_is_noted_once(version, monkeypatch):
         return 1.0
 
     net = make_net(route)
-    train(net, around(net, "layer"), num_steps=2)
+    take_steps(net, around(net, "layer"), lengths=(8, 11))
     assert len(NOTED) == 2 * len(net.layers)
