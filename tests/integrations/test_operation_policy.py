@@ -227,32 +227,35 @@ class Save(torch.autograd.Function):
         return grad * 2, *[None] * len(ctx.saved_tensors)
 
 
-def save(offload, *tensors):
-    x = torch.ones(3, requires_grad=True)
+def ended_step(run):
+    """Run in an offloaded forward; return its step, and when its copies to the host end."""
+    offload = OffloadActivations(min_offload_size=0, manager=make_manager())
+    manager, backend = offload.manager, offload.manager.backend
     with offload:
-        y = Save.apply(x, *tensors)
-    del tensors
+        y = run(torch.ones(3, requires_grad=True), manager)
+    ended_us = backend.timestamp(backend.d2h_stream)
     y.sum().backward()
     assert offload.end_step()
-    return offload.last_step.offloaded_bytes
+    return offload.last_step, ended_us
 
 
-def make_offload():
-    return OffloadActivations(min_offload_size=0, manager=make_manager())
+def save(*tensors):
+    step, _ = ended_step(lambda x, _: Save.apply(x, *tensors))
+    return step.offloaded_bytes
 
 
 def test_marked_tensors_are_kept_until_the_mark_is_undone():
     tensors = [torch.randn(64), torch.randn(128), TwoTensor(torch.randn(16), torch.randn(16))]
     policy.mark_not_offload(tensors[0], None, tensors[2])
-    assert save(make_offload(), *tensors, torch.randn(8)) == 4 * (128 + 8)
+    assert save(*tensors, torch.randn(8)) == 4 * (128 + 8)
     policy.mark_activation_offload(None, *tensors)
-    assert save(make_offload(), *tensors) == 4 * (64 + 128 + 2 * 16)
+    assert save(*tensors) == 4 * (64 + 128 + 2 * 16)
 
 
 def test_transformer_engine_s_own_marks_are_honoured():
     tensors = torch.randn(64), torch.randn(128)
     tensors[1]._TE_do_not_offload = True
-    assert save(make_offload(), *tensors) == 4 * 64
+    assert save(*tensors) == 4 * 64
 
 
 def test_operations_that_save_for_each_other_are_marked_by_their_settings():
@@ -263,78 +266,61 @@ def test_operations_that_save_for_each_other_are_marked_by_their_settings():
     policy.maybe_mark_activation_offload(model.fc1, a, None)
     policy.maybe_mark_activation_offload(model.act, b)
     policy.maybe_mark_activation_offload(model.fc2, c)
-    assert save(make_offload(), a, b, c) == 4 * (128 + 256)
+    assert save(a, b, c) == 4 * (128 + 256)
 
 
 @pytest.mark.parametrize("tells", [True, False])
 def test_a_copy_may_begin_when_its_producer_is_done(tells):
-    offload = make_offload()
-    backend = offload.manager.backend
-    x = torch.ones(3, requires_grad=True)
-    with offload:
+    def one(x, manager):
+        first = torch.randn(1 << 10)
+        if tells:
+            policy.start_offload(first, None)
+        manager.backend.advance_compute(1000.0)
+        return Save.apply(x, first)
+
+    def two(x, manager):
         first = torch.randn(1 << 10)
         if tells:
             policy.start_offload(first, None)
         y = Save.apply(x, first)
-        backend.advance_compute(1000.0)  # work that comes later in the same group
+        manager.backend.advance_compute(1000.0)  # work that comes later in the same group
         z = Save.apply(y, torch.randn(4))
         if tells:
             policy.start_offload()
-    after_us = backend.timestamp(backend.d2h_stream)
-    del first
-    z.sum().backward()
-    assert after_us >= 1000.0, "the second tensor's copy waits for its own producer"
-    assert offload.end_step()
+        return z
 
-    offload = make_offload()
-    backend = offload.manager.backend
-    with offload:
-        first = torch.randn(1 << 10)
-        if tells:
-            policy.start_offload(first, None)
-        backend.advance_compute(1000.0)
-        y = Save.apply(x, first)
-    after_us = backend.timestamp(backend.d2h_stream)
-    del first
-    y.sum().backward()
-    assert (after_us < 1000.0) == tells
-    assert offload.end_step()
-    assert offload.last_step.reloaded_bytes > 0
+    step, ended_us = ended_step(one)
+    assert (ended_us < 1000.0) == tells
+    assert step.reloaded_bytes > 0
+    assert ended_step(two)[1] >= 1000.0, "the second tensor's copy waits for its own producer"
 
 
 def test_a_storage_of_which_only_a_part_is_ready_waits_for_the_rest():
-    offload = make_offload()
-    backend = offload.manager.backend
-    x = torch.ones(3, requires_grad=True)
-    with offload:
-        whole = torch.randn(1 << 10)
-        first, second = whole[:512], whole[512:]
+    def run(x, manager):
+        first, second = torch.randn(2, 512).unbind()
         policy.start_offload(first)
         y = Save.apply(x, first)
-        backend.advance_compute(1000.0)
-        second.copy_(torch.randn(512))
-        z = Save.apply(y, second.detach())
-    assert backend.timestamp(backend.d2h_stream) >= 1000.0
-    del z
+        manager.backend.advance_compute(1000.0)
+        second.data.copy_(torch.randn(512))
+        return Save.apply(y, second.detach())
+
+    assert ended_step(run)[1] >= 1000.0
 
 
 @pytest.mark.parametrize("change", ["in place", "saved before"])
 def test_a_mark_that_went_stale_is_not_heeded(change):
-    offload = make_offload()
-    backend = offload.manager.backend
-    x = torch.ones(3, requires_grad=True)
-    with offload:
+    def run(x, manager):
         first = torch.randn(1 << 10)
         policy.start_offload(first)
         if change == "in place":
             first.add_(1.0)
         else:
             assert Save.apply(x, first) is not None  # and its graph is dropped
-            offload.manager.window.drain()
-        backend.advance_compute(1000.0)
-        y = Save.apply(x, first)
-    assert backend.timestamp(backend.d2h_stream) >= 1000.0
-    del y
+            manager.window.drain()
+        manager.backend.advance_compute(1000.0)
+        return Save.apply(x, first)
+
+    assert ended_step(run)[1] >= 1000.0
 
 
 def test_start_offload_does_nothing_where_nothing_moves():
