@@ -105,10 +105,8 @@ def test_a_configuration_is_found_by_its_name(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = find_config(name)
     assert path.samefile(ROOT / "configs" / f"{name}.yaml")
-    validate(TrainConfig, load_yaml(path), name)
-    assert read_config(cli.read_command(["train", "--config", name])[1]) == validate(
-        TrainConfig, load_yaml(path), name
-    )
+    config = validate(TrainConfig, load_yaml(path), name)
+    assert read_config(cli.read_command(["train", "--config", name])[1]) == config
 
 
 @pytest.mark.parametrize("name", MODELS)

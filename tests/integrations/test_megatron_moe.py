@@ -52,15 +52,6 @@ def test_bits_and_strides_are_megatrons(repeats):
         assert outcome(megatron_moe.indices_to_multihot, *arguments) == expected, f"seed {seed}"
 
 
-def test_a_zero_gradient_has_megatrons_sign():
-    indices, weights = torch.tensor([[1, -1]]), torch.full((1, 2), -0.0)
-    _, _, gradient = outcome(
-        megatron_moe.indices_to_multihot, indices, torch.ones(1, 2), 2, weights
-    )
-    assert gradient == outcome(megatrons, indices, torch.ones(1, 2), 2, weights)[2]
-    assert gradient[-1] == [[0, 0]]
-
-
 @pytest.mark.parametrize("step", [megatrons, megatron_moe.indices_to_multihot])
 def test_only_float32_is_taken(step):
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
