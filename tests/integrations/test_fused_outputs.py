@@ -89,25 +89,34 @@ def module(monkeypatch):
     assert found._act_func("gelu", None) == (gelu, "backward", None)
 
 
+class Fused(torch.nn.Module):
+    """A model that is one fused layer; it saves ``wide`` times as much in between."""
+
+    def __init__(self, module, wide=1, quantizer=None):
+        super().__init__()
+        self.module, self.quantizer = module, quantizer
+        self.norm = torch.nn.Parameter(torch.rand(WIDTH))
+        self.one = torch.nn.Parameter(torch.randn(WIDTH, wide * WIDTH))
+        self.two = torch.nn.Parameter(torch.randn(wide * WIDTH, WIDTH))
+
+    def forward(self, x):
+        weights = self.norm, self.one, self.two
+        return _LayerNormMLP.apply(x, *weights, self.module, self.quantizer)
+
+
 def gradients(module, around=None, *, manager=None, quantizer=None):
     torch.manual_seed(0)
-    x = torch.randn(ROWS, 1, WIDTH, requires_grad=True)
-    norm = torch.nn.Parameter(torch.rand(WIDTH))
-    one, two = (torch.nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(2))
+    model, x = Fused(module, quantizer=quantizer), torch.randn(ROWS, 1, WIDTH, requires_grad=True)
     if manager is not None:
-        for parameter in (norm, one, two):
+        for parameter in model.parameters():
             manager.mark_not_offload(parameter)
-
-    def run(x):
-        return _LayerNormMLP.apply(x, norm, one, two, module, quantizer)
-
     if around is not None:
         with around:
-            y = run(x * 2).square().mean()
+            y = model(x * 2).square().mean()
     else:
-        y = in_group(manager, run, x * 2).square().mean()
+        y = in_group(manager, model, x * 2).square().mean()
     y.backward()
-    return [y.detach(), x.grad, norm.grad, one.grad, two.grad]
+    return [y.detach(), x.grad, *(parameter.grad for parameter in model.parameters())]
 
 
 def recomputed(manager):
@@ -136,19 +145,6 @@ def test_at_a_door_that_marks_nothing_too(module):
         assert_same(expected, gradients(module, offload))
         assert offload.end_step()
         assert offload.last_step.by_name["activations"].recomputed_bytes == 2 * BYTES
-
-
-class Fused(torch.nn.Module):
-    """A model that is one fused layer; it saves ``wide`` times as much in between."""
-
-    def __init__(self, module, wide=1):
-        super().__init__()
-        self.module, self.norm = module, torch.nn.Parameter(torch.rand(WIDTH))
-        self.one = torch.nn.Parameter(torch.randn(WIDTH, wide * WIDTH))
-        self.two = torch.nn.Parameter(torch.randn(wide * WIDTH, WIDTH))
-
-    def forward(self, x):
-        return _LayerNormMLP.apply(x, self.norm, self.one, self.two, self.module, None)
 
 
 def row_of(unit):

@@ -487,17 +487,18 @@ def test_a_forward_whose_model_is_not_called_itself_is_watched_too():
 
 
 def test_a_model_that_has_changed_and_a_copy_are_watched_anew():
-    net, rows = make_net(), [{"site": site, "recompute": True} for site in ("norm", "mlp")]
-    take_steps(net, around(net, rows))
+    net, both = make_net(), ("norm", "mlp")
+    take_steps(net, around(net, [{"site": site, "recompute": True} for site in both]))
     for layer in net.layers:
         layer.q = nn.Sequential(nn.Identity(), layer.q)
-    for model in (net, copy.deepcopy(net)):
+    copies = copy.deepcopy(net), copy.deepcopy(net)
+    for model, sites in ((net, both), (copies[0], both), (copies[1], ("layer",))):
         expected = take_steps(copy.deepcopy(model))
-        context = around(model, rows)
+        context = around(model, [{"site": site, "recompute": True} for site in sites])
         assert_same(expected, take_steps(model, context))
         context.end_step()
-        assert context.last_step.by_name["norm"].recomputed_bytes > 0
-        assert context.last_step.by_name["mlp"].recomputed_bytes > 0
+        by_name = context.last_step.by_name
+        assert all(by_name[site].recomputed_bytes > 0 for site in sites)
 
 
 def test_a_loss_that_no_door_knows_is_said(caplog):
@@ -506,16 +507,6 @@ def test_a_loss_that_no_door_knows_is_said(caplog):
     assert "the loss isn't by rows" in caplog.text
     with pytest.raises(ConfigError, match="offload_modules knows no loss"):
         offload_modules(make_net(), [], manager=make_manager(rows=rows))
-
-
-def test_a_copy_of_a_model_with_rows_has_its_layers_recomputed():
-    net = make_net()
-    take_steps(net, around(net, [{"site": "mlp", "recompute": True}]))
-    copied = copy.deepcopy(net)
-    context = around(copied, [{"site": "layer", "recompute": True}])
-    assert_same(take_steps(make_net()), take_steps(copied, context))
-    context.end_step()
-    assert context.last_step.by_name["layer"].recomputed_bytes > 0
 
 
 def test_a_watch_by_hand_ends_with_its_thread_s_forward_or_an_abort():
