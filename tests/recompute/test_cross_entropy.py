@@ -60,7 +60,10 @@ def test_a_loss_by_rows_has_the_bits_of_torch(options, dtype, computed):
 
 
 @pytest.mark.parametrize("classes", [1, 2, 50257])
-def test_any_number_of_classes_gives_the_bits_of_torch(classes):
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_any_number_of_classes_gives_the_bits_of_torch(classes, is_deterministic, request):
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
+    torch.use_deterministic_algorithms(is_deterministic)
     logits, target = make_logits(130, classes), make_target(130, classes)
     assert_same_bits(*(results(f, logits, target, dtype=torch.float32) for f in (theirs, ours)))
 
@@ -243,16 +246,6 @@ def test_a_compiled_program_has_no_break_and_gives_the_bits_of_torch():
     logits, target = make_logits(ROWS, CLASSES), make_target(ROWS, CLASSES)
     compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
     both = [results(f, logits, target, dtype=torch.float32) for f in (theirs, compiled)]
-    assert_same_bits(*both)
-
-
-def test_deterministic_algorithms_are_enough():
-    logits, target = make_logits(ROWS, CLASSES), make_target(ROWS, CLASSES)
-    torch.use_deterministic_algorithms(True)
-    try:
-        both = [results(f, logits, target, dtype=torch.float32) for f in (theirs, ours)]
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert_same_bits(*both)
 
 
