@@ -7,8 +7,8 @@ import sys
 from argparse import Namespace
 
 import pytest
-import torch
 from processes import ROOT, run_python
+from traps import lose_a_bit
 
 from megatron_offload.recompute.proof import Proofs
 
@@ -35,16 +35,7 @@ def test_a_short_soak_finds_nothing(tmp_path):
 
 def test_a_lost_bit_is_seen(monkeypatch):
     soak = Soak(SHORT)
-    copy = soak.manager.backend.copy
-
-    def copy_badly(pairs, stream, label):
-        event = copy(pairs, stream, label)
-        soak.manager.backend.sync_copies()
-        if stream is soak.manager.backend.h2d_stream and label.startswith("mlp"):
-            pairs[0][0].view(-1).view(torch.uint8)[3] ^= 1
-        return event
-
-    monkeypatch.setattr(soak.manager.backend, "copy", copy_badly)
+    lose_a_bit(monkeypatch, "mlp")
     monkeypatch.setattr(Proofs, "begin", lambda *_: False)  # else what is recomputed of it is seen
     monkeypatch.setattr(Proofs, "refusal", lambda *_: "")
     soak.steps()

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 import megatron_offload
+from megatron_offload.backends.simulated import SimulatedBackend
 
 PACKAGE = str(Path(megatron_offload.__file__).parent)
 BACKEND_CALLS = ("record", "wait", "copy", "empty_device", "empty_device_like", "empty_host")
@@ -86,6 +87,20 @@ def broken_backend(backend, at, *, after=False):
     finally:
         for name in BACKEND_CALLS:
             delattr(backend, name)
+
+
+def lose_a_bit(monkeypatch, group=""):
+    """Let a tensor of each reload lose a bit, of groups whose name begins so."""
+    copy = SimulatedBackend.copy
+
+    def copy_badly(self, pairs, stream, label):
+        event = copy(self, pairs, stream, label)
+        self.sync_copies()
+        if stream is self.h2d_stream and label.startswith(group):
+            pairs[-1][0].view(-1).view(torch.uint8)[3] ^= 1
+        return event
+
+    monkeypatch.setattr(SimulatedBackend, "copy", copy_badly)
 
 
 class LineTrap(Trap):

@@ -4,10 +4,9 @@ import json
 import re
 
 import pytest
-import torch
 from training_runs import be_the_rank, run, words
+from traps import lose_a_bit
 
-from megatron_offload.backends.simulated import SimulatedBackend
 from megatron_offload.cli import main as cli
 
 ONE_RANK = ("parallel.pipeline=1", "parallel.virtual=1", "run.steps=3")
@@ -50,16 +49,7 @@ def test_compare_finds_every_step_equal_and_memory_lower(compared):
 
 
 def test_a_lost_bit_in_a_reload_makes_compare_say_no(compare, monkeypatch, tmp_path, capfd):
-    original = SimulatedBackend.copy
-
-    def copy(self, pairs, stream, label):
-        event = original(self, pairs, stream, label)
-        if stream is self.h2d_stream:
-            for destination, _ in pairs:
-                destination.reshape(-1).view(torch.uint8)[2] ^= 0x40
-        return event
-
-    monkeypatch.setattr(SimulatedBackend, "copy", copy)
+    lose_a_bit(monkeypatch)
     status, findings = compare("offload.simulated.copy_timing=eager")
     assert status == 1
     assert not any(findings.values())
