@@ -15,8 +15,8 @@ Every ``--check-interval`` steps, and in the step after each error, gradients ar
 bit with the same step without offload. Memory is noted after every tenth whole step. Between steps
 device memory in use, host memory in use and the number of live blocks never exceed those of the
 first quarter; pinned, reserved and resident memory (within 64 MiB), which follow what the steps
-draw, return to that in the last. Results are in DIR/soak.json. Ends with exit code 1 if a bit
-differs, something grew, or nothing was offloaded or recomputed.
+draw, return in the last to those of the first half. Results are in DIR/soak.json. Ends with exit
+code 1 if a bit differs, something grew, or nothing was offloaded or recomputed.
 """
 
 from __future__ import annotations
@@ -287,11 +287,12 @@ class Soak:
         memory go up and down; what leaks never returns. All else has to be as it was.
         """
         quarter = max(1, len(self.memory) // 4)
-        early, late = self.memory[:quarter], self.memory[-quarter:]
+        late = self.memory[-quarter:]
         grown = {}
         for name in self.memory[0]:
             varies = name in ("pinned_bytes", "reserved_bytes", "resident_bytes")
             now = (min if varies else max)(row[name] for row in late)
+            early = self.memory[: (2 if varies else 1) * quarter]
             more = now - max(row[name] for row in early)
             if name != "step" and more > (RESIDENT_SLACK_BYTES if name == "resident_bytes" else 0):
                 grown[name] = more

@@ -48,4 +48,4 @@ def test_growth_is_seen_and_what_returns_is_none():
         {"step": n, "left": 0, "live_blocks": n > 70, "pinned_bytes": n, "reserved_bytes": n % 30}
         for n in range(80)
     ]
-    assert soak.growth() == {"live_blocks": 1, "pinned_bytes": 60 - 19}
+    assert soak.growth() == {"live_blocks": 1, "pinned_bytes": 60 - 39}
