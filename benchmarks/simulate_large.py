@@ -18,8 +18,8 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from megatron_offload.core.machine import Machine
 from megatron_offload.core.trace import PIPELINE_WAIT
+from megatron_offload.machine.profile import Machine
 from megatron_offload.planning.description import (
     fit_achieved_share,
     job_from_model,

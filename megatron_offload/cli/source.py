@@ -18,11 +18,11 @@ from rich.table import Table
 
 from megatron_offload.cli.options import OptionsWithKeys
 from megatron_offload.config import LOSS, find_config
-from megatron_offload.core.machine import MachineProfile
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.files.strict_model import validate
 from megatron_offload.files.text import read_json
+from megatron_offload.machine.profile import MachineProfile
 from megatron_offload.planning.description import Budgets, JobDescription, load_description
 from megatron_offload.planning.job import Job, RankSettings
 from megatron_offload.planning.simulate import Simulation, fair_rates

@@ -16,8 +16,8 @@ import numpy as np
 from megatron_offload.backends import create_backend
 from megatron_offload.backends.base import Backend, Event, Wait
 from megatron_offload.config import OffloadConfig
-from megatron_offload.core.machine import CopyRates
 from megatron_offload.errors import OffloadError
+from megatron_offload.machine.profile import CopyRates
 
 BLOCK_BYTES = 128 * 1024**2
 """What one copy moves: starting it costs nothing, and two don't fit into a processor's cache."""

@@ -20,10 +20,10 @@ from typing import Literal
 from megatron_offload.backends import visible_devices
 from megatron_offload.backends.host_limit import default_cap_bytes
 from megatron_offload.config import OffloadConfig
-from megatron_offload.core.machine import CopyRates, MachineProfile
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import shorten
 from megatron_offload.machine.bandwidth import BandwidthError, measure_gpus
+from megatron_offload.machine.profile import CopyRates, MachineProfile
 
 _SLOW = {
     "CUDA_LAUNCH_BLOCKING": "the host waits for every kernel and copy, so that nothing overlaps",

@@ -10,9 +10,9 @@ from typing import Any
 from pydantic import Field
 
 from megatron_offload.config import apply_overrides, load_yaml
-from megatron_offload.core.machine import Machine
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import Bytes, NamesField, StrictModel, default, validate
+from megatron_offload.machine.profile import Machine
 from megatron_offload.planning.job import Job, StageWork
 from megatron_offload.planning.model import ModelDescription
 from megatron_offload.planning.model_cost import LayerCosts

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megatron_offload.core.machine import Machine
+from megatron_offload.machine.profile import Machine
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule
 
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import simpy
 
-from megatron_offload.core.machine import Machine
 from megatron_offload.core.trace import PIPELINE_WAIT, Counter, Span, StepTrace
 from megatron_offload.errors import ConfigError
+from megatron_offload.machine.profile import Machine
 from megatron_offload.planning.job import NO_OFFLOAD, Job, RankSettings
 from megatron_offload.planning.replay import OpKind, RankProgram, replay
 

@@ -11,8 +11,8 @@ from jobs import OFFLOADED, SMALL, described
 
 from megatron_offload.cli import doctor
 from megatron_offload.cli.main import read_command
-from megatron_offload.core.machine import CopyRates, MachineProfile
 from megatron_offload.machine.examine import Examination, Finding
+from megatron_offload.machine.profile import CopyRates, MachineProfile
 
 FINE = Finding("ok", "swap", "0.0 GiB in use")
 MARKUP = Finding("warning", "[red]title[/red]", "found [bold]'\\x1b'", "[/nonsense] do it")

@@ -11,11 +11,11 @@ from jobs import RATES, load_model, measured
 
 from megatron_offload.cli.main import main
 from megatron_offload.config import OffloadConfig
-from megatron_offload.core.machine import Machine
 from megatron_offload.core.policy_config import AutoConfig
 from megatron_offload.core.row_config import RowConfig
 from megatron_offload.core.units import format_bytes
 from megatron_offload.files.strict_model import write_model
+from megatron_offload.machine.profile import Machine
 from megatron_offload.planning.found import FoundPlan, FoundStage, RunFrontier
 from megatron_offload.planning.frontier import Action
 from megatron_offload.planning.job_choice import JobChoice

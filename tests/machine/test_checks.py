@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_offload.core.machine import CopyRates
 from megatron_offload.machine import examine as checks
+from megatron_offload.machine.profile import CopyRates
 
 GIB_IN_KIB = 1 << 20
 

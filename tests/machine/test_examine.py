@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_offload.core.machine import CopyRates
 from megatron_offload.machine import examine as module
 from megatron_offload.machine.bandwidth import BandwidthError
 from megatron_offload.machine.examine import examine
+from megatron_offload.machine.profile import CopyRates
 
 GPUS = ("NVIDIA H200",) * 2
 RATES = CopyRates(**dict.fromkeys(CopyRates.model_fields, 50.0))

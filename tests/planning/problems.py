@@ -6,7 +6,7 @@ import itertools
 import math
 from dataclasses import replace
 
-from megatron_offload.core.machine import Machine
+from megatron_offload.machine.profile import Machine
 from megatron_offload.planning.job import GroupWork, Job, StageWork
 from megatron_offload.planning.schedule import PassKind, make_schedule
 

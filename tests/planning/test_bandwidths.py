@@ -6,8 +6,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from megatron_offload.core.machine import CopyRates, Machine, MachineProfile
 from megatron_offload.errors import ConfigError
+from megatron_offload.machine.profile import CopyRates, Machine, MachineProfile
 
 
 def machine(*gpus):
