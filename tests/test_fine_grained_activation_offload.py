@@ -406,15 +406,83 @@ def test_a_chunk_says_which_groups_it_has_and_resets_to_none_open(manager):
         chunk.on_group_start_backward()
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"), [(owner, name) for owner, names in REPLACED.items() for name in names]
-)
-def test_what_steps_through_chunks_and_groups_says_what_replaces_it(manager, owner, name):
-    called = manager if owner is PipelineOffloadManager else begin(manager)
-    replacement = REPLACED[owner][name]
+def test_cur_backward_chunk_is_the_one_whose_backward_runs(manager, x, weight):
+    first = begin(manager)
+    y = layer(x, weight)
+    second = begin(manager)
+    z = layer(x, weight)
+    assert manager.cur_backward_chunk() is None
+    z.sum().backward()
+    assert manager.cur_backward_chunk() is second
+    y.sum().backward()
+    assert manager.cur_backward_chunk() is first
+    manager.reset()
+    assert manager.cur_backward_chunk() is None
+
+
+def group_by_hand(handler, name="mlp", num_elements=64):
+    """Record one group of one tensor; return the group, the record and the bits."""
+    group = handler.on_group_start_forward(name)
+    source = torch.randn(num_elements)
+    return group, handler.tensor_push(source), source.clone()
+
+
+def chunk_by_hand(manager, *arguments):
+    manager.init_model_chunk_offload_handler(*(arguments or (1, 0, 0)))
+    handler = manager.cur_forward_chunk()
+    group, record, bits = group_by_hand(handler)
+    handler.on_group_commit_forward([])
+    return handler, group, record, bits
+
+
+def test_the_backward_queue_of_two_stages_is_the_schedule_s(manager):
+    saved = {(stage, i): chunk_by_hand(manager, 2, stage, 0) for stage in (0, 1) for i in (0, 1)}
+    chunks = {key: handler for key, (handler, *_) in saved.items()}
+    popped = []
+    while manager.front_backward_chunk() is not None:
+        front = manager.front_backward_chunk()
+        assert manager.pop_backward_chunk() is front is manager.cur_backward_chunk()
+        popped.append(next(key for key, chunk in chunks.items() if chunk is front))
+    assert popped == [(1, 0), (1, 1), (0, 0), (0, 1)]
+    with pytest.raises(StateError, match="no chunk with a group is queued"):
+        manager.pop_backward_chunk()
+    manager.push(front)
+    manager.reset()
+    assert manager.front_backward_chunk() is None, "a queue belongs to its step"
+    assert manager.cur_backward_chunk() is None
+
+
+def test_flush_waits_until_every_stage_has_had_its_forwards(manager):
+    saved = [chunk_by_hand(manager, 2, 0, 0)]
+    manager.flush()
+    assert manager.front_backward_chunk() is None
+    saved.append(chunk_by_hand(manager, 2, 1, 0))
+    assert manager.front_backward_chunk() is saved[1][0]
+    manager.pop_backward_chunk()
+    assert manager.front_backward_chunk() is saved[0][0]
+
+
+def test_push_queues_a_chunk_and_empty_ones_are_skipped(manager):
+    empty = ChunkOffloadHandler(0, manager.cpu_tensor_pool)
+    full = ChunkOffloadHandler(0, manager.cpu_tensor_pool)
+    kept = group_by_hand(full, "a")
+    full.on_group_commit_forward([])
+    for handler in (empty, full):
+        manager.push(handler)
+    assert manager.front_backward_chunk("b") is None
+    assert manager.front_backward_chunk("a") is full
+    assert manager.pop_backward_chunk("a") is full
+    assert manager.front_backward_chunk() is None
+    full.on_group_commit_backward("a")
+    assert torch.equal(full.tensor_pop(kept[1]), kept[2])
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_what_steps_through_groups_says_what_replaces_it(manager, name):
+    handler, replacement = begin(manager), REPLACED[name]
     with pytest.raises(StateError, match=rf"^{name}\(\) steps .*; use {replacement}$"):
-        getattr(called, name)("mlp")
-    assert hasattr(called, replacement.split(",")[0])
+        getattr(handler, name)("mlp")
+    assert hasattr(handler, replacement.split(",")[0])
 
 
 # CUDA graphs, as far as they can be had without CUDA

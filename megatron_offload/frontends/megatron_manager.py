@@ -1,13 +1,16 @@
 """Megatron's manager and chunk handler: documented objects that hold the engine's.
 
-Beside that they read the argument lists of both eras. Names that only step Megatron's own
-bookkeeping raise an error that says what replaces them (`REPLACED`).
+Beside that they own the order in which callers by hand take chunks back, and read the argument
+lists of both eras. Names of a handler that only step Megatron's own bookkeeping raise an error that
+says what replaces them (`REPLACED`).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from inspect import Parameter, Signature
 from operator import attrgetter
@@ -18,6 +21,7 @@ import torch
 from megatron_offload.backends.base import Backend, Event, Stream, Wait
 from megatron_offload.config import OffloadConfig
 from megatron_offload.core.group import GroupState
+from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.chunk import ChunkOffloadHandler as Chunk
 from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager as Engine
@@ -243,6 +247,7 @@ class ChunkOffloadHandler:
             raise StateError(f"no group {name!r} of this chunk waits for its backward")
         self._in_backward.append(group)
         self.manager.engine.enter_backward(group)
+        self.manager._take_up(self)
 
     def on_group_start_backward(self) -> None:
         """Backward has left the group that `on_group_commit_backward` entered last."""
@@ -260,6 +265,20 @@ class ChunkOffloadHandler:
         """Leave what is open, which is kept on the device, and what backward is in."""
         self.chunk.open_groups.clear()
         self._in_backward.clear()
+
+
+@dataclass
+class _Order:
+    """What callers by hand have queued in one step of the engine."""
+
+    step_number: int
+    handlers: dict[Chunk, ChunkOffloadHandler] = field(default_factory=dict)
+    queue: deque[ChunkOffloadHandler] = field(default_factory=deque)
+    staged: list[list[ChunkOffloadHandler]] = field(default_factory=list)
+    delayed: list[Callable[[], Any]] = field(default_factory=list)
+    current: ChunkOffloadHandler | None = None
+    reached: GroupKey | None = None
+    """What the engine had reached last when `current` was taken."""
 
 
 class _OneInProcess(type):
@@ -304,8 +323,7 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
         self.in_replay = False
         """Whether a CUDA graph is being replayed: delayed commits wait for the flush only then."""
         self._pool: HostTensorPool | None = None
-        self._handler: ChunkOffloadHandler | None = None
-        self._delayed: list[tuple[int, Callable[[], Any]]] = []
+        self._by_hand = _Order(self.engine.step_number)
 
     @classmethod
     def get_instance(cls) -> PipelineOffloadManager:
@@ -370,7 +388,7 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
         `begin_chunk`. Arguments that fit neither form are a `TypeError`.
         """
         found = read_arguments("init_model_chunk_offload_handler", args, kwargs)
-        self.engine.begin_chunk(
+        chunk = self.engine.begin_chunk(
             vp_stage=found["vp_stage"],
             pp_rank=found.get("pp_rank"),
             min_tensor_elements=found["min_offloaded_tensor_size"],
@@ -378,19 +396,93 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
             delta_bytes_across_pp_ranks=found.get("delta_offload_bytes_across_pp_ranks"),
             max_inflight_groups=found.get("max_inflight_offloads"),
         )
+        if self.engine.records():
+            self._stage(self._handler_of(chunk), found["vp_size"] or 1)
 
     def cur_forward_chunk(self) -> ChunkOffloadHandler | None:
         """Return the chunk whose forward runs, if any."""
         chunk = self.engine.cur_forward_chunk()
-        if chunk is None:
-            self._handler = None
-        elif self._handler is None or self._handler.chunk is not chunk:
-            self._handler = ChunkOffloadHandler._of(self, chunk)
-        return self._handler
+        return None if chunk is None else self._handler_of(chunk)
 
     def pop_forward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
         """Return the chunk whose forward runs; it is never used up."""
         return self.cur_forward_chunk()
+
+    @property
+    def _order(self) -> _Order:
+        order = self._by_hand
+        if order.step_number != self.engine.step_number:
+            self._by_hand = _Order(self.engine.step_number)
+            # A step that is found to be over ends when the first group of the next has begun.
+            chunk = self.engine.cur_forward_chunk()
+            if chunk in order.handlers:
+                self._by_hand.handlers[chunk] = order.handlers[chunk]
+                self.push(order.handlers[chunk])
+        return self._by_hand
+
+    def _handler_of(self, chunk: Chunk) -> ChunkOffloadHandler:
+        return self._order.handlers.setdefault(chunk, ChunkOffloadHandler._of(self, chunk))
+
+    # Chunks in backward, for callers who step through them by hand
+
+    def _stage(self, handler: ChunkOffloadHandler, num_stages: int) -> None:
+        """Queue a chunk of the last stage at once, those before it when their backwards follow."""
+        order = self._order
+        if len(order.staged) != num_stages:
+            order.staged = [[] for _ in range(num_stages)]
+        stage = min(handler.vpp_rank, num_stages - 1)
+        order.staged[stage].append(handler)
+        if stage == num_stages - 1:
+            self.push(handler)
+            self.flush()
+
+    def flush(self) -> None:
+        """Queue the staged chunks for backward, last stage first, once all had as many forwards."""
+        staged = self._order.staged
+        if len({len(handlers) for handlers in staged}) == 1:
+            for handlers in reversed(staged[:-1]):
+                self._order.queue.extend(handlers)
+            staged.clear()
+
+    def push(self, handler: ChunkOffloadHandler) -> None:
+        """Queue a chunk for backward."""
+        self._order.queue.append(handler)
+
+    def front_backward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
+        """Return the queued chunk whose backward is next: the first with a group, of this name."""
+        return next((h for h in self._order.queue if not h.is_empty_chunk(name)), None)
+
+    def pop_backward_chunk(self, name: str | None = None) -> ChunkOffloadHandler:
+        """Make the next queued chunk with a group (of this name) the current one of backward."""
+        queue = self._order.queue
+        while queue:
+            handler = queue.popleft()
+            if not handler.is_empty_chunk(name):
+                self._take_up(handler)
+                return handler
+        of_name = "" if name is None else f" of the name {name!r}"
+        raise StateError(f"no chunk with a group{of_name} is queued for backward: push() it first")
+
+    def cur_backward_chunk(self) -> ChunkOffloadHandler | None:
+        """Return the chunk whose backward was entered last in this step, if any."""
+        order, reached = self._order, self._last_reached
+        if reached is not None and reached != order.reached:
+            order.reached = reached
+            for chunk, handler in order.handlers.items():
+                if chunk.position == reached.chunk:
+                    order.current = handler
+        return order.current
+
+    @property
+    def _last_reached(self) -> GroupKey | None:
+        order = self.engine.decisions.backward_order
+        return order[-1] if order else None
+
+    def _take_up(self, handler: ChunkOffloadHandler) -> None:
+        order = self._order
+        order.current, order.reached = handler, self._last_reached
+        if handler in order.queue:
+            order.queue.remove(handler)
 
     # Hooks
 
@@ -427,15 +519,15 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
             handler.commit(found.get("name"), forced, delay=True)
         else:
             names = (found["name"],) if "name" in found else ()
-            self._delayed.append((self.engine.step_number, partial(hook, *names, forced)))
+            self._order.delayed.append(partial(hook, *names, forced))
 
     def flush_delayed_groups(self) -> None:
         """Issue the copies of all groups that were put off, in the order of their commits."""
         self.engine.flush_delayed_groups()
-        delayed, self._delayed = self._delayed, []
-        for step_number, hook in delayed:
-            if step_number == self.engine.step_number:
-                hook()
+        order = self._order
+        hooks, order.delayed = order.delayed, []
+        for hook in hooks:
+            hook()
 
     # The step
 
@@ -474,30 +566,20 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
 _GROUPS = "offload_groups, which has them in order"
 _FORWARD = "on_group_commit_forward, which asks the policy"
 _BACKWARD = "on_group_commit_backward, which reloads its group and those that are needed next"
-_CHUNKS = "cur_forward_chunk, whose handler serves its backward too"
 
-REPLACED: dict[type, dict[str, str]] = {
-    ChunkOffloadHandler: {
-        "find_group_with_name": _GROUPS,
-        "find_next_group": _GROUPS,
-        "finish_all_groups": _GROUPS,
-        "get_max_deduplicated_groups": _GROUPS,
-        "should_bulk_offload": _FORWARD,
-        "bulk_offload": _FORWARD,
-        "bulk_offload_group": _FORWARD,
-        "pre_reload_last_layer": _BACKWARD,
-        "bulk_reload_group": _BACKWARD,
-        "bulk_reload": _BACKWARD,
-    },
-    PipelineOffloadManager: {
-        "push": _CHUNKS,
-        "flush": _CHUNKS,
-        "front_backward_chunk": _CHUNKS,
-        "pop_backward_chunk": _CHUNKS,
-        "cur_backward_chunk": _CHUNKS,
-    },
+REPLACED = {
+    "find_group_with_name": _GROUPS,
+    "find_next_group": _GROUPS,
+    "finish_all_groups": _GROUPS,
+    "get_max_deduplicated_groups": _GROUPS,
+    "should_bulk_offload": _FORWARD,
+    "bulk_offload": _FORWARD,
+    "bulk_offload_group": _FORWARD,
+    "pre_reload_last_layer": _BACKWARD,
+    "bulk_reload_group": _BACKWARD,
+    "bulk_reload": _BACKWARD,
 }
-"""Documented names that step through chunks and groups by place, and what to use in their place:
+"""Documented names of a handler that step through groups by place, and what to use in their place:
 here groups are found by their graphs, and nothing is stepped through."""
 
 
@@ -510,6 +592,5 @@ def _refusal(name: str, replacement: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-for _owner, _names in REPLACED.items():
-    for _name, _replacement in _names.items():
-        setattr(_owner, _name, _refusal(_name, _replacement))
+for _name, _replacement in REPLACED.items():
+    setattr(ChunkOffloadHandler, _name, _refusal(_name, _replacement))
