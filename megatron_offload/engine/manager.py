@@ -38,6 +38,7 @@ from megatron_offload.engine.hooks import (
 )
 from megatron_offload.engine.learning import Learner
 from megatron_offload.engine.marks import Marks
+from megatron_offload.engine.module_hooks import tokens_of
 from megatron_offload.engine.observer import Observer
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.step import Step
@@ -425,6 +426,11 @@ class PipelineOffloadManager:
         if self.rows is None:
             return not self._has_had_rows or unit in self.recompute
         return unit in self._row_names
+
+    def is_too_short(self, min_tokens: int, args: Any, kwargs: Any) -> bool:
+        """Whether a row of so many tokens isn't followed in a call; on trial all are."""
+        is_asked = min_tokens > 0 and not self.rows_are_on_trial
+        return is_asked and tokens_of(args, kwargs) < min_tokens
 
     @graph_break
     def reset(self) -> None:

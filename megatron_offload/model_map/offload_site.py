@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from megatron_offload.engine.boundary import commit_group, start_group, tick
 from megatron_offload.engine.group import OffloadGroup, Record
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.module_hooks import ModuleHook, tokens_of
+from megatron_offload.engine.module_hooks import ModuleHook
 
 FindManager = Callable[[], PipelineOffloadManager | None]
 """Returns whose forward it is; None where it is no manager's."""
@@ -148,8 +148,7 @@ class OffloadSite:
         manager = self._find_manager()
         if manager is None:
             return
-        least = 0 if manager.rows_are_on_trial else self._min_tokens
-        is_short = least > 0 and tokens_of(args, passed) < least
+        is_short = manager.is_too_short(self._min_tokens, args, passed)
         self._open.append(None if is_short else manager)
         if not is_short:
             pick = None if self.largest is None else self.largest.begin()

@@ -42,7 +42,6 @@ from megatron_offload.engine.module_hooks import (
     expression_of,
     hooks_of,
     is_own_hook,
-    tokens_of,
 )
 from megatron_offload.model_map.structure import find_sites, layers_of
 from megatron_offload.model_map.watch import SavedMemory
@@ -217,8 +216,7 @@ class _HookedSite(Site):
         may = manager.may_drop if self.drops_inside else manager.may_recompute
         if not may(self.unit):
             return None
-        least = 0 if manager.rows_are_on_trial else self._min_tokens
-        if least and tokens_of(args, kwargs) < least:
+        if manager.is_too_short(self._min_tokens, args, kwargs):
             return None
         leaves, spec = args, None
         if kwargs or any(isinstance(x, (tuple, list, dict)) for x in args):

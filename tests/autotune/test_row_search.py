@@ -329,17 +329,31 @@ def test_where_long_forwards_are_too_rare_to_be_measured_plans_are_for_all():
     assert "None" not in job.search.said
 
 
+def step_of_several(job, lengths):
+    """Take forwards one after the other, and then their backwards."""
+    losses = []
+    for length in lengths:
+        with job.offload:
+            losses.append(job.net(torch.randn(length, WIDTH)).square().sum())
+    sum(losses).backward()
+
+
 def test_several_forwards_before_their_backwards_all_have_rows():
     job = LayeredJob(0.001, policy=auto(20))
     job.found(LENGTHS)
     assert job.search.plan.min_tokens > 8
     for _ in range(2):
-        losses = []
-        for _ in range(4):
-            with job.offload:
-                losses.append(job.net(torch.randn(8, WIDTH)).square().sum())
-        sum(losses).backward()
+        step_of_several(job, [8] * 4)
     assert {row.min_tokens for row in job.manager.rows} == {0}
+
+
+def test_plans_are_for_all_forwards_where_several_come_before_their_backwards():
+    job = LayeredJob(0.001, policy=auto(20))
+    for _ in range(60):
+        step_of_several(job, (40, 8, 24))
+    assert job.search.is_converged
+    assert job.manager.rows
+    assert {plan.min_tokens for plan in job.search._own.plans} == {0}
 
 
 def test_a_context_that_is_made_anew_for_each_step_measures_what_it_follows():
