@@ -205,8 +205,12 @@ class StepDecisions(Generic[G]):
                 self.window.pass_boundary(group.clock_bytes)
         self.look_ahead()
 
-    def tick(self, num_bytes: int) -> None:
-        """Let the clock go by what has no group."""
+    def tick(self, num_bytes: int, is_backward: bool = False) -> None:
+        """Let the clock go by what has no group: limits are as if it had one of this size."""
+        if is_backward:
+            self.budget.drop_saved(num_bytes)
+        else:
+            self.budget.add_saved(num_bytes, 0, is_learned=self._profile is not None)
         self.window.pass_boundary(num_bytes)
         self.look_ahead()
 

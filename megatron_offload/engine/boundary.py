@@ -111,7 +111,7 @@ def tick(manager: PipelineOffloadManager, tensors: Tensors, num_bytes: int) -> N
     manager.tick(num_bytes)
     tensor = _first_with_grad(tensors)
     if tensor is not None and tensor.grad_fn is not None:
-        tensor.grad_fn.register_prehook(lambda *_: manager.tick(num_bytes))
+        tensor.grad_fn.register_prehook(lambda *_: manager.tick(num_bytes, True))
 
 
 def _first_with_grad(tensors: torch.Tensor | Sequence[Any] | None) -> torch.Tensor | None:

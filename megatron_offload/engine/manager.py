@@ -622,9 +622,9 @@ class PipelineOffloadManager:
             observer.backward_left(group)
 
     @guarded
-    def tick(self, num_bytes: int) -> None:
+    def tick(self, num_bytes: int, is_backward: bool = False) -> None:
         """Let the step's clock go by something without groups, as large as if it had saved this."""
-        self.decisions.tick(num_bytes)
+        self.decisions.tick(num_bytes, is_backward)
 
     @guarded
     def join_offloads(self) -> None:

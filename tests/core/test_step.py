@@ -245,3 +245,16 @@ def test_the_same_groups_of_other_sizes():
     other = make_profile()
     fewer = StepProfile(other.groups[1:], other.backward_order)
     assert not other.has_groups_of(fewer)
+
+
+def test_limits_that_are_not_set_count_layers_without_rows_as_if_they_had_some():
+    paper = Paper()
+    paper.decisions.begin_step(profile_of(10))
+    for _ in range(2):
+        groups = paper.forward(10)
+        for _ in range(15):
+            paper.decisions.tick(10)
+        for _ in range(15):
+            paper.decisions.tick(10, is_backward=True)
+        paper.backward(groups)
+    assert (paper.budget.max_inflight_bytes, paper.budget.prefetch_bytes) == (20, 20)
