@@ -100,7 +100,8 @@ class Transfers:
             if chooses is not None and not counted_bytes and not owners.knows(block):
                 block.is_kept = block.is_kept or not chooses(block_bytes)
             if block.is_kept or drops_only:
-                group.kept_bytes += block_bytes
+                if group.pick is None:  # else the next call doesn't even see it
+                    group.kept_bytes += block_bytes
                 self._count_kept(block, "beyond the share that is offloaded")
                 continue
             block.counted_bytes = block_bytes

@@ -104,6 +104,18 @@ def test_a_row_offloads_no_more_than_its_largest_tensors():
     assert offloaded("all")[-1] > third
 
 
+def test_limits_follow_what_rows_would_offload_of_all_layers_and_memory_comes_back():
+    net = make_net(16)
+    context = around(net, [{"site": "mlp", "layers": "0-9", "offload": 2}])
+    take_steps(net, context, (8, 8, 8))
+    budget, layer_bytes = context.manager.budget, 2 * 2 * 8 * 4 * WIDTH * 4
+    assert (budget.max_inflight_bytes, budget.prefetch_bytes) == (2 * layer_bytes, 2 * layer_bytes)
+    assert context.end_step()
+    does = context.last_step.by_name["mlp"]
+    assert does.reloaded_bytes == does.offloaded_bytes == 10 * layer_bytes
+    assert context.last_step.num_late_reloads == 0
+
+
 @pytest.mark.parametrize(
     ("row", "freed"),
     [
