@@ -622,21 +622,21 @@ class RowSearch(OldAttributes):
 
     def _prepare(self, plan: Plan) -> Generator[_Kind, None, None]:
         """Let memory be touched that the plan will pin; wait for it, but not for other ranks."""
-        manager = self.manager
-        size = _SPARE_SHARE * max(self._sizes) / self._watched_size
-        num_bytes = int(size * self._num_inflight * plan.copied_bytes)
-        num_bytes -= manager.host_pool.stats.slab_bytes_total
-        largest_bytes = self._largest_bytes * max(self._sizes) / self._watched_size
-        is_of_use = largest_bytes <= manager.host_pool.slab_bytes and not self._is_tight
-        if num_bytes <= 0 or not is_of_use:
-            return
-        manager.host_pool.prepare(num_bytes)
-        for _ in range(_MOST_UNPREPARED if self._is_alone else _NUM_UNPREPARED):
-            is_ready = manager.backend.is_host_prepared
-            manager.host_pool.pin_prepared()
-            if self._is_alone and is_ready:
-                break
+        pool, backend = self.manager.host_pool, self.manager.backend
+        for number in range(_MOST_UNPREPARED if self._is_alone else _NUM_UNPREPARED):
+            size = max(self._sizes) / self._watched_size  # a longer forward may have come meanwhile
+            wanted_bytes = int(_SPARE_SHARE * size * self._num_inflight * plan.copied_bytes)
+            pinned_bytes = pool.stats.slab_bytes_total
+            missing_bytes = min(wanted_bytes - pinned_bytes, pool.cap_bytes - pinned_bytes)
+            is_of_use = size * self._largest_bytes <= pool.slab_bytes and not self._is_tight
+            if (missing_bytes <= 0 or not is_of_use) and (self._is_alone or not number):
+                return
+            if backend.is_host_prepared:
+                pool.prepare(missing_bytes)
+                if self._is_alone and backend.is_host_prepared:  # there is no thread that does it
+                    return
             yield "bare"
+            pool.pin_prepared()
 
     def _late_share(self) -> float:
         """Return of how many bare steps the host decides: they take longer for their size."""

@@ -152,6 +152,28 @@ def test_a_plan_is_tried_once_its_memory_is_ready_and_the_allocator_is_left_alon
     assert trims == ["rows"]
 
 
+def test_more_memory_is_made_ready_where_a_longer_forward_comes_meanwhile(monkeypatch):
+    job = LayeredJob(
+        0.1, policy={"kind": "auto", "most_slowdown_percent": 3}, host_slab_bytes=1 << 15
+    )
+    asked, left = [], [0]
+
+    def prepare(_, number):
+        asked.append(number)
+        left[0] = 2
+
+    def is_ready(_):
+        left[0] -= 1
+        return left[0] < 0
+
+    monkeypatch.setattr(job.backend, "prepare_host", prepare)
+    monkeypatch.setattr(SimulatedBackend, "is_host_prepared", property(is_ready))
+    while job.search._kind != "trying":
+        job.step(16 if not asked else 64)
+    assert len(asked) > 1
+    assert asked[1] > 2 * asked[0], "nothing was pinned in between"
+
+
 @pytest.mark.parametrize(("size", "is_ready"), [(1 << 10, True), (1 << 40, False)])
 def test_only_memory_that_tensors_fit_into_is_made_ready(size, is_ready, monkeypatch):
     monkeypatch.setattr(layers.LayerWatch, "largest_bytes", size)
