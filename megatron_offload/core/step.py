@@ -205,14 +205,21 @@ class StepDecisions(Generic[G]):
                 self.window.pass_boundary(group.clock_bytes)
         self.look_ahead()
 
-    def tick(self, num_bytes: int, is_backward: bool = False) -> None:
-        """Let the clock go by what has no group: limits are as if it had one of this size."""
+    def tick(self, num_bytes: int, is_backward: bool = False) -> bool:
+        """Let the clock go by what has no group: limits are as if it had one of this size.
+
+        Returns:
+            Whether it counts: a step begins with its first group.
+        """
+        if not self.committed:
+            return False
         if is_backward:
             self.budget.drop_saved(num_bytes)
         else:
             self.budget.add_saved(num_bytes, 0, is_learned=self._profile is not None)
         self.window.pass_boundary(num_bytes)
         self.look_ahead()
+        return True
 
     def _reload_late(self, group: G) -> None:
         """Let a group be on the device: backward needs it now."""

@@ -108,10 +108,13 @@ def tick(manager: PipelineOffloadManager, tensors: Tensors, num_bytes: int) -> N
         tensors: the layer's outputs, as of `commit_group`.
         num_bytes: what the clock counts.
     """
-    manager.tick(num_bytes)
+
+    def backward_comes(*_: object) -> None:
+        manager.tick(num_bytes, True)
+
     tensor = _first_with_grad(tensors)
-    if tensor is not None and tensor.grad_fn is not None:
-        tensor.grad_fn.register_prehook(lambda *_: manager.tick(num_bytes, True))
+    if manager.tick(num_bytes) and tensor is not None and tensor.grad_fn is not None:
+        tensor.grad_fn.register_prehook(backward_comes)
 
 
 def _first_with_grad(tensors: torch.Tensor | Sequence[Any] | None) -> torch.Tensor | None:

@@ -622,9 +622,13 @@ class PipelineOffloadManager:
             observer.backward_left(group)
 
     @guarded
-    def tick(self, num_bytes: int, is_backward: bool = False) -> None:
-        """Let the step's clock go by something without groups, as large as if it had saved this."""
-        self.decisions.tick(num_bytes, is_backward)
+    def tick(self, num_bytes: int, is_backward: bool = False) -> bool:
+        """Let the step's clock go by something without groups, as large as if it had saved this.
+
+        Returns:
+            Whether it counts, in backward as well.
+        """
+        return self.decisions.tick(num_bytes, is_backward)
 
     @guarded
     def join_offloads(self) -> None:

@@ -116,6 +116,16 @@ def test_limits_follow_what_rows_would_offload_of_all_layers_and_memory_comes_ba
     assert context.last_step.num_late_reloads == 0
 
 
+def test_steps_too_short_for_rows_change_nothing_in_those_that_come():
+    net = make_net(16)
+    row = {"site": "mlp", "layers": "0-6", "offload": 2, "min_tokens": 10}
+    context = around(net, [row])
+    for length in (8, 2, 2, 8, 8):
+        take_steps(net, context, (length,))
+    assert context.end_step()
+    assert context.last_step.reloaded_bytes == 7 * 2 * 2 * 8 * 4 * WIDTH * 4
+
+
 @pytest.mark.parametrize(
     ("row", "freed"),
     [
