@@ -237,6 +237,7 @@ def test_switched_off_nothing_is_recorded(manager, x, weight):
     chunk = begin(manager)
     facade.fine_grained_offloading_disable_offload()
     assert not chunk.do_offload
+    assert not PipelineOffloadManager.OFFLOAD_MGR.do_offload
     layer(x, weight)
     assert chunk.is_empty_chunk()
     facade.fine_grained_offloading_enable_offload()
