@@ -7,7 +7,6 @@ import inspect
 import logging
 import threading
 import warnings
-import weakref
 from collections.abc import Mapping
 from functools import partial
 from operator import is_
@@ -33,7 +32,6 @@ from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import ConfigError
 from megatron_offload.frontends.adopt import adopt_model, hook_modules
 from megatron_offload.frontends.around import AroundForwards, followed
-from megatron_offload.memory.host_pool import HostPool
 from megatron_offload.recompute import loss_kernel
 from megatron_offload.recompute.model_loss import (
     causal_loss,
@@ -274,50 +272,37 @@ def _begin_anew(manager: PipelineOffloadManager) -> None:
         manager.learner.open()
 
 
-class _Allocated(weakref.ref[object]):
-    """What a context has while it lives; the callback is in C, where no interrupt is lost."""
-
-    __hash__ = object.__hash__  # a weak reference's own needs what it refers to
-    groups: AutomaticGroups | None = None
-    pool: HostPool | None = None
-
-
-_allocated: set[_Allocated] = set()
-_idle: dict[tuple[Any, ...], list[_Allocated]] = {}
-"""What contexts that are gone have left for the next of the same settings: the process's, because
-the documented form makes a context for each step, and pins and learns once all the same."""
+_allocated: dict[ref[object], AutomaticGroups] = {}
+"""What each context has while it lives, and what contexts that are gone have left."""
+_idle: dict[tuple[Any, ...], list[ref[object]]] = {}
+"""The latter by settings, for the next of the same: the process's, because the documented form
+makes a context for each step, and pins and learns once all the same."""
 
 
 def _allocate(
     context: object, model: nn.Module | None, config: OffloadConfig, *sizes: int
 ) -> AutomaticGroups:
     """Return what moves the tensors of a context, for as long as that exists."""
-    of_model = None if model is None else weakref.ref(model)
+    of_model = None if model is None else ref(model)
     settings = (config.model_dump_json(), frozenset(config.model_fields_set))
     key = threading.get_ident(), current_device(config), settings, sizes, of_model
     for gone in [one for one in _idle if one[-1] is not None and one[-1]() is None]:
-        for allocated in _idle.pop(gone):
-            if allocated.groups is not None:
-                allocated.groups.manager.close()
+        for one in _idle.pop(gone):
+            _allocated.pop(one).manager.close()
     left = _idle.setdefault(key, [])
     groups: AutomaticGroups | None = None
     while left and groups is None:
-        allocated = left.pop()
-        _allocated.discard(allocated)
-        found = allocated.groups  # None of one whose making was interrupted
-        pool = allocated.pool
-        if found and found.manager.host_pool is pool and not found.manager.host_pool.is_closed:
+        found = _allocated.pop(left.pop())
+        if found.manager.config == config and not found.manager.host_pool.is_closed:
             groups = found  # else it was configured anew
     if groups is None:
         # The settings may have changed, so that what the others have pinned is of no use.
-        for other in [allocated for idle in list(_idle.values()) for allocated in idle]:
-            if other.groups is not None:
-                other.groups.manager.trim()
+        unused = [one for idle in list(_idle.values()) for one in idle]
+        for other in filter(None, map(_allocated.get, unused)):
+            other.manager.trim()
         groups = _make(PipelineOffloadManager(config), *sizes)
     groups.manager.enable_offload()
-    allocated = _Allocated(context, left.append)
-    allocated.groups, allocated.pool = groups, groups.manager.host_pool
-    _allocated.add(allocated)
+    _allocated[ref(context, left.append)] = groups  # a call in C, in which no interrupt is lost
     return groups
 
 
@@ -376,7 +361,7 @@ def get_act_offloading_ctx_manager(
         inspect.signature(OffloadActivations).bind(**options)  # else a wrong one would show later
         return NoOffload()
     context = _OffloadModel(model=model, **options)
-    groups = weakref.ref(context._groups)
+    groups = ref(context._groups)
     find_manager = partial(_entered, groups)
     context._groups.watch = None  # of a context before, for another model
     try:
@@ -418,7 +403,7 @@ def _hook(model: ref[nn.Module], groups: ref[AutomaticGroups]) -> None:
         hook_modules(named_modules(one), other.manager, partial(_entered, groups), other)
 
 
-def _entered(groups: weakref.ref[AutomaticGroups]) -> PipelineOffloadManager | None:
+def _entered(groups: ref[AutomaticGroups]) -> PipelineOffloadManager | None:
     found = groups()
     return found.manager if found is not None and found.is_entered else None
 
