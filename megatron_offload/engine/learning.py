@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -36,6 +36,11 @@ _LEAST_SURPLUS_SHARE = 0.1
 """Less of what is pinned remains so."""
 
 _UNLISTED = "its name is not among OffloadConfig.modules"
+
+_UNSEEN = (
+    "OffloadConfig.modules names %r, and no group of the step is called so: mark it with "
+    "offload_modules(), or list it in TransformerConfig.offload_modules"
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -74,7 +79,8 @@ class Learner:
         self._kept_alike: dict[tuple[int, str], str] = {}
         self.is_steady = self.is_open = self.is_measured = False
         self._config = config
-        self._unseen = listed = config.modules if "modules" in config.model_fields_set else ()
+        listed = config.modules if "modules" in config.model_fields_set else ()
+        self._expected = dict.fromkeys(listed, _UNSEEN)
         self._is_unlisted = cache(
             lambda name: bool(listed) and not any(fnmatchcase(name, one) for one in listed)
         )
@@ -182,16 +188,15 @@ class Learner:
             default = self._kept_alike.get((key.order, group.name), "")
         return self.kept.get(key, default)
 
+    def expect(self, names: Iterable[str], warning: str) -> None:
+        """Warn once, behind the next step, of each name that no group of it has."""
+        self._expected |= dict.fromkeys(names, warning)
+
     def _warn_of_names(self, profile: StepProfile) -> None:
-        """Warn of names that no group of the first step has."""
-        for pattern in self._unseen:
+        for pattern, warning in self._expected.items():
             if not any(fnmatchcase(group.name, pattern) for group in profile.groups):
-                _logger.warning(
-                    "OffloadConfig.modules names %r, and no group of the step is called so: mark "
-                    "it with offload_modules(), or list it in TransformerConfig.offload_modules",
-                    pattern,
-                )
-        self._unseen = ()
+                _logger.warning(warning, pattern)
+        self._expected.clear()
 
     @property
     def keeps_everything(self) -> bool:

@@ -62,10 +62,6 @@ configured anew."""
 _notes_on_weights: WeakSet[nn.Module] = WeakSet()
 """Models whose linear layers note on their saved weights what overlapped reduction asks for."""
 
-_NEVER = sys.maxsize
-_seen_in: WeakKeyDictionary[PipelineOffloadManager, int] = WeakKeyDictionary()
-"""By manager, the last step in which a forward with gradients was seen."""
-
 
 def install(config: OffloadConfig | None = None, tuner: MegatronSearch | None = None) -> None:
     """Put this implementation in megatron-core's place, in this process; twice is once.
@@ -100,7 +96,6 @@ def install(config: OffloadConfig | None = None, tuner: MegatronSearch | None = 
         patches.on_undo(_marked.clear)
         patches.on_undo(leave_search)
         patches.replace(PipelineOffloadManager, "usual_recompute", MEGATRON_RECOMPUTE)
-        patches.on_undo(_seen_in.clear)
         register_pipeline_rank(pipeline)  # the calls of megatron-core 0.16 don't say it
         patches.on_undo(partial(register_pipeline_rank, None))
         patches.on_undo(partial(setattr, PipelineOffloadManager, "at_first_use", None))
@@ -249,6 +244,11 @@ _NOTES = (
     "overlap_grad_reduce=False"
 )
 
+_UNSAVED = (
+    "%r is in offload_modules, and nothing in this part of the model is saved under that name (no "
+    "such module, recomputed, or experts that aren't grouped)"
+)
+
 _WITHOUT_WEIGHTS = {"core_attn", "attn_norm", "mlp_norm", "mlp_act", "moe_act", LAYER_INPUT}
 """Groups in which no linear layer saves its weight."""
 
@@ -309,14 +309,15 @@ def _marking(original: Callable[[Any], None], self: Any) -> None:
         _marked[self] = manager.host_pool, marked
         if manager.config.enabled:
             _hook_rows(self, marked)
+            if config.recompute_granularity != "full":  # see above
+                given = manager.config.rows
+                named = names if given is None else {row.site for row in given}.intersection(names)
+                marked_names = (x for x in named if not (_is_ours(x) or x == LAYER_INPUT))
+                manager.learner.expect(marked_names, _UNSAVED)
             hook_all = partial(_hook_all_rows, ref(manager))
             if self not in _notes_on_weights:
                 marked.remove_later(join_search(self, config, manager, hook_all))
     begin_forward(self, manager)
-    is_full = self.config.recompute_granularity == "full"  # see above
-    if manager.do_offload and torch.is_grad_enabled() and not is_full:
-        rows, names = {row.site for row in manager.config.rows or ()}, self.config.offload_modules
-        _look_for_names(manager, rows.intersection(names) if manager.rows is not None else names)
 
 
 def _hook_rows(model: nn.Module, marked: ModuleOffload) -> None:
@@ -359,22 +360,6 @@ def _refuse_rows(rows: Sequence[RowConfig], config: Any, *, notes: bool) -> None
                 )
             if row.site not in config.offload_modules:
                 raise ConfigError(f"row {row}: add {row.site!r} to offload_modules, which mark it")
-
-
-def _look_for_names(manager: PipelineOffloadManager, names: Iterable[str]) -> None:
-    """Behind a manager's first step, warn of names under which nothing was saved."""
-    seen_in, number = _seen_in.get(manager, -1), manager.step_number
-    if number == seen_in + 1:  # else an evaluation came between
-        groups, number = manager.last_step.by_name, _NEVER
-        for name in names:
-            if not (_is_ours(name) or name == LAYER_INPUT or name in groups):
-                _logger.warning(
-                    "%r is in offload_modules, and nothing in this part of the model is saved "
-                    "under that name (no such module, recomputed, or experts that aren't grouped)",
-                    name,
-                )
-    if seen_in < number:
-        _seen_in[manager] = number
 
 
 _DATA_PARALLEL = "distributed.distributed_data_parallel"
