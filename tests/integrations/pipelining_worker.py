@@ -1,8 +1,8 @@
 """Trains under each schedule of ``torch.distributed.pipelining`` without and with offload.
 
-Started by torchrun: ``pipelining_worker.py FINDINGS CASE [CASE ...]``, a case being a schedule's
-name, with ``/`` and a copy timing behind it where the device is simulated. Rank 0 writes, for each
-case, what every rank found. With ``--device cuda`` each rank takes a GPU.
+Started by torchrun: ``pipelining_worker.py CASE [CASE ...]``, a case being a schedule's name, with
+``/`` and a copy timing behind it where the device is simulated. Rank 0 prints, for each case, what
+every rank found, as JSON. With ``--device cuda`` each rank takes a GPU.
 """
 
 from __future__ import annotations
@@ -131,7 +131,6 @@ def config_of(timing, options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("findings", type=Path)
     parser.add_argument("cases", nargs="+")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--width", type=int, default=16)
@@ -166,10 +165,8 @@ def main():
         found = [None] * dist.get_world_size()
         dist.all_gather_object(found, mine)
         findings[case] = found
-        if dist.get_rank() == 0:
-            print(case, found, flush=True)  # noqa: T201 - a worker's report
     if dist.get_rank() == 0:
-        options.findings.write_text(json.dumps(findings))
+        print(json.dumps(findings))  # noqa: T201 - a worker's report
     dist.destroy_process_group()
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from processes import torchrun
+from processes import found_by, torchrun
 from programs import TWO_TIMINGS, make_manager
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -29,15 +28,13 @@ SCHEDULES = (
 CASES = [f"{name}/{timing}" for name in SCHEDULES for timing in TWO_TIMINGS]
 
 
-def run_worker(output, *words):
-    done = torchrun(2, WORKER, output, *words, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(output.read_text())
+def run_worker(*words):
+    return found_by(torchrun(2, WORKER, *words, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""))
 
 
 @pytest.fixture(scope="module")
-def findings(tmp_path_factory):
-    return run_worker(tmp_path_factory.mktemp("pipelining") / "findings.json", *CASES)
+def findings():
+    return run_worker(*CASES)
 
 
 @pytest.mark.slow
@@ -53,11 +50,11 @@ def test_every_bit_is_the_same(findings, case):
 
 
 @pytest.mark.slow
-def test_a_learned_order_leaves_no_late_reload_where_backward_is_split(tmp_path):
+def test_a_learned_order_leaves_no_late_reload_where_backward_is_split():
     """Each layer's tensors are groups of their own here, and prefetched are two of the largest."""
     sizes = {"width": 256, "rows": 512, "layers": 1, "microbatches": 4, "prefetch": "8MiB"}
     options = [f"--{name}={value}" for name, value in sizes.items()]
-    found = run_worker(tmp_path / "found.json", "ScheduleZBVZeroBubble", *options)
+    found = run_worker("ScheduleZBVZeroBubble", *options)
     for rank in found["ScheduleZBVZeroBubble"]:
         assert rank["same"]
         assert rank["reloaded_bytes"] > 4 * 5 * 2**23

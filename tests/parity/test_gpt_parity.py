@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import ast
 import functools
-import json
 from pathlib import Path
 
 import pytest
-from processes import path_to, torchrun
+from processes import found_by, path_to, torchrun
 
 WORKER = Path(__file__).parent / "gpt_worker.py"
 
@@ -68,25 +67,22 @@ def cases():
 
 
 @pytest.fixture(scope="module")
-def run(request, tmp_path_factory):
-    """Return what runs the selected cases of a version, once: what came of it and its file."""
+def run(request):
+    """Return what runs the selected cases of a version, once: what came of it."""
     mine = [item.callspec.params for item in request.session.items if item.path == request.path]
 
     @functools.cache
     def run(version):
         names = [params["name"] for params in mine if params["version"] == version]
-        output = tmp_path_factory.mktemp("parity") / "findings.json"
         on_cpu = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        return torchrun(2, WORKER, output, *names, path=path_to(version), **on_cpu), output
+        return torchrun(2, WORKER, *names, path=path_to(version), **on_cpu)
 
     return run
 
 
 @pytest.mark.parametrize(("version", "name"), [*cases()])
 def test_losses_and_gradients_are_those_without_offload(version, name, run):
-    done, output = run(version)
-    assert done.returncode == 0, done.stderr[-4000:]
-    ranks = json.loads(output.read_text())[name]
+    ranks = found_by(run(version))[name]
     assert len(ranks) == 2
     assert all(rank["same"] for rank in ranks)
     assert all(rank["gradients_are_real"] for rank in ranks)
