@@ -453,16 +453,6 @@ def test_the_backward_queue_of_two_stages_is_the_schedule_s(manager):
     assert manager.cur_backward_chunk() is None
 
 
-def test_flush_waits_until_every_stage_has_had_its_forwards(manager):
-    saved = [chunk_by_hand(manager, 2, 0, 0)]
-    manager.flush()
-    assert manager.front_backward_chunk() is None
-    saved.append(chunk_by_hand(manager, 2, 1, 0))
-    assert manager.front_backward_chunk() is saved[1][0]
-    manager.pop_backward_chunk()
-    assert manager.front_backward_chunk() is saved[0][0]
-
-
 def test_push_queues_a_chunk_and_empty_ones_are_skipped(manager):
     empty = ChunkOffloadHandler(0, manager.cpu_tensor_pool)
     full = ChunkOffloadHandler(0, manager.cpu_tensor_pool)

@@ -9,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import megatron_offload.recompute.transformer_engine  # noqa: F401 - for its effect
 from megatron_offload.autotune.row_search import RowSearch
-from megatron_offload.config import LOSS, RECOMPUTE_SITES, OffloadConfig, recompute_patterns
+from megatron_offload.config import LOSS, OffloadConfig
 from megatron_offload.core.row_config import MODEL
 from megatron_offload.engine.automatic import AutomaticGroups, unpack
 from megatron_offload.engine.manager import PipelineOffloadManager
@@ -41,18 +41,10 @@ _UNFOLLOWED: dict[str, dict[str, str]] = {
 """By door the settings that it can't follow, and what says the same there; all others take effect.
 A manager by hand, `offload_modules`, megatron-core's call sites and the trainer follow all."""
 
-_BY_NAME = "*"
-_MODULES = ("norm", "mlp_act", *RECOMPUTE_SITES, _BY_NAME)
-_RECOMPUTED = {
-    "OffloadActivations": (),
-    "get_act_offloading_ctx_manager": (*_MODULES, LOSS),
-    "CPUOffload": (),
-    "offload_pipeline": _MODULES,
-    "operation_groups": (),
-    "offload_modules": _MODULES,
-    "megatron_core.install()": (*_MODULES, LOSS),
-}
-"""By door what it can recompute."""
+_KNOW_LOSS = ("get_act_offloading_ctx_manager", "megatron_core.install()")
+"""Doors that can recompute a model's loss."""
+_KNOW_MODULES = (*_KNOW_LOSS, "offload_modules", "offload_pipeline")
+"""Doors that can recompute its modules."""
 
 
 def engine_of(manager: Any) -> Any:
@@ -89,15 +81,12 @@ def followed(
 
 def refuse_unserved(door: str, config: OffloadConfig) -> None:
     """Refuse with a `ConfigError` what is to be recomputed and this front door can't."""
-    if any(row.by_rows for row in config.rows or ()) and LOSS not in _RECOMPUTED[door]:
+    if any(row.by_rows for row in config.rows or ()) and door not in _KNOW_LOSS:
         raise ConfigError(f"{door} knows no loss, so that no row can be about it")
-    patterns = recompute_patterns(config.recompute)
     for name in config.recompute if "recompute" in config.model_fields_set else ():
-        if (_BY_NAME if name in patterns else name) not in _RECOMPUTED[door]:
-            others = [other for other, served in _RECOMPUTED.items() if name in served]
-            raise ConfigError(
-                f"{door} can't recompute {name!r}; {' and '.join(others) or 'offload_modules'} can"
-            )
+        served = _KNOW_LOSS if name == LOSS else _KNOW_MODULES
+        if door not in served:
+            raise ConfigError(f"{door} can't recompute {name!r}; {' and '.join(served)} can")
 
 
 class AroundForwards(saved_tensors_hooks):

@@ -23,10 +23,10 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_offload import OffloadConfig, get_act_offloading_ctx_manager, offload_modules
-from megatron_offload.config import RECOMPUTE_KINDS, RECOMPUTE_SITES
+from megatron_offload import get_act_offloading_ctx_manager, offload_modules
+from megatron_offload.config import RECOMPUTE_KINDS
 from megatron_offload.errors import ConfigError, StateError
-from megatron_offload.frontends.around import _RECOMPUTED, refuse_unserved
+from megatron_offload.frontends.around import refuse_unserved
 from megatron_offload.recompute.sites import unit_of
 
 ROWS, WIDTH = 16, 32
@@ -684,30 +684,11 @@ def test_units_of_modules():
         assert unit_of(module) is None
 
 
-@pytest.mark.parametrize("name", ["nrom", "mlp-act", "LayerNorm", "auto", "pointwise"])
-def test_an_unknown_unit_is_refused(name):
-    assert OffloadConfig().recompute == ()
-    with pytest.raises(ValueError, match=f"unknown recompute kind '{name}'"):
-        OffloadConfig(recompute=[name])
-
-
-def test_what_a_door_cannot_recompute_it_refuses():
-    by_name = {"norm", "mlp_act", "*.norm", *RECOMPUTE_SITES}
-    served = {
-        "OffloadActivations": set(),
-        "CPUOffload": set(),
-        "operation_groups": set(),
-        "get_act_offloading_ctx_manager": by_name | {"loss"},
-        "offload_pipeline": by_name,
-        "offload_modules": by_name,
-        "megatron_core.install()": {*RECOMPUTE_KINDS, "*.norm"},
-    }
-    assert served.keys() == _RECOMPUTED.keys()
-    for door, units in served.items():
-        for unit in (*RECOMPUTE_KINDS, "*.norm"):
-            config = make_config(recompute=(unit,))
-            if unit in units:
-                refuse_unserved(door, config)
-            else:
-                with pytest.raises(ConfigError, match=rf"can't recompute '{re.escape(unit)}'; \w"):
-                    refuse_unserved(door, config)
+@pytest.mark.parametrize("door", ["OffloadActivations", "CPUOffload", "operation_groups"])
+def test_what_a_door_cannot_recompute_it_refuses(door):
+    for unit in (*RECOMPUTE_KINDS, "*.norm"):
+        config = make_config(recompute=(unit,))
+        refuse_unserved("megatron_core.install()", config)
+        said = rf"{door} can't recompute '{re.escape(unit)}'; get_act_offloading_ctx_manager and"
+        with pytest.raises(ConfigError, match=said):
+            refuse_unserved(door, config)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import re
 import shlex
@@ -119,27 +118,3 @@ def test_a_page_s_lines_move_what_they_name_and_are_bitwise_identical(run, versi
     (line,) = [line for line in one["said"].splitlines() if line.startswith("megatron-offload: ")]
     assert "a step of rank 0 offloads " in line
     assert all(name in one["said"] for name in one["moved"])
-
-
-def test_verl_s_own_configuration_takes_its_page_s_overrides():
-    hydra = pytest.importorskip("hydra", reason="no Hydra")
-    verl = importlib.util.find_spec("verl")
-    if verl is None:
-        pytest.skip("no verl")
-    text = (ROOT / "docs" / "verl.md").read_text()
-    (environment,) = re.findall(r"`(\+ray_kwargs\S+)`", text)
-    (critic,) = re.findall(r"`(\+critic\S+)\.\.\.`", text)
-    (library,) = re.findall(r"`(actor_rollout_ref\.model\.external_lib=\S+)`", text)
-    words = [word for word in words_of("verl", "VERL_USE_EXTERNAL_MODULES") if word[0] == "+"]
-    overrides = [*words, environment, library, f"{critic}.offload_modules=[core_attn]"]
-    folder = Path(verl.origin).parent / "trainer" / "config"
-    with hydra.initialize_config_dir(str(folder), version_base=None):
-        config = hydra.compose("ppo_trainer", ["model_engine=megatron", *overrides])
-    actor = config.actor_rollout_ref.actor.megatron
-    assert set(actor.override_transformer_config) > KEYS, "beside verl's own"
-    assert actor.override_transformer_config.fine_grained_activation_offloading is True
-    assert actor.override_transformer_config.offload_modules == of_verl(None)[1]["offload_modules"]
-    assert config.actor_rollout_ref.model.external_lib == PLUG_IN
-    assert config.critic.megatron.override_transformer_config.offload_modules == ["core_attn"]
-    variables = config.ray_kwargs.ray_init.runtime_env.env_vars
-    assert variables.VERL_USE_EXTERNAL_MODULES == PLUG_IN
