@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -33,6 +31,8 @@ def adopt_model(
 ) -> list[RemovableHandle]:
     """Keep a model's parameters and buffers, and hook what is recomputed, or named by rows.
 
+    The hooks of an earlier call go.
+
     Args:
         model: a model, or one of its chunks.
         manager: has what is configured.
@@ -46,21 +46,6 @@ def adopt_model(
     for tensor in (*model.parameters(), *model.buffers()):
         manager.mark_not_offload(tensor)
     modules, find_manager = named_modules(model), find_manager or (lambda: manager)
-    return hook_modules(modules, manager, find_manager, groups, is_part=is_part)
-
-
-def hook_modules(
-    modules: Mapping[str, nn.Module],
-    manager: PipelineOffloadManager,
-    find_manager: FindManager,
-    groups: AutomaticGroups | None = None,
-    *,
-    is_part: bool = False,
-) -> list[RemovableHandle]:
-    """Hook what is recomputed, or named by rows; the hooks of an earlier call go.
-
-    Arguments are as in `adopt_model`.
-    """
     named = {row.site for row in manager.rows or () if row.recompute} & {*UNITS}
     units = sites_of(modules, named) if named else {}
     rows = find_rows(manager.rows or (), modules, units, is_part=is_part)
@@ -81,7 +66,7 @@ def hook_modules(
             own += clock.hook(modules[path])
             handles += own
     if rows.offloaded or rows.recomputed or named:
-        watch = RowWatch(modules[""], rows, find_manager, named)
+        watch = RowWatch(model, rows, find_manager, named)
         handles += watch.hook_savers()
         if groups is None:
             handles += watch.hook()

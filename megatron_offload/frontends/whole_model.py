@@ -25,12 +25,12 @@ from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.hooks import others_hooks, put_on, take_off
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.module_hooks import ModuleHook, hooks_of, named_modules
+from megatron_offload.engine.module_hooks import ModuleHook, hooks_of
 from megatron_offload.engine.patches import PatchStack
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import ConfigError
-from megatron_offload.frontends.adopt import adopt_model, hook_modules
+from megatron_offload.frontends.adopt import adopt_model
 from megatron_offload.frontends.around import AroundForwards, followed
 from megatron_offload.recompute import loss_kernel
 from megatron_offload.recompute.model_loss import (
@@ -400,7 +400,7 @@ def _hook(model: ref[nn.Module], groups: ref[AutomaticGroups]) -> None:
     one, other = model(), groups()
     if one is not None and other is not None:
         other.watch = None
-        hook_modules(named_modules(one), other.manager, partial(_entered, groups), other)
+        adopt_model(one, other.manager, partial(_entered, groups), groups=other)
 
 
 def _entered(groups: ref[AutomaticGroups]) -> PipelineOffloadManager | None:

@@ -31,10 +31,10 @@ from megatron_offload.core.row_config import LOSS, RowConfig
 from megatron_offload.engine.group import SOURCES
 from megatron_offload.engine.learning import register_pipeline_rank
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.module_hooks import hooks_of, named_modules
+from megatron_offload.engine.module_hooks import hooks_of
 from megatron_offload.engine.patches import Call, PatchStack
 from megatron_offload.errors import ConfigError, IntegrationError
-from megatron_offload.frontends.adopt import hook_modules
+from megatron_offload.frontends.adopt import adopt_model
 from megatron_offload.frontends.around import refuse_unserved
 from megatron_offload.frontends.modules import ModuleOffload, offload_modules
 from megatron_offload.integrations.megatron_recompute import replacements, wrap_methods
@@ -323,8 +323,7 @@ def _marking(original: Callable[[Any], None], self: Any) -> None:
 def _hook_rows(model: nn.Module, marked: ModuleOffload) -> None:
     """Hook what rows name in a model, or is recomputed, in place of an earlier call's hooks."""
     find_manager = PipelineOffloadManager.get_instance
-    hooks = hook_modules(named_modules(model), marked.manager, find_manager, is_part=True)
-    marked.remove_later(hooks)
+    marked.remove_later(adopt_model(model, marked.manager, find_manager, is_part=True))
 
 
 def _unhook(model: ref[nn.Module]) -> None:

@@ -13,11 +13,10 @@ from megatron_offload.autotune.row_search import RowSearch
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.module_hooks import named_modules
 from megatron_offload.engine.patches import Call, PatchStack
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import IntegrationError
-from megatron_offload.frontends.adopt import adopt_model, hook_modules
+from megatron_offload.frontends.adopt import adopt_model
 from megatron_offload.frontends.around import AroundForwards, followed
 
 
@@ -58,7 +57,7 @@ class PipelineOffload(PatchStack):
 def _hook(models: list[nn.Module], manager: PipelineOffloadManager) -> None:
     """Set the hooks of the rows that are followed."""
     for model in models:
-        hook_modules(named_modules(model), manager, lambda: manager, is_part=True)
+        adopt_model(model, manager, is_part=True)
 
 
 def _leave(search: RowSearch, hook: Callable[[], None]) -> None:
