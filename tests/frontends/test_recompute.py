@@ -95,8 +95,7 @@ def train(model, context=None, inputs=None):
 
 
 def around(model, units, timing="late", **settings):
-    named = {} if units is None else {"recompute": units}  # None: as unless it is set
-    config = make_config(timing, **named, **settings)
+    config = make_config(timing, recompute=units, **settings)
     return get_act_offloading_ctx_manager(model, config=config, warn_if_no_head=False)
 
 
@@ -373,12 +372,11 @@ def test_what_a_mode_around_the_forward_changes_is_not_recomputed(mode, is_outsi
             stack.enter_context(one)
         return stack
 
-    for units in (None, NAMED):
-        expected = train(model, within(contextlib.nullcontext()))
-        offload = around(model, units)
-        assert_same(expected, train(model, within(offload)))
-        assert offload.end_step()
-        assert offload.last_step.recomputed_bytes == 0
+    expected = train(model, within(contextlib.nullcontext()))
+    offload = around(model, NAMED)
+    assert_same(expected, train(model, within(offload)))
+    assert offload.end_step()
+    assert offload.last_step.recomputed_bytes == 0
 
 
 class TaskLayerNorm(nn.Module):
@@ -414,7 +412,7 @@ STATES = {
 }
 
 
-@pytest.mark.parametrize("units", [None, (OWN,), ("norm", "mlp_act")])
+@pytest.mark.parametrize("units", [(OWN,), ("norm", "mlp_act")])
 @pytest.mark.parametrize("kind", STATES)
 def test_what_a_module_had_counts_where_it_changes_between_forwards(kind, units):
     part, change = STATES[kind]
@@ -436,8 +434,8 @@ def test_what_a_module_had_counts_where_it_changes_between_forwards(kind, units)
     found, offload = gradients(lambda model: around(model, units))
     assert_same(expected, found)
     assert offload.end_step()
-    is_known = "known class" in kind and units is not None
-    assert (offload.last_step.recomputed_bytes > 0) is (units == (OWN,) or is_known)
+    is_rerun = units == (OWN,) or "known class" in kind
+    assert (offload.last_step.recomputed_bytes > 0) is is_rerun
 
 
 class GradModeRMSNorm(OwnRMSNorm):
@@ -462,7 +460,7 @@ class WarmingLayerNorm(nn.LayerNorm):
         return super().forward(x) * min(1.0, self.calls / 10)
 
 
-@pytest.mark.parametrize("units", [None, (OWN,), ("norm", "mlp_act")])
+@pytest.mark.parametrize("units", [(OWN,), ("norm", "mlp_act")])
 @pytest.mark.parametrize("part", [GradModeRMSNorm, WarmingLayerNorm])
 def test_a_module_runs_again_as_in_its_forward_and_leaves_no_trace(part, units):
     plain, model = around_part(part), around_part(part)
@@ -547,14 +545,13 @@ def fake(model):
     return sum(p.sum() for p in model.parameters())
 
 
-@pytest.mark.parametrize("units", [None, NAMED])
 @pytest.mark.parametrize("forward", [per_sample, tangent, fake])
-def test_a_first_forward_of_another_kind_needs_nothing(forward, units):
+def test_a_first_forward_of_another_kind_needs_nothing(forward):
     expected, found = [], []
     for grads, is_on in ((expected, False), (found, True)):
         model = make_model()
         torch.manual_seed(1)
-        with around(model, units) if is_on else contextlib.nullcontext():
+        with around(model, NAMED) if is_on else contextlib.nullcontext():
             loss = forward(model)
         loss.backward()
         grads += [p.grad for p in model.parameters()]
@@ -578,18 +575,16 @@ def test_frozen_weights_that_are_there_for_the_forward_alone_count_as_they_were(
         return [p.grad for p in (*model.first.parameters(), *model.last.parameters())]
 
     expected = gradients(lambda _: contextlib.nullcontext())
-    for units in (None, (OWN,)):
-        assert_same(expected, gradients(lambda model, units=units: around(model, units)))
+    assert_same(expected, gradients(lambda model: around(model, (OWN,))))
 
 
-@pytest.mark.parametrize("units", [None, NAMED])
-def test_a_scripted_model_or_part_is_taken_as_it_is(units):
+def test_a_scripted_model_or_part_is_taken_as_it_is():
     scripted_part = torch.jit.script(nn.Sequential(nn.LayerNorm(WIDTH), nn.SiLU()))
     for model in (scripted_part, nn.Sequential(nn.Linear(WIDTH, WIDTH), scripted_part)):
         for _ in range(3):  # it optimises itself
             expected = train(model)
-        assert_same(expected, train(model, around(model, units)))
-    manager = make_manager(recompute=units or ())
+        assert_same(expected, train(model, around(model, NAMED)))
+    manager = make_manager(recompute=NAMED)
     with offload_modules(model, ["0"], manager=manager):
         assert_same(expected, group_step(model, manager))
 
