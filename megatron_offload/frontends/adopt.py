@@ -65,11 +65,12 @@ def adopt_model(
         if rows.offloaded:
             own += clock.hook(modules[path])
             handles += own
+    watch = None
     if rows.offloaded or rows.recomputed or named:
         watch = RowWatch(model, rows, find_manager, named)
         handles += watch.hook_savers()
         if groups is None:
             handles += watch.hook()
-        else:
-            groups.watch = watch
+    if groups is not None:
+        groups.watch = watch
     return handles

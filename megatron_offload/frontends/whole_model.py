@@ -361,16 +361,14 @@ def get_act_offloading_ctx_manager(
         inspect.signature(OffloadActivations).bind(**options)  # else a wrong one would show later
         return NoOffload()
     context = _OffloadModel(model=model, **options)
-    groups = ref(context._groups)
-    find_manager = partial(_entered, groups)
-    context._groups.watch = None  # of a context before, for another model
+    hook = partial(_hook, ref(model), ref(context._groups))
     try:
-        adopt_model(model, context.manager, find_manager, groups=context._groups)
+        hook()
     except ConfigError:
         if not context.manager.rows_are_own:
             raise
         _begin_anew(context.manager)  # the model has changed since
-        adopt_model(model, context.manager, find_manager, groups=context._groups)
+        hook()
     _search_rows(model, context._groups)
     if context._search is not None and context._owners:
         context._search.loss_is_by_rows = is_by_rows
@@ -399,7 +397,6 @@ def _search_rows(model: nn.Module, groups: AutomaticGroups) -> None:
 def _hook(model: ref[nn.Module], groups: ref[AutomaticGroups]) -> None:
     one, other = model(), groups()
     if one is not None and other is not None:
-        other.watch = None
         adopt_model(one, other.manager, partial(_entered, groups), groups=other)
 
 
