@@ -5,7 +5,6 @@ Outside a chunk, without grad and in a recompute every function is the identity.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -98,10 +97,8 @@ class _Boundary(torch.autograd.Function):
     """An autograd function that is the identity where no gradients are asked for."""
 
     @classmethod
-    def apply(cls, *args: Any, **kwargs: Any) -> Any:
-        bound = inspect.signature(cls.forward).bind(None, *args, **kwargs)
-        bound.apply_defaults()
-        return super().apply(*bound.args[1:]) if torch.is_grad_enabled() else bound.args[1]
+    def apply(cls, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super().apply(tensor, *args, **kwargs) if torch.is_grad_enabled() else tensor
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:

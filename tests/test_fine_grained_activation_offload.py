@@ -725,9 +725,7 @@ def test_boundaries_are_autograd_functions(manager, x, weight):
     assert type(y.grad_fn).__name__ == "FineGrainedOffloadingGroupStartFunctionBackward"
     with torch.autograd.graph.saved_tensors_hooks(chunk.tensor_push, chunk.tensor_pop):
         y = torch.tanh(y @ weight)
-    y = FineGrainedOffloadingGroupCommitFunction.apply(
-        y, cur_forward_chunk=chunk, name="g", forced_released_tensors=[], delay_offload=True
-    )
+    y = FineGrainedOffloadingGroupCommitFunction.apply(y, chunk, "g", [], True)
     (group,) = chunk.offload_groups
     assert group.state is GroupState.RECORDING
     manager.flush_delayed_groups()

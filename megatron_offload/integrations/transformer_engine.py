@@ -16,13 +16,12 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.automatic import AutomaticGroups, unpack
 from megatron_offload.engine.chunk import READY_MARK, ChunkOffloadHandler
 from megatron_offload.engine.graph_break import graph_break
-from megatron_offload.engine.hooks import is_recording, owner_of, owner_of_hooks
+from megatron_offload.engine.hooks import is_recording, owner_of, owner_of_hooks, put_on
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import unmark
 from megatron_offload.engine.patches import Call, PatchStack
@@ -238,7 +237,7 @@ class _FusedRun:
     def __enter__(self) -> Self:
         if self._own is not None:
             self._own.begin()
-        saved_tensors_hooks(self._pack, unpack).__enter__()  # to keep it would be a cycle
+        put_on(self._pack, unpack)
         return self
 
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
