@@ -53,7 +53,7 @@ def engine_of(manager: Any) -> Any:
 
 
 def followed(
-    door: str, config: OffloadConfig | None, manager: Any, default: OffloadConfig | None = None
+    door: str, config: OffloadConfig | None, manager: Any
 ) -> tuple[PipelineOffloadManager | None, OffloadConfig]:
     """Return the manager that a front door was given, if any, and the settings to follow.
 
@@ -69,7 +69,7 @@ def followed(
             "OffloadConfig(**settings) makes one of a dict"
         )
     manager = engine_of(manager)
-    config = manager.config if manager is not None else config or default or OffloadConfig()
+    config = manager.config if manager is not None else config or OffloadConfig()
     for key, instead in _UNFOLLOWED[door].items():
         is_all = key == "rows" and {row.site for row in config.rows or ()} == {MODEL}
         if key in config.model_fields_set and getattr(config, key) not in (None, ()) and not is_all:

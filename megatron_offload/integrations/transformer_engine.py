@@ -58,8 +58,9 @@ def operation_groups(
     """
     global _groups
     if _groups is None:
-        default = OffloadConfig(min_tensor_bytes=1024)
-        manager, settings = followed("operation_groups", config, manager, default)
+        if config is None and manager is None:
+            config = OffloadConfig(min_tensor_bytes=1024)
+        manager, settings = followed("operation_groups", config, manager)
         _groups = AutomaticGroups(manager or PipelineOffloadManager(settings), "operations")
     elif config is not None or manager is not None:
         raise ValueError("the operations' groups exist: configure them before the first forward")

@@ -162,18 +162,11 @@ class Without:
 
     name, interface = "without", None
     active = contextlib.nullcontext
+    host_bytes = num_back = 0
+    moved_bytes = 1
 
     def end_step(self):
         """Nothing to end."""
-
-    def host_bytes(self):
-        return 0
-
-    def num_back(self):
-        return 0
-
-    def moved_bytes(self):
-        return 1
 
 
 class Theirs:
@@ -194,16 +187,10 @@ class Theirs:
     def end_step(self):
         self.interface.reset()
         self.device.synchronize()
+        self.moved_bytes, self.device.moved_bytes = self.device.moved_bytes, 0
 
-    def host_bytes(self):
-        return self.device.pinned_bytes
-
-    def num_back(self):
-        return self.device.num_back
-
-    def moved_bytes(self):
-        moved, self.device.moved_bytes = self.device.moved_bytes, 0
-        return moved
+    host_bytes = property(lambda self: self.device.pinned_bytes)
+    num_back = property(lambda self: self.device.num_back)
 
 
 class Ours:
@@ -230,11 +217,11 @@ class Ours:
         megatron_core.install()
         self.interface = module.FineGrainedActivationOffloadingInterface
         self.active = contextlib.nullcontext
-        self._count = 0
+        self.num_back = 0
         backend, copy = self.manager.backend, self.manager.backend.copy
 
         def counted(pairs, stream, label):
-            self._count += len(pairs) * (stream is backend.h2d_stream)
+            self.num_back += len(pairs) * (stream is backend.h2d_stream)
             return copy(pairs, stream, label)
 
         backend.copy = counted
@@ -242,14 +229,8 @@ class Ours:
     def end_step(self):
         self.interface.reset()
 
-    def host_bytes(self):
-        return self.manager.host_pool.stats.peak_slab_bytes
-
-    def num_back(self):
-        return self._count
-
-    def moved_bytes(self):
-        return self.manager.last_step.offloaded_bytes
+    host_bytes = property(lambda self: self.manager.host_pool.stats.peak_slab_bytes)
+    moved_bytes = property(lambda self: self.manager.last_step.offloaded_bytes)
 
 
 class Program:
@@ -484,13 +465,11 @@ def halves(**settings):
         gradients, moved, back = [], [], []
         for step in range(3):
             program.begin(fraction=0.5)
-            before = program.side.num_back()
-            gradients.append(
-                large_last(program, step, lambda: back.append(program.side.num_back()))
-            )
+            before = program.side.num_back
+            gradients.append(large_last(program, step, lambda: back.append(program.side.num_back)))
             back[-1] -= before
             program.side.end_step()
-            moved.append(program.side.moved_bytes())
+            moved.append(program.side.moved_bytes)
         found[program.side.name] = {"share": moved[-1] / moved[0], "back": back[-1]}
         return gradients
 
@@ -513,7 +492,7 @@ def host_memory():
             h.sum().backward()
             gradients.append(x.grad)
         program.side.end_step()
-        found[program.side.name] = program.side.host_bytes()
+        found[program.side.name] = program.side.host_bytes
         return gradients
 
     return {**compare(steps, host_memory_bytes=128 * KIB), "host_bytes": found}
