@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from megatron_offload.backends.base import Backend, Event, Stream, Wait
+from megatron_offload.backends.base import Event, Stream, Wait
 from megatron_offload.config import OffloadConfig
 from megatron_offload.core.group import GroupState
 from megatron_offload.core.profile import GroupKey
@@ -307,18 +307,13 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
 
     Args:
         config: what is offloaded and within which bounds.
-        backend: where tensors live; by default what ``config.backend`` names.
         engine: a manager of the engine to hold, in place of a new one of ``config``.
     """
 
     def __init__(
-        self,
-        config: OffloadConfig | None = None,
-        *,
-        backend: Backend | None = None,
-        engine: Engine | None = None,
+        self, config: OffloadConfig | None = None, *, engine: Engine | None = None
     ) -> None:
-        self.engine = engine or Engine(config, backend=backend)
+        self.engine = engine or Engine(config)
         """What does the work; for calls that take an engine's manager."""
         self.in_replay = False
         """Whether a CUDA graph is being replayed: delayed commits wait for the flush only then."""
