@@ -421,10 +421,10 @@ def test_cur_backward_chunk_is_the_one_whose_backward_runs(manager, x, weight):
     assert manager.cur_backward_chunk() is None
 
 
-def group_by_hand(handler, name="mlp", num_elements=64):
+def group_by_hand(handler, name="mlp"):
     """Record one group of one tensor; return the group, the record and the bits."""
     group = handler.on_group_start_forward(name)
-    source = torch.randn(num_elements)
+    source = torch.randn(64)
     return group, handler.tensor_push(source), source.clone()
 
 

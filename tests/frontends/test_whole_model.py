@@ -74,20 +74,6 @@ def test_the_stash_bounds_the_tensors_in_flight(stash, monkeypatch):
     assert 0 < max(most) <= stash
 
 
-def test_reloads_run_ahead_of_backward():
-    offload = make_offload(max_inflight_bytes=0, prefetch_bytes=64 * KIB)
-    model, inputs = zoo.make("transformer")
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(4):
-        with offload:
-            loss = zoo.loss_of(model, inputs(generator))
-        loss.backward()
-        del loss
-        assert offload.end_step()
-        assert offload.last_step.num_late_reloads == 0
-        assert offload.last_step.reloaded_bytes > 0
-
-
 def taken_in_inference_mode(context):
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3)))
     x = torch.randn(64, 32)  # which the program still holds
@@ -731,7 +717,7 @@ def test_a_context_for_each_step_goes_on_with_what_was_learned():
         late.append(context.last_step.num_late_reloads)
         managers.add(id(context.manager))
         del context
-    assert late[-1] == 0
+    assert late == [0, 0, 0, 0], "reloads run ahead of backward in the first step too"
     assert len(managers) == 1
 
 
