@@ -12,7 +12,7 @@ import megatron_offload
 from megatron_offload.backends.simulated import SimulatedBackend
 
 PACKAGE = str(Path(megatron_offload.__file__).parent)
-BACKEND_CALLS = ("record", "wait", "copy", "empty_device", "empty_device_like", "empty_host")
+BACKEND_CALLS = ("record", "wait", "copy", "empty_device_like", "empty_host")
 
 
 class InjectedError(Exception):

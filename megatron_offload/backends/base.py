@@ -105,16 +105,12 @@ class Backend(abc.ABC):
         """Block the host until both copy streams are empty."""
 
     @abc.abstractmethod
-    def empty_device(self, num_bytes: int) -> torch.Tensor:
-        """Allocate device memory in the order of the compute stream.
+    def empty_device_like(self, host: torch.Tensor) -> torch.Tensor:
+        """Allocate what a contiguous host tensor is reloaded to, in the compute stream's order.
 
         Its previous owner may still be in use there: the first write from another stream has to
         wait for the compute stream's present point (W6).
         """
-
-    @abc.abstractmethod
-    def empty_device_like(self, host: torch.Tensor) -> torch.Tensor:
-        """Allocate what a contiguous host tensor is reloaded to; see `empty_device`."""
 
     def reserved_bytes(self) -> int | None:
         """Return the device memory that the process has taken and not handed back, if known."""

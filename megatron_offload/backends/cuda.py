@@ -179,9 +179,6 @@ class CudaBackend(Backend):
     def pause(self) -> None:
         torch.cuda._sleep(_PAUSE_CYCLES)
 
-    def empty_device(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-
     def empty_device_like(self, host: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(host, device=self.device)
 

@@ -277,19 +277,13 @@ class SimulatedBackend(Backend):
     def has_passed(self, event: Any) -> bool:
         return False  # virtual time knows no host that it would wait for
 
-    def empty_device(self, num_bytes: int) -> torch.Tensor:
-        return self._fresh(torch.empty(num_bytes, dtype=torch.uint8, device="cpu"))
-
     def empty_device_like(self, host: torch.Tensor) -> torch.Tensor:
         region = torch.empty_like(host)
-        return self._fresh(region) if self.observes else region
-
-    def _fresh(self, region: torch.Tensor) -> torch.Tensor:
-        """Count fresh memory as used by the compute stream up to now (W6)."""
         if self._poison:
             _bytes(region).fill_(_POISON)
-        label, home = f"empty_device({region.nbytes})", self._compute.name
-        self._access(self._device, region, self._compute, True, label, home)
+        if self._check:  # as used by the compute stream up to now (W6)
+            label, home = f"fresh memory of {region.nbytes}", self._compute.name
+            self._access(self._device, region, self._compute, True, label, home)
         self._run_some()
         return region
 
@@ -452,25 +446,18 @@ class HostTimedBackend(SimulatedBackend):
         self._depth = 0
         self._left_at_s = perf_counter()
 
-    @contextlib.contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """Stop the clock inside."""
-        if self._depth == 0:
-            self.advance_compute(1e6 * (perf_counter() - self._left_at_s))
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
-            if self._depth == 0:
-                self._left_at_s = perf_counter()
-
 
 def _timed(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: HostTimedBackend, *args: Any, **kw: Any) -> Any:
-        with self.uncounted():
+        if self._depth == 0:
+            self.advance_compute(1e6 * (perf_counter() - self._left_at_s))
+        self._depth += 1
+        try:
             return method(self, *args, **kw)
+        finally:
+            self._depth -= 1
+            self._left_at_s = perf_counter()
 
     return call
 

@@ -36,7 +36,8 @@ class Sources:
 
     def __post_init__(self) -> None:
         self._held: deque[Flight] = deque()
-        self._empty = self._backend.empty_device(0)
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._empty = self._backend.empty_device_like(nothing)
 
     def hold(self, flight: Flight, num_bytes: int) -> None:
         """Hold the sources of copies that were issued, and count their bytes in flight."""

@@ -92,7 +92,7 @@ class Link:
         for name in self._streams:
             try:
                 host = backend.empty_host(block_bytes).fill_(0)
-                block = backend.empty_device(block_bytes).fill_(0)
+                block = backend.empty_device_like(host).fill_(0)
             except (RuntimeError, MemoryError) as error:
                 why = str(error).split("\n")[0]
                 raise BandwidthError(f"two blocks of {block_bytes} bytes: {why}") from error

@@ -38,6 +38,10 @@ def filled(value, num_bytes=NUM_BYTES):
     return torch.full((num_bytes,), value, dtype=torch.uint8)
 
 
+def empty_device(backend, num_bytes=NUM_BYTES):
+    return backend.empty_device_like(torch.empty(num_bytes, dtype=torch.uint8))
+
+
 def offload(backend, source, host, label="x"):
     """Produce, W1, copy; return the event behind the copy."""
     backend.note_produced(source, label)
@@ -71,7 +75,7 @@ def source_is_released(backend):
 
 
 def host_buffer_is_read(backend):
-    host, target = backend.empty_host(NUM_BYTES), backend.empty_device(NUM_BYTES)
+    host, target = backend.empty_host(NUM_BYTES), empty_device(backend)
     d2h_done = offload(backend, filled(7), host)
     reload(backend, host, target, d2h_done)
     backend.sync_copies()
@@ -79,7 +83,7 @@ def host_buffer_is_read(backend):
 
 
 def reloaded_tensor_is_used(backend):
-    host, target = backend.empty_host(NUM_BYTES), backend.empty_device(NUM_BYTES)
+    host, target = backend.empty_host(NUM_BYTES), empty_device(backend)
     d2h_done = offload(backend, filled(7), host)
     h2d_done = reload(backend, host, target, d2h_done)
     backend.wait(backend.compute_stream(), h2d_done, Wait.W4)
@@ -88,7 +92,7 @@ def reloaded_tensor_is_used(backend):
 
 
 def host_buffer_is_reused(backend):
-    host, target = backend.empty_host(NUM_BYTES), backend.empty_device(NUM_BYTES)
+    host, target = backend.empty_host(NUM_BYTES), empty_device(backend)
     d2h_done = offload(backend, filled(7), host)
     h2d_done = reload(backend, host, target, d2h_done)
     backend.wait(backend.d2h_stream, h2d_done, Wait.W5)
@@ -99,7 +103,7 @@ def host_buffer_is_reused(backend):
 
 def target_is_reused(backend):
     first, second = backend.empty_host(NUM_BYTES), backend.empty_host(NUM_BYTES)
-    target = backend.empty_device(NUM_BYTES)
+    target = empty_device(backend)
     d2h_done = offload(backend, filled(7), first)
     h2d_done = reload(backend, first, target, d2h_done)
     backend.wait(backend.compute_stream(), h2d_done, Wait.W4)
@@ -139,7 +143,7 @@ def test_a_missing_wait_is_named_in_every_timing(wait, timing):
 
 def test_the_error_text_names_labels_and_order_numbers():
     backend = make(on_hazard="raise", without=[Wait.W3])
-    host, target = backend.empty_host(NUM_BYTES), backend.empty_device(NUM_BYTES)
+    host, target = backend.empty_host(NUM_BYTES), empty_device(backend)
     d2h_done = offload(backend, filled(7), host, "layer 3")
     with pytest.raises(HazardError) as caught:
         reload(backend, host, target, d2h_done, "layer 3 again")
@@ -174,7 +178,7 @@ def test_order_is_transitive_through_the_compute_stream():
     source, host = filled(7), backend.empty_host(NUM_BYTES)
     d2h_done = offload(backend, source, host)
     backend.wait(backend.compute_stream(), d2h_done, Wait.W2)
-    reload(backend, host, backend.empty_device(NUM_BYTES), d2h_done)  # W6 leads there
+    reload(backend, host, empty_device(backend), d2h_done)  # W6 leads there
 
 
 def test_an_event_recorded_too_early_orders_nothing():
@@ -193,7 +197,7 @@ def test_a_host_sync_orders_all_that_is_queued_afterwards():
     d2h_done = offload(backend, source, host)
     backend.sync_copies()
     backend.note_freed(source, "x", sole_owner=True)
-    reload(backend, host, backend.empty_device(NUM_BYTES), d2h_done)
+    reload(backend, host, empty_device(backend), d2h_done)
 
 
 def test_an_event_found_done_orders_all_that_is_queued_afterwards():
@@ -206,7 +210,7 @@ def test_an_event_found_done_orders_all_that_is_queued_afterwards():
 
 def test_a_view_inside_a_larger_region_counts_against_its_bytes_only():
     backend = make(without=[Wait.W4])
-    host, target = backend.empty_host(NUM_BYTES), backend.empty_device(NUM_BYTES)
+    host, target = backend.empty_host(NUM_BYTES), empty_device(backend)
     d2h_done = offload(backend, filled(7), host)
     half = NUM_BYTES // 2
     reload(backend, host[:half], target[:half], d2h_done)
@@ -223,7 +227,7 @@ def test_a_hazard_is_found_after_the_memory_was_split_up_anew():
         offload(backend, filled(7), piece)
     d2h_done = backend.record(backend.d2h_stream)
     last = slab[3 * NUM_BYTES :]
-    reload(backend, last, backend.empty_device(NUM_BYTES), d2h_done, "small")
+    reload(backend, last, empty_device(backend), d2h_done, "small")
     offload(backend, filled(1, 2 * NUM_BYTES), slab[: 2 * NUM_BYTES])
     assert backend.hazards == []
     offload(backend, filled(8, 2 * NUM_BYTES), slab[2 * NUM_BYTES :], "large")
@@ -278,7 +282,7 @@ def test_a_late_queue_runs_up_to_the_event_and_no_further():
 )
 def test_each_direction_has_its_own_timing(timing, d2h_at_once, h2d_at_once):
     backend = make(timing, without=[Wait.W3])
-    host, target = backend.empty_host(NUM_BYTES), backend.empty_device(NUM_BYTES)
+    host, target = backend.empty_host(NUM_BYTES), empty_device(backend)
     d2h_done = offload(backend, filled(7), host)
     h2d_done = reload(backend, host, target, d2h_done)
     assert (backend.is_done(d2h_done), backend.is_done(h2d_done)) == (d2h_at_once, h2d_at_once)
@@ -286,14 +290,14 @@ def test_each_direction_has_its_own_timing(timing, d2h_at_once, h2d_at_once):
 
 def test_an_eager_h2d_forces_the_late_d2h_that_it_waits_for():
     backend = make("late_d2h_eager_h2d")
-    host, target = backend.empty_host(NUM_BYTES), backend.empty_device(NUM_BYTES)
+    host, target = backend.empty_host(NUM_BYTES), empty_device(backend)
     reload(backend, host, target, offload(backend, filled(7), host))
     assert torch.equal(target, filled(7))
 
 
 def test_long_queues_that_wait_for_each_other_run_without_recursion():
     backend = make("late", check_hazards=False, poison=False)
-    host, target = backend.empty_host(8), backend.empty_device(8)
+    host, target = backend.empty_host(8), empty_device(backend, 8)
     source = filled(7, 8)
     for _ in range(5000):
         backend.copy([(host, source)], backend.d2h_stream, "out")
@@ -313,7 +317,7 @@ def progress(seed):
     seen = []
     for number, buffer in enumerate(host):
         d2h_done = offload(backend, filled(number, 64), buffer)
-        reload(backend, buffer, backend.empty_device(64), d2h_done)
+        reload(backend, buffer, empty_device(backend, 64), d2h_done)
         seen.append((backend.d2h_stream.num_copies, backend.h2d_stream.num_copies))
     return seen
 
@@ -337,12 +341,12 @@ def test_fresh_memory_is_poisoned_and_so_is_what_is_freed_if_nobody_else_holds_i
     assert torch.equal(shared, filled(7))
     if poison:
         assert torch.equal(backend.empty_host(NUM_BYTES), filled(POISON))
-        assert torch.equal(backend.empty_device(NUM_BYTES), filled(POISON))
+        assert torch.equal(empty_device(backend), filled(POISON))
 
 
 def test_empty_regions_are_never_a_hazard():
     backend = make(on_hazard="raise")
-    empty = backend.empty_device(0)
+    empty = empty_device(backend, 0)
     backend.copy([(backend.empty_host(0), empty)], backend.d2h_stream, "nothing")
     backend.note_produced(empty, "nothing")
     backend.note_freed(empty, "nothing", sole_owner=True)
@@ -380,7 +384,7 @@ def test_the_checks_are_small_over_many_steps():
 
 def test_a_copy_takes_its_bytes_over_the_bandwidth():
     backend = make(d2h_gbps=2.0, h2d_gbps=1.0)
-    host, target = backend.empty_host(4000), backend.empty_device(4000)
+    host, target = backend.empty_host(4000), empty_device(backend, 4000)
     backend.copy([(host, filled(7, 4000))], backend.d2h_stream, "x")
     assert backend.timestamp(backend.d2h_stream) == pytest.approx(2.0)
     backend.wait(backend.h2d_stream, backend.record(backend.d2h_stream), Wait.W3)
@@ -474,18 +478,12 @@ def test_what_a_call_takes_is_no_compute(backend, clock, monkeypatch):
 
     monkeypatch.setattr(torch, "empty", slow)
     clock.now_s += 1e-6
-    backend.empty_device(8)
+    backend.empty_host(8)
     assert now_us(backend) == pytest.approx(1)
 
 
-def test_what_does_not_count_is_no_compute_and_a_failed_call_does_not_stop_the_clock(
-    backend, clock
-):
-    with backend.uncounted():
-        clock.now_s += 5.0
-        assert now_us(backend) == 0
+def test_a_failed_call_does_not_stop_the_clock(backend, clock):
     clock.now_s += 1e-6
-    assert now_us(backend) == pytest.approx(1)
     with pytest.raises(ValueError):
         backend.copy([], backend.d2h_stream, "x")
     clock.now_s += 2e-6
@@ -506,7 +504,7 @@ def test_a_stall_is_the_virtual_time_that_is_left_of_a_copy(backend, clock):
 def test_every_call_of_the_contract_is_timed():
     names = {name for name in vars(Backend) if not name.startswith("_")}
     own = {name for name, part in vars(SimulatedBackend).items() if callable(part)} & names
-    assert {"copy", "record", "wait", "empty_device", "timestamp", "note_freed"} <= own
+    assert {"copy", "record", "wait", "empty_device_like", "timestamp", "note_freed"} <= own
     for name in own:
         assert vars(HostTimedBackend)[name].__wrapped__ is vars(SimulatedBackend)[name]
 

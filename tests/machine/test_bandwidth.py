@@ -119,7 +119,7 @@ class Unpinnable(SimulatedBackend):
 
 
 class Full(SimulatedBackend):
-    def empty_device(self, num_bytes):
+    def empty_device_like(self, host):
         raise torch.OutOfMemoryError("CUDA out of memory.\nMore lines")
 
 

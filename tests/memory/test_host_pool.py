@@ -47,7 +47,8 @@ def make(backend, slab=64 * KIB, cap=1024 * KIB):
 
 def h2d_event(backend):
     """An event behind a copy that has not happened."""
-    host, target = backend.empty_host(8), backend.empty_device(8)
+    host = backend.empty_host(8)
+    target = backend.empty_device_like(host)
     backend.wait(backend.h2d_stream, backend.record(backend.compute_stream()), Wait.W6)
     backend.copy([(target, host)], backend.h2d_stream, "x")
     return backend.record(backend.h2d_stream)
