@@ -1,7 +1,7 @@
 """Hooks of mkdocs: pages of the site that are in no file of docs/, and links as the site has them.
 
 README, CONTRIBUTING and CHANGELOG are pages; the reference is made from the models of the
-configuration, the parsers of the commands and the package's public names. Files outside of docs/ to
+configuration, the commands' help and the package's public names. Files outside of docs/ to
 which a page links are part of the site. `mkdocs.yml` names this file; `make docs` builds the site.
 """
 
@@ -12,7 +12,8 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterator
-from importlib import import_module
+from contextlib import redirect_stdout, suppress
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from pydantic import BaseModel
 
 import megatron_offload
 from megatron_offload.cli import main as cli
-from megatron_offload.cli.options import add_flags
 from megatron_offload.core.units import format_bytes
 
 ROOT = Path(__file__).parent.parent
@@ -168,52 +168,13 @@ def _text(docstring: str) -> str:
 
 
 def commands() -> str:
-    """Return the page of every command and its flags."""
-    page = "# Commands\n\n`megatron-offload COMMAND --help` says what stands here.\n\n"
+    """Return the page of every command: what its ``--help`` says."""
+    page = "# Commands\n\n"
     for name in cli.COMMANDS:
-        module = import_module(f"megatron_offload.cli.{name}")
-        parser = cli._Parser(prog=f"megatron-offload {name}", add_help=False)
-        if hasattr(module, "read"):
-            module.read(parser, ["SCRIPT"])
-        else:
-            add_flags(parser, module.Given)
-        page += f"## `{name}`\n\n{_about(module.__doc__ or '')}\n\n"
-        for action in (one for one in parser._actions if "." not in one.dest):
-            words = "`, `".join(action.option_strings)
-            value = action.metavar or ("" if action.nargs == 0 else action.dest)
-            shown = f"`{words}` `{value}`" if words and value else f"`{words or value}`"
-            text = _plain(re.sub(r" \(default: (None|\(\))\)", "", action.help or ""))
-            page += f"{shown} {{ #{name}-{action.dest} }}\n:   {text}\n\n"
-        for action in (one for one in parser._actions if "." in one.dest):
-            for short in action.option_strings[1:]:
-                page += f"`{short}` {{ #{name}-{short} }}\n:   `{action.option_strings[0]}`\n\n"
-        sections = {one.dest.split(".")[0]: None for one in parser._actions if "." in one.dest}
-        if sections:
-            place = "configuration" if "run" in sections else "description"
-            page += (
-                f"Each key of [{'`, `'.join(sections).join('``')}]({place}.md) is a flag too.\n\n"
-            )
+        with redirect_stdout(StringIO()) as said, suppress(SystemExit):
+            cli.main([name, "--help"])
+        page += f"## `{name}`\n\n```\n{said.getvalue()}```\n\n"
     return page
-
-
-def _about(docstring: str) -> str:
-    """Return the text of a command's help as Markdown."""
-    parts = []
-    for part in docstring.strip().split("\n\n"):
-        if part.startswith("example: "):
-            example = re.sub(r"\n {9}", "\n", part.removeprefix("example: "))
-            parts.append(f"```\n{example}\n```")
-            continue
-        items = re.split(r"^(\w+)  +(?=\S)", part, flags=re.MULTILINE)
-        parts.append(_plain(items[0]))
-        for word, text in zip(items[1::2], items[2::2], strict=True):
-            parts.append(f"{word}\n:   {_plain(text)}")
-    return "\n\n".join(filter(None, parts))
-
-
-def _plain(text: str) -> str:
-    """Return words on one line, in which nothing is markup."""
-    return re.sub(r"([*<\[])", r"\\\1", " ".join(text.split()))
 
 
 def python() -> str:
