@@ -44,6 +44,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
+import re
 import shlex
 import signal
 import sys
@@ -310,6 +311,10 @@ def launch(options, todo, path, attempt, stop_at):
         ).run()
         if status == "ok":
             return None
+        for rank, log in enumerate(names):
+            late = re.search(r"^Timeout \(.*\)", log.read_text(errors="replace"), re.MULTILINE)
+            if late:  # the others fail as soon as this one is gone
+                return f"rank {rank}: took too long: {late[0]}"
         failures = [json.loads(file.read_text()) for file in Path(folder).glob("rank*.json")]
         if failures:  # the first; others may have failed because that one did
             failure = min(failures, key=lambda failure: failure["at"])

@@ -18,7 +18,6 @@ import math
 import os
 import platform
 import sys
-import threading
 import time
 import traceback
 import warnings
@@ -47,37 +46,14 @@ ENDING_S = 30.0
 NO_GRADIENT = "0" * 16
 
 
-class Deadline:
-    """Ends the process where the body takes longer, and says where it was.
-
-    The thread needs the interpreter; where something holds on to that, faulthandler's own thread
-    ends the process a little later.
-
-    Args:
-        seconds: For the body.
-        fail: Called with the reason before the process ends.
-    """
-
-    def __init__(self, seconds, fail):
-        self._seconds, self._fail = seconds, fail
-        self._timer = threading.Timer(seconds, self._expire)
-        self._timer.daemon = True
-
-    def __enter__(self):
-        faulthandler.dump_traceback_later(self._seconds + 10, exit=True)
-        self._timer.start()
-
-    def __exit__(self, *exception):
-        self._timer.cancel()
+@contextlib.contextmanager
+def deadline(seconds):
+    """End the process where the body takes longer; its log says so, and where it was."""
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    try:
+        yield
+    finally:
         faulthandler.cancel_dump_traceback_later()
-
-    def _expire(self):
-        late = f"not done after {self._seconds:g} s"
-        # Before anything else: the other ranks fail as soon as this process is gone.
-        self._fail(f"took too long, {late}")
-        print(late, file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(all_threads=True)
-        os._exit(1)
 
 
 @contextlib.contextmanager
@@ -108,8 +84,8 @@ def open_ranks(spec):
 class Check:
     """What is kept from one combination to the next: the steps without offload."""
 
-    def __init__(self, spec, device, report, fail):
-        self.spec, self.device, self.report, self.fail = spec, device, report, fail
+    def __init__(self, spec, device, report):
+        self.spec, self.device, self.report = spec, device, report
         self.on_gpu = device.type == "cuda"
         self.references = {}
         self.joined = None
@@ -189,7 +165,7 @@ class Check:
         self.report.begin(combination, reference=modules is None)
         # The first steps of a kind of layer also load and choose its kernels.
         seconds = self.spec["deadline"] * (2 if modules is None else 1)
-        with Deadline(seconds, self.fail):
+        with deadline(seconds):
             try:
                 return self._train(combination, modules)
             finally:
@@ -441,13 +417,13 @@ class Report:
             write(self._path, self._data)
 
 
-def run(spec, rank, fail):
+def run(spec, rank):
     report = Report(Path(spec["report"]), rank)
     ranks = contextlib.ExitStack()
-    with Deadline(STARTING_S, fail):
+    with deadline(STARTING_S):
         device = ranks.enter_context(open_ranks(spec))
     report.describe(device)
-    check = Check(spec, device, report, fail)
+    check = Check(spec, device, report)
     for combination in spec["todo"]:
         if exchange(time.time() > spec["stop_at"])[0]:
             break
@@ -455,7 +431,7 @@ def run(spec, rank, fail):
         report.add(row)
         if row["status"] == "differs":
             check.repeat(combination)
-    with Deadline(ENDING_S, fail):
+    with deadline(ENDING_S):
         ranks.close()
 
 
@@ -465,19 +441,11 @@ def main():
     faulthandler.enable()
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
 
-    path, writing = Path(spec["failures"]) / f"rank{rank}.json", threading.Lock()
-
-    def fail(reason):
-        """Leave the first reason of this rank for `check_bitwise.py`."""
-        failure = {"rank": rank, "at": time.time(), "reason": reason}
-        with writing:  # the deadline's thread may fail while the main one does
-            if not path.exists():
-                write(path, failure)
-
     try:
-        run(spec, rank, fail)
+        run(spec, rank)
     except BaseException as error:  # noqa: BLE001 - the row of what ran says why
-        fail(reason_of(error))
+        failure = {"rank": rank, "at": time.time(), "reason": reason_of(error)}
+        write(Path(spec["failures"]) / f"rank{rank}.json", failure)
         traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
