@@ -120,7 +120,6 @@ class SimulatedStream:
         self.name = name
         self._backend = weakref.proxy(backend)  # which holds it: no circle to be collected
         self.time_us = 0.0
-        self.num_copies = 0
         self._index = _INDEX[name]
         self._is_lazy = is_lazy
         self._us_per_byte = us_per_byte
@@ -188,11 +187,6 @@ class SimulatedBackend(Backend):
         """Let the compute stream work for ``duration_us`` of virtual time."""
         self._compute.time_us += duration_us
 
-    @property
-    def num_copies(self) -> int:
-        """Copies that have really been executed, both ways, one per pair."""
-        return self.d2h_stream.num_copies + self.h2d_stream.num_copies
-
     # The contract.
 
     def owns(self, tensor: torch.Tensor) -> bool:
@@ -253,7 +247,6 @@ class SimulatedBackend(Backend):
             stream._queue += [(to, source.detach()) for to, source in pairs]
         else:
             torch._foreach_copy_(list(map(_bytes, destinations)), list(map(_bytes, sources)))
-            stream.num_copies += len(pairs)
         stream.time_us += num_bytes * stream._us_per_byte
         self._run_some()
         return self.record(stream)
@@ -340,7 +333,6 @@ class SimulatedBackend(Backend):
                 stream._executed += 1
                 if not is_wait:
                     _copy(*operation)
-                    stream.num_copies += 1
             else:
                 unfinished.pop()
 

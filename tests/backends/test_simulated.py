@@ -304,28 +304,28 @@ def test_long_queues_that_wait_for_each_other_run_without_recursion():
         backend.wait(backend.h2d_stream, backend.record(backend.d2h_stream), Wait.W3)
         backend.copy([(target, host)], backend.h2d_stream, "in")
         backend.wait(backend.d2h_stream, backend.record(backend.h2d_stream), Wait.W5)
-    assert backend.num_copies == 0
+    assert num_pending(backend) > 10_000
     backend.sync_copies()
-    assert backend.num_copies == 10_000
+    assert num_pending(backend) == 0
     assert torch.equal(target, filled(7, 8))
 
 
 def progress(seed):
-    """How far the copies have come after each of many calls."""
+    """Return how many copies and waits are left after each of many calls."""
     backend = make("random", seed=seed)
     host = [backend.empty_host(64) for _ in range(20)]
     seen = []
     for number, buffer in enumerate(host):
         d2h_done = offload(backend, filled(number, 64), buffer)
         reload(backend, buffer, empty_device(backend, 64), d2h_done)
-        seen.append((backend.d2h_stream.num_copies, backend.h2d_stream.num_copies))
+        seen.append(num_pending(backend))
     return seen
 
 
 def test_random_timing_is_reproducible_by_its_seed_and_late_now_and_then():
     assert progress(3) == progress(3)
-    finals = [progress(seed)[-1][0] for seed in range(16)]
-    assert min(finals) < max(finals) == 20
+    finals = [progress(seed)[-1] for seed in range(16)]
+    assert 0 == min(finals) < max(finals)
 
 
 # Memory.
@@ -421,18 +421,6 @@ def test_a_host_sync_holds_the_program_up():
     backend.sync_copies()
     assert backend.timestamp(backend.compute_stream()) == pytest.approx(3.0)
     assert sum(backend.stall_us.values()) == 0.0
-
-
-def test_copies_count_when_they_really_happen():
-    backend = make("late")
-    host = backend.empty_host(NUM_BYTES)
-    half = NUM_BYTES // 2
-    source = filled(7)
-    pairs = [(host[:half], source[:half]), (host[half:], source[half:])]
-    backend.copy(pairs, backend.d2h_stream, "x")
-    assert backend.num_copies == 0
-    backend.sync_copies()
-    assert (backend.num_copies, backend.h2d_stream.num_copies) == (2, 0)
 
 
 # The time between two calls.
