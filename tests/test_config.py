@@ -199,6 +199,33 @@ def test_a_kind_of_policy_alone_is_its_section():
         OffloadConfig(policy="autp")
 
 
+@pytest.mark.parametrize(
+    ("target", "targets"), [("20GiB", (20 << 30,) * 2), (["1GiB", 4096], (1 << 30, 4096))]
+)
+def test_one_memory_target_is_every_rank_s(target, targets):
+    config = OffloadConfig(policy={"kind": "memory_target", "memory_target": target})
+    assert config.policy.targets(2) == targets
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("{kind: modules, fraction: 0.5}", "'policy.fraction' of kind 'modules'"),
+        ("{ratio: 0.5}", "'policy' needs a kind, one of modules, ratio"),
+        ("{kind: ratio, ratio: 1.5}", "'policy.ratio': .* less than or equal to 1"),
+        ("{kind: auto, most_slowdown_procent: 1}", "did you mean 'most_slowdown_percent'"),
+        ("{kind: memory_target, memory_target: -1}", "0 or more bytes"),
+        ("{kind: memory_target, memory_target: [1GiB, lots]}", "memory_target"),
+        ("{kind: memory_target, memory_target: []}", "memory_target"),
+        ("{kind: memory_target, memory_target: 22}", "^it: 'policy.memory_target': 22 is"),
+        ("{kind: memory_target, memory_target: [1GiB, 22]}", "write 22GiB or 22MiB"),
+    ],
+)
+def test_what_does_not_fit_a_policy_s_kind_is_refused(policy, message):
+    with pytest.raises(ConfigError, match=message):
+        validate(OffloadConfig, {"policy": strict_yaml.parse_yaml(policy)}, "it")
+
+
 def test_one_name_stands_for_a_list_of_it():
     one = OffloadConfig(modules="mlp_fc1", recompute="norm")
     assert (one.modules, one.recompute) == (("mlp_fc1",), ("norm",))
