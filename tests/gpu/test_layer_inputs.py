@@ -6,7 +6,6 @@ import os
 
 import pytest
 import torch
-import torch.distributed as dist
 from programs import assert_nothing_left
 
 from megatron_offload import OffloadConfig, PipelineOffloadManager
@@ -25,16 +24,10 @@ FP8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
 
 
 @pytest.fixture(scope="module")
-def megatron(tmp_path_factory):
+def megatron(one_rank):
     """One process of megatron-core's, with this package in it."""
-    pytest.importorskip("megatron.core")
-    from megatron.core import parallel_state
-
     from megatron_offload.integrations import megatron_core
 
-    store = tmp_path_factory.mktemp("ranks") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
     settings = {"max_inflight_bytes": INPUT_BYTES, "prefetch_bytes": INPUT_BYTES}
     config = OffloadConfig(backend="cuda", policy={"kind": "modules"}, **settings)
     manager = PipelineOffloadManager.get_instance()
@@ -42,8 +35,6 @@ def megatron(tmp_path_factory):
     megatron_core.install()
     yield manager
     megatron_core.uninstall()
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
 
 
 def seed():

@@ -225,17 +225,3 @@ def test_megatron_s_loss_by_rows_needs_less_at_its_peak(one_rank):
     shown = [f"{peak / GIB:.2f} GiB {ms:.1f} ms" for peak, ms in zip(peaks, times, strict=True)]
     print(shown)  # noqa: T201 - pytest -s or -rA shows it
     assert peaks[1] <= peaks[0] - GIB, shown
-
-
-@pytest.fixture(scope="module")
-def one_rank(tmp_path_factory):
-    """Tensor parallelism of one rank."""
-    pytest.importorskip("megatron.core")
-    from megatron.core import parallel_state
-
-    store = tmp_path_factory.mktemp("store") / "store"
-    torch.distributed.init_process_group("nccl", f"file://{store}", rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    yield
-    parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()

@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 pytestmark = pytest.mark.gpu
 
@@ -18,26 +17,21 @@ NUM_NORMS = 6
 
 
 @pytest.fixture(scope="module")
-def megatron(tmp_path_factory):
+def megatron(one_rank):
     """One process of megatron-core's, of a version that has the faults."""
-    core = pytest.importorskip("megatron.core")
+    from megatron import core
+
     if not core.__version__.startswith("0.19."):
         pytest.skip(f"megatron-core {core.__version__}: the calls of 0.19 are meant")
-    from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     from megatron_offload.integrations import megatron_core
     from megatron_offload.integrations.megatron_cpu import recompute_without_transformer_engine
 
-    store = tmp_path_factory.mktemp("ranks") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     with recompute_without_transformer_engine():
         yield megatron_core
     megatron_core.uninstall()
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
 
 
 @contextlib.contextmanager
