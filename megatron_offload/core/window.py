@@ -71,17 +71,12 @@ class InFlightWindow(Generic[G]):
         while self._entries and self._budget.is_exceeded():
             self._release_oldest()
 
-    def limit_groups(self, name: str, num_groups: int) -> None:
-        """Release from the oldest on until at most ``num_groups`` of this name are in flight."""
-        num_over = sum(group.name == name for group, _, _ in self._entries) - num_groups
+    def limit(self, most: int, count: Callable[[G, int], int]) -> None:
+        """Release from the oldest on until no more are in flight, counted by group and blocks."""
+        num_over = sum(count(group, num_blocks) for group, num_blocks, _ in self._entries) - most
         while num_over > 0:
-            num_over -= self._release_oldest()[0].name == name
-
-    def limit_blocks(self, num_blocks: int) -> None:
-        """Release from the oldest on until at most ``num_blocks`` blocks are in flight."""
-        num_over = sum(count for _, count, _ in self._entries) - num_blocks
-        while num_over > 0:
-            num_over -= self._release_oldest()[1]
+            group, num_blocks, _ = self._release_oldest()
+            num_over -= count(group, num_blocks)
 
     def drain(self) -> None:
         """Release everything in flight, in order."""

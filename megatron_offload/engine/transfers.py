@@ -235,9 +235,9 @@ class Transfers:
         group.advance(OFFLOADING)
         rules = group.rules
         if rules.max_inflight_groups is not None:
-            self.window.limit_groups(group.name, rules.max_inflight_groups)
+            self.window.limit(rules.max_inflight_groups, lambda one, _: one.name == group.name)
         if rules.max_inflight_blocks is not None:
-            self.window.limit_blocks(rules.max_inflight_blocks)
+            self.window.limit(rules.max_inflight_blocks, lambda _, num_blocks: num_blocks)
 
     def _report_offloads(
         self, group: OffloadGroup, blocks: Sequence[Block], sources: Sequence[torch.Tensor]
