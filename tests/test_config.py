@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import time
 
@@ -134,12 +133,6 @@ def test_plain_values_round_trip(tmp_path):
     assert load_yaml(path) == {}
     path.write_text("- a")
     assert "must hold a mapping" in error_of(load_yaml, path)
-
-
-def test_what_is_no_file_is_refused_without_waiting(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "absent", tmp_path, tmp_path / "pipe", "/dev/zero"):
-        assert str(path) in error_of(load_yaml, path)
 
 
 def test_overrides_reach_into_sections_and_leave_the_data_alone():

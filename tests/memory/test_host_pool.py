@@ -193,14 +193,6 @@ def test_where_a_slab_can_t_be_pinned_less_is():
     assert backend.asked == [64 * KIB, 6 * KIB, 6 * KIB, 6 * KIB], "smaller ones are tried"
 
 
-def test_no_slab_is_larger_than_what_the_machine_has(backend, monkeypatch):
-    monkeypatch.setattr("megatron_offload.memory.host_pool.default_cap_bytes", lambda share: 8192)
-    pool = HostPool(backend, slab_bytes=1 << 42, cap_bytes=None)
-    assert pool.allocate(1000) is not None
-    assert pool.stats.slab_bytes_total == 8192
-    assert pool.allocate(8000) is None
-
-
 def test_what_could_not_be_pinned_is_not_tried_again_until_shrink():
     backend = Unpinnable(0)
     pool = make(backend)
