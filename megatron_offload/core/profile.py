@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -71,30 +69,6 @@ class StepProfile:
     backward_at_bytes: tuple[int, ...] = ()
     """When that was, for each of them: the bytes of all groups that the step had seen by then, in
     forward and in backward. A clock that is the same in every run and costs nothing to read."""
-
-    def released_bytes(self, kept: Collection[GroupKey], device_bytes: int) -> dict[str, int]:
-        """Return, by group name, what such a step has off the device when its backward begins.
-
-        Args:
-            kept: groups that are kept.
-            device_bytes: what is needed within so much of the step's clock is there still.
-        """
-        begins_at = self.backward_at_bytes[0] if self.backward_at_bytes else math.inf
-        released = {
-            group.key: group
-            for group in self.groups
-            if group.num_bytes and group.committed_at_bytes < begins_at and group.key not in kept
-        }
-        for key, at_bytes in zip(self.backward_order, self.backward_at_bytes, strict=False):
-            if key in released and at_bytes + released[key].num_bytes <= begins_at + device_bytes:
-                del released[key]
-        by_name: Counter[str] = Counter()
-        for group in released.values():
-            by_name[group.name] += group.num_bytes
-        for group in self.groups:
-            if group.committed_at_bytes < begins_at:
-                by_name[group.name] += sum(unit.num_bytes for unit in group.recomputed)
-        return {name: num_bytes for name, num_bytes in by_name.items() if num_bytes}
 
     def has_groups_of(self, other: StepProfile) -> bool:
         """Whether both steps had the same groups in the same places, of whatever sizes."""

@@ -17,7 +17,6 @@ from megatron_offload.config import OffloadConfig
 from megatron_offload.core.policy_config import RatioConfig
 from megatron_offload.core.profile import GroupKey, StepProfile
 from megatron_offload.engine.group import OffloadGroup
-from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.transfers import Transfers
 from megatron_offload.planning.policy import ModulesPolicy, kept_by_ratio
 
@@ -209,14 +208,6 @@ class Learner:
         if capacity_bytes is None or memory is None:
             return False
         return memory.allocated_bytes > _OPEN_SHARE * capacity_bytes
-
-    def released_bytes(self, last_step: StepStats) -> dict[str, int]:
-        """Return the bytes off the device at the peak, per group name."""
-        if self.profile is None or self.is_steady:
-            return {k: v for k, v in last_step.peak_released_bytes_by_name.items() if v}
-        if self.keeps_everything:
-            return {}
-        return self.profile.released_bytes(self.kept, self._budget.total_bytes)
 
     # Memory
 

@@ -737,11 +737,11 @@ class PipelineOffloadManager:
 
     @property
     def offload_summary_bytes(self) -> dict[str, int]:
-        """Bytes off the device at the peak, per group name: on the host, or to be recomputed.
+        """What the last step had off the device at its peak, on the host or to be recomputed.
 
-        After the first step of a program, which had nothing to learn from, what the next will have.
+        In bytes, per group name.
         """
-        return self.learner.released_bytes(self.last_step)
+        return {k: v for k, v in self.last_step.peak_released_bytes_by_name.items() if v}
 
     @property
     def offload_summary_total_bytes(self) -> int:

@@ -121,20 +121,6 @@ def test_what_is_needed_at_once_is_not_offloaded():
     assert manager.last_step.num_cancelled_offloads == manager.last_step.num_late_reloads == 0
 
 
-def test_the_summary_of_the_first_step_is_that_of_the_next():
-    model = make_model()
-    manager = make_manager(max_inflight_bytes=0, prefetch_bytes=16 * KIB)
-    order = [("F", 0), ("B", 0)]
-    run_step(model, manager, order)
-    promised = manager.offload_summary_bytes
-    assert 0 < manager.offload_summary_total_bytes <= manager.last_step.peak_released_bytes
-    run_step(model, manager, order)
-    # What the norms save the caller holds too: it is found to be there, and stays.
-    assert promised["mlp"] == manager.offload_summary_bytes["mlp"]
-    assert manager.offload_summary_bytes == manager.last_step.peak_released_bytes_by_name
-    assert manager.offload_summary_total_bytes == manager.last_step.peak_released_bytes
-
-
 def learned_budget(*user):
     """Return a budget whose defaults are 2000 each: an eighth of what a step has saved."""
     budget = DeviceBudget(*user)

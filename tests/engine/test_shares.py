@@ -57,7 +57,6 @@ def train(manager, sizes=(GROUP_BYTES,) * NUM_GROUPS):
 def assert_frees_memory(manager, sizes=(GROUP_BYTES,) * NUM_GROUPS, *, num_steps=3):
     """Every step from here on has its bytes away at the end of forward, and its peak is lower."""
     expected, _, peak_without = train(None, sizes)
-    promised = manager.offload_summary_total_bytes
     for _ in range(num_steps):
         results, off_bytes, peak_bytes = train(manager, sizes)
         assert_same(expected, results)
@@ -70,7 +69,6 @@ def assert_frees_memory(manager, sizes=(GROUP_BYTES,) * NUM_GROUPS, *, num_steps
             == manager.last_step.peak_released_bytes
             == off_bytes
         )
-        assert off_bytes == promised, "the summary of the first step is that of those after it"
 
 
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 1.0])

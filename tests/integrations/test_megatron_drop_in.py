@@ -126,7 +126,6 @@ def test_all_listed_groups_move_from_the_first_step_on(run, case):
     expected = {**MOVES, **LATER_ONLY}[case]
     assert set(steps[0]["names"]) == expected
     assert steps[0]["offloaded_bytes"] > 0
-    # After the first step the summary is of the next, which knows what to keep.
     assert steps[0]["summary"]
     assert set(steps[0]["summary"]) <= expected
 
