@@ -181,7 +181,7 @@ class ChunkOffloadHandler:
                     block.add(record)
                     block.ready = None  # given for one of them only, maybe
                 elif block.released:
-                    transfers.sources.empty(alias)
+                    transfers.empty(alias)
                 else:
                     block.others += (alias,)
                 if block.group is not group and not any(one() is block for one in references):

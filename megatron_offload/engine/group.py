@@ -85,7 +85,6 @@ class Store(Protocol):
 class Flight:
     """The copies of one group to the host, from their issue to their release."""
 
-    group: OffloadGroup
     blocks: list[BlockRef]
     streams: list[Stream]
     """Of each block its own: what reuses its memory is queued there."""
@@ -383,6 +382,7 @@ class OffloadGroup(Group):
     Attributes:
         moving: between the look at its bytes and the decision, the blocks that can be offloaded,
             alive.
+        flight: its copies to the host, while they are in flight.
         recomputed: what of it is recomputed, or could be; set at commit.
         dropped_bytes: what of it is off the device to be recomputed, until backward comes to it,
             by name.
@@ -392,6 +392,7 @@ class OffloadGroup(Group):
 
     dropped_bytes: Mapping[str, int] = MappingProxyType({})
     moving: Sequence[Block] = ()
+    flight: Flight | None = None
     recomputed: tuple[RecomputeUnit, ...] = ()
     leaf_hook: RemovableHandle | None = None
     forced: tuple[weakref.ref[torch.Tensor], ...] = ()

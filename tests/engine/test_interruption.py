@@ -31,7 +31,7 @@ from programs import (
 from traps import InjectedError, LineTrap, Trap
 
 from megatron_offload.backends.base import Backend
-from megatron_offload.engine import boundary, release
+from megatron_offload.engine import boundary, transfers
 from megatron_offload.engine.boundary import start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Observer
@@ -44,7 +44,7 @@ ORDER = one_forward_one_backward(3, depth=2)
 SETTINGS = {"max_inflight_bytes": 12 * KIB, "prefetch_bytes": 12 * KIB, "min_tensor_bytes": 1024}
 
 STEP_FILES = {
-    f"{name}.py" for name in ("manager", "step", "transfers", "release", "group", "hooks", "recipe")
+    f"{name}.py" for name in ("manager", "step", "transfers", "reloads", "group", "hooks", "recipe")
 }
 BACKEND_CALLS = ("wait_compute", *traps.BACKEND_CALLS)
 BOUNDARY_CALLS = ("commit", "enter_chunk", "enter_backward", "leave_backward", "begin_chunk")
@@ -341,7 +341,8 @@ def test_a_graph_that_survives_an_interrupt_or_an_abort_is_still_right(monkeypat
         manager.abort()
     else:
         trap.error = KeyboardInterrupt
-        monkeypatch.setattr(release, "use_count_of", trap.around(release.use_count_of, after=True))
+        counts = trap.around(transfers.use_count_of, after=True)
+        monkeypatch.setattr(transfers, "use_count_of", counts)
         trap.arm(position)
         with contextlib.suppress(KeyboardInterrupt):
             manager.join_offloads()
