@@ -81,7 +81,6 @@ class Learner:
         self._transfers, self._backend = transfers, transfers.backend
         self._host_pool = transfers.host_pool
         self._budget = transfers.budget
-        self._owners = transfers.owners
         self._num_fits_left = _NUM_FITS
         self._peaks: deque[int] = deque(maxlen=_NUM_STEPS)
         self._chosen_by: ModulesPolicy | None = None
@@ -140,7 +139,7 @@ class Learner:
                 self._backend.trim_device()  # what only the first steps needed
             self._num_fits_left = max(0, self._num_fits_left - 1)
         elif before is not None:
-            self._owners.known.clear()
+            self._transfers.kept_by_others.clear()
         if has_changed or self.policy != self._chosen_by:
             self._choose(profile)
         self._budget.learn(self._largest_bytes)
@@ -165,7 +164,7 @@ class Learner:
     def restart(self) -> None:
         """Learn anew what the step looks like; what is followed and kept remains."""
         self.profile, self.is_steady = None, False
-        self._owners.known.clear()
+        self._transfers.kept_by_others.clear()
 
     def reason_to_keep(self, group: OffloadGroup) -> str:
         """Return why a group is to be kept on the device; empty where it may be offloaded."""

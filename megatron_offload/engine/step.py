@@ -101,7 +101,7 @@ class Step(StepDecisions[OffloadGroup]):
         """Backward has reached a group's end: reload it if need be, and look ahead."""
         self._transfers.count_recomputed(group)
         super().enter_backward(group)
-        self._transfers.owners.learn(group)
+        self._transfers.learn_owners(group)
 
     def leave_backward(self, group: OffloadGroup) -> None:
         """Backward has left a group."""

@@ -15,18 +15,18 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import repeat
-from weakref import ref
+from weakref import proxy, ref
 
 import torch
 
 from megatron_offload.backends.base import Event, Stream, Wait
 from megatron_offload.core.group import OFFLOADING, ON_HOST, RESIDENT
-from megatron_offload.core.profile import RecomputeUnit
+from megatron_offload.core.profile import GroupKey, RecomputeUnit
 from megatron_offload.core.window import InFlightWindow
 from megatron_offload.engine.group import INPUT_NOT_SAVED, Block, Flight, Lease, OffloadGroup
 from megatron_offload.engine.guard import guarded
-from megatron_offload.engine.owners import ForeignOwners
 from megatron_offload.engine.reloads import Reloads
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.memory.host_pool import HostRegion
@@ -46,8 +46,10 @@ class Transfers(Reloads):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.window = InFlightWindow(self.release, self.budget)
-        self.owners = ForeignOwners()
+        # Weakly, since memory goes with its manager and no cycle may keep that.
+        self.window = InFlightWindow(partial(Transfers.release, proxy(self)), self.budget)
+        self.kept_by_others: set[tuple[GroupKey, int]] = set()
+        """The identities of blocks that something else keeps on the device until their backward."""
         self.by_rows = False
         """Whether what no row names is saved without a record."""
         self._said: set[str] = set()
@@ -62,8 +64,7 @@ class Transfers(Reloads):
         Counts what is kept by choice, or is kept anyway.
         """
         moving: list[Block] = []
-        owners, chooses = self.owners, group.rules.should_offload
-        knows_any = bool(owners.known)
+        others, chooses = self.kept_by_others, group.rules.should_offload
         drops_only = group.pick is not None and group.pick.drops_only
         num_bytes = 0
         for found in group.references:
@@ -73,7 +74,8 @@ class Transfers(Reloads):
             if block.recipe is not None and self._drops(group, block):
                 continue
             block_bytes, counted_bytes = block.num_bytes, block.counted_bytes
-            if chooses is not None and not counted_bytes and not owners.knows(block):
+            is_others = bool(others) and block.identity in others
+            if chooses is not None and not counted_bytes and not is_others:
                 block.is_kept = block.is_kept or not chooses(block_bytes)
             if block.is_kept or drops_only:
                 if group.pick is None:  # else the next call doesn't even see it
@@ -81,7 +83,7 @@ class Transfers(Reloads):
                 self._count_kept(block, "beyond the share that is offloaded")
                 continue
             block.counted_bytes = block_bytes
-            if knows_any and owners.knows(block):
+            if is_others:
                 self.stats.externally_referenced_bytes += block_bytes - counted_bytes
             else:
                 num_bytes += block_bytes
@@ -100,7 +102,8 @@ class Transfers(Reloads):
         if not is_dropped:
             units = group.rules.recompute
             is_dropped = units is None or recipe.unit in units
-            refusal = "something else keeps it alive" if self.owners.knows(block) else ""
+            is_others = block.identity in self.kept_by_others
+            refusal = "something else keeps it alive" if is_others else ""
             refusal = refusal or recipe.bind(block, drops=is_dropped)
             if refusal:
                 block.recipe = None
@@ -380,6 +383,25 @@ class Transfers(Reloads):
         """Keep a block on the device for a reader who is there before its release."""
         self._cancel(block)
 
+    # What something else keeps
+
+    def learn_owners(self, group: OffloadGroup) -> None:
+        """See, now that backward is here, which blocks something else keeps on the device.
+
+        Whether a storage has other owners is unknown at the commit, where the frames of the forward
+        still hold it. Those that are kept so aren't moved in the next step: nothing is gained by
+        that. One that was kept for that reason and has no other owner any more is moved again.
+        """
+        for block in group.blocks():
+            if block.reload is not None or block.was_reached:
+                continue  # it left, or what another group has read of it is an owner now
+            block.was_reached = True
+            if block.flight is not None or block.released or block.identity in self.kept_by_others:
+                if _is_kept_by_others(block):
+                    self.kept_by_others.add(block.identity)
+                else:
+                    self.kept_by_others.discard(block.identity)
+
     # Steps
 
     def begin_step(self) -> None:
@@ -454,3 +476,17 @@ def _has_no_other(storage: torch.UntypedStorage, owners: Iterable[ref[torch.Tens
         if x._use_count() > 1 + views[key] + has_accumulator:  # type: ignore[attr-defined]
             return False
     return True
+
+
+def _is_kept_by_others(block: Block) -> bool:
+    """Whether something else keeps a block on the device, when backward has come to it."""
+    if block.flight is None and block.released:  # it was dropped, to be recomputed
+        return block.live_source() is not None
+    if block.flight is None:
+        own = [block.alias, *block.others]
+    elif block.target is not None and block.reload is None:
+        own = [block.target]  # it was to leave, and its source was still there
+    else:
+        return False  # it left, or may have
+    own += (block.handed or {}).values()
+    return num_owners(own[0].untyped_storage()) > len(own) + 1  # and this line's handle
