@@ -20,7 +20,6 @@ from megatron_offload.backends import create_backend
 from megatron_offload.backends.base import Backend
 from megatron_offload.config import RECOMPUTE_SITES, OffloadConfig
 from megatron_offload.core.budget import DeviceBudget
-from megatron_offload.core.group import GroupState
 from megatron_offload.core.policy_config import SolvedConfig
 from megatron_offload.core.profile import StepProfile
 from megatron_offload.core.row_config import LOSS, MODEL, RowConfig
@@ -202,13 +201,12 @@ class PipelineOffloadManager:
             self.observers.append(Checker())
         self.do_offload = config.enabled
         self._hooks = HookStack(self.transfers)
-        self._delayed: list[OffloadGroup] = []
-        self._chunk: ChunkOffloadHandler | None = None
-        self._entered: list[ChunkOffloadHandler] = []
         self._is_in_step = False
-        self._begun_at_backward: int | None = None
         self._said: set[str] = set()
-        self.decisions = Step(self.transfers, self.learner)
+        self.decisions = step = Step(self.transfers, self.learner)
+        self.commit, self.flush_delayed_groups = step.commit_group, step.flush_delayed_groups
+        self.enter_backward, self.leave_backward = step.enter_backward, step.leave_backward
+        self.tick = step.tick
         self._begin_step()
         if self.tuner is not None:
             self.tuner.begin(self)
@@ -250,8 +248,8 @@ class PipelineOffloadManager:
             self.abort()
         elif self._hooks:  # of a forward that an exception has ended
             self._hooks.clear()
-        if self._chunk is not None:
-            self._chunk.forget_recipes()
+        if self.decisions.chunk is not None:
+            self.decisions.chunk.forget_recipes()
         config = self.config
         if config.enabled:
             look_inside()
@@ -262,10 +260,9 @@ class PipelineOffloadManager:
         is_set = {"min_tensor_bytes", "min_tensor_elements"} & config.model_fields_set
         if min_tensor_elements is not None and not is_set:
             smallest = (0, min_tensor_elements)
-        self._chunk = self.new_chunk(vp_stage or 0, *smallest)
-        self._chunk.rules.max_inflight_groups = max_inflight_groups
-        self._begun_at_backward = None
-        return self._chunk
+        self.decisions.chunk = chunk = self.new_chunk(vp_stage or 0, *smallest)
+        chunk.rules.max_inflight_groups = max_inflight_groups
+        return chunk
 
     def claim(self, *, is_inside: bool = False) -> None:
         """Take the manager for this thread's forwards.
@@ -296,18 +293,18 @@ class PipelineOffloadManager:
         """
         if not self.may_record or self.is_hidden() or not is_recording():
             return None
-        chunk, since = self._chunk, self._begun_at_backward
+        step, chunk = self.decisions, self.decisions.chunk
         named = self._offloaded if is_marked else self._row_names
         if self.rows is not None and name not in named:
             return None
-        is_over = since is not None and since != len(self.decisions.backward_order)
+        is_over = chunk is not None and chunk.begun_behind not in (None, len(step.backward_order))
         if chunk is None or (is_over and not chunk.open_groups):
             if not self._is_in_step:
                 is_process_s = self is PipelineOffloadManager.instance
                 self._say_once(_NO_CHUNK, name, _WHOSE_CHUNK if is_process_s else "")
                 return None
             chunk = self.begin_chunk()
-            self._begun_at_backward = len(self.decisions.backward_order)
+            chunk.begun_behind = len(step.backward_order)
         return chunk
 
     def is_hidden(self) -> bool:
@@ -366,29 +363,30 @@ class PipelineOffloadManager:
         `reset` gets a new step now and then, so that nothing grows for ever.
         """
         step = self.decisions
-        if not self._entered and self.backend.is_capturing():
+        if not step.entered and self.backend.is_capturing():
             self.host_pool.forget_events()  # of steps before; the caller has waited for them
             self.tensor_pool.clear()
         is_unused = bool(step.committed) and not step.backward_order
-        is_long = len(self._entered) >= _MOST_CHUNKS
+        is_long = len(step.entered) >= _MOST_CHUNKS
         if is_long:
-            is_over = not any(group.blocks() for group in self._entered[-1].groups)
+            is_over = not any(group.blocks() for group in step.entered[-1].groups)
         else:
             is_over = is_unused and step.is_idle()
         if is_over:
             if not is_unused:
-                self._say_once(_NO_END, len(self._entered))
+                self._say_once(_NO_END, len(step.entered))
                 self._last_step = step.finish(names_leaks=False)
-                self.learner.learn(self.decisions.profile())
-            since = self._begun_at_backward
+                self.learner.learn(step.profile())
             self._begin_step()
-            self._chunk, self._begun_at_backward = chunk, None if since is None else 0
-        self._entered.append(chunk)
-        chunk.position = len(self._entered) - 1
+            step.chunk = chunk
+            if chunk.begun_behind is not None:
+                chunk.begun_behind = 0
+        step.entered.append(chunk)
+        chunk.position = len(step.entered) - 1
 
     def cur_forward_chunk(self) -> ChunkOffloadHandler | None:
         """Return the chunk whose forward runs, if any."""
-        return self._chunk
+        return self.decisions.chunk
 
     @property
     def may_record(self) -> bool:
@@ -463,7 +461,9 @@ class PipelineOffloadManager:
 
     @guarded
     def _end_step(self) -> None:
-        self._say_what_is_open()
+        names = {group.name for chunk in self.decisions.entered for group in chunk.open_groups}
+        if names:
+            self._say_once(_NO_COMMIT, ", ".join(map(repr, sorted(names))))
         self._last_step = self.decisions.finish(names_leaks=self.config.checking)
         if self.backend.is_capturing():
             self._last_step.is_captured = True
@@ -477,15 +477,6 @@ class PipelineOffloadManager:
         elif self.decisions.backward_order:
             self.learner.learn(self.decisions.profile())
         self._begin_step()
-
-    def _say_what_is_open(self) -> None:
-        names = {group.name for chunk in self._entered for group in chunk.open_groups}
-        if names:
-            others = {name for chunk in self._entered for name in chunk.not_started}
-            text = ", ".join(map(repr, sorted(names)))
-            if others:
-                text += f" (never started but committed: {', '.join(map(repr, sorted(others)))})"
-            self._say_once(_NO_COMMIT, text)
 
     @contextmanager
     def step(self) -> Iterator[PipelineOffloadManager]:
@@ -512,7 +503,6 @@ class PipelineOffloadManager:
         self.guard.refuse_nesting("abort")
         with self.guard.lock:
             self._hooks.clear()
-            self._delayed.clear()
             self.guard.left.clear()
             self.decisions.abandon()
             if self.guard.has_failed:
@@ -551,12 +541,8 @@ class PipelineOffloadManager:
 
     def _begin_step(self) -> None:
         self.step_number += 1
-        self._chunk = self._begun_at_backward = None
         self.last_call: ref[object] | None = None
         """The last call of this step whose inside is recomputed: there may be no groups besides."""
-        for chunk in self._entered:
-            chunk.forget_groups()
-        self._entered.clear()
         self.marks.begin_step()
         self.decisions.begin()
 
@@ -564,67 +550,7 @@ class PipelineOffloadManager:
 
     def recorded_chunk(self) -> ChunkOffloadHandler | None:
         """Return the chunk whose forward runs, where it matters how its tensors are made."""
-        is_recorded = self._chunk is not None and self.do_offload
-        return self._chunk if is_recorded and is_recording(needs_grad=False) else None
-
-    @graph_break
-    def commit(self, group: OffloadGroup, *, delay: bool = False) -> None:
-        """Decide about a group whose forward is over, and issue its copies.
-
-        Args:
-            group: the group, closed.
-            delay: leave that to `flush_delayed_groups`.
-        """
-        for observer in self.observers:
-            observer.group_commits(group, is_delayed=delay)
-        if delay:
-            self._delayed.append(group)
-        else:
-            self._commit(group)
-        for observer in self.observers:
-            observer.group_committed(group)
-
-    @guarded
-    def _commit(self, group: OffloadGroup) -> None:
-        self.decisions.commit_group(group)
-
-    def flush_delayed_groups(self) -> None:
-        """Issue the copies of all groups that were put off, in the order of their commits."""
-        delayed, self._delayed = self._delayed, []
-        for group in delayed:
-            if group.state is GroupState.RECORDING:
-                self.commit(group)
-
-    @guarded
-    def enter_backward(self, group: OffloadGroup, grads: object = None) -> None:
-        """Backward has reached a group's end: reload it if need be, and look ahead.
-
-        ``grads`` are what autograd hands a hook.
-        """
-        chunk = self._chunk
-        if chunk is not None and chunk.position == group.key.chunk:
-            chunk.forget_recipes()  # its forward is over, and they may keep what is reloaded
-        for observer in self.observers:
-            observer.backward_enters(group)
-        self.decisions.enter_backward(group)
-        for observer in self.observers:
-            observer.backward_entered(group)
-
-    @guarded
-    def leave_backward(self, group: OffloadGroup, grad: object = None) -> None:
-        """Backward has left a group, unless it came from inside its forward and will come again."""
-        if group.state is GroupState.RECORDING and group not in self._delayed:
-            return
-        for observer in self.observers:
-            observer.backward_leaves(group)
-        self.decisions.leave_backward(group)
-        for observer in self.observers:
-            observer.backward_left(group)
-
-    @guarded
-    def tick(self, num_bytes: int, is_backward: bool = False) -> None:
-        """Let the step's clock go by something without groups, as large as if it had saved this."""
-        self.decisions.tick(num_bytes, is_backward)
+        return self.decisions.chunk if self.do_offload and is_recording(needs_grad=False) else None
 
     @guarded
     def join_offloads(self) -> None:
@@ -640,7 +566,7 @@ class PipelineOffloadManager:
 
     @graph_break
     def __enter__(self) -> PipelineOffloadManager:
-        chunk = self._chunk
+        chunk = self.decisions.chunk
         pack = None
         if chunk is not None and chunk.open_groups and self.records():
             pack = partial(chunk.pack, chunk.open_groups[-1])
