@@ -108,7 +108,6 @@ class Reload:
     """What it writes to, until that stream has waited for it."""
     is_waited: bool = False
     """Whether it has."""
-    is_read_on_other_stream: bool = False
 
 
 def _nothing(lease: Lease) -> None:
@@ -126,7 +125,7 @@ class Lease(weakref.ref["Block"]):
         group: the block's.
         region: the host memory that it has a part of.
         reload: the bulk reload by which it has been reloaded.
-        target: what it was reloaded to, where that is more than memory.
+        target: what it was reloaded to, where the backend observes that.
     """
 
     __hash__ = object.__hash__  # a weak reference's own needs what it refers to

@@ -45,7 +45,6 @@ from megatron_offload.engine.transfers import Transfers
 from megatron_offload.engine.transformer_engine import look_inside
 from megatron_offload.errors import ConfigError, StateError
 from megatron_offload.memory.host_pool import HostPool
-from megatron_offload.memory.tensor_pool import TensorPool
 
 _logger = logging.getLogger(__name__)
 
@@ -187,11 +186,10 @@ class PipelineOffloadManager:
             cap_bytes=config.host_memory_bytes,
             share=config.host_memory_share,
         )
-        self.tensor_pool = TensorPool(self.backend, retained_bytes=config.retained_device_bytes)
         self.budget = DeviceBudget(config.max_inflight_bytes, config.prefetch_bytes)
         self.guard = Guard(self.backend.sync_copies)
-        pools = self.host_pool, self.tensor_pool
-        self.transfers = Transfers(self.backend, *pools, self.budget, self.guard, self.observers)
+        owned = self.backend, self.host_pool, self.budget, self.guard
+        self.transfers = Transfers(*owned, self.observers)
         self.window = self.transfers.window
         self.learner = Learner(config, self.transfers)
         self._has_had_rows = False
@@ -365,7 +363,6 @@ class PipelineOffloadManager:
         step = self.decisions
         if not step.entered and self.backend.is_capturing():
             self.host_pool.forget_events()  # of steps before; the caller has waited for them
-            self.tensor_pool.clear()
         is_unused = bool(step.committed) and not step.backward_order
         is_long = len(step.entered) >= _MOST_CHUNKS
         if is_long:
@@ -473,7 +470,6 @@ class PipelineOffloadManager:
                     raise StateError(_CAPTURED_TOO_EARLY)
                 self.transfers.wait_reloads(self.decisions.committed)  # of what is unread too
                 self.host_pool.leave_to_graph()
-                self.tensor_pool.clear()
         elif self.decisions.backward_order:
             self.learner.learn(self.decisions.profile())
         self._begin_step()
@@ -527,7 +523,6 @@ class PipelineOffloadManager:
         Blocks the host until the copies under way are over.
         """
         self.backend.sync_copies()
-        self.tensor_pool.clear()
         self.backend.trim_device()
         return self.host_pool.shrink()
 
@@ -536,7 +531,6 @@ class PipelineOffloadManager:
         """Abort what runs and free all host memory; a second call does nothing more."""
         self.abort()
         with self.guard.lock:
-            self.tensor_pool.clear()
             self.host_pool.close()
 
     def _begin_step(self) -> None:

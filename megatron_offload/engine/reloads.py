@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_offload.backends.base import Backend, Event, Stream, Wait
+from megatron_offload.backends.base import Backend, Stream, Wait
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import ON_HOST, RELOADED, RELOADING
 from megatron_offload.core.window import InFlightWindow
@@ -24,7 +24,7 @@ from megatron_offload.engine.observer import Observer
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import StateError
 from megatron_offload.memory.host_pool import HostPool, HostRegion
-from megatron_offload.memory.tensor_pool import TensorPool, num_owners
+from megatron_offload.memory.tensor_pool import num_owners
 
 
 @dataclass(eq=False, repr=False)
@@ -38,7 +38,6 @@ class Reloads:
 
     backend: Backend
     host_pool: HostPool
-    tensor_pool: TensorPool
     budget: DeviceBudget
     guard: Guard
     observers: Sequence[Observer]
@@ -46,7 +45,6 @@ class Reloads:
 
     def __post_init__(self) -> None:
         self.stats = StepStats()
-        self.takes_targets = self.tensor_pool.keeps or self.backend.observes
         self._leases: set[Lease] = set()
         """Of blocks that have something to free; kept here, since nothing reports one that
         goes together with its block."""
@@ -77,7 +75,7 @@ class Reloads:
                 targets = self._allocate_targets(hosts, may_fail=may_fail)
             if targets is None:
                 return False
-            batches.append((stream, same, hosts, *targets))
+            batches.append((stream, same, hosts, targets))
         if group.state is ON_HOST:
             group.advance(RELOADING)
         for stream, *batch in batches:
@@ -87,20 +85,20 @@ class Reloads:
 
     def _allocate_targets(
         self, hosts: Sequence[torch.Tensor], *, may_fail: bool
-    ) -> tuple[list[torch.Tensor], list[Event]] | None:
+    ) -> list[torch.Tensor] | None:
         """Allocate what host tensors are reloaded to; None where that may fail and does."""
         if torch.is_inference_mode_enabled():  # an evaluation between forward and backward
             with torch.inference_mode(False):
                 return self._allocate_targets(hosts, may_fail=may_fail)
+        empty_like = self.backend.empty_device_like
         try:
-            return self.tensor_pool.allocate(hosts)
+            return [empty_like(host) for host in hosts]
         except torch.OutOfMemoryError:
             self.stats.num_memory_shortages += 1
         # What is in flight is the only memory that is the engine's to give.
         self.window.drain()
-        self.tensor_pool.clear()
         with contextlib.suppress(*[torch.OutOfMemoryError] if may_fail else []):
-            return self.tensor_pool.allocate(hosts)
+            return [empty_like(host) for host in hosts]
         return None
 
     def _issue_reload(
@@ -109,18 +107,12 @@ class Reloads:
         blocks: Sequence[Block],
         hosts: Sequence[torch.Tensor],
         targets: Sequence[torch.Tensor],
-        last_uses: Sequence[Event],
     ) -> None:
         backend, observers = self.backend, self.observers
         pairs = list(zip(targets, hosts, strict=True))
         h2d_stream = backend.h2d_stream
-        if len(last_uses) < len(targets):
-            backend.wait_compute(h2d_stream, Wait.W6)
-        for event in last_uses:
-            backend.wait(h2d_stream, event, Wait.W6)
-        for flight in dict.fromkeys([block.flight for block in blocks]):
-            assert flight is not None
-            backend.wait(h2d_stream, flight.d2h, Wait.W3)
+        # Behind the release, too, which this stream has made behind the copy to the host (W3).
+        backend.wait_compute(h2d_stream, Wait.W6)
         for observer in observers:
             for target in targets:
                 observer.tensor_reloaded(target)
@@ -136,7 +128,7 @@ class Reloads:
             read.append(block.take_region())
             assert block.lease is not None
             block.reload = block.lease.reload = reload
-            if self.takes_targets:
+            if backend.observes:
                 block.lease.target = target
             by_name[block.name].reloaded_bytes += block.num_bytes
         for region, users in groupby(read):
@@ -255,7 +247,6 @@ class Reloads:
         if is_home:
             reload.is_waited, reload.targets = True, ()
         else:
-            reload.is_read_on_other_stream = True
             backend.read_on(stream, target)
 
     # What records do with their blocks
@@ -282,13 +273,9 @@ class Reloads:
             if not reload.is_waited:
                 # It is unread there; still the copy must not write into what was handed on.
                 self._wait(reload, group, reload.targets[0])
-            if target is None:
-                return
-            if self.backend.observes:
+            if target is not None:
                 sole_owner = num_owners(target.untyped_storage()) == 2  # target and the handle
                 self.backend.note_freed(target, group.label, sole_owner=sole_owner)
-            if self.tensor_pool.keeps and not reload.is_read_on_other_stream:
-                self.tensor_pool.free(target)
 
     def _label(self, group: OffloadGroup) -> str:
         """Name a group for its copies; in full only where someone reads it."""

@@ -221,7 +221,6 @@ class Program:
             "min_tensor_bytes": rng.choice([0, 0, 500]),
             "host_memory_bytes": rng.choice([0, 2 * KIB, 8 * KIB, 1024 * KIB, 1024 * KIB]),
             "host_slab_bytes": rng.choice([4 * KIB, 64 * KIB]),
-            "retained_device_bytes": rng.choice([0, 0, 16 * KIB]),
             "fraction": rng.choice([1.0, 1.0, 0.5, 0.0]),
             "checking": rng.random() < 0.2,
         }
