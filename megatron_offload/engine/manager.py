@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import is_
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 from weakref import ref
@@ -30,15 +31,18 @@ from megatron_offload.engine.group import OffloadGroup, Rules
 from megatron_offload.engine.guard import Guard, guarded
 from megatron_offload.engine.hooks import (
     RECOMPUTE,
-    HookStack,
     is_in_backward,
     is_recording,
     others_hooks,
+    put_on,
+    take_off,
+    take_off_all,
 )
 from megatron_offload.engine.learning import Learner
 from megatron_offload.engine.marks import Marks
 from megatron_offload.engine.module_hooks import tokens_of
 from megatron_offload.engine.observer import Observer
+from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.step import Step
 from megatron_offload.engine.transfers import Transfers
@@ -54,11 +58,8 @@ something keeps alive for good would else let it grow for ever."""
 
 _NO_CHUNK = (
     "group %r was started outside a chunk, so nothing of it is offloaded: take the step inside "
-    "`with manager.step():`, or call begin_chunk() before each forward%s. This is said once"
-)
-_WHOSE_CHUNK = (
-    ". group_start() is for the process's manager, PipelineOffloadManager.get_instance(): where "
-    "the step is another's, use that, or set PipelineOffloadManager.instance to the other first"
+    "`with manager.step():`, or call begin_chunk() before each forward; where the step is another "
+    "manager's, set PipelineOffloadManager.instance to that first. This is said once"
 )
 _NO_END = (
     "%d forwards and no end of a step, so nothing was learned from them: take each training step "
@@ -198,7 +199,7 @@ class PipelineOffloadManager:
         if config.checking:
             self.observers.append(Checker())
         self.do_offload = config.enabled
-        self._hooks = HookStack(self.transfers)
+        self._packs: list[Callable[[torch.Tensor], SavedTensor] | None] = []
         self._is_in_step = False
         self._said: set[str] = set()
         self.decisions = step = Step(self.transfers, self.learner)
@@ -244,8 +245,8 @@ class PipelineOffloadManager:
         self.claim()
         if self.guard.has_failed:
             self.abort()
-        elif self._hooks:  # of a forward that an exception has ended
-            self._hooks.clear()
+        elif self._packs:  # of a forward that an exception has ended
+            self._take_off_hooks()
         if self.decisions.chunk is not None:
             self.decisions.chunk.forget_recipes()
         config = self.config
@@ -278,7 +279,7 @@ class PipelineOffloadManager:
             )
         if is_in_backward():
             return  # a recompute, maybe in autograd's thread; nothing of it is recorded
-        self.guard.claim(lambda: is_inside or bool(self._hooks) or not self.decisions.is_idle())
+        self.guard.claim(lambda: is_inside or bool(self._packs) or not self.decisions.is_idle())
 
     def chunk_to_record(self, name: str, *, is_marked: bool = True) -> ChunkOffloadHandler | None:
         """Return the chunk of a group that starts now; None where none is recorded.
@@ -298,8 +299,7 @@ class PipelineOffloadManager:
         is_over = chunk is not None and chunk.begun_behind not in (None, len(step.backward_order))
         if chunk is None or (is_over and not chunk.open_groups):
             if not self._is_in_step:
-                is_process_s = self is PipelineOffloadManager.instance
-                self._say_once(_NO_CHUNK, name, _WHOSE_CHUNK if is_process_s else "")
+                self._say_once(_NO_CHUNK, name)
                 return None
             chunk = self.begin_chunk()
             chunk.begun_behind = len(step.backward_order)
@@ -438,7 +438,7 @@ class PipelineOffloadManager:
             self.abort()
         else:
             self.flush_delayed_groups()
-            self._hooks.clear()
+            self._take_off_hooks()
             self._end_step()
             if self.tuner is not None:
                 self.tuner(self)
@@ -498,7 +498,7 @@ class PipelineOffloadManager:
         """
         self.guard.refuse_nesting("abort")
         with self.guard.lock:
-            self._hooks.clear()
+            self._take_off_hooks()
             self.guard.left.clear()
             self.decisions.abandon()
             if self.guard.has_failed:
@@ -564,12 +564,22 @@ class PipelineOffloadManager:
         pack = None
         if chunk is not None and chunk.open_groups and self.records():
             pack = partial(chunk.pack, chunk.open_groups[-1])
-        self._hooks.push(pack)
+        self._packs.append(pack)  # first, so that none is in force that isn't known here
+        if pack is not None:
+            put_on(pack, SavedTensor.unpack)
         return self
 
     @graph_break
     def __exit__(self, *exception: object) -> None:
-        self._hooks.pop()
+        if self._packs:
+            if self._packs[-1] is not None:
+                take_off(partial(is_, self._packs[-1]))
+            self._packs.pop()
+
+    def _take_off_hooks(self) -> None:
+        """Take off all, whatever cut short the code that was to do so."""
+        self._packs.clear()
+        take_off_all(self.transfers)
 
     # Switches and marks
 

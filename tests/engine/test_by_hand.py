@@ -128,9 +128,7 @@ def test_a_group_of_another_manager_than_the_step_s_is_refused(monkeypatch, capl
     assert not caplog.records
     loss_of(mlps, manager, 0)
     loss_of(mlps, others, 0)
-    loss_of(mlps, make_manager(), 0)
-    told = [".instance" in record.getMessage() for record in caplog.records]
-    assert told == [True, False], "the other has said it above"
+    assert len(caplog.records) == 1, "the other has said it above"
 
 
 @pytest.mark.parametrize("committed", ["mlps", None])

@@ -391,7 +391,7 @@ def test_no_hooks_are_in_force_that_the_manager_does_not_know():
     manager = make_manager()
     manager.begin_chunk()
     start_group(manager, torch.randn(4, requires_grad=True), "g")
-    manager._hooks._packs = Interrupting()
+    manager._packs = Interrupting()
     with pytest.raises(KeyboardInterrupt):
         manager.__enter__()
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
