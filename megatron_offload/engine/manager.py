@@ -7,10 +7,8 @@ leave a manager whose next step is right.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from operator import is_
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 from weakref import ref
@@ -19,30 +17,21 @@ import torch
 
 from megatron_offload.backends import create_backend
 from megatron_offload.backends.base import Backend
-from megatron_offload.config import RECOMPUTE_SITES, OffloadConfig
+from megatron_offload.config import OffloadConfig
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.policy_config import SolvedConfig
 from megatron_offload.core.profile import StepProfile
-from megatron_offload.core.row_config import LOSS, MODEL, RowConfig
 from megatron_offload.engine.checking import Checker
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.graph_break import graph_break
-from megatron_offload.engine.group import OffloadGroup, Rules
 from megatron_offload.engine.guard import Guard, guarded
 from megatron_offload.engine.hooks import (
-    RECOMPUTE,
-    is_in_backward,
     is_recording,
-    others_hooks,
-    put_on,
-    take_off,
-    take_off_all,
 )
 from megatron_offload.engine.learning import Learner
 from megatron_offload.engine.marks import Marks
-from megatron_offload.engine.module_hooks import tokens_of
 from megatron_offload.engine.observer import Observer
-from megatron_offload.engine.saved_tensor import SavedTensor
+from megatron_offload.engine.recording import Recording
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.step import Step
 from megatron_offload.engine.transfers import Transfers
@@ -69,10 +58,6 @@ _NO_END = (
 _NO_COMMIT = (
     "nothing is offloaded of groups that are started and never committed, as %s in this step: give "
     "group_commit() the name that group_start() was given. This is said once"
-)
-_HIDDEN = (
-    "hooks of saved tensors that %s has set are in force, so what is saved inside "
-    "them is kept: what they rely on isn't known. This is said once"
 )
 _CAPTURED_TOO_EARLY = (
     "a step was captured into a graph while it is looked at: trace and check others; "
@@ -103,7 +88,7 @@ class Tuner(Protocol):
         """Look back at a step that has ended."""
 
 
-class PipelineOffloadManager:
+class PipelineOffloadManager(Recording):
     """Holds one `ChunkOffloadHandler` per microbatch and virtual pipeline stage in flight.
 
     As a context manager it catches the tensors that autograd saves inside, for the group that was
@@ -114,12 +99,8 @@ class PipelineOffloadManager:
         backend: where tensors live; by default what ``config.backend`` names.
     """
 
-    instance: PipelineOffloadManager | None = None
+    instance: ClassVar[PipelineOffloadManager | None] = None
     """The process's manager: None before it was asked for; may be set to another."""
-
-    usual_recompute: tuple[str, ...] = ()
-    """What the process's manager recomputes where its configuration doesn't say: nothing, unless a
-    library is integrated whose classes are known."""
 
     at_first_use: Callable[[PipelineOffloadManager], None] | None = None
     """Is called with that one once it is made."""
@@ -199,9 +180,9 @@ class PipelineOffloadManager:
         if config.checking:
             self.observers.append(Checker())
         self.do_offload = config.enabled
-        self._packs: list[Callable[[torch.Tensor], SavedTensor] | None] = []
+        self._packs = []
         self._is_in_step = False
-        self._said: set[str] = set()
+        self._said = set()
         self.decisions = step = Step(self.transfers, self.learner)
         self.commit, self.flush_delayed_groups = step.commit_group, step.flush_delayed_groups
         self.enter_backward, self.leave_backward = step.enter_backward, step.leave_backward
@@ -263,24 +244,6 @@ class PipelineOffloadManager:
         chunk.rules.max_inflight_groups = max_inflight_groups
         return chunk
 
-    def claim(self, *, is_inside: bool = False) -> None:
-        """Take the manager for this thread's forwards.
-
-        Args:
-            is_inside: whether the thread that has it is in a forward, as far as the caller knows.
-
-        Raises:
-            StateError: another thread is not done with it, or it was closed.
-        """
-        if self.host_pool.is_closed and self.do_offload:
-            raise StateError(
-                "close() has given the memory of this context or manager back: make a new one, or "
-                "close it when training is over"
-            )
-        if is_in_backward():
-            return  # a recompute, maybe in autograd's thread; nothing of it is recorded
-        self.guard.claim(lambda: is_inside or bool(self._packs) or not self.decisions.is_idle())
-
     def chunk_to_record(self, name: str, *, is_marked: bool = True) -> ChunkOffloadHandler | None:
         """Return the chunk of a group that starts now; None where none is recorded.
 
@@ -304,53 +267,6 @@ class PipelineOffloadManager:
             chunk = self.begin_chunk()
             chunk.begun_behind = len(step.backward_order)
         return chunk
-
-    def is_hidden(self) -> bool:
-        """Whether hooks of others are in force, so that a group that starts here is none."""
-        others = "" if is_in_backward() else others_hooks()
-        if others and torch.is_grad_enabled():
-            self.transfers.stats.num_hidden_groups += 1
-        if others and not others.startswith((RECOMPUTE, "torch.utils.checkpoint")):
-            self._say_once(_HIDDEN, others)
-        return bool(others)
-
-    def _say_once(self, message: str, *values: object) -> None:
-        if message not in self._said:
-            self._said.add(message)
-            _logger.warning(message, *values)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self  # a copied module is run beside its original, on the same memory
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if self is PipelineOffloadManager.instance:
-            return PipelineOffloadManager.get_instance, ()
-        return type(self), (self.config,)
-
-    def new_chunk(
-        self, vp_stage: int = 0, min_tensor_bytes: int = 0, min_tensor_elements: int = 0
-    ) -> ChunkOffloadHandler:
-        """Return a chunk for a caller who opens and commits its groups by hand."""
-        rules = Rules(min_tensor_bytes, min_tensor_elements)
-        rules.recompute = frozenset() if self.learner.is_open else None
-        rules.configured = self.recompute
-        return ChunkOffloadHandler(self.transfers, self.marks, rules, vp_stage)
-
-    @graph_break
-    def start_group(self, chunk: ChunkOffloadHandler, name: str) -> OffloadGroup:
-        """Open a group of a chunk; tensors saved under the manager's hooks belong to it.
-
-        Raises:
-            StateError: another thread is not done with this manager.
-        """
-        self.guard.refuse_other_threads()
-        if chunk.position is None:
-            self.enter_chunk(chunk)
-        group = chunk.open_group(name)
-        for observer in self.observers:
-            observer.group_starts(group)
-        self.decisions.start(group)
-        return group
 
     @guarded
     def enter_chunk(self, chunk: ChunkOffloadHandler) -> None:
@@ -380,52 +296,6 @@ class PipelineOffloadManager:
                 chunk.begun_behind = 0
         step.entered.append(chunk)
         chunk.position = len(step.entered) - 1
-
-    def cur_forward_chunk(self) -> ChunkOffloadHandler | None:
-        """Return the chunk whose forward runs, if any."""
-        return self.decisions.chunk
-
-    @property
-    def may_record(self) -> bool:
-        """Whether groups of this step are recorded: not where nothing of it would be offloaded.
-
-        That is unless an observer needs its groups.
-        """
-        if not self.do_offload:
-            return False
-        if not self.learner.keeps_everything or self._is_looked_at:
-            return True
-        return bool({*self.recompute} - {*RECOMPUTE_SITES, LOSS})
-
-    @property
-    def rests(self) -> bool:
-        """Whether no step is looked at or moves anything, as no row says so."""
-        return self.rows is not None and self._row_names <= {LOSS} and not self._is_looked_at
-
-    @property
-    def _is_looked_at(self) -> bool:
-        return any(observer.needs_groups for observer in self.observers)
-
-    def records(self) -> bool:
-        """Whether groups are recorded here and now: with grad, and not where is recomputed."""
-        return self.may_record and is_recording()
-
-    def may_drop(self, unit: str) -> bool:
-        """Whether what a site of a unit saves may be dropped now."""
-        return self.may_recompute(unit) and (
-            not self._is_for_shortage or self.learner.is_short_of_memory()
-        )
-
-    def may_recompute(self, unit: str) -> bool:
-        """Whether a unit is to be recomputed now: hooks of rows before may be left on it."""
-        if self.rows is None:
-            return not self._has_had_rows or unit in self.recompute
-        return unit in self._row_names
-
-    def is_too_short(self, min_tokens: int, args: Any, kwargs: Any) -> bool:
-        """Whether a row of so many tokens isn't followed in a call; on trial all are."""
-        is_asked = min_tokens > 0 and not self.rows_are_on_trial
-        return is_asked and tokens_of(args, kwargs) < min_tokens
 
     @graph_break
     def reset(self) -> None:
@@ -542,10 +412,6 @@ class PipelineOffloadManager:
 
     # Boundaries
 
-    def recorded_chunk(self) -> ChunkOffloadHandler | None:
-        """Return the chunk whose forward runs, where it matters how its tensors are made."""
-        return self.decisions.chunk if self.do_offload and is_recording(needs_grad=False) else None
-
     @guarded
     def join_offloads(self) -> None:
         """Make the compute stream wait for all copies to the host, and release their sources."""
@@ -556,105 +422,20 @@ class PipelineOffloadManager:
         """Make the compute stream wait for all copies to the device of this step's groups."""
         self.transfers.wait_reloads(self.decisions.committed)
 
-    # Hooks
+    # Copies, and what is asked for
 
-    @graph_break
-    def __enter__(self) -> PipelineOffloadManager:
-        chunk = self.decisions.chunk
-        pack = None
-        if chunk is not None and chunk.open_groups and self.records():
-            pack = partial(chunk.pack, chunk.open_groups[-1])
-        self._packs.append(pack)  # first, so that none is in force that isn't known here
-        if pack is not None:
-            put_on(pack, SavedTensor.unpack)
-        return self
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # a copied module is run beside its original, on the same memory
 
-    @graph_break
-    def __exit__(self, *exception: object) -> None:
-        if self._packs:
-            if self._packs[-1] is not None:
-                take_off(partial(is_, self._packs[-1]))
-            self._packs.pop()
-
-    def _take_off_hooks(self) -> None:
-        """Take off all, whatever cut short the code that was to do so."""
-        self._packs.clear()
-        take_off_all(self.transfers)
-
-    # Switches and marks
-
-    def disable_offload(self) -> None:
-        """Record no groups from here on; what is under way finishes."""
-        self.do_offload = False
-
-    def enable_offload(self) -> None:
-        """Record groups again, unless the configuration says ``enabled=False``."""
-        self.do_offload = self.config.enabled
-
-    @graph_break
-    def mark_not_offload(self, tensor: torch.Tensor | None) -> None:
-        """Keep a tensor, and all that shares its storage, on the device."""
-        if tensor is not None:
-            self.marks.add(tensor)
-
-    @contextmanager
-    def observed_by(self, *observers: Observer) -> Iterator[None]:
-        """Report to these what happens inside."""
-        self.observers += observers
-        try:
-            yield
-        finally:
-            for observer in observers:
-                self.observers.remove(observer)
-
-    # What is asked for
-
-    @property
-    def recompute(self) -> tuple[str, ...]:
-        """What is recomputed, by unit and pattern; the loss is none of the engine's."""
-        if self.rows is not None:
-            return tuple(row.site for row in self.rows if row.recompute)
-        is_usual = self is PipelineOffloadManager.instance and (
-            "recompute" not in self.config.model_fields_set
-        )
-        if is_usual:
-            return self.usual_recompute
-        return tuple(unit for unit in self.config.recompute if unit != LOSS)
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self is PipelineOffloadManager.instance:
+            return PipelineOffloadManager.get_instance, ()
+        return type(self), (self.config,)
 
     @property
     def last_step(self) -> StepStats:
         """Counters of the last finished step; until one is finished, of the one that runs."""
         return self._last_step or self.transfers.counted()
-
-    def follow_rows(
-        self,
-        rows: Sequence[RowConfig] | None,
-        *,
-        is_own: bool = False,
-        on_trial: bool = False,
-        when_short: bool = False,
-    ) -> None:
-        """Do what rows say from the next forward on, in place of the policy; between forwards only.
-
-        Hooks of modules are another's matter.
-
-        Args:
-            rows: None: the policy is followed, as of a row of all that the model saves.
-            is_own: whether this run has found them, so that one that brings nothing is no error.
-            on_trial: what is to be recomputed is, and compared, but nothing is dropped.
-            when_short: recompute only while the device has little room left.
-        """
-        self._has_had_rows |= bool(rows)
-        sites = {row.site for row in rows or ()}
-        self.rows = None if rows is None or MODEL in sites else tuple(rows)
-        self.refused_rows = ""
-        """Why own rows free nothing, if one of them doesn't."""
-        self.rows_are_own, self.rows_are_on_trial = is_own, on_trial
-        self._is_for_shortage = when_short
-        self._row_names = sites
-        self._offloaded = {row.site for row in rows or () if row.offload}
-        self.transfers.by_rows = self.rows is not None
-        self.learner.is_measured = is_own
 
     @property
     def last_profile(self) -> StepProfile | None:
