@@ -78,9 +78,7 @@ class Learner:
         self._is_unlisted = cache(
             lambda name: bool(listed) and not any(fnmatchcase(name, one) for one in listed)
         )
-        self._transfers, self._backend = transfers, transfers.backend
-        self._host_pool = transfers.host_pool
-        self._budget = transfers.budget
+        self._transfers = transfers
         self._num_fits_left = _NUM_FITS
         self._peaks: deque[int] = deque(maxlen=_NUM_STEPS)
         self._chosen_by: ModulesPolicy | None = None
@@ -114,7 +112,7 @@ class Learner:
     def follow_rules(self) -> None:
         """Follow the configuration's rules again, which ends `open`."""
         self.is_open, self.kept = False, {}
-        self._budget.restart()
+        self._transfers.budget.restart()
         if self.profile is not None:
             self._choose(self.profile)
 
@@ -136,13 +134,13 @@ class Learner:
         self._fit_host_pool()
         if self.is_steady:
             if self._num_fits_left == _NUM_FITS and not (self.is_open or self.is_measured):
-                self._backend.trim_device()  # what only the first steps needed
+                self._transfers.backend.trim_device()  # what only the first steps needed
             self._num_fits_left = max(0, self._num_fits_left - 1)
         elif before is not None:
             self._transfers.kept_by_others.clear()
         if has_changed or self.policy != self._chosen_by:
             self._choose(profile)
-        self._budget.learn(self._largest_bytes)
+        self._transfers.budget.learn(self._largest_bytes)
 
     def _choose(self, profile: StepProfile) -> None:
         self._chosen_by = self.policy
@@ -199,7 +197,10 @@ class Learner:
 
     def is_short_of_memory(self) -> bool:
         """Whether so much is in use that not all that is saved may find room."""
-        capacity_bytes, memory = self._backend.capacity_bytes(), self._backend.memory()
+        capacity_bytes, memory = (
+            self._transfers.backend.capacity_bytes(),
+            self._transfers.backend.memory(),
+        )
         if capacity_bytes is None or memory is None:
             return False
         return memory.allocated_bytes > _OPEN_SHARE * capacity_bytes
@@ -210,7 +211,7 @@ class Learner:
             return {k: v for k, v in last_step.peak_released_bytes_by_name.items() if v}
         if self.keeps_everything:
             return {}
-        return self.profile.released_bytes(self.kept, self._budget.total_bytes)
+        return self.profile.released_bytes(self.kept, self._transfers.budget.total_bytes)
 
     # Memory
 
@@ -219,7 +220,7 @@ class Learner:
 
         Where lengths vary nothing is unpinned: a longer one would pin it again.
         """
-        pool, peaks = self._host_pool, self._peaks
+        pool, peaks = self._transfers.host_pool, self._peaks
         peaks.append(pool.stats.peak_in_use_bytes)
         at_once = self.is_steady and self._num_fits_left > 0
         recent = [*peaks][-2 if at_once else 0 :]
@@ -230,5 +231,5 @@ class Learner:
         surplus_bytes = pinned_bytes - keep_bytes
         is_much = at_once or surplus_bytes > _LEAST_SURPLUS_SHARE * pinned_bytes
         if surplus_bytes >= pool.slab_bytes and is_much:
-            self._backend.sync_copies()
+            self._transfers.backend.sync_copies()
             pool.shrink(keep_bytes)

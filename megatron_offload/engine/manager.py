@@ -126,8 +126,7 @@ class PipelineOffloadManager(Recording):
         old.close()
         new = type(old)(old.config)
         # Models register their parameters once, in the first forward of all.
-        new.marks.take_parameters(old.marks)
-        new.tuner = old.tuner
+        new.marks, new.tuner = old.marks, old.tuner
         if new.tuner is not None:
             new.tuner.begin(new)
         PipelineOffloadManager.instance = new

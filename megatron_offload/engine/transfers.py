@@ -191,7 +191,7 @@ class Transfers(Reloads):
             if block.ready is None:
                 is_ready = False
             else:
-                _add(block.ready, produced)
+                produced.append(block.ready)
         if observers or backend.observes:
             self._report_offloads(group, moving, sources)
         pairs = list(zip(hosts, sources, strict=True))
@@ -200,9 +200,9 @@ class Transfers(Reloads):
             backend.wait_compute(d2h_stream, Wait.W1)
             here = backend.compute_stream()  # the forward may be over
             produced += [backend.record(one) for one in dict.fromkeys(streams) if one is not here]
-        for event in produced:
+        for event in dict.fromkeys(produced):
             backend.wait(d2h_stream, event, Wait.W1)
-        for event in reused:
+        for event in dict.fromkeys(reused):
             backend.wait(d2h_stream, event, Wait.W5)
         for observer in observers:
             observer.copy_starts("d2h")
@@ -255,7 +255,7 @@ class Transfers(Reloads):
                 continue
             found.owners = owners
             if found.ready_event is not None:
-                _add(found.ready_event, reused)
+                reused.append(found.ready_event)
             taken.append(block)
             regions.append(found)
         self.stats.num_unpinnable_blocks += pool.stats.num_unpinnable - num_unpinnable
@@ -445,12 +445,6 @@ def _region_of(block: Block) -> torch.Tensor:
         return source
     region = torch.empty(0, dtype=torch.uint8, device=source.device)
     return region.set_(source.untyped_storage(), block.low, (block.num_bytes,), (1,))
-
-
-def _add(event: Event, events: list[Event]) -> None:
-    """Add an event unless it is the last; to wait for one twice changes nothing."""
-    if not events or events[-1] is not event:
-        events.append(event)
 
 
 def _count_users(region: HostRegion) -> int:
