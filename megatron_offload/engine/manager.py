@@ -24,6 +24,7 @@ from megatron_offload.core.profile import StepProfile
 from megatron_offload.engine.checking import Checker
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.graph_break import graph_break
+from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.guard import Guard, guarded
 from megatron_offload.engine.hooks import (
     is_recording,
@@ -266,6 +267,22 @@ class PipelineOffloadManager(Recording):
             chunk = self.begin_chunk()
             chunk.begun_behind = len(step.backward_order)
         return chunk
+
+    @graph_break
+    def start_group(self, chunk: ChunkOffloadHandler, name: str) -> OffloadGroup:
+        """Open a group of a chunk; tensors saved under the manager's hooks belong to it.
+
+        Raises:
+            StateError: another thread is not done with this manager.
+        """
+        self.guard.refuse_other_threads()
+        if chunk.position is None:
+            self.enter_chunk(chunk)
+        group = chunk.open_group(name)
+        for observer in self.observers:
+            observer.group_starts(group)
+        self.decisions.start(group)
+        return group
 
     @guarded
     def enter_chunk(self, chunk: ChunkOffloadHandler) -> None:

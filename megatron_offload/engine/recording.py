@@ -15,7 +15,7 @@ from megatron_offload.config import RECOMPUTE_SITES, OffloadConfig
 from megatron_offload.core.row_config import LOSS, MODEL, RowConfig
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.graph_break import graph_break
-from megatron_offload.engine.group import OffloadGroup, Rules
+from megatron_offload.engine.group import Rules
 from megatron_offload.engine.guard import Guard
 from megatron_offload.engine.hooks import (
     RECOMPUTE,
@@ -212,26 +212,6 @@ class Recording:
     def recorded_chunk(self) -> ChunkOffloadHandler | None:
         """Return the chunk whose forward runs, where it matters how its tensors are made."""
         return self.decisions.chunk if self.do_offload and is_recording(needs_grad=False) else None
-
-    @graph_break
-    def start_group(self, chunk: ChunkOffloadHandler, name: str) -> OffloadGroup:
-        """Open a group of a chunk; tensors saved under the manager's hooks belong to it.
-
-        Raises:
-            StateError: another thread is not done with this manager.
-        """
-        self.guard.refuse_other_threads()
-        if chunk.position is None:
-            self.enter_chunk(chunk)
-        group = chunk.open_group(name)
-        for observer in self.observers:
-            observer.group_starts(group)
-        self.decisions.start(group)
-        return group
-
-    def enter_chunk(self, chunk: ChunkOffloadHandler) -> None:
-        """Give a chunk its position in the step, now that it has a group."""
-        raise NotImplementedError
 
     def is_hidden(self) -> bool:
         """Whether hooks of others are in force, so that a group that starts here is none."""
