@@ -169,8 +169,7 @@ class Block:
         version: version counter of the source when that was saved.
         ready: the event behind its producer, where the program has given one.
         is_kept: whether it was chosen to be kept on the device.
-        mover: the group that moves it, or would: the last to be committed with it on the device.
-        name: that group's when the block was saved, under which its bytes are counted.
+        name: under which its bytes are counted: of the group that moves it, or would.
         counted_bytes: what of it some group's commit has counted.
         kept_bytes: what of it is counted as kept on the device.
         flight: the copies to the host that its own was issued with, once it was.
@@ -217,7 +216,7 @@ class Block:
         high: int,
         spec: ViewSpec,
     ) -> None:
-        self.group = self.mover = group
+        self.group = group
         self.name = record.group_name
         self.stream = stream
         self.storage_key = storage_key

@@ -76,8 +76,6 @@ class Tuner(Protocol):
 
     is_converged: bool
     """Whether no more steps are looked at."""
-    said: str
-    """How that has ended, in one line."""
 
     def begin(self, manager: PipelineOffloadManager) -> None:
         """Begin anew: the manager has another configuration."""

@@ -139,8 +139,6 @@ class Step(StepDecisions[OffloadGroup]):
         for block in group.blocks():
             if block.storage_key in keys and not block.released:
                 block.forced_by = group.forced
-                if block.is_before_copy:
-                    block.mover = group
 
     @guarded
     def enter_backward(self, group: OffloadGroup, grads: object = None) -> None:

@@ -87,9 +87,8 @@ class Transfers(Reloads):
                 self.stats.externally_referenced_bytes += block_bytes - counted_bytes
             else:
                 num_bytes += block_bytes
-                if block.mover is not group:
-                    block.mover, block.name = group, group.name
-                    block.forced_by = ()  # the group that asked for it is kept
+                block.name = group.name
+                block.forced_by = ()  # a group before that has asked for it is kept
                 moving.append(block)
         group.moving, group.num_bytes = moving, num_bytes
 
