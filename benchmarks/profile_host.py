@@ -27,9 +27,9 @@ import megatron_offload
 
 PACKAGE = Path(megatron_offload.__file__).parent
 PARTS = {
-    "hooks and boundaries": "boundary hooks manager guard graph_break",
+    "hooks and boundaries": "boundary hooks manager recording guard graph_break",
     "records": "chunk saved_tensor marks",
-    "blocks and copies": "transfers release group owners",
+    "blocks and copies": "transfers reloads group",
     "decisions and budgets": "core/step core/group core/budget core/window engine/step learning",
     "host and device memory": "host_pool tensor_pool",
     "streams and events": "base cuda simulated",

@@ -152,9 +152,6 @@ class OffloadConfig(StrictModel):
     host_slab_bytes: Annotated[BytesField, Field(ge=4096)] = default(256 * 1024**2)
     """Pinned host memory is taken in slabs of at least this size."""
 
-    retained_device_bytes: BytesField = default(0)
-    """Reload targets kept for reuse instead of handed back to the allocator."""
-
     pin_memory: bool = True
     """Page-lock host memory. Without, copies are slow and the host waits for each."""
 

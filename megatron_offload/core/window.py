@@ -7,7 +7,7 @@ released in the order of issue, so one wait covers all before it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 from megatron_offload.core.budget import DeviceBudget
@@ -43,6 +43,10 @@ class InFlightWindow(Generic[G]):
     def num_inflight(self) -> int:
         """Groups whose copies are issued and whose sources are still held."""
         return len(self._entries)
+
+    def __iter__(self) -> Iterator[G]:
+        """Yield them, from the oldest on."""
+        return (group for group, _, _ in self._entries)
 
     def add(self, group: G, num_blocks: int = 1) -> None:
         """Note a group whose copies were issued."""

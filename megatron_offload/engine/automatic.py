@@ -22,7 +22,14 @@ from megatron_offload.core.group import GroupState
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import OffloadGroup
-from megatron_offload.engine.hooks import is_in_backward, owner_of, owner_of_hooks, put_on, take_off
+from megatron_offload.engine.hooks import (
+    is_in_backward,
+    owner_of,
+    owner_of_hooks,
+    put_on,
+    take_off,
+    take_off_all,
+)
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_opted_out, may_be_activation
 from megatron_offload.engine.modes import apart, has_modes, is_traced
@@ -153,10 +160,7 @@ class AutomaticGroups:
         if forward.pack is not None:
             take_off(partial(eq, forward.pack))
         if has_failed:
-            transfers = self.manager.transfers  # of a call inside that an interrupt has cut short
-            take_off(
-                lambda pack: getattr(owner_of(pack), "transfers", 0) is transfers, all_of_them=True
-            )
+            take_off_all(self.manager.transfers)  # of a call inside that an interrupt has cut short
             forward.chunk.close_group(forward.name)
         else:
             self._commit(forward)

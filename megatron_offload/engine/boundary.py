@@ -123,17 +123,10 @@ def _first_with_grad(tensors: torch.Tensor | Sequence[Any] | None) -> torch.Tens
     In place of a view whose base may have been changed since that base: to ask for the view's node
     would make it now, before others that come before it.
     """
-    if type(tensors) is torch.Tensor:  # much the most frequent, and no parameter
-        if not tensors.requires_grad:
-            return None
-        base = tensors._base
-        return tensors if base is None or not tensors._version else _alone(base)
     for tensor in (tensors,) if isinstance(tensors, torch.Tensor) else tensors or ():
-        is_tensor = isinstance(tensor, torch.Tensor)
-        if is_tensor and tensor.requires_grad and not is_parameter(tensor):
-            return tensor if tensor._base is None or not tensor._version else _alone(tensor._base)
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not is_parameter(tensor):
+            base = tensor._base
+            if base is None or not tensor._version:
+                return tensor
+            return base if base.requires_grad and not is_parameter(base) else None
     return None
-
-
-def _alone(base: torch.Tensor) -> torch.Tensor | None:
-    return base if base.requires_grad and not is_parameter(base) else None

@@ -22,7 +22,7 @@ _WORD_BYTES = 8
 _CHUNK_WORDS = 1 << 20
 """Words summed at a time: what is allocated for it is small beside a block."""
 
-_Parts = list[tuple[int, int]]
+_Parts = set[tuple[int, int]]
 
 
 class Checker(Observer):
@@ -36,20 +36,12 @@ class Checker(Observer):
 
         So may the rest of a row, where a part of it is no view: it has a version of its own.
         """
-        parts: _Parts = []
-        aliases = [
-            alias
-            for alias in (block.alias, *block.others)
-            if block.base != NO_BASE or span_bytes(alias) <= alias.nbytes
-        ]
-        spans = ((int(x.storage_offset()) * x.itemsize, span_bytes(x)) for x in aliases)
-        for start, size in sorted(spans):
-            low = max(start, block.low) - block.low
-            high = min(start + size, block.high) - block.low
-            if parts and low <= parts[-1][1]:
-                parts[-1] = parts[-1][0], max(high, parts[-1][1])
-            else:
-                parts.append((low, high))
+        parts: _Parts = set()
+        for alias in (block.alias, *block.others):
+            size = span_bytes(alias)
+            if block.base != NO_BASE or size <= alias.nbytes:
+                start = int(alias.storage_offset()) * alias.itemsize - block.low
+                parts.add((max(start, 0), min(start + size, block.high - block.low)))
         self._left[block] = parts, _sum_of(source, parts)
 
     def block_read(self, block: Block, target: torch.Tensor) -> None:
@@ -114,6 +106,6 @@ def checksum(region: torch.Tensor) -> torch.Tensor:
 def _sum_of(region: torch.Tensor, parts: Iterable[tuple[int, int]]) -> torch.Tensor:
     flat = region.detach().as_strided((region.numel(),), (1,)).view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for low, high in parts:
+    for low, high in sorted(parts):
         total = total * 3 + checksum(flat[low:high])
     return total

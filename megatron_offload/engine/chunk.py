@@ -48,10 +48,10 @@ class ChunkOffloadHandler:
     position: int | None = field(default=None, init=False)
     """Among the chunks of the step; None until it has a group, so that passes that save nothing
     (evaluation) shift no keys."""
+    begun_behind: int | None = field(default=None, init=False)
+    """Where the manager has begun it by itself, how many groups backward had reached before."""
     groups: list[OffloadGroup] = field(default_factory=list, init=False)
     open_groups: list[OffloadGroup] = field(default_factory=list, init=False)
-    not_started: set[str] = field(default_factory=set, init=False)
-    """Names of which a group was to be closed and none was open."""
     blocks: dict[int, weakref.ref[Block]] = field(default_factory=dict, init=False)
     """By the identity of the storage that they were saved in; some of them gone."""
     recipes: Recipes | None = field(default=None, init=False)
@@ -71,15 +71,12 @@ class ChunkOffloadHandler:
         for index in range(len(self.open_groups) - 1, -1, -1):
             if name is None or self.open_groups[index].name == name:
                 return self.open_groups.pop(index)
-        if name is not None:
-            self.not_started.add(name)
         return None
 
     def forget_groups(self) -> None:
         """Let go of the groups, whose step is over."""
         self.groups.clear()
         self.open_groups.clear()
-        self.not_started.clear()
         self.forget_recipes()
 
     def forget_recipes(self) -> None:
@@ -181,7 +178,7 @@ class ChunkOffloadHandler:
                     block.add(record)
                     block.ready = None  # given for one of them only, maybe
                 elif block.released:
-                    transfers.sources.empty(alias)
+                    transfers.empty(alias)
                 else:
                     block.others += (alias,)
                 if block.group is not group and not any(one() is block for one in references):

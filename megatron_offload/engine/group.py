@@ -85,7 +85,6 @@ class Store(Protocol):
 class Flight:
     """The copies of one group to the host, from their issue to their release."""
 
-    group: OffloadGroup
     blocks: list[BlockRef]
     streams: list[Stream]
     """Of each block its own: what reuses its memory is queued there."""
@@ -109,7 +108,6 @@ class Reload:
     """What it writes to, until that stream has waited for it."""
     is_waited: bool = False
     """Whether it has."""
-    is_read_on_other_stream: bool = False
 
 
 def _nothing(lease: Lease) -> None:
@@ -127,7 +125,7 @@ class Lease(weakref.ref["Block"]):
         group: the block's.
         region: the host memory that it has a part of.
         reload: the bulk reload by which it has been reloaded.
-        target: what it was reloaded to, where that is more than memory.
+        target: what it was reloaded to, where the backend observes that.
     """
 
     __hash__ = object.__hash__  # a weak reference's own needs what it refers to
@@ -171,8 +169,7 @@ class Block:
         version: version counter of the source when that was saved.
         ready: the event behind its producer, where the program has given one.
         is_kept: whether it was chosen to be kept on the device.
-        mover: the group that moves it, or would: the last to be committed with it on the device.
-        name: that group's when the block was saved, under which its bytes are counted.
+        name: under which its bytes are counted: of the group that moves it, or would.
         counted_bytes: what of it some group's commit has counted.
         kept_bytes: what of it is counted as kept on the device.
         flight: the copies to the host that its own was issued with, once it was.
@@ -219,7 +216,7 @@ class Block:
         high: int,
         spec: ViewSpec,
     ) -> None:
-        self.group = self.mover = group
+        self.group = group
         self.name = record.group_name
         self.stream = stream
         self.storage_key = storage_key
@@ -383,6 +380,7 @@ class OffloadGroup(Group):
     Attributes:
         moving: between the look at its bytes and the decision, the blocks that can be offloaded,
             alive.
+        flight: its copies to the host, while they are in flight.
         recomputed: what of it is recomputed, or could be; set at commit.
         dropped_bytes: what of it is off the device to be recomputed, until backward comes to it,
             by name.
@@ -392,6 +390,7 @@ class OffloadGroup(Group):
 
     dropped_bytes: Mapping[str, int] = MappingProxyType({})
     moving: Sequence[Block] = ()
+    flight: Flight | None = None
     recomputed: tuple[RecomputeUnit, ...] = ()
     leaf_hook: RemovableHandle | None = None
     forced: tuple[weakref.ref[torch.Tensor], ...] = ()

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from operator import is_
 from typing import Any
 
-import torch
 from torch import is_grad_enabled
 from torch._C import _current_graph_task_id
 from torch._C._autograd import (
@@ -15,8 +13,6 @@ from torch._C._autograd import (
     _push_saved_tensors_default_hooks,
     _top_saved_tensors_default_hooks,
 )
-
-from megatron_offload.engine.saved_tensor import SavedTensor
 
 RECOMPUTE = "megatron_offload.recompute"
 """The owner of hooks under which nothing is recorded, since it is recomputed as a whole."""
@@ -85,37 +81,6 @@ def put_on(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
     _push_saved_tensors_default_hooks(pack, unpack)
 
 
-class HookStack:
-    """The hooks of one manager, whose ``transfers`` their owners have, in order of ``with`` blocks.
-
-    After `clear` none of them is in force, whatever cut short the code that was to take them off.
-    """
-
-    def __init__(self, transfers: object) -> None:
-        self._transfers = transfers
-        self._packs: list[Callable[[torch.Tensor], SavedTensor] | None] = []
-
-    def __len__(self) -> int:
-        return len(self._packs)
-
-    def push(self, pack: Callable[[torch.Tensor], SavedTensor] | None) -> None:
-        """Let ``pack`` record what autograd saves from here on; None leaves all as it is."""
-        # First, so that none is in force that isn't known here.
-        self._packs.append(pack)
-        if pack is not None:
-            put_on(pack, SavedTensor.unpack)
-
-    def pop(self) -> None:
-        """Undo the last `push`; nothing where `clear` has done it."""
-        if self._packs:
-            if self._packs[-1] is not None:
-                take_off(partial(is_, self._packs[-1]))
-            self._packs.pop()
-
-    def clear(self) -> None:
-        """Remove all of this manager's hooks."""
-        self._packs.clear()
-        take_off(
-            lambda pack: getattr(owner_of(pack), "transfers", None) is self._transfers,
-            all_of_them=True,
-        )
+def take_off_all(transfers: object) -> None:
+    """Take off all hooks whose owners have these ``transfers``: of one manager."""
+    take_off(lambda pack: getattr(owner_of(pack), "transfers", None) is transfers, all_of_them=True)

@@ -83,10 +83,7 @@ class Learner:
         self._is_unlisted = cache(
             lambda name: bool(listed) and not any(fnmatchcase(name, one) for one in listed)
         )
-        self._transfers, self._backend = transfers, transfers.backend
-        self._host_pool = transfers.host_pool
-        self._budget = transfers.budget
-        self._owners = transfers.owners
+        self._transfers = transfers
         self._num_fits_left = _NUM_FITS
         self._peaks: deque[int] = deque(maxlen=_NUM_STEPS)
         self._chosen_by: ModulesPolicy | None = None
@@ -120,7 +117,7 @@ class Learner:
     def follow_rules(self) -> None:
         """Follow the configuration's rules again, which ends `open`."""
         self.is_open, self.kept = False, {}
-        self._budget.restart()
+        self._transfers.budget.restart()
         if self.profile is not None:
             self._choose(self.profile)
 
@@ -142,13 +139,13 @@ class Learner:
         self._fit_host_pool()
         if self.is_steady:
             if self._num_fits_left == _NUM_FITS and not (self.is_open or self.is_measured):
-                self._backend.trim_device()  # what only the first steps needed
+                self._transfers.backend.trim_device()  # what only the first steps needed
             self._num_fits_left = max(0, self._num_fits_left - 1)
         elif before is not None:
-            self._owners.known.clear()
+            self._transfers.kept_by_others.clear()
         if has_changed or self.policy != self._chosen_by:
             self._choose(profile)
-        self._budget.learn(self._largest_bytes)
+        self._transfers.budget.learn(self._largest_bytes)
 
     def _choose(self, profile: StepProfile) -> None:
         self._chosen_by = self.policy
@@ -170,7 +167,7 @@ class Learner:
     def restart(self) -> None:
         """Learn anew what the step looks like; what is followed and kept remains."""
         self.profile, self.is_steady = None, False
-        self._owners.known.clear()
+        self._transfers.kept_by_others.clear()
 
     def reason_to_keep(self, group: OffloadGroup) -> str:
         """Return why a group is to be kept on the device; empty where it may be offloaded."""
@@ -204,7 +201,10 @@ class Learner:
 
     def is_short_of_memory(self) -> bool:
         """Whether so much is in use that not all that is saved may find room."""
-        capacity_bytes, memory = self._backend.capacity_bytes(), self._backend.memory()
+        capacity_bytes, memory = (
+            self._transfers.backend.capacity_bytes(),
+            self._transfers.backend.memory(),
+        )
         if capacity_bytes is None or memory is None:
             return False
         return memory.allocated_bytes > _OPEN_SHARE * capacity_bytes
@@ -216,7 +216,7 @@ class Learner:
 
         Where lengths vary nothing is unpinned: a longer one would pin it again.
         """
-        pool, peaks = self._host_pool, self._peaks
+        pool, peaks = self._transfers.host_pool, self._peaks
         peaks.append(pool.stats.peak_in_use_bytes)
         at_once = self.is_steady and self._num_fits_left > 0
         recent = [*peaks][-2 if at_once else 0 :]
@@ -227,5 +227,5 @@ class Learner:
         surplus_bytes = pinned_bytes - keep_bytes
         is_much = at_once or surplus_bytes > _LEAST_SURPLUS_SHARE * pinned_bytes
         if surplus_bytes >= pool.slab_bytes and is_much:
-            self._backend.sync_copies()
+            self._transfers.backend.sync_copies()
             pool.shrink(keep_bytes)

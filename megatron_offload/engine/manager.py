@@ -7,9 +7,8 @@ leave a manager whose next step is right.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 from weakref import ref
@@ -18,35 +17,28 @@ import torch
 
 from megatron_offload.backends import create_backend
 from megatron_offload.backends.base import Backend
-from megatron_offload.config import RECOMPUTE_SITES, OffloadConfig
+from megatron_offload.config import OffloadConfig
 from megatron_offload.core.budget import DeviceBudget
-from megatron_offload.core.group import GroupState
 from megatron_offload.core.policy_config import SolvedConfig
 from megatron_offload.core.profile import StepProfile
-from megatron_offload.core.row_config import LOSS, MODEL, RowConfig
 from megatron_offload.engine.checking import Checker
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.graph_break import graph_break
-from megatron_offload.engine.group import OffloadGroup, Rules
+from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.guard import Guard, guarded
 from megatron_offload.engine.hooks import (
-    RECOMPUTE,
-    HookStack,
-    is_in_backward,
     is_recording,
-    others_hooks,
 )
 from megatron_offload.engine.learning import Learner
 from megatron_offload.engine.marks import Marks
-from megatron_offload.engine.module_hooks import tokens_of
 from megatron_offload.engine.observer import Observer
+from megatron_offload.engine.recording import Recording
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.step import Step
 from megatron_offload.engine.transfers import Transfers
 from megatron_offload.engine.transformer_engine import look_inside
 from megatron_offload.errors import ConfigError, StateError
 from megatron_offload.memory.host_pool import HostPool
-from megatron_offload.memory.tensor_pool import TensorPool
 
 _logger = logging.getLogger(__name__)
 
@@ -56,11 +48,8 @@ something keeps alive for good would else let it grow for ever."""
 
 _NO_CHUNK = (
     "group %r was started outside a chunk, so nothing of it is offloaded: take the step inside "
-    "`with manager.step():`, or call begin_chunk() before each forward%s. This is said once"
-)
-_WHOSE_CHUNK = (
-    ". group_start() is for the process's manager, PipelineOffloadManager.get_instance(): where "
-    "the step is another's, use that, or set PipelineOffloadManager.instance to the other first"
+    "`with manager.step():`, or call begin_chunk() before each forward; where the step is another "
+    "manager's, set PipelineOffloadManager.instance to that first. This is said once"
 )
 _NO_END = (
     "%d forwards and no end of a step, so nothing was learned from them: take each training step "
@@ -70,10 +59,6 @@ _NO_END = (
 _NO_COMMIT = (
     "nothing is offloaded of groups that are started and never committed, as %s in this step: give "
     "group_commit() the name that group_start() was given. This is said once"
-)
-_HIDDEN = (
-    "hooks of saved tensors that %s has set are in force, so what is saved inside "
-    "them is kept: what they rely on isn't known. This is said once"
 )
 _CAPTURED_TOO_EARLY = (
     "a step was captured into a graph while it is looked at: trace and check others; "
@@ -91,8 +76,6 @@ class Tuner(Protocol):
 
     is_converged: bool
     """Whether no more steps are looked at."""
-    said: str
-    """How that has ended, in one line."""
 
     def begin(self, manager: PipelineOffloadManager) -> None:
         """Begin anew: the manager has another configuration."""
@@ -104,7 +87,7 @@ class Tuner(Protocol):
         """Look back at a step that has ended."""
 
 
-class PipelineOffloadManager:
+class PipelineOffloadManager(Recording):
     """Holds one `ChunkOffloadHandler` per microbatch and virtual pipeline stage in flight.
 
     As a context manager it catches the tensors that autograd saves inside, for the group that was
@@ -115,12 +98,8 @@ class PipelineOffloadManager:
         backend: where tensors live; by default what ``config.backend`` names.
     """
 
-    instance: PipelineOffloadManager | None = None
+    instance: ClassVar[PipelineOffloadManager | None] = None
     """The process's manager: None before it was asked for; may be set to another."""
-
-    usual_recompute: tuple[str, ...] = ()
-    """What the process's manager recomputes where its configuration doesn't say: nothing, unless a
-    library is integrated whose classes are known."""
 
     at_first_use: Callable[[PipelineOffloadManager], None] | None = None
     """Is called with that one once it is made."""
@@ -146,8 +125,7 @@ class PipelineOffloadManager:
         old.close()
         new = type(old)(old.config)
         # Models register their parameters once, in the first forward of all.
-        new.marks.take_parameters(old.marks)
-        new.tuner = old.tuner
+        new.marks, new.tuner = old.marks, old.tuner
         if new.tuner is not None:
             new.tuner.begin(new)
         PipelineOffloadManager.instance = new
@@ -188,11 +166,10 @@ class PipelineOffloadManager:
             cap_bytes=config.host_memory_bytes,
             share=config.host_memory_share,
         )
-        self.tensor_pool = TensorPool(self.backend, retained_bytes=config.retained_device_bytes)
         self.budget = DeviceBudget(config.max_inflight_bytes, config.prefetch_bytes)
         self.guard = Guard(self.backend.sync_copies)
-        pools = self.host_pool, self.tensor_pool
-        self.transfers = Transfers(self.backend, *pools, self.budget, self.guard, self.observers)
+        owned = self.backend, self.host_pool, self.budget, self.guard
+        self.transfers = Transfers(*owned, self.observers)
         self.window = self.transfers.window
         self.learner = Learner(config, self.transfers)
         self._has_had_rows = False
@@ -201,14 +178,13 @@ class PipelineOffloadManager:
         if config.checking:
             self.observers.append(Checker())
         self.do_offload = config.enabled
-        self._hooks = HookStack(self.transfers)
-        self._delayed: list[OffloadGroup] = []
-        self._chunk: ChunkOffloadHandler | None = None
-        self._entered: list[ChunkOffloadHandler] = []
+        self._packs = []
         self._is_in_step = False
-        self._begun_at_backward: int | None = None
-        self._said: set[str] = set()
-        self.decisions = Step(self.transfers, self.learner)
+        self._said = set()
+        self.decisions = step = Step(self.transfers, self.learner)
+        self.commit, self.flush_delayed_groups = step.commit_group, step.flush_delayed_groups
+        self.enter_backward, self.leave_backward = step.enter_backward, step.leave_backward
+        self.tick = step.tick
         self._begin_step()
         if self.tuner is not None:
             self.tuner.begin(self)
@@ -248,10 +224,10 @@ class PipelineOffloadManager:
         self.claim()
         if self.guard.has_failed:
             self.abort()
-        elif self._hooks:  # of a forward that an exception has ended
-            self._hooks.clear()
-        if self._chunk is not None:
-            self._chunk.forget_recipes()
+        elif self._packs:  # of a forward that an exception has ended
+            self._take_off_hooks()
+        if self.decisions.chunk is not None:
+            self.decisions.chunk.forget_recipes()
         config = self.config
         if config.enabled:
             look_inside()
@@ -262,28 +238,9 @@ class PipelineOffloadManager:
         is_set = {"min_tensor_bytes", "min_tensor_elements"} & config.model_fields_set
         if min_tensor_elements is not None and not is_set:
             smallest = (0, min_tensor_elements)
-        self._chunk = self.new_chunk(vp_stage or 0, *smallest)
-        self._chunk.rules.max_inflight_groups = max_inflight_groups
-        self._begun_at_backward = None
-        return self._chunk
-
-    def claim(self, *, is_inside: bool = False) -> None:
-        """Take the manager for this thread's forwards.
-
-        Args:
-            is_inside: whether the thread that has it is in a forward, as far as the caller knows.
-
-        Raises:
-            StateError: another thread is not done with it, or it was closed.
-        """
-        if self.host_pool.is_closed and self.do_offload:
-            raise StateError(
-                "close() has given the memory of this context or manager back: make a new one, or "
-                "close it when training is over"
-            )
-        if is_in_backward():
-            return  # a recompute, maybe in autograd's thread; nothing of it is recorded
-        self.guard.claim(lambda: is_inside or bool(self._hooks) or not self.decisions.is_idle())
+        self.decisions.chunk = chunk = self.new_chunk(vp_stage or 0, *smallest)
+        chunk.rules.max_inflight_groups = max_inflight_groups
+        return chunk
 
     def chunk_to_record(self, name: str, *, is_marked: bool = True) -> ChunkOffloadHandler | None:
         """Return the chunk of a group that starts now; None where none is recorded.
@@ -296,50 +253,18 @@ class PipelineOffloadManager:
         """
         if not self.may_record or self.is_hidden() or not is_recording():
             return None
-        chunk, since = self._chunk, self._begun_at_backward
+        step, chunk = self.decisions, self.decisions.chunk
         named = self._offloaded if is_marked else self._row_names
         if self.rows is not None and name not in named:
             return None
-        is_over = since is not None and since != len(self.decisions.backward_order)
+        is_over = chunk is not None and chunk.begun_behind not in (None, len(step.backward_order))
         if chunk is None or (is_over and not chunk.open_groups):
             if not self._is_in_step:
-                is_process_s = self is PipelineOffloadManager.instance
-                self._say_once(_NO_CHUNK, name, _WHOSE_CHUNK if is_process_s else "")
+                self._say_once(_NO_CHUNK, name)
                 return None
             chunk = self.begin_chunk()
-            self._begun_at_backward = len(self.decisions.backward_order)
+            chunk.begun_behind = len(step.backward_order)
         return chunk
-
-    def is_hidden(self) -> bool:
-        """Whether hooks of others are in force, so that a group that starts here is none."""
-        others = "" if is_in_backward() else others_hooks()
-        if others and torch.is_grad_enabled():
-            self.transfers.stats.num_hidden_groups += 1
-        if others and not others.startswith((RECOMPUTE, "torch.utils.checkpoint")):
-            self._say_once(_HIDDEN, others)
-        return bool(others)
-
-    def _say_once(self, message: str, *values: object) -> None:
-        if message not in self._said:
-            self._said.add(message)
-            _logger.warning(message, *values)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self  # a copied module is run beside its original, on the same memory
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if self is PipelineOffloadManager.instance:
-            return PipelineOffloadManager.get_instance, ()
-        return type(self), (self.config,)
-
-    def new_chunk(
-        self, vp_stage: int = 0, min_tensor_bytes: int = 0, min_tensor_elements: int = 0
-    ) -> ChunkOffloadHandler:
-        """Return a chunk for a caller who opens and commits its groups by hand."""
-        rules = Rules(min_tensor_bytes, min_tensor_elements)
-        rules.recompute = frozenset() if self.learner.is_open else None
-        rules.configured = self.recompute
-        return ChunkOffloadHandler(self.transfers, self.marks, rules, vp_stage)
 
     @graph_break
     def start_group(self, chunk: ChunkOffloadHandler, name: str) -> OffloadGroup:
@@ -366,71 +291,25 @@ class PipelineOffloadManager:
         `reset` gets a new step now and then, so that nothing grows for ever.
         """
         step = self.decisions
-        if not self._entered and self.backend.is_capturing():
+        if not step.entered and self.backend.is_capturing():
             self.host_pool.forget_events()  # of steps before; the caller has waited for them
-            self.tensor_pool.clear()
         is_unused = bool(step.committed) and not step.backward_order
-        is_long = len(self._entered) >= _MOST_CHUNKS
+        is_long = len(step.entered) >= _MOST_CHUNKS
         if is_long:
-            is_over = not any(group.blocks() for group in self._entered[-1].groups)
+            is_over = not any(group.blocks() for group in step.entered[-1].groups)
         else:
             is_over = is_unused and step.is_idle()
         if is_over:
             if not is_unused:
-                self._say_once(_NO_END, len(self._entered))
+                self._say_once(_NO_END, len(step.entered))
                 self._last_step = step.finish(names_leaks=False)
-                self.learner.learn(self.decisions.profile())
-            since = self._begun_at_backward
+                self.learner.learn(step.profile())
             self._begin_step()
-            self._chunk, self._begun_at_backward = chunk, None if since is None else 0
-        self._entered.append(chunk)
-        chunk.position = len(self._entered) - 1
-
-    def cur_forward_chunk(self) -> ChunkOffloadHandler | None:
-        """Return the chunk whose forward runs, if any."""
-        return self._chunk
-
-    @property
-    def may_record(self) -> bool:
-        """Whether groups of this step are recorded: not where nothing of it would be offloaded.
-
-        That is unless an observer needs its groups.
-        """
-        if not self.do_offload:
-            return False
-        if not self.learner.keeps_everything or self._is_looked_at:
-            return True
-        return bool({*self.recompute} - {*RECOMPUTE_SITES, LOSS})
-
-    @property
-    def rests(self) -> bool:
-        """Whether no step is looked at or moves anything, as no row says so."""
-        return self.rows is not None and self._row_names <= {LOSS} and not self._is_looked_at
-
-    @property
-    def _is_looked_at(self) -> bool:
-        return any(observer.needs_groups for observer in self.observers)
-
-    def records(self) -> bool:
-        """Whether groups are recorded here and now: with grad, and not where is recomputed."""
-        return self.may_record and is_recording()
-
-    def may_drop(self, unit: str) -> bool:
-        """Whether what a site of a unit saves may be dropped now."""
-        return self.may_recompute(unit) and (
-            not self._is_for_shortage or self.learner.is_short_of_memory()
-        )
-
-    def may_recompute(self, unit: str) -> bool:
-        """Whether a unit is to be recomputed now: hooks of rows before may be left on it."""
-        if self.rows is None:
-            return not self._has_had_rows or unit in self.recompute
-        return unit in self._row_names
-
-    def is_too_short(self, min_tokens: int, args: Any, kwargs: Any) -> bool:
-        """Whether a row of so many tokens isn't followed in a call; on trial all are."""
-        is_asked = min_tokens > 0 and not self.rows_are_on_trial
-        return is_asked and tokens_of(args, kwargs) < min_tokens
+            step.chunk = chunk
+            if chunk.begun_behind is not None:
+                chunk.begun_behind = 0
+        step.entered.append(chunk)
+        chunk.position = len(step.entered) - 1
 
     @graph_break
     def reset(self) -> None:
@@ -443,7 +322,7 @@ class PipelineOffloadManager:
             self.abort()
         else:
             self.flush_delayed_groups()
-            self._hooks.clear()
+            self._take_off_hooks()
             self._end_step()
             if self.tuner is not None:
                 self.tuner(self)
@@ -463,7 +342,9 @@ class PipelineOffloadManager:
 
     @guarded
     def _end_step(self) -> None:
-        self._say_what_is_open()
+        names = {group.name for chunk in self.decisions.entered for group in chunk.open_groups}
+        if names:
+            self._say_once(_NO_COMMIT, ", ".join(map(repr, sorted(names))))
         self._last_step = self.decisions.finish(names_leaks=self.config.checking)
         if self.backend.is_capturing():
             self._last_step.is_captured = True
@@ -473,19 +354,9 @@ class PipelineOffloadManager:
                     raise StateError(_CAPTURED_TOO_EARLY)
                 self.transfers.wait_reloads(self.decisions.committed)  # of what is unread too
                 self.host_pool.leave_to_graph()
-                self.tensor_pool.clear()
         elif self.decisions.backward_order:
             self.learner.learn(self.decisions.profile())
         self._begin_step()
-
-    def _say_what_is_open(self) -> None:
-        names = {group.name for chunk in self._entered for group in chunk.open_groups}
-        if names:
-            others = {name for chunk in self._entered for name in chunk.not_started}
-            text = ", ".join(map(repr, sorted(names)))
-            if others:
-                text += f" (never started but committed: {', '.join(map(repr, sorted(others)))})"
-            self._say_once(_NO_COMMIT, text)
 
     @contextmanager
     def step(self) -> Iterator[PipelineOffloadManager]:
@@ -511,8 +382,7 @@ class PipelineOffloadManager:
         """
         self.guard.refuse_nesting("abort")
         with self.guard.lock:
-            self._hooks.clear()
-            self._delayed.clear()
+            self._take_off_hooks()
             self.guard.left.clear()
             self.decisions.abandon()
             if self.guard.has_failed:
@@ -537,7 +407,6 @@ class PipelineOffloadManager:
         Blocks the host until the copies under way are over.
         """
         self.backend.sync_copies()
-        self.tensor_pool.clear()
         self.backend.trim_device()
         return self.host_pool.shrink()
 
@@ -546,89 +415,16 @@ class PipelineOffloadManager:
         """Abort what runs and free all host memory; a second call does nothing more."""
         self.abort()
         with self.guard.lock:
-            self.tensor_pool.clear()
             self.host_pool.close()
 
     def _begin_step(self) -> None:
         self.step_number += 1
-        self._chunk = self._begun_at_backward = None
         self.last_call: ref[object] | None = None
         """The last call of this step whose inside is recomputed: there may be no groups besides."""
-        for chunk in self._entered:
-            chunk.forget_groups()
-        self._entered.clear()
         self.marks.begin_step()
         self.decisions.begin()
 
     # Boundaries
-
-    def recorded_chunk(self) -> ChunkOffloadHandler | None:
-        """Return the chunk whose forward runs, where it matters how its tensors are made."""
-        is_recorded = self._chunk is not None and self.do_offload
-        return self._chunk if is_recorded and is_recording(needs_grad=False) else None
-
-    @graph_break
-    def commit(self, group: OffloadGroup, *, delay: bool = False) -> None:
-        """Decide about a group whose forward is over, and issue its copies.
-
-        Args:
-            group: the group, closed.
-            delay: leave that to `flush_delayed_groups`.
-        """
-        for observer in self.observers:
-            observer.group_commits(group, is_delayed=delay)
-        if delay:
-            self._delayed.append(group)
-        else:
-            self._commit(group)
-        for observer in self.observers:
-            observer.group_committed(group)
-
-    @guarded
-    def _commit(self, group: OffloadGroup) -> None:
-        self.decisions.commit_group(group)
-
-    def flush_delayed_groups(self) -> None:
-        """Issue the copies of all groups that were put off, in the order of their commits."""
-        delayed, self._delayed = self._delayed, []
-        for group in delayed:
-            if group.state is GroupState.RECORDING:
-                self.commit(group)
-
-    @guarded
-    def enter_backward(self, group: OffloadGroup, grads: object = None) -> None:
-        """Backward has reached a group's end: reload it if need be, and look ahead.
-
-        ``grads`` are what autograd hands a hook.
-        """
-        chunk = self._chunk
-        if chunk is not None and chunk.position == group.key.chunk:
-            chunk.forget_recipes()  # its forward is over, and they may keep what is reloaded
-        for observer in self.observers:
-            observer.backward_enters(group)
-        self.decisions.enter_backward(group)
-        for observer in self.observers:
-            observer.backward_entered(group)
-
-    @guarded
-    def leave_backward(self, group: OffloadGroup, grad: object = None) -> None:
-        """Backward has left a group, unless it came from inside its forward and will come again."""
-        if group.state is GroupState.RECORDING and group not in self._delayed:
-            return
-        for observer in self.observers:
-            observer.backward_leaves(group)
-        self.decisions.leave_backward(group)
-        for observer in self.observers:
-            observer.backward_left(group)
-
-    @guarded
-    def tick(self, num_bytes: int, is_backward: bool = False) -> bool:
-        """Let the step's clock go by something without groups, as large as if it had saved this.
-
-        Returns:
-            Whether it counts, in backward as well.
-        """
-        return self.decisions.tick(num_bytes, is_backward)
 
     @guarded
     def join_offloads(self) -> None:
@@ -640,95 +436,20 @@ class PipelineOffloadManager:
         """Make the compute stream wait for all copies to the device of this step's groups."""
         self.transfers.wait_reloads(self.decisions.committed)
 
-    # Hooks
+    # Copies, and what is asked for
 
-    @graph_break
-    def __enter__(self) -> PipelineOffloadManager:
-        chunk = self._chunk
-        pack = None
-        if chunk is not None and chunk.open_groups and self.records():
-            pack = partial(chunk.pack, chunk.open_groups[-1])
-        self._hooks.push(pack)
-        return self
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # a copied module is run beside its original, on the same memory
 
-    @graph_break
-    def __exit__(self, *exception: object) -> None:
-        self._hooks.pop()
-
-    # Switches and marks
-
-    def disable_offload(self) -> None:
-        """Record no groups from here on; what is under way finishes."""
-        self.do_offload = False
-
-    def enable_offload(self) -> None:
-        """Record groups again, unless the configuration says ``enabled=False``."""
-        self.do_offload = self.config.enabled
-
-    @graph_break
-    def mark_not_offload(self, tensor: torch.Tensor | None) -> None:
-        """Keep a tensor, and all that shares its storage, on the device."""
-        if tensor is not None:
-            self.marks.add(tensor)
-
-    @contextmanager
-    def observed_by(self, *observers: Observer) -> Iterator[None]:
-        """Report to these what happens inside."""
-        self.observers += observers
-        try:
-            yield
-        finally:
-            for observer in observers:
-                self.observers.remove(observer)
-
-    # What is asked for
-
-    @property
-    def recompute(self) -> tuple[str, ...]:
-        """What is recomputed, by unit and pattern; the loss is none of the engine's."""
-        if self.rows is not None:
-            return tuple(row.site for row in self.rows if row.recompute)
-        is_usual = self is PipelineOffloadManager.instance and (
-            "recompute" not in self.config.model_fields_set
-        )
-        if is_usual:
-            return self.usual_recompute
-        return tuple(unit for unit in self.config.recompute if unit != LOSS)
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self is PipelineOffloadManager.instance:
+            return PipelineOffloadManager.get_instance, ()
+        return type(self), (self.config,)
 
     @property
     def last_step(self) -> StepStats:
         """Counters of the last finished step; until one is finished, of the one that runs."""
         return self._last_step or self.transfers.counted()
-
-    def follow_rows(
-        self,
-        rows: Sequence[RowConfig] | None,
-        *,
-        is_own: bool = False,
-        on_trial: bool = False,
-        when_short: bool = False,
-    ) -> None:
-        """Do what rows say from the next forward on, in place of the policy; between forwards only.
-
-        Hooks of modules are another's matter.
-
-        Args:
-            rows: None: the policy is followed, as of a row of all that the model saves.
-            is_own: whether this run has found them, so that one that brings nothing is no error.
-            on_trial: what is to be recomputed is, and compared, but nothing is dropped.
-            when_short: recompute only while the device has little room left.
-        """
-        self._has_had_rows |= bool(rows)
-        sites = {row.site for row in rows or ()}
-        self.rows = None if rows is None or MODEL in sites else tuple(rows)
-        self.refused_rows = ""
-        """Why own rows free nothing, if one of them doesn't."""
-        self.rows_are_own, self.rows_are_on_trial = is_own, on_trial
-        self._is_for_shortage = when_short
-        self._row_names = sites
-        self._offloaded = {row.site for row in rows or () if row.offload}
-        self.transfers.by_rows = self.rows is not None
-        self.learner.is_measured = is_own
 
     @property
     def last_profile(self) -> StepProfile | None:

@@ -93,11 +93,6 @@ class Marks:
         """Those, and where parameters are."""
         self._is_old = False
 
-    def take_parameters(self, other: Marks) -> None:
-        """Mark the parameters that ``other`` has marked."""
-        self._parameters.update(other._parameters)
-        self._is_old = True
-
     def add(self, tensor: torch.Tensor) -> None:
         """Mark a tensor, and all that shares its storage."""
         if is_parameter(tensor) or is_lazy(tensor):

@@ -30,7 +30,7 @@ class Observer:
     def group_starts(self, group: OffloadGroup) -> None:
         """A forward enters a group."""
 
-    def group_commits(self, group: OffloadGroup, *, is_delayed: bool) -> None:
+    def group_commits(self, group: OffloadGroup) -> None:
         """A forward leaves a group; of a commit that is put off it is reported twice."""
 
     def group_committed(self, group: OffloadGroup) -> None:

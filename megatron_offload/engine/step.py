@@ -1,5 +1,7 @@
 """One training step as it runs: what its groups have, what was decided about them, what it showed.
 
+Boundaries of groups, and autograd's hooks behind them, enter the engine here.
+
 Invariant: a group counts against the budget while it belongs to this step, and no longer; graphs
 may outlive their step.
 """
@@ -8,11 +10,14 @@ from __future__ import annotations
 
 import logging
 
-from megatron_offload.core.group import DONE
+from megatron_offload.core.group import DONE, RECORDING
 from megatron_offload.core.profile import GroupProfile, StepProfile, merge_units
 from megatron_offload.core.step import StepDecisions
 from megatron_offload.engine.checking import leaks_of
+from megatron_offload.engine.chunk import ChunkOffloadHandler
+from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import OffloadGroup
+from megatron_offload.engine.guard import guarded
 from megatron_offload.engine.learning import Learner
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.transfers import Transfers
@@ -21,15 +26,31 @@ _logger = logging.getLogger(__name__)
 
 
 class Step(StepDecisions[OffloadGroup]):
-    """The step of one manager; `begin` makes the next."""
+    """The step of one manager; `begin` makes the next.
+
+    Attributes:
+        chunk: the one whose forward runs, if any.
+        entered: the chunks that have groups, in order.
+        delayed: groups whose commits were put off.
+    """
 
     def __init__(self, transfers: Transfers, learner: Learner) -> None:
         super().__init__(transfers, transfers.window, transfers.budget)
+        self.guard = transfers.guard
         self._transfers = transfers
+        self._observers = transfers.observers
         self._learner = learner
+        self.chunk: ChunkOffloadHandler | None = None
+        self.entered: list[ChunkOffloadHandler] = []
+        self.delayed: list[OffloadGroup] = []
 
     def begin(self) -> None:
         """Forget the last step's groups and count from zero."""
+        self.chunk = None
+        for chunk in self.entered:
+            chunk.forget_groups()
+        self.entered.clear()
+        self.delayed.clear()
         for group in self.groups():
             if group.leaf_hook is not None and not group.blocks():
                 group.unhook()
@@ -72,8 +93,25 @@ class Step(StepDecisions[OffloadGroup]):
 
     # Boundaries
 
-    def commit_group(self, group: OffloadGroup) -> None:
-        """Decide about a group whose forward is over, and issue its copies."""
+    @graph_break
+    def commit_group(self, group: OffloadGroup, *, delay: bool = False) -> None:
+        """Decide about a group whose forward is over, and issue its copies.
+
+        Args:
+            group: the group, closed.
+            delay: leave that to `flush_delayed_groups`.
+        """
+        for observer in self._observers:
+            observer.group_commits(group)
+        if delay:
+            self.delayed.append(group)
+        else:
+            self._commit(group)
+        for observer in self._observers:
+            observer.group_committed(group)
+
+    @guarded
+    def _commit(self, group: OffloadGroup) -> None:
         transfers = self._transfers
         if group.pick is not None:
             group.pick.choose(group)
@@ -83,6 +121,13 @@ class Step(StepDecisions[OffloadGroup]):
         if group.forced and not keep_reason:
             self._force(group)
         self.commit(group, keep_reason, must_move=group.rules.should_offload is not None)
+
+    def flush_delayed_groups(self) -> None:
+        """Issue the copies of all groups that were put off, in the order of their commits."""
+        delayed, self.delayed = self.delayed, []
+        for group in delayed:
+            if group.state is RECORDING:
+                self.commit_group(group)
 
     def _force(self, group: OffloadGroup) -> None:
         """Let the storage of ``group.forced`` be emptied where a group that moves it is released.
@@ -94,17 +139,42 @@ class Step(StepDecisions[OffloadGroup]):
         for block in group.blocks():
             if block.storage_key in keys and not block.released:
                 block.forced_by = group.forced
-                if block.is_before_copy:
-                    block.mover = group
 
-    def enter_backward(self, group: OffloadGroup) -> None:
-        """Backward has reached a group's end: reload it if need be, and look ahead."""
+    @guarded
+    def enter_backward(self, group: OffloadGroup, grads: object = None) -> None:
+        """Backward has reached a group's end: reload it if need be, and look ahead.
+
+        ``grads`` are what autograd hands a hook.
+        """
+        chunk = self.chunk
+        if chunk is not None and chunk.position == group.key.chunk:
+            chunk.forget_recipes()  # its forward is over, and they may keep what is reloaded
+        for observer in self._observers:
+            observer.backward_enters(group)
         self._transfers.count_recomputed(group)
         super().enter_backward(group)
-        self._transfers.owners.learn(group)
+        self._transfers.learn_owners(group)
+        for observer in self._observers:
+            observer.backward_entered(group)
 
-    def leave_backward(self, group: OffloadGroup) -> None:
-        """Backward has left a group."""
+    @guarded
+    def leave_backward(self, group: OffloadGroup, grad: object = None) -> None:
+        """Backward has left a group, unless it came from inside its forward and will come again."""
+        if group.state is RECORDING and group not in self.delayed:
+            return
+        for observer in self._observers:
+            observer.backward_leaves(group)
         if group.leaf_hook is not None:
             group.unhook()
         super().leave_backward(group)
+        for observer in self._observers:
+            observer.backward_left(group)
+
+    @guarded
+    def tick(self, num_bytes: int, is_backward: bool = False) -> bool:
+        """Let the step's clock go by something without groups, as large as if it had saved this.
+
+        Returns:
+            Whether it counts, in backward as well.
+        """
+        return super().tick(num_bytes, is_backward)

@@ -1,44 +1,37 @@
 """What is done about a decision: the copies, and the waits that order them.
 
-Every copy of the package is issued here, with five of the six waits, one call each; W2 is in
-`megatron_offload.engine.release`. What something else keeps on the device is neither reloaded nor,
-from the next step on, copied at all.
+Every copy of the engine is issued here or in `megatron_offload.engine.reloads`, with the six waits,
+each at one place.
+
+Release without ``record_stream``: the source of a copy to the host is held until a known later
+point of the program, where the compute stream waits for the copy (W2) and the last reference is
+dropped. The caching allocator can hand the memory on at once, in stream order, and does so the same
+way in every run. What is released when, `megatron_offload.core.window` decides. What something else
+keeps on the device isn't copied any more from the next step on.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import groupby, repeat
-from typing import Any
-from weakref import ref
+from functools import partial
+from itertools import repeat
+from weakref import proxy, ref
 
 import torch
 
-from megatron_offload.backends.base import Backend, Event, Stream, Wait
-from megatron_offload.core.budget import DeviceBudget
-from megatron_offload.core.group import OFFLOADING, ON_HOST, RELOADED, RELOADING, RESIDENT
-from megatron_offload.core.profile import RecomputeUnit
+from megatron_offload.backends.base import Event, Stream, Wait
+from megatron_offload.core.group import OFFLOADING, ON_HOST, RESIDENT
+from megatron_offload.core.profile import GroupKey, RecomputeUnit
 from megatron_offload.core.window import InFlightWindow
-from megatron_offload.engine.group import (
-    INPUT_NOT_SAVED,
-    Block,
-    Flight,
-    Lease,
-    OffloadGroup,
-    Reload,
-)
-from megatron_offload.engine.guard import Guard, guarded
-from megatron_offload.engine.observer import Observer
-from megatron_offload.engine.owners import ForeignOwners
-from megatron_offload.engine.release import Sources
+from megatron_offload.engine.group import INPUT_NOT_SAVED, Block, Flight, Lease, OffloadGroup
+from megatron_offload.engine.guard import guarded
+from megatron_offload.engine.reloads import Reloads
 from megatron_offload.engine.stats import StepStats
-from megatron_offload.errors import StateError
-from megatron_offload.memory.host_pool import HostPool, HostRegion
-from megatron_offload.memory.tensor_pool import TensorPool, num_owners
+from megatron_offload.memory.host_pool import HostRegion
+from megatron_offload.memory.storage_ref import StorageRef
+from megatron_offload.memory.tensor_pool import num_owners, use_count_of
 
 _logger = logging.getLogger(__name__)
 
@@ -48,37 +41,23 @@ larger is allocated piece by piece, which fills slabs better, and copying it tak
 that."""
 
 
-@dataclass(eq=False, repr=False)
-class Transfers:
-    """Moves blocks between device and host for all groups of one manager.
-
-    Attributes:
-        guard: held by the caller; `keep_source` and `target_of` take it themselves.
-        sources: what is being copied to the host, of the groups in ``window``.
-    """
-
-    backend: Backend
-    host_pool: HostPool
-    tensor_pool: TensorPool
-    budget: DeviceBudget
-    guard: Guard
-    observers: Sequence[Observer]
+class Transfers(Reloads):
+    """Moves blocks between device and host for all groups of one manager."""
 
     def __post_init__(self) -> None:
-        self.sources = Sources(self.backend, self.host_pool, self.budget, self.observers)
-        self.window = InFlightWindow[OffloadGroup](self.sources.release, self.budget)
-        self.stats = StepStats()
-        self.owners = ForeignOwners()
-        self._said: set[str] = set()
+        super().__post_init__()
+        # Weakly, since memory goes with its manager and no cycle may keep that.
+        self.window = InFlightWindow(partial(Transfers.release, proxy(self)), self.budget)
+        self.kept_by_others: set[tuple[GroupKey, int]] = set()
+        """The identities of blocks that something else keeps on the device until their backward."""
         self.by_rows = False
         """Whether what no row names is saved without a record."""
-        self.takes_targets = self.tensor_pool.keeps or self.backend.observes
-        self._leases: set[Lease] = set()
-        """Of blocks that have something to free; kept here, since nothing reports one that
-        goes together with its block."""
+        self._said: set[str] = set()
         self._shared_bytes = self.host_pool.slab_bytes // _SLAB_SHARE
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._empty = self.backend.empty_device_like(nothing)
 
-    # Device to host
+    # To the host
 
     def measure(self, group: OffloadGroup) -> None:
         """Drop what is recomputed, and see what offloading the rest of a group would copy.
@@ -86,8 +65,7 @@ class Transfers:
         Counts what is kept by choice, or is kept anyway.
         """
         moving: list[Block] = []
-        owners, chooses = self.owners, group.rules.should_offload
-        knows_any = bool(owners.known)
+        others, chooses = self.kept_by_others, group.rules.should_offload
         drops_only = group.pick is not None and group.pick.drops_only
         num_bytes = 0
         for found in group.references:
@@ -97,7 +75,8 @@ class Transfers:
             if block.recipe is not None and self._drops(group, block):
                 continue
             block_bytes, counted_bytes = block.num_bytes, block.counted_bytes
-            if chooses is not None and not counted_bytes and not owners.knows(block):
+            is_others = bool(others) and block.identity in others
+            if chooses is not None and not counted_bytes and not is_others:
                 block.is_kept = block.is_kept or not chooses(block_bytes)
             if block.is_kept or drops_only:
                 if group.pick is None:  # else the next call doesn't even see it
@@ -105,13 +84,12 @@ class Transfers:
                 self._count_kept(block, "beyond the share that is offloaded")
                 continue
             block.counted_bytes = block_bytes
-            if knows_any and owners.knows(block):
+            if is_others:
                 self.stats.externally_referenced_bytes += block_bytes - counted_bytes
             else:
                 num_bytes += block_bytes
-                if block.mover is not group:
-                    block.mover, block.name = group, group.name
-                    block.forced_by = ()  # the group that asked for it is kept
+                block.name = group.name
+                block.forced_by = ()  # a group before that has asked for it is kept
                 moving.append(block)
         group.moving, group.num_bytes = moving, num_bytes
 
@@ -124,7 +102,8 @@ class Transfers:
         if not is_dropped:
             units = group.rules.recompute
             is_dropped = units is None or recipe.unit in units
-            refusal = "something else keeps it alive" if self.owners.knows(block) else ""
+            is_others = block.identity in self.kept_by_others
+            refusal = "something else keeps it alive" if is_others else ""
             refusal = refusal or recipe.bind(block, drops=is_dropped)
             if refusal:
                 block.recipe = None
@@ -147,7 +126,7 @@ class Transfers:
         if not block.released:
             for observer in self.observers:
                 observer.block_offloads(block, _region_of(block))
-            self.sources.drop(block, group.label)
+            self._drop(block, group.label)
             if group.pick is not None and group.pick.drops_only:
                 block.name = recipe.unit  # what one call saves may be of several
             name, dropped = block.name, group.dropped_bytes
@@ -199,7 +178,7 @@ class Transfers:
         aliases = [block.alias for block in moving]
         sources = [_region_of(block) if block.spec[1] is None else block.alias for block in moving]
         streams = [block.stream for block in moving]
-        flight = Flight(group, list(map(ref, moving)), streams, aliases)
+        group.flight = flight = Flight(list(map(ref, moving)), streams, aliases)
         produced: list[Event] = []
         num_bytes, is_ready = 0, True
         for block, region, host in zip(moving, regions, hosts, strict=False):
@@ -212,7 +191,7 @@ class Transfers:
             if block.ready is None:
                 is_ready = False
             else:
-                _add(block.ready, produced)
+                produced.append(block.ready)
         if observers or backend.observes:
             self._report_offloads(group, moving, sources)
         pairs = list(zip(hosts, sources, strict=True))
@@ -221,16 +200,17 @@ class Transfers:
             backend.wait_compute(d2h_stream, Wait.W1)
             here = backend.compute_stream()  # the forward may be over
             produced += [backend.record(one) for one in dict.fromkeys(streams) if one is not here]
-        for event in produced:
+        for event in dict.fromkeys(produced):
             backend.wait(d2h_stream, event, Wait.W1)
-        for event in reused:
+        for event in dict.fromkeys(reused):
             backend.wait(d2h_stream, event, Wait.W5)
         for observer in observers:
             observer.copy_starts("d2h")
         flight.d2h = backend.copy(pairs, d2h_stream, self._label(group))
         for observer in observers:
             observer.copy_issued("d2h", pairs, group)
-        self.sources.hold(flight, num_bytes)
+        flight.num_bytes = num_bytes
+        self.budget.inflight_bytes += num_bytes
         self.window.add(group, len(pairs))
         group.advance(OFFLOADING)
         rules = group.rules
@@ -275,7 +255,7 @@ class Transfers:
                 continue
             found.owners = owners
             if found.ready_event is not None:
-                _add(found.ready_event, reused)
+                reused.append(found.ready_event)
             taken.append(block)
             regions.append(found)
         self.stats.num_unpinnable_blocks += pool.stats.num_unpinnable - num_unpinnable
@@ -285,254 +265,142 @@ class Transfers:
         """Leave a group on the device whose copies are in flight."""
         self.stats.num_cancelled_offloads += is_late
         for block in group.blocks():
-            self.sources.cancel(block)
+            self._cancel(block)
         group.advance(RESIDENT)
 
-    # Host to device
+    # Sources
 
-    def reload(self, group: OffloadGroup, *, is_late: bool) -> bool:
-        """Issue the reload of a group that is on the host; see `Actions.reload`.
+    def release(self, group: OffloadGroup) -> None:
+        """Make what was computed on wait for a group's copies, and free their sources.
 
-        Raises:
-            torch.OutOfMemoryError: the device has no memory for it, and it is late.
+        It is the one whose copies were issued first; one wait covers all before it.
         """
-        if is_late:
-            self.stats.num_late_reloads += 1
-            self.stats.by_name[group.name].num_late_reloads += 1
-        return self._reload(group, group.blocks(), may_fail=not is_late)
-
-    def _reload(self, group: OffloadGroup, blocks: Iterable[Block], *, may_fail: bool) -> bool:
-        """Issue the reload of blocks; return False where there is no memory, and that may be."""
-        # Backward is on forward's streams: each gets the memory of what it will read.
-        moving: defaultdict[Stream, list[Block]] = defaultdict(list)
-        for block in blocks:
-            is_on_host = block.region is not None and block.released
-            if is_on_host and (block.storage_ref is None or not self._revive(block)):
-                moving[block.stream].append(block)
-        batches: list[tuple[Any, ...]] = []
-        for stream, same in moving.items():
-            hosts: list[Any] = [block.host for block in same]
-            with self.backend.computing_on(stream):
-                targets = self._allocate_targets(hosts, may_fail=may_fail)
-            if targets is None:
-                return False
-            batches.append((stream, same, hosts, *targets))
-        if group.state is ON_HOST:
-            group.advance(RELOADING)
-        for stream, *batch in batches:
-            with self.backend.computing_on(stream):
-                self._issue_reload(group, *batch)
-        return True
-
-    def _allocate_targets(
-        self, hosts: Sequence[torch.Tensor], *, may_fail: bool
-    ) -> tuple[list[torch.Tensor], list[Event]] | None:
-        """Allocate what host tensors are reloaded to; None where that may fail and does."""
-        if torch.is_inference_mode_enabled():  # an evaluation between forward and backward
-            with torch.inference_mode(False):
-                return self._allocate_targets(hosts, may_fail=may_fail)
-        try:
-            return self.tensor_pool.allocate(hosts)
-        except torch.OutOfMemoryError:
-            self.stats.num_memory_shortages += 1
-        # What is in flight is the only memory that is the engine's to give.
-        self.window.drain()
-        self.tensor_pool.clear()
-        with contextlib.suppress(*[torch.OutOfMemoryError] if may_fail else []):
-            return self.tensor_pool.allocate(hosts)
-        return None
-
-    def _issue_reload(
-        self,
-        group: OffloadGroup,
-        blocks: Sequence[Block],
-        hosts: Sequence[torch.Tensor],
-        targets: Sequence[torch.Tensor],
-        last_uses: Sequence[Event],
-    ) -> None:
-        backend, observers = self.backend, self.observers
-        pairs = list(zip(targets, hosts, strict=True))
-        h2d_stream = backend.h2d_stream
-        if len(last_uses) < len(targets):
-            backend.wait_compute(h2d_stream, Wait.W6)
-        for event in last_uses:
-            backend.wait(h2d_stream, event, Wait.W6)
-        for flight in dict.fromkeys([block.flight for block in blocks]):
-            assert flight is not None
-            backend.wait(h2d_stream, flight.d2h, Wait.W3)
-        for observer in observers:
-            for target in targets:
-                observer.tensor_reloaded(target)
-            observer.copy_starts("h2d")
-        event = backend.copy(pairs, h2d_stream, self._label(group))
-        for observer in observers:
-            observer.copy_issued("h2d", pairs, group)
-        reload = Reload(event, backend.compute_stream(), targets)
-        read: list[HostRegion] = []
-        by_name = self.stats.by_name
-        for block, target in zip(blocks, targets, strict=True):
-            block.target = target  # from here on this is the copy that counts
-            read.append(block.take_region())
-            assert block.lease is not None
-            block.reload = block.lease.reload = reload
-            if self.takes_targets:
-                block.lease.target = target
-            by_name[block.name].reloaded_bytes += block.num_bytes
-        for region, users in groupby(read):
-            self.host_pool.free(region, event, len(list(users)))
-
-    def _revive(self, block: Block) -> bool:
-        """Take a block's bytes from its source where something else has kept that alive.
-
-        They are the bytes that autograd alone would have used, whatever may have written to them
-        since.
-        """
-        source = block.live_source()
-        if source is None:
-            return False
-        block.target = source
-        self.host_pool.free(block.take_region(), None)
-        self.stats.externally_referenced_bytes += block.num_bytes
-        return True
-
-    def wait_reloads(self, groups: Iterable[OffloadGroup]) -> None:
-        """Make the compute stream wait for the reloads of these groups that are under way."""
-        for group in groups:
-            for block in group.blocks():
-                if block.target is not None:
-                    self._wait_reloaded(block)
-
-    def target_of(self, block: Block) -> torch.Tensor:
-        """Return a released block's reload target, ordered before what the program does next.
-
-        Raises:
-            StateError: the data went with a step that was aborted.
-            CorruptionError: in checking mode, reloaded bits differ from offloaded ones.
-            torch.OutOfMemoryError: the device has no memory for it.
-        """
-        target = block.target
-        if target is not None and not self.observers and not self.backend.observes:
-            reload = block.reload  # this takes no lock, because it only looks
-            if reload is None or (
-                reload.is_waited and self.backend.compute_stream() is reload.stream
-            ):
-                return target
-        return self._ready_target(block) if block.recipe is None else self._recomputed_target(block)
-
-    def _recomputed_target(self, block: Block) -> torch.Tensor:
-        """Recompute a dropped block, once for all who need it on a stream.
-
-        Its function is the program's, so no lock is held. What something else has kept all the time
-        is taken from there.
-        """
-        recipe, stream = block.recipe, self.backend.compute_stream()
-        assert recipe is not None
-        if block.target is not None:
-            return block.target
-        if block.made is None:
-            block.target = block.live_source()
-            if block.target is not None:
-                self.stats.externally_referenced_bytes += block.target.nbytes
-                return block.target
-        if block.made is None or block.made[0] is not stream:
-            for observer in self.observers:
-                observer.recompute_starts(block)
-            made = recipe.run()
-            for observer in self.observers:
-                observer.recomputed(block, made)
-            if block.low or not made.is_contiguous():
-                region = made.new_empty(0, dtype=torch.uint8)
-                size = (block.high - block.low,)
-                made = region.set_(made.untyped_storage(), block.low, size, (1,))
-            block.made = stream, made
-        target = block.made[1]
-        for observer in self.observers:
-            observer.block_read(block, target)
-        return target
-
-    @guarded
-    def _ready_target(self, block: Block) -> torch.Tensor:
-        """Reload what is not reloaded yet, the whole group if it is on the host; and wait."""
-        group = block.group
-        if block.target is None:
-            if block.region is None:
-                raise StateError(
-                    f"group {group.label} was saved in a step that was aborted; its data is "
-                    "gone, run the forward again"
-                )
-            if group.state is ON_HOST:
-                self.reload(group, is_late=True)
-            if block.target is None:
-                self._reload(group, [block], may_fail=False)
-        assert block.target is not None
-        self._wait_reloaded(block)
-        if self.backend.observes and block.reload is not None:  # else it is the program's memory
-            self.backend.note_consumed(block.target, group.label)
-        for observer in self.observers:
-            observer.block_read(block, block.target)
-        return block.target
-
-    def _wait_reloaded(self, block: Block) -> None:
-        if block.reload is not None:  # else it never left the device
-            assert block.target is not None
-            self._wait(block.reload, block.group, block.target)
-        if block.group.state is RELOADING:
-            block.group.advance(RELOADED)
-
-    def _wait(self, reload: Reload, group: OffloadGroup, target: torch.Tensor) -> None:
-        """Make the compute stream wait for a reload whose target it reads."""
-        backend = self.backend
-        stream = backend.compute_stream()
-        is_home = stream is reload.stream
-        if is_home and reload.is_waited:
-            return
+        flight, backend = group.flight, self.backend
+        assert flight is not None
         for observer in self.observers:
             observer.wait_starts()
-        backend.wait(stream, reload.event, Wait.W4)
+        # Not what is current now: the memory goes back to these.
+        for stream in dict.fromkeys(flight.streams):
+            backend.wait(stream, flight.d2h, Wait.W2)
         for observer in self.observers:
-            observer.wait_issued(Wait.W4, group)
-        if is_home:
-            reload.is_waited, reload.targets = True, ()
+            observer.wait_issued(Wait.W2, group)
+        observes, empty, use_count = backend.observes, self._empty, use_count_of
+        region: HostRegion | None = None
+        name, name_bytes = "", 0
+        read_on = backend.read_on
+        for found, alias, stream in zip(flight.blocks, flight.aliases, flight.streams, strict=True):
+            block = found()  # None where it is dead
+            read_on(stream, alias)  # the program may have allocated it on another
+            if block is not None and block.cancelled:
+                continue
+            storage = alias.untyped_storage()
+            if block is not None:
+                if storage.data_ptr() != block.address:
+                    # Someone emptied the storage meanwhile, so the copy may have read memory that
+                    # was no longer its own. Its user restores the contents before backward.
+                    self._cancel(block)
+                    continue
+                block.released = True  # from here on the host's copy is the one that counts
+                for other in block.others:
+                    other.data = empty
+            alias.data = empty
+            is_sole_owner = use_count(storage._cdata) == 1  # the Python handle
+            if observes:
+                self._note_freed(storage, group.label, stream, is_sole_owner=is_sole_owner)
+            if block is None:
+                continue
+            if is_sole_owner:
+                block.storage_key = 0  # another storage may be found under it from here on
+            elif block.forced_by and _has_no_other(storage, block.forced_by):
+                storage.resize_(0)
+                block.storage_key = 0
+            else:
+                block.storage_ref = StorageRef(storage)
+            if block.region is not region or block.name is not name:
+                if region is not None:
+                    self.host_pool.count_alone(region, name, name_bytes)
+                region, name, name_bytes = block.region, block.name, 0
+            name_bytes += block.num_bytes
+        if region is not None:
+            self.host_pool.count_alone(region, name, name_bytes)
+        group.flight = None
+        self.budget.inflight_bytes -= flight.num_bytes
+        flight.num_bytes = 0
+        if group.state is OFFLOADING:
+            group.advance(ON_HOST)
+
+    def _drop(self, block: Block, label: str) -> None:
+        """Drop the source of a block that is recomputed, without a copy."""
+        storage = block.alias.untyped_storage()
+        block.address = storage.data_ptr()
+        block.num_bytes = 0
+        block.released = True  # from here on its recipe counts
+        self.backend.read_on(block.stream, block.alias)
+        for alias in (block.alias, *block.others):
+            alias.data = self._empty
+        is_sole_owner = num_owners(storage) == 1  # the Python handle
+        if self.backend.observes:
+            self._note_freed(storage, label, block.stream, is_sole_owner=is_sole_owner)
+        if is_sole_owner:
+            block.storage_key = 0
         else:
-            reload.is_read_on_other_stream = True
-            backend.read_on(stream, target)
+            block.storage_ref = StorageRef(storage)
 
-    # What records do with their blocks
+    def _note_freed(
+        self, storage: torch.UntypedStorage, label: str, stream: Stream, *, is_sole_owner: bool
+    ) -> None:
+        """Note that a storage is free, unless a copy of another part of it is in flight."""
+        flights = (group.flight for group in self.window if group.flight is not None)
+        copied = (alias.untyped_storage()._cdata for one in flights for alias in one.aliases)
+        if storage._cdata in copied:
+            return
+        region = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        with self.backend.computing_on(stream):
+            self.backend.note_produced(region, label)  # all of it, though parts alone are copied
+            self.backend.note_freed(region, label, sole_owner=is_sole_owner)
 
-    def read(self, block: Block, memory: torch.Tensor) -> None:
-        """Know that the program reads the memory of a block now, on whatever stream."""
-        stream = self.backend.compute_stream()
-        if stream is not block.stream:
-            self.backend.read_on(stream, memory)
+    def empty(self, alias: torch.Tensor) -> None:
+        """Take the storage out of an alias; its version counter remains, for the in-place check."""
+        alias.data = self._empty
+
+    def _cancel(self, block: Block) -> None:
+        """Keep a block on the device after all, if its copy is in flight.
+
+        Its source is held until the copy is done, its host memory goes back now: the next copy into
+        it is queued on the same stream.
+        """
+        flight = block.flight
+        if block.region is None or flight is None or block.cancelled or block.released:
+            return
+        block.cancelled = True
+        self.host_pool.free(block.take_region(), None)
+        if flight.num_bytes:
+            self.budget.inflight_bytes -= block.num_bytes
+            flight.num_bytes -= block.num_bytes
 
     @guarded
     def keep_source(self, block: Block) -> None:
         """Keep a block on the device for a reader who is there before its release."""
-        self.sources.cancel(block)
+        self._cancel(block)
 
-    def free(self, lease: Lease) -> None:
-        """Free what dead blocks have left."""
-        region, reload, target = lease.region, lease.reload, lease.target
-        if region is not None:
-            self.host_pool.free(region, None)
-        if reload is not None and (target is not None or not reload.is_waited):
-            self._free_target(lease.group, reload, target)
-        self._leases.discard(lease)
+    # What something else keeps
 
-    def _free_target(
-        self, group: OffloadGroup, reload: Reload, target: torch.Tensor | None
-    ) -> None:
-        with self.backend.computing_on(reload.stream):  # to which the memory goes back
-            if not reload.is_waited:
-                # It is unread there; still the copy must not write into what was handed on.
-                self._wait(reload, group, reload.targets[0])
-            if target is None:
-                return
-            if self.backend.observes:
-                sole_owner = num_owners(target.untyped_storage()) == 2  # target and the handle
-                self.backend.note_freed(target, group.label, sole_owner=sole_owner)
-            if self.tensor_pool.keeps and not reload.is_read_on_other_stream:
-                self.tensor_pool.free(target)
+    def learn_owners(self, group: OffloadGroup) -> None:
+        """See, now that backward is here, which blocks something else keeps on the device.
+
+        Whether a storage has other owners is unknown at the commit, where the frames of the forward
+        still hold it. Those that are kept so aren't moved in the next step: nothing is gained by
+        that. One that was kept for that reason and has no other owner any more is moved again.
+        """
+        for block in group.blocks():
+            if block.reload is not None or block.was_reached:
+                continue  # it left, or what another group has read of it is an owner now
+            block.was_reached = True
+            if block.flight is not None or block.released or block.identity in self.kept_by_others:
+                if _is_kept_by_others(block):
+                    self.kept_by_others.add(block.identity)
+                else:
+                    self.kept_by_others.discard(block.identity)
 
     # Steps
 
@@ -555,10 +423,10 @@ class Transfers:
         """
         self.backend.sync_copies()
         self.window.abandon()
-        self.sources.abandon()
+        self.budget.inflight_bytes = 0
         self._leases = {lease for lease in self._leases if lease() is not None}
         for group in groups:
-            group.moving, group.dropped_bytes = (), {}
+            group.moving, group.flight, group.dropped_bytes = (), None, {}
             # A failed backward may leave its graph alive for long: its data goes now.
             for block in group.blocks():
                 block.cancelled = True
@@ -568,10 +436,6 @@ class Transfers:
                 if block.reload is not None or block.recipe is not None:
                     block.target = block.made = block.recipe = None
         self.host_pool.recover(_count_users)
-
-    def _label(self, group: OffloadGroup) -> str:
-        """Name a group for its copies; in full only where someone reads it."""
-        return group.label if self.backend.observes else group.name
 
 
 def _region_of(block: Block) -> torch.Tensor:
@@ -583,13 +447,40 @@ def _region_of(block: Block) -> torch.Tensor:
     return region.set_(source.untyped_storage(), block.low, (block.num_bytes,), (1,))
 
 
-def _add(event: Event, events: list[Event]) -> None:
-    """Add an event unless it is the last; to wait for one twice changes nothing."""
-    if not events or events[-1] is not event:
-        events.append(event)
-
-
 def _count_users(region: HostRegion) -> int:
     """Count the blocks that are alive and have their data in a region."""
     blocks = (found() for found in region.owners)
     return sum(block is not None and block.region is region for block in blocks)
+
+
+def _has_no_other(storage: torch.UntypedStorage, owners: Iterable[ref[torch.Tensor]]) -> bool:
+    """Whether nothing has a storage but these tensors and what they are views of, in Python alone.
+
+    Another tensor may be read, an input that a norm before the group has saved, say; and so may one
+    of these that a node of no group has saved.
+    """
+    alive = [tensor for owner in owners if (tensor := owner()) is not None]
+    alive += [tensor._base for tensor in alive if tensor._base is not None]
+    known = {id(x): x for x in alive if x.untyped_storage()._cdata == storage._cdata}
+    if num_owners(storage) > len(known) + 1:  # the Python handle
+        return False
+    views = Counter(id(x._base) for x in known.values() if x._base is not None)
+    for key, x in known.items():
+        has_accumulator = x.is_leaf and x.requires_grad  # the node that sums its gradient has it
+        if x._use_count() > 1 + views[key] + has_accumulator:  # type: ignore[attr-defined]
+            return False
+    return True
+
+
+def _is_kept_by_others(block: Block) -> bool:
+    """Whether something else keeps a block on the device, when backward has come to it."""
+    if block.flight is None and block.released:  # it was dropped, to be recomputed
+        return block.live_source() is not None
+    if block.flight is None:
+        own = [block.alias, *block.others]
+    elif block.target is not None and block.reload is None:
+        own = [block.target]  # it was to leave, and its source was still there
+    else:
+        return False  # it left, or may have
+    own += (block.handed or {}).values()
+    return num_owners(own[0].untyped_storage()) > len(own) + 1  # and this line's handle

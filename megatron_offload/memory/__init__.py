@@ -1,1 +1,1 @@
-"""Pinned host memory and reload targets: bytes, and the events behind which they may be reused."""
+"""Pinned host memory: bytes, and the events behind which they may be reused."""

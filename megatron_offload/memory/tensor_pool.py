@@ -1,4 +1,4 @@
-"""Device memory for reloaded tensors, and the documented pools by shape; for one thread each."""
+"""The documented pools of tensors by shape; for one thread each."""
 
 from __future__ import annotations
 
@@ -9,77 +9,9 @@ from typing import Any
 
 import torch
 
-from megatron_offload.backends.base import Backend, Event, Stream
+from megatron_offload.backends.base import Backend
 from megatron_offload.core.units import format_bytes
 from megatron_offload.memory.host_pool import HostPool, HostRegion
-
-
-class TensorPool:
-    """Allocates device memory for reloads, and keeps at most ``retained_bytes`` of it for the next.
-
-    A tensor is kept only if nothing else holds its storage: no view of a former life can see the
-    bytes of the next.
-    """
-
-    def __init__(self, backend: Backend, *, retained_bytes: int) -> None:
-        self._backend = backend
-        self._limit_bytes = retained_bytes
-        self.keeps = retained_bytes > 0
-        """Whether `free` ever keeps anything."""
-        # By size, and by the stream that the memory was allocated on.
-        self._kept: defaultdict[tuple[int, Stream], deque[tuple[torch.Tensor, Event]]]
-        self._kept = defaultdict(deque)
-        self.retained_bytes = 0
-        """Bytes that are kept for reuse."""
-
-    def allocate(self, hosts: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Event]]:
-        """Allocate a tensor like each of these contiguous host tensors.
-
-        With them come the events of the last consumers of those that were kept, which the first
-        write from another stream has to wait for (W6); fresh memory's is the compute stream's
-        present point, which the caller records once for all. Where memory can't be had, what was
-        found so far is freed.
-        """
-        if not self.keeps:
-            empty_like = self._backend.empty_device_like
-            return [empty_like(host) for host in hosts], []
-        tensors: list[torch.Tensor] = []
-        last_uses: list[Event] = []
-        try:
-            for host in hosts:
-                tensors.append(self._take_kept(host, last_uses))
-        except torch.OutOfMemoryError:
-            while tensors:
-                self.free(tensors.pop(0))
-            raise
-        return tensors, last_uses
-
-    def _take_kept(self, host: torch.Tensor, last_uses: list[Event]) -> torch.Tensor:
-        kept = self._kept.get((host.nbytes, self._backend.compute_stream()))
-        if not kept:
-            return self._backend.empty_device_like(host)
-        flat, last_use = kept.popleft()
-        self.retained_bytes -= flat.nbytes
-        last_uses.append(last_use)
-        return flat.view(host.dtype).view(host.shape).data  # a view would keep what it is of
-
-    def free(self, tensor: torch.Tensor) -> None:
-        """Take a tensor back after its last consumer was queued on the compute stream.
-
-        It was allocated on that one. Where it is not kept, its owner decides how long it lives.
-        """
-        num_bytes = tensor.nbytes
-        is_lone = num_owners(tensor.untyped_storage()) <= 2  # the tensor and this line's handle
-        if is_lone and self.retained_bytes + num_bytes <= self._limit_bytes:
-            stream = self._backend.compute_stream()
-            last_use = self._backend.record(stream)
-            self._kept[num_bytes, stream].append((tensor.view(-1).view(torch.uint8).data, last_use))
-            self.retained_bytes += num_bytes
-
-    def clear(self) -> None:
-        """Hand all kept tensors back to the allocator."""
-        self._kept.clear()
-        self.retained_bytes = 0
 
 
 class GPUTensorPool:
@@ -89,8 +21,7 @@ class GPUTensorPool:
         device: where tensors are made.
         pin_memory: make page-locked CPU tensors.
 
-    Free tensors are kept until `clear`. Reuse is ordered by the stream that allocates and frees;
-    for use across streams there is `TensorPool`.
+    Free tensors are kept until `clear`. Reuse is ordered by the stream that allocates and frees.
     """
 
     def __init__(self, device: str | torch.device = "cuda", pin_memory: bool = False) -> None:

@@ -100,7 +100,7 @@ class _Tracer(Observer):
         self._open.append(("forward", group))
         self._pass_boundary()
 
-    def group_commits(self, group: OffloadGroup, *, is_delayed: bool) -> None:
+    def group_commits(self, group: OffloadGroup) -> None:
         if ("forward", group) in self._open:  # a commit that is put off comes twice
             self._open.remove(("forward", group))
             self._pass_boundary()

@@ -151,7 +151,7 @@ class Recipes:
         if block is None and recipe is None and (is_held or not chunk.may_move(tensor)):
             return None, None
         part = Input(tensor, unit, chunk.blocks, recipe)
-        chunk.transfers.sources.empty(part.alias)
+        chunk.transfers.empty(part.alias)
         return part, recipe if block is None else block.recipe
 
     def _proof_of(self, book: Proofs, function: Any, unit: str) -> Proof:

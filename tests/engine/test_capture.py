@@ -58,16 +58,14 @@ def host_addresses(manager):
 
 
 @pytest.mark.parametrize("timing", TIMINGS)
-@pytest.mark.parametrize("retained", [0, 64 * KIB])
-def test_a_captured_step_asks_for_nothing_forbidden_and_has_the_same_bits(timing, retained):
+def test_a_captured_step_asks_for_nothing_forbidden_and_has_the_same_bits(timing):
     expected = run_step(make_model(), None, ORDER)
-    model, manager = settled(timing, retained_device_bytes=retained)
+    model, manager = settled(timing)
     moved = manager.last_step.offloaded_bytes
     with manager.backend.capture():
         assert_same(expected, run_step(model, manager, ORDER))
     assert manager.last_step.is_captured
     assert manager.last_step.offloaded_bytes == moved
-    assert manager.tensor_pool.retained_bytes == 0, "the graph's memory"
     assert "replay" in str(manager.last_step)
     for _ in range(3):
         assert_same(expected, run_step(model, manager, ORDER))

@@ -1,6 +1,6 @@
-"""What a group has saved finds its blocks at the group's end, as it was when it was saved.
+"""What is read, emptied or complete before its group's end, and what something else keeps.
 
-What something else keeps on the device isn't reloaded, nor copied in the next step.
+The latter isn't reloaded, nor copied in the next step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from programs import (
     open_group,
 )
 from programs import save_in_group as offload
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_offload.engine.chunk import READY_MARK
 from megatron_offload.errors import InPlaceModificationError
@@ -41,20 +40,6 @@ def test_what_is_read_before_the_groups_end_is_not_emptied(is_leaf):
     assert torch.equal(record.unpack(), before)
 
 
-@pytest.mark.parametrize("is_leaf", [True, False])
-def test_what_is_dropped_before_the_groups_end_is_free_at_once(is_leaf):
-    manager, chunk, group = open_group()
-    tensor = saved(is_leaf)
-    storage = StorageWeakRef(tensor.untyped_storage())
-    record = chunk.pack(group, tensor)
-    del tensor
-    assert not storage.expired()
-    del record
-    assert storage.expired()
-    manager.commit(group)
-    assert group.num_bytes == 0
-
-
 def test_what_was_emptied_before_the_groups_end_is_kept():
     # As recompute does: the storage of a view is emptied, and filled again before backward.
     manager = make_manager()
@@ -74,18 +59,6 @@ def test_what_was_emptied_before_the_groups_end_is_kept():
     other.untyped_storage().resize_(values.nbytes)
     other.untyped_storage().copy_(values.untyped_storage())
     assert_same(expected, torch.autograd.grad(y.sum(), x))
-
-
-def test_each_tensor_belongs_to_the_stream_on_which_it_was_saved():
-    manager, chunk, group = open_group()
-    backend = manager.backend
-    records = [chunk.pack(group, torch.randn(KIB))]
-    with backend.computing_on(backend.side_stream):
-        records += [chunk.pack(group, torch.randn(KIB)) for _ in range(2)]
-    records.append(chunk.pack(group, torch.randn(KIB)))
-    assert len(group.blocks()) == 4
-    here, side = backend.compute_stream(), backend.side_stream
-    assert [record.block.stream for record in records] == [here, side, side, here]
 
 
 def test_an_event_behind_one_of_several_tensors_says_nothing_of_the_others():

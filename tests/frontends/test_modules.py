@@ -138,7 +138,7 @@ def test_hooks_are_taken_off_the_stack_where_a_forward_raises(names):
     with offload_modules(model, names, manager=manager):
         with pytest.raises(FloatingPointError), manager.step():
             model(torch.full((2, 8, 16), torch.nan))
-        assert not manager._hooks
+        assert not manager._packs
         assert_nothing_left(manager)
         assert_same(expected, gradients(model))
         manager.reset()

@@ -212,7 +212,7 @@ class Program:
         self.segments = [make_segment(rng) for _ in range(rng.randint(1, 4))]
         self.steps = [make_schedule(rng) for _ in range(rng.randint(1, 4))]
         if rng.random() < 0.6:  # what is learned in one step is used in the next
-            self.steps += [self.steps[0]] * 2
+            self.steps += [self.steps[0]] * rng.choice([2, 2, 5])
         sizes = [0, 1 * KIB, 4 * KIB, 16 * KIB, None]
         self.settings = {
             "timing": rng.choice(TIMINGS),
@@ -221,26 +221,10 @@ class Program:
             "min_tensor_bytes": rng.choice([0, 0, 500]),
             "host_memory_bytes": rng.choice([0, 2 * KIB, 8 * KIB, 1024 * KIB, 1024 * KIB]),
             "host_slab_bytes": rng.choice([4 * KIB, 64 * KIB]),
-            "retained_device_bytes": rng.choice([0, 0, 16 * KIB]),
             "fraction": rng.choice([1.0, 1.0, 0.5, 0.0]),
             "checking": rng.random() < 0.2,
         }
-        joining = random.Random(seed * 3 + 1)
-        joins = joining.random() < 0.3  # many small groups, in steady steps
-        if joins:
-            first = [make_segment(joining, depth=2) for _ in range(joining.randint(2, 6))]
-            for segment in first:
-                segment.commit_late = False
-            self.segments = first + self.segments
-            self.settings["host_memory_bytes"] = 1024 * KIB
-            for limit in ("max_inflight_bytes", "prefetch_bytes"):
-                self.settings[limit] = joining.choice([16 * KIB, 64 * KIB, 256 * KIB])
         add_recipes(random.Random(~seed), self.segments)
-        passing = random.Random(seed * 3 + 2)
-        if passing.random() < 0.4 or joins:  # or stay
-            others = passing.choice([[], self.steps[-1:], [make_schedule(passing)]])
-            self.steps += [self.steps[0]] * 4 + others + [self.steps[0]] * len(others)
-            self.settings["fraction"] = passing.choice([1.0, 0.6] if joins else [0.3, 0.6])
         on_streams = random.Random(seed * 2 + 1)
         self.has_streams = on_streams.random() < 0.5
         add_hops(on_streams, self.segments)

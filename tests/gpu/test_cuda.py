@@ -95,9 +95,8 @@ def run_step(model, manager, inputs, order=ORDER):
     return programs.run_step(model, manager, order, inputs=inputs)
 
 
-LIMITS = [*itertools.product((0, 96 * MIB, None), (0, 96 * MIB, None), (0,))]
-LIMITS += [(0, 0, 512 * MIB), (96 * MIB, 96 * MIB, 512 * MIB), (None, None, 512 * MIB)]
-"""In flight, prefetched, and retained: what is retained is another target, and no other order."""
+LIMITS = [*itertools.product((0, 96 * MIB, None), (0, 96 * MIB, None))]
+"""In flight, and prefetched."""
 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
@@ -108,14 +107,10 @@ def trained(request, deterministic):
     return model, inputs, run_step(model, None, inputs)
 
 
-@pytest.mark.parametrize(("inflight_bytes", "prefetch_bytes", "retained_bytes"), LIMITS)
-def test_every_bit_is_the_same(trained, inflight_bytes, prefetch_bytes, retained_bytes):
+@pytest.mark.parametrize(("inflight_bytes", "prefetch_bytes"), LIMITS)
+def test_every_bit_is_the_same(trained, inflight_bytes, prefetch_bytes):
     model, inputs, expected = trained
-    manager = make_manager(
-        max_inflight_bytes=inflight_bytes,
-        prefetch_bytes=prefetch_bytes,
-        retained_device_bytes=retained_bytes,
-    )
+    manager = make_manager(max_inflight_bytes=inflight_bytes, prefetch_bytes=prefetch_bytes)
     for _ in range(4):
         assert_same(expected, run_step(model, manager, inputs))
         assert_nothing_left(manager)

@@ -59,7 +59,7 @@ def trained(deterministic):
 
 
 SETTINGS = [{"max_inflight_bytes": limit, "prefetch_bytes": limit} for limit in (0, 96 * MIB, None)]
-SETTINGS += [{"checking": True}, {"retained_device_bytes": 512 * MIB}, {"host_memory_bytes": 0}]
+SETTINGS += [{"checking": True}, {"host_memory_bytes": 0}]
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)

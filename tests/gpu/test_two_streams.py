@@ -33,9 +33,8 @@ def copies_late(monkeypatch, backend):
 
 
 @pytest.mark.parametrize("inflight_bytes", [0, 96 * MIB, 384 * MIB])
-@pytest.mark.parametrize("retained_bytes", [0, 512 * MIB])
 @pytest.mark.parametrize("crosses", [False, True])
-def test_every_bit_is_the_same(monkeypatch, inflight_bytes, retained_bytes, crosses):
+def test_every_bit_is_the_same(monkeypatch, inflight_bytes, crosses):
     model = make_model(width=512)
     inputs = make_inputs(model, num_microbatches=8)
     streams = [torch.cuda.Stream() for _ in range(2)]
@@ -59,11 +58,7 @@ def test_every_bit_is_the_same(monkeypatch, inflight_bytes, retained_bytes, cros
 
     manager = None
     expected = take()
-    manager = make_manager(
-        max_inflight_bytes=inflight_bytes,
-        prefetch_bytes=96 * MIB,
-        retained_device_bytes=retained_bytes,
-    )
+    manager = make_manager(max_inflight_bytes=inflight_bytes, prefetch_bytes=96 * MIB)
     copies_late(monkeypatch, manager.backend)
     for _ in range(4):
         assert_same(expected, take())

@@ -1,0 +1,253 @@
+"""What a manager records: by its configuration, by rows and by hand, and under which hooks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from operator import is_
+from typing import Any, ClassVar, Self
+
+import torch
+
+from megatron_offload.config import RECOMPUTE_SITES, OffloadConfig
+from megatron_offload.core.row_config import LOSS, MODEL, RowConfig
+from megatron_offload.engine.chunk import ChunkOffloadHandler
+from megatron_offload.engine.graph_break import graph_break
+from megatron_offload.engine.group import Rules
+from megatron_offload.engine.guard import Guard
+from megatron_offload.engine.hooks import (
+    RECOMPUTE,
+    is_in_backward,
+    is_recording,
+    others_hooks,
+    put_on,
+    take_off,
+    take_off_all,
+)
+from megatron_offload.engine.learning import Learner
+from megatron_offload.engine.marks import Marks
+from megatron_offload.engine.module_hooks import tokens_of
+from megatron_offload.engine.observer import Observer
+from megatron_offload.engine.saved_tensor import SavedTensor
+from megatron_offload.engine.step import Step
+from megatron_offload.engine.transfers import Transfers
+from megatron_offload.errors import StateError
+
+_logger = logging.getLogger(__name__)
+
+_HIDDEN = (
+    "hooks of saved tensors that %s has set are in force, so what is saved inside "
+    "them is kept: what they rely on isn't known. This is said once"
+)
+
+
+class Recording:
+    """The part of a manager that knows what of a program is recorded, and in which group."""
+
+    config: OffloadConfig
+    guard: Guard
+    transfers: Transfers
+    learner: Learner
+    decisions: Step
+    marks: Marks
+    observers: list[Observer]
+    do_offload: bool
+    _has_had_rows: bool
+    _packs: list[Callable[[torch.Tensor], SavedTensor] | None]
+    _said: set[str]
+
+    instance: ClassVar[Any] = None
+
+    usual_recompute: tuple[str, ...] = ()
+    """What the process's manager recomputes where its configuration doesn't say: nothing, unless a
+    library is integrated whose classes are known."""
+
+    # By hand
+
+    def disable_offload(self) -> None:
+        """Record no groups from here on; what is under way finishes."""
+        self.do_offload = False
+
+    def enable_offload(self) -> None:
+        """Record groups again, unless the configuration says ``enabled=False``."""
+        self.do_offload = self.config.enabled
+
+    @contextmanager
+    def observed_by(self, *observers: Observer) -> Iterator[None]:
+        """Report to these what happens inside."""
+        self.observers += observers
+        try:
+            yield
+        finally:
+            for observer in observers:
+                self.observers.remove(observer)
+
+    @graph_break
+    def mark_not_offload(self, tensor: torch.Tensor | None) -> None:
+        """Keep a tensor, and all that shares its storage, on the device."""
+        if tensor is not None:
+            self.marks.add(tensor)
+
+    # By rows
+
+    def follow_rows(
+        self,
+        rows: Sequence[RowConfig] | None,
+        *,
+        is_own: bool = False,
+        on_trial: bool = False,
+        when_short: bool = False,
+    ) -> None:
+        """Do what rows say from the next forward on, in place of the policy; between forwards only.
+
+        Hooks of modules are another's matter.
+
+        Args:
+            rows: None: the policy is followed, as of a row of all that the model saves.
+            is_own: whether this run has found them, so that one that brings nothing is no error.
+            on_trial: what is to be recomputed is, and compared, but nothing is dropped.
+            when_short: recompute only while the device has little room left.
+        """
+        self._has_had_rows |= bool(rows)
+        sites = {row.site for row in rows or ()}
+        self.rows = None if rows is None or MODEL in sites else tuple(rows)
+        self.refused_rows = ""
+        """Why own rows free nothing, if one of them doesn't."""
+        self.rows_are_own, self.rows_are_on_trial = is_own, on_trial
+        self._is_for_shortage = when_short
+        self._row_names = sites
+        self._offloaded = {row.site for row in rows or () if row.offload}
+        self.transfers.by_rows = self.rows is not None
+        self.learner.is_measured = is_own
+
+    # What follows
+
+    @property
+    def recompute(self) -> tuple[str, ...]:
+        """What is recomputed, by unit and pattern; the loss is none of the engine's."""
+        if self.rows is not None:
+            return tuple(row.site for row in self.rows if row.recompute)
+        is_usual = self is type(self).instance and ("recompute" not in self.config.model_fields_set)
+        if is_usual:
+            return self.usual_recompute
+        return tuple(unit for unit in self.config.recompute if unit != LOSS)
+
+    @property
+    def may_record(self) -> bool:
+        """Whether groups of this step are recorded: not where nothing of it would be offloaded.
+
+        That is unless an observer needs its groups.
+        """
+        if not self.do_offload:
+            return False
+        if not self.learner.keeps_everything or self._is_looked_at:
+            return True
+        return bool({*self.recompute} - {*RECOMPUTE_SITES, LOSS})
+
+    @property
+    def rests(self) -> bool:
+        """Whether no step is looked at or moves anything, as no row says so."""
+        return self.rows is not None and self._row_names <= {LOSS} and not self._is_looked_at
+
+    @property
+    def _is_looked_at(self) -> bool:
+        return any(observer.needs_groups for observer in self.observers)
+
+    def records(self) -> bool:
+        """Whether groups are recorded here and now: with grad, and not where is recomputed."""
+        return self.may_record and is_recording()
+
+    def may_drop(self, unit: str) -> bool:
+        """Whether what a site of a unit saves may be dropped now."""
+        return self.may_recompute(unit) and (
+            not self._is_for_shortage or self.learner.is_short_of_memory()
+        )
+
+    def may_recompute(self, unit: str) -> bool:
+        """Whether a unit is to be recomputed now: hooks of rows before may be left on it."""
+        if self.rows is None:
+            return not self._has_had_rows or unit in self.recompute
+        return unit in self._row_names
+
+    def is_too_short(self, min_tokens: int, args: Any, kwargs: Any) -> bool:
+        """Whether a row of so many tokens isn't followed in a call; on trial all are."""
+        is_asked = min_tokens > 0 and not self.rows_are_on_trial
+        return is_asked and tokens_of(args, kwargs) < min_tokens
+
+    # Chunks and groups
+
+    def claim(self, *, is_inside: bool = False) -> None:
+        """Take the manager for this thread's forwards.
+
+        Args:
+            is_inside: whether the thread that has it is in a forward, as far as the caller knows.
+
+        Raises:
+            StateError: another thread is not done with it, or it was closed.
+        """
+        if self.transfers.host_pool.is_closed and self.do_offload:
+            raise StateError(
+                "close() has given the memory of this context or manager back: make a new one, or "
+                "close it when training is over"
+            )
+        if is_in_backward():
+            return  # a recompute, maybe in autograd's thread; nothing of it is recorded
+        self.guard.claim(lambda: is_inside or bool(self._packs) or not self.decisions.is_idle())
+
+    def new_chunk(
+        self, vp_stage: int = 0, min_tensor_bytes: int = 0, min_tensor_elements: int = 0
+    ) -> ChunkOffloadHandler:
+        """Return a chunk for a caller who opens and commits its groups by hand."""
+        rules = Rules(min_tensor_bytes, min_tensor_elements)
+        rules.recompute = frozenset() if self.learner.is_open else None
+        rules.configured = self.recompute
+        return ChunkOffloadHandler(self.transfers, self.marks, rules, vp_stage)
+
+    def cur_forward_chunk(self) -> ChunkOffloadHandler | None:
+        """Return the chunk whose forward runs, if any."""
+        return self.decisions.chunk
+
+    def recorded_chunk(self) -> ChunkOffloadHandler | None:
+        """Return the chunk whose forward runs, where it matters how its tensors are made."""
+        return self.decisions.chunk if self.do_offload and is_recording(needs_grad=False) else None
+
+    def is_hidden(self) -> bool:
+        """Whether hooks of others are in force, so that a group that starts here is none."""
+        others = "" if is_in_backward() else others_hooks()
+        if others and torch.is_grad_enabled():
+            self.transfers.stats.num_hidden_groups += 1
+        if others and not others.startswith((RECOMPUTE, "torch.utils.checkpoint")):
+            self._say_once(_HIDDEN, others)
+        return bool(others)
+
+    def _say_once(self, message: str, *values: object) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            _logger.warning(message, *values)
+
+    # Hooks
+
+    @graph_break
+    def __enter__(self) -> Self:
+        chunk = self.decisions.chunk
+        pack = None
+        if chunk is not None and chunk.open_groups and self.records():
+            pack = partial(chunk.pack, chunk.open_groups[-1])
+        self._packs.append(pack)  # first, so that none is in force that isn't known here
+        if pack is not None:
+            put_on(pack, SavedTensor.unpack)
+        return self
+
+    @graph_break
+    def __exit__(self, *exception: object) -> None:
+        if self._packs:
+            if self._packs[-1] is not None:
+                take_off(partial(is_, self._packs[-1]))
+            self._packs.pop()
+
+    def _take_off_hooks(self) -> None:
+        """Take off all, whatever cut short the code that was to do so."""
+        self._packs.clear()
+        take_off_all(self.transfers)

@@ -1,0 +1,282 @@
+"""The copies back to the device, and what a record is handed of its block.
+
+What something else has kept on the device all the time is taken from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from megatron_offload.backends.base import Backend, Stream, Wait
+from megatron_offload.core.budget import DeviceBudget
+from megatron_offload.core.group import ON_HOST, RELOADED, RELOADING
+from megatron_offload.core.window import InFlightWindow
+from megatron_offload.engine.group import Block, Lease, OffloadGroup, Reload
+from megatron_offload.engine.guard import Guard, guarded
+from megatron_offload.engine.observer import Observer
+from megatron_offload.engine.stats import StepStats
+from megatron_offload.errors import StateError
+from megatron_offload.memory.host_pool import HostPool, HostRegion
+from megatron_offload.memory.tensor_pool import num_owners
+
+
+@dataclass(eq=False, repr=False)
+class Reloads:
+    """Brings blocks of one manager's groups to the device, and frees what they had.
+
+    Attributes:
+        guard: held by the caller; `target_of` takes it itself.
+        window: the groups whose copies to the host are in flight.
+    """
+
+    backend: Backend
+    host_pool: HostPool
+    budget: DeviceBudget
+    guard: Guard
+    observers: Sequence[Observer]
+    window: InFlightWindow[OffloadGroup] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stats = StepStats()
+        self._leases: set[Lease] = set()
+        """Of blocks that have something to free; kept here, since nothing reports one that
+        goes together with its block."""
+
+    def reload(self, group: OffloadGroup, *, is_late: bool) -> bool:
+        """Issue the reload of a group that is on the host; see `Actions.reload`.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no memory for it, and it is late.
+        """
+        if is_late:
+            self.stats.num_late_reloads += 1
+            self.stats.by_name[group.name].num_late_reloads += 1
+        return self._reload(group, group.blocks(), may_fail=not is_late)
+
+    def _reload(self, group: OffloadGroup, blocks: Iterable[Block], *, may_fail: bool) -> bool:
+        """Issue the reload of blocks; return False where there is no memory, and that may be."""
+        # Backward is on forward's streams: each gets the memory of what it will read.
+        moving: defaultdict[Stream, list[Block]] = defaultdict(list)
+        for block in blocks:
+            is_on_host = block.region is not None and block.released
+            if is_on_host and (block.storage_ref is None or not self._revive(block)):
+                moving[block.stream].append(block)
+        batches: list[tuple[Any, ...]] = []
+        for stream, same in moving.items():
+            hosts: list[Any] = [block.host for block in same]
+            with self.backend.computing_on(stream):
+                targets = self._allocate_targets(hosts, may_fail=may_fail)
+            if targets is None:
+                return False
+            batches.append((stream, same, hosts, targets))
+        if group.state is ON_HOST:
+            group.advance(RELOADING)
+        for stream, *batch in batches:
+            with self.backend.computing_on(stream):
+                self._issue_reload(group, *batch)
+        return True
+
+    def _allocate_targets(
+        self, hosts: Sequence[torch.Tensor], *, may_fail: bool
+    ) -> list[torch.Tensor] | None:
+        """Allocate what host tensors are reloaded to; None where that may fail and does."""
+        if torch.is_inference_mode_enabled():  # an evaluation between forward and backward
+            with torch.inference_mode(False):
+                return self._allocate_targets(hosts, may_fail=may_fail)
+        empty_like = self.backend.empty_device_like
+        try:
+            return [empty_like(host) for host in hosts]
+        except torch.OutOfMemoryError:
+            self.stats.num_memory_shortages += 1
+        # What is in flight is the only memory that is the engine's to give.
+        self.window.drain()
+        with contextlib.suppress(*[torch.OutOfMemoryError] if may_fail else []):
+            return [empty_like(host) for host in hosts]
+        return None
+
+    def _issue_reload(
+        self,
+        group: OffloadGroup,
+        blocks: Sequence[Block],
+        hosts: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+    ) -> None:
+        backend, observers = self.backend, self.observers
+        pairs = list(zip(targets, hosts, strict=True))
+        h2d_stream = backend.h2d_stream
+        # Behind the release, too, which this stream has made behind the copy to the host (W3).
+        backend.wait_compute(h2d_stream, Wait.W6)
+        for observer in observers:
+            for target in targets:
+                observer.tensor_reloaded(target)
+            observer.copy_starts("h2d")
+        event = backend.copy(pairs, h2d_stream, self._label(group))
+        for observer in observers:
+            observer.copy_issued("h2d", pairs, group)
+        reload = Reload(event, backend.compute_stream(), targets)
+        read: list[HostRegion] = []
+        by_name = self.stats.by_name
+        for block, target in zip(blocks, targets, strict=True):
+            block.target = target  # from here on this is the copy that counts
+            read.append(block.take_region())
+            assert block.lease is not None
+            block.reload = block.lease.reload = reload
+            if backend.observes:
+                block.lease.target = target
+            by_name[block.name].reloaded_bytes += block.num_bytes
+        for region, users in groupby(read):
+            self.host_pool.free(region, event, len(list(users)))
+
+    def _revive(self, block: Block) -> bool:
+        """Take a block's bytes from its source where something else has kept that alive.
+
+        They are the bytes that autograd alone would have used, whatever may have written to them
+        since.
+        """
+        source = block.live_source()
+        if source is None:
+            return False
+        block.target = source
+        self.host_pool.free(block.take_region(), None)
+        self.stats.externally_referenced_bytes += block.num_bytes
+        return True
+
+    def wait_reloads(self, groups: Iterable[OffloadGroup]) -> None:
+        """Make the compute stream wait for the reloads of these groups that are under way."""
+        for group in groups:
+            for block in group.blocks():
+                if block.target is not None:
+                    self._wait_reloaded(block)
+
+    def target_of(self, block: Block) -> torch.Tensor:
+        """Return a released block's reload target, ordered before what the program does next.
+
+        Raises:
+            StateError: the data went with a step that was aborted.
+            CorruptionError: in checking mode, reloaded bits differ from offloaded ones.
+            torch.OutOfMemoryError: the device has no memory for it.
+        """
+        target = block.target
+        if target is not None and not self.observers and not self.backend.observes:
+            reload = block.reload  # this takes no lock, because it only looks
+            if reload is None or (
+                reload.is_waited and self.backend.compute_stream() is reload.stream
+            ):
+                return target
+        return self._ready_target(block) if block.recipe is None else self._recomputed_target(block)
+
+    def _recomputed_target(self, block: Block) -> torch.Tensor:
+        """Recompute a dropped block, once for all who need it on a stream.
+
+        Its function is the program's, so no lock is held. What something else has kept all the time
+        is taken from there.
+        """
+        recipe, stream = block.recipe, self.backend.compute_stream()
+        assert recipe is not None
+        if block.target is not None:
+            return block.target
+        if block.made is None:
+            block.target = block.live_source()
+            if block.target is not None:
+                self.stats.externally_referenced_bytes += block.target.nbytes
+                return block.target
+        if block.made is None or block.made[0] is not stream:
+            for observer in self.observers:
+                observer.recompute_starts(block)
+            made = recipe.run()
+            for observer in self.observers:
+                observer.recomputed(block, made)
+            if block.low or not made.is_contiguous():
+                region = made.new_empty(0, dtype=torch.uint8)
+                size = (block.high - block.low,)
+                made = region.set_(made.untyped_storage(), block.low, size, (1,))
+            block.made = stream, made
+        target = block.made[1]
+        for observer in self.observers:
+            observer.block_read(block, target)
+        return target
+
+    @guarded
+    def _ready_target(self, block: Block) -> torch.Tensor:
+        """Reload what is not reloaded yet, the whole group if it is on the host; and wait."""
+        group = block.group
+        if block.target is None:
+            if block.region is None:
+                raise StateError(
+                    f"group {group.label} was saved in a step that was aborted; its data is "
+                    "gone, run the forward again"
+                )
+            if group.state is ON_HOST:
+                self.reload(group, is_late=True)
+            if block.target is None:
+                self._reload(group, [block], may_fail=False)
+        assert block.target is not None
+        self._wait_reloaded(block)
+        if self.backend.observes and block.reload is not None:  # else it is the program's memory
+            self.backend.note_consumed(block.target, group.label)
+        for observer in self.observers:
+            observer.block_read(block, block.target)
+        return block.target
+
+    def _wait_reloaded(self, block: Block) -> None:
+        if block.reload is not None:  # else it never left the device
+            assert block.target is not None
+            self._wait(block.reload, block.group, block.target)
+        if block.group.state is RELOADING:
+            block.group.advance(RELOADED)
+
+    def _wait(self, reload: Reload, group: OffloadGroup, target: torch.Tensor) -> None:
+        """Make the compute stream wait for a reload whose target it reads."""
+        backend = self.backend
+        stream = backend.compute_stream()
+        is_home = stream is reload.stream
+        if is_home and reload.is_waited:
+            return
+        for observer in self.observers:
+            observer.wait_starts()
+        backend.wait(stream, reload.event, Wait.W4)
+        for observer in self.observers:
+            observer.wait_issued(Wait.W4, group)
+        if is_home:
+            reload.is_waited, reload.targets = True, ()
+        else:
+            backend.read_on(stream, target)
+
+    # What records do with their blocks
+
+    def read(self, block: Block, memory: torch.Tensor) -> None:
+        """Know that the program reads the memory of a block now, on whatever stream."""
+        stream = self.backend.compute_stream()
+        if stream is not block.stream:
+            self.backend.read_on(stream, memory)
+
+    def free(self, lease: Lease) -> None:
+        """Free what dead blocks have left."""
+        region, reload, target = lease.region, lease.reload, lease.target
+        if region is not None:
+            self.host_pool.free(region, None)
+        if reload is not None and (target is not None or not reload.is_waited):
+            self._free_target(lease.group, reload, target)
+        self._leases.discard(lease)
+
+    def _free_target(
+        self, group: OffloadGroup, reload: Reload, target: torch.Tensor | None
+    ) -> None:
+        with self.backend.computing_on(reload.stream):  # to which the memory goes back
+            if not reload.is_waited:
+                # It is unread there; still the copy must not write into what was handed on.
+                self._wait(reload, group, reload.targets[0])
+            if target is not None:
+                sole_owner = num_owners(target.untyped_storage()) == 2  # target and the handle
+                self.backend.note_freed(target, group.label, sole_owner=sole_owner)
+
+    def _label(self, group: OffloadGroup) -> str:
+        """Name a group for its copies; in full only where someone reads it."""
+        return group.label if self.backend.observes else group.name
