@@ -12,7 +12,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from operator import eq
 from types import MappingProxyType
 from typing import Any
@@ -45,7 +44,7 @@ from megatron_offload.engine.module_hooks import (
 )
 from megatron_offload.model_map.structure import find_sites, layers_of
 from megatron_offload.model_map.watch import SavedMemory
-from megatron_offload.recompute.module_state import ModuleState, ModuleTables
+from megatron_offload.recompute.module_state import ModuleState
 from megatron_offload.recompute.recipes import recipes_of
 from megatron_offload.recompute.site_call import ModuleCall, Site, SiteCall, TriedCall
 from megatron_offload.recompute.transformer_engine import is_quantising
@@ -176,7 +175,6 @@ class _HookedSite(Site):
         self._find_manager: FindManager
         self._calls: list[ModuleCall | None] = []
         """Under way, where the inside is kept: no hooks say so."""
-        self._tables = ModuleTables(module)
 
     def serve(self, find_manager: FindManager, said: set[str], min_tokens: int) -> None:
         """Ask another for the manager; ``said`` is why sites of the model were kept so far."""
@@ -185,15 +183,6 @@ class _HookedSite(Site):
     def is_still(self, unit: str, module: nn.Module) -> bool:
         """Whether what is known of it holds for a module of this unit."""
         return (self.unit, self._type) == (unit, type(module))
-
-    def _state(self, module: nn.Module) -> ModuleState:
-        """Return what the module and its parts have now."""
-        values = self._tables.read()
-        if values is None:
-            self._tables = ModuleTables(module)
-            values = self._tables.read()
-            assert values is not None
-        return ModuleState(self._tables, values, copies=self.drops_output)
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note what the call begins with, and replace by numbers what it saves."""
@@ -221,12 +210,13 @@ class _HookedSite(Site):
         leaves, spec = args, None
         if kwargs or any(isinstance(x, (tuple, list, dict)) for x in args):
             leaves, spec = pytree.tree_flatten((args, kwargs))
-        state = self._state(module)
-        refusal = self.refusal or self._refusal(module, leaves)
+        parts = [*module.modules()]
+        refusal = self.refusal or self._refusal(module, parts[1:], leaves)
         if refusal:
             is_asked_for = not manager.rows_are_own
             self.warn(refusal, logging.WARNING if is_asked_for else logging.INFO)
             return None
+        state = ModuleState(parts, copies=self.drops_output)
         how = self, manager, module, state, leaves, spec
         if not self.drops_inside:
             return ModuleCall(*how)
@@ -262,7 +252,7 @@ class _HookedSite(Site):
             how["holds"] = self.drops_inside or not self.draws
             recipes_of(chunk).add(made, call.output, leaves, self.unit, **how)
 
-    def _refusal(self, module: nn.Module, leaves: Sequence[Any]) -> str:
+    def _refusal(self, module: nn.Module, parts: Sequence[nn.Module], leaves: Sequence[Any]) -> str:
         if has_modes():
             return "a mode of dispatch or of functions was entered"
         if self.drops_inside and is_quantising():
@@ -277,11 +267,10 @@ class _HookedSite(Site):
             return "another hook of it comes in between"
         if _global_forward_hooks or _global_forward_pre_hooks:
             return "there are global hooks of forwards"
-        tables = self._tables
-        if tables.has_script:
-            return "a part of it is in TorchScript"
-        if any(tables.hooks):
-            hooks = chain.from_iterable(table.values() for table in tables.hooks)
+        for part in parts:
+            if isinstance(part, torch.jit.ScriptModule):
+                return "a part of it is in TorchScript"
+            hooks = *part._forward_hooks.values(), *part._forward_pre_hooks.values()
             if not all(map(is_own_hook, hooks)):
                 return "a part of it has hooks"
         for leaf in leaves:
