@@ -2,26 +2,24 @@
 
 In the first step a function runs once more behind its output; where the output's memory is to be
 dropped, both are compared, and the output with what it was before it was saved. What differs is
-kept or offloaded from then on. In backward what is recomputed is compared once more. One of those
-that were equal is seen again every `_SEE_AGAIN` steps.
+kept or offloaded from then on. In backward what is recomputed is compared once more. All of it is
+seen again every `PROVE_EVERY` steps.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary, proxy, ref
+from weakref import WeakKeyDictionary, proxy
 
 import torch
 
-from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.transfers import Transfers
 
 _logger = logging.getLogger(__name__)
 
-_SEE_AGAIN = 64
+PROVE_EVERY = 256
 _MOST_IN_A_STEP = 256
 """Outputs that are compared for one proof, also where steps never end."""
 
@@ -36,11 +34,10 @@ class Proof:
     """Of the site or function, for messages."""
     refusal: str = ""
     """Why it isn't recomputed any more."""
-    is_due: bool = True
-    """Whether the next outputs are compared, as are all of the step ``seen_in``."""
     is_known: bool = False
     """Whether outputs were compared, and were equal."""
-    seen_in: StepStats | None = None
+    step: int = -PROVE_EVERY
+    """The last of which outputs are compared, of which ``num_left`` may yet be."""
     num_left: int = 0
 
 
@@ -51,8 +48,7 @@ class Proofs:
         self.transfers: Transfers = proxy(transfers)
         self.of_functions: dict[Hashable, Proof] = {}
         """By one call of a function in each forward."""
-        self._known: deque[ref[Proof]] = deque()
-        self._num_steps, self._stats = 0, transfers.stats
+        self._step, self._stats = 0, transfers.stats
 
     @classmethod
     def of(cls, transfers: Transfers) -> Proofs:
@@ -60,28 +56,24 @@ class Proofs:
         book = _books.get(transfers) or _books.setdefault(transfers, cls(transfers))
         if book._stats is not transfers.stats:
             book._stats = transfers.stats
-            book._num_steps += 1
-            if book._num_steps % _SEE_AGAIN == 0 and book._known:
-                again = book._known.popleft()()
-                if again is not None:
-                    again.is_due = True
+            book._step += 1
         return book
 
     def begin(self, proof: Proof) -> bool:
         """Return whether an output that was made now is compared."""
-        if proof.is_due:
-            proof.seen_in, proof.num_left = self._stats, _MOST_IN_A_STEP
-        is_seen = proof.seen_in is self._stats and proof.num_left and not proof.refusal
+        if self._step - proof.step >= PROVE_EVERY:
+            proof.step, proof.num_left = self._step, _MOST_IN_A_STEP
+        is_seen = proof.step == self._step and proof.num_left and not proof.refusal
         if not is_seen or self.transfers.backend.is_capturing():
             return False
-        proof.is_due, proof.num_left = False, proof.num_left - 1
+        proof.num_left -= 1
         return True
 
     def refusal(self, proof: Proof) -> str:
         """Return why an output that isn't compared can't be dropped, or nothing."""
         if proof.is_known or proof.refusal:
             return proof.refusal
-        proof.is_due = True
+        proof.step = -PROVE_EVERY
         return "it is compared in the next step (not in one that is captured)"
 
     def resolve(self, proof: Proof, are_equal: Sequence[torch.Tensor], num_bytes: int) -> str:
@@ -94,8 +86,6 @@ class Proofs:
             return proof.refusal
         if torch.stack([*are_equal]).all():
             proof.is_known = True
-            if not any(one() is proof for one in self._known):
-                self._known.append(ref(proof))
             return ""
         proof.refusal = "it was compared when it was recomputed, and had other bits"
         _logger.warning(

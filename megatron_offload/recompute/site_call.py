@@ -38,7 +38,7 @@ from megatron_offload.engine.saved_tensor import SavedTensor, changed_in_place
 from megatron_offload.errors import CorruptionError, StateError
 from megatron_offload.recompute.call_state import CallState, as_it_is
 from megatron_offload.recompute.module_state import ModuleState
-from megatron_offload.recompute.proof import Proof
+from megatron_offload.recompute.proof import PROVE_EVERY, Proof
 from megatron_offload.recompute.random_states import RandomStates, are_captured, other_states
 
 _logger = logging.getLogger(__name__)
@@ -63,9 +63,6 @@ def _mute(*_: Any, **__: Any) -> _Muted:
 
 _running = RLock()
 """Held while a call runs again: it changes modules and random states, and puts them back."""
-
-_PROVE_EVERY = 256
-"""One step in so many is proven again."""
 
 
 @dataclass(eq=False, repr=False)
@@ -191,8 +188,8 @@ class SiteCall(ModuleCall):
         self._template = [(id(x), None) if isinstance(x, torch.Tensor) else (0, x) for x in leaves]
         self._is_open, self._step_number = True, manager.step_number
         manager.last_call = ref(self)
-        since = self._step_number - site.proven_in.get(self.state.training, -_PROVE_EVERY)
-        is_due = not 0 < since < _PROVE_EVERY or manager.config.checking
+        since = self._step_number - site.proven_in.get(self.state.training, -PROVE_EVERY)
+        is_due = not 0 < since < PROVE_EVERY or manager.config.checking
         self._proves = is_due and self._random_states is not None  # a capture can't be waited for
         if self._proves:
             self.state.keep_contents()

@@ -167,7 +167,7 @@ OTHER_BITS = "it was compared when it was recomputed, and had other bits"
 
 
 def test_what_was_proven_is_proven_again_now_and_then(monkeypatch):
-    monkeypatch.setattr(proof, "_SEE_AGAIN", 3)
+    monkeypatch.setattr(proof, "PROVE_EVERY", 3)
     wrong = []
 
     def sometimes(x):
