@@ -74,10 +74,7 @@ def taken_apart(
 
     So tensors in them are inputs as any other, and who changes a list afterwards changes nothing.
     """
-    containers = [x for x in args if isinstance(x, (list, tuple, dict))]
-    inside = (x for one in containers if type(one) is tuple for x in one)
-    is_fixed = not kwargs and all(type(x) is tuple for x in containers)
-    if is_fixed and not any(isinstance(x, (torch.Tensor, list, tuple, dict)) for x in inside):
+    if not kwargs and not any(isinstance(x, (list, tuple, dict)) for x in args):
         return function, args
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
     return partial(_call, function, spec), leaves

@@ -1,4 +1,4 @@
-"""One call of a site, and how it runs again.
+"""A site: the hooks of its module, one call of that, and how it runs again.
 
 The graph is the original one: what the call saves is replaced by numbers, and the first that
 backward asks for runs the call again. A backward inside a backward, as other checkpoints have
@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
+from operator import eq
 from threading import RLock
 from typing import Any
 from weakref import ref
@@ -27,19 +28,37 @@ from torch._C._autograd import (
     _push_saved_tensors_default_hooks,
     _top_saved_tensors_default_hooks,
 )
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd import forward_ad
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.utils import _pytree as pytree
 
+from megatron_offload.config import RECOMPUTE_SITES
 from megatron_offload.engine.checking import checksum
 from megatron_offload.engine.graph_break import graph_break
+from megatron_offload.engine.hooks import (
+    is_in_backward,
+    is_recording,
+    owner_of_hooks,
+    put_on,
+    take_off,
+)
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_parameter
+from megatron_offload.engine.modes import has_modes, is_traced
+from megatron_offload.engine.module_hooks import is_own_hook
 from megatron_offload.engine.patches import PatchStack
 from megatron_offload.engine.saved_tensor import SavedTensor, changed_in_place
 from megatron_offload.errors import CorruptionError, StateError
+from megatron_offload.model_map.offload_site import FindManager
+from megatron_offload.model_map.watch import SavedMemory
 from megatron_offload.recompute.call_state import CallState, as_it_is
 from megatron_offload.recompute.module_state import ModuleState
 from megatron_offload.recompute.proof import PROVE_EVERY, Proof
 from megatron_offload.recompute.random_states import RandomStates, are_captured, other_states
+from megatron_offload.recompute.recipe import taken_apart
+from megatron_offload.recompute.recipes import recipes_of
+from megatron_offload.recompute.transformer_engine import is_quantising
 
 _logger = logging.getLogger(__name__)
 
@@ -61,35 +80,46 @@ def _mute(*_: Any, **__: Any) -> _Muted:
     return _Muted()
 
 
+_CONSTANTS = (bool, int, float, str, torch.dtype, torch.device)
+
 _running = RLock()
 """Held while a call runs again: it changes modules and random states, and puts them back."""
 
 
-@dataclass(eq=False, repr=False)
 class Site:
-    """One module whose calls are recomputed."""
+    """A module whose calls are recomputed, and its hooks.
 
-    path: str
-    """Its dotted name."""
-    unit: str
-    """The kind or pattern by which it was found, under which its bytes are counted."""
-    forward: Callable[..., Any]
-    draws: bool
-    """Whether it may draw random numbers, or ask for the grad mode."""
-    drops_inside: bool
-    """Whether what it saves is dropped in forward."""
-    drops_output: bool
-    """Whether what it returns is, where that is saved."""
+    Attributes:
+        path: its dotted name.
+        unit: the kind or pattern by which it was found, under which its bytes are counted.
+        draws: whether it may draw random numbers, or ask for the grad mode.
+        drops_inside: whether what it saves is dropped in forward.
+        drops_output: whether what it returns is, where that is saved.
+        refusal: why it is kept from here on, by what a call has shown.
+        fills_late: whether a kernel fills what is saved last behind that: a rerun must not end
+            there.
+        proven_in: the step in which it was proven last, by the training flags of its modules.
+    """
 
-    def __post_init__(self) -> None:
-        self.proof = Proof(self.path)
-        self.refusal = ""
-        """Why it is kept from here on, by what a call has shown."""
-        self.fills_late = False
-        """Whether a kernel fills what is saved last behind that: a rerun must not end there."""
+    def __init__(self, path: str, unit: str, module: nn.Module, *, draws: bool) -> None:
+        self.path, self.unit, self.draws, self._type = path, unit, draws, type(module)
+        is_of_torch = self._type.__module__.startswith("torch.nn.") and not module._modules
+        self.drops_inside = draws and not is_of_torch
+        self.drops_output = unit not in RECOMPUTE_SITES
+        self.refusal, self.fills_late = "", False
         self.proven_in: dict[tuple[bool, ...], int] = {}
-        """The step in which it was proven last, by the training flags of its modules."""
-        self._said = set[str]()
+        self._proof = Proof(path)
+        self._find_manager: FindManager
+        self._calls: list[ModuleCall | None] = []
+        """Under way, where the inside is kept: no hooks say so."""
+
+    def serve(self, find_manager: FindManager, said: set[str], min_tokens: int) -> None:
+        """Ask another for the manager; ``said`` is why sites of the model were kept so far."""
+        self._find_manager, self._said, self._min_tokens = find_manager, said, min_tokens
+
+    def is_still(self, unit: str, module: nn.Module) -> bool:
+        """Whether what is known of it holds for a module of this unit."""
+        return (self.unit, self._type) == (unit, type(module))
 
     def warn(self, refusal: str, level: int = logging.WARNING) -> None:
         """Say once for each reason that a site is kept."""
@@ -97,6 +127,104 @@ class Site:
             self._said.add(refusal)
             text = "recompute: %s, and maybe others, is kept: %s"
             _logger.log(level, text, self.path, refusal)
+
+    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note what the call begins with, and replace by numbers what it saves."""
+        if not self.drops_inside:
+            if not is_in_backward():  # a rerun, which may end without `end`
+                self._calls.append(self._call(module, args, kwargs))
+            return
+        around = owner_of_hooks()
+        if isinstance(around, SiteCall) and around.site is self:
+            around.depth += 1  # it calls itself
+        call = self._call(module, args, kwargs)
+        if isinstance(call, SiteCall):
+            put_on(call.pack, call.unpack)
+
+    def _call(self, module: nn.Module, args: Any, kwargs: Any) -> ModuleCall | None:
+        """Return the call that begins now, if it may run again."""
+        manager = self._find_manager()
+        if manager is None or not manager.do_offload or not is_recording() or is_traced():
+            return None
+        may = manager.may_drop if self.drops_inside else manager.may_recompute
+        if not may(self.unit):
+            return None
+        if manager.is_too_short(self._min_tokens, args, kwargs):
+            return None
+        function, leaves = taken_apart(module.forward, args, kwargs)
+        parts = [*module.modules()]
+        refusal = self.refusal or self._refusal(module, parts[1:], leaves)
+        if refusal:
+            # What no user has asked for is no warning.
+            self.warn(refusal, logging.INFO if manager.rows_are_own else logging.WARNING)
+            return None
+        state = ModuleState(parts, copies=self.drops_output)
+        how = self, manager, state, function, leaves
+        if not self.drops_inside:
+            return ModuleCall(*how)
+        if not manager.rows_are_on_trial:
+            return SiteCall(*how)
+        tried = TriedCall(*how)
+        return tried if tried.can_prove else None
+
+    def end(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Leave the call, which may have raised."""
+        if not self.drops_inside:
+            if is_in_backward() or not self._calls:
+                return
+            call = self._calls.pop()
+        else:
+            call = owner_of_hooks()
+            if not isinstance(call, SiteCall) or call.site is not self:
+                return
+            if call.depth:
+                call.depth -= 1
+                return
+            take_off(partial(eq, call.pack))
+        if call is None:
+            return
+        leaves = call.leaves
+        if not call.close(output) or isinstance(owner_of_hooks(), SavedMemory):
+            return  # in the latter it isn't known yet who saves it
+        chunk = call.manager.recorded_chunk() if self.drops_output else None
+        call.picks_first = isinstance(output, (tuple, list))
+        made = output[0] if call.picks_first else output
+        if chunk is not None and isinstance(made, torch.Tensor):
+            how: dict[str, Any] = {"proof": self._proof, "runs": not self.drops_inside}
+            how["holds"] = self.drops_inside or not self.draws
+            recipes_of(chunk).add(made, call.output, leaves, self.unit, **how)
+
+    def _refusal(self, module: nn.Module, parts: Sequence[nn.Module], leaves: Sequence[Any]) -> str:
+        if has_modes():
+            return "a mode of dispatch or of functions was entered"
+        if self.drops_inside and is_quantising():
+            return "its quantisers' scales change with every call"
+        if type(module) is not self._type or "forward" in vars(module):
+            return "its forward was replaced"
+        if forward_ad._current_level >= 0:
+            return "it runs under forward-mode differentiation"
+        last = next(reversed(module._forward_pre_hooks.values()))
+        first = next(iter(module._forward_hooks.values()))
+        if getattr(last, "hook", None) != self.begin or getattr(first, "hook", None) != self.end:
+            return "another hook of it comes in between"
+        if _global_forward_hooks or _global_forward_pre_hooks:
+            return "there are global hooks of forwards"
+        for part in parts:
+            if isinstance(part, torch.jit.ScriptModule):
+                return "a part of it is in TorchScript"
+            hooks = *part._forward_hooks.values(), *part._forward_pre_hooks.values()
+            if not all(map(is_own_hook, hooks)):
+                return "a part of it has hooks"
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                is_plain = type(leaf) is torch.Tensor and leaf.layout is torch.strided
+                if not is_plain and not is_parameter(leaf):
+                    return "it is given a tensor that is sparse or of a class of its own"
+                if is_functorch_wrapped_tensor(leaf) or leaf.is_inference():
+                    return "it is given a tensor of a transform, or of inference mode"
+            elif not (leaf is None or isinstance(leaf, _CONSTANTS)):
+                return f"it is given a {type(leaf).__name__}, which may change (use_cache=False?)"
+        return ""
 
 
 @dataclass(eq=False, repr=False)
@@ -106,11 +234,11 @@ class ModuleCall:
     site: Site
     manager: PipelineOffloadManager
     """In whose forward it is."""
-    module: nn.Module
     state: ModuleState
+    function: Callable[..., Any]
+    """Runs the module's forward."""
     leaves: Sequence[Any]
-    """Its arguments, taken apart, where there is a ``spec``; emptied when it is over."""
-    spec: Any
+    """What that takes; emptied when it is over."""
     picks_first: bool = False
     """Whether of what it returns the first is what is recomputed."""
 
@@ -129,25 +257,24 @@ class ModuleCall:
         return output[0] if self.picks_first else output
 
     def _run_again(self, leaves: Sequence[Any], *, needs_output: bool = False) -> Any:
-        return self.run(partial(self.forward, leaves))
+        return self.run(partial(self.function, *leaves))
+
+    def _refuse(self, why: str) -> None:
+        """Keep the site from here on."""
+        level = logging.INFO if self.manager.rows_are_own else logging.WARNING
+        self.site.refusal = f"it {why}"
+        self.site.warn(self.site.refusal, level)
+
+    _fail = _refuse
 
     def close(self, output: Any) -> bool:
         """Know that it is over, and has returned this; return whether it may run again."""
-        site, leaves, self.leaves = self.site, self.leaves, ()
+        leaves, self.leaves = self.leaves, ()
         if _versions_of(leaves) != self._versions:
-            site.refusal = "its forward changes in place what it is given"
+            self._fail("changes in place what it is given")
         elif not self.state.is_unchanged():
-            site.refusal = "its forward writes to its buffers or other tensors that it has"
-        if site.refusal:
-            site.warn(site.refusal)
-        return not site.refusal
-
-    def forward(self, leaves: Sequence[Any]) -> Any:
-        """Run the forward of the module as it is now."""
-        args, kwargs = leaves, {}
-        if self.spec is not None:
-            args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        return self.site.forward(self.module, *args, **kwargs)
+            self._refuse("writes to its buffers or other tensors that it has")
+        return not self.site.refusal
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Run a function under the state of this call; behind it all is as it was before."""
@@ -250,11 +377,8 @@ class SiteCall(ModuleCall):
             StateError: it can't be recomputed: it has drawn random numbers that can't be drawn
                 again, or has changed what it was given.
         """
-        leaves = self.leaves
         may_run = super().close(output)
         self._is_open, site = False, self.site
-        if _versions_of(leaves) != self._versions:
-            self._fail("changes in place what it is given")
         if self._others != other_states():
             if not self.manager.rows_are_own or isinstance(self, TriedCall):
                 self._fail("draws random numbers of Python or numpy")
@@ -295,7 +419,7 @@ class SiteCall(ModuleCall):
         def run() -> tuple[Any, bool]:
             _push_saved_tensors_default_hooks(keep, as_it_is)
             try:
-                output, after = self.forward(leaves), self._states_after
+                output, after = self.function(*leaves), self._states_after
                 is_same = after is None or after.are_current()
             except (_Enough, Exception):  # TorchScript makes another of it
                 if runs_on or len(made) < num_saved:
@@ -351,9 +475,7 @@ class TriedCall(SiteCall):
         self._forms.append((tensor.shape, tensor.dtype))
         return _Tried(tensor, self)
 
-    def _fail(self, why: str) -> None:
-        self.site.refusal = f"it {why}"
-        self.site.warn(self.site.refusal, logging.INFO)  # no user has asked for it
+    _fail = ModuleCall._refuse
 
     def run_trial(self) -> None:
         """Run the call again, once, and compare."""

@@ -280,7 +280,7 @@ def patched_norm():
 
 
 REFUSED = {
-    "changes a buffer": (OWN, CountingLayerNorm, "its forward writes to its buffers"),
+    "changes a buffer": (OWN, CountingLayerNorm, "it writes to its buffers"),
     "holds a script": (OWN, scripted, "a part of it is in TorchScript"),
     "exchanged forward": ("norm", patched_norm, "its forward was replaced"),
     "another forward of its class": ("norm", norm, "norm returns is kept from here on"),
