@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_offload.engine.saved_tensor import changed_in_place
 from megatron_offload.errors import StateError
-from megatron_offload.recompute.recipe import lasting
+from megatron_offload.recompute.recipe import Constants, lasting
 
 _INNER = frozenset(vars(nn.Module()))
 """What each module has, besides what its class gives it."""
@@ -39,30 +38,28 @@ class ModuleState:
             for name in ("_parameters", "_buffers", "_modules")
         )
         self._changing: list[tuple[dict[str, Any], str]] = []
-        self._tensors: list[torch.Tensor] = []
         known: dict[int, Any] = {}
+        tensors: list[torch.Tensor] = []
         for table, then in (*self._attributes, *self._buffers):
             for name, value in then.items():
                 if name not in _INNER and issubclass(type(value), _CHANGING):
                     self._changing.append((table, name))
-                    then[name] = _copy_of(value, known, self._tensors)
+                    then[name] = _copy_of(value, known, tensors)
         given = {id(x): x for _, then in self._parameters for x in then.values() if x is not None}
         if copies and given:
             given = {key: lasting(x) for key, x in given.items()}
             for _, then in self._parameters:
                 then.update((name, given.get(id(x))) for name, x in [*then.items()])
-        self._given = [*given.values()]
-        self._versions = [x._version for x in self._given]
-        self._tensor_versions = [x._version for x in self._tensors]
+        self._given, self._tensors = Constants([*given.values()]), Constants(tensors)
         self._contents: list[torch.Tensor] | None = None
 
     def keep_contents(self) -> None:
         """Copy the buffers and other tensors, in case that the call writes to them."""
-        self._contents = [x.detach().clone() for x in self._tensors]
+        self._contents = [x.detach().clone() for x in self._tensors.tensors]
 
     def is_unchanged(self) -> bool:
         """Whether the buffers and other tensors are as they were."""
-        return [x._version for x in self._tensors] == self._tensor_versions
+        return self._tensors.are_unchanged()
 
     @contextmanager
     def in_force(self, path: str, unit: str) -> Iterator[None]:
@@ -72,15 +69,7 @@ class ModuleState:
             InPlaceModificationError: a parameter was changed in place since.
             StateError: a buffer was, of which nothing is known; or a parameter has no memory now.
         """
-        for x, version in zip(self._given, self._versions, strict=True):
-            if x._version != version:
-                what = f"a parameter of {path}, which is recomputed ({unit!r}),"
-                raise changed_in_place(what, x._version, version)
-            if type(x) in (torch.Tensor, nn.Parameter) and not x.data_ptr() and x.nbytes:
-                raise StateError(
-                    f"a parameter of {path} has no memory now, as where it is sharded until its "
-                    f"own module's backward; leave {unit!r} out of recompute"
-                )
+        self._given.check(f"a parameter of {path}", unit)
         copies = dict[int, Any]()
         if not self.is_unchanged():
             if self._contents is None:
@@ -88,7 +77,7 @@ class ModuleState:
                     f"a buffer or another tensor of {path} was written to since its forward; leave "
                     f"{unit!r} out of recompute"
                 )
-            for x, content in zip(self._tensors, self._contents, strict=True):
+            for x, content in zip(self._tensors.tensors, self._contents, strict=True):
                 copies[id(x)] = content.clone().requires_grad_(x.requires_grad)
         tables = (*self._attributes, *self._parameters, *self._buffers, *self._children)
         before = [(table, table.copy()) for table, _ in tables]

@@ -31,7 +31,7 @@ from megatron_offload.engine.checking import checksum
 from megatron_offload.engine.group import INPUT_NOT_SAVED, Block, BlockRef, Recipe
 from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.modes import has_modes
-from megatron_offload.engine.saved_tensor import LAYOUTS, SavedTensor
+from megatron_offload.engine.saved_tensor import LAYOUTS, SavedTensor, changed_in_place
 from megatron_offload.errors import CorruptionError, StateError
 from megatron_offload.memory.storage_ref import StorageRef
 from megatron_offload.memory.tensor_pool import span_bytes
@@ -65,6 +65,34 @@ def lasting(tensor: torch.Tensor) -> torch.Tensor:
         copied = torch.nn.Parameter(copied, tensor.requires_grad)
     vars(copied).update(vars(tensor))
     return copied
+
+
+class Constants:
+    """Tensors that never move, and must be as they are when this is made."""
+
+    __slots__ = ("_versions", "tensors")
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors, self._versions = tensors, [x._version for x in tensors]
+
+    def are_unchanged(self) -> bool:
+        """Whether none was changed in place."""
+        return [x._version for x in self.tensors] == self._versions
+
+    def check(self, what: str, unit: str) -> None:
+        """Raise where one was changed in place, or has no memory; ``what`` they are is said."""
+        for x, version in zip(self.tensors, self._versions, strict=True):
+            is_plain = type(x) in (torch.Tensor, torch.nn.Parameter)
+            has_memory = not (is_plain and x.nbytes) or x.untyped_storage().nbytes()
+            if has_memory and x._version == version:
+                continue
+            what = f"{what} of shape {list(x.shape)}, which is read when {unit!r} is recomputed,"
+            if has_memory:
+                raise changed_in_place(what, x._version, version)
+            raise StateError(
+                f"{what} has no memory now, as where a parameter is sharded until its own module's "
+                f"backward; leave {unit!r} out of recompute"
+            )
 
 
 def taken_apart(
@@ -175,16 +203,6 @@ class Input(SavedTensor):
         return self.view_in(source, int(source.storage_offset()) * source.itemsize)
 
 
-class Read(SavedTensor):
-    """A tensor that a recipe reads and that never moves."""
-
-    __slots__ = ()
-
-    def _description(self) -> str:
-        layout = f"shape {list(self.alias.shape)} and dtype {self.alias.dtype}"
-        return f"of {layout}, from which a saved one is recomputed ({self.group_name!r}),"
-
-
 @dataclass(slots=True, eq=False, repr=False)
 class FunctionRecipe:
     """A function and what it takes: how one tensor, the ``output``, was made."""
@@ -193,8 +211,8 @@ class FunctionRecipe:
     """Returns a tensor that shares memory with none of its inputs."""
     parts: Sequence[Any]
     """Its arguments; each activation that can move as an `Input`."""
-    reads: Sequence[Read]
-    """Of them those that never move, and must be as they were."""
+    constants: Constants
+    """Of them those that never move."""
     output: InitVar[torch.Tensor]
     unit: str
     """The kind of recipe, by which it is counted, configured and planned."""
@@ -270,10 +288,8 @@ class FunctionRecipe:
             plain = (x for x in given if type(x) is torch.Tensor)
             own = {id(x): x.detach().requires_grad_(x.requires_grad) for x in plain}
             made = self._call([own.get(id(x), x) for x in given])
-            is_same = self.sum != self.sum
-            if self._is_as_before(made):
-                is_same = (_words_of(made) == _words_of(output)).all()
-            self.are_equal.append(is_same)
+            is_alike = self._is_as_before(made)
+            self.are_equal.append(sum_of(made) == self.sum if is_alike else self.sum != self.sum)
         backend = self.book.transfers.backend
         self.compared = backend.record(backend.compute_stream())
 
@@ -287,9 +303,8 @@ class FunctionRecipe:
     def bind_inputs(self) -> str:
         """As `bind`, for an output that is not saved."""
         refusal = self.refusal
-        for record in self.reads:
-            if record.alias._version != record.version:
-                refusal = refusal or "something that it reads was changed in place"
+        if not self.constants.are_unchanged():
+            refusal = refusal or "something that it reads was changed in place"
         for part in {id(part): part for part in self.parts if type(part) is Input}.values():
             refusal = refusal or part.bind(self.depth)
         return refusal
@@ -307,16 +322,7 @@ class FunctionRecipe:
             CorruptionError: the function made another kind of tensor than before, or for a proof
                 other bits.
         """
-        for record in self.reads:
-            record.check_version()
-            tensor = record.alias
-            is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-            if is_plain and tensor.nbytes and not tensor.untyped_storage().nbytes():
-                raise StateError(
-                    f"a tensor {record._description()} has no memory now, as where a parameter is "
-                    f"sharded until its own module's backward; leave {self.unit!r} out of "
-                    "recompute"
-                )
+        self.constants.check("a tensor", self.unit)
         given = {id(part): part.as_given() for part in self.parts if type(part) is Input}
         made = self._call([given.get(id(part), part) for part in self.parts])
         if not self._is_as_before(made):
@@ -360,8 +366,3 @@ def sum_of(tensor: torch.Tensor) -> torch.Tensor:
     storage = tensor.untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return checksum(flat.set_(storage, 0, (storage.nbytes(),), (1,)))
-
-
-def _words_of(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    return flat if flat.numel() % 8 else flat.view(torch.int64)

@@ -28,7 +28,13 @@ from megatron_offload.engine.subclasses import is_wrapper
 from megatron_offload.recompute.call_state import CallState
 from megatron_offload.recompute.proof import Proof, Proofs
 from megatron_offload.recompute.random_states import RandomStates
-from megatron_offload.recompute.recipe import FunctionRecipe, Input, Read, lasting, taken_apart
+from megatron_offload.recompute.recipe import (
+    Constants,
+    FunctionRecipe,
+    Input,
+    lasting,
+    taken_apart,
+)
 
 T = TypeVar("T")
 
@@ -124,9 +130,8 @@ class Recipes:
         book = Proofs.of(chunk.transfers)
         if proof is None:
             proof = self._proof_of(book, called or function, unit)
-        reads, state = [Read(x, unit) for x in constants], CallState(keeps_grad=keeps_grad)
-        how = unit, depth, book, proof, refusal, state, random_states
-        recipe = FunctionRecipe(function, parts, reads, output, *how)
+        how = unit, depth, book, proof, refusal, CallState(keeps_grad=keeps_grad), random_states
+        recipe = FunctionRecipe(function, parts, Constants(constants), output, *how)
         if recipe.depth and book.begin(proof):
             recipe.begin_proof(output, inputs, sources, runs=runs)
         block = chunk.find_block(key)
