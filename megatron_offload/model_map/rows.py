@@ -11,9 +11,9 @@ from torch import nn
 
 from megatron_offload.config import MEGATRON_MODULES, RECOMPUTE_SITES
 from megatron_offload.core.row_config import LOSS, UNITS, RowConfig
-from megatron_offload.engine.module_hooks import compiled_parts, expression_of
+from megatron_offload.engine.module_hooks import compiled_parts
 from megatron_offload.errors import ConfigError, did_you_mean
-from megatron_offload.model_map.structure import PARTS, has_forward, layers_of
+from megatron_offload.model_map.structure import PARTS, has_forward, layers_of, modules_within
 
 _logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def find_rows(
         if row.site == LOSS:
             continue
         numbered = [path for path, number in layers.items() if row.has_layer(number)]
-        paths = [path for layer in numbered for path in _within(layer, row.site, modules)]
+        paths = [path for layer in numbered for path in modules_within(layer, row.site, modules)]
         if not is_part and layers and row.last_layer > max(layers.values()):
             raise ConfigError(f"row {row}: {_missing(row, layers, [], modules)}")
         if is_part and row.min_tokens and row.site in MEGATRON_MODULES:
@@ -102,15 +102,6 @@ def find_rows(
     return found
 
 
-def _within(layer: str, site: str, modules: Mapping[str, nn.Module]) -> list[str]:
-    """Return the modules of a layer that a site's name stands for."""
-    if site == "layer" or site in PARTS:  # where that is a list, its members are meant by name
-        names = [layer] if site == "layer" else [f"{layer}.{name}" for name in PARTS[site]]
-        return [path for path in names if path in modules and has_forward(modules[path])]
-    expression = expression_of(f"{layer}.{site}")
-    return [path for path in modules if expression.fullmatch(path)]
-
-
 def _missing(
     row: RowConfig,
     layers: Mapping[str, int],
@@ -125,5 +116,9 @@ def _missing(
     starts = tuple(f"{layer}." for layer in numbered)
     inner = {path: next((x for x in starts if path.startswith(x)), "") for path in modules}
     known = {path.removeprefix(start) for path, start in inner.items() if start}
-    names = {"layer", *(kind for kind in PARTS if _within(numbered[0], kind, modules)), *known}
+    names = {
+        "layer",
+        *(kind for kind in PARTS if modules_within(numbered[0], kind, modules)),
+        *known,
+    }
     return f"no layer has a site {row.site!r}{did_you_mean(row.site, names)}"

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
+from megatron_offload.engine.module_hooks import expression_of
+
 _LAYERS = ("TransformerLayer", "GradientCheckpointingLayer")
 """Classes, by their own name or that of a base, whose owners let them be recomputed."""
 
@@ -20,13 +22,17 @@ PARTS = {
 def find_sites(modules: Mapping[str, nn.Module], kinds: Iterable[str]) -> dict[str, str]:
     """Return the kind of each module that is a site of these kinds, by its dotted name."""
     layers = layers_of(modules)
-    found: dict[str, str] = {}
-    for kind in kinds:
-        paths = {*layers}
-        if kind != "layer":
-            paths = {f"{layer}.{name}" for layer in layers for name in PARTS[kind]}
-        found.update((path, kind) for path in modules if path in paths)
-    return found
+    named = ((kind, layer) for kind in kinds for layer in layers)
+    return {path: kind for kind, layer in named for path in modules_within(layer, kind, modules)}
+
+
+def modules_within(layer: str, site: str, modules: Mapping[str, nn.Module]) -> list[str]:
+    """Return the modules of a layer that a site's name stands for."""
+    if site == "layer" or site in PARTS:  # where that is a list, its members are meant by name
+        names = [layer] if site == "layer" else [f"{layer}.{name}" for name in PARTS[site]]
+        return [path for path in names if path in modules and has_forward(modules[path])]
+    expression = expression_of(f"{layer}.{site}")
+    return [path for path in modules if expression.fullmatch(path)]
 
 
 def layers_of(modules: Mapping[str, nn.Module]) -> dict[str, int]:

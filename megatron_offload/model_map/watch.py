@@ -71,6 +71,7 @@ class SavedMemory(Observer):
     """What a forward saves, by module, while its hooks are on modules.
 
     Attributes:
+        manager: whose forward it is, if there is one.
         transfers: of the manager, which takes the hooks off that an interrupt has left.
         sizes: by the identity of storages, in the order of saving, the largest tensor in each.
         saves: for each tensor that was saved, but parameters, the calls around it, and the identity
@@ -86,7 +87,7 @@ class SavedMemory(Observer):
         rows: FoundRows,
         manager: PipelineOffloadManager | None = None,
     ) -> None:
-        self._manager, self.transfers = manager, None if manager is None else manager.transfers
+        self.manager, self.transfers = manager, None if manager is None else manager.transfers
         self.sizes: dict[int, int] = {}
         self.saves: list[tuple[tuple[_Call, ...], int | None]] = []
         self._storages: list[StorageRef] = []  # no other gets their identity
@@ -128,7 +129,7 @@ class SavedMemory(Observer):
     @property
     def chunk(self) -> ChunkOffloadHandler | None:
         """Whose forward it is."""
-        return None if self._manager is None else self._manager.cur_forward_chunk()
+        return None if self.manager is None else self.manager.cur_forward_chunk()
 
     def tensor_saved(self, tensor: torch.Tensor) -> None:
         """Note a tensor that is saved now."""
@@ -225,19 +226,19 @@ class RowWatch:
         self._rows = rows, frozenset(units)
         self._seen: SavedMemory | None = None
         self._thread = 0
-        self._manager: PipelineOffloadManager | None = None
         self._inner: list[RemovableHandle] = []
-        modules = self._modules()
-        self._known = _watched.get(root)
-        if self._known is not None and not self._known.is_of(self._rows, modules):
-            self._known = None
+        self._savers: _Savers | None = None
+        if root in _watched:
+            rows_then, parts, savers = _watched[root]
+            is_same = [part() for part in parts] == [*self._modules().values()]
+            self._savers = savers if is_same and rows_then == self._rows else None
 
     def hook_savers(self) -> list[RemovableHandle]:
         """Hook what saves outputs that rows recompute, where that is known."""
-        if self._known is None:
+        if self._savers is None:
             return []
         modules, handles, rows = self._modules(), list[RemovableHandle](), self._rows[0]
-        for path, (name, tensors) in self._known.savers.items():
+        for path, (name, tensors) in self._savers.items():
             own = hooks_of(OffloadSite, modules[path])
             tokens = (x for one, x in rows.min_tokens.items() if rows.recomputed[one] == name)
             site = OffloadSite(name, self._find_manager, tensors, min_tokens=min(tokens, default=0))
@@ -249,7 +250,7 @@ class RowWatch:
         """Hook the model itself, each call of which is a forward; the hooks of another watch go."""
         root = self._modules()[""]
         handles = hooks_of(RowWatch, root)
-        if self._known is None:
+        if self._savers is None:
             begin = ModuleHook(lambda *_: self.begin())
             end = ModuleHook(lambda *given: self.end(has_failed=given[-1] is None))
             handles.append(root.register_forward_pre_hook(begin))  # behind what begins a chunk
@@ -263,7 +264,7 @@ class RowWatch:
     def begin(self) -> None:
         """Begin to watch a forward, if it is the first."""
         manager = self._find_manager()
-        if self._known is not None or manager is None or not manager.records():
+        if self._savers is not None or manager is None or not manager.records():
             return
         if self._seen is not None:
             if self._thread != get_ident():
@@ -272,18 +273,18 @@ class RowWatch:
         chunk = manager.cur_forward_chunk()
         if chunk is None:
             return
-        self._manager, self._thread = manager, get_ident()
+        self._thread = get_ident()
         self._seen = SavedMemory(chunk.may_move, self._rows[0], manager)
         self._inner = self._seen.watch(self._modules())
         manager.observers.append(self._seen)
         put_on(self._seen.pack, SavedTensor.unpack)
 
     def _stop(self) -> SavedMemory:
-        seen, manager, self._seen = self._seen, self._manager, None
+        seen, self._seen = self._seen, None
         assert seen is not None
-        assert manager is not None
+        assert seen.manager is not None
         take_off(partial(eq, seen.pack))
-        manager.observers.remove(seen)
+        seen.manager.observers.remove(seen)
         for handle in self._inner:
             handle.remove()
         self._inner.clear()
@@ -297,9 +298,9 @@ class RowWatch:
         """
         if self._seen is None or self._thread != get_ident():
             return
-        manager, seen, modules = self._manager, self._stop(), self._modules()
+        seen, modules = self._stop(), self._modules()
         if not has_failed and seen.saves:
-            savers: _Savers = {}
+            manager, savers = seen.manager, _Savers()
             try:
                 savers = seen.choose(modules)
             except ConfigError as error:
@@ -307,8 +308,8 @@ class RowWatch:
                     raise
                 manager.refused_rows = str(error)
             self._warn_of_units(manager, seen)
-            known = _Known(self._rows, modules, savers)
-            self._known = _watched[modules[""]] = known
+            self._savers = savers
+            _watched[modules[""]] = self._rows, [*map(ref, modules.values())], savers
             hooks_of(RowWatch, modules[""])
             self.hook_savers()
 
@@ -321,16 +322,6 @@ class RowWatch:
                 _logger.warning("row %s: nothing of this kind is saved in this model", row)
 
 
-class _Known:
-    """What a watched forward of a model has shown: rows that are whole, and who saves outputs."""
-
-    def __init__(self, rows: _Rows, modules: Mapping[str, nn.Module], savers: _Savers) -> None:
-        self._rows, self.savers = rows, savers
-        self._modules = [ref(module) for module in modules.values()]
-
-    def is_of(self, rows: _Rows, modules: Mapping[str, nn.Module]) -> bool:
-        """Whether it holds for these rows in these modules."""
-        return rows == self._rows and [x() for x in self._modules] == [*modules.values()]
-
-
-_watched: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
+_watched = WeakKeyDictionary[nn.Module, tuple[_Rows, list[ref[nn.Module]], _Savers]]()
+"""What a watched forward of a model has shown: under which rows, in which modules, who saves what
+rows recompute."""
