@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.utils._pytree import tree_leaves
 
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.chunk import ChunkOffloadHandler
@@ -67,10 +68,10 @@ class Recipes:
         self,
         output: torch.Tensor,
         function: Callable[..., Any],
-        inputs: Sequence[Any],
+        args: Sequence[Any],
         unit: str,
         *,
-        called: Any = None,
+        kwargs: Mapping[str, Any] | None = None,
         proof: Proof | None = None,
         random_states: RandomStates | None = None,
         keeps_grad: bool = False,
@@ -79,10 +80,10 @@ class Recipes:
     ) -> None:
         """Note how a tensor was made, so that what saves it need not keep its bytes.
 
-        ``called`` is what the function calls, where that is another one; ``proof`` what is known of
-        such outputs, by default of this call of it in each forward; ``runs`` whether it runs once
-        more to be compared; ``holds`` whether it keeps what it takes for its own backward anyway;
-        ``keeps_grad`` is as in `CallState`, the rest as in `FunctionRecipe`.
+        ``proof`` is what is known of such outputs, by default of this call of the function in each
+        forward; ``runs`` whether it runs once more to be compared; ``holds`` whether it keeps what
+        it takes for its own backward anyway; ``keeps_grad`` is as in `CallState`, the rest as in
+        `FunctionRecipe`.
         """
         chunk = self._chunk
         is_plain = type(output) is torch.Tensor and chunk.transfers.backend.owns(output)
@@ -100,6 +101,7 @@ class Recipes:
         around = chunk.open_groups[-1].pick if chunk.open_groups else None
         offloads = bool(chunk.open_groups) and not (around and around.drops_only)
         is_held = holds and chunk.transfers.by_rows and not offloads
+        again, inputs = taken_apart(function, args, kwargs)
         for given in inputs:
             if id(given) in known or not isinstance(given, torch.Tensor):
                 parts.append(known.get(id(given), given))  # it is one for the function too
@@ -129,9 +131,9 @@ class Recipes:
             known[id(given)] = part
         book = Proofs.of(chunk.transfers)
         if proof is None:
-            proof = self._proof_of(book, called or function, unit)
+            proof = self._proof_of(book, function, unit)
         how = unit, depth, book, proof, refusal, CallState(keeps_grad=keeps_grad), random_states
-        recipe = FunctionRecipe(function, parts, Constants(constants), output, *how)
+        recipe = FunctionRecipe(again, parts, Constants(constants), output, *how)
         if recipe.depth and book.begin(proof):
             recipe.begin_proof(output, inputs, sources, runs=runs)
         block = chunk.find_block(key)
@@ -196,8 +198,7 @@ def add_recipe(
     """
     chunk = manager.recorded_chunk()
     if chunk is not None:
-        again, args = taken_apart(function, args, kwargs)
-        recipes_of(chunk).add(output, again, args, unit, called=function, holds=holds)
+        recipes_of(chunk).add(output, function, args, unit, kwargs=kwargs, holds=holds)
 
 
 @graph_break
@@ -236,11 +237,11 @@ def recomputable(
     chunk = None if manager is None else manager.recorded_chunk()
     if chunk is None or (preserve_rng_state and chunk.transfers.backend.is_capturing()):
         return function(*inputs)  # a capture can't read the random state
-    again, parts = taken_apart(function, inputs)
-    devices = (one.device.type for one in parts if isinstance(one, torch.Tensor))
+    leaves = tree_leaves(inputs)
+    devices = (one.device.type for one in leaves if isinstance(one, torch.Tensor))
     states = RandomStates(devices) if preserve_rng_state else None
     output = function(*inputs)
     if isinstance(output, torch.Tensor):
-        how: dict[str, Any] = {"random_states": states, "keeps_grad": True, "called": function}
-        recipes_of(chunk).add(output, again, parts, unit, **how)
+        recipes = recipes_of(chunk)
+        recipes.add(output, function, inputs, unit, random_states=states, keeps_grad=True)
     return output

@@ -71,13 +71,10 @@ _LOGS = "save_to_aux_losses_tracker", "get_moe_metrics_tracker"
 class _Muted:
     """Notes nothing, whatever it is asked to."""
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_, **__: None
+    def __call__(self, *_: Any, **__: Any) -> _Muted:
+        return self
 
-
-def _mute(*_: Any, **__: Any) -> _Muted:
-    """Note nothing."""
-    return _Muted()
+    __getattr__ = __call__
 
 
 _CONSTANTS = (bool, int, float, str, torch.dtype, torch.device)
@@ -165,7 +162,7 @@ class Site:
         if not manager.rows_are_on_trial:
             return SiteCall(*how)
         tried = TriedCall(*how)
-        return tried if tried.can_prove else None
+        return tried if tried.proves else None
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """Leave the call, which may have raised."""
@@ -282,7 +279,7 @@ class ModuleCall:
         with self.state.in_force(self.site.path, self.site.unit), PatchStack() as patches:
             for log in _LOGS:  # an auxiliary loss is not noted twice
                 if hasattr(router, log):
-                    patches.replace(router, log, _mute)
+                    patches.replace(router, log, _Muted())
             if self._random_states is not None:
                 patches.enter_context(self._random_states.in_force())
             return self._call_state.run(function)
@@ -317,8 +314,8 @@ class SiteCall(ModuleCall):
         manager.last_call = ref(self)
         since = self._step_number - site.proven_in.get(self.state.training, -PROVE_EVERY)
         is_due = not 0 < since < PROVE_EVERY or manager.config.checking
-        self._proves = is_due and self._random_states is not None  # a capture can't be waited for
-        if self._proves:
+        self.proves = is_due and self._random_states is not None  # a capture can't be waited for
+        if self.proves:
             self.state.keep_contents()
         self._others = other_states()
         self._sums: list[torch.Tensor] = []
@@ -382,8 +379,8 @@ class SiteCall(ModuleCall):
         if self._others != other_states():
             if not self.manager.rows_are_own or isinstance(self, TriedCall):
                 self._fail("draws random numbers of Python or numpy")
-            self._proves = self._random_states is not None  # or a thread has: bits will say
-        if self._proves:
+            self.proves = self._random_states is not None  # or a thread has: bits will say
+        if self.proves:
             self._sums = _sums_of(output)
             self._states_after = RandomStates(self.devices)
         self.transfers.stats.by_name[site.unit].recomputed_bytes += self._num_bytes
@@ -391,7 +388,7 @@ class SiteCall(ModuleCall):
 
     @graph_break
     def _run_again(self, leaves: Sequence[Any], *, needs_output: bool = False) -> Any:
-        site, proves = self.site, self._proves and not self._is_open
+        site, proves = self.site, self.proves and not self._is_open
         runs_on = needs_output or proves or site.fills_late
         num_saved = len(self._forms)
         made: list[torch.Tensor | None] = []
@@ -451,7 +448,7 @@ class SiteCall(ModuleCall):
                 f"leave {site.unit!r} out of recompute"
             )
         if proves:
-            self._proves, site.proven_in[self.state.training] = False, self._step_number
+            self.proves, site.proven_in[self.state.training] = False, self._step_number
         self._made, self._made_versions = made, versions
         return output
 
@@ -463,11 +460,6 @@ class TriedCall(SiteCall):
     """
 
     _is_over = False
-
-    @property
-    def can_prove(self) -> bool:
-        """Whether it can be compared: not in a capture, which nothing waits for."""
-        return self._proves
 
     @graph_break
     def pack(self, tensor: torch.Tensor) -> SavedTensor:
