@@ -465,38 +465,23 @@ class TriedCall(SiteCall):
     def pack(self, tensor: torch.Tensor) -> SavedTensor:
         """Return a record of a saved tensor; the pack hook."""
         self._forms.append((tensor.shape, tensor.dtype))
-        return _Tried(tensor, self)
+        return SavedTensor(tensor, self.site.path)
 
     _fail = ModuleCall._refuse
 
-    def run_trial(self) -> None:
-        """Run the call again, once, and compare."""
-        if self._is_over or self.site.refusal:
-            return
-        self._is_over = True
-        try:
-            self._run_again_as_given()
-        except torch.OutOfMemoryError as error:
-            self.manager.note_failure(error)  # there is no room to try
-        except Exception as error:  # noqa: BLE001 - whatever a module raises
-            self._fail(f"can't run again with the same bits ({error})")
-        self._made = []
-
-
-class _Tried(SavedTensor):
-    """A saved tensor of a call that is tried."""
-
-    __slots__ = ("_call",)
-
-    def __init__(self, tensor: torch.Tensor, call: TriedCall) -> None:
-        super().__init__(tensor, call.site.path)
-        self._call = call
-
     @graph_break
-    def unpack(self) -> torch.Tensor:
-        """Return it; the first of them runs the call again."""
-        self._call.run_trial()
-        return super().unpack()
+    def unpack(self, packed: int | SavedTensor) -> torch.Tensor:
+        """Return a saved tensor; the first of them runs the call again, and compares."""
+        if not (self._is_over or self.site.refusal):
+            self._is_over = True
+            try:
+                self._run_again_as_given()
+            except torch.OutOfMemoryError as error:
+                self.manager.note_failure(error)  # there is no room to try
+            except Exception as error:  # noqa: BLE001 - whatever a module raises
+                self._fail(f"can't run again with the same bits ({error})")
+            self._made = []
+        return super().unpack(packed)
 
 
 def _versions_of(leaves: Sequence[Any]) -> list[int]:
