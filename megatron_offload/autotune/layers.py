@@ -121,7 +121,7 @@ class LayerWatch:
         self, sites: Mapping[str, Site], may_move: MayMove, manager: PipelineOffloadManager
     ) -> None:
         self._sites = sites
-        self._seen = SavedMemory(may_move, FoundRows({}, {}, {}), manager)
+        self._seen = SavedMemory(may_move, FoundRows({}, {}), manager)
         self._refs: list[StorageRef] = []  # no other storage gets the identity of one of these
         self._inputs: defaultdict[str, dict[int, int]] = defaultdict(dict)
         self._handles: list[RemovableHandle] = []

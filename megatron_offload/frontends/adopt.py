@@ -49,8 +49,10 @@ def adopt_model(
     named = {row.site for row in manager.rows or () if row.recompute} & {*UNITS}
     units = sites_of(modules, named) if named else {}
     rows = find_rows(manager.rows or (), modules, units, is_part=is_part)
-    sites = rows.recomputed if manager.rows is not None else sites_of(modules, manager.recompute)
-    handles = recompute_modules(modules, sites, find_manager, rows.min_tokens)
+    sites = {path: (row.site, row.min_tokens) for path, row in rows.recomputed.items()}
+    if manager.rows is None:
+        sites = {path: (unit, 0) for path, unit in sites_of(modules, manager.recompute).items()}
+    handles = recompute_modules(modules, sites, find_manager)
     for path, module in modules.items():
         own = hooks_of(OffloadSite, module)
         row = rows.offloaded.get(path)

@@ -84,7 +84,7 @@ def map_model(model: nn.Module, *args: Any, **kwargs: Any) -> ModelMap:
         is_strided = tensor.layout is torch.strided and not is_parameter(tensor)
         return is_strided and tensor.untyped_storage()._cdata not in kept
 
-    seen = SavedMemory(may_move, FoundRows({}, {}, {}))
+    seen = SavedMemory(may_move, FoundRows({}, {}))
     with ExitStack() as undo:
         for handle in seen.watch(modules):
             undo.callback(handle.remove)

@@ -21,15 +21,12 @@ _logger = logging.getLogger(__name__)
 class FoundRows(NamedTuple):
     """Rows by the dotted names of modules."""
 
-    recomputed: dict[str, str]
-    """The site's name in its row, by which its bytes are counted."""
+    recomputed: dict[str, RowConfig]
     offloaded: dict[str, RowConfig]
-    min_tokens: dict[str, int]
-    """Of what is recomputed in long calls alone."""
 
     def drops_output(self, path: str) -> bool:
         """Whether what a module returns is recomputed too, where it is saved."""
-        return self.recomputed.get(path, "layer") not in RECOMPUTE_SITES
+        return path in self.recomputed and self.recomputed[path].site not in RECOMPUTE_SITES
 
     def place_of(self, path: str) -> str:
         """Return the module under whose row a module's saves are offloaded; empty where none is."""
@@ -57,9 +54,8 @@ def find_rows(
         ConfigError: a row names what the model doesn't have, or what can't be hooked, or two rows
             are about one module.
     """
-    found, layers = FoundRows({}, {}, {}), layers_of(modules)
+    found, layers = FoundRows({}, {}), layers_of(modules)
     compiled = compiled_parts(modules.values())
-    known: dict[str, RowConfig] = {}
     for row in rows:
         if row.site == LOSS:
             continue
@@ -82,8 +78,8 @@ def find_rows(
                 raise ConfigError(missing)
             _logger.warning("%s (in this part of the model)", missing)
         for path in paths:
-            if path in known:
-                raise ConfigError(f"rows {known[path]} and {row} are both about {path}")
+            if other := found.recomputed.get(path, found.offloaded.get(path)):
+                raise ConfigError(f"rows {other} and {row} are both about {path}")
             if not has_forward(modules[path]):
                 raise ConfigError(
                     f"row {row}: {path} has no forward of its own that takes hooks; "
@@ -94,11 +90,7 @@ def find_rows(
                     f"row {row}: {path} is compiled, and hooks would be part of its graph; name "
                     "what torch.compile() has returned, as module.compile() leaves no place"
                 )
-            known[path] = row
-            if row.recompute:
-                found.recomputed[path], found.min_tokens[path] = row.site, row.min_tokens
-            else:
-                found.offloaded[path] = row
+            (found.recomputed if row.recompute else found.offloaded)[path] = row
     return found
 
 

@@ -118,7 +118,7 @@ class SavedMemory(Observer):
             is_plain = type(tensor) is torch.Tensor and not is_functorch_wrapped_tensor(tensor)
             if is_plain and tensor.layout is torch.strided:
                 self._storages.append(StorageRef(tensor.untyped_storage()))
-                self.made[self._storages[-1].cdata] = self._rows.recomputed[path]
+                self.made[self._storages[-1].cdata] = self._rows.recomputed[path].site
 
     def pack(self, tensor: torch.Tensor) -> SavedTensor:
         """Note a tensor that no row is about; the pack hook."""
@@ -240,7 +240,7 @@ class RowWatch:
         modules, handles, rows = self._modules(), list[RemovableHandle](), self._rows[0]
         for path, (name, tensors) in self._savers.items():
             own = hooks_of(OffloadSite, modules[path])
-            tokens = (x for one, x in rows.min_tokens.items() if rows.recomputed[one] == name)
+            tokens = (row.min_tokens for row in rows.recomputed.values() if row.site == name)
             site = OffloadSite(name, self._find_manager, tensors, min_tokens=min(tokens, default=0))
             own += site.hook(modules[path])
             handles += own

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
-from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -81,15 +80,14 @@ def sites_of(modules: Mapping[str, nn.Module], units: Collection[str]) -> dict[s
 
 def recompute_modules(
     modules: Mapping[str, nn.Module],
-    sites: Mapping[str, str],
+    sites: Mapping[str, tuple[str, int]],
     find_manager: FindManager,
-    min_tokens: Mapping[str, int] = MappingProxyType({}),
 ) -> list[RemovableHandle]:
-    """Let modules be recomputed, by their dotted name that of their unit.
+    """Let modules be recomputed, by their dotted name that of their unit and the fewest tokens.
 
     The hooks of an earlier call on the same modules go. ``find_manager`` returns whose forward it
-    is when one of them runs; None where it is no manager's. ``min_tokens`` are those of a call that
-    runs again, unless rows are on trial.
+    is when one of them runs; None where it is no manager's. Calls of fewer tokens run again only
+    while rows are on trial.
     """
     layers, compiled = layers_of(modules), compiled_parts(modules.values())
     handles, said = [], set[str]()
@@ -97,12 +95,12 @@ def recompute_modules(
         if isinstance(module, torch.jit.ScriptModule):
             continue  # no hook of it runs
         site, own = _site_of(module), hooks_of(Site, module)
-        unit = sites.get(path)
-        if unit is None:
+        if path not in sites:
             continue
+        unit, min_tokens = sites[path]
         if site is None or not site.is_still(unit, module):
             site = Site(path or type(module).__name__, unit, module, draws=unit_of(module) is None)
-        site.serve(find_manager, said, min_tokens.get(path, 0))
+        site.serve(find_manager, said, min_tokens)
         if module in compiled:  # a hook would be part of its graph, and change its random numbers
             site.warn("it is compiled")
             continue
