@@ -1,7 +1,7 @@
 """What a call runs under besides its arguments, so that it can run again under the same.
 
-Grad mode, autocast, modes of dispatch and of functions, and torch's own switches, by which kernels
-are chosen. Random states are in `megatron_offload.recompute.random_states`.
+Grad mode, autocast, modes of dispatch and of functions, random states, and torch's own switches,
+by which kernels are chosen.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch._C._autograd import _pop_saved_tensors_default_hooks, _push_saved_ten
 from torch.overrides import _pop_mode, _push_mode
 
 from megatron_offload.engine.modes import device_context, leave_modes
+from megatron_offload.recompute.random_states import RandomStates
 
 MODES = "a mode of dispatch or of functions was entered, which may change what it computes"
 """Why what ran where `has_modes` can't run again."""
@@ -72,11 +73,15 @@ class CallState:
     """The state as it is when this is made.
 
     ``keeps_grad`` says whether grad mode counts: what is known not to ask runs quicker without.
+    ``random_states`` is None of what draws nothing.
     """
 
-    __slots__ = ("_device_context", "_has_grad", "_values")
+    __slots__ = ("_device_context", "_has_grad", "_values", "random_states")
 
-    def __init__(self, *, keeps_grad: bool) -> None:
+    def __init__(
+        self, *, keeps_grad: bool = False, random_states: RandomStates | None = None
+    ) -> None:
+        self.random_states = random_states
         self._values = [read() for read in _GETTERS]
         self._has_grad = keeps_grad and torch.is_grad_enabled()
         self._device_context = device_context()
@@ -84,6 +89,8 @@ class CallState:
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function under this state; afterwards all is as it was before."""
         with ExitStack() as undo:
+            if self.random_states is not None:
+                undo.enter_context(self.random_states.in_force())
             values = [read() for read in _GETTERS]
             if values != self._values:
                 for (_, put), now, then in zip(_SWITCHES, values, self._values, strict=True):

@@ -224,8 +224,6 @@ class FunctionRecipe:
     refusal: str
     """Why it can't be used, or nothing."""
     call_state: CallState
-    random_states: RandomStates | None
-    """As they were before; None where it draws nothing."""
     version: int = field(init=False)
     """Version counter of the output when it was made."""
     form: tuple[Any, ...] = field(init=False)
@@ -344,13 +342,10 @@ class FunctionRecipe:
 
     def _call(self, parts: Sequence[Any]) -> torch.Tensor:
         """Return what the function makes; for a proof no random state is changed."""
-        states = self.random_states
-        if states is None and self.sum is not None:
-            states = RandomStates({x.device.type for x in parts if isinstance(x, torch.Tensor)})
         with ExitStack() as undo:
-            if states is not None:
-                undo.enter_context(states.in_force())
             if self.sum is not None:
+                devices = {x.device.type for x in parts if isinstance(x, torch.Tensor)}
+                undo.enter_context(RandomStates(devices).in_force())
                 undo.callback(random.setstate, random.getstate())
                 undo.callback(np.random.set_state, np.random.get_state(legacy=False))
             made: torch.Tensor = self.call_state.run(self.function, *parts)

@@ -73,8 +73,7 @@ class Recipes:
         *,
         kwargs: Mapping[str, Any] | None = None,
         proof: Proof | None = None,
-        random_states: RandomStates | None = None,
-        keeps_grad: bool = False,
+        call_state: CallState | None = None,
         runs: bool = True,
         holds: bool = False,
     ) -> None:
@@ -82,8 +81,7 @@ class Recipes:
 
         ``proof`` is what is known of such outputs, by default of this call of the function in each
         forward; ``runs`` whether it runs once more to be compared; ``holds`` whether it keeps what
-        it takes for its own backward anyway; ``keeps_grad`` is as in `CallState`, the rest as in
-        `FunctionRecipe`.
+        it takes for its own backward anyway; the rest is as in `FunctionRecipe`.
         """
         chunk = self._chunk
         is_plain = type(output) is torch.Tensor and chunk.transfers.backend.owns(output)
@@ -132,7 +130,7 @@ class Recipes:
         book = Proofs.of(chunk.transfers)
         if proof is None:
             proof = self._proof_of(book, function, unit)
-        how = unit, depth, book, proof, refusal, CallState(keeps_grad=keeps_grad), random_states
+        how = unit, depth, book, proof, refusal, call_state or CallState()
         recipe = FunctionRecipe(again, parts, Constants(constants), output, *how)
         if recipe.depth and book.begin(proof):
             recipe.begin_proof(output, inputs, sources, runs=runs)
@@ -240,8 +238,8 @@ def recomputable(
     leaves = tree_leaves(inputs)
     devices = (one.device.type for one in leaves if isinstance(one, torch.Tensor))
     states = RandomStates(devices) if preserve_rng_state else None
+    call_state = CallState(keeps_grad=True, random_states=states)
     output = function(*inputs)
     if isinstance(output, torch.Tensor):
-        recipes = recipes_of(chunk)
-        recipes.add(output, function, inputs, unit, random_states=states, keeps_grad=True)
+        recipes_of(chunk).add(output, function, inputs, unit, call_state=call_state)
     return output

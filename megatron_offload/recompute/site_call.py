@@ -241,11 +241,10 @@ class ModuleCall:
 
     def __post_init__(self) -> None:
         self._versions = _versions_of(self.leaves)
-        self._call_state = CallState(keeps_grad=self.site.draws)
         tensors = (x for x in self.leaves if isinstance(x, torch.Tensor))
-        self.devices = {x.device.type for x in tensors} - {"meta"}
-        may_draw = self.site.draws and not are_captured(self.devices)
-        self._random_states = RandomStates(self.devices) if may_draw else None
+        self.devices, draws = {x.device.type for x in tensors} - {"meta"}, self.site.draws
+        states = RandomStates(self.devices) if draws and not are_captured(self.devices) else None
+        self._call_state = CallState(keeps_grad=draws, random_states=states)
 
     def output(self, *leaves: Any) -> Any:
         """Return what it returned, of the same arguments."""
@@ -280,8 +279,6 @@ class ModuleCall:
             for log in _LOGS:  # an auxiliary loss is not noted twice
                 if hasattr(router, log):
                     patches.replace(router, log, _Muted())
-            if self._random_states is not None:
-                patches.enter_context(self._random_states.in_force())
             return self._call_state.run(function)
 
 
@@ -314,7 +311,8 @@ class SiteCall(ModuleCall):
         manager.last_call = ref(self)
         since = self._step_number - site.proven_in.get(self.state.training, -PROVE_EVERY)
         is_due = not 0 < since < PROVE_EVERY or manager.config.checking
-        self.proves = is_due and self._random_states is not None  # a capture can't be waited for
+        self._is_captured = self._call_state.random_states is None  # and can't be waited for
+        self.proves = is_due and not self._is_captured
         if self.proves:
             self.state.keep_contents()
         self._others = other_states()
@@ -379,7 +377,7 @@ class SiteCall(ModuleCall):
         if self._others != other_states():
             if not self.manager.rows_are_own or isinstance(self, TriedCall):
                 self._fail("draws random numbers of Python or numpy")
-            self.proves = self._random_states is not None  # or a thread has: bits will say
+            self.proves = not self._is_captured  # or a thread has: bits will say
         if self.proves:
             self._sums = _sums_of(output)
             self._states_after = RandomStates(self.devices)
