@@ -50,12 +50,9 @@ def layers_of(modules: Mapping[str, nn.Module]) -> dict[str, int]:
         alike = {type(child) for child in members.values()}
         if len(alike) == 1 and all(map(_may_be_layer, members.values())):
             layers.update(f"{path}.{name}".lstrip(".") for name in members)
-    outer = [path for path in modules if path in layers and not _is_within(path, layers)]
+    within = tuple(f"{layer}." for layer in layers)
+    outer = [path for path in modules if path in layers and not path.startswith(within)]
     return {path: _number_of(path, modules) for path in outer}
-
-
-def _is_within(path: str, layers: set[str]) -> bool:
-    return any(path.startswith(f"{one}.") for one in layers)
 
 
 def _number_of(path: str, modules: Mapping[str, nn.Module]) -> int:

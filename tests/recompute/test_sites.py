@@ -368,7 +368,16 @@ class Locked(Block):
         return super().forward(x) * self.mask + self.scale_layer(x)
 
 
-@pytest.mark.parametrize("kind", [Late, Locked])
+class Halved(Block):
+    """Calls itself with each half of its batch."""
+
+    def forward(self, x):
+        if len(x) > 1:
+            return torch.cat([self(half) for half in x.split(1)])
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [Late, Locked, Halved])
 def test_a_site_of_unusual_layers_keeps_its_bits(kind):
     def make():
         net = make_net()
