@@ -151,6 +151,8 @@ class Recipes:
             if block is None:
                 chunk.blocks.pop(key, None)  # nor will one of another storage be found under it
                 recipe = self._recipes.get(key)
+                if recipe is not None and recipe.version != tensor._version:
+                    recipe = None  # what it has made was changed in place since
         if block is None and recipe is None and (is_held or not chunk.may_move(tensor)):
             return None, None
         part = Input(tensor, unit, chunk.blocks, recipe)
