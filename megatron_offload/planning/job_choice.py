@@ -61,8 +61,6 @@ class _Candidate(NamedTuple):
     units: tuple[str, ...]
     share: float
     """Of what the link carries, as much as copies shall take."""
-    is_paced: bool
-    """Whether a copy begins as the link ends those before, or in the first layers."""
     number: int = 0
     """Of a frontier one plan of which was polished."""
 
@@ -227,7 +225,7 @@ class _Search:
     def within(self, percent: float) -> _Ranks:
         """Return what takes so much more of the step at most."""
         limit_us = self._bare.step_us * (1 + percent / 100)
-        nothing = _Candidate((), 1.0, is_paced=False)
+        nothing = _Candidate((), 1.0)
         found = [_Ranks((nothing,) * len(self._ranks), (0,) * len(self._ranks))]
         for one in self._candidates():
             if self._has_time(0.5):
@@ -273,8 +271,8 @@ class _Search:
     # Candidates
 
     def _candidates(self) -> Iterator[_Candidate]:
-        for share, units, is_paced in product(_LINK_SHARES, self._jobs, (False, True)):
-            yield _Candidate(units, share, is_paced)
+        for share, units in product(_LINK_SHARES, self._jobs):
+            yield _Candidate(units, share)
 
     def _fitting(self, rank: int, one: _Candidate, target: int) -> int | None:
         """Return the first plan of a rank that seems to keep a target, if one does."""
@@ -348,9 +346,7 @@ class _Search:
             actions = actions_of(job, rank, self._sites)
             slow_share = SLOW_LINK_SHARE * one.share
             plans = frontier(actions, link_bytes(job, rank, slow_share))
-            if one.is_paced:
-                plans = [paced(job, rank, plan, actions) for plan in plans]
-            self._plans[rank, one] = plans
+            self._plans[rank, one] = [paced(job, rank, plan, actions) for plan in plans]
         return self._plans[rank, one]
 
     def _plans_of(self, ranks: _Ranks) -> list[list[Plan]]:
