@@ -86,7 +86,6 @@ def marked(mode: str, model: ModelDescription, sizes: dict) -> ModelDescription:
 def settings_of(rank: dict) -> RankSettings:
     """Return what a rank of a measured run was given."""
     return RankSettings(
-        recompute=(),
         max_inflight_bytes=rank["max_inflight_bytes"],
         prefetch_bytes=rank["prefetch_bytes"],
     )

@@ -76,9 +76,7 @@ def llama() -> dict:
     job = job_from_model(model, machine)
     rows = [row("no offload", simulate(job))]
     for inflight, prefetch in ((1024, 1024), (2048, 2048), (4096, 4096)):
-        settings = RankSettings(
-            max_inflight_bytes=inflight * MIB, prefetch_bytes=prefetch * MIB, recompute=()
-        )
+        settings = RankSettings(max_inflight_bytes=inflight * MIB, prefetch_bytes=prefetch * MIB)
         rows.append(row(f"everything, {inflight} / {prefetch} MiB", simulate(job, settings)))
     return {
         "what": "prediction, not measured: Llama 3 405B, TP 8, PP 16, DP 128, 16,384 GPUs",
@@ -123,7 +121,7 @@ def main() -> None:
     known, known_s = timed(llama)
     known |= {"simulations": "1 each row and those that fit the share", "cpu_s": known_s}
     job = deep_job(NUM_RANKS, NUM_MICROBATCHES)
-    settings = RankSettings(max_inflight_bytes=256 * MIB, prefetch_bytes=256 * MIB, recompute=())
+    settings = RankSettings(max_inflight_bytes=256 * MIB, prefetch_bytes=256 * MIB)
     deep, deep_s = timed(lambda: row("everything, 256 / 256 MiB", simulate(job, settings)))
     deep = {name: deep[name] for name in ("settings", "step_ms", "stall_ms")}
     deep |= {"ranks": NUM_RANKS, "microbatches": NUM_MICROBATCHES, "cpu_s": deep_s}

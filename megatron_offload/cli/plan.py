@@ -30,12 +30,10 @@ from rich.table import Table
 
 from megatron_offload.cli.options import writing
 from megatron_offload.cli.source import Source, SourceOptions, load_source
-from megatron_offload.config import LOSS
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig
 from megatron_offload.core.units import format_bytes
-from megatron_offload.errors import ConfigError, did_you_mean
+from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import TargetBytes, write_model
-from megatron_offload.planning.description import Budgets
 from megatron_offload.planning.found import RunFrontier, read_frontier
 from megatron_offload.planning.job_choice import RECOMPUTABLE, JobChoice, Planned
 from megatron_offload.report.console import console, plain_table
@@ -69,7 +67,7 @@ def run(given: Given) -> int:
     policy = _policy_of(given)
     with console(stderr=True).status("planning"):
         source = load_source(given)
-        choice = JobChoice(source.job, source.short, source.limits, _recomputable(source.offload))
+        choice = JobChoice(source.job, source.short, source.limits, source.recompute(RECOMPUTABLE))
         if isinstance(policy, MemoryTargetConfig):
             planned = choice.under(policy.targets(source.job.schedule.num_ranks))
         else:
@@ -134,17 +132,6 @@ def _rank_table(source: Source, choice: JobChoice, planned: Planned) -> Table:
         rows.append([index, *map(format_bytes, sizes)])
     columns = ["rank", "peak reserved memory", "with the rows", "host", "offloaded", "recomputed"]
     return plain_table(f"Rows of {source.title}: PREDICTED", columns, 0, rows)
-
-
-def _recomputable(budgets: Budgets) -> tuple[str, ...]:
-    """Return the units and sites that may be recomputed."""
-    if "recompute" not in budgets.model_fields_set:
-        return RECOMPUTABLE
-    for name in {*budgets.recompute} - {*RECOMPUTABLE, LOSS}:
-        raise ConfigError(
-            f"offload.recompute: rows recompute no {name!r}{did_you_mean(name, RECOMPUTABLE)}"
-        )
-    return budgets.recompute
 
 
 def _policy_of(given: Given) -> AutoConfig | MemoryTargetConfig:

@@ -25,6 +25,7 @@ from megatron_offload.cli.options import writing
 from megatron_offload.cli.source import Source, SourceOptions, load_source, with_flags
 from megatron_offload.core.trace import PIPELINE_WAIT, write_traces
 from megatron_offload.core.units import format_bytes
+from megatron_offload.planning.job_rows import units_of, with_units
 from megatron_offload.planning.simulate import RELEASE, RELOAD, Simulation, simulate
 from megatron_offload.report.console import console, plain_table
 
@@ -41,7 +42,8 @@ def run(given: Given) -> int:
     with console(stderr=True).status("simulating"):
         source = load_source(given)
         without = simulate(source.job)
-        offloaded = simulate(source.job, source.settings, record=given.trace is not None)
+        job = with_units(source.job, source.recompute(units_of(source.job)))
+        offloaded = simulate(job, source.limits, record=given.trace is not None)
     source.show(without, offloaded, "with it", _tables(source, without, offloaded))
     what = with_flags("everything that can be offloaded", "offload", given)
     console().print(f"with offload: {what}")

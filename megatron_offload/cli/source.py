@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import add
 from pathlib import Path
 from typing import Any
@@ -46,17 +46,15 @@ class Source:
         """The budgets of copies, for a rank that offloads all that it can."""
         return RankSettings(self.offload.max_inflight_bytes, self.offload.prefetch_bytes)
 
-    @property
-    def settings(self) -> RankSettings:
-        """What each rank does that offloads all that it can, and recomputes what was asked for."""
+    def recompute(self, known: Sequence[str]) -> Sequence[str]:
+        """Return what may be recomputed: of what is known all, unless the description says what."""
         if "recompute" not in self.offload.model_fields_set:
-            return self.limits
-        kinds = {unit.unit for stage in self.job.stages for g in stage.groups for unit in g.units}
-        for name in {*self.offload.recompute} - {*kinds, LOSS}:
+            return known
+        for name in {*self.offload.recompute} - {*known, LOSS}:
             raise ConfigError(
-                f"offload.recompute: the job has no kind {name!r}{did_you_mean(name, kinds)}"
+                f"offload.recompute: the job has no kind {name!r}{did_you_mean(name, known)}"
             )
-        return replace(self.limits, recompute=kinds.intersection(self.offload.recompute))
+        return self.offload.recompute
 
     def show(
         self, without: Simulation, step: Simulation, what: str, tables: Iterable[Table]

@@ -64,13 +64,11 @@ class GroupWork:
         """All that it saves."""
         return self.num_bytes + self.kept_bytes
 
-    def with_recompute(self, names: Collection[str] | None) -> GroupWork:
-        """Return the same work with some units recomputed; None: all.
+    def with_recompute(self, names: Collection[str]) -> GroupWork:
+        """Return the same work with some units recomputed.
 
         Their bytes are there while its forward runs, which makes them, and while its backward does.
         """
-        if names is None:
-            names = [unit.unit for unit in self.units]
         chosen = tuple(unit for unit in self.units if unit.unit in names)
         if not (chosen and self.is_marked):
             return self
@@ -105,8 +103,8 @@ class StageWork:
     host_us_per_group: float = 0.0
     """What it takes besides for a marked group, where there is an engine."""
 
-    def with_recompute(self, names: Collection[str] | None) -> StageWork:
-        """Return the same work with some units recomputed; None: all."""
+    def with_recompute(self, names: Collection[str]) -> StageWork:
+        """Return the same work with some units recomputed."""
         return replace(self, groups=tuple(group.with_recompute(names) for group in self.groups))
 
     def slowness(self, *, has_engine: bool) -> float:
@@ -128,12 +126,10 @@ class RankSettings:
     """Likewise."""
     offloads: bool = True
     """Whether anything may be offloaded."""
-    recompute: Collection[str] | None = None
-    """The units that are recomputed; None: all of default kinds."""
 
 
 UNLIMITED = RankSettings()
-NO_OFFLOAD = RankSettings(offloads=False, recompute=())
+NO_OFFLOAD = RankSettings(offloads=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +152,9 @@ class Job:
     optimizer_host_bytes: tuple[int, ...] = ()
     """Per pipeline rank: what optimizer offload keeps on the host; none for nothing."""
 
-    def with_recompute(self, rank: int, names: Collection[str] | None) -> Job:
-        """Return the same step, with units of a rank recomputed; None: all."""
-        stages = list(self.stages)
-        for stage in self.schedule.stages_of(rank):
-            stages[stage] = stages[stage].with_recompute(names)
-        return replace(self, stages=tuple(stages))
+    def with_recompute(self, names: Collection[str]) -> Job:
+        """Return the same step with some units recomputed."""
+        return replace(self, stages=tuple(stage.with_recompute(names) for stage in self.stages))
 
     @property
     def ranks_per_node(self) -> int:

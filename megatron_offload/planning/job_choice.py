@@ -434,5 +434,4 @@ def replayed(
     job = with_rows(job, rows, job.schedule.stages_of(rank))
     own = (job.stages[stage] for stage in job.schedule.stages_of(rank))
     offloads = any(group.is_marked for stage in own for group in stage.groups)
-    settings = replace(limits if offloads else NO_OFFLOAD, recompute=())
-    return replay(job, rank, settings)
+    return replay(job, rank, limits if offloads else NO_OFFLOAD)

@@ -43,8 +43,7 @@ def units_of(job: Job) -> tuple[str, ...]:
 
 def with_units(job: Job, units: Collection[str]) -> Job:
     """Return the step with units recomputed in all layers, and all else as it was."""
-    names = {name for unit in units for name in _names(unit)}
-    return replace(job, stages=tuple(stage.with_recompute(names) for stage in job.stages))
+    return job.with_recompute({name for unit in units for name in _names(unit)})
 
 
 def with_rows(job: Job, rows: Sequence[RowConfig], stages: Collection[int] | None = None) -> Job:

@@ -358,5 +358,4 @@ def replay(job: Job, rank: int, settings: RankSettings, *, records: bool = False
 
     With ``records`` labels are kept, and memory over the program.
     """
-    work = RankWork(job.with_recompute(rank, settings.recompute), rank)
-    return _Replay(work, settings, records).run()
+    return _Replay(RankWork(job, rank), settings, records).run()

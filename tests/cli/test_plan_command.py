@@ -199,7 +199,7 @@ def test_what_may_be_recomputed_is_said_by_a_key(model, capsys, refused):
         again = {row.site for row in rows_in(capsys.readouterr().out) if row.recompute}
         assert again <= found
         assert bool(again) == bool(found)
-    assert "rows recompute no 'nrm'; did you mean 'norm'" in refused(
+    assert "no kind 'nrm'; did you mean 'norm'" in refused(
         "plan", *words, "offload.recompute=[nrm]"
     )
 
@@ -244,7 +244,7 @@ def test_keys_win(model):
     source = load_model(model, set=words)
     assert source.job.machine.both_gbps == 8.0
     assert source.job.machine.d2h_gbps == Machine().d2h_gbps
-    assert source.settings.prefetch_bytes == 3 * 2**20
+    assert source.limits.prefetch_bytes == 3 * 2**20
 
 
 @pytest.mark.parametrize(

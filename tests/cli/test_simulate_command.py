@@ -13,6 +13,7 @@ from megatron_offload.cli.main import main
 from megatron_offload.core.trace import read_traces
 from megatron_offload.core.units import format_bytes
 from megatron_offload.planning.job import RankSettings
+from megatron_offload.planning.job_rows import units_of, with_units
 from megatron_offload.planning.simulate import simulate
 
 pytest.importorskip("simpy")
@@ -36,7 +37,8 @@ def test_what_is_printed_is_what_was_simulated(model, capsys):
     printed = capsys.readouterr().out
     job = load_model(model).job
     without = simulate(job)
-    offloaded = simulate(job, RankSettings(max_inflight_bytes=8 * 2**20))
+    settings = RankSettings(max_inflight_bytes=8 * 2**20)
+    offloaded = simulate(with_units(job, units_of(job)), settings)
     assert offloaded.step_us > without.step_us
     assert f"{without.step_us / 1e3:.1f} ms without offload" in printed
     assert f"{offloaded.step_us / 1e3:.1f} ms with it" in printed
@@ -54,16 +56,18 @@ def test_what_is_printed_is_what_was_simulated(model, capsys):
 
 
 def test_what_is_recomputed_is_said_by_a_key(model):
-    assert load_model(model).settings == RankSettings(), "all that can be"
-    settings = load_model(model, set=["offload.recompute=[norm, loss]"]).settings
-    assert settings == RankSettings(recompute={"norm"})
+    known = ("norm", "mlp_act")
+    assert load_model(model).recompute(known) == known, "all that can be"
+    source = load_model(model, set=["offload.recompute=[norm, loss]"])
+    assert source.recompute(known) == ("norm", "loss")
 
 
 def test_the_timeline_is_that_of_the_step_with_offload(model, tmp_path, capsys):
     trace = tmp_path / "trace.json"
     assert run("--model", model, "--trace", trace) == 0
     assert f"trace: {trace}" in capsys.readouterr().out
-    expected = simulate(load_model(model).job, RankSettings(), record=True)
+    job = load_model(model).job
+    expected = simulate(with_units(job, units_of(job)), RankSettings(), record=True)
     for found, rank in zip(read_traces(trace), expected.ranks, strict=True):
         assert found.num_bytes["d2h"] == rank.offloaded_bytes > 0
         assert found.facts() == rank.trace.facts()

@@ -172,7 +172,7 @@ def test_the_host_draws_out_what_the_device_does_sooner():
     job = job_from_model(describe(**small, host_us_per_launch=30))
     stage_us = 2 * 30 * 76
     assert simulate(job).ranks[1].compute_us == pytest.approx(2 * 8 * stage_us)
-    moving = simulate(job, RankSettings(recompute=()))
+    moving = simulate(job, RankSettings())
     marked = sum(group.is_marked for group in job.stages[1].groups)
     assert moving.ranks[1].compute_us == pytest.approx(2 * 8 * (stage_us + marked * 350))
 

@@ -19,7 +19,7 @@ from megatron_offload.planning.job_rows import (
     with_units,
 )
 from megatron_offload.planning.model import ModelDescription
-from megatron_offload.planning.simulate import NO_OFFLOAD, simulate
+from megatron_offload.planning.simulate import simulate
 
 MODEL = {**PIPELINE, "hidden": 2048, "ffn": 8192, "heads": 16, "microbatch": 2}
 MODELS = {
@@ -53,7 +53,7 @@ def test_without_rows_all_is_kept(job):
     bare = with_rows(job, ())
     assert saved(bare) == saved(job)
     assert not any(group.is_marked for stage in bare.stages for group in stage.groups)
-    assert simulate(bare, NO_OFFLOAD).step_us == simulate(job).step_us
+    assert simulate(bare).step_us == simulate(job).step_us
 
 
 def test_each_action_conserves_bytes_and_frees_what_it_says(job):

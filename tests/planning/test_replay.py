@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.core.trace import ByteCount
 from megatron_offload.planning.job import (
@@ -72,23 +70,21 @@ def test_labels_and_memory_are_kept_only_where_they_are_asked_for():
 def test_what_is_recomputed_is_there_in_its_own_forward_and_backward_alone():
     norm = (UnitWork("norm", 6, 0.5),)
     job = one_rank(work(10, units=norm), work(1000, is_marked=False))
-    settings = replace(NO_OFFLOAD, recompute={"norm", "other"})
-    program = replay(job, 0, settings)
+    job = job.with_recompute({"norm", "other"})
+    program = replay(job, 0, NO_OFFLOAD)
     assert program.peak_device_bytes == 1004
     assert program.arguments == [1.0, 1.0, 2.0, 2.5]
     assert (program.recomputed_bytes, program.recompute_us) == (6, 0.5)
-    alone = replay(one_rank(work(10, units=norm)), 0, settings)
+    alone = replay(one_rank(work(10, units=norm)).with_recompute({"norm"}), 0, NO_OFFLOAD)
     assert alone.peak_device_bytes == 10
-    moving = replay(
-        job, 0, replace(settings, offloads=True, max_inflight_bytes=0, prefetch_bytes=0)
-    )
+    moving = replay(job, 0, RankSettings(max_inflight_bytes=0, prefetch_bytes=0))
     assert moving.offloaded_bytes == 4
 
 
 def test_what_it_is_made_from_is_reloaded_before():
     units = (UnitWork("act", 10, 0.5, (1,)),)
     job = one_rank(work(10), work(20, units=units), work(10, is_marked=False))
-    settings = RankSettings(max_inflight_bytes=0, prefetch_bytes=0, recompute={"act"})
+    settings = RankSettings(max_inflight_bytes=0, prefetch_bytes=0)
     # The second's backward makes from the first group what it needs, so both are reloaded before.
-    assert kinds(replay(job, 0, settings)) == "COACOARC" + "CRAACC"
-    assert kinds(replay(job, 0, replace(settings, recompute=()))) == "COACOARC" + "CACRAC"
+    assert kinds(replay(job.with_recompute({"act"}), 0, settings)) == "COACOARC" + "CRAACC"
+    assert kinds(replay(job, 0, settings)) == "COACOARC" + "CACRAC"

@@ -108,7 +108,7 @@ def lend_no_place_twice(pool):
     pool.free = forget
 
 
-def run_engine(job, settings, host_slab_bytes):
+def run_engine(job, settings, recompute, host_slab_bytes):
     machine = job.machine
     config = OffloadConfig(
         backend="simulated",
@@ -133,7 +133,7 @@ def run_engine(job, settings, host_slab_bytes):
         meter.reset_peak()
         copies = Copies()
         with manager.observed_by(copies):
-            run_step(manager, job, passes, settings)
+            run_step(manager, job, passes, recompute)
     stats = manager.last_step
     lost = {wait.name: us - stall_us[wait] for wait, us in backend.stall_us.items()}
     seen = Seen(
@@ -150,13 +150,13 @@ def run_engine(job, settings, host_slab_bytes):
     return seen
 
 
-def run_step(manager, job, passes, settings):
+def run_step(manager, job, passes, recompute):
     graphs = {}
     with manager.step():
         for one in passes:
             if one.kind is PassKind.FORWARD:
                 chunk = manager.begin_chunk(vp_stage=one.stage)
-                chunk.rules.recompute = settings.recompute
+                chunk.rules.recompute = recompute
                 own, groups = [], job.stages[one.stage].groups
                 x = torch.ones(1, requires_grad=True) * 1.0
                 for work, following in zip_longest(groups, groups[1:]):
@@ -234,26 +234,23 @@ def backward_of(num_stages, microbatch):
     return [Pass(stage, PassKind.BACKWARD, microbatch) for stage in reversed(range(num_stages))]
 
 
-def random_settings(rng, *, with_units=False, room=1):
-    recompute = frozenset(rng.choice(["", "a", "b", "ab"]) if with_units else "")
+def random_settings(rng, room):
     limits = (rng.choice([None, 0, *sizes]) for sizes in ((16, 32, 64), (32, 64)))
     inflight_bytes, prefetch_bytes = (size and size * room * KIB for size in limits)
-    return RankSettings(
-        max_inflight_bytes=inflight_bytes,
-        prefetch_bytes=prefetch_bytes,
-        recompute=recompute,
-    )
+    return RankSettings(max_inflight_bytes=inflight_bytes, prefetch_bytes=prefetch_bytes)
 
 
-def random_step(seed, **options):
+def random_step(seed, *, with_units=False, room=1):
     rng = random.Random(seed)
-    job = random_job(rng, with_units=options.get("with_units", False))
-    return job, random_settings(rng, **options)
+    job = random_job(rng, with_units=with_units)
+    recompute = frozenset(rng.choice(["", "a", "b", "ab"]) if with_units else "")
+    return job, random_settings(rng, room), recompute
 
 
 def both(seed, host_slab_bytes=ROOMY_BYTES, **options):
-    job, settings = random_step(seed, **options)
-    return run_engine(job, settings, host_slab_bytes), simulate(job, settings, record=True), job
+    job, settings, recompute = random_step(seed, **options)
+    simulation = simulate(job.with_recompute(recompute), settings, record=True)
+    return run_engine(job, settings, recompute, host_slab_bytes), simulation, job
 
 
 def assert_same_decisions(seen, rank, units=()):
@@ -287,7 +284,7 @@ def test_the_simulator_does_what_the_engine_does_at_the_same_times(seed):
 
 def test_the_random_steps_move_stall_and_return():
     steps = [random_step(seed) for seed in (*range(60), *LATE)]
-    ranks = [simulate(job, settings).ranks[0] for job, settings in steps]
+    ranks = [simulate(job, settings).ranks[0] for job, settings, _ in steps]
     assert sum(rank.num_late > 0 for rank in ranks) >= 3
     assert sum(0 < rank.reloaded_bytes < rank.offloaded_bytes for rank in ranks) >= 3
     for cause in (RELEASE, RELOAD):
