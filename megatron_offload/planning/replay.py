@@ -10,13 +10,12 @@ issue on, and host memory is taken from the issue of the offload to that of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TypeAlias
 
 from megatron_offload.core.budget import DeviceBudget
-from megatron_offload.core.group import Group, GroupState, label_of
+from megatron_offload.core.group import Group, GroupState
 from megatron_offload.core.profile import GroupKey, GroupProfile, RecomputeUnit, StepProfile
 from megatron_offload.core.step import StepDecisions
 from megatron_offload.core.trace import ByteCount
@@ -71,80 +70,11 @@ class RankProgram:
     """Bytes that hold from the beginning of an op on, and its position."""
 
 
-_Places: TypeAlias = tuple[tuple[GroupProfile, GroupWork], ...]
-"""The groups of one chunk in the order of its forward; those that the engine doesn't see, too."""
-
-
-class RankWork:
-    """One rank's part of a job.
-
-    Attributes:
-        passes: with each its groups, in the order of the forward, and what was freed with messages
-            before it and can't be used yet.
-        profile: what the engine would learn from a step: groups, and the order of needs. It
-            depends on the schedule and on sizes alone, not on what is offloaded.
-    """
-
-    def __init__(self, job: Job, rank: int) -> None:
-        self.job, self.rank = job, rank
-        self._num_chunks = 0  # forwards that have a group
-        self._own_stages = job.schedule.stages_of(rank)
-        places: dict[tuple[int, int], _Places] = {}
-        self.passes: list[tuple[Pass, _Places, int]] = []
-        passes = job.schedule.ranks[rank]
-        for one, num_pending in zip(passes, pending_bytes(job, rank, passes), strict=True):
-            if one.kind is PassKind.FORWARD:
-                places[one.stage, one.microbatch] = self._places(one.stage)
-            self.passes.append((one, places[one.stage, one.microbatch], num_pending))
-        self.profile = self._learn()
-
-    def _places(self, stage: int) -> _Places:
-        chunk, order, places = self._num_chunks, 0, []
-        for work in self.job.stages[stage].groups:
-            key = GroupKey(chunk, order if work.is_marked else -1)
-            units = []
-            for unit in work.recomputed:
-                needs = tuple(GroupKey(chunk, key.order - one) for one in unit.parents if one)
-                units.append(RecomputeUnit(unit.unit, unit.num_bytes, needs))
-            group = GroupProfile(key, work.name, work.num_bytes, recomputed=tuple(units))
-            places.append((group, work))
-            order += work.is_marked
-        self._num_chunks += order > 0
-        return tuple(places)
-
-    def boundaries(self) -> Iterator[tuple[GroupProfile, bool]]:
-        """Yield the groups that the engine sees, by pass, and whether the pass is a forward."""
-        for one, places, _ in self.passes:
-            is_forward = one.kind is PassKind.FORWARD
-            for group, work in places if is_forward else reversed(places):
-                if work.is_marked:
-                    yield group, is_forward
-
-    def _learn(self) -> StepProfile:
-        groups: list[GroupProfile] = []
-        needed_at_bytes: dict[GroupKey, int] = {}
-        seen_bytes = 0
-        for group, is_forward in self.boundaries():
-            if is_forward:
-                groups.append(group._replace(committed_at_bytes=seen_bytes))
-            else:
-                needed_at_bytes[group.key] = seen_bytes
-            seen_bytes += group.num_bytes
-        return StepProfile(tuple(groups), tuple(needed_at_bytes), tuple(needed_at_bytes.values()))
-
-    def message(self, one: Pass, *, sends: bool) -> int | None:
-        """Return the number of what a pass sends to another rank, or receives, if it does."""
-        num_stages, is_forward = self.job.schedule.num_stages, one.kind is PassKind.FORWARD
-        other = one.stage + (1 if sends == is_forward else -1)
-        if not 0 <= other < num_stages or other in self._own_stages:
-            return None
-        return (one.microbatch * num_stages + (one.stage if sends else other)) * 2 + is_forward
-
-
 class WorkGroup(Group):
     """A group with the indices of its copies in the program.
 
     Attributes:
+        recomputed: what the engine would learn of it.
         spent_bytes: what a copy to the host still reads of one that backward has left.
     """
 
@@ -153,61 +83,93 @@ class WorkGroup(Group):
     offload = reload = -1
     spent_bytes = 0
 
-    def __init__(self, profile: GroupProfile, budget: DeviceBudget) -> None:
-        super().__init__(profile.key, profile.name, budget)
-        self.num_bytes = profile.num_bytes
-        if profile.recomputed:
-            needs = {*profile.needs}.difference([profile.key])
-            self.needs = tuple(sorted(needs, reverse=True))
+    def __init__(self, key: GroupKey, work: GroupWork, budget: DeviceBudget) -> None:
+        super().__init__(key, work.name, budget)
+        self.num_bytes = work.num_bytes
+        units = []
+        for unit in work.recomputed:
+            needs = tuple(GroupKey(key.chunk, key.order - one) for one in unit.parents if one)
+            units.append(RecomputeUnit(unit.unit, unit.num_bytes, needs))
+        self.recomputed = tuple(units)
+        needs_of_all = {one for unit in units for one in unit.needs}
+        self.needs = tuple(sorted(needs_of_all, reverse=True))
 
 
-_Part: TypeAlias = tuple[GroupProfile, GroupWork, WorkGroup | None]
+_Part: TypeAlias = tuple[GroupWork, WorkGroup | None]
 """What a pass has of a work; no group where the engine doesn't see it."""
 
 
 class _Replay:
     """One rank's step, one pass after another; the `Actions` of `StepDecisions`, on paper."""
 
-    def __init__(self, rank: RankWork, settings: RankSettings, records: bool) -> None:
-        static_bytes = rank.job.static_bytes[rank.rank]
+    def __init__(self, job: Job, rank: int, settings: RankSettings, records: bool) -> None:
+        static_bytes = job.static_bytes[rank]
         self.program = RankProgram(peak_device_bytes=static_bytes, peak_taken_bytes=static_bytes)
-        self._rank = rank
-        self._settings = settings
+        self._job, self._rank, self._offloads = job, rank, settings.offloads
         self._records = records
+        self._passes = job.schedule.ranks[rank]
+        self._own_stages = job.schedule.stages_of(rank)
         self._slowness = {
-            stage: rank.job.stages[stage].slowness(has_engine=settings.offloads)
-            for stage in rank.job.schedule.stages_of(rank.rank)
+            stage: job.stages[stage].slowness(has_engine=settings.offloads)
+            for stage in self._own_stages
         }
         self._chunks: dict[tuple[int, int], list[_Part]] = {}
+        self._num_chunks = 0  # forwards that have a group
         self._pending_bytes = self._host_bytes = self._peak_temp_bytes = 0
         self._static_bytes = self._device_bytes = static_bytes
         self._budget = DeviceBudget(settings.max_inflight_bytes, settings.prefetch_bytes)
         self._window: InFlightWindow[WorkGroup] = InFlightWindow(self._release, self._budget)
         self._decisions = StepDecisions(self, self._window, self._budget)
-        if settings.offloads:
-            if None in (settings.max_inflight_bytes, settings.prefetch_bytes):
-                self._show_step()
-            self._decisions.begin_step(rank.profile)
+        self._decisions.begin_step(self._learn())
 
-    def _show_step(self) -> None:
-        """Let the budget know the step, as if it had come by."""
-        self._budget.begin_step()
-        for group, is_forward in self._rank.boundaries():
+    def _learn(self) -> StepProfile:
+        """Return what the engine has seen of such a step, and let the budget follow it.
+
+        It depends on the schedule and on sizes alone, not on what is offloaded.
+        """
+        groups: list[GroupProfile] = []
+        needed_at_bytes: dict[GroupKey, int] = {}
+        seen_bytes = 0
+        for one in self._passes:
+            place, is_forward = (one.stage, one.microbatch), one.kind is PassKind.FORWARD
             if is_forward:
-                self._budget.add_saved(group.num_bytes, group.num_bytes, is_learned=True)
-            else:
-                self._budget.drop_saved(group.num_bytes)
+                self._chunks[place] = self._parts(one.stage)
+            seen = [group for _, group in self._chunks[place] if group is not None]
+            for group in seen if is_forward else reversed(seen):
+                key, num_bytes = group.key, group.num_bytes
+                if is_forward:
+                    known = (key, group.name, num_bytes, seen_bytes, group.recomputed)
+                    groups.append(GroupProfile(*known))
+                    self._budget.add_saved(num_bytes, num_bytes, is_learned=True)
+                else:
+                    needed_at_bytes[key] = seen_bytes
+                    self._budget.drop_saved(num_bytes)
+                seen_bytes += num_bytes
+        return StepProfile(tuple(groups), tuple(needed_at_bytes), tuple(needed_at_bytes.values()))
+
+    def _parts(self, stage: int) -> list[_Part]:
+        parts: list[_Part] = []
+        order = 0
+        for work in self._job.stages[stage].groups:
+            group = None
+            if work.is_marked and self._offloads:
+                group = WorkGroup(GroupKey(self._num_chunks, order), work, self._budget)
+                order += 1
+            parts.append((work, group))
+        self._num_chunks += order > 0
+        return parts
 
     def run(self) -> RankProgram:
-        for one, places, pending in self._rank.passes:
+        pending_of = pending_bytes(self._job, self._rank, self._passes)
+        for one, pending in zip(self._passes, pending_of, strict=True):
             self._pending_bytes, self._is_backward = pending, one.kind is PassKind.BACKWARD
-            if (message := self._rank.message(one, sends=False)) is not None:
+            if (message := self._message(one, sends=False)) is not None:
                 self._add(OpKind.RECEIVE, message)
             if self._is_backward:
                 self._backward(one)
             else:
-                self._forward(one, places)
-            if (message := self._rank.message(one, sends=True)) is not None:
+                self._forward(one)
+            if (message := self._message(one, sends=True)) is not None:
                 self._add(OpKind.SEND, message)
         self._window.drain()
         budget, program = self._budget, self.program
@@ -219,35 +181,37 @@ class _Replay:
         del self._window, self._decisions  # which hold this: no circle of so many groups
         return program
 
-    def _forward(self, one: Pass, places: _Places) -> None:
-        settings = self._settings
-        chunk = self._chunks[one.stage, one.microbatch] = []
-        for profile, work in places:
-            group = None
-            if work.is_marked and settings.offloads:
-                group = WorkGroup(profile, self._budget)
-                self._decisions.start(group)
-            chunk.append((profile, work, group))
-            self._count(work.num_bytes + work.kept_bytes)  # what it leaves there
-            self._compute(one, profile, work.forward_us, work.forward_temp_bytes)
+    def _message(self, one: Pass, *, sends: bool) -> int | None:
+        """Return the number of what a pass sends to another rank, or receives, if it does."""
+        num_stages, is_forward = self._job.schedule.num_stages, one.kind is PassKind.FORWARD
+        other = one.stage + (1 if sends == is_forward else -1)
+        if not 0 <= other < num_stages or other in self._own_stages:
+            return None
+        return (one.microbatch * num_stages + (one.stage if sends else other)) * 2 + is_forward
+
+    def _forward(self, one: Pass) -> None:
+        for work, group in self._chunks[one.stage, one.microbatch]:
             if group is not None:
-                self._decisions.commit(group, "")
+                self._decisions.start(group)
+            self._count(work.num_bytes + work.kept_bytes)  # what it leaves there
+            self._compute(one, group, work.forward_us, work.forward_temp_bytes)
+            if group is not None:
+                self._decisions.commit(group)
 
     def _backward(self, one: Pass) -> None:
         chunk = self._chunks.pop((one.stage, one.microbatch))
-        for profile, work, group in reversed(chunk):
+        for work, group in reversed(chunk):
             if group is not None:
                 self._decisions.enter_backward(group)
                 self._await_reload(group)
+                for _, needed in chunk if group.needs else ():
+                    if needed is not None and needed.key in group.needs:
+                        self._await_reload(needed)
             for unit in work.recomputed:
                 self.program.recomputed_bytes += unit.num_bytes
                 self.program.recompute_us += unit.us
-            needs = profile.needs
-            for other, _, needed in chunk if needs else ():
-                if needed is not None and other.key in needs:
-                    self._await_reload(needed)
             sizes = work.backward_temp_bytes, work.backward_block_bytes
-            self._compute(one, profile, work.backward_us, *sizes)
+            self._compute(one, group, work.backward_us, *sizes)
             # Its memory goes with its graph, unless a copy still reads it.
             is_read = group is not None and group.is_in_window
             self._count(-work.kept_bytes - (0 if is_read else work.num_bytes))
@@ -256,24 +220,21 @@ class _Replay:
                 self._decisions.leave_backward(group)
 
     def _compute(
-        self, one: Pass, profile: GroupProfile, us: float, temp_bytes: int, block_bytes: int = 0
+        self, one: Pass, group: WorkGroup | None, us: float, temp_bytes: int, block_bytes: int = 0
     ) -> None:
-        temp_bytes += self._rank.job.stages[one.stage].buffer_bytes
+        temp_bytes += self._job.stages[one.stage].buffer_bytes
         if temp_bytes > self._peak_temp_bytes:
             self._peak_temp_bytes = temp_bytes
         self._note_peaks(temp_bytes + block_bytes)
         us *= self._slowness[one.stage]
         if us > 0:
-            self._add(OpKind.COMPUTE, us, profile)
+            self._add(OpKind.COMPUTE, us, group)
 
-    def _add(
-        self, kind: OpKind, argument: float, group: WorkGroup | GroupProfile | None = None
-    ) -> None:
+    def _add(self, kind: OpKind, argument: float, group: WorkGroup | None = None) -> None:
         self.program.kinds.append(kind)
         self.program.arguments.append(argument)
         if self._records:
-            label = label_of(group.name, group.key) if group and group.key.order >= 0 else ""
-            self.program.labels.append((label, self._is_backward))
+            self.program.labels.append((group.label if group else "", self._is_backward))
 
     # Actions
 
@@ -358,4 +319,4 @@ def replay(job: Job, rank: int, settings: RankSettings, *, records: bool = False
 
     With ``records`` labels are kept, and memory over the program.
     """
-    return _Replay(RankWork(job, rank), settings, records).run()
+    return _Replay(job, rank, settings, records).run()

@@ -19,7 +19,6 @@ from megatron_offload.planning.description import (
 )
 from megatron_offload.planning.job import RankSettings
 from megatron_offload.planning.model import ModelDescription
-from megatron_offload.planning.replay import RankWork
 from megatron_offload.planning.simulate import simulate
 
 ROOT = Path(__file__).parent.parent.parent
@@ -75,7 +74,7 @@ def test_weights_are_those_that_the_real_model_counted():
 def test_groups_hold_what_the_engine_saw_them_hold():
     # The steps of the clock in "device_profile" of shape_c.json, whose first stage has its input to
     # itself: 4096 tokens of 8192 values in bf16 are 64 MiB, scores of 64 heads 1 MiB.
-    groups = [g for g in RankWork(job_from_model(describe()), 0).profile.groups if g.key.chunk == 0]
+    groups = [group for group in job_from_model(describe()).stages[0].groups if group.is_marked]
     names = ["qkv_linear", "core_attn", "attn_proj", "mlp_fc1", "mlp_act", "mlp_fc2"]
     assert [g.name for g in groups] == names * 2
     assert [g.num_bytes // MIB for g in groups] == [128, 257, 0, 128, 256, 256] * 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megatron_offload.core.profile import GroupKey
 from megatron_offload.core.trace import ByteCount
 from megatron_offload.planning.job import (
     NO_OFFLOAD,
@@ -12,7 +11,7 @@ from megatron_offload.planning.job import (
     StageWork,
     UnitWork,
 )
-from megatron_offload.planning.replay import OpKind, RankWork, replay
+from megatron_offload.planning.replay import OpKind, replay
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule, make_schedule
 
 
@@ -28,21 +27,14 @@ def kinds(program):
     return "".join(OpKind(kind).name[0] for kind in program.kinds)
 
 
-def test_the_profile_has_the_engine_s_clock():
-    profile = RankWork(one_rank(work(10), work(30)), 0).profile
-    # A commit is at what was passed before it, a backward at what was passed when it is reached.
-    assert [group.committed_at_bytes for group in profile.groups] == [0, 10]
-    assert profile.backward_order == (GroupKey(0, 1), GroupKey(0, 0))
-    assert profile.backward_at_bytes == (40, 70)
-
-
 def test_chunks_and_groups_that_the_engine_does_not_see_take_no_position():
     unseen = work(5, is_marked=False)
     order = [(0, "F"), (1, "F"), (1, "B"), (0, "B")]
     passes = tuple(Pass(stage, PassKind(kind), 0) for stage, kind in order)
     schedule = Schedule("any", 2, 1, (passes,))
     job = Job(schedule, (StageWork((unseen,)), StageWork((unseen, work(7)))), (0,))
-    assert [group.key for group in RankWork(job, 0).profile.groups] == [GroupKey(0, 0)]
+    labels = replay(job, 0, RankSettings(), records=True).labels
+    assert {label for label, _ in labels} == {"", "g[chunk 0, group 0]"}
     assert replay(job, 0, NO_OFFLOAD).peak_device_bytes == 5 + 5 + 7
 
 
