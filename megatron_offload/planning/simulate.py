@@ -144,7 +144,6 @@ class _Streams:
         self.index = index
         self.result = RankResult(**known, trace=StepTrace(index) if records else None)
         self.d2h, self.h2d = _Queue(self, "d2h"), _Queue(self, "h2d")
-        self.is_over = bytearray(len(program.copy_bytes))
 
     def add_span(
         self, stream: str, kind: str, position: int, since_us: float, us: float, **more: Any
@@ -204,8 +203,6 @@ class _Step:
                 continue
             number = int(argument)
             if kind == OpKind.RECEIVE or kind == OpKind.AWAIT:
-                if kind == OpKind.AWAIT and rank.is_over[number]:
-                    continue
                 key = number if kind == OpKind.RECEIVE else (rank.index, number)
                 end = self._ends[key]
                 if not end.triggered:
@@ -248,13 +245,11 @@ class _Step:
             return
         assert queue.copy is not None
         rank, (number, position), start_us = queue.rank, queue.copy, queue.start_us
-        rank.is_over[number] = True
         us, num_bytes = self.environment.now - start_us, rank.result.copy_bytes[number]
         rank.add_span(queue.name, queue.name, position, start_us, us, num_bytes=num_bytes)
         self._begin_copy(queue)
         self._share_anew(node)
-        if (rank.index, number) in self._ends:
-            self._ends[rank.index, number].succeed(RELEASE if queue is rank.d2h else RELOAD)
+        self._ends[rank.index, number].succeed(RELEASE if queue is rank.d2h else RELOAD)
 
     def _share_anew(self, node: list[_Streams]) -> None:
         """Share a node's bandwidth among the copies that run now."""
