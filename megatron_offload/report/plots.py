@@ -1,7 +1,6 @@
 """Charts of a run: the timeline of one step, and memory against step time.
 
-The page of a report draws them, and their own ``save`` into a file. Needs Altair and vl-convert
-(extra ``report``). Text of a run is text in a chart: no markup, no formulas.
+The page of a report draws them. Needs Altair and vl-convert (extra ``report``).
 """
 
 from __future__ import annotations
@@ -9,15 +8,14 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_offload.core.trace import PIPELINE_WAIT, STREAMS, ByteCount, Counter, Span, StepTrace
 from megatron_offload.core.units import byte_unit, format_bytes, format_us
 from megatron_offload.errors import ConfigError, require
 from megatron_offload.planning.found import FoundStage
-from megatron_offload.report.console import printable
 
 require("altair", "vl_convert")
 import altair as alt  # noqa: E402 - what is missing was said
@@ -51,18 +49,6 @@ _POINTS = {
 
 MOST_TIMELINES = 64  # ranks in one page; hundreds would be of no help
 _COLUMNS = 2000  # of a step, fewer of more ranks than 16; what is shorter is drawn together
-
-
-class TradeOffPoint(NamedTuple):
-    """One setting of a job; sorted, that of the least memory is first."""
-
-    peak_bytes: int
-    """Peak device memory of the rank that needs most."""
-    step_time_percent: float
-    """Step time against no offload: 3.1 means 3.1 % longer."""
-    label: str
-    kind: str = "measured"
-    """How it is known, of `_POINTS`; ``plan`` is the one that is followed."""
 
 
 def timeline_chart(trace: StepTrace, end_us: float, num_ranks: int = 1) -> Any:
@@ -134,50 +120,42 @@ def overview_chart(traces: Sequence[StepTrace], end_us: float) -> Any:
     return chart.interactive(name="zoom", bind_y=False)
 
 
-def points_of(stage: FoundStage) -> list[TradeOffPoint]:
-    """Return the plans that a run has found; none where what they need isn't known.
+def tradeoff_chart(stage: FoundStage) -> Any:
+    """Return a chart of what the plans of a stage need against the time that they take.
+
+    A line joins what nothing beats in both. None where what they need isn't known.
 
     Raises:
         ConfigError: one takes a time that is no number, or too large to be drawn.
     """
     if not stage.bare_bytes:
-        return []
-    points = []
-    for place, (plan, size) in enumerate(zip(stage.plans, stage.needed_bytes(), strict=True)):
-        known: dict[str, float] = {"predicted": plan.predicted_percent}
+        return None
+    sizes = [max(0, size) for size in stage.needed_bytes()]
+    scale, unit = byte_unit(max(sizes))
+    rows: list[dict[str, Any]] = []
+    for place, (plan, size) in enumerate(zip(stage.plans, sizes, strict=True)):
+        known = {"predicted": plan.predicted_percent}
         if plan.measured_percent:
             known["measured"] = plan.measured_percent[0]
         if place == stage.followed:
             known["plan"] = known.pop("measured", plan.predicted_percent)
-        size, label = max(0, size), f"plan {place}"
-        points += [TradeOffPoint(size, percent, label, kind) for kind, percent in known.items()]
-    if not all(-100.0 <= point.step_time_percent <= 1e6 for point in points):
+        row = {"plan": f"plan {place}", "memory": size / scale, "bytes": format_bytes(size)}
+        rows += [{**row, "how": how, "percent": percent} for how, percent in known.items()]
+    if not all(-100.0 <= row["percent"] <= 1e6 for row in rows):
         raise ConfigError(
             f"no chart can show a predicted_percent or measured_percent of stage {stage.name!r}"
         )
-    return points
-
-
-def tradeoff_chart(points: Collection[TradeOffPoint]) -> Any:
-    """Return a chart of memory against step time; a line joins what nothing beats in both.
-
-    Numbers count from 1 by memory, the least first.
-    """
-    scale, unit = byte_unit(max(point.peak_bytes for point in points))
-    rows, least = [], dict.fromkeys(_POINTS, math.inf)
-    for number, point in enumerate(sorted(points), start=1):
-        percent, kind = point.step_time_percent, point.kind
-        row = {"number": number, "setting": point.label, "how": kind, "percent": percent}
-        row |= {"memory": point.peak_bytes / scale, "bytes": format_bytes(point.peak_bytes)}
-        rows.append(row | {"is_best": percent < least[kind]})
-        least[kind] = min(percent, least[kind])
+    least = dict.fromkeys(_POINTS, math.inf)
+    for row in sorted(rows, key=lambda row: (row["memory"], row["percent"])):
+        row["is_best"] = row["percent"] < least[row["how"]]
+        least[row["how"]] = min(row["percent"], least[row["how"]])
     room = alt.Scale(zero=False, padding=35)
     axis = alt.Axis(title=f"peak memory of the rank that needs most ({unit})")
     base = _chart(rows).encode(
         x=alt.X("memory:Q", axis=axis, scale=room),
         y=alt.Y("percent:Q", title="step time against no offload (%)", scale=room),
     )
-    tips = ["number:Q", "setting:N", "bytes:N", "percent:Q", "how:N"]
+    tips = ["plan:N", "bytes:N", "percent:Q", "how:N"]
     used = {kind: style for kind, style in _POINTS.items() if least[kind] < math.inf}
     colors = _by("Color", "how", {kind: color for kind, (color, _) in used.items()})
     shapes = _by("Shape", "how", {kind: shape for kind, (_, shape) in used.items()})
@@ -189,7 +167,7 @@ def tradeoff_chart(points: Collection[TradeOffPoint]) -> Any:
     ]
     for how, dy, align in (("measured", -13, "center"), ("plan", 15, "left")):
         texts = base.transform_filter(f"datum.how == '{how}'").mark_text(dy=dy, align=align)
-        layers.append(texts.encode(text="setting:N"))  # others are named by their tooltips
+        layers.append(texts.encode(text="plan:N"))  # others are named by their tooltips
     return alt.layer(*layers, width=760, height=380).interactive()
 
 
@@ -200,15 +178,12 @@ def last_us(traces: Iterable[StepTrace]) -> float:
 
 def _chart(rows: Sequence[Mapping[str, Any]], **properties: Any) -> Any:
     # A tuple, which Altair doesn't copy at every step, in a mapping, which it doesn't check by row.
-    safe = tuple({key: _safe(value) for key, value in row.items()} for row in rows)
-    return alt.Chart({"values": safe}, **properties)
+    short = tuple({key: _in_short(value) for key, value in row.items()} for row in rows)
+    return alt.Chart({"values": short}, **properties)
 
 
-def _safe(value: Any) -> Any:
-    """Return a text without what no XML may hold, for pictures come from SVG; a number in short."""
-    if isinstance(value, float):
-        return round(value, 4)
-    return printable(value) if isinstance(value, str) else value
+def _in_short(value: Any) -> Any:
+    return round(value, 4) if isinstance(value, float) else value
 
 
 def _by(channel: str, name: str, values: Mapping[str, Any], **legend: Any) -> Any:

@@ -126,15 +126,13 @@ def render_report(report: Report) -> str:
     traces = report.traces[: plots.MOST_TIMELINES]
     end_us = plots.last_us(traces)
     script = _script()
-    stages = report.found.stages if report.found else ()
-    curves = [(stage, plots.points_of(stage)) for stage in stages]
     page = environment.get_template("report.html").render(
         report=report,
         timelines=[(trace, plots.timeline_chart(trace, end_us, len(traces))) for trace in traces],
         overview=plots.overview_chart(traces, end_us) if len(traces) > 1 else None,
         stages=[
-            (stage, found_rows(stage), curve and plots.tradeoff_chart(curve))
-            for stage, curve in curves
+            (stage, found_rows(stage), plots.tradeoff_chart(stage))
+            for stage in (report.found.stages if report.found else ())
         ],
         script=script,
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
