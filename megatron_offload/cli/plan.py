@@ -67,7 +67,8 @@ def run(given: Given) -> int:
     policy = _policy_of(given)
     with console(stderr=True).status("planning"):
         source = load_source(given)
-        choice = JobChoice(source.job, source.short, source.limits, source.recompute(RECOMPUTABLE))
+        short, may = source.described.short_job(), source.recompute(RECOMPUTABLE)
+        choice = JobChoice(source.job, short, source.limits, may)
         if isinstance(policy, MemoryTargetConfig):
             planned = choice.under(policy.targets(source.job.schedule.num_ranks))
         else:

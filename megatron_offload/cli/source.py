@@ -23,7 +23,7 @@ from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.files.strict_model import validate
 from megatron_offload.files.text import read_json
 from megatron_offload.machine.profile import MachineProfile
-from megatron_offload.planning.description import Budgets, JobDescription, load_description
+from megatron_offload.planning.description import JobDescription, load_description
 from megatron_offload.planning.job import Job, RankSettings
 from megatron_offload.planning.simulate import Simulation, fair_rates
 from megatron_offload.report.console import console
@@ -34,27 +34,27 @@ class Source:
     """A described job."""
 
     title: str
+    described: JobDescription
     job: Job
-    short: Job | None
-    """With fewer microbatches; see `JobDescription.short_job`."""
-    offload: Budgets
     machine: str
     """Where the bandwidths come from, in words."""
 
     @property
     def limits(self) -> RankSettings:
         """The budgets of copies, for a rank that offloads all that it can."""
-        return RankSettings(self.offload.max_inflight_bytes, self.offload.prefetch_bytes)
+        budgets = self.described.offload
+        return RankSettings(budgets.max_inflight_bytes, budgets.prefetch_bytes)
 
     def recompute(self, known: Sequence[str]) -> Sequence[str]:
         """Return what may be recomputed: of what is known all, unless the description says what."""
-        if "recompute" not in self.offload.model_fields_set:
+        budgets = self.described.offload
+        if "recompute" not in budgets.model_fields_set:
             return known
-        for name in {*self.offload.recompute} - {*known, LOSS}:
+        for name in {*budgets.recompute} - {*known, LOSS}:
             raise ConfigError(
                 f"offload.recompute: the job has no kind {name!r}{did_you_mean(name, known)}"
             )
-        return self.offload.recompute
+        return budgets.recompute
 
     def show(
         self, without: Simulation, step: Simulation, what: str, tables: Iterable[Table]
@@ -86,13 +86,12 @@ class Source:
 
     def _misfits(self, step: Simulation) -> Iterator[str]:
         device_bytes = max(rank.peak_reserved_bytes for rank in step.ranks)
-        held = [rank.peak_host_bytes for rank in step.ranks]
-        if own := self.job.optimizer_host_bytes:
-            held = [*map(add, held, own)]
+        pinned = (rank.peak_host_bytes for rank in step.ranks)
+        held = [*map(add, pinned, self.job.optimizer_host_bytes)]
         needs = {"device_bytes": (device_bytes, "a GPU"), "host_bytes": self._on_node(held)}
         for key, (needed, where) in needs.items():
             there = getattr(self.job.machine, key)
-            if there is not None and needed > there:
+            if needed > there:
                 sizes = f"{format_bytes(needed)} of {where}, which has {format_bytes(there)}"
                 yield f"DOES NOT FIT: {sizes} (machine.{key})"
 
@@ -144,9 +143,8 @@ def load_source(given: SourceOptions) -> Source:
     origin = str(given.machine or f"{path}, what it leaves out as measured with four H200s")
     return Source(
         title=path.stem,
+        described=described,
         job=described.job(),
-        short=described.short_job(),
-        offload=described.offload,
         machine=with_flags(origin, "machine", given),
     )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AwareDatetime, Field
+from pydantic import AwareDatetime, ByteSize, Field
 
 from megatron_offload.files.strict_model import Bytes, StrictModel
 
@@ -39,11 +39,10 @@ class Machine(StrictModel):
     all that do the same at the same time, such as a tensor-parallel group."""
     p2p_gbps: _Bandwidth = 100.0
     """Between neighbouring stages, in 10^9 bytes a second; messages don't slow each other down."""
-    device_bytes: Bytes | None = None
-    """Memory of a GPU; what doesn't fit is said. None leaves it out, but of a described job 139
-    GiB, an H200's, count."""
-    host_bytes: Bytes | None = None
-    """Memory of a node that may be pinned; likewise, and of a described job 2 TiB count."""
+    device_bytes: Bytes = ByteSize(139 * 2**30)
+    """Memory of a GPU; what doesn't fit is said."""
+    host_bytes: Bytes = ByteSize(2 * 2**40)
+    """Memory of a node that may be pinned; likewise."""
     p2p_latency_us: float = Field(default=10.0, ge=0)
     """Of a message of any size."""
 

@@ -38,8 +38,11 @@ def num_parameters(model: ModelDescription, rank: int) -> int:
     return num_shared // model.tensor_parallel + num_whole + is_last * hidden
 
 
-def job_from_model(model: ModelDescription, machine: Machine | None = None) -> Job:
-    """Return the step of a model, from its description alone; without a machine by the defaults."""
+_H200S = Machine()
+
+
+def job_from_model(model: ModelDescription, machine: Machine = _H200S) -> Job:
+    """Return the step of a model, from its description alone."""
     name = model.schedule or ("interleaved" if model.virtual_stages > 1 else "1f1b")
     sizes = model.pipeline_parallel, model.num_microbatches, model.virtual_stages
     schedule = make_schedule(name, *sizes, model.microbatch_group_size_per_vp_stage)
@@ -68,14 +71,12 @@ def job_from_model(model: ModelDescription, machine: Machine | None = None) -> J
         stages=tuple(stages),
         static_bytes=tuple(int(n * model.static_bytes_per_parameter) for n in weights),
         optimizer_host_bytes=tuple(host_bytes),
-        machine=machine or Machine(),
+        machine=machine,
         gpus_per_rank=model.tensor_parallel * model.context_parallel,
     )
 
 
-def fit_achieved_share(
-    model: ModelDescription, step_us: float, machine: Machine | None = None
-) -> float:
+def fit_achieved_share(model: ModelDescription, step_us: float, machine: Machine = _H200S) -> float:
     """Return the ``achieved_share`` with which a step without offload takes this time."""
     # The time is all but linear in 1 / share, so a secant on that is there at once.
     before, before_us, inverse = 0.0, 0.0, 1 / model.achieved_share
@@ -134,16 +135,13 @@ class JobDescription(StrictModel):
 
     def job(self) -> Job:
         """Return the step that it describes; `ConfigError` where no schedule has these sizes."""
-        known = {"device_bytes": 139 * 2**30, "host_bytes": 2 * 2**40}
-        known |= self.machine.model_dump(exclude_none=True, include=set(known))
-        machine = self.machine.model_copy(update=known)
-        num_gpus = self.model.tensor_parallel
-        if num_gpus > machine.gpus_per_node:
+        num_gpus, gpus_per_node = self.model.tensor_parallel, self.machine.gpus_per_node
+        if num_gpus > gpus_per_node:
             raise ConfigError(
                 f"model.tensor_parallel {num_gpus} doesn't fit into a node of "
-                f"machine.gpus_per_node {machine.gpus_per_node}"
+                f"machine.gpus_per_node {gpus_per_node}"
             )
-        return job_from_model(self.model, machine)
+        return job_from_model(self.model, self.machine)
 
 
 def load_description(path: str | Path, overrides: Sequence[str] = ()) -> JobDescription:

@@ -139,7 +139,8 @@ def tradeoff_chart(stage: FoundStage) -> Any:
             known["measured"] = plan.measured_percent[0]
         if place == stage.followed:
             known["plan"] = known.pop("measured", plan.predicted_percent)
-        row = {"plan": f"plan {place}", "memory": size / scale, "bytes": format_bytes(size)}
+        row: dict[str, Any] = {"plan": f"plan {place}"}
+        row |= {"memory": size / scale, "bytes": format_bytes(size)}
         rows += [{**row, "how": how, "percent": percent} for how, percent in known.items()]
     if not all(-100.0 <= row["percent"] <= 1e6 for row in rows):
         raise ConfigError(
