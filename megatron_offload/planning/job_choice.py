@@ -61,24 +61,24 @@ class _Candidate(NamedTuple):
     units: tuple[str, ...]
     share: float
     """Of what the link carries, as much as copies shall take."""
-    number: int = 0
-    """Of a frontier one plan of which was polished."""
 
 
 class _Ranks(NamedTuple):
     """What all ranks do: of each the frontier, and the place of its plan in that."""
 
-    candidates: tuple[_Candidate, ...]
+    units: tuple[str, ...]
+    frontiers: tuple[Sequence[Plan], ...]
     places: tuple[int, ...]
 
     @property
-    def units(self) -> tuple[str, ...]:
-        return self.candidates[0].units
+    def plans(self) -> list[Plan]:
+        pairs = zip(self.frontiers, self.places, strict=True)
+        return [plans[place] for plans, place in pairs]
 
-    def changed(self, rank: int, candidate: _Candidate, place: int) -> _Ranks:
-        candidates, places = list(self.candidates), list(self.places)
-        candidates[rank], places[rank] = candidate, place
-        return _Ranks(tuple(candidates), tuple(places))
+    def changed(self, rank: int, plans: Sequence[Plan], place: int) -> _Ranks:
+        frontiers, places = list(self.frontiers), list(self.places)
+        frontiers[rank], places[rank] = plans, place
+        return _Ranks(self.units, tuple(frontiers), tuple(places))
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class _Search:
                 places[rank] = place
             if len(places) == len(order):
                 own = tuple(places[rank] for rank in self._ranks)
-                found.append(_Ranks((one,) * len(order), own))
+                found.append(_Ranks(one.units, self._frontiers(one), own))
                 self._simulate(found[-1])
         if not found:
             self._refuse(targets)
@@ -214,9 +214,11 @@ class _Search:
                 if one.units == best.units:
                     place = self._fitting(rank, one, targets[rank])
                     if place is not None:
-                        best = self._quickest([best, best.changed(rank, one, place)])
-        last = None
-        while best != last and self._is_small and self._lost_percent(best) > _POLISHED_PERCENT:
+                        other = best.changed(rank, self._frontier(rank, one), place)
+                        best = self._quickest([best, other])
+        last, is_small = None, sum(self._boundaries) < _MOST_BOUNDARIES // 100
+        good_us = self._bare.step_us * (1 + _POLISHED_PERCENT / 100)
+        while is_small and best != last and self._simulate(best).step_us > good_us:
             last = best
             for rank in self._by_losses(best):
                 best = self._polished(best, rank, targets[rank])
@@ -225,17 +227,17 @@ class _Search:
     def within(self, percent: float) -> _Ranks:
         """Return what takes so much more of the step at most."""
         limit_us = self._bare.step_us * (1 + percent / 100)
-        nothing = _Candidate((), 1.0)
-        found = [_Ranks((nothing,) * len(self._ranks), (0,) * len(self._ranks))]
+        nothing = self._frontiers(_Candidate((), 1.0))
+        found = [_Ranks((), nothing, (0,) * len(nothing))]
         for one in self._candidates():
             if self._has_time(0.5):
                 found += self._climbed(one, limit_us)
         best = min(found, key=self._memory)
         for rank in sorted(self._ranks, key=lambda rank: -self._peaks(best)[rank]):
-            low, high = best.places[rank], len(self._plans_of(best)[rank])
+            low, high = best.places[rank], len(best.frontiers[rank])
             while high - low > 1 and self._has_time():
                 place = (low + high) // 2
-                more = best.changed(rank, best.candidates[rank], place)
+                more = best.changed(rank, best.frontiers[rank], place)
                 if self._simulate(more, is_slow=True).step_us <= limit_us:
                     low, best = place, min(best, more, key=self._memory)
                 else:
@@ -245,7 +247,7 @@ class _Search:
     def found(self, chosen: _Ranks, said: str) -> RunFrontier:
         """Return all plans of the frontiers on which the chosen ones are."""
         stages = []
-        for rank, plans in enumerate(self._plans_of(chosen)):
+        for rank, plans in enumerate(chosen.frontiers):
             units_us, units_bytes = self._units_cost(rank, chosen.units)
             boundaries = len(plans) * self._boundaries[rank] * len(self._ranks)
             shown = {chosen.places[rank], *range(0, len(plans), 1 + boundaries // _MOST_SHOWN)}
@@ -288,8 +290,8 @@ class _Search:
 
     def _climbed(self, one: _Candidate, limit_us: float) -> list[_Ranks]:
         """Return the last rung of a candidate's ladder that is within a limit, if one is."""
-        plans = [self._frontier(rank, one) for rank in self._ranks]
-        rungs = [_Ranks((one,) * len(plans), places) for places in ladder(plans)]
+        plans = self._frontiers(one)
+        rungs = [_Ranks(one.units, plans, places) for places in ladder(plans)]
         most_us = (limit_us / self._bare.step_us - 1) * self._bare_us
         most_us -= max(self._units_cost(rank, one.units)[0] for rank in self._ranks)
         us = sorted(plan.us for own in plans for plan in own[1:])
@@ -310,16 +312,15 @@ class _Search:
         for change in changes:
             if not self._has_time(_POLISHING):
                 break
-            plans, place = self._plans_of(best)[rank], best.places[rank]
+            plans, place = best.frontiers[rank], best.places[rank]
             now = dict(plans[place].actions)
             after = now | {n: now[x] if isinstance(x, int) else x for n, x in change.items()}
             if after == now:
                 continue
             plan = Plan(after, *total(after.values())[1:])
             if self._peak(rank, best.units, plan) <= target:
-                one = best.candidates[rank]._replace(number=len(self._plans))
-                self._plans[rank, one] = [*plans[:place], plan, *plans[place + 1 :]]
-                best = self._quickest([best, best.changed(rank, one, place)])
+                polished = [*plans[:place], plan, *plans[place + 1 :]]
+                best = self._quickest([best, best.changed(rank, polished, place)])
         return best
 
     def _refuse(self, targets: Sequence[int]) -> NoReturn:
@@ -349,8 +350,8 @@ class _Search:
             self._plans[rank, one] = [paced(job, rank, plan, actions) for plan in plans]
         return self._plans[rank, one]
 
-    def _plans_of(self, ranks: _Ranks) -> list[list[Plan]]:
-        return [self._frontier(*one) for one in enumerate(ranks.candidates)]
+    def _frontiers(self, one: _Candidate) -> tuple[list[Plan], ...]:
+        return tuple(self._frontier(rank, one) for rank in self._ranks)
 
     def _program(self, rank: int, units: tuple[str, ...], plan: Plan) -> RankProgram:
         parts = ((number, action.parts) for number, action in plan.actions.items())
@@ -362,8 +363,7 @@ class _Search:
         return self._programs[key]
 
     def _programs_of(self, ranks: _Ranks) -> list[RankProgram]:
-        pairs = zip(self._plans_of(ranks), ranks.places, strict=True)
-        return [self._program(n, ranks.units, plans[x]) for n, (plans, x) in enumerate(pairs)]
+        return [self._program(rank, ranks.units, plan) for rank, plan in enumerate(ranks.plans)]
 
     def _peak(self, rank: int, units: tuple[str, ...], plan: Plan) -> int:
         return self._program(rank, units, plan).peak_reserved_bytes
@@ -400,13 +400,6 @@ class _Search:
             for one in self._simulate(ranks).ranks
         ]
         return sorted(self._ranks, key=lambda rank: -lost[rank])
-
-    def _lost_percent(self, ranks: _Ranks) -> float:
-        return 100 * (self._simulate(ranks).step_us / self._bare.step_us - 1)
-
-    @property
-    def _is_small(self) -> bool:
-        return sum(self._boundaries) < _MOST_BOUNDARIES // 100
 
     def _has_time(self, share: float = 1.0) -> bool:
         return self._passed < share * _MOST_BOUNDARIES
