@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import replace
 
 from megatron_offload.machine.profile import Machine
 from megatron_offload.planning.job import GroupWork, Job, StageWork
-from megatron_offload.planning.schedule import PassKind, make_schedule
+from megatron_offload.planning.schedule import make_schedule
 
 MIB = 2**20
 
@@ -67,10 +66,3 @@ def random_job(rng):
     num_launches = rng.choice([math.inf, 0.0, rng.uniform(1, 2000)])
     stages = tuple(replace(stage, num_launches=num_launches) for stage in stages)
     return Job(schedule, stages, static_bytes, machine)
-
-
-def peak_in_flight(schedule, rank):
-    """Return the most forwards of a rank at one time whose activations are needed still."""
-    changes = {PassKind.FORWARD: 1, PassKind.BACKWARD: -1}
-    counts = itertools.accumulate(changes[one.kind] for one in schedule.ranks[rank])
-    return max(counts)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from problems import peak_in_flight
 
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.job import GroupWork, Job, StageWork
@@ -54,17 +53,6 @@ def test_every_size_is_whole_and_can_run(name, num_ranks):
         job = Job(schedule, (stage,) * schedule.num_stages, (0,) * num_ranks)
         work_us = 3 * schedule.num_stages * schedule.num_microbatches
         assert sum(rank.compute_us for rank in simulate(job).ranks) == work_us
-
-
-@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(4, 8), (4, 2), (1, 5), (8, 8)])
-def test_what_is_held(num_ranks, num_microbatches):
-    for rank in range(num_ranks):
-        assert (
-            peak_in_flight(make_schedule("gpipe", num_ranks, num_microbatches), rank)
-            == num_microbatches
-        )
-        held = peak_in_flight(make_schedule("1f1b", num_ranks, num_microbatches), rank)
-        assert held == min(num_ranks - rank, num_microbatches)
 
 
 @pytest.mark.parametrize(

@@ -38,25 +38,6 @@ def two_groups(gbps, num_bytes=100 * KB):
 TIGHT = RankSettings(max_inflight_bytes=100 * KB, prefetch_bytes=0)
 
 
-def test_a_fast_link_costs_only_the_reload_that_has_no_room_before():
-    # 10 us to the host hide behind the last group's forward. Until the last group's backward is
-    # over it takes all that may be held, so that 10 us back hide behind nothing.
-    simulation = simulate(two_groups(gbps=10), TIGHT)
-    rank = simulation.ranks[0]
-    assert simulation.step_us == pytest.approx(600 + 10)
-    assert rank.offloaded_bytes == rank.reloaded_bytes == 100 * KB
-    assert rank.stall_us == pytest.approx({RELEASE: 0, RELOAD: 10, PIPELINE_WAIT: 0})
-
-
-def test_what_has_room_and_time_costs_nothing():
-    groups = tuple(GroupWork(f"g{index}", 100 * KB, 100.0, 200.0) for index in range(6))
-    job = Job(make_schedule("gpipe", 1, 2), (StageWork(groups),), (0,), one_way(2.0))
-    settings = RankSettings(max_inflight_bytes=200 * KB, prefetch_bytes=200 * KB)
-    simulation = simulate(job, settings)
-    assert simulation.ranks[0].reloaded_bytes >= 800 * KB
-    assert simulation.step_us == pytest.approx(12 * 300)
-
-
 def test_a_slow_link_costs_exactly_what_does_not_hide():
     # 100 kB at 0.5 GB/s take 200 us: to the host from 100 to 300, where the release waits from 200
     # on. The last group's backward is 300 to 500; at its end the first is reloaded, until 700.
@@ -70,15 +51,6 @@ def test_without_offload_memory_is_all_that_was_saved():
     rank = simulate(two_groups(gbps=1)).ranks[0]
     assert rank.peak_device_bytes == KB + 200 * KB
     assert (rank.peak_host_bytes, rank.offloaded_bytes) == (0, 0)
-
-
-def test_a_released_group_is_gone_from_the_device_and_in_no_ones_way():
-    groups = tuple(GroupWork(f"g{index}", 100 * KB, 100.0, 200.0) for index in range(4))
-    job = Job(make_schedule("gpipe", 1, 1), (StageWork(groups),), (KB,), one_way(10.0))
-    rank = simulate(job, TIGHT).ranks[0]
-    # One is being saved while the one before it is in flight.
-    assert rank.peak_device_bytes == KB + 200 * KB
-    assert rank.peak_host_bytes == 300 * KB
 
 
 def test_temporaries_and_buffers_count_while_a_group_runs():

@@ -14,8 +14,6 @@ from megatron_offload.planning.job import GroupWork, Job, Machine, StageWork
 from megatron_offload.planning.replay import OpKind, RankProgram
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule, make_schedule
 from megatron_offload.planning.simulate import (
-    RELEASE,
-    RELOAD,
     fair_rates,
     simulate,
     simulate_programs,
@@ -32,25 +30,6 @@ def run(*ops, copy_bytes=(), machine=MACHINE):
         program.kinds.append(kind)
         program.arguments.append(argument)
     return simulate_programs(replace(JOB, machine=machine), [program]).ranks[0]
-
-
-def test_copies_of_one_queue_follow_one_another():
-    rank = run(
-        (OpKind.OFFLOAD, 0),
-        (OpKind.OFFLOAD, 1),
-        (OpKind.COMPUTE, 50.0),
-        (OpKind.AWAIT, 1),
-        copy_bytes=(100 * KB, 30 * KB),
-    )
-    assert rank.end_us == pytest.approx(130)
-    assert rank.stall_us == pytest.approx({RELEASE: 80, RELOAD: 0, PIPELINE_WAIT: 0})
-
-
-def test_a_copy_begins_where_it_was_issued_and_no_sooner():
-    ops = [(OpKind.COMPUTE, 40.0), (OpKind.RELOAD, 0), (OpKind.COMPUTE, 10.0), (OpKind.AWAIT, 0)]
-    rank = run(*ops, copy_bytes=[100 * KB])
-    assert (rank.end_us, rank.compute_us) == pytest.approx((140, 50))
-    assert rank.stall_us[RELOAD] == pytest.approx(90)
 
 
 def test_a_rate_that_changes_on_the_way_counts_from_there_on():
@@ -109,11 +88,6 @@ def test_a_host_with_four_h200s(num_d2h, num_h2d, num_both, gbps):
     rates = fair_rates(Machine(), 1, num_d2h, num_h2d, num_both)
     used = [rate for rate in rates if rate]
     assert used == pytest.approx([gbps * 1e3] * len(used))
-
-
-def test_what_one_copy_may_not_use_the_others_get():
-    machine = Machine(d2h_gbps=10, h2d_gbps=50, both_gbps=50, node_gbps=45, node_d2h_gbps=None)
-    assert fair_rates(machine, 1, 1, 1, 0) == pytest.approx((10_000, 35_000, 0, 0))
 
 
 def test_gpus_of_one_rank_count_each():
