@@ -76,12 +76,8 @@ def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunRepor
         check_ranks(config, ranks)
     kind = _check_device(first, ranks)
     folder = comparison or first.run.output
-    # Made only where no earlier run is: they mark a comparison.
-    inside = [config.run.output for _, config in runs if comparison]
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(locked([folder]))
+    with locked(folder):
         check_output(folder, is_for_comparison=comparison is not None)
-        stack.enter_context(locked(inside))
         out = console(stderr=True)
         if kind == "cpu" and first.run.device == "auto":
             out.print(

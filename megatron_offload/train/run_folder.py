@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -40,23 +40,25 @@ class RunFacts(StrictModel):
 
 
 @contextlib.contextmanager
-def locked(folders: Iterable[Path]) -> Iterator[None]:
-    """Make folders, and lock them inside this context; their locks end with the process, too."""
-    with contextlib.ExitStack() as stack:
-        for folder in folders:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(FileLock(folder / ".lock", blocking=False))
-            except Timeout as error:
-                raise ConfigError(
-                    f"run.output {folder}: another run writes into it; wait until it is done, or "
-                    f"choose another run.output"
-                ) from error
-            except OSError as error:
-                raise ConfigError(
-                    f"run.output {folder} can't be written: {error.strerror}; choose another one"
-                ) from error
+def locked(folder: Path) -> Iterator[None]:
+    """Make a folder, and lock it inside this context; the lock ends with the process, too."""
+    lock = FileLock(folder / ".lock", blocking=False)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout as error:
+        raise ConfigError(
+            f"run.output {folder}: another run writes into it; wait until it is done, or "
+            f"choose another run.output"
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"run.output {folder} can't be written: {error.strerror}; choose another one"
+        ) from error
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def check_output(folder: Path, *, is_for_comparison: bool = False) -> None:
@@ -76,6 +78,7 @@ def prepare_folder(config: TrainConfig, gpu: str | None, ranks: int) -> None:
     from megatron_offload.machine.examine import found_versions  # imports torch
 
     folder = config.run.output
+    folder.mkdir(exist_ok=True)
     (folder / FRONTIER_NAME).unlink(missing_ok=True)
     for path in trace_files(folder):
         path.unlink()

@@ -23,13 +23,14 @@ def leave_run(folder, steps):
 
 
 def test_a_folder_is_locked_while_a_run_writes_into_it(tmp_path):
-    with locked([tmp_path / "a" / "b", tmp_path / "c"]):
-        with pytest.raises(ConfigError, match="c: another run writes into it; wait"):
-            with locked([tmp_path / "c"]):
+    folder = tmp_path / "a" / "b"
+    with locked(folder):
+        with pytest.raises(ConfigError, match="b: another run writes into it; wait"):
+            with locked(folder):
                 pass
-        with locked([tmp_path / "a"]):
+        with locked(tmp_path / "a"):
             pass
-    with locked([tmp_path / "c"]):
+    with locked(folder):
         pass
 
 
@@ -37,7 +38,7 @@ def test_a_folder_that_can_not_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(ConfigError, match="can't be written: Not a directory"),
-        locked([tmp_path / "file" / "run"]),
+        locked(tmp_path / "file" / "run"),
     ):
         pass
 
