@@ -94,19 +94,17 @@ def _show_found(given: Given, folder: Path) -> int:
         )
     found = read_frontier(main_folder(folder) if folder.is_dir() else folder)
     policy, out, chosen = _policy_of(given), console(), list[int]()
-    targets, percent = given.memory_target, given.most_slowdown_percent
-    if targets and len(targets) not in (1, len(found.stages)):
-        raise ConfigError(
-            f"--memory-target has {len(targets)} sizes for {len(found.stages)} stages"
-        )
-    if targets and not all(stage.bare_bytes for stage in found.stages):
-        raise ConfigError("what the run had in use isn't known, so no target can be kept")
+    targets: Sequence[int] = ()
+    if isinstance(policy, MemoryTargetConfig):
+        targets = policy.targets(len(found.stages))
+        if not all(stage.bare_bytes for stage in found.stages):
+            raise ConfigError("what the run had in use isn't known, so no target can be kept")
     for number, stage in enumerate(found.stages):
         place: int | None = stage.followed
-        if isinstance(policy, MemoryTargetConfig):
-            place = stage.under(policy.target_of(number))
-        elif percent is not None:
-            place = stage.within(percent)
+        if targets:
+            place = stage.under(targets[number])
+        elif given.most_slowdown_percent is not None:
+            place = stage.within(given.most_slowdown_percent)
         if place is None:
             out.print(f"no plan of stage {stage.name} is known to fit", style="red")
             return 1

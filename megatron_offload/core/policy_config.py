@@ -5,7 +5,6 @@ Invariant: a section holds only keys that its kind has; anything else fails when
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -56,22 +55,17 @@ class MemoryTargetConfig(SolvedConfig):
         target = self.memory_target
         if isinstance(target, int):
             return (int(target),) * num_ranks
-        check_targets(target, num_ranks)
+        if len(target) != num_ranks:
+            raise ConfigError(
+                f"{len(target)} memory targets are given for {num_ranks} pipeline ranks; give one "
+                "for all, or one for each"
+            )
         return tuple(map(int, target))
 
     def target_of(self, rank: int) -> int:
         """Return the target of one pipeline rank."""
         target = self.memory_target
         return int(target if isinstance(target, int) else target[rank])
-
-
-def check_targets(targets: Sequence[int], num_ranks: int) -> None:
-    """Raise `ConfigError` unless there is a target for each pipeline rank."""
-    if len(targets) != num_ranks:
-        raise ConfigError(
-            f"{len(targets)} memory targets are given for {num_ranks} pipeline ranks; give one for "
-            "all, or one for each"
-        )
 
 
 class AutoConfig(SolvedConfig):

@@ -14,7 +14,6 @@ from functools import cached_property
 from itertools import combinations, product
 from typing import NamedTuple, NoReturn
 
-from megatron_offload.core.policy_config import check_targets
 from megatron_offload.core.row_config import UNITS, RowConfig
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import TargetError
@@ -125,10 +124,8 @@ class JobChoice:
         """Return the quickest plan found that keeps each rank within its target.
 
         Raises:
-            ConfigError: the targets are not as many as the ranks.
             TargetError: one can't be kept.
         """
-        check_targets(targets, self._job.schedule.num_ranks)
         search, wanted = _Search(self._short, self._settings, self._may), targets
         while True:
             planned = self._planned(search, search.under(wanted), "the targets")

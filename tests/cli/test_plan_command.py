@@ -90,7 +90,7 @@ def test_rows_of_all_stages_are_pasted_together(tmp_path, capsys):
     ("words", "status", "message"),
     [
         (("--memory-target", "1MiB"), 1, "no plan of stage 0 is known to fit"),
-        (("--memory-target", "96MiB", "88MiB"), 2, "2 sizes for 1 stages"),
+        (("--memory-target", "96MiB", "88MiB"), 2, "2 memory targets are given for 1"),
         (("--output", "plan.json"), 2, "beside a run's folder there are"),
         (("--set", "machine.d2h_gbps=5"), 2, "beside a run's folder there are"),
     ],

@@ -11,7 +11,7 @@ import pytest
 from problems import PIPELINE
 
 from megatron_offload.config import OffloadConfig
-from megatron_offload.errors import ConfigError, TargetError
+from megatron_offload.errors import TargetError
 from megatron_offload.files.strict_model import validate
 from megatron_offload.planning.description import JobDescription
 from megatron_offload.planning.job import RankSettings
@@ -85,8 +85,6 @@ def test_a_target_out_of_reach_says_by_how_much(choice):
     least, more = re.search(r"takes (\S+) GiB, (\S+) [GM]iB more", str(caught.value)).groups()
     assert float(least) > 1
     assert float(more) > 0
-    with pytest.raises(ConfigError, match="3 memory targets are given for 2 pipeline ranks"):
-        choice.under((GIB,) * 3)
 
 
 def test_only_what_may_be_is_recomputed_and_limits_of_a_user_are_kept():
