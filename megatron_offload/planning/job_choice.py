@@ -169,8 +169,7 @@ class _Search:
         self._job, self._settings = job, settings
         self._sites = [site for site in WHOLE_SITES if site in may]
         units = [unit for unit in units_of(job) if unit in may]
-        sets = [x for number in range(len(units) + 1) for x in combinations(units, number)]
-        sets.sort(key=lambda own: 0 < len(own) < len(units))  # none, all, then some
+        sets = dict.fromkeys(((), tuple(units), *((unit,) for unit in units)))
         self._jobs = {own: with_units(job, own) for own in sets}
         self._ranks = range(job.schedule.num_ranks)
         self._bare = simulate(job)

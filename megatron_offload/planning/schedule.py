@@ -38,7 +38,7 @@ class Pass:
 class Schedule:
     """The passes of a training step through all stages, in the order of each pipeline rank.
 
-    Each pass comes once, backwards behind their forwards, and a stage lies on one rank. Ranks that
+    Each pass comes once, backwards behind their forwards, and stages go round the ranks. Ranks that
     wait for each other for ever are found where they are simulated.
     """
 
@@ -54,7 +54,7 @@ class Schedule:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages of a rank; virtual pipeline stage ``i`` is the i-th of them."""
-        return tuple(sorted({one.stage for one in self.ranks[rank]}))
+        return tuple(range(rank, self.num_stages, self.num_ranks))
 
 
 ScheduleName: TypeAlias = Literal["gpipe", "1f1b", "interleaved"]
