@@ -40,6 +40,7 @@ from megatron_offload.report.console import console, plain_table
 from megatron_offload.report.tables import found_table
 from megatron_offload.train.run_folder import main_folder
 
+_USUAL_PERCENT = AutoConfig(kind="auto").most_slowdown_percent
 _WithoutSign = BeforeValidator(lambda text: str(text).removesuffix("%"))
 
 
@@ -64,15 +65,15 @@ def run(given: Given) -> int:
     folder = given.folder if given.from_ is None else given.from_
     if folder is not None:
         return _show_found(given, folder)
-    policy = _policy_of(given)
+    percent = given.most_slowdown_percent
     with console(stderr=True).status("planning"):
         source = load_source(given)
         short, may = source.described.short_job(), source.recompute(RECOMPUTABLE)
         choice = JobChoice(source.job, short, source.limits, may)
-        if isinstance(policy, MemoryTargetConfig):
-            planned = choice.under(policy.targets(source.job.schedule.num_ranks))
+        if targets := _targets(given, source.job.schedule.num_ranks):
+            planned = choice.under(targets)
         else:
-            planned = choice.within(policy.most_slowdown_percent)
+            planned = choice.within(_USUAL_PERCENT if percent is None else percent)
     found, out = planned.found, console()
     if given.output is not None:
         with writing(given.output):
@@ -93,12 +94,9 @@ def _show_found(given: Given, folder: Path) -> int:
             "beside a run's folder there are --memory-target and --most-slowdown-percent"
         )
     found = read_frontier(main_folder(folder) if folder.is_dir() else folder)
-    policy, out, chosen = _policy_of(given), console(), list[int]()
-    targets: Sequence[int] = ()
-    if isinstance(policy, MemoryTargetConfig):
-        targets = policy.targets(len(found.stages))
-        if not all(stage.bare_bytes for stage in found.stages):
-            raise ConfigError("what the run had in use isn't known, so no target can be kept")
+    targets, out, chosen = _targets(given, len(found.stages)), console(), list[int]()
+    if targets and not all(stage.bare_bytes for stage in found.stages):
+        raise ConfigError("what the run had in use isn't known, so no target can be kept")
     for number, stage in enumerate(found.stages):
         place: int | None = stage.followed
         if targets:
@@ -133,13 +131,12 @@ def _rank_table(source: Source, choice: JobChoice, planned: Planned) -> Table:
     return plain_table(f"Rows of {source.title}: PREDICTED", columns, 0, rows)
 
 
-def _policy_of(given: Given) -> AutoConfig | MemoryTargetConfig:
-    targets, percent = given.memory_target, given.most_slowdown_percent
-    if targets is None:
-        default = AutoConfig(kind="auto")
-        limit = default.most_slowdown_percent if percent is None else percent
-        return AutoConfig(kind="auto", most_slowdown_percent=limit)
-    if percent is not None:
+def _targets(given: Given, num_stages: int) -> tuple[int, ...]:
+    """Return the memory target of each pipeline stage; none where time is what is limited."""
+    if given.memory_target is None:
+        return ()
+    if given.most_slowdown_percent is not None:
         raise ConfigError("give either --memory-target or --most-slowdown-percent")
-    each = targets if len(targets) > 1 else targets[0]
-    return MemoryTargetConfig(kind="memory_target", memory_target=each)
+    first, *others = given.memory_target
+    target = given.memory_target if others else first
+    return MemoryTargetConfig(kind="memory_target", memory_target=target).targets(num_stages)
