@@ -6,14 +6,15 @@ import random
 from dataclasses import replace
 
 import pytest
-from problems import MIB, plain_machine, random_job
+from problems import plain_machine
 
 from megatron_offload.core.trace import PIPELINE_WAIT, ByteCount
+from megatron_offload.machine.profile import Machine
 from megatron_offload.planning.job import GroupWork, Job, RankSettings, StageWork
 from megatron_offload.planning.schedule import make_schedule
 from megatron_offload.planning.simulate import RELEASE, RELOAD, simulate
 
-KB = 1000
+KB, MIB = 1000, 2**20
 KINDS = {
     "compute": {"forward", "backward", "stall", "other"},
     "d2h": {"d2h"},
@@ -110,14 +111,26 @@ def test_gpus_that_do_the_same_take_their_share_of_the_node():
 def random_step(seed):
     """Return a job whose memory is what is saved, and limits of its ranks."""
     rng = random.Random(seed)
-    job = random_job(rng)
-    no_more = {"forward_temp_bytes": 0, "backward_temp_bytes": 0}
+    num_ranks = rng.randint(1, 4)
+    name = rng.choice(["1f1b", "gpipe", "interleaved"])
+    num_virtual = rng.randint(1, 2) if name == "interleaved" else 1
+    schedule = make_schedule(name, num_ranks, num_ranks * rng.randint(1, 3), num_virtual)
+
+    def group(index):
+        us = rng.choice([0.0 if index else 1.0, rng.uniform(100, 4000), rng.uniform(1000, 9000)])
+        size = rng.choice([0, 1, rng.randint(1, 64)]) * rng.choice([MIB, 100_003])
+        kept_bytes, is_marked = rng.randint(0, 9) * MIB, rng.random() < 0.8
+        return GroupWork(f"part{index}", size, us, 2 * us, kept_bytes, is_marked=is_marked)
+
     stages = tuple(
-        StageWork(tuple(replace(work, **no_more) for work in stage.groups), stage.output_bytes)
-        for stage in job.stages
+        StageWork(tuple(map(group, range(rng.randint(1, 5)))), rng.randint(0, 9) * MIB)
+        for _ in range(schedule.num_stages)
     )
+    static_bytes = tuple(rng.randint(0, 500) * MIB for _ in range(num_ranks))
+    machine = Machine(both_gbps=rng.uniform(5, 60), gpus_per_node=rng.randint(1, 4))
     limits = [None, 0, 50 * MIB, 150 * MIB]
-    return replace(job, stages=stages), RankSettings(rng.choice(limits), rng.choice(limits))
+    settings = RankSettings(rng.choice(limits), rng.choice(limits))
+    return Job(schedule, stages, static_bytes, machine), settings
 
 
 @pytest.mark.parametrize("seed", range(40))
