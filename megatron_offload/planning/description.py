@@ -155,10 +155,8 @@ def load_description(path: str | Path, overrides: Sequence[str] = ()) -> JobDesc
     measured = asked.measured
     if measured is None:
         return asked
-    as_read = data | {"measured": measured.model_dump()}
-    before = validate(JobDescription, as_read, f"{path}, as it was measured")
-    given = before.model.model_dump(exclude_unset=True) | measured.model
-    other = validate(ModelDescription, given, "measured.model")
-    share = fit_achieved_share(other, measured.step_ms * 1e3, before.machine)
+    as_measured = data | {"model": data.get("model", {}) | measured.model, "measured": None}
+    before = validate(JobDescription, as_measured, f"{path}, as it was measured")
+    share = fit_achieved_share(before.model, measured.step_ms * 1e3, before.machine)
     model = asked.model.model_copy(update={"achieved_share": share})
     return asked.model_copy(update={"model": model, "measured": None})
