@@ -69,14 +69,12 @@ def simulate(job: Job, settings: RankSettings = NO_OFFLOAD, *, record: bool = Fa
     """
     ranks = range(job.schedule.num_ranks)
     programs = [replay(job, rank, settings, records=record) for rank in ranks]
-    return simulate_programs(job, programs, record=record)
+    return simulate_programs(job, programs)
 
 
-def simulate_programs(
-    job: Job, programs: Sequence[RankProgram], *, record: bool = False
-) -> Simulation:
-    """Predict a step of which each rank's program is known, and recorded if that is asked for."""
-    ranks = [_Streams(index, program, records=record) for index, program in enumerate(programs)]
+def simulate_programs(job: Job, programs: Sequence[RankProgram]) -> Simulation:
+    """Predict a step of which each rank's program is known; recorded ones give a trace."""
+    ranks = [_Streams(index, program) for index, program in enumerate(programs)]
     step = _Step(job, ranks)
     step.environment.run()
     stuck = [rank for rank, process in enumerate(step.processes) if process.is_alive]
@@ -139,10 +137,10 @@ class _Queue:
 class _Streams:
     """One rank's streams, and what becomes of them."""
 
-    def __init__(self, index: int, program: RankProgram, *, records: bool) -> None:
+    def __init__(self, index: int, program: RankProgram) -> None:
         known = {one.name: getattr(program, one.name) for one in fields(RankProgram)}
         self.index = index
-        self.result = RankResult(**known, trace=StepTrace(index) if records else None)
+        self.result = RankResult(**known, trace=StepTrace(index) if program.labels else None)
         self.d2h, self.h2d = _Queue(self, "d2h"), _Queue(self, "h2d")
 
     def add_span(

@@ -396,8 +396,6 @@ def test_the_plug_in_alone_installs_the_defaults(plugged):
     ("settings", "expected"),
     [
         ("modles=[x]", "unknown key 'modles'; did you mean 'modules'"),
-        ("recompute=[nrom]", "'nrom'; did you mean 'norm'"),
-        ("policy.kind=plan_file", "no kind 'plan_file'"),
         ("modules=[]", "'modules': no name, so nothing would be offloaded"),
     ],
 )
