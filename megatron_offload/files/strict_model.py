@@ -6,6 +6,7 @@ valid name.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from pydantic import (
 
 from megatron_offload.errors import ConfigError, did_you_mean, shorten
 from megatron_offload.files.renames import RENAMED, current_name, with_current_names
+from megatron_offload.files.strict_yaml import parse_yaml
 from megatron_offload.files.text import read_json, replace_text
 
 _A_SIZE = "a size is 0 or more bytes, as a number or a text such as '64MiB'"
@@ -178,6 +180,11 @@ def _place_of(data: Any, loc: Sequence[int | str]) -> tuple[str, str]:
     """
     keys, kind, kind_of_section = [], "", ""
     for part in loc:
+        if isinstance(data, str):  # it may have been read as YAML
+            with contextlib.suppress(ConfigError):
+                data = parse_yaml(data)
+        if part == 0 and isinstance(data, Mapping):
+            continue  # the one of a list that may stand without it
         is_key = isinstance(data, Mapping) and (kind or part != data.get("kind"))
         if is_key or (isinstance(data, (list, tuple)) and isinstance(part, int)):
             keys.append(str(part))

@@ -312,6 +312,19 @@ def test_rows_that_cannot_be_are_refused_at_once(row, said):
         around(make_net(), [row])
 
 
+@pytest.mark.parametrize(
+    ("rows", "where"),
+    [
+        ("[{site: norm, recompute: true}, {site: mlp, ofload: 1}]", "'rows.1.ofload'"),
+        (["{site: mlp, ofload: 1}"], "'rows.0.ofload'"),
+        ({"site": "mlp", "ofload": 1}, "'rows.ofload'"),
+    ],
+)
+def test_a_wrong_key_is_named_however_rows_are_given(rows, where):
+    with pytest.raises(ConfigError, match=f"unknown key {where}; did you mean 'offload'"):
+        OffloadConfig(rows=rows)
+
+
 def test_rows_are_refused_beside_what_says_the_same_and_where_no_model_is_given():
     row = {"site": "mlp", "offload": 1}
     for other in ({"policy": "auto"}, {"recompute": "mlp"}, {"fraction": 0.5}, {"modules": "a.*"}):
