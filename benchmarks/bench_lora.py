@@ -7,8 +7,8 @@
 A Llama of a billion random parameters in bf16 with LoRA (transformers, peft), batch 4, lengths of
 512 to 2048 drawn anew for each step. Runs take turns, each in a process of its own; times are of
 the host, with one read of the loss a step. Printed: the time of all steps, of the last 40, and of
-the slowest step beside the same step without. Bits aren't compared: attention's backward adds up
-in another order in each process, without offload too.
+the slowest step beside the same step without, by medians of each step and for each run. Bits
+aren't compared: attention's backward adds up in another order in each process, without offload too.
 """
 
 from __future__ import annotations
@@ -178,8 +178,12 @@ def main() -> None:
     for mode, on in zip(given.modes[1:], others, strict=True):
         all_steps, late = sum(on) / sum(off), sum(on[-LATE:]) / sum(off[-LATE:])
         print(f"{mode}: all steps {all_steps:.3f}, last {LATE} {late:.3f}")
-        worst = max(range(min(20, given.steps - 1), given.steps), key=lambda i: on[i] / off[i])
+        behind = range(min(20, given.steps - 1), given.steps)
+        worst = max(behind, key=lambda i: on[i] / off[i])
         print(f"slowest behind the 20th {on[worst] / off[worst]:.2f} (step {worst})")
+        for one in runs[mode]:
+            slowest = max(one["s"][i] / off[i] for i in behind)
+            print(f"a run: {sum(one['s']) / sum(off):.3f}, slowest {slowest:.2f}")
         print(
             "first 20:", " ".join(f"{a / b:.2f}" for a, b in zip(on[:20], off[:20], strict=False))
         )
