@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
@@ -35,10 +36,12 @@ _A_SIZE = "a size is 0 or more bytes, as a number or a text such as '64MiB'"
 _UNITS = ("B", "KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB")
 
 
+_SIZE = re.compile(r"\s*\+?(\d{1,40}\.?\d{0,20}|\.\d{1,20})\s*\w*\s*")
+
+
 def _plain_size(value: Any) -> Any:
-    """Refuse what `ByteSize` takes for a number and shouldn't, or calls unreadable."""
-    text = str(value)
-    if isinstance(value, bool) or len(text) > 64 or text.strip().startswith("-"):
+    """Refuse what `ByteSize` takes for a number and shouldn't, or reads the beginning of."""
+    if isinstance(value, bool) or (isinstance(value, str) and not _SIZE.fullmatch(value)):
         raise ValueError(_A_SIZE)
     return value
 

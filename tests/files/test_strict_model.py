@@ -50,7 +50,10 @@ class Root(StrictModel):
         ({"either": {"weight": 3}}, "'either' needs a kind, one of one, two"),
         ({"either": {"kind": "two", "two": 3}}, "'either.two' of kind 'two'; valid names are kind"),
         ({"leaf": {"size_bytes": "3Gi"}}, "'leaf.size_bytes': there is no unit 'Gi'.* 'GiB'"),
-        ({"leaf": {"size_bytes": "lots"}}, "'leaf.size_bytes': a size is .* such as '64MiB'"),
+        *(
+            ({"leaf": {"size_bytes": size}}, "'leaf.size_bytes': a size is .* such as '64MiB'")
+            for size in ("lots", "1,5GiB", "1.5.2GiB", "2,000,000", "1GiB/2", "26GiB,30GiB", "-1")
+        ),
         ({"pair": [1]}, "'pair.1' is required"),
     ],
 )
