@@ -49,6 +49,7 @@ from megatron_offload.engine.modes import has_modes, is_traced
 from megatron_offload.engine.module_hooks import is_own_hook
 from megatron_offload.engine.patches import PatchStack
 from megatron_offload.engine.saved_tensor import SavedTensor, changed_in_place
+from megatron_offload.engine.transfers import Transfers
 from megatron_offload.errors import CorruptionError, StateError
 from megatron_offload.model_map.offload_site import FindManager
 from megatron_offload.model_map.watch import SavedMemory
@@ -104,8 +105,7 @@ class Site:
         self.drops_inside = draws and not is_of_torch
         self.drops_output = unit not in RECOMPUTE_SITES
         self.refusal, self.fills_late = "", False
-        self.proven_in: dict[tuple[bool, ...], int] = {}
-        self._proof = Proof(path)
+        self._prove_for(lambda: None)
         self._find_manager: FindManager
         self._calls: list[ModuleCall | None] = []
         """Under way, where the inside is kept: no hooks say so."""
@@ -113,6 +113,12 @@ class Site:
     def serve(self, find_manager: FindManager, said: set[str], min_tokens: int) -> None:
         """Ask another for the manager; ``said`` is why sites of the model were kept so far."""
         self._find_manager, self._said, self._min_tokens = find_manager, said, min_tokens
+
+    def _prove_for(self, transfers: Callable[[], Transfers | None]) -> None:
+        """Let all be proven anew: what was shown under another manager counts by its steps."""
+        self._transfers = transfers
+        self.proven_in: dict[tuple[bool, ...], int] = {}
+        self._proof = Proof(self.path)
 
     def is_still(self, unit: str, module: nn.Module) -> bool:
         """Whether what is known of it holds for a module of this unit."""
@@ -148,6 +154,8 @@ class Site:
             return None
         if manager.is_too_short(self._min_tokens, args, kwargs):
             return None
+        if self._transfers() is not manager.transfers:
+            self._prove_for(ref(manager.transfers))
         function, leaves = taken_apart(module.forward, args, kwargs)
         parts = [*module.modules()]
         refusal = self.refusal or self._refusal(module, parts[1:], leaves)

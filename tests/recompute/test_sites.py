@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import shutil
 import sys
@@ -30,6 +31,7 @@ from megatron_offload.errors import (
 from megatron_offload.frontends.adopt import adopt_model
 from megatron_offload.memory.storage_ref import StorageRef
 from megatron_offload.model_map.structure import find_sites
+from megatron_offload.recompute import proof
 
 WIDTH = 32
 KINDS = (("layer",), ("mlp",), ("attention",), ("mlp", "attention"), ("layer", "mlp", "norm"))
@@ -533,3 +535,43 @@ def test_an_auxiliary_loss_of_megatron_is_noted_once(version, monkeypatch):
     net = make_net(route)
     take_steps(net, around(net, "layer"), lengths=(8, 11))
     assert len(NOTED) == 2 * len(net.layers)
+
+
+class WrittenLater(nn.Module):
+    """Begins to write to what its norm returns, in a way that nobody is reported."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.inner, self.writes = nn.LayerNorm(64), nn.Linear(64, 64), False
+
+    def forward(self, x):
+        y = self.norm(x)
+        if self.writes:
+            y.data.mul_(2)
+        return x + self.inner(y)
+
+
+def test_under_another_manager_outputs_are_proven_from_its_first_steps_on(monkeypatch):
+    monkeypatch.setattr(proof, "PROVE_EVERY", 4)
+    torch.manual_seed(0)
+    net, x = nn.Sequential(WrittenLater(), WrittenLater()), torch.randn(4, 16, 64)
+
+    def gradient(context):
+        with context:
+            loss = net(x).square().sum()
+        loss.backward()
+        found = net[0].inner.weight.grad
+        net.zero_grad()
+        return found
+
+    rows = {"rows": [{"site": "norm", "recompute": True}], "min_tensor_bytes": 0}
+    first = get_act_offloading_ctx_manager(net, config=OffloadConfig(**rows))
+    for _ in range(7):
+        gradient(first)
+    for layer in net:
+        layer.writes = True
+    expected = gradient(contextlib.nullcontext())
+    config = OffloadConfig(**rows, max_inflight_bytes="1MiB")
+    second = get_act_offloading_ctx_manager(net, config=config)
+    for _ in range(3):
+        assert torch.equal(gradient(second), expected)
