@@ -31,6 +31,8 @@ class InFlightWindow(Generic[G]):
         """Group, blocks that are copied, and the reading of the clock behind which it is due."""
         self.step_bytes = 0
         """Bytes of all groups that this step has passed; its clock."""
+        self.layer_bytes = 0
+        """By how much that went on in the last layer that has groups."""
         self._past_bytes = 0
         """Of the steps before."""
 

@@ -62,9 +62,10 @@ def adopt_model(
             own += site.hook(module)
             handles += own
     clock = LayerClock(find_manager)
+    is_clocked = rows.offloaded or (is_part and any(row.offload for row in manager.rows or ()))
     for path in layers_of(modules):
         own = hooks_of(LayerClock, modules[path])
-        if rows.offloaded:
+        if is_clocked:
             own += clock.hook(modules[path])
             handles += own
     watch = None

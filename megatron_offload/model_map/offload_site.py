@@ -176,13 +176,12 @@ class LayerClock:
     """Lets the step's clock go by layers in which no row offloads anything.
 
     Sources are released and reloads begin by that clock. Such a layer counts as the last one that
-    has groups.
+    has groups, in this chunk or in another.
     """
 
     def __init__(self, find_manager: FindManager) -> None:
         self._find_manager = find_manager
         self._begun_at: list[int] = []
-        self._layer_bytes = 0
 
     def hook(self, layer: nn.Module) -> list[RemovableHandle]:
         """Hook one of the layers."""
@@ -199,8 +198,9 @@ class LayerClock:
         begun_at, manager = self._begun_at.pop() if self._begun_at else -1, self._find_manager()
         if manager is None or begun_at < 0 or not manager.records():
             return
-        passed_bytes = manager.window.step_bytes - begun_at
+        window = manager.window
+        passed_bytes = window.step_bytes - begun_at
         if passed_bytes > 0:
-            self._layer_bytes = passed_bytes
-        elif self._layer_bytes:
-            tick(manager, outputs((), output), self._layer_bytes)
+            window.layer_bytes = passed_bytes
+        elif window.layer_bytes:
+            tick(manager, outputs((), output), window.layer_bytes)

@@ -127,6 +127,33 @@ def test_steps_too_short_for_rows_change_nothing_in_those_that_come():
     assert context.last_step.reloaded_bytes == 7 * 2 * 2 * 8 * 4 * WIDTH * 4
 
 
+class NumberedBlock(Block):
+    """Of a chunk of a pipeline stage, as Megatron counts its layers."""
+
+    __module__ = "megatron.core"
+
+
+def test_layers_of_another_chunk_that_has_no_rows_let_the_clock_go_too():
+    manager = make_manager(
+        rows=[{"site": "mlp", "layers": "0-7", "offload": 2}],
+        max_inflight_bytes=None,
+        prefetch_bytes=None,
+    )
+    chunks = [nn.Sequential(*(NumberedBlock() for _ in range(8))) for _ in range(2)]
+    for number, layer in enumerate([*chunks[0], *chunks[1]], 1):
+        layer.layer_number = number
+    for chunk in chunks:
+        adopt_model(nn.ModuleDict({"layers": chunk}), manager, is_part=True)
+    for _ in range(4):
+        x = torch.randn(2, 8, WIDTH, requires_grad=True)
+        with manager.step():
+            for stage, chunk in enumerate(chunks):
+                manager.begin_chunk(vp_stage=stage)
+                x = chunk(x)
+            x.sum().backward()
+    assert manager.last_step.reloaded_bytes == 8 * 2 * 2 * 8 * 4 * WIDTH * 4
+
+
 @pytest.mark.parametrize(
     ("row", "freed"),
     [
