@@ -1,15 +1,16 @@
 """The frontier of a model: plans of rows, each freeing more than the one before, for least time.
 
 A plan says of each layer which of its actions is taken. Plans are made by moves: a single layer
-takes another action, the one that frees most for what it costs; or all do at once where functions
-begin to run again, as these know no layer. Which one is followed is for those who measure.
+takes another action, the one that frees most for what it costs. Functions know no layer: moves are
+made once without any that run again, and once where all do. Which plan is followed is for those who
+measure.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate, product
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from megatron_offload.core.row_config import MODEL, UNITS, RowConfig, ranges
@@ -111,8 +112,14 @@ def frontier(
         link_bytes: how much of each and of those behind it can be copied before backward comes; by
             default anything.
     """
+    kinds = [_without_units(layers)]
+    if any(action.has_units for actions in layers.values() for action in actions):
+        kinds.append(_with_units(layers))
+    prices = [0.0] if link_bytes is None else _prices(layers)
     found = [
-        plan for price in _prices(layers, link_bytes) for plan in _moves(layers, link_bytes, price)
+        plan
+        for choices, price in product(kinds, prices)
+        for plan in _moves(choices, link_bytes or {}, price)
     ]
     plans: list[Plan] = []
     for plan in sorted(found, key=lambda one: (-one.freed_bytes, one.us)):
@@ -122,68 +129,70 @@ def frontier(
     return [found[0], *plans[::-1]]
 
 
-def _prices(
-    layers: Mapping[int, Sequence[Action]], link_bytes: Mapping[int, float] | None
-) -> list[float]:
+def _prices(layers: Mapping[int, Sequence[Action]]) -> list[float]:
     """Return what a byte on the link is taken to cost: nothing, or as much as to recompute it."""
     every = {action for actions in layers.values() for action in actions}
     reruns = sorted(x.us / x.freed_bytes for x in every if x.freed_bytes > 0 and not x.copied_bytes)
-    if link_bytes is None or not (reruns and any(one.copied_bytes for one in every)):
+    if not (reruns and any(one.copied_bytes for one in every)):
         return [0.0]
     last = len(reruns) - 1
     return [0.0, *sorted({reruns[last * step // _NUM_PRICES] for step in range(_NUM_PRICES + 1)})]
 
 
+def _without_units(layers: Mapping[int, Sequence[Action]]) -> dict[int, tuple[Action, ...]]:
+    """Return what is done with each layer at first, and may be, where no function runs again."""
+    return {
+        number: (KEEP, *(action for action in actions if not action.has_units))
+        for number, actions in layers.items()
+    }
+
+
+def _with_units(layers: Mapping[int, Sequence[Action]]) -> dict[int, tuple[Action, ...]]:
+    """Return the same where all functions do."""
+    found = _without_units(layers)
+    for number, actions in layers.items():
+        own = [action for action in actions if action.has_units]
+        if own:
+            first = min(own, key=lambda one: (one.copied_bytes, one.us))
+            # In what runs again as a whole no function does by itself.
+            whole = (one for one in found[number] if ("layer", "recompute") in one.parts)
+            found[number] = (first, *own, *whole)
+    return found
+
+
 def _moves(
-    layers: Mapping[int, Sequence[Action]],
-    link_bytes: Mapping[int, float] | None,
-    price: float,
+    layers: Mapping[int, Sequence[Action]], link_bytes: Mapping[int, float], price: float
 ) -> list[Plan]:
-    """Return plans, in each of which one layer does what frees more, or all run functions again."""
-    alike: dict[tuple[Action, ...], _Choices] = {}
+    """Return plans, in each of which one layer does what frees more than in the one before."""
+    alike: dict[tuple[Action, ...], list[Action]] = {}
     choices = {
-        number: alike.setdefault(tuple(actions), _choices_of(actions))
+        number: alike.setdefault(actions, _worthy(actions))
         for number, actions in sorted(layers.items())
     }
-    taken = dict.fromkeys(choices, KEEP)
-    left = dict.fromkeys(choices, math.inf) | dict(link_bytes or {})
-    has_units = False
-    plans = [Plan(taken, 0, 0.0, 0)]
+    taken = {number: layers[number][0] for number in choices}
+    left = dict.fromkeys(choices, math.inf) | dict(link_bytes)
+    plans: list[Plan] = []
     while True:
+        plans.append(Plan(taken, *total(taken.values())[1:]))
         # Of layers that are alike the first: what it saves lives longest.
         first: dict[tuple[int, Action], int] = {}
         for number, action in taken.items():
             first.setdefault((id(choices[number]), action), number)
         most = dict(zip(choices, accumulate((left[x] for x in choices), min), strict=True))
-        best: tuple[_Worth, dict[int, Action]] = (0.0, 0), {}
+        best: tuple[_Worth, int, Action] = (0.0, 0), -1, KEEP
         for (_, before), number in first.items():
-            for after in choices[number][has_units]:
+            for after in choices[number]:
                 if after.copied_bytes - before.copied_bytes > max(0.0, most[number]):
                     continue
                 worth = _worth(before, after, price)
                 if worth > best[0]:
-                    best = worth, {number: after}
-        for with_units in () if has_units else _with_units(taken, choices):
-            before, after = total(taken.values()), total(with_units.values())
-            worth = _worth(before, after, price)
-            if worth > best[0] and _fits(taken, with_units, left):
-                best = worth, with_units
-        has_units = has_units or any(x.has_units for x in best[1].values())
-        if not best[1]:
+                    best = worth, number, after
+        _, number, after = best
+        if number < 0:
             return plans
-        last, taken = taken, taken | best[1]
-        more_bytes = 0
-        for number in reversed(choices):
-            more_bytes += taken[number].copied_bytes - last[number].copied_bytes
-            left[number] -= more_bytes
-        plans.append(Plan(taken, *total(taken.values())[1:]))
-
-
-class _Choices(NamedTuple):
-    """What may be done with a layer, without and with functions that run again."""
-
-    without: list[Action]
-    with_units: list[Action]
+        more_bytes = after.copied_bytes - taken[number].copied_bytes
+        left |= {x: left[x] - more_bytes for x in choices if x <= number}
+        taken = taken | {number: after}
 
 
 def _worth(before: Action, after: Action, price: float) -> _Worth:
@@ -193,51 +202,6 @@ def _worth(before: Action, after: Action, price: float) -> _Worth:
         return 0.0, 0
     us = after.us - before.us + price * (after.copied_bytes - before.copied_bytes)
     return (freed_bytes / us if us > 0 else math.inf), freed_bytes
-
-
-def _choices_of(actions: Sequence[Action]) -> _Choices:
-    with_units = [action for action in actions if action.has_units]
-    without = [action for action in actions if not action.has_units]
-    # In what runs again as a whole no function does by itself.
-    neutral = [action for action in without if ("layer", "recompute") in action.parts]
-    plain = _worthy(without)
-    return _Choices(plain, _worthy([*with_units, *neutral]) if with_units else plain)
-
-
-def _with_units(
-    taken: Mapping[int, Action], choices: Mapping[int, _Choices]
-) -> Iterator[dict[int, Action]]:
-    """Yield of each layer what frees as much as now, or the most, where functions run again.
-
-    What takes least comes first, then what copies least; nothing where no layer has any.
-    """
-    if any(with_units is not without for without, with_units in choices.values()):
-        for order in (_by_time, _by_copies):
-            found = dict(taken)
-            for number, (without, with_units) in choices.items():
-                if with_units is not without:
-                    enough = (x for x in with_units if x.freed_bytes >= taken[number].freed_bytes)
-                    most = max(with_units, key=lambda one: one.freed_bytes)
-                    found[number] = min(enough, key=order, default=most)
-            yield found
-
-
-def _by_time(action: Action) -> tuple[float, float]:
-    return action.us, action.copied_bytes
-
-
-def _by_copies(action: Action) -> tuple[float, float]:
-    return action.copied_bytes, action.us
-
-
-def _fits(
-    before: Mapping[int, Action], after: Mapping[int, Action], left: dict[int, float]
-) -> bool:
-    """Whether the link carries what is copied more."""
-    more = (after[x].copied_bytes - before[x].copied_bytes for x in reversed(left))
-    return all(
-        x <= max(0.0, left[n]) for x, n in zip(accumulate(more), reversed(left), strict=True)
-    )
 
 
 def total(actions: Collection[Action]) -> Action:

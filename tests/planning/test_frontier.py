@@ -136,8 +136,8 @@ def test_layers_run_again_as_a_whole_beside_others_whose_functions_do():
         Action((("layer", "recompute"),), 20, 30.0),
     )
     plans = frontier(dict.fromkeys(range(2), (act, layer)))
-    assert [plan.freed_bytes for plan in plans] == [0, 10, 25, 40]
-    assert [plan.us for plan in plans] == [0.0, 2.0, 31.0, 60.0]
+    assert [plan.freed_bytes for plan in plans] == [0, 10, 20, 25, 40]
+    assert [plan.us for plan in plans] == [0.0, 2.0, 30.0, 31.0, 60.0]
 
 
 def test_what_the_last_layer_saves_is_recomputed_where_it_can_not_be_copied_in_time():
