@@ -30,9 +30,7 @@ def is_alone() -> bool:
 
 
 class Ranks:
-    """The ranks of a job that look for a plan under one ``name``, or this process alone.
-
-    Without a name it is the number of the search in this process, and the ``kind`` of the search.
+    """The ranks of a job that look for a plan, or this process alone.
 
     Who puts something down first answers. Others count once they have put something down.
 
@@ -41,13 +39,13 @@ class Ranks:
         is_alone: whether there are no others.
     """
 
-    def __init__(self, name: str | None = None, kind: str = "groups") -> None:
-        name = f"{kind}/{next(_numbers)}" if name is None else name
+    def __init__(self) -> None:
+        name = f"megatron_offload/rows/{next(_numbers)}"
         self._store: dist.Store | None = None
         self._place = self._number = self._waited = 0
         if not is_alone():
             job = dist.distributed_c10d._get_default_store()
-            self._store = dist.PrefixStore(f"megatron_offload/{name}", job)
+            self._store = dist.PrefixStore(name, job)
             self._place = self._store.add("ranks", 1) - 1
         self.answers = self._place == 0
         self.is_alone = self._store is None

@@ -24,7 +24,8 @@ _MOST_FORWARDS = 16  # a backward that never comes, or always late, ends no step
 class ModelSteps:
     """Counts forwards between `enter` and `leave`, by hooks of the first layer of each list.
 
-    Of several that a forward calls, such as those of an encoder and a decoder, the first counts.
+    Of several that a forward calls, such as those of an encoder and a decoder, the first counts:
+    ``layer_begins`` is called with how many elements and tokens (`tokens_of`) it is given.
 
     Attributes:
         most_pending: forwards whose backward was still to come, at most, in any step.
@@ -34,9 +35,14 @@ class ModelSteps:
             and evaluations lie behind it. None where none has.
     """
 
-    def __init__(self, first_layers: Iterable[nn.Module], now: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        first_layers: Iterable[nn.Module],
+        now: Callable[[], Any],
+        layer_begins: Callable[[float, float], None],
+    ) -> None:
         self.size, self.ended = 0.0, None
-        self._now = now
+        self._now, self._layer_begins = now, layer_begins
         self._is_inside = False
         self._called: nn.Module | None = None
         self.num_forwards = self._num_pending = self.most_pending = self._number = 0
@@ -79,10 +85,7 @@ class ModelSteps:
             tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
             size = next((float(x.numel()) for x in tensors), 1.0)
             self.size += size
-            self.layer_begins(size, tokens_of(args, kwargs))
-
-    def layer_begins(self, size: float, tokens: float) -> None:
-        """The first layer begins, with an input of so many elements and tokens (`tokens_of`)."""
+            self._layer_begins(size, tokens_of(args, kwargs))
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self._is_inside or self._called is not module:

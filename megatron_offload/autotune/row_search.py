@@ -227,12 +227,6 @@ class RowSearch(OldAttributes):
         assert found is not None
         return found
 
-    @property
-    def tried(self) -> list[tuple[int, Slowdown | None, int]]:
-        """Of each plan that was followed its place in the frontier, cost, and what was reserved."""
-        choice = self._answers.choice
-        return [] if choice is None else choice.stages[self._stage].tried
-
     def save(self, folder: str | Path) -> None:
         """Leave the plans among which it has chosen, for ``megatron-offload plan --from FOLDER``.
 
@@ -375,8 +369,8 @@ class RowSearch(OldAttributes):
             for path, site in reversed(timed.items())
             if site.name == "layer"
         }
-        self._clock = ModelSteps(filter(None, (x.module for x in firsts.values())), self._now)
-        self._clock.layer_begins = self._layer_begins  # type: ignore[method-assign]
+        first_layers = filter(None, (site.module for site in firsts.values()))
+        self._clock = ModelSteps(first_layers, self._now, self._layer_begins)
         self._num_ooms = manager.num_out_of_memory
         # A rerun may hold collectives, so that ranks don't decide on it by themselves.
         if sites and all(site.may_rerun for site in sites.values()) and is_alone():
@@ -510,7 +504,7 @@ class RowSearch(OldAttributes):
         have tried it: to run again may take collectives. A ``refusal`` ends the search on all.
         """
         try:
-            ranks = Ranks(kind="rows")
+            ranks = Ranks()
             self._is_alone, self._speaks = ranks.is_alone, ranks.answers
             said: dict[str, Any] = {"refusal": refusal}
             if not refusal:

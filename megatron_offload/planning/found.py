@@ -98,10 +98,9 @@ class RunFrontier(StrictModel):
         """Make it of the plans among which a run has chosen, and may follow none in the end."""
         stages = []
         for name, stage in choice.stages.items():
-            tried = {place: (found, size) for place, found, size in stage.tried}
             plans = []
             for place, plan in enumerate(stage.plans):
-                found, size = tried.get(place, (None, 0))
+                found, size = stage.tried.get(place, (None, 0))
                 plans.append(
                     FoundPlan(
                         rows=plan.rows(),

@@ -66,7 +66,7 @@ class Stage:
     Attributes:
         plans: the frontier of what wasn't refused.
         place: of the plan that is followed.
-        tried: of each that was followed its place, what it has cost, and what was reserved.
+        tried: by the place of each that was followed, what it has cost, and what was reserved.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Stage:
             self._link_bytes,
         )
         self.plans = [self._when_long(plan) for plan in plans]
-        self.place, self.tried = 0, list[tuple[int, Slowdown | None, int]]()
+        self.place, self.tried = 0, dict[int, tuple[Slowdown | None, int]]()
 
     def _when_long(self, plan: Plan) -> Plan:
         """Let a plan be followed in long forwards alone: others need less than those with it.
@@ -124,15 +124,14 @@ class Stage:
         if target_bytes is None:
             return self.place, True, ""
         wanted_bytes = target_bytes - target_bytes // _MARGIN_SHARE
-        sizes = {place: size for place, _, size in self.tried}
+        sizes = {place: size for place, (_, size) in self.tried.items()}
         good = min((place for place, size in sizes.items() if size <= target_bytes), default=None)
         lowest = 1 + max(
             (place for place, size in sizes.items() if size > target_bytes), default=-1
         )
         highest = (len(self.plans) if good is None else good) - 1
         if self.tried:
-            last, _, reserved_bytes = self.tried[-1]
-            freed_bytes = self._freed_bytes(last) + reserved_bytes - wanted_bytes
+            freed_bytes = self._freed_bytes(self.place) + sizes[self.place] - wanted_bytes
             is_near = good is not None and sizes[good] >= target_bytes - target_bytes // 24
             if is_near or lowest > highest or len(self.tried) >= _MOST_FITS:
                 if good is None:  # what frees no more than a lighter plan isn't worth its time
@@ -142,7 +141,7 @@ class Stage:
                     )
                     good = min(near)
                 place = good
-                found = next(x for p, x, _ in self.tried if p == place)
+                found, _ = self.tried[place]
                 cost = f"; a step takes {found}" if found else ""
                 size, target = (format_bytes(x, 2) for x in (sizes[place], target_bytes))
                 return place, True, f"{size} are reserved, at most {target} is wanted{cost}"
@@ -191,7 +190,7 @@ class RowChoice:
     def _begin(self) -> None:
         self._ladder = ladder([stage.plans for stage in self.stages.values()])
         self._rung = 0
-        self._tried: list[tuple[int, Slowdown | None]] = []
+        self._tried: dict[int, Slowdown | None] = {}
 
     @property
     def _limited(self) -> AutoConfig | None:
@@ -221,9 +220,9 @@ class RowChoice:
             if not is_too_slow and (found.high >= limit or doubt >= _LEAST_DOUBT):
                 return False
         self._num_measured = 0
-        self._tried.append((self._rung, found))
+        self._tried[self._rung] = found
         for name, stage in self.stages.items():
-            stage.tried.append((stage.place, found, reserved.get(name, 0)))
+            stage.tried[stage.place] = found, reserved.get(name, 0)
         return True
 
     def next(self) -> tuple[bool, str]:
@@ -247,7 +246,7 @@ class RowChoice:
     def _next_rung(self, policy: AutoConfig) -> tuple[int, bool, str]:
         limit, us_of = policy.most_slowdown_percent, [self._us(one) for one in self._ladder]
         points = {0: (0.0, 0.0)}
-        for rung, found in self._tried:
+        for rung, found in self._tried.items():
             is_known = found is not None and (
                 found.low > limit or found.high - found.low <= max(MOST_DOUBT, 4 * limit)
             )
@@ -273,7 +272,7 @@ class RowChoice:
             tries = [(most_us, _LEAST_GAIN_SHARE)]
             if slow == len(us_of) and policy.measured_plans:  # it may cost less than is predicted
                 hope_us = _HOPE * limit / 100 * self.bare_us
-                seen = next((x for rung, x in self._tried if rung == quick), None)
+                seen = self._tried.get(quick)
                 if seen is not None and seen.low > 0:  # at best predictions are off by so much
                     hope_us *= us / (seen.low / 100 * self.bare_us)
                 tries.append((hope_us, _LARGE_GAIN_SHARE))
@@ -286,14 +285,15 @@ class RowChoice:
                 ]
                 if good and max(good) not in points:
                     return max(good), False, ""
-        found = next((x for rung, x in self._tried if rung == quick), None)
+        found = self._tried.get(quick)
         if found is not None:
             return quick, True, f"a step takes {found}, at most {limit:g} % is wanted"
         percent = 100 * min(us_of[1:]) / self.bare_us
         least = f"the least that frees anything is predicted to cost {percent:.2g} %"
         if self._tried:
-            known = [x for rung, x in self._tried if x and points[rung][1] < math.inf]
-            least = f"steps differ too much to see what rows cost ({self._tried[-1][1]})"
+            known = [x for rung, x in self._tried.items() if x and points[rung][1] < math.inf]
+            *_, last = self._tried.values()
+            least = f"steps differ too much to see what rows cost ({last})"
             if known:
                 least = f"the least costly plan that was tried takes {min(known)}"
         return 0, True, f"{least}, and at most {limit:g} % is wanted"

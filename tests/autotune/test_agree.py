@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from layered_job import LayeredJob, PlainLayer
 
-from megatron_offload.autotune import agree, layers
+from megatron_offload.autotune import agree
 from megatron_offload.autotune.agree import Ranks
 
 NUM_RANKS = 3
@@ -42,7 +42,7 @@ def play(*comes, asks=None, dies=(math.inf,) * NUM_RANKS, num_steps=120):
     for step in range(num_steps):
         for rank, (first, last) in enumerate(zip(comes, dies, strict=True)):
             if step == first:
-                ranks[rank] = Ranks("it")
+                ranks[rank] = Ranks()
             if rank in ranks and step == (asks or comes)[rank]:
                 asking[rank] = ranks[rank].ask(str(rank), "+".join)
             if rank in asking and told[rank] is None and step < last:
@@ -73,7 +73,7 @@ def test_one_who_comes_and_never_asks_holds_nobody_up(store):
 
 
 def test_of_each_kind_one_is_the_first_and_the_second_question_is_another(store):
-    ranks = [Ranks("it") for _ in range(NUM_RANKS)]
+    ranks = [Ranks() for _ in range(NUM_RANKS)]
     assert [one.is_first_of("kind") for one in ranks] == [True, False, False]
     for question in ("a", "b"):
         asking = [one.ask(question, "+".join) for one in ranks]
@@ -87,22 +87,20 @@ def test_of_each_kind_one_is_the_first_and_the_second_question_is_another(store)
 def test_what_is_too_large_is_never_put_into_the_store(store, whose):
     text = random.Random(0).randbytes(6 << 20).hex()
     said = [text if whose == "what a rank says" and rank == 1 else "x" for rank in range(NUM_RANKS)]
-    asking = [Ranks("it").ask(one, lambda said: text) for one in said]
+    asking = [Ranks().ask(one, lambda said: text) for one in said]
     told = [None] * NUM_RANKS
     while None in told:
         told = [next(one) for one in asking]
     assert told == [""] * NUM_RANKS
     for key in ("0/1", "0/2", "0/answer"):
-        assert len(store.get(f"megatron_offload/it/{key}")) < 100
+        assert len(store.get(f"megatron_offload/rows/0/{key}")) < 100
 
 
 # Ranks that look for rows.
 
 
 @pytest.fixture
-def layered_jobs(store, monkeypatch):
-    monkeypatch.setattr(layers, "_LEAST_BYTES", 0)
-    monkeypatch.setattr(layers, "LIBRARIES", (*layers.LIBRARIES, "layered_job."))
+def layered_jobs(store):
     policy = {"kind": "auto", "most_slowdown_percent": 20}
     return [LayeredJob(0.001, policy=policy) for _ in range(NUM_RANKS)]
 

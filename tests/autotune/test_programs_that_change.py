@@ -10,7 +10,6 @@ from layered_job import WIDTH, GradientCheckpointingLayer, LayeredJob
 from torch import nn
 
 from megatron_offload import OffloadActivations, OffloadConfig, get_act_offloading_ctx_manager
-from megatron_offload.autotune import layers
 from megatron_offload.autotune.row_search import RowSearch
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError
@@ -18,12 +17,6 @@ from megatron_offload.frontends.modules import offload_modules
 
 pytestmark = pytest.mark.by_default
 ROWS = 16
-
-
-@pytest.fixture(autouse=True)
-def small_tensors(monkeypatch):
-    monkeypatch.setattr(layers, "_LEAST_BYTES", 0)
-    monkeypatch.setattr(layers, "LIBRARIES", (*layers.LIBRARIES, "layered_job."))
 
 
 def make_job(percent=40):

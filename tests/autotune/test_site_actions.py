@@ -61,7 +61,6 @@ def test_what_functions_make_is_offloaded_or_made_again():
     assert again.us > next(x for x in actions if x.parts == (act,)).us + 100
 
 
-def test_of_tensors_of_one_size_those_that_others_save_too_come_first(monkeypatch):
-    monkeypatch.setattr(layers, "_LEAST_BYTES", 0)
+def test_of_tensors_of_one_size_those_that_others_save_too_come_first():
     found = list(layers._offloads([(4, True), (4, False), (2, True)], ()))
     assert [one.what for one in found] == ["all"], "a row for one might pick the other's"

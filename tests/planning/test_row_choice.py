@@ -129,7 +129,7 @@ def test_where_no_plan_keeps_a_target_the_quickest_that_frees_as_much_as_any_is_
     choice = RowChoice(None, {"a": own}, BARE_US)
     _, tried = searched(choice, lambda _: 1.0, lambda *_: 95 * MIB if own.place < 6 else 93 * MIB)
     assert [one["a"] for one in tried] == [8]
-    own.tried = [(place, None, size * MIB) for place, size in ((5, 95), (6, 93), (8, 93))]
+    own.tried = {place: (None, size * MIB) for place, size in ((5, 95), (6, 93), (8, 93))}
     assert own.next_place()[:2] == (6, True)
 
 
