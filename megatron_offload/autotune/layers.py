@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 from operator import eq
 from typing import Any, Literal, NamedTuple
@@ -154,10 +154,15 @@ class LayerWatch:
             handle.remove()
         self._handles.clear()
 
+    @cached_property
+    def _savers(self) -> dict[int, list[str]]:
+        """Which sites and parts save each storage, once all was watched."""
+        return self._seen.savers()
+
     @property
     def layer_share(self) -> float:
         """How much of what could be offloaded is saved inside layers."""
-        sizes, savers = self._seen.sizes, self._seen.savers()
+        sizes, savers = self._seen.sizes, self._savers
         in_layers = sum(sizes[key] for key, paths in savers.items() if any(paths))
         return in_layers / max(1, self.saved_bytes)
 
@@ -169,7 +174,7 @@ class LayerWatch:
     @property
     def largest_bytes(self) -> int:
         """Of what is saved inside layers the largest."""
-        sizes, savers = self._seen.sizes, self._seen.savers()
+        sizes, savers = self._seen.sizes, self._savers
         return max((sizes[key] for key, paths in savers.items() if any(paths)), default=0)
 
     def all_of_it(self, times: SiteTimes, gbps: float) -> Iterator[Action]:
@@ -210,7 +215,7 @@ class LayerWatch:
         """
         # Without functions that run again, and with them.
         found = tuple[defaultdict[int, list[_SeenSite]], ...](defaultdict(list) for _ in range(2))
-        savers, made, num_saved = self._seen.savers(), self._seen.made, Counter[str]()
+        savers, made, num_saved = self._savers, self._seen.made, Counter[str]()
         for calls, _ in self._seen.saves:
             num_saved.update(call.path for call in calls)
         readers = Counter(
@@ -234,44 +239,50 @@ class LayerWatch:
                 for key, size in inputs.items()
                 if key not in savers and readers[site.name, key] == 1
             )
-            may = may_offload is None or may_offload(site.name, path)
             for has_units, layers in enumerate(found):
-                sizes = {x: self._seen.sizes[x] for x in inside if not (has_units and x in made)}
-                own = (size for key, size in sizes.items() if inside[key] and key not in inputs)
-                inner = Counter[str]()
-                for key in sizes:
-                    if inside[key] and not times.is_host_bound:
-                        inner[_part(site, path, savers[key][0])] += sizes[key]
-                # A group takes some of the host's time, so that it has to be worth a copy.
-                least_bytes = max(_LEAST_BYTES, _PART_US * gbps * 1e3)
-                large = sorted(x for x, size in inner.items() if x and size >= least_bytes)
-                saved = [(size, inside[key]) for key, size in sizes.items()]
-                seen = _SeenSite(
-                    site,
-                    times.us(path),
-                    sum(own) - kept_bytes,
-                    list(_offloads(saved, tuple(large))) if may else [],
-                    num_saved[path],
-                    units if has_units else {},
+                saved = {
+                    x: is_own for x, is_own in inside.items() if not has_units or x not in made
+                }
+                freed_bytes = sum(
+                    self._seen.sizes[x] for x, is_own in saved.items() if is_own and x not in inputs
                 )
-                layers[site.layer].append(seen)
-        us_per_byte = times.copy_share / gbps / 1e3 if gbps else 0.0
-        cost = _Cost(times.host_share, us_per_byte, gbps)
+                own = [KEEP]
+                if site.may_rerun and freed_bytes > kept_bytes:
+                    us = times.us(path) + _SITE_US * times.host_share
+                    own.append(Action(((site.name, "recompute"),), freed_bytes - kept_bytes, us))
+                if gbps > 0 and (may_offload is None or may_offload(site.name, path)):
+                    own += self._offloads(path, saved, num_saved[path], times, gbps)
+                again = KEEP
+                for unit, sizes in units.items() if has_units and site.name == "layer" else ():
+                    us = _UNIT_US_PER_BYTE * sum(sizes) + _GROUP_US * len(sizes) * times.host_share
+                    again = both(again, Action(((unit, "recompute"),), sum(sizes), us))
+                layers[site.layer].append(_SeenSite(site.name, times.us(path), own, again))
         kinds = found if made else found[:1]
         given = {
-            number: tuple(action for one in kinds for action in _actions_of(one[number], cost))
+            number: tuple(action for one in kinds for action in _actions_of(one[number], gbps))
             for number in found[0]
         }
         last = max(given, default=-1)
         return _alike(given | {number: given[last] for number in numbers if given})
 
-
-class _Offload(NamedTuple):
-    what: int | Literal["all"]
-    num_tensors: int
-    num_bytes: int
-    inner: tuple[str, ...] = ()
-    """Parts of the site that are groups of their own: these leave sooner."""
+    def _offloads(
+        self, path: str, saved: Mapping[int, bool], num_saved: int, times: SiteTimes, gbps: float
+    ) -> Iterator[Action]:
+        """Yield what offloads a site, of what it saves, and whether it is saved there alone."""
+        site, inner = self._sites[path], Counter[str]()
+        for key, is_own in saved.items():
+            if is_own and not times.is_host_bound:
+                inner[_part(site, path, self._savers[key][0])] += self._seen.sizes[key]
+        # A group takes some of the host's time, so that it has to be worth a copy.
+        least_bytes = max(_LEAST_BYTES, _PART_US * gbps * 1e3)
+        large = sorted(x for x, size in inner.items() if x and size >= least_bytes)
+        sizes = [(self._seen.sizes[key], is_own) for key, is_own in saved.items()]
+        for what, num_tensors, num_bytes in _offloads(sizes, has_inner=bool(large)):
+            host_us = _GROUP_US + _TENSOR_US * num_tensors + num_saved
+            us = host_us * times.host_share + times.copy_share * num_bytes / gbps / 1e3
+            parts: list[Part] = [(site.name, what)]
+            parts += [(part, "all") for part in large if what == "all"]
+            yield Action(tuple(parts), num_bytes, us, num_bytes)
 
 
 def _part(site: Site, path: str, saver: str) -> str:
@@ -284,80 +295,55 @@ def _part(site: Site, path: str, saver: str) -> str:
     return ".".join([*path.split(".")[len(path.split(".")) - depth :], name])
 
 
-def _offloads(sizes: Iterable[tuple[int, bool]], inner: tuple[str, ...]) -> Iterator[_Offload]:
-    """Yield how much of a site may be offloaded, of sizes and whether they are saved there alone.
+def _offloads(
+    sizes: Iterable[tuple[int, bool]], *, has_inner: bool
+) -> Iterator[tuple[int | Literal["all"], int, int]]:
+    """Yield what of a site may be offloaded, of sizes and whether they are saved there alone.
 
-    Rows pick the largest tensors; where others save one too, all that are left to a site may go.
+    With it come the tensors that go, and their bytes. Rows pick the largest tensors; where others
+    save one too, all that are left to a site may go. With parts that are groups of their own
+    (``has_inner``) all of it leaves sooner.
     """
     num_bytes, ordered = 0, sorted(sizes, key=lambda one: (-one[0], one[1]))
     for number, (size, is_own) in enumerate(ordered[:_MOST_TENSORS], 1):
         if not is_own or size < _LEAST_BYTES:
             break
         num_bytes += size
-        if number < len(ordered) or not inner:
-            yield _Offload(number, number, num_bytes)
+        if number < len(ordered) or not has_inner:
+            yield number, number, num_bytes
     own = [size for size, is_own in ordered if is_own]
-    if sum(own) - (0 if inner else num_bytes) >= max(1, _LEAST_BYTES):
-        yield _Offload("all", len(own), sum(own), inner)
+    if sum(own) - (0 if has_inner else num_bytes) >= max(1, _LEAST_BYTES):
+        yield "all", len(own), sum(own)
 
 
 class _SeenSite(NamedTuple):
-    site: Site
+    name: str
     us: float
-    rerun_bytes: int
-    """What recompute frees."""
-    offloads: list[_Offload]
-    num_saved: int
-    units: Mapping[str, Sequence[int]]
-    """By unit the sizes of what functions have made, which are called again."""
+    actions: list[Action]
+    """What may be done with it, but for what functions have made."""
+    again: Action
+    """Of a layer: that these run again."""
 
 
-class _Cost(NamedTuple):
-    host_share: float
-    us_per_byte: float
-    """Of a copy."""
-    gbps: float
-
-    def offload_us(self, num_bytes: int, num_tensors: int, num_saved: int) -> float:
-        host_us = _GROUP_US + _TENSOR_US * num_tensors + num_saved
-        return host_us * self.host_share + self.us_per_byte * num_bytes
-
-    def rerun_us(self, us: float) -> float:
-        return us + _SITE_US * self.host_share
-
-    def units_us(self, sizes: Sequence[int]) -> float:
-        return _UNIT_US_PER_BYTE * sum(sizes) + _GROUP_US * len(sizes) * self.host_share
-
-
-def _actions_of(found: list[_SeenSite], cost: _Cost) -> Iterator[Action]:
+def _actions_of(found: list[_SeenSite], gbps: float) -> Iterator[Action]:
     """Yield what may be done with one layer: with the whole, or with each of its parts."""
     base, choices = KEEP, dict[str, list[Action]]()
     for seen in found:
-        for unit, sizes in seen.units.items() if seen.site.name == "layer" else ():
-            again = Action(((unit, "recompute"),), sum(sizes), cost.units_us(sizes))
-            base = both(base, again)  # all else comes on top of it
-        name, own = seen.site.name, [KEEP]
-        if seen.site.may_rerun and seen.rerun_bytes > 0:
-            us = cost.rerun_us(seen.us)
-            own.append(Action(((name, "recompute"),), seen.rerun_bytes, us))
-        for what, num_tensors, num_bytes, inner in seen.offloads if cost.gbps > 0 else ():
-            us = cost.offload_us(num_bytes, num_tensors, seen.num_saved)
-            parts: tuple[Part, ...] = ((name, what), *((one, "all") for one in inner))
-            own.append(Action(parts, num_bytes, us, num_bytes))
-        choices[name] = _merged(choices.get(name), own)
+        base = both(base, seen.again)  # all else comes on top of it
+        choices[seen.name] = _merged(choices.get(seen.name), seen.actions)
     for name in [name for name in choices if name.endswith(_EXPERTS)]:
         choices.setdefault("mlp", [KEEP]).extend(choices.pop(name)[1:])  # one or the other
     whole = choices.pop("layer", [KEEP])[1:]
     if any(action.copied_bytes for all_ in choices.values() for action in all_):
         # A group is released as a whole, so that small ones are sooner.
         whole = [action for action in whole if not action.copied_bytes]
-    layer_us = sum(seen.us for seen in found if seen.site.name == "layer")
-    most_bytes = _LAYER_SHARE * cost.gbps * 1e3 * layer_us
+    layer_us = sum(seen.us for seen in found if seen.name == "layer")
+    most_bytes = _LAYER_SHARE * gbps * 1e3 * layer_us
     for action in whole:
         if action.copied_bytes:
             if action.copied_bytes <= most_bytes:
                 yield both(base, action)
-        elif base is KEEP:  # in what runs again as a whole no function does by itself
+        elif not base.parts:  # in what runs again as a whole no function does by itself
             yield action
     for chosen in product(*choices.values()):
         action = base

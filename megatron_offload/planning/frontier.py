@@ -161,7 +161,7 @@ def _with_units(layers: Mapping[int, Sequence[Action]]) -> dict[int, tuple[Actio
 
 
 def _moves(
-    layers: Mapping[int, Sequence[Action]], link_bytes: Mapping[int, float], price: float
+    layers: Mapping[int, tuple[Action, ...]], link_bytes: Mapping[int, float], price: float
 ) -> list[Plan]:
     """Return plans, in each of which one layer does what frees more than in the one before."""
     alike: dict[tuple[Action, ...], list[Action]] = {}

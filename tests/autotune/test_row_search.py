@@ -24,7 +24,6 @@ from layered_job import (
     RandomLayer,
     TimedMlp,
 )
-from torch import nn
 from virtual_clock import Tick
 
 from megatron_offload import OffloadActivations, OffloadConfig, get_act_offloading_ctx_manager
@@ -36,7 +35,7 @@ from megatron_offload.config import OffloadConfig as Config
 from megatron_offload.core.row_config import RowConfig
 from megatron_offload.errors import ConfigError, StateError
 from megatron_offload.planning.found import read_frontier
-from megatron_offload.planning.frontier import Action, to_plain
+from megatron_offload.planning.frontier import KEEP, Action, to_plain
 
 pytestmark = pytest.mark.by_default
 
@@ -216,10 +215,10 @@ def test_what_is_planned_holds_for_long_forwards_whichever_is_looked_at(lengths)
 
 
 def test_no_more_of_a_layer_is_offloaded_than_its_backward_can_reload():
-    layer = layers.Site(0, "layer", nn.Linear(1, 1), may_rerun=False)
-    offloads = [layers._Offload(number, number, 1000 * number) for number in (10, 14, 16, 19)]
-    seen = layers._SeenSite(layer, 10.0, 0, offloads, 0, {})  # the link carries 10,000 bytes then
-    found = layers._actions_of([seen], layers._Cost(0.0, 0.0, 1.0))
+    sizes = (1000 * number for number in (10, 14, 16, 19))
+    offloads = [KEEP, *(Action((("layer", size),), size, 0.0, size) for size in sizes)]
+    seen = layers._SeenSite("layer", 10.0, offloads, KEEP)  # the link carries 10,000 bytes then
+    found = layers._actions_of([seen], 1.0)
     assert [action.copied_bytes for action in found] == [10_000, 14_000]
 
 
