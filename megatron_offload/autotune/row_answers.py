@@ -14,9 +14,10 @@ from megatron_offload.planning.row_choice import RowChoice, Slowdown, Stage
 class RowAnswers:
     """Answers first what all have, then what each plan has shown.
 
-    A rank says first what it has and, for all that have the same layers, what may be done with each
-    (``actions``); then what it couldn't recompute or, behind as many steps as the others, what they
-    took and reserved. Ranks of a stage whose first was not heard get no answer.
+    A rank says first what it has (arguments of `Stage`) and, for all that have the same layers,
+    what may be done with each (``actions``); then what it couldn't recompute or, behind as many
+    steps as the others, what they took and reserved. Ranks of a stage whose first was not heard get
+    no answer.
 
     Args:
         policy: what is promised.
@@ -53,22 +54,11 @@ class RowAnswers:
         stages: dict[str, Stage] = {}
         for one in everyone:
             if one["actions"] is not None:
-                alike = [other for other in everyone if other["stage"] == one["stage"]]
-                num_inflight, bare_bytes = (
-                    max(rank[name] for rank in alike) for name in ("num_inflight", "bare_bytes")
-                )
+                alike = [other["has"] for other in everyone if other["stage"] == one["stage"]]
+                most = {x: max(has[x] for has in alike) for x in ("num_inflight", "bare_bytes")}
                 actions = of_plain(one["actions"])
-                stages[one["stage"]] = Stage(
-                    actions,
-                    num_inflight,
-                    bare_bytes,
-                    one["reserved_bytes"],
-                    one["target_bytes"],
-                    dict(zip(actions, one["link_bytes"], strict=True)),
-                    one["tokens"],
-                    one["saved_bytes"],
-                    one["growth"],
-                )
+                link_bytes = dict(zip(actions, one["link_bytes"], strict=True))
+                stages[one["stage"]] = Stage(actions, link_bytes, **one["has"] | most)
         policy = self._policy if isinstance(self._policy, AutoConfig) else None
         return RowChoice(policy, stages, max(one["bare_us"] for one in everyone))
 

@@ -557,20 +557,18 @@ class RowSearch(OldAttributes):
             if not has_rows
         ]
         self._growth = growth_of(forwards)
-        return {
-            "stage": self._stage,
-            "actions": actions,
-            "link_bytes": self._link_bytes,
+        has = {
             "num_inflight": self._num_inflight,
             "bare_bytes": self._bare_bytes,
             "reserved_bytes": None if memory is None else memory.reserved_bytes,
             "target_bytes": self._target_bytes,
-            "bare_us": self._bare_us(forwards),
             # In a pipeline, and among ranks, what one forward needs isn't the peak of a step.
             "tokens": self._tokens if is_of_one and self._has_lengths else [],
             "saved_bytes": self._saved_bytes,
             "growth": self._growth,
         }
+        own = {"stage": self._stage, "actions": actions, "link_bytes": self._link_bytes}
+        return {**own, "bare_us": self._bare_us(forwards), "has": has}
 
     def _look_at(
         self, phase: str, plan: Plan, said: dict[str, Any]

@@ -54,11 +54,11 @@ class Stage:
 
     Args:
         actions: by the number of a layer, what may be done with it in one microbatch.
+        link_bytes: as in `frontier`.
         num_inflight: microbatches whose backward is still to come, at most.
         bare_bytes: what is needed without rows.
         reserved_bytes: what was reserved; None where that isn't known.
         target_bytes: what is to be reserved at most; None where that doesn't matter.
-        link_bytes: as in `frontier`.
         tokens: of forwards so far, where their lengths may decide what is done in each.
         growth: the power of its tokens by which a forward's time grows.
         saved_bytes: in a forward of the size that ``actions`` are of.
@@ -72,11 +72,11 @@ class Stage:
     def __init__(
         self,
         actions: Mapping[int, Sequence[Action]],
+        link_bytes: Mapping[int, float] | None = None,
         num_inflight: float = 1.0,
         bare_bytes: int = 0,
         reserved_bytes: int | None = 0,
         target_bytes: int | None = None,
-        link_bytes: Mapping[int, float] | None = None,
         tokens: Sequence[float] = (),
         saved_bytes: int = 0,
         growth: float = 1.0,

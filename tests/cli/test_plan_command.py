@@ -44,7 +44,8 @@ def found_run(folder, *, num_stages=1, **changes):
     stages = {}
     for number in range(num_stages):
         layers = range(8 * number, 8 * number + 8)
-        stages[str(number)] = Stage(dict.fromkeys(layers, (run,)), 1.0, 100 * MIB, 100 * MIB)
+        own, num_bytes = dict.fromkeys(layers, (run,)), 100 * MIB
+        stages[str(number)] = Stage(own, bare_bytes=num_bytes, reserved_bytes=num_bytes)
     choice = RowChoice(AutoConfig(kind="auto", most_slowdown_percent=3), stages, 1000.0)
     while not choice.next()[0]:
         choice.note(Slowdown(2.5, 2.4, 2.6), dict.fromkeys(stages, 90 * MIB), 32)
