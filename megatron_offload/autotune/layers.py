@@ -36,7 +36,7 @@ from megatron_offload.memory.storage_ref import StorageRef
 from megatron_offload.model_map.rows import FoundRows
 from megatron_offload.model_map.structure import PARTS, has_forward, is_known_layer, layers_of
 from megatron_offload.model_map.watch import MayMove, SavedMemory
-from megatron_offload.planning.frontier import KEEP, Action, Part, both
+from megatron_offload.planning.frontier import KEEP, Action, Part, total
 
 _EXPERTS = ".experts"  # in an MLP: they run again where routing can't, or wouldn't to the bit
 _MOST_TENSORS = 8
@@ -255,7 +255,7 @@ class LayerWatch:
                 again = KEEP
                 for unit, sizes in units.items() if has_units and site.name == "layer" else ():
                     us = _UNIT_US_PER_BYTE * sum(sizes) + _GROUP_US * len(sizes) * times.host_share
-                    again = both(again, Action(((unit, "recompute"),), sum(sizes), us))
+                    again = total((again, Action(((unit, "recompute"),), sum(sizes), us)))
                 layers[site.layer].append(_SeenSite(site.name, times.us(path), own, again))
         kinds = found if made else found[:1]
         given = {
@@ -329,7 +329,7 @@ def _actions_of(found: list[_SeenSite], gbps: float) -> Iterator[Action]:
     """Yield what may be done with one layer: with the whole, or with each of its parts."""
     base, choices = KEEP, dict[str, list[Action]]()
     for seen in found:
-        base = both(base, seen.again)  # all else comes on top of it
+        base = total((base, seen.again))  # all else comes on top of it
         choices[seen.name] = _merged(choices.get(seen.name), seen.actions)
     for name in [name for name in choices if name.endswith(_EXPERTS)]:
         choices.setdefault("mlp", [KEEP]).extend(choices.pop(name)[1:])  # one or the other
@@ -342,13 +342,11 @@ def _actions_of(found: list[_SeenSite], gbps: float) -> Iterator[Action]:
     for action in whole:
         if action.copied_bytes:
             if action.copied_bytes <= most_bytes:
-                yield both(base, action)
+                yield total((base, action))
         elif not base.parts:  # in what runs again as a whole no function does by itself
             yield action
     for chosen in product(*choices.values()):
-        action = base
-        for one in chosen:
-            action = both(action, one)
+        action = total((base, *chosen))
         if action.parts and action.copied_bytes <= most_bytes:
             yield action
 
@@ -359,7 +357,7 @@ def _merged(before: list[Action] | None, own: list[Action]) -> list[Action]:
         return own
     by_part: dict[tuple[Part, ...], Action] = {action.parts: action for action in own}
     return [
-        both(action, by_part[action.parts])._replace(parts=action.parts)
+        total((action, by_part[action.parts]))._replace(parts=action.parts)
         for action in before
         if action.parts in by_part
     ]

@@ -45,13 +45,13 @@ KEEP = Action()
 """Nothing is done."""
 
 
-def both(one: Action, other: Action) -> Action:
-    """Return what two actions do together."""
+def total(actions: Collection[Action]) -> Action:
+    """Return what actions do together."""
     return Action(
-        one.parts + other.parts,
-        one.freed_bytes + other.freed_bytes,
-        one.us + other.us,
-        one.copied_bytes + other.copied_bytes,
+        tuple(part for one in actions for part in one.parts),
+        sum(one.freed_bytes for one in actions),
+        sum(one.us for one in actions),
+        sum(one.copied_bytes for one in actions),
     )
 
 
@@ -202,16 +202,6 @@ def _worth(before: Action, after: Action, price: float) -> _Worth:
         return 0.0, 0
     us = after.us - before.us + price * (after.copied_bytes - before.copied_bytes)
     return (freed_bytes / us if us > 0 else math.inf), freed_bytes
-
-
-def total(actions: Collection[Action]) -> Action:
-    """Return what actions free and take together, and what they copy."""
-    return Action(
-        (),
-        sum(one.freed_bytes for one in actions),
-        sum(one.us for one in actions),
-        sum(one.copied_bytes for one in actions),
-    )
 
 
 def _worthy(actions: Sequence[Action]) -> list[Action]:

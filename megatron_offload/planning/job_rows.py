@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import groupby, product
 
 from megatron_offload.core.row_config import UNITS, RowConfig
-from megatron_offload.planning.frontier import KEEP, Action, Part, Plan, both
+from megatron_offload.planning.frontier import KEEP, Action, Part, Plan, total
 from megatron_offload.planning.job import GroupWork, Job, StageWork
 from megatron_offload.planning.model_cost import run_again, with_parents
 from megatron_offload.planning.schedule import PassKind
@@ -179,7 +179,7 @@ class _Layer:
             for own in (("attention",), ("mlp", "mlp.experts"))
         ]
         for pair in product(*choices):
-            action = both(*pair)
+            action = total(pair)
             if action.freed_bytes > 0:
                 yield action
         yield from self._rerun(("layer",), sites)

@@ -244,7 +244,12 @@ class RowChoice:
         return is_final, text
 
     def _next_rung(self, policy: AutoConfig) -> tuple[int, bool, str]:
-        limit, us_of = policy.most_slowdown_percent, [self._us(one) for one in self._ladder]
+        limit, stages = policy.most_slowdown_percent, self.stages.values()
+        rungs = [
+            [stage.plans[place] for place, stage in zip(places, stages, strict=True)]
+            for places in self._ladder
+        ]
+        us_of = [max(plan.us for plan in plans) for plans in rungs]
         points = {0: (0.0, 0.0)}
         for rung, found in self._tried.items():
             is_known = found is not None and (
@@ -267,8 +272,12 @@ class RowChoice:
             else:  # as much again at most as it seems to take
                 most_us = us * min(4.0, aim / max(percent, 0.05))
                 most_us = most_us or aim / 100 * self.bare_us
-            freed = [self._freed_bytes(one) for one in self._ladder]
-            bare_bytes = sum(stage.bare_bytes for stage in self.stages.values())
+            held = [stage.num_inflight for stage in stages]
+            freed = [
+                sum(plan.freed_bytes * number for plan, number in zip(plans, held, strict=True))
+                for plans in rungs
+            ]
+            bare_bytes = sum(stage.bare_bytes for stage in stages)
             tries = [(most_us, _LEAST_GAIN_SHARE)]
             if slow == len(us_of) and policy.measured_plans:  # it may cost less than is predicted
                 hope_us = _HOPE * limit / 100 * self.bare_us
@@ -297,18 +306,6 @@ class RowChoice:
             if known:
                 least = f"the least costly plan that was tried takes {min(known)}"
         return 0, True, f"{least}, and at most {limit:g} % is wanted"
-
-    def _us(self, places: _Places) -> float:
-        return max(plan.us for plan in self._plans(places))
-
-    def _freed_bytes(self, places: _Places) -> float:
-        stages = self.stages.values()
-        pairs = zip(self._plans(places), stages, strict=True)
-        return sum(plan.freed_bytes * stage.num_inflight for plan, stage in pairs)
-
-    def _plans(self, places: _Places) -> list[Plan]:
-        pairs = zip(places, self.stages.values(), strict=True)
-        return [stage.plans[place] for place, stage in pairs]
 
 
 def ladder(stages: Sequence[Sequence[Plan]]) -> list[_Places]:
