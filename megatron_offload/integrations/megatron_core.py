@@ -11,6 +11,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -32,12 +33,12 @@ from megatron_offload.engine.group import SOURCES
 from megatron_offload.engine.learning import register_pipeline_rank
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.module_hooks import hooks_of
-from megatron_offload.engine.patches import Call, PatchStack
+from megatron_offload.engine.patches import Call, PatchStack, around
 from megatron_offload.errors import ConfigError, IntegrationError
 from megatron_offload.frontends.adopt import adopt_model
 from megatron_offload.frontends.around import refuse_unserved
 from megatron_offload.frontends.modules import ModuleOffload, offload_modules
-from megatron_offload.integrations.megatron_recompute import replacements, wrap_methods
+from megatron_offload.integrations.megatron_recompute import PATCHES
 from megatron_offload.integrations.megatron_search import (
     MegatronSearch,
     begin_forward,
@@ -84,7 +85,17 @@ def install(config: OffloadConfig | None = None, tuner: MegatronSearch | None = 
             if hasattr(facade, name) and getattr(value, "__module__", "") == _MODULE
             if value is not their_class
         ]
-        pairs += replacements()
+        for place, call in (_PATCHES | PATCHES).items():
+            owner_name, _, name = place.rpartition(".")
+            try:
+                owner = resolve_name(f"megatron.core.{owner_name}")
+            except (ImportError, AttributeError):  # of this version, or of what it needs
+                continue
+            original = vars(owner).get(name)
+            if original is not None and isinstance(owner, types.ModuleType):
+                pairs.append((original, around(original, call)))
+            elif original is not None:
+                patches.wrap(owner, name, call)
         # The first to be noted is the last to be undone.
         patches.on_undo(partial(_put_back_copies, {id(o): t for t, o in pairs}))
         patch_everywhere(pairs)
@@ -92,7 +103,6 @@ def install(config: OffloadConfig | None = None, tuner: MegatronSearch | None = 
         for name, member in vars(our_class).items():  # layers hold the class itself
             if isinstance(member, (staticmethod, types.FunctionType)):
                 patches.replace(their_class, name, member)
-        wrap_methods(patches, _METHODS)
         patches.on_undo(_marked.clear)
         patches.on_undo(leave_search)
         patches.replace(PipelineOffloadManager, "usual_recompute", MEGATRON_RECOMPUTE)
@@ -361,19 +371,18 @@ def _refuse_rows(rows: Sequence[RowConfig], config: Any, *, notes: bool) -> None
                 raise ConfigError(f"row {row}: add {row.site!r} to offload_modules, which mark it")
 
 
-_DATA_PARALLEL = "distributed.distributed_data_parallel"
-_METHODS = (
-    (_DATA_PARALLEL, "DistributedDataParallel", "__init__", _refusing_lost_marks),
-    ("pipeline_parallel.utils", "ScheduleNode", "_forward", _noting_inputs),
-    ("models.common.utils", "TransformerLayerNode", "detach", _noting_source),
-    ("models.gpt.fine_grained_callables", "TransformerLayerNode", "detach", _noting_source),
-    ("models.gpt.gpt_model", "GPTModel", _PREPARE, _marking),
-    ("models.hybrid.hybrid_model", "HybridModel", _PREPARE, _marking),
-    ("tensor_parallel.random", "CheckpointWithoutOutput", "checkpoint", _keeping_outputs),
-    ("tensor_parallel.random", "CheckpointWithoutOutputFunction", "forward", _saving_arguments),
-    ("transformer.transformer_config", "TransformerConfig", "__post_init__", _taking_our_names),
-)
-"""Methods of megatron-core's, each with what is called in its place."""
+_PATCHES: dict[str, Call] = {
+    "distributed.distributed_data_parallel:DistributedDataParallel.__init__": _refusing_lost_marks,
+    "pipeline_parallel.utils:ScheduleNode._forward": _noting_inputs,
+    "models.common.utils:TransformerLayerNode.detach": _noting_source,
+    "models.gpt.fine_grained_callables:TransformerLayerNode.detach": _noting_source,
+    f"models.gpt.gpt_model:GPTModel.{_PREPARE}": _marking,
+    f"models.hybrid.hybrid_model:HybridModel.{_PREPARE}": _marking,
+    "tensor_parallel.random:CheckpointWithoutOutput.checkpoint": _keeping_outputs,
+    "tensor_parallel.random:CheckpointWithoutOutputFunction.forward": _saving_arguments,
+    "transformer.transformer_config:TransformerConfig.__post_init__": _taking_our_names,
+}
+"""As `PATCHES`."""
 
 
 def pipeline(what: str = "rank") -> int:

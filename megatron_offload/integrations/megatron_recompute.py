@@ -7,8 +7,6 @@ output was made. Norms are sites of a model; what TransformerEngine fuses is rep
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -18,69 +16,14 @@ from torch import nn
 from megatron_offload.config import LAYER_INPUT
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.patches import Call, PatchStack, around
+from megatron_offload.engine.patches import Call
 from megatron_offload.integrations.megatron_loss import vocabulary_loss
 from megatron_offload.recompute.recipes import add_recipe
-
-_FUSED = {
-    "fusions.fused_bias_gelu": ("bias_gelu_impl",),
-    "fusions.fused_bias_geglu": ("bias_geglu_impl", "weighted_bias_quick_geglu_impl"),
-    "fusions.fused_bias_swiglu": ("bias_swiglu_impl", "weighted_bias_swiglu_impl"),
-    "fusions.fused_weighted_squared_relu": ("weighted_squared_relu_impl",),
-}
-"""Activations with bias, gate and weights fused, by the module that defines them."""
-
-_NEXT_TOKENS = "transformer.multi_token_prediction"
-_SEGMENTS = "_checkpointed_forward"
-
-_activations = {id(nn.functional.gelu), id(nn.functional.silu)}
-"""The functions that are known as activations; Megatron's own are added at the installation."""
 
 _in_segments: list[nn.Module] = []
 """The module whose layers run in checkpoints now, where the inputs of these are groups."""
 
 _manager = PipelineOffloadManager.get_instance
-
-
-def replacements() -> Iterator[tuple[Any, Any]]:
-    """Yield functions of megatron-core's, each with the one that replaces it."""
-    calls: tuple[tuple[str, str, Call], ...] = (
-        *((module, name, _noting) for module, names in _FUSED.items() for name in names),
-        ("tensor_parallel.random", "checkpoint", _grouping),
-        ("extensions.transformer_engine", "te_checkpoint", _grouping),
-        ("recompute", "checkpointed_forward", _by_segments),
-        ("tensor_parallel.cross_entropy", "vocab_parallel_cross_entropy", vocabulary_loss),
-    )
-    for module, name, call in calls:
-        original = getattr(_module(module), name, None)
-        if original is not None:
-            yield original, around(original, call)
-
-
-def wrap_methods(patches: PatchStack, others: Iterable[tuple[str, str, str, Call]]) -> None:
-    """Patch methods of megatron-core's classes with calls that note recipes.
-
-    ``others`` are more of them: module, class, method and what is called in its place.
-    """
-    own = vars(_module("activations")).values()
-    _activations.update(id(one) for one in own if callable(one))
-    for module, class_name, name, call in (
-        *others,
-        ("transformer.mlp", "MLP", "forward", _noting_activation),
-        ("transformer.moe.experts", "TEGroupedMLP", "forward", _noting_activation),
-        ("transformer.transformer_block", "TransformerBlock", _SEGMENTS, _by_segments),
-        (_NEXT_TOKENS, "MultiTokenPredictionLayer", _SEGMENTS, _by_segments),
-    ):
-        owner = getattr(_module(module), class_name, None)
-        if owner is not None and name in vars(owner):
-            patches.wrap(owner, name, call)
-
-
-def _module(name: str) -> Any:
-    try:
-        return importlib.import_module(f"megatron.core.{name}")
-    except ImportError:  # of this version, or of what it needs and this job doesn't
-        return None
 
 
 # What is called in the place of megatron-core's functions: each is given its own first.
@@ -130,12 +73,36 @@ def _noting_activation(original: Call, self: Any, *args: Any, **kwargs: Any) -> 
         config.bias_activation_fusion or config.use_te_activation_func or config.gated_linear_unit
     ) or getattr(config, "use_fused_weighted_squared_relu", False)
     activate: Any = None if torch.compiler.is_compiling() else own.get("activation_func")
-    is_known = id(activate) in _activations
+    is_known = activate in (nn.functional.gelu, nn.functional.silu) or (
+        getattr(activate, "__module__", "") == "megatron.core.activations"
+    )
     may = "mlp_act" in manager.recompute and manager.may_recompute("mlp_act")
-    if is_other or not (is_known and may and manager.records()):
+    if is_other or not (may and is_known and manager.records()):
         return original(self, *args, **kwargs)
     own["activation_func"] = partial(_noting, activate)
     try:
         return original(self, *args, **kwargs)
     finally:
         own["activation_func"] = activate
+
+
+PATCHES: dict[str, Call] = {
+    # Activations with bias, gate and weights fused.
+    "fusions.fused_bias_gelu.bias_gelu_impl": _noting,
+    "fusions.fused_bias_geglu.bias_geglu_impl": _noting,
+    "fusions.fused_bias_geglu.weighted_bias_quick_geglu_impl": _noting,
+    "fusions.fused_bias_swiglu.bias_swiglu_impl": _noting,
+    "fusions.fused_bias_swiglu.weighted_bias_swiglu_impl": _noting,
+    "fusions.fused_weighted_squared_relu.weighted_squared_relu_impl": _noting,
+    "tensor_parallel.random.checkpoint": _grouping,
+    "extensions.transformer_engine.te_checkpoint": _grouping,
+    "recompute.checkpointed_forward": _by_segments,
+    "tensor_parallel.cross_entropy.vocab_parallel_cross_entropy": vocabulary_loss,
+    "transformer.mlp:MLP.forward": _noting_activation,
+    "transformer.moe.experts:TEGroupedMLP.forward": _noting_activation,
+    "transformer.transformer_block:TransformerBlock._checkpointed_forward": _by_segments,
+    "transformer.multi_token_prediction:MultiTokenPredictionLayer._checkpointed_forward": (
+        _by_segments
+    ),
+}
+"""By the name of a function or method of megatron-core's what is called in its place."""
