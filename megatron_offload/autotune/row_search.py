@@ -129,7 +129,7 @@ class RowSearch(OldAttributes):
         self._may_rerun, self._has_layers = may_rerun, has_layers
         self._models = [ref(model) for model in models]
         self._may_offload = may_offload
-        self._has_groups, self._num_begun = groups is not None, 0
+        self._has_groups = groups is not None
         self.loss_is_by_rows: Callable[[], bool] = lambda: False
         self.begin(manager)
         self.serve(hook, groups)
@@ -164,13 +164,17 @@ class RowSearch(OldAttributes):
         self._models.append(ref(model))
         if self._clock is not None or self.is_converged:
             self.close()
-            self.begin(self.manager)
+            self._begin_anew()
 
     def begin(self, manager: PipelineOffloadManager) -> None:
         """Begin anew, with what the manager's configuration leaves open."""
+        self._manager, self._num_begun = ref(manager), 0
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        manager = self.manager
         self.plan: Plan | None = None
         self.said = ""
-        self._manager = ref(manager)
         self._clock: ModelSteps | None = None
         self._steps: list[_Step] = []
         self._sizes: list[float] = []
@@ -196,15 +200,14 @@ class RowSearch(OldAttributes):
         self._num_rounds, self._num_uncalled, self._stage = 0, 0, ""
         self._speaks = rank_in() == 0
         self._has_failed, self._num_ooms, self._num_over = False, 0, 0
-        policy = manager.config.tuned_policy
-        self.is_converged = policy is None
-        if policy is not None:
-            if manager.config.whole_step_graph and isinstance(policy, AutoConfig):
-                # What eager steps take says nothing of replays.
-                policy = policy.model_copy(update={"measured_plans": 0})
-            self._policy = policy
-            self._answers = RowAnswers(policy)
-            self._search = self._find()
+        policy = manager.config.tuned_policy or AutoConfig(kind="auto")
+        if manager.config.whole_step_graph and isinstance(policy, AutoConfig):
+            # What eager steps take says nothing of replays.
+            policy = policy.model_copy(update={"measured_plans": 0})
+        self._policy, self._answers = policy, RowAnswers(policy)
+        self._search = self._find()
+        self.is_converged = manager.config.tuned_policy is None
+        if not self.is_converged:
             manager.follow_rows(None)
             manager.learner.open()
 
@@ -259,7 +262,7 @@ class RowSearch(OldAttributes):
         if not self._takes_part or groups is None:
             return
         if self._is_outgrown:
-            self.begin(manager)
+            self._begin_anew()
         elif self.is_converged:
             self._see_memory()
         elif not self._is_graph() and (clock is None or clock.is_over()):
@@ -303,7 +306,7 @@ class RowSearch(OldAttributes):
         """Look for layers anew: those that are known aren't called any more, or never were."""
         if self._num_begun < _MOST_SEARCHES:
             self.close()
-            self.begin(self.manager)
+            self._begin_anew()
         else:
             self._stop("the layers that it has aren't called, or others look at them", ADVICE)
 

@@ -39,17 +39,14 @@ from megatron_offload.frontends.adopt import adopt_model
 from megatron_offload.frontends.around import refuse_unserved
 from megatron_offload.frontends.modules import ModuleOffload, offload_modules
 from megatron_offload.integrations.megatron_recompute import PATCHES
-from megatron_offload.integrations.megatron_search import (
-    MegatronSearch,
-    begin_forward,
-    join_search,
-    leave_search,
-)
+from megatron_offload.integrations.megatron_search import MegatronSearch
 from megatron_offload.memory.host_pool import HostPool
 from megatron_offload.model_map.offload_site import OffloadSite
 
 _MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 _PREPARE = "preprocess_for_fine_grained_offloading"
+
+MakeSearch = Callable[[PipelineOffloadManager], MegatronSearch]
 
 _logger = logging.getLogger(__name__)
 
@@ -64,14 +61,14 @@ _notes_on_weights: WeakSet[nn.Module] = WeakSet()
 """Models whose linear layers note on their saved weights what overlapped reduction asks for."""
 
 
-def install(config: OffloadConfig | None = None, tuner: MegatronSearch | None = None) -> None:
+def install(config: OffloadConfig | None = None, tuner: MakeSearch | None = None) -> None:
     """Put this implementation in megatron-core's place, in this process; twice is once.
 
     Layers then record into `PipelineOffloadManager.get_instance`; ``config`` is for that one, which
     is not made before it is used if CUDA hasn't begun: only the job knows its device.
     ``TransformerConfig`` says which groups are marked, as ever; its ``offload_modules`` takes
     `EXTRA_MODULES` and patterns too. Where nothing says what is kept of them, the first steps find
-    it (docs/rows.md), by a ``tuner`` that may be given with a config.
+    it (docs/rows.md), by what a ``tuner`` makes that may be given with a config.
 
     Raises:
         IntegrationError: megatron-core is absent, or older than 0.16.
@@ -104,7 +101,7 @@ def install(config: OffloadConfig | None = None, tuner: MegatronSearch | None = 
             if isinstance(member, (staticmethod, types.FunctionType)):
                 patches.replace(their_class, name, member)
         patches.on_undo(_marked.clear)
-        patches.on_undo(leave_search)
+        patches.on_undo(_leave_search)
         patches.replace(PipelineOffloadManager, "usual_recompute", MEGATRON_RECOMPUTE)
         register_pipeline_rank(pipeline)  # the calls of megatron-core 0.16 don't say it
         patches.on_undo(partial(register_pipeline_rank, None))
@@ -119,15 +116,21 @@ def install(config: OffloadConfig | None = None, tuner: MegatronSearch | None = 
 
 
 def _begin(
-    config: OffloadConfig | None, tuner: MegatronSearch | None, manager: PipelineOffloadManager
+    config: OffloadConfig | None, tuner: MakeSearch | None, manager: PipelineOffloadManager
 ) -> None:
     """Configure the process's manager, on the device that is current now."""
     PipelineOffloadManager.at_first_use = None
     if config is not None:
         manager.configure(config)
     if tuner is not None or manager.tuner is None:
-        manager.tuner = tuner or MegatronSearch()
-        manager.tuner.begin(manager)
+        manager.tuner = (tuner or MegatronSearch)(manager)
+
+
+def _leave_search() -> None:
+    """Look at no more forwards, as Megatron has its own handler again."""
+    manager = PipelineOffloadManager.instance
+    if manager is not None and isinstance(manager.tuner, MegatronSearch):
+        manager.tuner.close()
 
 
 def patch_everywhere(pairs: Iterable[tuple[Any, Any]]) -> None:
@@ -298,6 +301,7 @@ def _marking(original: Callable[[Any], None], self: Any) -> None:
     """Before a model's forward, hook the modules that Megatron's own call sites don't mark."""
     manager = PipelineOffloadManager.get_instance()
     original(self)
+    search = manager.tuner if isinstance(manager.tuner, MegatronSearch) else None
     known_for, marked = _marked.get(self, (None, None))
     if marked is None or known_for is not manager.host_pool or marked.manager is not manager:
         config, names = self.config, self.config.offload_modules
@@ -324,10 +328,11 @@ def _marking(original: Callable[[Any], None], self: Any) -> None:
                 named = names if given is None else {row.site for row in given}.intersection(names)
                 marked_names = (x for x in named if not (_is_ours(x) or x == LAYER_INPUT))
                 manager.learner.expect(marked_names, _UNSAVED)
-            hook_all = partial(_hook_all_rows, ref(manager))
-            if self not in _notes_on_weights:
-                marked.remove_later(join_search(self, config, manager, hook_all))
-    begin_forward(self, manager)
+            if search is not None and self not in _notes_on_weights:
+                hook_all = partial(_hook_all_rows, ref(manager))
+                marked.remove_later(search.join(self, config, hook_all))
+    if search is not None:
+        search.forward_begins(self)
 
 
 def _hook_rows(model: nn.Module, marked: ModuleOffload) -> None:

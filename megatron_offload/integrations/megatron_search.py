@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Collection
 from fnmatch import fnmatchcase
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -15,9 +14,6 @@ from torch.utils.hooks import RemovableHandle
 from megatron_offload.autotune.row_search import ADVICE, RowSearch
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.module_hooks import ModuleHook, expression_of, hooks_of
-from megatron_offload.files.renames import OldAttributes
-from megatron_offload.machine.job_ranks import rank_in
-from megatron_offload.planning.found import NAME
 from megatron_offload.planning.policy import ModulesPolicy
 
 _logger = logging.getLogger(__name__)
@@ -34,88 +30,63 @@ _WITHIN = {
 """Of the parts of a layer, names in ``offload_modules`` of which each lets it be offloaded."""
 
 
-class MegatronSearch(OldAttributes):
-    """Finds rows in the chunks of a rank, which come one after the other; a manager's ``tuner``.
+class MegatronSearch(RowSearch):
+    """Finds rows in the chunks of a rank, which join one after the other; a manager's ``tuner``."""
 
-    Attributes:
-        by_rows: what looks for them, once there is a chunk.
-        is_converged: whether no more steps are looked at.
-        said: how it has ended, in one line.
-    """
-
-    def __init__(self) -> None:
-        self.by_rows: RowSearch | None = None
-        self.is_converged, self.said, self._num_empty = False, "", 0
+    def __init__(self, manager: PipelineOffloadManager) -> None:
+        super().__init__((), manager, lambda: None)
 
     def begin(self, manager: PipelineOffloadManager) -> None:
         """Begin anew, between two steps, with what the manager's configuration leaves open."""
-        self.by_rows, self.said, self._num_empty = None, "", 0
-        self.is_converged = manager.config.tuned_policy is None
-        if not self.is_converged:
-            manager.learner.open()
+        self._models, self._num_empty = [], 0
+        super().begin(manager)
 
-    def save(self, folder: str | Path) -> None:
-        """Leave the plans of rows that were found, in the place of any that are there."""
-        if self.by_rows is not None:
-            self.by_rows.save(folder)
-        elif rank_in() == 0:
-            (Path(folder) / NAME).unlink(missing_ok=True)
+    def join(
+        self, model: nn.Module, config: Any, hook: Callable[[], object]
+    ) -> list[RemovableHandle]:
+        """Look for rows in a chunk too, if that is left open; ``hook`` sets those of all chunks."""
+        manager = self.manager
+        given = manager.config
+        if self._models and not self.is_of(model):
+            self.add(model)
+        elif not (self._models or self.is_converged):
+            goes_around = _what_goes_around(config, is_replayed=given.whole_step_graph)
+            if given.policy is None and manager.learner.policy != ModulesPolicy():
+                manager.learner.follow_rules()  # the model's own settings say what is kept
+                self.is_converged = True
+            elif goes_around:
+                why = f"{goes_around} calls parts of layers, so that no rows can be found"
+                self._stop(why, ADVICE, keeps_open=True)
+            else:
+                names = config.offload_modules
+                if "modules" in given.model_fields_set:
+                    names = [x for x in names if any(fnmatchcase(x, one) for one in given.modules)]
+                self._may_offload = partial(_is_named, names)
+                self._may_rerun = partial(_may_rerun, config)
+                how = config.recompute_granularity, config.recompute_method
+                self._has_layers = how != ("full", "uniform")
+                self.loss_is_by_rows = lambda: given.names_loss
+                self.serve(hook)
+                self.add(model)
+        handles = hooks_of(RowSearch, model)
+        if self._models:
+            handles.append(model.register_forward_hook(ModuleHook(self._end), always_call=True))
+        return handles
+
+    def forward_begins(self, model: nn.Module | None = None) -> None:
+        """The forward of a chunk has begun."""
+        if self._models:
+            super().forward_begins(model)
+
+    def _end(self, model: nn.Module, args: Any, output: Any) -> None:
+        self.forward_ends(has_failed=output is None)
 
     def __call__(self, manager: PipelineOffloadManager) -> None:
         """Look back at the step that has ended, and prepare for the next."""
-        if self.by_rows is not None:
-            self.by_rows(manager)
-            self.is_converged, self.said = self.by_rows.is_converged, self.by_rows.said
-        else:  # there may be none on this rank
+        super().__call__(manager)
+        if not self._models:  # there may be no chunk on this rank
             self._num_empty += 1
             self.is_converged |= self._num_empty > _MOST_EMPTY
-
-    def end(self, why: str) -> None:
-        """Look for nothing, and say so once: what the device has no room for is offloaded."""
-        if not self.is_converged:
-            self.is_converged = True
-            what = "only what the device has no room for is offloaded"
-            self.said = f"megatron-offload: {what}: {why}{ADVICE}"
-            if rank_in() == 0:
-                _logger.warning("%s", self.said)
-
-
-def search_of(manager: PipelineOffloadManager) -> RowSearch | None:
-    """Return what looks for rows in a manager's steps."""
-    tuner = manager.tuner
-    return tuner.by_rows if isinstance(tuner, MegatronSearch) else None
-
-
-def join_search(
-    model: nn.Module, config: Any, manager: PipelineOffloadManager, hook: Callable[[], object]
-) -> list[RemovableHandle]:
-    """Look for rows in a chunk too, if that is left open; ``hook`` sets those of all chunks."""
-    search, tuner, given = search_of(manager), manager.tuner, manager.config
-    if search is not None and not search.is_of(model):
-        search.add(model)
-    elif search is None and isinstance(tuner, MegatronSearch) and not tuner.is_converged:
-        goes_around = _what_goes_around(config, is_replayed=given.whole_step_graph)
-        if given.policy is None and manager.learner.policy != ModulesPolicy():
-            manager.learner.follow_rules()  # the model's own settings say what is kept
-            tuner.is_converged = True
-        elif goes_around:
-            tuner.end(f"{goes_around} calls parts of layers, so that no rows can be found")
-        else:
-            names = config.offload_modules
-            if "modules" in given.model_fields_set:
-                names = [x for x in names if any(fnmatchcase(x, one) for one in given.modules)]
-            may_offload, may_rerun = partial(_is_named, names), partial(_may_rerun, config)
-            how = config.recompute_granularity, config.recompute_method
-            has_layers = how != ("full", "uniform")
-            own = None, may_offload, may_rerun
-            search = RowSearch([model], manager, hook, *own, has_layers=has_layers)
-            search.loss_is_by_rows = lambda: given.names_loss
-            tuner.by_rows = search
-    handles = hooks_of(RowSearch, model)
-    if search is not None:
-        end = ModuleHook(partial(_end, search))
-        handles.append(model.register_forward_hook(end, always_call=True))
-    return handles
 
 
 def _what_goes_around(config: Any, *, is_replayed: bool) -> str:
@@ -148,22 +119,3 @@ def _is_named(names: Collection[str], site: str, path: str) -> bool:
         return True
     expressions = [expression_of(name) for name in names if "." in name or "*" in name]
     return any(expression.fullmatch(path.partition(".")[2]) for expression in expressions)
-
-
-def leave_search() -> None:
-    """Look at no more forwards, as Megatron has its own handler again."""
-    manager = PipelineOffloadManager.instance
-    search = None if manager is None else search_of(manager)
-    if search is not None:
-        search.close()
-
-
-def begin_forward(model: nn.Module, manager: PipelineOffloadManager) -> None:
-    """Note that the forward of a chunk begins."""
-    search = search_of(manager)
-    if search is not None:
-        search.forward_begins(model)
-
-
-def _end(search: RowSearch, model: nn.Module, args: Any, output: Any) -> None:
-    search.forward_ends(has_failed=output is None)

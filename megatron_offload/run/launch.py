@@ -9,6 +9,7 @@ import re
 from argparse import ArgumentParser
 from collections.abc import Callable, Generator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ def install_by_flags(given: Mapping[str, Any]) -> OffloadConfig:
     if _captures_steps(given):
         config = config.model_copy(update={"whole_step_graph": True})
     refuse_unserved("megatron_core.install()", config)
-    megatron_core.install(config, ReportedSearch(Path(report) if report else None))
+    report = Path(report) if report else None
+    megatron_core.install(config, partial(ReportedSearch, report=report))
     return config
 
 
@@ -117,8 +119,8 @@ def _going_on(bind: Callable[[], None]) -> None:
 class ReportedSearch(MegatronSearch):
     """Says once on the first rank what is on, and leaves a step of every rank in ``report``."""
 
-    def __init__(self, report: Path | None = None) -> None:
-        super().__init__()
+    def __init__(self, manager: PipelineOffloadManager, report: Path | None = None) -> None:
+        super().__init__(manager)
         self._report = report
         self._reporting: Generator[None, None, None] | None = None
 

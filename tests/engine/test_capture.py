@@ -147,10 +147,9 @@ def test_what_draws_random_numbers_is_not_recomputed():
     assert manager.last_step.recomputed_bytes == 0
 
 
-def searching(manager, search=None):
+def searching(manager, search=MegatronSearch):
     """Let a manager look for rows of models that are still to come."""
-    manager.tuner = search or MegatronSearch()
-    manager.tuner.begin(manager)
+    manager.tuner = search(manager)
     return manager.tuner
 
 
@@ -163,7 +162,7 @@ def test_a_search_that_is_not_over_is_an_error():
 
 def test_the_launcher_reports_nothing_of_a_captured_step(tmp_path):
     model, manager = settled(policy={"kind": "modules"})
-    searching(manager, ReportedSearch(tmp_path))
+    searching(manager, functools.partial(ReportedSearch, report=tmp_path))
     with manager.backend.capture():
         run_step(model, manager, ORDER)
     assert manager.tuner.is_converged

@@ -12,6 +12,7 @@ from megatron_offload.cli.options import add_flags, read_options
 from megatron_offload.cli.plan import Given
 from megatron_offload.config import OffloadConfig
 from megatron_offload.core.trace import Span, StepTrace, read_traces, write_traces
+from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.stats import GroupStats, StepStats
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.renames import RENAMED, current_name
@@ -43,7 +44,7 @@ def test_attribute_old_name_warns_once(made, old):
 
 def test_search_old_name_is_read():
     with pytest.warns(DeprecationWarning, match="is_converged"):
-        assert MegatronSearch().is_settled is False
+        assert MegatronSearch(PipelineOffloadManager()).is_settled is False
 
 
 def test_metric_old_name_is_read():

@@ -18,15 +18,13 @@ from megatron_offload.integrations.megatron_search import (
     _is_named,
     _may_rerun,
     _what_goes_around,
-    join_search,
 )
 
 
 @pytest.fixture
 def manager():
     manager = PipelineOffloadManager(OffloadConfig(policy="auto"))
-    manager.tuner = MegatronSearch()
-    manager.tuner.begin(manager)
+    manager.tuner = MegatronSearch(manager)
     yield manager
     manager.close()
 
@@ -113,8 +111,9 @@ def test_rows_are_looked_for_where_layers_are_called_as_modules(settings, is_rep
 def test_where_no_rows_can_be_found_it_is_said_once_and_kept_what_there_is_room_for(
     manager, caplog
 ):
+    config = SimpleNamespace(cuda_graph_impl="local")
     for _ in range(2):
-        manager.tuner.end("cuda_graph_impl calls parts of layers")
+        assert not manager.tuner.join(nn.Linear(2, 2), config, lambda: None)
     assert [m for m in caplog.messages if "only what the device has no room for" in m] == [
         manager.tuner.said
     ]
@@ -127,6 +126,6 @@ def test_layers_that_megatron_recomputes_have_no_rows(method, has_layers, manage
     config = SimpleNamespace(
         recompute_granularity="full", recompute_method=method, offload_modules=["layer_input"]
     )
-    for handle in join_search(nn.Linear(2, 2), config, manager, lambda: None):
+    for handle in manager.tuner.join(nn.Linear(2, 2), config, lambda: None):
         handle.remove()
-    assert manager.tuner.by_rows._has_layers == has_layers
+    assert manager.tuner._has_layers == has_layers

@@ -13,7 +13,6 @@ import importlib
 import os
 import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -313,8 +312,7 @@ def searching(report):
     """Yield a manager whose search reports to a folder, and what takes six of its steps."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)))
     manager = PipelineOffloadManager(OffloadConfig(min_tensor_bytes=0))
-    manager.tuner = launching.ReportedSearch(report)
-    manager.tuner.begin(manager)
+    manager.tuner = launching.ReportedSearch(manager, report)
 
     def take_steps():
         for _ in range(6):
@@ -343,7 +341,7 @@ def test_what_is_converged_is_said_once_and_one_step_is_reported(tmp_path, capsy
 def test_a_job_that_has_found_rows_says_them_once_and_keeps_to_them(tmp_path, capsys):
     rows = (RowConfig(site="layer", recompute=True),)
     with searching(tmp_path) as (manager, model, take_steps):
-        manager.tuner.by_rows = mock.Mock(is_converged=True, said="rows: some")
+        manager.tuner.is_converged, manager.tuner.said = True, "rows: some"
         manager.follow_rows(rows, is_own=True)
         adopt_model(model, manager)
         assert all(step.by_name["layer"].recomputed_bytes for step in take_steps())
