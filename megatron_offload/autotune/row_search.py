@@ -19,6 +19,7 @@ from weakref import ref
 
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.autotune.agree import Ranks, is_alone
 from megatron_offload.autotune.layers import LayerWatch, Site, SiteTimes, sites_of_layers
@@ -31,7 +32,7 @@ from megatron_offload.core.units import format_bytes
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.hooks import is_recording
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.module_hooks import named_modules
+from megatron_offload.engine.module_hooks import ModuleHook, named_modules
 from megatron_offload.errors import ConfigError, StateError
 from megatron_offload.files.renames import OldAttributes
 from megatron_offload.files.strict_model import write_model
@@ -358,6 +359,14 @@ class RowSearch(OldAttributes):
         if self._looks is not None:
             self._looks.end()
         self._has_failed |= has_failed
+
+    def hook_end(self, model: nn.Module) -> RemovableHandle:
+        """Let the end of a module's call be that of the forward."""
+
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            self.forward_ends(has_failed=output is None)
+
+        return model.register_forward_hook(ModuleHook(end), always_call=True)
 
     # The search; a step passes at each yield
 

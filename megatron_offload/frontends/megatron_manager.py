@@ -67,8 +67,8 @@ FORMS = {
 def read_arguments(function: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call by their names; `TypeError` where they fit neither form.
 
-    Where they fit both, that one counts in which a stage lies within its size and a name is a text,
-    and the first where both do.
+    Where they fit both, that one counts in which a stage lies within its size, and the first where
+    both do.
     """
     readings = []
     for form in FORMS[function]:
@@ -80,15 +80,11 @@ def read_arguments(function: str, args: Sequence[Any], kwargs: Mapping[str, Any]
         given = ", ".join([*map(repr, args), *(f"{k}={v!r}" for k, v in kwargs.items())])
         known = " or ".join(f"{function}{form}" for form in FORMS[function])
         raise TypeError(f"{function}({given}) fits none of its call forms; write {known}")
-    return next(filter(_is_plausible, readings), readings[0])
-
-
-def _is_plausible(arguments: Mapping[str, Any]) -> bool:
-    size, stage = arguments.get("vp_size"), arguments.get("vp_stage")
-    if size is not None and size < 1:
-        return False
-    is_within = stage is None or 0 <= stage < (size or 1)
-    return is_within and isinstance(arguments.get("name", ""), str)
+    for found in readings:
+        size, stage = found.get("vp_size"), found.get("vp_stage")
+        if (size is None or size > 0) and (stage is None or 0 <= stage < (size or 1)):
+            return found
+    return readings[0]
 
 
 def _reached(path: str, doc: str) -> Any:

@@ -135,11 +135,6 @@ def _begin(
 def _measure(chunks: Sequence[nn.Module], result: ModuleOffload) -> None:
     """Offload what is marked only if that keeps what the policy promises."""
     manager = result.manager
-
-    def end(module: nn.Module, args: Any, output: Any) -> None:
-        if isinstance(manager.tuner, RowSearch):
-            manager.tuner.forward_ends(has_failed=output is None)
-
     search = manager.tuner
     if type(search) is RowSearch:  # of an earlier call
         for chunk in chunks:
@@ -148,8 +143,7 @@ def _measure(chunks: Sequence[nn.Module], result: ModuleOffload) -> None:
     else:
         search = manager.tuner = RowSearch(chunks, manager, lambda: None, has_layers=False)
         result.on_undo(partial(_leave, manager, search))
-    hook = ModuleHook(end)
-    result.remove_later([x.register_forward_hook(hook, always_call=True) for x in chunks])
+    result.remove_later(map(search.hook_end, chunks))
 
 
 def _leave(manager: PipelineOffloadManager, search: RowSearch) -> None:

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.autotune.row_search import ADVICE, RowSearch
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.module_hooks import ModuleHook, expression_of, hooks_of
+from megatron_offload.engine.module_hooks import expression_of, hooks_of
 from megatron_offload.planning.policy import ModulesPolicy
 
 _logger = logging.getLogger(__name__)
@@ -70,16 +70,13 @@ class MegatronSearch(RowSearch):
                 self.add(model)
         handles = hooks_of(RowSearch, model)
         if self._models:
-            handles.append(model.register_forward_hook(ModuleHook(self._end), always_call=True))
+            handles.append(self.hook_end(model))
         return handles
 
     def forward_begins(self, model: nn.Module | None = None) -> None:
         """The forward of a chunk has begun."""
         if self._models:
             super().forward_begins(model)
-
-    def _end(self, model: nn.Module, args: Any, output: Any) -> None:
-        self.forward_ends(has_failed=output is None)
 
     def __call__(self, manager: PipelineOffloadManager) -> None:
         """Look back at the step that has ended, and prepare for the next."""
