@@ -73,11 +73,6 @@ class MegatronSearch(RowSearch):
             handles.append(self.hook_end(model))
         return handles
 
-    def forward_begins(self, model: nn.Module | None = None) -> None:
-        """The forward of a chunk has begun."""
-        if self._models:
-            super().forward_begins(model)
-
     def __call__(self, manager: PipelineOffloadManager) -> None:
         """Look back at the step that has ended, and prepare for the next."""
         super().__call__(manager)

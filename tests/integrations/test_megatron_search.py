@@ -121,11 +121,21 @@ def test_where_no_rows_can_be_found_it_is_said_once_and_kept_what_there_is_room_
     assert manager.learner.is_open
 
 
-@pytest.mark.parametrize(("method", "has_layers"), [("uniform", False), ("block", True)])
-def test_layers_that_megatron_recomputes_have_no_rows(method, has_layers, manager):
-    config = SimpleNamespace(
-        recompute_granularity="full", recompute_method=method, offload_modules=["layer_input"]
-    )
-    for handle in manager.tuner.join(nn.Linear(2, 2), config, lambda: None):
-        handle.remove()
-    assert manager.tuner._has_layers == has_layers
+def test_layers_that_megatron_recomputes_have_no_rows_until_it_is_configured_anew(manager):
+    model = nn.Linear(2, 2)
+    settings = {"recompute_granularity": "full", "offload_modules": ["layer_input"]}
+    for method, has_layers in (("uniform", False), ("block", True)):
+        config = SimpleNamespace(recompute_method=method, **settings)
+        for handle in manager.tuner.join(model, config, lambda: None):
+            handle.remove()
+        assert manager.tuner._has_layers == has_layers
+        manager.configure(manager.config)
+
+
+def test_a_chunk_that_has_not_joined_is_not_looked_at(manager):
+    model = nn.Linear(2, 2)
+    for _ in range(9):
+        manager.tuner.forward_begins(model)
+        manager.tuner(manager)
+    assert manager.tuner.is_converged
+    assert not manager.tuner.said
