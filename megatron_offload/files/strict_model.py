@@ -36,12 +36,14 @@ _A_SIZE = "a size is 0 or more bytes, as a number or a text such as '64MiB'"
 _UNITS = ("B", "KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB")
 
 
-_SIZE = re.compile(r"\s*\+?(\d{1,40}\.?\d{0,20}|\.\d{1,20})\s*\w*\s*")
+_SIZE = re.compile(r"\s*\+?(\d+\.?\d*|\.\d+)[\w\s]*")
 
 
 def _plain_size(value: Any) -> Any:
     """Refuse what `ByteSize` takes for a number and shouldn't, or reads the beginning of."""
-    if isinstance(value, bool) or (isinstance(value, str) and not _SIZE.fullmatch(value)):
+    text = str(value)
+    is_wrong = isinstance(value, str) and not _SIZE.fullmatch(value)
+    if isinstance(value, bool) or len(text) > 64 or text.startswith("-") or is_wrong:
         raise ValueError(_A_SIZE)
     return value
 
