@@ -302,8 +302,8 @@ def _marking(original: Callable[[Any], None], self: Any) -> None:
     manager = PipelineOffloadManager.get_instance()
     original(self)
     search = manager.tuner if isinstance(manager.tuner, MegatronSearch) else None
-    known_for, _ = _marked.get(self, (None, None))
-    if known_for is not manager.host_pool:
+    known_for, marked = _marked.get(self, (None, None))
+    if marked is None or known_for is not manager.host_pool or marked.manager is not manager:
         config, names = self.config, self.config.offload_modules
         is_whole = (config.recompute_granularity, config.recompute_method) == ("full", "uniform")
         if is_whole and not _marked and {*names} != {LAYER_INPUT}:

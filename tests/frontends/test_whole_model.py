@@ -643,16 +643,6 @@ def test_buffers_of_the_model_are_kept():
     assert context.manager.transfers.stats.by_name["activations"].offloaded_bytes <= 0
 
 
-def test_a_context_that_is_given_a_model_follows_rows_of_it():
-    net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
-    config = OffloadConfig(backend="simulated", rows=[{"site": "layer", "offload": "all"}])
-    with OffloadActivations(min_offload_size=0, config=config, model=net) as context:
-        y = net(torch.randn(4, 8))
-    y.sum().backward()
-    assert context.end_step()
-    assert context.last_step.by_name["layer"].num_groups == 3
-
-
 def test_groups_are_left_when_their_tensors_are_gone():
     offload = make_offload()
     with offload:
