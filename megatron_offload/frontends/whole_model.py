@@ -80,8 +80,7 @@ class OffloadActivations(AroundForwards):
             of ``pin_memory``, ``copy_streams`` and ``min_tensor_bytes`` counts where the argument
             above is left at its default.
         manager: a manager of one's own, which nothing else uses, in place of ``config``.
-        model: whose forwards these are: what rows say of it holds, and its parameters and buffers
-            are kept. A context for another looks for a plan of its own.
+        model: whose forwards these are: a context for another looks for a plan of its own.
 
     Raises:
         ValueError: ``max_fwd_stash_size`` is less than 1, ``min_offload_size`` is negative, or both
@@ -89,6 +88,8 @@ class OffloadActivations(AroundForwards):
         ConfigError: an argument and ``config`` disagree, ``config`` sets what it can't follow, or
             something is of another type.
     """
+
+    _door = "OffloadActivations"
 
     def __init__(
         self,
@@ -114,8 +115,7 @@ class OffloadActivations(AroundForwards):
             if manager is not None:
                 raise ConfigError("a manager is given, whose config says what is offloaded")
             config = _with_policy(config, policy, most_slowdown_percent, memory_target)
-        door = "OffloadActivations" if model is None else "get_act_offloading_ctx_manager"
-        manager, settings = followed(door, config, manager)
+        manager, settings = followed(self._door, config, manager)
 
         def choose(argument: str, value: Any, default: Any, key: str) -> Any:
             is_fixed = manager is not None and key != "min_tensor_bytes"
@@ -154,33 +154,6 @@ class OffloadActivations(AroundForwards):
         is_open = self.manager.tuner is None and self.manager.config.tuned_policy is not None
         self._seeks_model = model is None and is_open
         self._seeking: RemovableHandle | None = None
-        self._owners: list[ref[nn.Module]] = []
-        self._patched: list[PatchStack] = []
-        if model is not None:
-            self._take(model)
-
-    def _take(self, model: nn.Module) -> None:
-        """Let a model's modules note how they made their outputs, and its loss be by rows."""
-        config = self.manager.config
-        if config.has_loss_by_rows:
-            self._owners = owners_of_loss(model)
-            if config.names_loss and not self._owners:
-                _logger.warning("the loss isn't by rows: it is no causal model of transformers")
-        self._loss = causal_loss if config.names_loss else large_causal_loss
-        weight = next(model.parameters(), None) if self._owners else None
-        if weight is not None:
-            loss_kernel.prepare(weight.device, weight.dtype)
-        hook = partial(_hook, ref(model), ref(self._groups))
-        try:
-            hook()
-        except ConfigError:
-            if not self.manager.rows_are_own:
-                raise
-            _begin_anew(self.manager)  # the model has changed since
-            hook()
-        _search_rows(model, self._groups)
-        if self._search is not None and self._owners:
-            self._search.loss_is_by_rows = is_by_rows
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy, of a module that has one or out of a file, has memory of its own and no marks.
@@ -190,18 +163,12 @@ class OffloadActivations(AroundForwards):
 
     def __enter__(self) -> Self:  # type: ignore[override]  # torch's returns nothing
         super().__enter__()
-        if self._owners:
-            self._patched.append(patch_loss(self._owners, self._loss))
         if self._seeks_model and self._depth == 1:
             self._seek_model()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        try:
-            if self._patched:
-                self._patched.pop().undo()
-        finally:
-            super().__exit__(*exception)
+        super().__exit__(*exception)
         if self._seeking is not None:
             self._seeking.remove()
             self._seeking = None
@@ -256,6 +223,37 @@ def _with_policy(
             raise ConfigError(f"{key} is for the policy {kind!r}, and policy={found!r} besides")
         found[key] = value
     return OffloadConfig(**{**given, "policy": found})
+
+
+class _OffloadModel(OffloadActivations):
+    """The same for a model that is known, whose modules note how they made their outputs."""
+
+    _door = "get_act_offloading_ctx_manager"
+
+    def __init__(self, *args: Any, model: nn.Module | None = None, **options: Any) -> None:
+        super().__init__(*args, model=model, **options)
+        config = self.manager.config
+        has_loss = model is not None and config.has_loss_by_rows
+        self._owners = owners_of_loss(model) if model is not None and has_loss else []
+        if has_loss and config.names_loss and not self._owners:
+            _logger.warning("the loss isn't by rows: it is no causal model of transformers")
+        self._loss = causal_loss if config.names_loss else large_causal_loss
+        weight = next(model.parameters(), None) if model is not None and self._owners else None
+        if weight is not None:
+            loss_kernel.prepare(weight.device, weight.dtype)
+        self._patched: list[PatchStack] = []
+
+    def __enter__(self) -> Self:  # type: ignore[override]  # torch's returns nothing
+        super().__enter__()
+        self._patched.append(patch_loss(self._owners, self._loss))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            if self._patched:
+                self._patched.pop().undo()
+        finally:
+            super().__exit__(*exception)
 
 
 def _make(
@@ -362,7 +360,18 @@ def get_act_offloading_ctx_manager(
     if not enable_activation_offloading:
         inspect.signature(OffloadActivations).bind(**options)  # else a wrong one would show later
         return NoOffload()
-    context = OffloadActivations(model=model, **options)
+    context = _OffloadModel(model=model, **options)
+    hook = partial(_hook, ref(model), ref(context._groups))
+    try:
+        hook()
+    except ConfigError:
+        if not context.manager.rows_are_own:
+            raise
+        _begin_anew(context.manager)  # the model has changed since
+        hook()
+    _search_rows(model, context._groups)
+    if context._search is not None and context._owners:
+        context._search.loss_is_by_rows = is_by_rows
     head = _find_head(model)
     if head is not None:
         _keep_on_device(head)
