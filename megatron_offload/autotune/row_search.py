@@ -630,8 +630,7 @@ class RowSearch(OldAttributes):
         for number in range(_MOST_UNPREPARED if self._is_alone else _NUM_UNPREPARED):
             size = max(self._sizes) / self._watched_size  # a longer forward may have come meanwhile
             wanted_bytes = int(_SPARE_SHARE * size * self._num_inflight * plan.copied_bytes)
-            pinned_bytes = pool.stats.slab_bytes_total
-            missing_bytes = min(wanted_bytes - pinned_bytes, pool.cap_bytes - pinned_bytes)
+            missing_bytes = min(wanted_bytes, pool.cap_bytes) - pool.stats.slab_bytes_total
             is_of_use = size * self._largest_bytes <= pool.slab_bytes and not self._is_tight
             if (missing_bytes <= 0 or not is_of_use) and (self._is_alone or not number):
                 return

@@ -176,3 +176,15 @@ def test_a_saved_model_needs_nothing_of_this_package(tmp_path):
         f"m = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False); m(torch.ones(4))"
     )
     assert run_python("-c", code, cwd=tmp_path).returncode == 0
+
+
+@WAYS
+def test_a_context_that_follows_rows_of_a_model_can_be_copied(duplicate):
+    layers = nn.ModuleList(Model() for _ in range(2))
+    rows = [{"site": "mlp", "offload": "all"}]
+    context = get_act_offloading_ctx_manager(
+        nn.ModuleDict({"layers": layers}), config=make_config(rows=rows), min_offload_size=0
+    )
+    twin = duplicate(context)
+    assert twin.manager is not context.manager
+    assert twin.manager.config == context.manager.config
