@@ -376,6 +376,8 @@ class HostPool:
 
     def _find(self, size_bytes: int) -> _Piece | None:
         """Cut a piece out of the smallest larger one, after coalescing, or out of a new slab."""
+        if not self.stats.in_use_bytes:
+            self._coalesce()  # a step of other sizes begins, for which pieces of the last are small
         piece = self._cut_best_fit(size_bytes)
         if piece is None and self._may_coalesce:
             self._coalesce()

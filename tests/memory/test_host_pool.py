@@ -408,6 +408,16 @@ def test_what_pieces_waste_of_their_slabs_is_kept_pinned_with_them(backend):
     assert pool.shrink(pool.pinned_for(used_bytes // 2)) >= 3 * 8 * KIB
 
 
+def test_steps_whose_sizes_change_pin_no_more_than_the_largest_of_them(backend):
+    pool, pinned = make(backend, slab=128 * KIB), []
+    for length in (16, 10, 6, 16, 10, 6, 16):
+        regions = [pool.allocate(size * KIB * length // 16) for size in (31, 89) * 4]
+        for region in regions:
+            pool.free(region, None)
+        pinned.append(pool.stats.slab_bytes_total)
+    assert set(pinned) == {4 * 128 * KIB}, "each slab holds one of either"
+
+
 @pytest.mark.parametrize(("cap", "num_slabs"), [(1024, 3), (130, 2), (10, 0)])
 def test_what_is_ready_is_pinned_as_far_as_the_cap_allows(cap, num_slabs):
     pool = make(Ready(SimulatedConfig()), cap=cap * KIB)
