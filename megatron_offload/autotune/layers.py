@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from itertools import product
+from itertools import pairwise, product
 from operator import eq
 from typing import Any, Literal, NamedTuple
 from weakref import ref
@@ -33,6 +33,7 @@ from megatron_offload.engine.module_hooks import (
 )
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.memory.storage_ref import StorageRef
+from megatron_offload.model_map.offload_site import outputs
 from megatron_offload.model_map.rows import FoundRows
 from megatron_offload.model_map.structure import PARTS, has_forward, is_known_layer, layers_of
 from megatron_offload.model_map.watch import MayMove, SavedMemory
@@ -53,7 +54,8 @@ _REPLAY_COPY_SHARE = 0.17  # likewise in replays, whose kernels come without gap
 _LINK_SHARE = 1.1  # of what a link carries while layers run: behind the last one there is more
 _REPLAY_SHARE = 0.5  # likewise in replays, in which no host makes room between copies
 _PIPELINE_SHARE = 3  # times that there: backwards of other microbatches lie between forwards
-_LAYER_SHARE = 1.5  # of what it carries in a layer's forward: its backward reloads it
+_LAYER_SHARE = 1.5  # of what it carries in a layer's forward, at most
+_BACKWARD_SHARE = 0.85  # of what it carries in its backward, which reloads it
 
 
 LIBRARIES = (
@@ -257,9 +259,9 @@ class LayerWatch:
                     us = _UNIT_US_PER_BYTE * sum(sizes) + _GROUP_US * len(sizes) * times.host_share
                     again = total((again, Action(((unit, "recompute"),), sum(sizes), us)))
                 layers[site.layer].append(_SeenSite(site.name, times.us(path), own, again))
-        kinds = found if made else found[:1]
+        kinds, link = found if made else found[:1], times.layer_share * gbps
         given = {
-            number: tuple(action for one in kinds for action in _actions_of(one[number], gbps))
+            number: tuple(action for one in kinds for action in _actions_of(one[number], link))
             for number in found[0]
         }
         last = max(given, default=-1)
@@ -326,7 +328,10 @@ class _SeenSite(NamedTuple):
 
 
 def _actions_of(found: list[_SeenSite], gbps: float) -> Iterator[Action]:
-    """Yield what may be done with one layer: with the whole, or with each of its parts."""
+    """Yield what may be done with one layer: with the whole, or with each of its parts.
+
+    No more is copied than so many ``gbps`` are in the time of its forward.
+    """
     base, choices = KEEP, dict[str, list[Action]]()
     for seen in found:
         base = total((base, seen.again))  # all else comes on top of it
@@ -338,7 +343,7 @@ def _actions_of(found: list[_SeenSite], gbps: float) -> Iterator[Action]:
         # A group is released as a whole, so that small ones are sooner.
         whole = [action for action in whole if not action.copied_bytes]
     layer_us = sum(seen.us for seen in found if seen.name == "layer")
-    most_bytes = _LAYER_SHARE * gbps * 1e3 * layer_us
+    most_bytes = gbps * 1e3 * layer_us
     for action in whole:
         if action.copied_bytes:
             if action.copied_bytes <= most_bytes:
@@ -391,6 +396,8 @@ class SiteTimes:
         self._sites, self._backend, self.holds_back = sites, backend, holds_back
         self._began: list[Any] = []
         self._spans: list[tuple[str, Any, Any]] = []
+        self._reached: list[tuple[str, Any]] = []
+        """Layers whose backward has begun, in order, and when."""
         self._handles: list[RemovableHandle] = []
         self._num_seen = self._num_idle = 0
         self._last: Any = None
@@ -424,9 +431,17 @@ class SiteTimes:
     def _begin(self, *_: Any) -> None:
         self._began.append(self._now())
 
-    def _end(self, path: str, *_: Any) -> None:
-        if self._began:
-            self._spans.append((path, self._began.pop(), self._now()))
+    def _end(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._began:
+            return
+        self._spans.append((path, self._began.pop(), self._now()))
+        tensors = (x for x in outputs(args, output) if isinstance(x, torch.Tensor))
+        reached = next((x for x in tensors if x.grad_fn is not None), None)
+        if reached is not None and self._sites[path].name == "layer":
+            reached.register_hook(partial(self._reach, path))
+
+    def _reach(self, path: str, grad: torch.Tensor) -> None:
+        self._reached.append((path, self._backend.timestamp(self._backend.compute_stream())))
 
     def us(self, path: str) -> float:
         """Return how long all calls of a site have run; waits for the device at first."""
@@ -435,6 +450,20 @@ class SiteTimes:
             for name, began, ended in self._spans:
                 self._us[name] += self._backend.sync_elapsed_us(began, ended)
         return self.scale * self._us[path]
+
+    @property
+    def layer_share(self) -> float:
+        """How much of what the link carries in a layer's forward may be offloaded of it."""
+        pairs = [
+            (path, began, ended)
+            for (path, began), (other, ended) in pairwise(self._reached)
+            if path.partition(".")[0] == other.partition(".")[0]  # of one chunk, on end
+        ]
+        backward_us = sum(self._backend.sync_elapsed_us(*marks) for _, *marks in pairs)
+        forward_us = sum(self.us(path) for path, _, _ in pairs) / self.scale
+        if min(backward_us, forward_us) <= 0:
+            return _LAYER_SHARE
+        return min(_LAYER_SHARE, _BACKWARD_SHARE * backward_us / forward_us)
 
     @property
     def forward_us(self) -> float:

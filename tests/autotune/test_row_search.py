@@ -218,7 +218,7 @@ def test_no_more_of_a_layer_is_offloaded_than_its_backward_can_reload():
     sizes = (1000 * number for number in (10, 14, 16, 19))
     offloads = [KEEP, *(Action((("layer", size),), size, 0.0, size) for size in sizes)]
     seen = layers._SeenSite("layer", 10.0, offloads, KEEP)  # the link carries 10,000 bytes then
-    found = layers._actions_of([seen], 1.0)
+    found = layers._actions_of([seen], 1.5)
     assert [action.copied_bytes for action in found] == [10_000, 14_000]
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from layered_job import LayeredJob
 from programs import make_manager
 from torch import nn
+from virtual_clock import Tick
 
 from megatron_offload.autotune import layers
-from megatron_offload.autotune.layers import LayerWatch, Site, SiteTimes
+from megatron_offload.autotune.layers import LayerWatch, Site, SiteTimes, sites_of_layers
 from megatron_offload.model_map.watch import _Call
 
 MIB = 1 << 20
@@ -39,13 +41,31 @@ def test_what_a_layer_saves_is_copied_while_those_behind_it_run():
     assert times.link_bytes(2.0, range(4), is_pipeline=False)[2] == pytest.approx(40 * one, abs=1)
 
 
+@pytest.mark.parametrize(("times", "share"), [(1.0, 0.85), (1.5, 1.275), (3.0, 1.5)])
+def test_of_a_layer_no_more_is_offloaded_than_its_backward_reloads(times, share):
+    job = LayeredJob(num_layers=3)
+    for layer in job.net.layers:
+        layer.forward = lambda x: Tick.apply(x, job.backend.advance_compute, 50.0, times)
+    x = job.net.head.weight
+    timing = SiteTimes(sites_of_layers(job.net), job.backend)
+    timing.scale = 7.0
+    timing.begin()
+    for layer in job.net.layers:
+        x = layer(x)
+    x = Tick.apply(x, job.backend.advance_compute, 1000.0)  # the loss
+    timing.end()
+    assert timing.layer_share == 1.5, "its backward hasn't come"
+    x.sum().backward()
+    assert timing.layer_share == pytest.approx(share)
+
+
 def test_what_functions_make_is_offloaded_or_made_again():
     sites = {"0.l": site("layer"), "0.l.mlp": site("mlp")}
     watch = LayerWatch(sites, lambda _: True, make_manager())
     watch._seen.sizes = {1: 2 * MIB, 2: 4 * MIB}
     watch._seen.saves = [((_Call("0.l.mlp"),), key) for key in (1, 2)]
     watch._seen.made = {2: "mlp_act"}
-    on_device = {"is_host_bound": False, "host_share": 0.0, "copy_share": 0.03}
+    on_device = {"is_host_bound": False, "host_share": 0.0, "copy_share": 0.03, "layer_share": 1.5}
     times = SimpleNamespace(us=lambda _: 1000.0, **on_device)
     (actions,) = watch.actions(times, 100.0, []).values()
     found = {one.parts: (one.freed_bytes // MIB, one.copied_bytes // MIB) for one in actions}
