@@ -86,9 +86,17 @@ def named_modules(chunk: nn.Module) -> dict[str, nn.Module]:
 
     Of a module that it has wrapped this is the wrapper: its hooks run outside the graph.
     """
-    modules: dict[str, nn.Module] = {}
-    for path, module in chunk.named_modules():
-        modules.setdefault(".".join(p for p in path.split(".") if p != "_orig_mod"), module)
+    modules, seen, left = dict[str, nn.Module](), set[nn.Module](), [("", chunk)]
+    while left:  # torch's own takes five times as long, and searches walk often
+        path, module = left.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        modules.setdefault(path, module)
+        for name, part in reversed(module._modules.items()):
+            if part is not None:
+                own = path if name == "_orig_mod" else f"{path}.{name}" if path else name
+                left.append((own, part))
     return modules
 
 

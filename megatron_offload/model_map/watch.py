@@ -45,6 +45,7 @@ from megatron_offload.model_map.offload_site import (
     outputs,
 )
 from megatron_offload.model_map.rows import FoundRows
+from megatron_offload.model_map.structure import has_forward
 
 _logger = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ class SavedMemory(Observer):
         handles: list[RemovableHandle] = []
         compiled = compiled_parts(modules.values())
         for path, module in modules.items():
-            if path and module not in compiled and not isinstance(module, torch.jit.ScriptModule):
+            if path and has_forward(module) and module not in compiled:
                 enter = ModuleHook(lambda *_, path=path: self._calls.append(_Call(path)))
                 leave = ModuleHook(lambda *given, path=path: self._leave(path, given[-1]))
                 handles.append(module.register_forward_pre_hook(enter, prepend=True))
