@@ -7,11 +7,13 @@ what it saves may be offloaded.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import pairwise, product
 from operator import eq
+from statistics import mean, median
 from typing import Any, Literal, NamedTuple
 from weakref import ref
 
@@ -42,13 +44,14 @@ from megatron_offload.planning.frontier import KEEP, Action, Part, total
 _EXPERTS = ".experts"  # in an MLP: they run again where routing can't, or wouldn't to the bit
 _MOST_TENSORS = 8
 _LEAST_BYTES = 1 << 20  # of a tensor that is offloaded: a smaller one frees little for its call
-_MOST_IDLE_SHARE = 0.25  # of sites: where the device has come to more of them, the host is slower
 _SITE_US = 100.0  # what a call that runs again takes of the host's time besides
 _GROUP_US = 130.0  # likewise a group that is offloaded
 _TENSOR_US = 45.0  # and each of its tensors
+_LAYER_US = _GROUP_US + _MOST_TENSORS * _TENSOR_US  # and what is offloaded of a layer, at most
 _NUM_PAUSES = 100  # of a millisecond: in so many the host launches a forward
 _UNIT_US_PER_BYTE = 1e-6  # of an activation that is called again, which reads and writes memory
 _PART_US = 1000.0  # what a copy takes at least that is worth a group of its own
+_MOST_EXPOSED = 0.5  # of the host's time: where more delays the device, groups aren't divided
 _COPY_SHARE = 0.03  # of a copy's time, what it slows the device: they share its memory
 _REPLAY_COPY_SHARE = 0.17  # likewise in replays, whose kernels come without gaps between
 _LINK_SHARE = 1.1  # of what a link carries while layers run: behind the last one there is more
@@ -259,9 +262,12 @@ class LayerWatch:
                     us = _UNIT_US_PER_BYTE * sum(sizes) + _GROUP_US * len(sizes) * times.host_share
                     again = total((again, Action(((unit, "recompute"),), sum(sizes), us)))
                 layers[site.layer].append(_SeenSite(site.name, times.us(path), own, again))
-        kinds, link = found if made else found[:1], times.layer_share * gbps
+        kinds = found if made else found[:1]
+        most_bytes = {number: gbps * 1e3 * us for number, us in times.copied_us().items()}
         given = {
-            number: tuple(action for one in kinds for action in _actions_of(one[number], link))
+            number: tuple(
+                action for one in kinds for action in _actions_of(one[number], most_bytes[number])
+            )
             for number in found[0]
         }
         last = max(given, default=-1)
@@ -273,7 +279,7 @@ class LayerWatch:
         """Yield what offloads a site, of what it saves, and whether it is saved there alone."""
         site, inner = self._sites[path], Counter[str]()
         for key, is_own in saved.items():
-            if is_own and not times.is_host_bound:
+            if is_own and times.host_share < _MOST_EXPOSED:
                 inner[_part(site, path, self._savers[key][0])] += self._seen.sizes[key]
         # A group takes some of the host's time, so that it has to be worth a copy.
         least_bytes = max(_LEAST_BYTES, _PART_US * gbps * 1e3)
@@ -327,11 +333,8 @@ class _SeenSite(NamedTuple):
     """Of a layer: that these run again."""
 
 
-def _actions_of(found: list[_SeenSite], gbps: float) -> Iterator[Action]:
-    """Yield what may be done with one layer: with the whole, or with each of its parts.
-
-    No more is copied than so many ``gbps`` are in the time of its forward.
-    """
+def _actions_of(found: list[_SeenSite], most_bytes: float) -> Iterator[Action]:
+    """Yield what may be done with one layer: with the whole, or with each of its parts."""
     base, choices = KEEP, dict[str, list[Action]]()
     for seen in found:
         base = total((base, seen.again))  # all else comes on top of it
@@ -342,8 +345,6 @@ def _actions_of(found: list[_SeenSite], gbps: float) -> Iterator[Action]:
     if any(action.copied_bytes for all_ in choices.values() for action in all_):
         # A group is released as a whole, so that small ones are sooner.
         whole = [action for action in whole if not action.copied_bytes]
-    layer_us = sum(seen.us for seen in found if seen.name == "layer")
-    most_bytes = gbps * 1e3 * layer_us
     for action in whole:
         if action.copied_bytes:
             if action.copied_bytes <= most_bytes:
@@ -394,17 +395,17 @@ class SiteTimes:
         self, sites: Mapping[str, Site], backend: Backend, *, holds_back: bool = False
     ) -> None:
         self._sites, self._backend, self.holds_back = sites, backend, holds_back
-        self._began: list[Any] = []
+        self._began: list[tuple[Any, float]] = []
         self._spans: list[tuple[str, Any, Any]] = []
+        self._host_us, self._num_layers = 0.0, 0
+        """What all layers have taken to be launched, and how many those were."""
         self._reached: list[tuple[str, Any]] = []
         """Layers whose backward has begun, in order, and when."""
         self._handles: list[RemovableHandle] = []
-        self._num_seen = self._num_idle = 0
-        self._last: Any = None
         self._us: dict[str, float] | None = None
-        self.scale, self.late_share = 1.0, 0.0
-        """How large the forward is of which times are asked, beside the one that was timed; and of
-        how many others the host decides."""
+        self.scale, self.sizes = 1.0, [1.0]
+        """How large the forward is of which times are asked, beside the one that was timed; and
+        so for others, in which rows will be followed as well."""
 
     def begin(self) -> None:
         """Time what comes."""
@@ -422,26 +423,27 @@ class SiteTimes:
         self._handles.clear()
 
     def _now(self) -> Any:
-        if self._last is not None:
-            self._num_seen += 1
-            self._num_idle += self._backend.has_passed(self._last)
-        self._last = self._backend.timestamp(self._backend.compute_stream())
-        return self._last
+        return self._backend.timestamp(self._backend.compute_stream())
 
     def _begin(self, *_: Any) -> None:
-        self._began.append(self._now())
+        self._began.append((self._now(), self._backend.host_us()))
 
     def _end(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
         if not self._began:
             return
-        self._spans.append((path, self._began.pop(), self._now()))
+        began, began_us = self._began.pop()
+        self._spans.append((path, began, self._now()))
+        if self._sites[path].name != "layer":
+            return
+        self._host_us += self._backend.host_us() - began_us
+        self._num_layers += 1
         tensors = (x for x in outputs(args, output) if isinstance(x, torch.Tensor))
         reached = next((x for x in tensors if x.grad_fn is not None), None)
-        if reached is not None and self._sites[path].name == "layer":
+        if reached is not None:
             reached.register_hook(partial(self._reach, path))
 
     def _reach(self, path: str, grad: torch.Tensor) -> None:
-        self._reached.append((path, self._backend.timestamp(self._backend.compute_stream())))
+        self._reached.append((path, self._now()))
 
     def us(self, path: str) -> float:
         """Return how long all calls of a site have run; waits for the device at first."""
@@ -451,19 +453,24 @@ class SiteTimes:
                 self._us[name] += self._backend.sync_elapsed_us(began, ended)
         return self.scale * self._us[path]
 
-    @property
-    def layer_share(self) -> float:
-        """How much of what the link carries in a layer's forward may be offloaded of it."""
-        pairs = [
-            (path, began, ended)
+    def copied_us(self) -> dict[int, float]:
+        """Return, by layer, how long copies of what it saves may take.
+
+        The last backward, whose end isn't seen, is taken to be like the others. Where none was,
+        forward alone counts.
+        """
+        backward_us = {
+            path: _BACKWARD_SHARE * self.scale * self._backend.sync_elapsed_us(began, ended)
             for (path, began), (other, ended) in pairwise(self._reached)
             if path.partition(".")[0] == other.partition(".")[0]  # of one chunk, on end
-        ]
-        backward_us = sum(self._backend.sync_elapsed_us(*marks) for _, *marks in pairs)
-        forward_us = sum(self.us(path) for path, _, _ in pairs) / self.scale
-        if min(backward_us, forward_us) <= 0:
-            return _LAYER_SHARE
-        return min(_LAYER_SHARE, _BACKWARD_SHARE * backward_us / forward_us)
+        }
+        usual_us = median(backward_us.values()) if backward_us else math.inf
+        found = defaultdict[int, float](float)
+        for path, site in self._sites.items():
+            if site.name == "layer":
+                forward_us = _LAYER_SHARE * self.us(path)
+                found[site.layer] += min(forward_us, backward_us.get(path, usual_us))
+        return found
 
     @property
     def forward_us(self) -> float:
@@ -490,17 +497,18 @@ class SiteTimes:
         return found[::-1]
 
     @property
-    def is_host_bound(self) -> bool:
-        """Whether the device has waited for the host."""
-        is_late = self._num_idle > _MOST_IDLE_SHARE * max(1, self._num_seen)
-        return is_late and not self.holds_back
-
-    @property
     def copy_share(self) -> float:
         """How much of its own time a copy takes from the device."""
         return _REPLAY_COPY_SHARE if self.holds_back else _COPY_SHARE
 
     @property
     def host_share(self) -> float:
-        """Of how many steps the host decides how long they take."""
-        return 1.0 if self.is_host_bound else self.late_share
+        """How much of what rows take of the host's time delays the device.
+
+        All where it waits for the host, less where layers take longer than to be launched.
+        """
+        if self.holds_back or not self._host_us:  # on virtual time the host takes none
+            return 0.0
+        device_us = self.forward_us / self.scale
+        slack_us = [(device_us * size - self._host_us) / self._num_layers for size in self.sizes]
+        return mean(min(1.0, max(0.0, 1 - slack / _LAYER_US)) for slack in slack_us)

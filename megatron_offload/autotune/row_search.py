@@ -70,7 +70,6 @@ _MOST_UNCALLED = 16  # steps without a forward of the layers that are looked at
 _NUM_BARE = 6
 _MOST_UNPREPARED = 40  # so many more at most, until memory is ready that a plan will pin
 _NUM_UNPREPARED = 4  # likewise among ranks, whose steps are counted
-_LATE = 1.15  # times the least that a step takes for its size: the device has waited
 _NUM_IN_A_ROUND = 8  # steps that are measured until it is asked what comes next
 _MOST_SHARE = 0.85  # of the device's memory, what plans may reserve where it has no room for all
 _SPARE_SHARE = 1.25  # of what steps so far would pin, what is made ready
@@ -426,7 +425,9 @@ class RowSearch(OldAttributes):
             for _ in range(_NUM_BARE):
                 yield "bare"
             self._bare_bytes = backend.peak_allocated_bytes()
-            times.late_share = self._late_share()
+            sizes = self._sizes[-_NUM_BARE:]
+            longest = max(sizes)
+            times.sizes = [x / self._look_size for x in sizes if x >= _MEASURED_SHARE * longest]
         is_pipeline = self._num_inflight > 1
         if watch.layer_share < _LEAST_SHARE and not self._is_tight:
             self._actions = {0: tuple(watch.all_of_it(times, gbps))}
@@ -640,13 +641,6 @@ class RowSearch(OldAttributes):
                     return
             yield "bare"
             pool.pin_prepared()
-
-    def _late_share(self) -> float:
-        """Return of how many bare steps the host decides: they take longer for their size."""
-        elapsed_us = self.manager.backend.sync_elapsed_us
-        times = [elapsed_us(one.began, one.ended) / one.size for one in self._steps]
-        least = min(times, default=0.0)
-        return sum(us > _LATE * least for us in times) / max(1, len(times))
 
     @property
     def _target_bytes(self) -> int | None:

@@ -157,8 +157,6 @@ class CudaBackend(Backend):
     def is_done(self, event: torch.cuda.Event) -> bool:
         return bool(event.query())
 
-    has_passed = is_done
-
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 

@@ -267,8 +267,8 @@ class SimulatedBackend(Backend):
     def timestamp(self, stream: SimulatedStream) -> float:
         return stream.time_us
 
-    def has_passed(self, event: Any) -> bool:
-        return False  # virtual time knows no host that it would wait for
+    def host_us(self) -> float:
+        return 0.0  # virtual time knows no host that it would wait for
 
     def empty_device_like(self, host: torch.Tensor) -> torch.Tensor:
         region = torch.empty_like(host)

@@ -188,7 +188,7 @@ def test_large_parts_are_groups_of_their_own_where_the_host_has_time_for_them(
     is_host_bound, part_us, monkeypatch
 ):
     monkeypatch.setattr(layers, "_PART_US", part_us)
-    monkeypatch.setattr(layers.SiteTimes, "is_host_bound", is_host_bound)
+    monkeypatch.setattr(layers.SiteTimes, "host_share", float(is_host_bound))
     monkeypatch.setattr(layers, "_GROUP_US", 0.0)
     monkeypatch.setattr(layers, "_TENSOR_US", 0.0)
     job = LayeredJob(1.0, policy=auto(1), layer=PlainLayer)
@@ -217,8 +217,7 @@ def test_what_is_planned_holds_for_long_forwards_whichever_is_looked_at(lengths)
 def test_no_more_of_a_layer_is_offloaded_than_its_backward_can_reload():
     sizes = (1000 * number for number in (10, 14, 16, 19))
     offloads = [KEEP, *(Action((("layer", size),), size, 0.0, size) for size in sizes)]
-    seen = layers._SeenSite("layer", 10.0, offloads, KEEP)  # the link carries 10,000 bytes then
-    found = layers._actions_of([seen], 1.5)
+    found = layers._actions_of([layers._SeenSite("layer", 10.0, offloads, KEEP)], 15_000.0)
     assert [action.copied_bytes for action in found] == [10_000, 14_000]
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
-from layered_job import LayeredJob
+import torch
+from layered_job import WIDTH, LayeredJob
 from programs import make_manager
 from torch import nn
 from virtual_clock import Tick
@@ -44,8 +46,11 @@ def test_what_a_layer_saves_is_copied_while_those_behind_it_run():
 @pytest.mark.parametrize(("times", "share"), [(1.0, 0.85), (1.5, 1.275), (3.0, 1.5)])
 def test_of_a_layer_no_more_is_offloaded_than_its_backward_reloads(times, share):
     job = LayeredJob(num_layers=3)
-    for layer in job.net.layers:
-        layer.forward = lambda x: Tick.apply(x, job.backend.advance_compute, 50.0, times)
+    for layer, slow in zip(job.net.layers, (2, 1, 1), strict=True):
+        us = 50.0 * slow  # the host hasn't got ahead when the first layer runs
+        layer.forward = lambda x, us=us: Tick.apply(
+            x, job.backend.advance_compute, us, times * 50 / us
+        )
     x = job.net.head.weight
     timing = SiteTimes(sites_of_layers(job.net), job.backend)
     timing.scale = 7.0
@@ -54,9 +59,28 @@ def test_of_a_layer_no_more_is_offloaded_than_its_backward_reloads(times, share)
         x = layer(x)
     x = Tick.apply(x, job.backend.advance_compute, 1000.0)  # the loss
     timing.end()
-    assert timing.layer_share == 1.5, "its backward hasn't come"
+    assert timing.copied_us() == pytest.approx({0: 1050, 1: 525, 2: 525}), "until backward comes"
     x.sum().backward()
-    assert timing.layer_share == pytest.approx(share)
+    first_us = 350 * min(3.0, 0.85 * times)
+    assert timing.copied_us() == pytest.approx({0: first_us, 1: 350 * share, 2: 350 * share})
+
+
+def test_the_host_s_time_counts_where_layers_take_no_longer_than_to_be_launched(monkeypatch):
+    job = LayeredJob(us_per_row=300.0)
+    clock = count(step=1500)  # asked where a layer and its MLP begin, and where it ends
+    monkeypatch.setattr(job.backend, "host_us", lambda: next(clock))
+    timing = SiteTimes(sites_of_layers(job.net), job.backend)
+    timing.begin()
+    job.net(torch.ones(10, WIDTH))
+    timing.end()
+    assert timing.forward_us == 6 * 3000
+    assert timing.host_share == 1.0
+    timing.scale, timing.sizes = 7.0, [2.0, 1.0, 0.5]
+    assert timing.host_share == pytest.approx(2 / 3), "the longest is slower than the host"
+    timing.sizes = [1 + layers._LAYER_US / 4 / 3000]
+    assert timing.host_share == pytest.approx(0.75)
+    timing.holds_back = True
+    assert timing.host_share == 0.0
 
 
 def test_what_functions_make_is_offloaded_or_made_again():
@@ -65,8 +89,8 @@ def test_what_functions_make_is_offloaded_or_made_again():
     watch._seen.sizes = {1: 2 * MIB, 2: 4 * MIB}
     watch._seen.saves = [((_Call("0.l.mlp"),), key) for key in (1, 2)]
     watch._seen.made = {2: "mlp_act"}
-    on_device = {"is_host_bound": False, "host_share": 0.0, "copy_share": 0.03, "layer_share": 1.5}
-    times = SimpleNamespace(us=lambda _: 1000.0, **on_device)
+    on_device = {"host_share": 0.0, "copy_share": 0.03}
+    times = SimpleNamespace(us=lambda _: 1000.0, copied_us=lambda: {0: 1500.0}, **on_device)
     (actions,) = watch.actions(times, 100.0, []).values()
     found = {one.parts: (one.freed_bytes // MIB, one.copied_bytes // MIB) for one in actions}
     act = ("mlp_act", "recompute")

@@ -416,7 +416,7 @@ def test_every_entry_of_the_backend_is_trapped():
     left_out = {"owns", "compute_stream", "computing_on", "is_done", "sync_copies"}
     left_out |= {"reserved_bytes", "capacity_bytes", "memory", "trim_device"}
     left_out |= {"graph_stream", "graph_event", "note_produced", "note_consumed", "note_freed"}
-    left_out |= {"read_on", "timestamp", "has_passed", "sync_elapsed_us", "pause"}
+    left_out |= {"read_on", "timestamp", "host_us", "sync_elapsed_us", "pause"}
     left_out |= {
         "is_capturing",
         "peak_allocated_bytes",
