@@ -284,15 +284,21 @@ def _pci_address(index: int) -> str | None:
 
 
 class _PinnedPages(mmap.mmap):
-    """Anonymous pages, page-locked from `pin` on for as long as anything refers to them."""
+    """Anonymous pages, page-locked from `pin` on for as long as anything refers to them.
+
+    Large ones, where the system has such: while a thread touches those, no launch waits for it.
+    """
 
     _address = 0
 
     def __new__(cls, num_bytes: int) -> _PinnedPages:
         try:
-            return super().__new__(cls, -1, num_bytes)
+            pages = super().__new__(cls, -1, num_bytes)
         except (OSError, OverflowError, ValueError) as error:
             raise RuntimeError(f"{num_bytes} bytes of host memory can't be had: {error}") from error
+        with contextlib.suppress(AttributeError, OSError):  # not on every system
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        return pages
 
     def pin(self) -> None:
         """Register them with the driver."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import re
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -52,6 +54,20 @@ def runtime(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(cuda, "_clear_last_error", lambda: setattr(runtime, "last_error", 0))
     return runtime
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no large pages"
+)
+def test_pages_are_large_where_the_system_has_such():
+    pages = cuda._PinnedPages(4 << 20)
+    address, is_inside, found = torch.frombuffer(pages, dtype=torch.uint8).data_ptr(), False, []
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if span := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+            is_inside = int(span[1], 16) <= address < int(span[2], 16)
+        elif is_inside and line.startswith("VmFlags:"):
+            found = line.split()
+    assert "hg" in found
 
 
 def test_pages_are_pinned_for_as_long_as_anything_refers_to_them(runtime):
