@@ -86,6 +86,22 @@ def test_pages_are_pinned_for_as_long_as_anything_refers_to_them(runtime):
     assert runtime.last_error == 0
 
 
+@pytest.mark.parametrize(("pause_s", "num_left"), [(0.0, 0), (3600.0, 2)])
+def test_what_is_let_go_is_unpinned_one_by_one(pause_s, num_left, runtime, monkeypatch):
+    backend = object.__new__(cuda.CudaBackend)
+    backend._is_for_graphs = False
+    monkeypatch.setattr(cuda, "_DROP_S", pause_s)
+    memory = [cuda._PinnedPages(8 * KIB) for _ in range(3)]
+    for pages in memory:
+        pages.pin()
+    del pages
+    backend.discard(memory)
+    deadline = time.monotonic() + 10
+    while len(runtime.pinned) > num_left and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(runtime.pinned) == num_left
+
+
 def test_a_failed_pin_says_why_and_leaves_no_error_behind(runtime):
     runtime.answer = ALREADY_REGISTERED
     with pytest.raises(RuntimeError, match="8192 bytes of host memory failed: the reason of 712"):
