@@ -19,6 +19,7 @@ from weakref import ref
 
 import torch
 from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
@@ -438,9 +439,9 @@ class SiteTimes:
         self._host_us += self._backend.host_us() - began_us
         self._num_layers += 1
         tensors = (x for x in outputs(args, output) if isinstance(x, torch.Tensor))
-        reached = next((x for x in tensors if x.grad_fn is not None), None)
-        if reached is not None:
-            reached.register_hook(partial(self._reach, path))
+        made = next((x for x in tensors if x.grad_fn is not None), None)
+        if made is not None and not is_functorch_wrapped_tensor(made):
+            made.register_hook(partial(self._reach, path))
 
     def _reach(self, path: str, grad: torch.Tensor) -> None:
         self._reached.append((path, self._now()))

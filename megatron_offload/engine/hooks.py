@@ -11,6 +11,7 @@ from torch._C import _current_graph_task_id
 from torch._C._autograd import (
     _pop_saved_tensors_default_hooks,
     _push_saved_tensors_default_hooks,
+    _saved_tensors_hooks_is_enabled,
     _top_saved_tensors_default_hooks,
 )
 
@@ -43,10 +44,11 @@ def is_recording(*, needs_grad: bool = True) -> bool:
     """Whether what is saved here and now is saved for a backward, and by this package's rules.
 
     An autograd function saves with grad switched off; ``needs_grad`` says that this isn't one.
+    Nothing is where torch refuses all hooks, as ``torch.func.grad`` lets it.
     """
     if _current_graph_task_id() != -1 or (needs_grad and not is_grad_enabled()):
         return False
-    return not others_hooks()
+    return not others_hooks() and _saved_tensors_hooks_is_enabled()
 
 
 def owner_of_hooks() -> Any:

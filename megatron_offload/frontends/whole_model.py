@@ -23,7 +23,7 @@ from megatron_offload.backends import current_device
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.graph_break import graph_break
-from megatron_offload.engine.hooks import others_hooks, put_on, take_off
+from megatron_offload.engine.hooks import others_hooks, owner_of_hooks, put_on, take_off
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.module_hooks import ModuleHook, hooks_of
 from megatron_offload.engine.patches import PatchStack
@@ -423,7 +423,7 @@ def _keep_on_device(module: nn.Module) -> None:
     """Run every forward of a module as inside `NoOpManager`, but for hooks of others."""
 
     def enter(module: nn.Module, args: Any) -> None:
-        if not others_hooks():
+        if owner_of_hooks() is not None and not others_hooks():
             put_on(_keep_head, SavedTensor.unpack)
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:

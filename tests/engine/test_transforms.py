@@ -11,7 +11,11 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from megatron_offload.engine.boundary import commit_group, start_group
-from megatron_offload.frontends.whole_model import OffloadActivations
+from megatron_offload.frontends.modules import offload_modules
+from megatron_offload.frontends.whole_model import (
+    OffloadActivations,
+    get_act_offloading_ctx_manager,
+)
 
 
 def make_model():
@@ -81,6 +85,51 @@ def test_transforms_are_exact(program, door, timing):
     manager.reset()
     assert manager.last_step.offloaded_bytes > 0
     assert_nothing_left(manager)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(make_model() for _ in range(2))
+        self.head = nn.Linear(64, 4)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_around"),
+    [
+        ({"rows": [{"site": "layer", "offload": 1}]}, True),
+        ({"rows": [{"site": "layer", "recompute": True}]}, True),
+        ({"policy": {"kind": "modules"}}, False),
+        (None, False),
+    ],
+)
+def test_where_torch_refuses_hooks_nothing_is_recorded_and_nothing_raises(settings, is_around):
+    net, manager = Net(), make_manager(**(settings or {}))
+    gradients = [torch.func.grad(lambda x: net(x).square().sum())]
+    gradients += [torch.func.vmap(gradients[0])]
+    expected = [gradient(X) for gradient in gradients]
+    context = contextlib.nullcontext()
+    if settings is None:
+        offload_modules(net, ["layers.*"], manager=manager)
+    else:
+        context = get_act_offloading_ctx_manager(net, manager=manager, min_offload_size=0)
+    for _ in range(3):
+        with context:
+            loss = net(X).square().sum()
+        loss.backward()
+        with context if is_around else contextlib.nullcontext():
+            assert_same(expected, [gradient(X) for gradient in gradients])
+    with context:
+        loss = net(X).square().sum()
+    loss.backward()
+    manager.reset()
+    assert manager.last_step.offloaded_bytes + manager.last_step.recomputed_bytes > 0
 
 
 @pytest.mark.parametrize("order", ["context around", "context inside"])
