@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import is_grad_enabled
 from torch._C import _current_graph_task_id
-from torch._C._autograd import (
+from torch._C._autograd import (  # type: ignore[attr-defined]  # its stub has not all
     _pop_saved_tensors_default_hooks,
     _push_saved_tensors_default_hooks,
     _saved_tensors_hooks_is_enabled,
