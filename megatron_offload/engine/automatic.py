@@ -31,7 +31,7 @@ from megatron_offload.engine.hooks import (
     take_off_all,
 )
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.marks import is_opted_out, may_be_activation
+from megatron_offload.engine.marks import is_opted_out
 from megatron_offload.engine.modes import apart, has_modes, is_traced
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.subclasses import SavedWrapper, hollow, is_wrapper
@@ -76,8 +76,7 @@ class _Saved:
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor; the first of its group reports backward to the manager."""
-        if self.record.block is not None:
-            self.groups.reach(self.group)
+        self.groups.reach(self.group)
         return self.record.unpack()
 
 
@@ -231,10 +230,8 @@ class AutomaticGroups:
         group = forward.group
         if group is None:
             group = forward.group = self.manager.start_group(forward.chunk, forward.name)
-        is_here = may_be_activation(tensor) and self.manager.backend.owns(tensor)
-        may_move = is_here and not forward.chunk.is_small(tensor)
         saved = forward.chunk.pack(group, tensor)
-        if not may_move:
+        if saved.block is None:  # it is kept
             return saved
         forward.num_tensors += 1
         # Of the tensor: what its block has left depends on what is recomputed.
