@@ -351,9 +351,8 @@ class Rules:
     not. None for all, as far as that is of use."""
     configured: tuple[str, ...] = ()
     """The units and patterns that the configuration names."""
-
-    recompute: frozenset[str] | None = None
-    """The units of recipes by which tensors are recomputed; None for all."""
+    recomputes: bool = True
+    """Whether tensors that have a recipe are recomputed; else they are offloaded."""
 
 
 class Pick(Protocol):

@@ -201,7 +201,7 @@ class Recording:
     ) -> ChunkOffloadHandler:
         """Return a chunk for a caller who opens and commits its groups by hand."""
         rules = Rules(min_tensor_bytes, min_tensor_elements)
-        rules.recompute = frozenset() if self.learner.is_open else None
+        rules.recomputes = not self.learner.is_open
         rules.configured = self.recompute
         return ChunkOffloadHandler(self.transfers, self.marks, rules, vp_stage)
 

@@ -97,16 +97,12 @@ class Transfers(Reloads):
         """Drop a block that has a recipe, if its unit is recomputed and it can be; say whether."""
         recipe = block.recipe
         assert recipe is not None
-        is_dropped = block.released  # with a group before this, which shares it
         num_bytes = block.num_bytes
-        if not is_dropped:
-            units = group.rules.recompute
-            is_dropped = units is None or recipe.unit in units
+        if not block.released:  # else it is dropped with a group before this, which shares it
             is_others = block.identity in self.kept_by_others
             refusal = "something else keeps it alive" if is_others else ""
-            refusal = refusal or recipe.bind(block, drops=is_dropped)
+            refusal = refusal or recipe.bind(block, drops=group.rules.recomputes)
             if refusal:
-                block.recipe = None
                 refused = self.stats.refused_recipe_bytes
                 refused[refusal] = refused.get(refusal, 0) + num_bytes
                 if self.by_rows and refusal == INPUT_NOT_SAVED and recipe.unit not in self._said:
@@ -116,10 +112,9 @@ class Transfers(Reloads):
                         "to recompute it would take as much memory",
                         recipe.unit,
                     )
+            if refusal or not group.rules.recomputes:
+                block.recipe = None
                 return False
-        if not is_dropped:
-            block.recipe = None
-            return False
         needs = tuple(sorted(recipe.needs() - {group.key}))
         group.recomputed += (RecomputeUnit(recipe.unit, num_bytes, needs),)
         group.needs += needs

@@ -31,12 +31,8 @@ def rows():
     return torch.randn(ROWS, WIDTH, generator=generator).requires_grad_()
 
 
-def make(manager, function, *inputs, **options):
-    return (
-        recomputable(function, *inputs, **options, manager=manager)
-        if manager
-        else function(*inputs)
-    )
+def make(manager, function, *inputs):
+    return recomputable(function, *inputs, manager=manager) if manager else function(*inputs)
 
 
 def run(manager, forward, *, backward=torch.Tensor.backward):
@@ -230,12 +226,10 @@ def refusals(manager, forward):
     return stats.refused_recipe_bytes
 
 
-def of(function, *, saves=True, unit="by_hand"):
+def of(function, *, saves=True):
     """Return a forward of one group that saves what ``function`` makes of what is saved."""
     return one_group(
-        lambda manager, x: save(
-            save(x, x), make(manager, function, x if saves else x * 1.0, unit=unit)
-        )
+        lambda manager, x: save(save(x, x), make(manager, function, x if saves else x * 1.0))
     )
 
 
@@ -728,19 +722,12 @@ def test_a_commit_that_is_put_off_drops_later():
     assert check(make_manager(checking=True), forward).recomputed_bytes == TENSOR_BYTES
 
 
-def test_a_unit_that_is_off_is_kept_or_moved():
+def test_what_is_open_recomputes_nothing():
     manager = make_manager()
-
-    def forward(manager, x):
-        if manager:
-            manager.cur_forward_chunk().rules.recompute = frozenset({"on"})
-        return of(torch.sin, unit="on")(manager, of(torch.cos, unit="off")(manager, x))
-
-    assert check(manager, forward).recomputed_bytes == TENSOR_BYTES
-    first, second = manager.last_profile.groups
-    assert first.recomputed == ()
-    assert [unit[:2] for unit in second.recomputed] == [("on", TENSOR_BYTES)]
-    assert (first.num_bytes, second.num_bytes) == (2 * TENSOR_BYTES, TENSOR_BYTES)
+    manager.learner.open()
+    check(manager, of(torch.cos))
+    (group,) = manager.last_profile.groups
+    assert (group.recomputed, group.num_bytes) == ((), 2 * TENSOR_BYTES)
 
 
 def test_what_the_program_keeps_is_not_recomputed_and_next_time_not_dropped():

@@ -39,7 +39,7 @@ class Work(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, manager, work, own):
+    def forward(ctx, x, manager, work, own, recompute):
         backend = manager.backend
         backend.advance_compute(work.forward_us)
         saved = [own[0]]
@@ -52,9 +52,9 @@ class Work(torch.autograd.Function):
             ctx.is_back = False
             made = make()
             ctx.is_back = True
-            add_recipe(
-                manager, made, make, [own[distance] for distance in unit.parents], unit=unit[0]
-            )
+            if unit.unit in recompute:
+                parents = [own[distance] for distance in unit.parents]
+                add_recipe(manager, made, make, parents, unit=unit.unit)
             saved.append(made)
         ctx.save_for_backward(*saved)
         ctx.backend, ctx.work = backend, work
@@ -64,7 +64,7 @@ class Work(torch.autograd.Function):
     def backward(ctx, grad):
         assert sum(saved.nbytes for saved in ctx.saved_tensors) == ctx.work.num_bytes
         ctx.backend.advance_compute(ctx.work.backward_us)
-        return grad * 1.0, None, None, None
+        return grad * 1.0, None, None, None, None
 
 
 class Copies(Observer):
@@ -155,8 +155,7 @@ def run_step(manager, job, passes, recompute):
     with manager.step():
         for one in passes:
             if one.kind is PassKind.FORWARD:
-                chunk = manager.begin_chunk(vp_stage=one.stage)
-                chunk.rules.recompute = recompute
+                manager.begin_chunk(vp_stage=one.stage)
                 own, groups = [], job.stages[one.stage].groups
                 x = torch.ones(1, requires_grad=True) * 1.0
                 for work, following in zip_longest(groups, groups[1:]):
@@ -164,7 +163,7 @@ def run_step(manager, job, passes, recompute):
                     own = [torch.zeros(num_bytes, dtype=torch.uint8), *own[:1]]
                     x = start_group(manager, x, work.name)
                     with manager:
-                        y = Work.apply(x, manager, work, own)
+                        y = Work.apply(x, manager, work, own, recompute)
                     if following is None or not any(1 in unit.parents for unit in following.units):
                         own.clear()
                     x = commit_group(manager, y, work.name)
