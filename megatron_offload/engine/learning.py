@@ -20,19 +20,12 @@ from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.transfers import Transfers
 from megatron_offload.planning.policy import ModulesPolicy, kept_by_ratio
 
-_NUM_FITS = 3
-"""How often the host pool is cut to what the last step alone used: each of the first needs less
-than the one before."""
-
-_NUM_STEPS = 8
-"""How many steps have to be alike then: pinning is slow, and unpinning waits for the device."""
+_NUM_ALIKE = 8
+"""How many steps have to be alike: pinning is slow, and unpinning waits for the device."""
 
 _OPEN_SHARE = 0.6
 """Of the device's memory, what may be in use while all that is saved is kept: what comes besides,
 at the head of a model and in backward, is not known yet."""
-
-_LEAST_SURPLUS_SHARE = 0.1
-"""Less of what is pinned remains so."""
 
 _UNLISTED = "its name is not among OffloadConfig.modules"
 
@@ -84,8 +77,8 @@ class Learner:
             lambda name: bool(listed) and not any(fnmatchcase(name, one) for one in listed)
         )
         self._transfers = transfers
-        self._num_fits_left = _NUM_FITS
-        self._peaks: deque[int] = deque(maxlen=_NUM_STEPS)
+        self._may_trim = True
+        self._peaks: deque[int] = deque(maxlen=_NUM_ALIKE)
         self._chosen_by: ModulesPolicy | None = None
         self._largest_bytes = 0
         policy = config.policy if config.enabled else None
@@ -138,9 +131,9 @@ class Learner:
         self._warn_of_names(profile)
         self._fit_host_pool()
         if self.is_steady:
-            if self._num_fits_left == _NUM_FITS and not (self.is_open or self.is_measured):
+            if self._may_trim and not (self.is_open or self.is_measured):
                 self._transfers.backend.trim_device()  # what only the first steps needed
-            self._num_fits_left = max(0, self._num_fits_left - 1)
+            self._may_trim = False
         elif before is not None:
             self._transfers.kept_by_others.clear()
         if has_changed or self.policy != self._chosen_by:
@@ -201,10 +194,8 @@ class Learner:
 
     def is_short_of_memory(self) -> bool:
         """Whether so much is in use that not all that is saved may find room."""
-        capacity_bytes, memory = (
-            self._transfers.backend.capacity_bytes(),
-            self._transfers.backend.memory(),
-        )
+        backend = self._transfers.backend
+        capacity_bytes, memory = backend.capacity_bytes(), backend.memory()
         if capacity_bytes is None or memory is None:
             return False
         return memory.allocated_bytes > _OPEN_SHARE * capacity_bytes
@@ -218,14 +209,10 @@ class Learner:
         """
         pool, peaks = self._transfers.host_pool, self._peaks
         peaks.append(pool.stats.peak_in_use_bytes)
-        at_once = self.is_steady and self._num_fits_left > 0
-        recent = [*peaks][-2 if at_once else 0 :]
-        if len(recent) < (2 if at_once else _NUM_STEPS) or min(recent) != max(recent):
+        if len(peaks) < _NUM_ALIKE or len(set(peaks)) > 1:
             return
-        keep_bytes = pool.pinned_for(recent[-1])
+        keep_bytes = pool.pinned_for(peaks[-1])
         pinned_bytes = pool.stats.slab_bytes_total - pool.bytes_of_graphs
-        surplus_bytes = pinned_bytes - keep_bytes
-        is_much = at_once or surplus_bytes > _LEAST_SURPLUS_SHARE * pinned_bytes
-        if surplus_bytes >= pool.slab_bytes and is_much:
+        if pinned_bytes - keep_bytes >= pool.slab_bytes:
             self._transfers.backend.sync_copies()
             pool.shrink(keep_bytes)
