@@ -16,7 +16,7 @@ from megatron_offload.core.group import GroupState
 from megatron_offload.engine.group import NO_BASE, Block, OffloadGroup
 from megatron_offload.engine.observer import Observer
 from megatron_offload.errors import CorruptionError
-from megatron_offload.memory.tensor_pool import span_bytes
+from megatron_offload.memory.layout import layout_of
 
 _WORD_BYTES = 8
 _CHUNK_WORDS = 1 << 20
@@ -38,10 +38,10 @@ class Checker(Observer):
         """
         parts: _Parts = set()
         for alias in (block.alias, *block.others):
-            size = span_bytes(alias)
-            if block.base != NO_BASE or size <= alias.nbytes:
-                start = int(alias.storage_offset()) * alias.itemsize - block.low
-                parts.add((max(start, 0), min(start + size, block.high - block.low)))
+            layout = layout_of(alias)
+            low, high = layout.low - block.low, layout.high - block.low
+            if block.base != NO_BASE or high - low <= layout.num_bytes:
+                parts.add((max(low, 0), min(high, block.high - block.low)))
         self._left[block] = parts, _sum_of(source, parts)
 
     def block_read(self, block: Block, target: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.graph_break import graph_break
-from megatron_offload.engine.group import ALIGNMENT_BYTES, Block, OffloadGroup, Recipes, Rules
+from megatron_offload.engine.group import Block, OffloadGroup, Recipes, Rules
 from megatron_offload.engine.marks import (
     Marks,
     has_own_bytes,
@@ -22,9 +22,10 @@ from megatron_offload.engine.marks import (
     may_be_activation,
 )
 from megatron_offload.engine.modes import apart, has_modes, is_traced
-from megatron_offload.engine.saved_tensor import LAYOUTS, SavedTensor
+from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.subclasses import inner_tensors, is_wrapper
 from megatron_offload.engine.transfers import Transfers
+from megatron_offload.memory.layout import ALIGNMENT_BYTES, LAYOUTS
 
 _TOO_SMALL = "smaller than what moves (min_tensor_bytes, min_tensor_elements)"
 _IN_PARTS = "made of other tensors, which groups leave whole; OffloadActivations moves parts it can"

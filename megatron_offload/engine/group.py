@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch._C._autograd import _unsafe_set_version_counter
@@ -28,14 +28,9 @@ from megatron_offload.backends.base import Event, Stream
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import Group
 from megatron_offload.core.profile import GroupKey, RecomputeUnit
+from megatron_offload.memory.host_pool import HostRegion
+from megatron_offload.memory.layout import ALIGNMENT_BYTES, TensorLayout, ViewSpec
 from megatron_offload.memory.storage_ref import StorageRef
-
-if TYPE_CHECKING:
-    from megatron_offload.memory.host_pool import HostRegion, ViewSpec
-
-ALIGNMENT_BYTES = 512
-"""A block starts at a multiple of this within its storage, so that a reloaded tensor has the same
-alignment as its source: kernels choose their code path, and so their rounding, by alignment."""
 
 SOURCES: MutableMapping[torch.Tensor, weakref.ref[torch.Tensor]] = WeakIdKeyDictionary()
 """By detached tensor, from what it was detached, where that is not read again: its node alone is
@@ -46,14 +41,6 @@ NO_BASE = id(None)
 """`Record.base` of what is no view."""
 
 
-class TensorLayout(Protocol):
-    """What a strided tensor is within its storage."""
-
-    low: int
-    high: int
-    is_contiguous: bool
-
-
 class Record(Protocol):
     """What stands for a saved tensor."""
 
@@ -61,11 +48,8 @@ class Record(Protocol):
     base: int
     block: Block | None
     group_name: str
+    layout: TensorLayout
     version: int
-
-    @property
-    def layout(self) -> TensorLayout:
-        """What it is within its storage."""
 
 
 class Store(Protocol):

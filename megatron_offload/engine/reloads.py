@@ -24,7 +24,7 @@ from megatron_offload.engine.observer import Observer
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import StateError
 from megatron_offload.memory.host_pool import HostPool, HostRegion
-from megatron_offload.memory.tensor_pool import num_owners
+from megatron_offload.memory.storage_ref import num_owners
 
 
 @dataclass(eq=False, repr=False)

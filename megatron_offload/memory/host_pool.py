@@ -13,18 +13,14 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from megatron_offload.backends.base import Backend, Event
 from megatron_offload.backends.host_limit import default_cap_bytes
 from megatron_offload.core.units import format_bytes
-
-ALIGNMENT_BYTES = 512
-
-ViewSpec: TypeAlias = tuple[int, tuple[torch.Size, torch.dtype] | None]
-"""Bytes of a region, and the shape and dtype to show them in; None for flat bytes."""
+from megatron_offload.memory.layout import ALIGNMENT_BYTES, ViewSpec
 
 _MOST_SHOWN = 8
 """Of the shapes that a program gives the same bytes in turn, so many are kept."""

@@ -1,4 +1,4 @@
-"""A weak reference to a storage, that no interrupt can hurt.
+"""Who owns a storage, and a weak reference to one, that no interrupt can hurt.
 
 PyTorch's own, ``StorageWeakRef``, gives its handle back in a finalizer in Python, which swallows an
 interrupt that comes while it runs. Here a callback in C notes which handles are left, and the next
@@ -43,3 +43,12 @@ class StorageRef:
     def expired(self) -> bool:
         """Whether the storage has gone."""
         return bool(torch.UntypedStorage._expired(self.cdata))
+
+
+use_count_of = torch._C._storage_Use_Count
+"""Counts the owners of the storage with this identity, its ``_cdata``."""
+
+
+def num_owners(storage: torch.UntypedStorage) -> int:
+    """Count the owners of a storage: tensors, and the Python handle itself."""
+    return int(use_count_of(storage._cdata))

@@ -168,20 +168,3 @@ OffloadTensorPool = GPUTensorPool
 """The name in Megatron-core 0.19."""
 
 PoolKey = tuple[tuple[int, ...], torch.dtype]
-
-
-use_count_of = torch._C._storage_Use_Count
-"""Counts the owners of the storage with this identity, its ``_cdata``."""
-
-
-def num_owners(storage: torch.UntypedStorage) -> int:
-    """Count the owners of a storage: tensors, and the Python handle itself."""
-    return int(use_count_of(storage._cdata))
-
-
-def span_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes from a tensor's first element to the end of its last, in its storage."""
-    if tensor.is_contiguous():
-        return tensor.nbytes
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    return tensor.itemsize * (1 + sum((size - 1) * stride for size, stride in sizes))

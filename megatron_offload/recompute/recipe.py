@@ -31,10 +31,10 @@ from megatron_offload.engine.checking import checksum
 from megatron_offload.engine.group import INPUT_NOT_SAVED, Block, BlockRef, Recipe
 from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.modes import has_modes
-from megatron_offload.engine.saved_tensor import LAYOUTS, SavedTensor, changed_in_place
+from megatron_offload.engine.saved_tensor import SavedTensor, changed_in_place
 from megatron_offload.errors import CorruptionError, StateError
+from megatron_offload.memory.layout import layout_of
 from megatron_offload.memory.storage_ref import StorageRef
-from megatron_offload.memory.tensor_pool import span_bytes
 from megatron_offload.recompute.call_state import MODES, CallState
 from megatron_offload.recompute.proof import Proof, Proofs
 from megatron_offload.recompute.random_states import RandomStates
@@ -132,7 +132,7 @@ class Input(SavedTensor):
         recipe: FunctionRecipe | None,
     ) -> None:
         super().__init__(tensor, unit)
-        self.layout = LAYOUTS[tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype]
+        self.layout = layout_of(tensor)
         if not self.is_detached:
             self.detach()
             self.leaf = None  # what a function takes isn't handed to autograd
@@ -242,7 +242,7 @@ class FunctionRecipe:
         taken = (x for x in self.parts if isinstance(x, torch.Tensor))
         if any(x.layout is not torch.strided for x in taken):
             refusal = refusal or "it takes a sparse tensor"
-        if output.storage_offset() or storage.nbytes() > span_bytes(output):
+        if output.storage_offset() or storage.nbytes() > layout_of(output).high:
             refusal = refusal or "its storage holds more"
         if self.depth > _MOST_IN_A_ROW:
             refusal = refusal or f"more than {_MOST_IN_A_ROW} recipes in a row"

@@ -12,8 +12,8 @@ from programs import save_in_group as offload
 
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.marks import _everywhere, mark_everywhere, unmark
-from megatron_offload.engine.saved_tensor import LAYOUTS
 from megatron_offload.errors import InPlaceModificationError
+from megatron_offload.memory.layout import layout_of
 
 
 def make_views():
@@ -386,5 +386,4 @@ def test_bytes_that_groups_share_are_counted_once(monkeypatch):
     [(torch.ones(600)[128:], True), (torch.ones(600)[3:], False), (torch.ones(3, 4).t(), False)],
 )
 def test_host_memory_shows_as_it_was_what_is_contiguous_and_aligned(view, is_shown):
-    layout = LAYOUTS[view.shape, view.stride(), view.storage_offset(), view.dtype]
-    assert (layout.spec is not None) is is_shown
+    assert (layout_of(view).spec is not None) is is_shown
