@@ -194,8 +194,10 @@ class Learner:
 
     def is_short_of_memory(self) -> bool:
         """Whether so much is in use that not all that is saved may find room."""
-        backend = self._transfers.backend
-        capacity_bytes, memory = backend.capacity_bytes(), backend.memory()
+        capacity_bytes, memory = (
+            self._transfers.backend.capacity_bytes(),
+            self._transfers.backend.memory(),
+        )
         if capacity_bytes is None or memory is None:
             return False
         return memory.allocated_bytes > _OPEN_SHARE * capacity_bytes
