@@ -26,9 +26,7 @@ from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.guard import Guard, guarded
-from megatron_offload.engine.hooks import (
-    is_recording,
-)
+from megatron_offload.engine.hooks import is_recording
 from megatron_offload.engine.learning import Learner
 from megatron_offload.engine.marks import Marks
 from megatron_offload.engine.observer import Observer
@@ -36,7 +34,6 @@ from megatron_offload.engine.recording import Recording
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.step import Step
 from megatron_offload.engine.transfers import Transfers
-from megatron_offload.engine.transformer_engine import look_inside
 from megatron_offload.errors import ConfigError, StateError
 from megatron_offload.memory.host_pool import HostPool
 
@@ -230,7 +227,6 @@ class PipelineOffloadManager(Recording):
             self.decisions.chunk.forget_recipes()
         config = self.config
         if config.enabled:
-            look_inside()
             for prepare in self.at_chunk:
                 prepare()
             self.learner.follow(pp_rank, fraction, delta_bytes_across_pp_ranks)

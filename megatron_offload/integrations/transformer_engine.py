@@ -27,10 +27,10 @@ from megatron_offload.engine.marks import unmark
 from megatron_offload.engine.patches import Call, PatchStack
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.subclasses import inner_tensors
-from megatron_offload.engine.transformer_engine import mark_not_offload
 from megatron_offload.errors import IntegrationError
 from megatron_offload.frontends.around import followed
 from megatron_offload.frontends.whole_model import NoOpManager
+from megatron_offload.recompute.transformer_engine import mark_not_offload
 
 _FUSER = "transformer_engine.pytorch.ops.fuser"
 _OPERATION = "transformer_engine.pytorch.ops.op"

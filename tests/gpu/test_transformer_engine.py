@@ -17,13 +17,13 @@ from programs import assert_nothing_left
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_offload.config import OffloadConfig
-from megatron_offload.engine import transformer_engine
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.transformer_engine import inner_tensors
+from megatron_offload.engine.subclasses import inner_tensors
 from megatron_offload.frontends.whole_model import OffloadActivations
 from megatron_offload.integrations import transformer_engine as policy
+from megatron_offload.recompute import transformer_engine
 
 # Read by TransformerEngine where it chooses attention's backward.
 os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")

@@ -10,8 +10,8 @@ import pytest
 import torch
 from programs import TWO_TIMINGS, assert_nothing_left, make_manager
 
-from megatron_offload.engine import transformer_engine
 from megatron_offload.frontends.whole_model import OffloadActivations
+from megatron_offload.recompute import transformer_engine
 
 ROWS, WIDTH = 16, 32
 BYTES = 4 * ROWS * WIDTH
@@ -99,7 +99,7 @@ def test_only_the_activation_moves(modules, timing, kind):
 
 
 def test_grouped_weights_and_those_of_earlier_versions_are_marked_too(modules):
-    transformer_engine.look_inside()
+    transformer_engine.install()
     grouped = modules.grouped_linear._GroupedLinear
     results, _ = grouped._prepare_weights_for_grouped_tensor_gemm([torch.ones(2), torch.ones(2)])
     earlier = modules.base.TransformerEngineBaseModule().get_weight_workspace(tensor=torch.ones(2))
@@ -120,10 +120,10 @@ def test_names_are_put_back(modules):
 
     found = present()
     for _ in range(2):
-        transformer_engine.look_inside()
+        transformer_engine.install()
         installed = present()
         assert all(one is not other for one, other in zip(installed, found, strict=True))
-        transformer_engine.look_inside()
+        transformer_engine.install()
         assert all(one is other for one, other in zip(present(), installed, strict=True))
         transformer_engine.uninstall()
         transformer_engine.uninstall()
@@ -133,5 +133,5 @@ def test_names_are_put_back(modules):
 def test_a_library_that_is_being_imported_is_left_alone(modules, monkeypatch):
     found = modules.linear.quantize_weight
     monkeypatch.delitem(sys.modules, transformer_engine._MODULES[-1])
-    transformer_engine.look_inside()
+    transformer_engine.install()
     assert modules.linear.quantize_weight is found
