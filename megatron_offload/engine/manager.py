@@ -290,8 +290,7 @@ class PipelineOffloadManager(Recording):
         if not step.entered and self.backend.is_capturing():
             self.host_pool.forget_events()  # of steps before; the caller has waited for them
         is_unused = bool(step.committed) and not step.backward_order
-        is_long = len(step.entered) >= _MOST_CHUNKS
-        if is_long:
+        if len(step.entered) >= _MOST_CHUNKS:
             is_over = not any(group.blocks() for group in step.entered[-1].groups)
         else:
             is_over = is_unused and step.is_idle()
@@ -451,19 +450,6 @@ class PipelineOffloadManager(Recording):
     def last_profile(self) -> StepProfile | None:
         """Groups and backward order of the last finished step."""
         return self.learner.profile
-
-    @property
-    def offload_summary_bytes(self) -> dict[str, int]:
-        """What the last step had off the device at its peak, on the host or to be recomputed.
-
-        In bytes, per group name.
-        """
-        return {k: v for k, v in self.last_step.peak_released_bytes_by_name.items() if v}
-
-    @property
-    def offload_summary_total_bytes(self) -> int:
-        """Bytes off the device at the peak; see `offload_summary_bytes`."""
-        return sum(self.offload_summary_bytes.values())
 
     @guarded
     def state_of(self) -> dict[str, Any]:

@@ -342,10 +342,11 @@ class PipelineOffloadManager(metaclass=_OneInProcess):
         return getattr(self.engine, name)
 
     offload_summary_bytes = _reached(
-        "engine.offload_summary_bytes", "Most bytes off the device at a time, by group name."
+        "engine.last_step.peak_released_bytes_by_name",
+        "Most bytes off the device at a time, by group name.",
     )
     offload_summary_total_bytes = _reached(
-        "engine.offload_summary_total_bytes", "Most bytes off the device at a time."
+        "engine.last_step.peak_released_bytes", "Most bytes off the device at a time."
     )
     d2h_stream = _reached("engine.backend.d2h_stream", "The stream that copies to the host.")
     h2d_stream = _reached("engine.backend.h2d_stream", "The stream that copies to the device.")

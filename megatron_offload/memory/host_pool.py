@@ -55,7 +55,7 @@ class Ledger:
     def _keep_peak(self) -> None:
         if self._is_at_peak:
             self._is_at_peak = False
-            self._peak_by_name = dict(self.by_name)
+            self._peak_by_name = dict(+self.by_name)  # without zeros
 
     def add(self, name: str, num_bytes: int) -> None:
         """Count bytes, or count them no more where ``num_bytes`` is negative."""
