@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,27 +18,6 @@ class GroupKey(NamedTuple):
     """Position of the group in its chunk, in the order of the group starts."""
 
 
-class RecomputeUnit(NamedTuple):
-    """What a group saves by recipes of one unit, recomputed in its backward."""
-
-    unit: str
-    num_bytes: int
-    """What is recomputed; 0 where a group before this has counted it."""
-    needs: tuple[GroupKey, ...] = ()
-    """Other groups that hold what it is made from."""
-
-
-def merge_units(parts: Sequence[RecomputeUnit]) -> tuple[RecomputeUnit, ...]:
-    """Return what a group's tensors give by unit, in the order in which units first come."""
-    merged: dict[str, RecomputeUnit] = {}
-    for part in parts:
-        if one := merged.get(part.unit):
-            needs = tuple(sorted({*one.needs, *part.needs}))
-            part = one._replace(num_bytes=one.num_bytes + part.num_bytes, needs=needs)
-        merged[part.unit] = part
-    return tuple(merged.values())
-
-
 class GroupProfile(NamedTuple):
     """One group of a step."""
 
@@ -49,13 +27,8 @@ class GroupProfile(NamedTuple):
     """Bytes that offloading the group copies; zero where it holds nothing worth moving."""
     committed_at_bytes: int = 0
     """When its forward ended, by the clock of `StepProfile.backward_at_bytes`."""
-    recomputed: tuple[RecomputeUnit, ...] = ()
-    """By unit, what it saves that is recomputed."""
-
-    @property
-    def needs(self) -> tuple[GroupKey, ...]:
-        """The groups whose bytes its backward makes its own from."""
-        return tuple(key for unit in self.recomputed for key in unit.needs)
+    needs: tuple[GroupKey, ...] = ()
+    """Other groups whose bytes its backward makes its own from."""
 
 
 @dataclass(frozen=True, slots=True)

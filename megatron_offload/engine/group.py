@@ -27,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from megatron_offload.backends.base import Event, Stream
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import Group
-from megatron_offload.core.profile import GroupKey, RecomputeUnit
+from megatron_offload.core.profile import GroupKey
 from megatron_offload.memory.host_pool import HostRegion
 from megatron_offload.memory.layout import ALIGNMENT_BYTES, TensorLayout, ViewSpec
 from megatron_offload.memory.storage_ref import StorageRef
@@ -364,7 +364,6 @@ class OffloadGroup(Group):
         moving: between the look at its bytes and the decision, the blocks that can be offloaded,
             alive.
         flight: its copies to the host, while they are in flight.
-        recomputed: what of it is recomputed, or could be; set at commit.
         dropped_bytes: what of it is off the device to be recomputed, until backward comes to it,
             by name.
         forced: tensors that something else keeps alive and that are not read again.
@@ -374,7 +373,6 @@ class OffloadGroup(Group):
     dropped_bytes: Mapping[str, int] = MappingProxyType({})
     moving: Sequence[Block] = ()
     flight: Flight | None = None
-    recomputed: tuple[RecomputeUnit, ...] = ()
     leaf_hook: RemovableHandle | None = None
     forced: tuple[weakref.ref[torch.Tensor], ...] = ()
     pick: Pick | None = None

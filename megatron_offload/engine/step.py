@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 
 from megatron_offload.core.group import DONE, RECORDING
-from megatron_offload.core.profile import GroupProfile, StepProfile, merge_units
+from megatron_offload.core.profile import GroupProfile, StepProfile
 from megatron_offload.core.step import StepDecisions
 from megatron_offload.engine.checking import leaks_of
 from megatron_offload.engine.chunk import ChunkOffloadHandler
@@ -83,9 +83,7 @@ class Step(StepDecisions[OffloadGroup]):
     def profile(self) -> StepProfile:
         """Return what the step has shown."""
         groups = (
-            GroupProfile(
-                g.key, g.name, g.num_bytes, g.committed_at_bytes, merge_units(g.recomputed)
-            )
+            GroupProfile(g.key, g.name, g.num_bytes, g.committed_at_bytes, g.needs)
             for g in self.committed
         )
         order, at_bytes = tuple(self.backward_order), tuple(self.backward_at_bytes)

@@ -23,7 +23,7 @@ import torch
 
 from megatron_offload.backends.base import Event, Stream, Wait
 from megatron_offload.core.group import OFFLOADING, ON_HOST, RESIDENT
-from megatron_offload.core.profile import GroupKey, RecomputeUnit
+from megatron_offload.core.profile import GroupKey
 from megatron_offload.core.window import InFlightWindow
 from megatron_offload.engine.group import INPUT_NOT_SAVED, Block, Flight, Lease, OffloadGroup
 from megatron_offload.engine.guard import guarded
@@ -114,9 +114,7 @@ class Transfers(Reloads):
             if refusal or not group.rules.recomputes:
                 block.recipe = None
                 return False
-        needs = tuple(sorted(recipe.needs() - {group.key}))
-        group.recomputed += (RecomputeUnit(recipe.unit, num_bytes, needs),)
-        group.needs += needs
+        group.needs = tuple(sorted({*group.needs, *recipe.needs()} - {group.key}))
         if not block.released:
             for observer in self.observers:
                 observer.block_offloads(block, _region_of(block))
@@ -125,6 +123,7 @@ class Transfers(Reloads):
                 block.name = recipe.unit  # what one call saves may be of several
             name, dropped = block.name, group.dropped_bytes
             self.stats.by_name[name].recomputed_bytes += num_bytes
+            self.stats.recomputed_bytes_by_unit[recipe.unit] += num_bytes
             group.dropped_bytes = {**dropped, name: dropped.get(name, 0) + num_bytes}
             self.host_pool.alone.add(name, num_bytes)
         return True

@@ -108,7 +108,7 @@ class _Tracer(Observer):
         self._live_bytes[group.key] = num_bytes
 
     def group_committed(self, group: OffloadGroup) -> None:
-        self._live_bytes[group.key] -= sum(unit.num_bytes for unit in group.recomputed)
+        self._live_bytes[group.key] -= sum(group.dropped_bytes.values())
         self._sample()
 
     def backward_enters(self, group: OffloadGroup) -> None:

@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import Group, GroupState
-from megatron_offload.core.profile import GroupKey, GroupProfile, RecomputeUnit, StepProfile
+from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile
 from megatron_offload.core.step import StepDecisions
 from megatron_offload.core.trace import ByteCount
 from megatron_offload.core.window import InFlightWindow
@@ -74,7 +74,6 @@ class WorkGroup(Group):
     """A group with the indices of its copies in the program.
 
     Attributes:
-        recomputed: what the engine would learn of it.
         spent_bytes: what a copy to the host still reads of one that backward has left.
     """
 
@@ -86,13 +85,8 @@ class WorkGroup(Group):
     def __init__(self, key: GroupKey, work: GroupWork, budget: DeviceBudget) -> None:
         super().__init__(key, work.name, budget)
         self.num_bytes = work.num_bytes
-        units = []
-        for unit in work.recomputed:
-            needs = tuple(GroupKey(key.chunk, key.order - one) for one in unit.parents if one)
-            units.append(RecomputeUnit(unit.unit, unit.num_bytes, needs))
-        self.recomputed = tuple(units)
-        needs_of_all = {one for unit in units for one in unit.needs}
-        self.needs = tuple(sorted(needs_of_all, reverse=True))
+        parents = {one for unit in work.recomputed for one in unit.parents if one}
+        self.needs = tuple(GroupKey(key.chunk, key.order - one) for one in sorted(parents))
 
 
 _Part: TypeAlias = tuple[GroupWork, WorkGroup | None]
@@ -138,7 +132,7 @@ class _Replay:
             for group in seen if is_forward else reversed(seen):
                 key, num_bytes = group.key, group.num_bytes
                 if is_forward:
-                    known = (key, group.name, num_bytes, seen_bytes, group.recomputed)
+                    known = (key, group.name, num_bytes, seen_bytes, group.needs)
                     groups.append(GroupProfile(*known))
                     self._budget.add_saved(num_bytes, num_bytes, is_learned=True)
                 else:

@@ -321,7 +321,7 @@ def train(model, case, manager=None):
                         for n, g in stats.by_name.items()
                         if g.offloaded_bytes or g.recomputed_bytes
                     ),
-                    "remade": sorted({u.unit for g in groups_of(manager) for u in g.recomputed}),
+                    "remade": sorted(stats.recomputed_bytes_by_unit),
                     "groups": {name: g.num_groups for name, g in stats.by_name.items()},
                     "summary": manager.offload_summary_bytes,
                     "left": manager.state_of(),
