@@ -281,10 +281,6 @@ def evaluate(model, case):
     model.train()
 
 
-def groups_of(manager):
-    return manager.last_profile.groups if manager.last_profile else ()
-
-
 def is_captured(case, step, manager):
     """Whether a step is captured as if into a graph: the last of some cases."""
     return "captured" in case and manager is not None and step == STEPS - 1
