@@ -642,13 +642,13 @@ def test_the_callback_after_warm_up_learns_and_prints(manager, x, weight, capsys
     manager.post_warmup_callback()
     text = capsys.readouterr().out
     assert "mlp" in text
-    assert manager.last_profile is not None
+    assert manager.learner.profile is not None
     assert format_bytes(manager.offload_summary_bytes["mlp"], 2) in text
     begin(manager)
     y = layer(x, weight)
-    profile = manager.last_profile
+    profile = manager.learner.profile
     manager.post_warmup_callback()
-    assert manager.last_profile is profile, "a graph is alive, so the step goes on"
+    assert manager.learner.profile is profile, "a graph is alive, so the step goes on"
     y.sum().backward()
 
 

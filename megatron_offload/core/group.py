@@ -40,11 +40,6 @@ MOVES: dict[GroupState, frozenset[GroupState]] = {
 """The whole state table: from each state, the states it may move to."""
 
 
-def label_of(name: str, key: GroupKey) -> str:
-    """Return what to call a group in messages and traces."""
-    return f"{name}[chunk {key.chunk}, group {key.order}]"
-
-
 class Group(abc.ABC):
     """One layer group of one chunk.
 
@@ -73,8 +68,8 @@ class Group(abc.ABC):
 
     @property
     def label(self) -> str:
-        """See `label_of`."""
-        return label_of(self.name, self.key)
+        """What to call it in messages and traces."""
+        return f"{self.name}[chunk {self.key.chunk}, group {self.key.order}]"
 
     @property
     def clock_bytes(self) -> int:

@@ -29,7 +29,7 @@ from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import Group
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.memory.host_pool import HostRegion
-from megatron_offload.memory.layout import ALIGNMENT_BYTES, TensorLayout, ViewSpec
+from megatron_offload.memory.layout import ALIGNMENT_BYTES, TensorLayout, ViewSpec, bytes_of
 from megatron_offload.memory.storage_ref import StorageRef
 
 SOURCES: MutableMapping[torch.Tensor, weakref.ref[torch.Tensor]] = WeakIdKeyDictionary()
@@ -244,8 +244,7 @@ class Block:
         storage = torch.UntypedStorage._new_with_weak_ptr(self.storage_ref.cdata)
         if storage is None or storage.data_ptr() != self.address:
             return None
-        view = torch.empty(0, dtype=torch.uint8, device=storage.device)
-        return view.set_(storage, self.low, (self.high - self.low,), (1,))
+        return bytes_of(storage, self.low, self.high)
 
     def covers(self, low: int, high: int) -> bool:
         """Whether the byte range lies inside the region."""

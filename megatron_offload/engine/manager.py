@@ -20,7 +20,6 @@ from megatron_offload.backends.base import Backend
 from megatron_offload.config import OffloadConfig
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.policy_config import SolvedConfig
-from megatron_offload.core.profile import StepProfile
 from megatron_offload.engine.checking import Checker
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.graph_break import graph_break
@@ -445,11 +444,6 @@ class PipelineOffloadManager(Recording):
     def last_step(self) -> StepStats:
         """Counters of the last finished step; until one is finished, of the one that runs."""
         return self._last_step or self.transfers.counted()
-
-    @property
-    def last_profile(self) -> StepProfile | None:
-        """Groups and backward order of the last finished step."""
-        return self.learner.profile
 
     @guarded
     def state_of(self) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from megatron_offload.engine.observer import Observer
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import StateError
 from megatron_offload.memory.host_pool import HostPool, HostRegion
+from megatron_offload.memory.layout import bytes_of
 from megatron_offload.memory.storage_ref import num_owners
 
 
@@ -194,9 +195,7 @@ class Reloads:
             for observer in self.observers:
                 observer.recomputed(block, made)
             if block.low or not made.is_contiguous():
-                region = made.new_empty(0, dtype=torch.uint8)
-                size = (block.high - block.low,)
-                made = region.set_(made.untyped_storage(), block.low, size, (1,))
+                made = bytes_of(made.untyped_storage(), block.low, block.high)
             block.made = stream, made
         target = block.made[1]
         for observer in self.observers:

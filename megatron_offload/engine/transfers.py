@@ -13,7 +13,6 @@ keeps on the device isn't copied any more from the next step on.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import repeat
@@ -30,7 +29,13 @@ from megatron_offload.engine.guard import guarded
 from megatron_offload.engine.reloads import Reloads
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.memory.host_pool import HostRegion
-from megatron_offload.memory.storage_ref import StorageRef, num_owners, use_count_of
+from megatron_offload.memory.layout import bytes_of
+from megatron_offload.memory.storage_ref import (
+    StorageRef,
+    has_no_other,
+    num_owners,
+    use_count_of,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -304,7 +309,7 @@ class Transfers(Reloads):
                 continue
             if is_sole_owner:
                 block.storage_key = 0  # another storage may be found under it from here on
-            elif block.forced_by and _has_no_other(storage, block.forced_by):
+            elif block.forced_by and has_no_other(storage, block.forced_by):
                 storage.resize_(0)
                 block.storage_key = 0
             else:
@@ -347,7 +352,7 @@ class Transfers(Reloads):
         copied = (alias.untyped_storage()._cdata for one in flights for alias in one.aliases)
         if storage._cdata in copied:
             return
-        region = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        region = bytes_of(storage)
         with self.backend.computing_on(stream):
             self.backend.note_produced(region, label)  # all of it, though parts alone are copied
             self.backend.note_freed(region, label, sole_owner=is_sole_owner)
@@ -433,36 +438,15 @@ class Transfers(Reloads):
 
 def _region_of(block: Block) -> torch.Tensor:
     """Return the bytes of a block that has its source."""
-    source = block.alias
     if block.spec[1] is not None:
-        return source
-    region = torch.empty(0, dtype=torch.uint8, device=source.device)
-    return region.set_(source.untyped_storage(), block.low, (block.num_bytes,), (1,))
+        return block.alias
+    return bytes_of(block.alias.untyped_storage(), block.low, block.high)
 
 
 def _count_users(region: HostRegion) -> int:
     """Count the blocks that are alive and have their data in a region."""
     blocks = (found() for found in region.owners)
     return sum(block is not None and block.region is region for block in blocks)
-
-
-def _has_no_other(storage: torch.UntypedStorage, owners: Iterable[ref[torch.Tensor]]) -> bool:
-    """Whether nothing has a storage but these tensors and what they are views of, in Python alone.
-
-    Another tensor may be read, an input that a norm before the group has saved, say; and so may one
-    of these that a node of no group has saved.
-    """
-    alive = [tensor for owner in owners if (tensor := owner()) is not None]
-    alive += [tensor._base for tensor in alive if tensor._base is not None]
-    known = {id(x): x for x in alive if x.untyped_storage()._cdata == storage._cdata}
-    if num_owners(storage) > len(known) + 1:  # the Python handle
-        return False
-    views = Counter(id(x._base) for x in known.values() if x._base is not None)
-    for key, x in known.items():
-        has_accumulator = x.is_leaf and x.requires_grad  # the node that sums its gradient has it
-        if x._use_count() > 1 + views[key] + has_accumulator:  # type: ignore[attr-defined]
-            return False
-    return True
 
 
 def _is_kept_by_others(block: Block) -> bool:

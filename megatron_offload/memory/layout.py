@@ -83,3 +83,10 @@ LAYOUTS = _Layouts()
 def layout_of(tensor: torch.Tensor) -> TensorLayout:
     """Return the layout of a strided tensor."""
     return LAYOUTS[tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype]
+
+
+def bytes_of(storage: torch.UntypedStorage, low: int = 0, high: int | None = None) -> torch.Tensor:
+    """Return the flat bytes of a storage from one to another, by default all."""
+    num_bytes = (storage.nbytes() if high is None else high) - low
+    flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return flat.set_(storage, low, (num_bytes,), (1,))

@@ -8,7 +8,8 @@ reference that is made frees them.
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterable
 
 import torch
 
@@ -52,3 +53,24 @@ use_count_of = torch._C._storage_Use_Count
 def num_owners(storage: torch.UntypedStorage) -> int:
     """Count the owners of a storage: tensors, and the Python handle itself."""
     return int(use_count_of(storage._cdata))
+
+
+def has_no_other(
+    storage: torch.UntypedStorage, owners: Iterable[weakref.ref[torch.Tensor]]
+) -> bool:
+    """Whether nothing has a storage but these tensors and what they are views of, in Python alone.
+
+    Another tensor may be read, an input that a norm before the group has saved, say; and so may one
+    of these that a node of no group has saved.
+    """
+    alive = [tensor for owner in owners if (tensor := owner()) is not None]
+    alive += [tensor._base for tensor in alive if tensor._base is not None]
+    known = {id(x): x for x in alive if x.untyped_storage()._cdata == storage._cdata}
+    if num_owners(storage) > len(known) + 1:  # the Python handle
+        return False
+    views = Counter(id(x._base) for x in known.values() if x._base is not None)
+    for key, x in known.items():
+        has_accumulator = x.is_leaf and x.requires_grad  # the node that sums its gradient has it
+        if x._use_count() > 1 + views[key] + has_accumulator:  # type: ignore[attr-defined]
+            return False
+    return True

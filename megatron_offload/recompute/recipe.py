@@ -33,7 +33,7 @@ from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.modes import has_modes
 from megatron_offload.engine.saved_tensor import SavedTensor, changed_in_place
 from megatron_offload.errors import CorruptionError, StateError
-from megatron_offload.memory.layout import layout_of
+from megatron_offload.memory.layout import bytes_of, layout_of
 from megatron_offload.memory.storage_ref import StorageRef
 from megatron_offload.recompute.call_state import MODES, CallState
 from megatron_offload.recompute.proof import Proof, Proofs
@@ -358,6 +358,4 @@ class FunctionRecipe:
 
 def sum_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the checksum of the bytes of a tensor's storage, on its device."""
-    storage = tensor.untyped_storage()
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return checksum(flat.set_(storage, 0, (storage.nbytes(),), (1,)))
+    return checksum(bytes_of(tensor.untyped_storage()))

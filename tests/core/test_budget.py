@@ -101,7 +101,7 @@ def test_while_the_pipeline_fills_copies_take_the_room_that_nothing_needs_yet():
         run_step(model, manager, ORDER)
     counts = watch(manager)
     run_step(model, manager, ORDER)
-    num_groups = len(manager.last_profile.groups) // 8
+    num_groups = len(manager.learner.profile.groups) // 8
     filling = counts[: 4 * num_groups]  # the first four of six forwards
     assert not any(held for _, held in filling), "nothing of it is needed soon"
     assert max(inflight for inflight, _ in filling) > 8 * KIB
@@ -114,7 +114,7 @@ def test_what_is_needed_at_once_is_not_offloaded():
     order = [("F", 0), ("F", 1), ("B", 1), ("F", 2), ("B", 2), ("B", 0)]
     for _ in range(2):
         run_step(model, manager, order)
-    num_bytes = {group.key: group.num_bytes for group in manager.last_profile.groups}
+    num_bytes = {group.key: group.num_bytes for group in manager.learner.profile.groups}
     of_chunk = [sum(n for key, n in num_bytes.items() if key.chunk == c) for c in range(3)]
     assert 2 * of_chunk[1] <= 80 * KIB, "forward and backward of a chunk are within the total"
     assert manager.last_step.offloaded_bytes == of_chunk[0]

@@ -168,7 +168,7 @@ def test_a_traced_step_is_the_same_step(timing, inflight_bytes):
     for _ in range(4):
         run_step(model, untraced, ORDER)
     assert manager.last_step == untraced.last_step
-    assert manager.last_profile == untraced.last_profile
+    assert manager.learner.profile == untraced.learner.profile
     assert manager.backend.stall_us == untraced.backend.stall_us
     assert trace.num_bytes["d2h"] == manager.last_step.offloaded_bytes > 0
     assert trace.num_bytes["h2d"] == manager.last_step.reloaded_bytes > 0

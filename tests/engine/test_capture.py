@@ -130,10 +130,10 @@ def test_what_was_reloaded_and_was_not_read_is_joined_too():
 
 def test_nothing_is_learned_from_it():
     model, manager = settled()
-    profile = manager.last_profile
+    profile = manager.learner.profile
     with manager.backend.capture():
         run_step(model, manager, [("F", 0), ("B", 0)])
-    assert manager.last_profile is profile
+    assert manager.learner.profile is profile
     assert manager.learner.is_steady
 
 

@@ -365,7 +365,7 @@ def test_a_step_that_ends_after_a_failed_call_teaches_nothing(monkeypatch):
         run_forwards_and_backwards(model, manager)
     trap.disarm()
     manager.reset()
-    assert manager.last_profile is None
+    assert manager.learner.profile is None
     assert not manager.guard.has_failed
     gc.collect()
     assert_nothing_left(manager)

@@ -45,9 +45,9 @@ def test_evaluation_passes_shift_nothing(grad):
             for _ in range(2):
                 forward(model, manager)
         check_steps(model, manager, ORDER)
-    profile = manager.last_profile
+    profile = manager.learner.profile
     run_step(model, manager, ORDER)
-    assert manager.last_profile == profile
+    assert manager.learner.profile == profile
     assert manager.last_step.num_late_reloads == 0
 
 

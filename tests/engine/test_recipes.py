@@ -210,7 +210,7 @@ def test_what_it_is_made_of_is_reloaded_before_it():
 
     manager = make_manager("eager", prefetch_bytes=2 * TENSOR_BYTES)
     stats = check(manager, forward)
-    source, *_, user, _ = manager.last_profile.groups
+    source, *_, user, _ = manager.learner.profile.groups
     assert (source.num_bytes, user.num_bytes) == (2 * TENSOR_BYTES, 0)
     assert user.needs == (source.key,)
     assert stats.recomputed_bytes_by_unit == {"by_hand": TENSOR_BYTES}
@@ -726,7 +726,7 @@ def test_what_is_open_recomputes_nothing():
     manager = make_manager()
     manager.learner.open()
     assert check(manager, of(torch.cos)).recomputed_bytes == 0
-    (group,) = manager.last_profile.groups
+    (group,) = manager.learner.profile.groups
     assert group.num_bytes == 2 * TENSOR_BYTES
 
 

@@ -83,7 +83,7 @@ def test_a_ratio_moves_that_share_of_the_bytes_after_a_failed_step_too():
     run_step(model, manager, order)
     for _ in range(2):
         check_steps(model, manager, order)
-        sizes = [group.num_bytes for group in manager.last_profile.groups]
+        sizes = [group.num_bytes for group in manager.learner.profile.groups]
         missing = 0.3 * sum(sizes) - manager.last_step.offloaded_bytes
         assert 0 <= missing < max(sizes)
         kept = manager.learner.kept

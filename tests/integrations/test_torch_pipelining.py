@@ -105,7 +105,7 @@ def test_groups_are_named_by_stage_and_evaluation_moves_nothing(schedule):
         schedule.step(x, target=target)
         assert set(offload.last_step.by_name) == {"stage 0"}
         assert offload.last_step.by_name["stage 0"].num_groups >= 2
-        keys = [group.key for group in offload.manager.last_profile.groups]
+        keys = [group.key for group in offload.manager.learner.profile.groups]
         assert {key.chunk for key in keys} == {0, 1}, "one chunk for each microbatch"
 
 
