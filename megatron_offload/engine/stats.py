@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -83,7 +82,7 @@ class StepStats(OldAttributes):
     leaks: tuple[str, ...] = ()
     """In checking mode, the groups that still held memory when the step ended."""
 
-    recomputed_bytes_by_unit: Counter[str] = field(default_factory=Counter)
+    recomputed_bytes_by_unit: dict[str, int] = field(default_factory=dict)
     """What was dropped to be recomputed, by kind and pattern of `OffloadConfig.recompute`."""
     proven_bytes: int = 0
     """Bytes that were recomputed and compared with what was saved."""

@@ -127,8 +127,9 @@ class Transfers(Reloads):
             if group.pick is not None and group.pick.drops_only:
                 block.name = recipe.unit  # what one call saves may be of several
             name, dropped = block.name, group.dropped_bytes
+            by_unit = self.stats.recomputed_bytes_by_unit
+            by_unit[recipe.unit] = by_unit.get(recipe.unit, 0) + num_bytes
             self.stats.by_name[name].recomputed_bytes += num_bytes
-            self.stats.recomputed_bytes_by_unit[recipe.unit] += num_bytes
             group.dropped_bytes = {**dropped, name: dropped.get(name, 0) + num_bytes}
             self.host_pool.alone.add(name, num_bytes)
         return True
