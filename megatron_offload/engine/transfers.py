@@ -98,7 +98,7 @@ class Transfers(Reloads):
         group.moving, group.num_bytes = moving, num_bytes
 
     def _drops(self, group: OffloadGroup, block: Block) -> bool:
-        """Drop a block that has a recipe, if its unit is recomputed and it can be; say whether."""
+        """Drop a block that has a recipe, if it is to be and can be; say whether."""
         recipe = block.recipe
         assert recipe is not None
         num_bytes = block.num_bytes
