@@ -77,7 +77,7 @@ def description() -> str:
 
     return (
         "# Keys of a described job\n\n"
-        "What a YAML file for `--model` of `megatron-offload plan`, `simulate` and `doctor` says "
+        "What a YAML file for `--model` of `megatron-offload plan` and `simulate` says "
         "about a job that need not run. [What is predicted from it](../simulation.md).\n\n"
         + "".join(_section(JobDescription, ""))
     )

@@ -1,7 +1,6 @@
 """Say what is wrong with this machine for offload, and measure how fast its GPUs copy.
 
-reads    this machine: GPUs, their copies, host memory, environment, versions; needs no root; and
-         the YAML of --model
+reads    this machine: GPUs, their copies, host memory, environment, versions; needs no root
 prints   what was looked at, what was found, and what to do
 writes   --output: all of it as JSON, which 'megatron-offload plan --machine FILE' reads
 
@@ -20,10 +19,8 @@ from pydantic_settings import CliToggleFlag
 from rich.text import Text
 
 from megatron_offload.cli.options import Options, writing
-from megatron_offload.config import find_config
 from megatron_offload.files.text import replace_text
 from megatron_offload.machine.examine import Examination, examine
-from megatron_offload.planning.description import load_description
 from megatron_offload.report.console import console, plain_table
 
 
@@ -33,21 +30,13 @@ class Given(Options):
     no_bandwidth: CliToggleFlag[bool] = False
     """Don't measure."""
 
-    model: Path | None = None
-    """A described job, as of 'plan': says what its optimizer offload takes of host memory and link,
-    if it has model.optimizer_host_bytes_per_parameter."""
-
     output: Path | None = None
     """Write JSON here."""
 
 
 def run(given: Given) -> int:
     """Look at the machine and print what was found; return the exit status."""
-    own = 0
-    if given.model is not None:
-        job = load_description(find_config(given.model, kind="models")).job()
-        own = max(job.optimizer_host_bytes)
-    examination = examine(bandwidth=not given.no_bandwidth, optimizer_bytes=own)
+    examination = examine(bandwidth=not given.no_bandwidth)
     styles = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
     rows = (
         [Text(one.level, styles[one.level]), one.title, one.found, one.advice]

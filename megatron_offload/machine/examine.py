@@ -58,14 +58,10 @@ class Examination:
 def examine(
     *,
     bandwidth: bool = True,
-    optimizer_bytes: int = 0,
     environ: Mapping[str, str] = os.environ,
     root: Path = Path("/"),
 ) -> Examination:
-    """Look at everything; ``bandwidth`` takes some seconds and wants idle GPUs.
-
-    ``optimizer_bytes`` is what optimizer offload is to keep on the host for a GPU.
-    """
+    """Look at everything; ``bandwidth`` takes some seconds and wants idle GPUs."""
     names: Sequence[str] = ()
     profile = None
     try:
@@ -81,13 +77,9 @@ def examine(
         except BandwidthError as error:
             advice = "see that the GPUs are free, and what the findings on host memory say"
             findings.append(Finding("error", "bandwidth", str(error), advice))
-    num_ranks = max(1, len(names))
-    if optimizer_bytes:
-        rates = profile.gpus if profile else ()
-        findings.append(check_optimizer(num_ranks, optimizer_bytes, rates, root=root))
     versions = ", ".join(f"{name} {version}" for name, version in found_versions().items())
     findings += [
-        check_host_memory(num_ranks, OffloadConfig().host_slab_bytes, root=root),
+        check_host_memory(max(1, len(names)), OffloadConfig().host_slab_bytes, root=root),
         *check_environment(environ),
         Finding("ok", "versions", versions),
     ]
@@ -137,23 +129,6 @@ def check_host_memory(num_ranks: int, slab_bytes: int, *, root: Path = Path("/")
     advice = "free memory, raise the control group's limit (the container's --memory), or set "
     advice += "host_memory_bytes; over it, tensors are kept on the device"
     return Finding("warning", "host memory", found, advice)
-
-
-def check_optimizer(
-    num_ranks: int, num_bytes: int, gpus: Sequence[CopyRates], *, root: Path = Path("/")
-) -> Finding:
-    """Say what an optimizer on the host takes of its memory and of the link."""
-    free_bytes = default_cap_bytes(1.0, {"LOCAL_WORLD_SIZE": str(num_ranks)}, root=root)
-    found = f"{format_bytes(num_bytes)} of {format_bytes(free_bytes)} of a rank's host memory for "
-    found += f"the optimizer; a step copies {format_bytes(num_bytes // 4)} each way"
-    if gpus:
-        us = max(num_bytes / 4e3 * (1 / g.node_d2h_gbps + 1 / g.node_h2d_gbps) for g in gpus)
-        found += f", {us / 1e3:.1f} ms one after the other"
-    if 2 * num_bytes <= free_bytes:
-        return Finding("ok", "optimizer offload", found)
-    advice = f"set host_memory_bytes to no more than {format_bytes(max(0, free_bytes - num_bytes))}"
-    advice += ": half of what is free may be pinned before the optimizer takes its own"
-    return Finding("warning", "optimizer offload", found, advice)
 
 
 def check_environment(environ: Mapping[str, str]) -> list[Finding]:

@@ -27,10 +27,6 @@ machine:
   gpus_per_node: 2
 """
 
-OFFLOADED = """heads: 8
-  optimizer_host_bytes_per_parameter: 8"""
-"""In the place of "heads: 8" of `SMALL`, half of Adam's 16 bytes."""
-
 RATES = {
     "d2h_gbps": 50.0,
     "h2d_gbps": 54.0,

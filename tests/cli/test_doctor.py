@@ -7,7 +7,6 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 
 import pytest
-from jobs import OFFLOADED, SMALL, described
 
 from megatron_offload.cli import doctor
 from megatron_offload.cli.main import read_command
@@ -42,9 +41,8 @@ class Machine:
         self.examination = Examination((FINE, MARKUP), PROFILE)
         self.asked = []
 
-    def examine(self, *, bandwidth, optimizer_bytes):
+    def examine(self, *, bandwidth):
         self.asked.append(bandwidth)
-        self.optimizer_bytes = optimizer_bytes
         return self.examination
 
 
@@ -76,12 +74,3 @@ def test_json_holds_all_that_was_found(machine, tmp_path):
     machine.examination = Examination((FINE,), None)
     doctor.run(options_of("--output", str(output)))
     assert json.loads(output.read_text())["profile"] is None
-
-
-def test_a_described_job_says_what_its_optimizer_keeps_on_the_host(machine, tmp_path):
-    path = described(tmp_path, SMALL.replace("heads: 8", OFFLOADED))
-    assert doctor.run(options_of("--model", str(path))) == 0
-    # Of the second rank: two layers, the head and the last norm.
-    assert machine.optimizer_bytes == 8 * (2 * (12 * 1024**2 + 2 * 1024) + 1001 * 1024)
-    doctor.run(options_of())
-    assert machine.optimizer_bytes == 0

@@ -78,28 +78,6 @@ def test_what_each_rank_may_pin_is_reported(tmp_path, monkeypatch):
     assert "less than one slab of 256.0 MiB" in check(4).found
 
 
-@pytest.mark.parametrize(
-    ("gib", "num_ranks", "level", "advised"),
-    [
-        (16, 1, "ok", ""),
-        (16, 4, "warning", "no more than 9.0 GiB"),
-        (40, 4, "warning", "no more than 0 B"),
-    ],
-)
-def test_an_optimizer_on_the_host_takes_of_what_may_be_pinned(
-    tmp_path, gib, num_ranks, level, advised
-):
-    free(tmp_path, 100 * GIB_IN_KIB)
-    rates = make_rates(node=25.0)
-    finding = checks.check_optimizer(num_ranks, gib << 30, [rates], root=tmp_path)
-    assert finding.level == level
-    assert finding.found.startswith(f"{gib}.0 GiB of {100 // num_ranks}.0 GiB of a rank's")
-    us = 2 * (gib << 30) / 4 / 25e3
-    assert f"copies {gib / 4:.1f} GiB each way, {us / 1e3:.1f} ms one" in finding.found
-    assert advised in finding.advice
-    assert " ms" not in checks.check_optimizer(1, 1 << 30, [], root=tmp_path).found
-
-
 # Versions
 
 

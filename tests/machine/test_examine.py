@@ -66,12 +66,6 @@ def test_without_a_measurement_no_copies_are_reported(machine):
     assert "GPU 0: copies" not in [finding.title for finding in examination.findings]
 
 
-def test_an_optimizer_on_the_host_is_reported_where_a_job_has_one(machine):
-    titles = [finding.title for finding in machine.examine(optimizer_bytes=1 << 30).findings]
-    assert titles.count("optimizer offload") == 1
-    assert "optimizer offload" not in [finding.title for finding in machine.examine().findings]
-
-
 def test_a_measurement_that_fails_is_an_error_and_the_rest_is_reported(machine):
     machine.error = BandwidthError("measuring GPU 1 failed: pinning failed")
     examination = machine.examine()
