@@ -90,7 +90,6 @@ class LayeredJob(MeteredJob):
         self.us_per_row = us_per_row
         config = make_config(max_inflight_bytes=None, prefetch_bytes=None, **settings)
         self.meter_device(config, gbps, capacity_bytes)
-        self.backend.peak_allocated_bytes = lambda: self.most_bytes
         self.net = LayeredNet(self, layer, num_layers)
         self.meter_activations(self.net)
         self.steps = []

@@ -34,7 +34,9 @@ class MeteredJob:
         update = {"d2h_gbps": gbps, "h2d_gbps": gbps, "poison": False, "check_hazards": False}
         self.backend = SimulatedBackend(config.simulated.model_copy(update=update))
         self.backend.capacity_bytes = lambda: self.capacity_bytes
-        self.backend.memory = lambda: DeviceMemory(self.meter.live_bytes, self.meter.peak_bytes)
+        self.backend.memory = lambda: DeviceMemory(
+            self.meter.live_bytes, self.meter.peak_bytes, self.most_bytes
+        )
         self.backend.trim_device = lambda: self.meter.reset_peak()
         self.manager = PipelineOffloadManager(config, backend=self.backend)
 

@@ -316,7 +316,7 @@ class RowSearch(OldAttributes):
         if backend.is_capturing():
             return None, 0
         is_asked = isinstance(self._policy, MemoryTargetConfig)
-        reserved_bytes = (backend.reserved_bytes() or 0) if is_asked else 0
+        reserved_bytes = backend.memory().reserved_bytes if is_asked else 0
         mark = None if self.is_converged else backend.timestamp(backend.compute_stream())
         return mark, reserved_bytes
 
@@ -395,7 +395,7 @@ class RowSearch(OldAttributes):
         if not backend.sync_elapsed_us(*self._last):
             self._stop(NO_CLOCK, "")
             return
-        needed_bytes = self._bare_bytes = backend.peak_allocated_bytes() + released_bytes
+        needed_bytes = self._bare_bytes = backend.memory().peak_allocated_bytes + released_bytes
         capacity_bytes = backend.capacity_bytes() or math.inf
         self._is_tight = released_bytes > 0 and needed_bytes > _MOST_SHARE * capacity_bytes
         if self._is_tight and manager.rows is None:
@@ -424,7 +424,7 @@ class RowSearch(OldAttributes):
         if not (self._is_tight or holds_back):
             for _ in range(_NUM_BARE):
                 yield "bare"
-            self._bare_bytes = backend.peak_allocated_bytes()
+            self._bare_bytes = backend.memory().peak_allocated_bytes
             sizes = self._sizes[-_NUM_BARE:]
             longest = max(sizes)
             times.sizes = [x / self._look_size for x in sizes if x >= _MEASURED_SHARE * longest]
@@ -573,7 +573,7 @@ class RowSearch(OldAttributes):
         has = {
             "num_inflight": self._num_inflight,
             "bare_bytes": self._bare_bytes,
-            "reserved_bytes": None if memory is None else memory.reserved_bytes,
+            "reserved_bytes": memory.reserved_bytes or None,
             "target_bytes": self._target_bytes,
             # In a pipeline, and among ranks, what one forward needs isn't the peak of a step.
             "tokens": self._tokens if is_of_one and self._has_lengths else [],
@@ -623,7 +623,7 @@ class RowSearch(OldAttributes):
         busy = busy_share(self._tokens, plan.min_tokens, self._growth)
         said["slowdown"], said["num_steps"] = self._slowdown(busy), num_steps
         is_trimmed = self._target_bytes is not None  # to have it anew takes a step long
-        said["reserved_bytes"] = (manager.backend.reserved_bytes() or 0) if is_trimmed else 0
+        said["reserved_bytes"] = manager.backend.memory().reserved_bytes if is_trimmed else 0
 
     def _prepare(self, plan: Plan) -> Generator[_Kind, None, None]:
         """Let memory be touched that the plan will pin; wait for it, but not for other ranks."""
@@ -798,7 +798,7 @@ class RowSearch(OldAttributes):
         """Follow a plan under which a forward fits that is larger than all before; it has begun."""
         manager, groups, stage = self.manager, self._groups(), self._own
         capacity_bytes, memory = manager.backend.capacity_bytes(), manager.backend.memory()
-        if capacity_bytes is None or memory is None or groups is None or stage is None:
+        if capacity_bytes is None or groups is None or stage is None:
             return
         room_bytes = _MOST_FILLED * capacity_bytes - memory.allocated_bytes
         saved_bytes = (self._bare_bytes - memory.allocated_bytes) * size / self._size_of_bare

@@ -39,11 +39,14 @@ class Wait(enum.Enum):
 
 
 class DeviceMemory(NamedTuple):
-    """What the process has of the device's memory."""
+    """What the process has of the device's memory; 0 where unknown."""
 
-    allocated_bytes: int
-    reserved_bytes: int
-    """Allocated or cached."""
+    allocated_bytes: int = 0
+    reserved_bytes: int = 0
+    """Taken and not handed back: allocated or cached."""
+    peak_allocated_bytes: int = 0
+    num_out_of_memory: int = 0
+    """How often memory could not be had so far."""
 
 
 class Backend(abc.ABC):
@@ -112,26 +115,13 @@ class Backend(abc.ABC):
         wait for the compute stream's present point (W6).
         """
 
-    def reserved_bytes(self) -> int | None:
-        """Return the device memory that the process has taken and not handed back, if known."""
-        found = self.memory()
-        return None if found is None else found.reserved_bytes
-
     def capacity_bytes(self) -> int | None:
         """Return the most device memory that the process can reserve now, if known."""
         return None
 
-    def memory(self) -> DeviceMemory | None:
-        """Return what is allocated and reserved, by the order of the host's calls, if known."""
-        return None
-
-    def peak_allocated_bytes(self) -> int:
-        """Return the most memory that was in use so far; 0 where unknown."""
-        return 0
-
-    def num_out_of_memory(self) -> int:
-        """Return how often memory could not be had so far."""
-        return 0
+    def memory(self) -> DeviceMemory:
+        """Return what is allocated and reserved, by the order of the host's calls."""
+        return DeviceMemory()
 
     def trim_device(self) -> None:
         """Hand device memory that is cached and unused back; may block the host."""

@@ -192,16 +192,10 @@ class CudaBackend(Backend):
         # `memory_stats` would flatten and sort a hundred other numbers first.
         found = torch.cuda.memory_stats_as_nested_dict(self.device)
         if not found:  # nothing was ever allocated
-            return DeviceMemory(0, 0)
-        kinds = "allocated_bytes", "reserved_bytes"
-        return DeviceMemory(*(found[kind]["all"]["current"] for kind in kinds))
-
-    def peak_allocated_bytes(self) -> int:
-        found = torch.cuda.memory_stats_as_nested_dict(self.device)
-        return int(found["allocated_bytes"]["all"]["peak"]) if found else 0
-
-    def num_out_of_memory(self) -> int:
-        return int(torch.cuda.memory_stats_as_nested_dict(self.device).get("num_ooms", 0))
+            return DeviceMemory()
+        allocated, reserved = found["allocated_bytes"]["all"], found["reserved_bytes"]["all"]
+        sizes = allocated["current"], reserved["current"], allocated["peak"]
+        return DeviceMemory(*sizes, found["num_ooms"])
 
     def trim_device(self) -> None:
         torch.cuda.empty_cache()

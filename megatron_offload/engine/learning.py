@@ -194,13 +194,11 @@ class Learner:
 
     def is_short_of_memory(self) -> bool:
         """Whether so much is in use that not all that is saved may find room."""
-        capacity_bytes, memory = (
-            self._transfers.backend.capacity_bytes(),
-            self._transfers.backend.memory(),
-        )
-        if capacity_bytes is None or memory is None:
+        backend = self._transfers.backend
+        capacity_bytes = backend.capacity_bytes()
+        if capacity_bytes is None:
             return False
-        return memory.allocated_bytes > _OPEN_SHARE * capacity_bytes
+        return backend.memory().allocated_bytes > _OPEN_SHARE * capacity_bytes
 
     # Memory
 

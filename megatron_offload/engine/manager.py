@@ -391,7 +391,7 @@ class PipelineOffloadManager(Recording):
     @property
     def num_out_of_memory(self) -> int:
         """How often memory could not be had so far, as far as it is known."""
-        return self._num_failed_allocations + self.backend.num_out_of_memory()
+        return self._num_failed_allocations + self.backend.memory().num_out_of_memory
 
     @guarded
     def trim(self) -> int:

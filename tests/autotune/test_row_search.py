@@ -30,6 +30,7 @@ from megatron_offload import OffloadActivations, OffloadConfig, get_act_offloadi
 from megatron_offload.autotune import layers
 from megatron_offload.autotune.row_answers import RowAnswers
 from megatron_offload.autotune.row_search import RowSearch
+from megatron_offload.backends.base import DeviceMemory
 from megatron_offload.cli.main import main
 from megatron_offload.config import OffloadConfig as Config
 from megatron_offload.core.row_config import RowConfig
@@ -866,7 +867,7 @@ def test_layers_of_a_tower_that_is_not_called_are_no_matter():
 
 def test_where_memory_is_not_known_a_target_is_said_to_be_none():
     job = LayeredJob(policy=target("1KiB"))
-    job.backend.memory = lambda: None
+    job.backend.memory = DeviceMemory
     assert "so no target can be kept" in job.found().said
 
 

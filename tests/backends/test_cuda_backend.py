@@ -307,12 +307,13 @@ def test_memory_is_that_of_all_pools_of_the_backends_own_device(backend, monkeyp
         return {
             "allocated_bytes": pools | {"all": {"current": 10, "peak": 20}},
             "reserved_bytes": pools | {"all": {"current": 30, "peak": 40}},
+            "num_ooms": 5,
         }
 
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", stats)
-    assert backend.memory() == DeviceMemory(10, 30)
+    assert backend.memory() == DeviceMemory(10, 30, 20, 5)
 
 
 def test_before_anything_was_allocated_there_is_nothing(backend, monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: {})
-    assert backend.memory() == DeviceMemory(0, 0)
+    assert backend.memory() == DeviceMemory()
