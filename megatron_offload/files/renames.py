@@ -52,7 +52,8 @@ class OldKeys(dict[str, Any]):
 
 
 def with_current_names(data: Any) -> Any:
-    """Return plain data of a file, written by a version before, with each key's current name."""
+    """Return plain data, as for a version before, with each key's current name."""
     if isinstance(data, dict):
-        return {RENAMED.get(k, k): with_current_names(value) for k, value in data.items()}
+        items = data.items()
+        return {current_name(k) if k in RENAMED else k: with_current_names(v) for k, v in items}
     return list(map(with_current_names, data)) if isinstance(data, list) else data

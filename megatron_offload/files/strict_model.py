@@ -24,11 +24,10 @@ from pydantic import (
     Field,
     TypeAdapter,
     ValidationError,
-    model_validator,
 )
 
 from megatron_offload.errors import ConfigError, did_you_mean, shorten
-from megatron_offload.files.renames import RENAMED, current_name, with_current_names
+from megatron_offload.files.renames import with_current_names
 from megatron_offload.files.strict_yaml import parse_yaml
 from megatron_offload.files.text import read_json, replace_text
 
@@ -108,16 +107,11 @@ class StrictModel(BaseModel):
         allow_inf_nan=False,
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _take_old_keys(cls, data: Any) -> Any:
-        old = data.keys() & RENAMED.keys() if isinstance(data, dict) else ()
-        return {current_name(k) if k in old else k: v for k, v in data.items()} if old else data
-
     if not TYPE_CHECKING:  # a checker knows the keys without
 
         def __init__(self, /, **data: Any) -> None:
             """Build a section; `ConfigError` says all that is wrong, as of `validate`."""
+            data = with_current_names(data)
             try:
                 super().__init__(**data)
             except ValidationError as error:
@@ -146,13 +140,12 @@ def validate(model: type[T], data: Any, source: str) -> T:
         raise ConfigError(
             f"{source} must hold a mapping of keys to values, got a {type(data).__name__}"
         )
+    data = with_current_names(data)
     try:
         return cast(T, _adapter_of(model).validate_python(data))  # type: ignore[arg-type]
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
     except ValidationError as error:
-        if (current := with_current_names(data)) != data:
-            return validate(model, current, source)
         raise _refusal(model, data, source, error) from error
 
 
@@ -167,7 +160,7 @@ def write_model(path: Path, model: BaseModel) -> None:
 
 
 def _refusal(model: Any, data: Any, source: str, error: ValidationError) -> ConfigError:
-    data, issues, lines = with_current_names(data), error.errors(), dict[str, str]()
+    issues, lines = error.errors(), dict[str, str]()
     for issue in issues[:_MOST_ISSUES]:
         where, kind = _place_of(data, issue["loc"])
         # Of the types that a value may have the first says what is wrong.

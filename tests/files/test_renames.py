@@ -16,7 +16,9 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.stats import GroupStats, StepStats
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.renames import RENAMED, current_name
+from megatron_offload.files.strict_model import validate
 from megatron_offload.integrations.megatron_search import MegatronSearch
+from megatron_offload.train.records import RankStep
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +91,13 @@ def test_unknown_name_is_refused():
         _ = StepStats().remade_byte
     with pytest.raises(KeyError, match="remade_byte"):
         _ = StepStats().metrics()["offload/remade_byte"]
+
+
+def test_record_old_keys_load():
+    step = {"rank": 0, "pp_rank": 0, "dp_rank": 0, "loss": 1.0, "grad_norm": 1.0}
+    with pytest.warns(DeprecationWarning, match="remade_bytes"):
+        read = validate(RankStep, {**step, "step_time_s": 1.0, "remade_bytes": 7}, "it")
+    assert read.recomputed_bytes == 7
 
 
 def test_trace_old_kind_loads(tmp_path):
