@@ -6,23 +6,13 @@ calls take none.
 
 import pytest
 import torch
-from programs import (
-    Forgetful,
-    assert_same,
-    make_config,
-    make_model,
-    num_pending,
-    one_forward_one_backward,
-    run_step,
-)
+from programs import Forgetful, num_pending
 
 from megatron_offload.backends import create_backend, simulated
 from megatron_offload.backends.base import Backend, Wait
 from megatron_offload.backends.simulated import HostTimedBackend, SimulatedBackend
 from megatron_offload.config import OffloadConfig, SimulatedConfig
-from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import HazardError
-from megatron_offload.observe.trace_step import trace_step
 
 TIMINGS = ("eager", "late", "eager_d2h_late_h2d", "late_d2h_eager_h2d", "random")
 POISON = 0xFF
@@ -288,13 +278,6 @@ def test_each_direction_has_its_own_timing(timing, d2h_at_once, h2d_at_once):
     assert (backend.is_done(d2h_done), backend.is_done(h2d_done)) == (d2h_at_once, h2d_at_once)
 
 
-def test_an_eager_h2d_forces_the_late_d2h_that_it_waits_for():
-    backend = make("late_d2h_eager_h2d")
-    host, target = backend.empty_host(NUM_BYTES), empty_device(backend)
-    reload(backend, host, target, offload(backend, filled(7), host))
-    assert torch.equal(target, filled(7))
-
-
 def test_long_queues_that_wait_for_each_other_run_without_recursion():
     backend = make("late", check_hazards=False, poison=False)
     host, target = backend.empty_host(8), empty_device(backend, 8)
@@ -478,17 +461,6 @@ def test_a_failed_call_does_not_stop_the_clock(backend, clock):
     assert now_us(backend) == pytest.approx(3)
 
 
-def test_a_stall_is_the_virtual_time_that_is_left_of_a_copy(backend, clock):
-    backend.wait(backend.d2h_stream, backend.record(backend.compute_stream()), Wait.W1)
-    pair = (backend.empty_host(100), torch.zeros(100, dtype=torch.uint8))
-    backend.copy([pair], backend.d2h_stream, "x")
-    done = backend.record(backend.d2h_stream)
-    clock.now_s += 40e-6
-    backend.wait(backend.compute_stream(), done, Wait.W2)
-    assert backend.stall_us[Wait.W2] == pytest.approx(60)
-    assert now_us(backend) == pytest.approx(100)
-
-
 def test_every_call_of_the_contract_is_timed():
     names = {name for name in vars(Backend) if not name.startswith("_")}
     own = {name for name, part in vars(SimulatedBackend).items() if callable(part)} & names
@@ -501,18 +473,3 @@ def test_the_configuration_asks_for_it():
     for host_time, kind in ((False, SimulatedBackend), (True, HostTimedBackend)):
         config = OffloadConfig(backend="simulated", simulated=SimulatedConfig(host_time=host_time))
         assert type(create_backend(config)) is kind
-
-
-def test_the_bits_and_the_copies_of_a_program_are_the_same():
-    order = one_forward_one_backward(4, depth=2)
-    model = make_model()
-    expected = run_step(model, None, order)
-    config = make_config()
-    manager = PipelineOffloadManager(config, backend=HostTimedBackend(config.simulated))
-    for _ in range(2):
-        assert_same(expected, run_step(model, manager, order))
-    with trace_step(manager) as trace:
-        assert_same(expected, run_step(model, manager, order))
-    manager.close()
-    kinds = {span.kind for span in trace.of("compute") if span.duration_us > 0}
-    assert {"forward", "backward", "other"} <= kinds
