@@ -12,7 +12,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import pairwise, product
-from operator import eq
 from statistics import mean, median
 from typing import Any, Literal, NamedTuple
 from weakref import ref
@@ -25,7 +24,6 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.backends.base import Backend
 from megatron_offload.core.row_config import MODEL
-from megatron_offload.engine.hooks import put_on, take_off
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.module_hooks import (
@@ -34,10 +32,8 @@ from megatron_offload.engine.module_hooks import (
     named_modules,
     tokens_of,
 )
-from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.memory.storage_ref import StorageRef
 from megatron_offload.model_map.offload_site import outputs
-from megatron_offload.model_map.rows import FoundRows
 from megatron_offload.model_map.structure import PARTS, has_forward, is_known_layer, layers_of
 from megatron_offload.model_map.watch import MayMove, SavedMemory
 from megatron_offload.planning.frontier import KEEP, Action, Part, total
@@ -127,7 +123,7 @@ class LayerWatch:
         self, sites: Mapping[str, Site], may_move: MayMove, manager: PipelineOffloadManager
     ) -> None:
         self._sites = sites
-        self._seen = SavedMemory(may_move, FoundRows({}, {}), manager)
+        self._seen = SavedMemory(may_move, manager)
         self._refs: list[StorageRef] = []  # no other storage gets the identity of one of these
         self._inputs: defaultdict[str, dict[int, int]] = defaultdict(dict)
         self._handles: list[RemovableHandle] = []
@@ -147,15 +143,14 @@ class LayerWatch:
             for path, module in alive.items()
             for name, part in module.named_modules()
         }
-        self._handles += self._seen.watch(modules)
         for path, module in alive.items():
             hook = ModuleHook(partial(self._note_inputs, path))
             self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-        put_on(self._seen.pack, SavedTensor.unpack)
+        self._seen.begin(modules)
 
     def end(self) -> None:
         """Watch no more."""
-        take_off(partial(eq, self._seen.pack))
+        self._seen.end()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

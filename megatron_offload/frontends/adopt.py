@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from megatron_offload.core.row_config import UNITS
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.module_hooks import hooks_of, named_modules
@@ -18,7 +17,7 @@ from megatron_offload.model_map.offload_site import (
 from megatron_offload.model_map.rows import find_rows
 from megatron_offload.model_map.structure import layers_of
 from megatron_offload.model_map.watch import RowWatch
-from megatron_offload.recompute.sites import recompute_modules, sites_of
+from megatron_offload.recompute.sites import recompute_modules, sites_of, unit_of
 
 
 def adopt_model(
@@ -46,9 +45,7 @@ def adopt_model(
     for tensor in (*model.parameters(), *model.buffers()):
         manager.mark_not_offload(tensor)
     modules, find_manager = named_modules(model), find_manager or (lambda: manager)
-    named = {row.site for row in manager.rows or () if row.recompute} & {*UNITS}
-    units = sites_of(modules, named) if named else {}
-    rows = find_rows(manager.rows or (), modules, units, is_part=is_part)
+    rows = find_rows(manager.rows or (), modules, unit_of, is_part=is_part)
     sites = {path: (row.site, row.min_tokens) for path, row in rows.recomputed.items()}
     if manager.rows is None:
         sites = {path: (unit, 0) for path, unit in sites_of(modules, manager.recompute).items()}
@@ -57,7 +54,7 @@ def adopt_model(
         own = hooks_of(OffloadSite, module)
         row = rows.offloaded.get(path)
         if row is not None:
-            largest = LargestTensors.of(module, row.most, named)
+            largest = LargestTensors.of(module, row.most, rows.units)
             site = OffloadSite(row.site, find_manager, largest, min_tokens=row.min_tokens)
             own += site.hook(module)
             handles += own
@@ -69,8 +66,8 @@ def adopt_model(
             own += clock.hook(modules[path])
             handles += own
     watch = None
-    if rows.offloaded or rows.recomputed or named:
-        watch = RowWatch(model, rows, find_manager, named)
+    if any(rows):
+        watch = RowWatch(model, rows, find_manager)
         handles += watch.hook_savers()
         if groups is None:
             handles += watch.hook()

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_offload.core.row_config import ranges
 from megatron_offload.core.units import format_bytes
 from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.module_hooks import named_modules
-from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.errors import ConfigError
-from megatron_offload.model_map.rows import FoundRows
 from megatron_offload.model_map.structure import layers_of
 from megatron_offload.model_map.watch import SavedMemory
 
@@ -84,12 +80,12 @@ def map_model(model: nn.Module, *args: Any, **kwargs: Any) -> ModelMap:
         is_strided = tensor.layout is torch.strided and not is_parameter(tensor)
         return is_strided and tensor.untyped_storage()._cdata not in kept
 
-    seen = SavedMemory(may_move, FoundRows({}, {}))
-    with ExitStack() as undo:
-        for handle in seen.watch(modules):
-            undo.callback(handle.remove)
-        undo.enter_context(saved_tensors_hooks(seen.pack, SavedTensor.unpack))
+    seen = SavedMemory(may_move)
+    try:
+        seen.begin(modules)
         output = model(*args, **kwargs)
+    finally:
+        seen.end()
     found = _sites(seen, modules)
     del output  # until here, so that no memory is another's
     if not found:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -23,6 +22,8 @@ class FoundRows(NamedTuple):
 
     recomputed: dict[str, RowConfig]
     offloaded: dict[str, RowConfig]
+    units: frozenset[str]
+    """What is recomputed in functions as well, wherever these are."""
 
     def drops_output(self, path: str) -> bool:
         """Whether what a module returns is recomputed too, where it is saved."""
@@ -35,10 +36,13 @@ class FoundRows(NamedTuple):
         return path
 
 
+NO_ROWS = FoundRows({}, {}, frozenset())
+
+
 def find_rows(
     rows: Sequence[RowConfig],
     modules: Mapping[str, nn.Module],
-    units: Mapping[str, str] = MappingProxyType({}),
+    unit_of: Callable[[nn.Module], str | None],
     *,
     is_part: bool = False,
 ) -> FoundRows:
@@ -47,14 +51,16 @@ def find_rows(
     Args:
         rows: as in the configuration.
         modules: of the model, by dotted names.
-        units: of modules whose classes are known, such as ``norm``: rows may be about all of one.
+        unit_of: returns what a module is whose class is known, such as ``norm``: a row may be about
+            all that are.
         is_part: whether what isn't found may be in another part of the model, on another rank.
 
     Raises:
         ConfigError: a row names what the model doesn't have, or what can't be hooked, or two rows
             are about one module.
     """
-    found, layers = FoundRows({}, {}), layers_of(modules)
+    units = frozenset(row.site for row in rows if row.recompute).intersection(UNITS)
+    found, layers = FoundRows({}, {}, units), layers_of(modules)
     compiled = compiled_parts(modules.values())
     for row in rows:
         if row.site == LOSS:
@@ -69,7 +75,8 @@ def find_rows(
             continue  # a group that Megatron's layers mark, or of another part
         if row.recompute and row.site in UNITS and not paths:
             starts = tuple(f"{layer}." for layer in numbered)
-            paths = [x for x, unit in units.items() if unit == row.site and x.startswith(starts)]
+            inner = (path for path in modules if path.startswith(starts))
+            paths = [path for path in inner if unit_of(modules[path]) == row.site]
             if is_part and row.layers == "all" and not paths:
                 continue  # what Megatron's layers do in functions
         if not paths:

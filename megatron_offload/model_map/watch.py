@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from operator import eq
 from threading import get_ident
@@ -44,7 +44,7 @@ from megatron_offload.model_map.offload_site import (
     OffloadSite,
     outputs,
 )
-from megatron_offload.model_map.rows import FoundRows
+from megatron_offload.model_map.rows import NO_ROWS, FoundRows
 from megatron_offload.model_map.structure import has_forward
 
 _logger = logging.getLogger(__name__)
@@ -53,10 +53,6 @@ MayMove = Callable[[torch.Tensor], bool]
 
 _Savers = dict[str, tuple[str, LargestTensors]]
 """By module, the site that it saves an output of, and which of its tensors that is."""
-
-
-_Rows = tuple[FoundRows, frozenset[str]]
-"""What is known of a model holds for these rows, and what is recomputed besides."""
 
 
 class _Call:
@@ -69,7 +65,7 @@ class _Call:
 
 
 class SavedMemory(Observer):
-    """What a forward saves, by module, while its hooks are on modules.
+    """What a forward saves, by module, between `begin` and `end`.
 
     Attributes:
         manager: whose forward it is, if there is one.
@@ -85,8 +81,8 @@ class SavedMemory(Observer):
     def __init__(
         self,
         may_move: MayMove,
-        rows: FoundRows,
         manager: PipelineOffloadManager | None = None,
+        rows: FoundRows = NO_ROWS,
     ) -> None:
         self.manager, self.transfers = manager, None if manager is None else manager.transfers
         self.sizes: dict[int, int] = {}
@@ -95,21 +91,28 @@ class SavedMemory(Observer):
         self.made: dict[int, str] = {}
         self._may_move, self._rows = may_move, rows
         self._calls: list[_Call] = [_Call("")]
+        self._handles: list[RemovableHandle] = []
 
-    def watch(self, modules: Mapping[str, nn.Module]) -> list[RemovableHandle]:
-        """Hook modules, by their dotted names; return the handles.
+    def begin(self, modules: Mapping[str, nn.Module]) -> None:
+        """Watch what comes, in modules by their dotted names.
 
-        Not those in compiled graphs, whose parts the hooks would be.
+        Not in those in compiled graphs, whose parts the hooks would be.
         """
-        handles: list[RemovableHandle] = []
         compiled = compiled_parts(modules.values())
         for path, module in modules.items():
             if path and has_forward(module) and module not in compiled:
                 enter = ModuleHook(lambda *_, path=path: self._calls.append(_Call(path)))
                 leave = ModuleHook(lambda *given, path=path: self._leave(path, given[-1]))
-                handles.append(module.register_forward_pre_hook(enter, prepend=True))
-                handles.append(module.register_forward_hook(leave, always_call=True))
-        return handles
+                self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
+                self._handles.append(module.register_forward_hook(leave, always_call=True))
+        put_on(self.pack, SavedTensor.unpack)
+
+    def end(self) -> None:
+        """Watch no more."""
+        take_off(partial(eq, self.pack))
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     def _leave(self, path: str, output: Any) -> None:
         while len(self._calls) > 1:  # more than one where another hook has raised
@@ -212,22 +215,13 @@ class SavedMemory(Observer):
 class RowWatch:
     """Watches the first forward of a model that is recorded, and refuses rows that free nothing.
 
-    Behind it hooks stand where outputs are saved that rows recompute. ``units`` are recomputed
-    wherever functions are of them.
+    Behind it hooks stand where outputs are saved that rows recompute.
     """
 
-    def __init__(
-        self,
-        root: nn.Module,
-        rows: FoundRows,
-        find_manager: FindManager,
-        units: Collection[str] = (),
-    ) -> None:
-        self._root, self._find_manager = ref(root), find_manager
-        self._rows = rows, frozenset(units)
+    def __init__(self, root: nn.Module, rows: FoundRows, find_manager: FindManager) -> None:
+        self._root, self._rows, self._find_manager = ref(root), rows, find_manager
         self._seen: SavedMemory | None = None
         self._thread = 0
-        self._inner: list[RemovableHandle] = []
         self._savers: _Savers | None = None
         if root in _watched:
             rows_then, parts, savers = _watched[root]
@@ -238,7 +232,7 @@ class RowWatch:
         """Hook what saves outputs that rows recompute, where that is known."""
         if self._savers is None:
             return []
-        modules, handles, rows = self._modules(), list[RemovableHandle](), self._rows[0]
+        modules, handles, rows = self._modules(), list[RemovableHandle](), self._rows
         for path, (name, tensors) in self._savers.items():
             own = hooks_of(OffloadSite, modules[path])
             tokens = (row.min_tokens for row in rows.recomputed.values() if row.site == name)
@@ -275,20 +269,16 @@ class RowWatch:
         if chunk is None:
             return
         self._thread = get_ident()
-        self._seen = SavedMemory(chunk.may_move, self._rows[0], manager)
-        self._inner = self._seen.watch(self._modules())
+        self._seen = SavedMemory(chunk.may_move, manager, self._rows)
         manager.observers.append(self._seen)
-        put_on(self._seen.pack, SavedTensor.unpack)
+        self._seen.begin(self._modules())
 
     def _stop(self) -> SavedMemory:
         seen, self._seen = self._seen, None
         assert seen is not None
         assert seen.manager is not None
-        take_off(partial(eq, seen.pack))
         seen.manager.observers.remove(seen)
-        for handle in self._inner:
-            handle.remove()
-        self._inner.clear()
+        seen.end()
         return seen
 
     def end(self, *, has_failed: bool) -> None:
@@ -316,13 +306,13 @@ class RowWatch:
 
     def _warn_of_units(self, manager: PipelineOffloadManager | None, seen: SavedMemory) -> None:
         """Say which rows have no effect, where there are none but of functions that weren't met."""
-        if manager is None or manager.rows_are_own or any(self._rows[0]):
+        if manager is None or manager.rows_are_own or self._rows[:2] != NO_ROWS[:2]:
             return
         for row in manager.rows or ():
             if row.site in UNITS and row.site not in seen.made.values():
                 _logger.warning("row %s: nothing of this kind is saved in this model", row)
 
 
-_watched = WeakKeyDictionary[nn.Module, tuple[_Rows, list[ref[nn.Module]], _Savers]]()
+_watched = WeakKeyDictionary[nn.Module, tuple[FoundRows, list[ref[nn.Module]], _Savers]]()
 """What a watched forward of a model has shown: under which rows, in which modules, who saves what
 rows recompute."""
