@@ -7,7 +7,7 @@ import inspect
 import logging
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from operator import is_
 from typing import Any, Self
@@ -80,7 +80,6 @@ class OffloadActivations(AroundForwards):
             of ``pin_memory``, ``copy_streams`` and ``min_tensor_bytes`` counts where the argument
             above is left at its default.
         manager: a manager of one's own, which nothing else uses, in place of ``config``.
-        model: whose forwards these are: a context for another looks for a plan of its own.
 
     Raises:
         ValueError: ``max_fwd_stash_size`` is less than 1, ``min_offload_size`` is negative, or both
@@ -90,6 +89,7 @@ class OffloadActivations(AroundForwards):
     """
 
     _door = "OffloadActivations"
+    _find_model: Callable[[], nn.Module | None] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -103,7 +103,6 @@ class OffloadActivations(AroundForwards):
         memory_target: int | str | None = None,
         config: OffloadConfig | None = None,
         manager: PipelineOffloadManager | None = None,
-        model: nn.Module | None = None,
     ) -> None:
         _check_switch("use_pin_memory", use_pin_memory)
         _check_switch("use_streams", use_streams)
@@ -116,6 +115,7 @@ class OffloadActivations(AroundForwards):
                 raise ConfigError("a manager is given, whose config says what is offloaded")
             config = _with_policy(config, policy, most_slowdown_percent, memory_target)
         manager, settings = followed(self._door, config, manager)
+        model = self._find_model()
 
         def choose(argument: str, value: Any, default: Any, key: str) -> Any:
             is_fixed = manager is not None and key != "min_tensor_bytes"
@@ -231,7 +231,9 @@ class _OffloadModel(OffloadActivations):
     _door = "get_act_offloading_ctx_manager"
 
     def __init__(self, *args: Any, model: nn.Module | None = None, **options: Any) -> None:
-        super().__init__(*args, model=model, **options)
+        if model is not None:
+            self._find_model = ref(model)
+        super().__init__(*args, **options)
         config = self.manager.config
         has_loss = model is not None and config.has_loss_by_rows
         self._owners = owners_of_loss(model) if model is not None and has_loss else []
