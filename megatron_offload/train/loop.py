@@ -188,7 +188,7 @@ class _Trainer:
         which = (step, data.microbatches, parallel_state.get_data_parallel_rank(), self._device)
         iterators = [self._source.microbatches(*which) for _ in range(virtual)]
         losses = get_forward_backward_func()(
-            forward_step_func=_forward_step,
+            forward_step_func=forward_step,
             data_iterator=iterators if virtual > 1 else iterators[0],
             model=self._chunks,
             num_microbatches=data.microbatches,
@@ -216,7 +216,7 @@ def check_patterns(offload: OffloadConfig, names: Collection[str]) -> None:
                 )
 
 
-def _forward_step(iterator: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[Any, Any]:
+def forward_step(iterator: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[Any, Any]:
     """Run one microbatch through one chunk; the form that megatron-core's schedules ask for."""
     batch = next(iterator)
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])

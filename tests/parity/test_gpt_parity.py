@@ -34,7 +34,7 @@ CASES = {
         "pp2",
         "pp2-vpp4-one-layer-a-chunk",
         "pp2-vpp4-whole-layers",
-        "tied",
+        "tied-dropout",
         "inputs-of-full-recompute",
         "recompute-core-attention",
         "recompute-norms",
@@ -47,8 +47,7 @@ QUICK = {
     "0.16": (
         "pp1-mlp",
         "pp2-vpp4-one-layer-a-chunk",
-        "tied",
-        "dropout",
+        "tied-dropout",
         "recompute-core-attention",
         "rows",
         "rows-of-a-function",
