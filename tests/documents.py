@@ -1,5 +1,7 @@
 """What the documents tell a reader to run: their fenced blocks, as commands and as snippets.
 
+Blocks of the languages `text` and `yaml` show something, and are not run.
+
 `PRELUDES` says what a snippet presupposes and what it must have done; `SMALLER` how commands for
 GPUs are run on a CPU; `NOT_RUN` and `NOT_RUN_PREFIXES` why the others are not.
 `tests/test_documents.py` runs the rest.
@@ -492,20 +494,3 @@ SLOW_SNIPPETS = {
     "choice.under([26 << 30] * 4)": "chooses for four ranks",
 }
 """Of `PRELUDES`, those that take seconds, and why."""
-
-SHOWN = {
-    "offload:\n  rows:": "tests/model_map/test_rows.py has such rows",
-    "megatron-offload: auto: rows": "tests/autotune/test_row_search.py has such a line",
-    "layers  site ": "tests/model_map/test_mapping.py has such a table",
-    "row {layers: all, site: self_attn.q_proj": "tests/model_map/test_rows.py provokes it",
-    "megatron-offload: a step of rank 0": "what the launcher prints",
-    "megatron sft ": f"another trainer's command; {_SETTINGS}",
-    "policy:": f"another trainer's settings; {_SETTINGS}",
-    "bitwise identical: yes": "what the quickstart prints",
-    "group        groups  offloaded": "what an example prints",
-    "megatron_offload/": "the tree",
-    "flags / YAML ──> OffloadConfig": "a diagram",
-    "autograd graph ──> SavedTensor": "a diagram",
-    "description ──> job ──> frontier of each rank": "a diagram",
-}
-"""How blocks begin that are neither commands nor programs, and what they are."""
