@@ -1,19 +1,18 @@
 """Configuration of a training run: model, parallelism, data, schedule, run, offload.
 
-Every check that needs neither a device nor the contents of data is made here.
+Every check that needs no device is made here.
 """
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from megatron_offload.config import LAYER_INPUT, OffloadConfig
 from megatron_offload.errors import ConfigError
-from megatron_offload.files.strict_model import StrictModel, one_or_more
+from megatron_offload.files.strict_model import StrictModel
 
 
 class ModelConfig(StrictModel):
@@ -29,7 +28,7 @@ class ModelConfig(StrictModel):
     """Key/value heads of grouped-query attention; must divide ``heads``. None: as many as heads."""
     ffn: int | None = Field(default=None, ge=1)
     """Width inside the MLP. None: four times ``hidden``."""
-    sequence_length: int = Field(default=128, ge=2)
+    sequence_length: int = Field(default=128, ge=2, le=2**20)
     """Tokens in one sequence."""
     vocabulary: int = Field(default=256, ge=256)
     """Rows of the embedding, rounded up to a multiple of 128; text takes 256, one for each byte."""
@@ -87,10 +86,8 @@ class ParallelConfig(StrictModel):
 
 
 class DataConfig(StrictModel):
-    """Where tokens come from, and how many make a step."""
+    """How many tokens make a step."""
 
-    text: Annotated[tuple[Path, ...], BeforeValidator(one_or_more)] = ()
-    """Text files, read as bytes. None given: text that comes with Python."""
     micro_batch_size: int = Field(default=1, ge=1)
     """Sequences in one microbatch on one rank."""
     microbatches: int = Field(default=1, ge=1)
@@ -157,7 +154,7 @@ class TrainConfig(StrictModel):
 
 
 def check_ranks(config: TrainConfig, world_size: int) -> None:
-    """Check what depends on the number of ranks, and the files that it reads."""
+    """Check what depends on the number of ranks."""
     pipeline, virtual = config.parallel.pipeline, config.parallel.virtual
     layers, microbatches = config.model.layers, config.data.microbatches
     chunks = pipeline * virtual
@@ -180,9 +177,6 @@ def check_ranks(config: TrainConfig, world_size: int) -> None:
             f"the interleaved schedule takes data.microbatches in multiples of parallel.pipeline "
             f"{pipeline}, got {microbatches}"
         )
-    for path in config.data.text:
-        if not path.is_file() or not os.access(path, os.R_OK):
-            raise ConfigError(f"data.text: there is no file {path} that can be read")
     if config.run.trace_step and not config.offload.enabled:
         raise ConfigError(
             f"run.trace_step {config.run.trace_step}: without offload there are no groups to look "

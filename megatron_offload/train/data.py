@@ -1,4 +1,4 @@
-"""Tokens for training: text, read as bytes; and digests of what training makes of them.
+"""Tokens for training: bytes of text; and digests of what training makes of them.
 
 A microbatch depends on (seed, step, microbatch, data-parallel rank) and on nothing else.
 """
@@ -15,25 +15,17 @@ import numpy as np
 import torch
 
 from megatron_offload.engine.checking import checksum
-from megatron_offload.errors import ConfigError
 from megatron_offload.train.config import TrainConfig
 
 
 class TextSource:
-    """Sequences cut out of text at places that a counter-based generator draws."""
+    """Sequences cut out of Python's own text at places that a counter-based generator draws."""
 
     def __init__(self, config: TrainConfig) -> None:
-        data = config.data
-        text = b"\n".join(path.read_bytes() for path in data.text) if data.text else default_text()
-        self._text = np.frombuffer(text, dtype=np.uint8)
+        self._text = np.frombuffer(_text_of_python(), dtype=np.uint8)
         self._seed = config.run.seed
-        self._micro_batch_size = data.micro_batch_size
+        self._micro_batch_size = config.data.micro_batch_size
         self._length = config.model.sequence_length + 1
-        if len(self._text) < self._length:
-            raise ConfigError(
-                f"the text holds {len(self._text)} bytes, fewer than the {self._length} of one "
-                f"sequence and its next token; give more text or lower model.sequence_length"
-            )
 
     def tokens(self, step: int, microbatch: int, dp_rank: int) -> torch.Tensor:
         """Return int64 tokens of shape [micro_batch_size, sequence_length + 1]."""
@@ -61,7 +53,7 @@ class TextSource:
             }
 
 
-def default_text() -> bytes:
+def _text_of_python() -> bytes:
     """Return 4 MiB of what every Python brings: help topics, the standard library's sources."""
     paths = [Path(pydoc_data.__path__[0]) / "topics.py"]
     paths += sorted(Path(os.__file__).parent.glob("*.py"))

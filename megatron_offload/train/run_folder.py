@@ -94,13 +94,8 @@ def prepare_folder(config: TrainConfig, gpu: str | None, ranks: int) -> None:
 
 
 def write_config(config: TrainConfig, folder: Path) -> None:
-    """Write what was given, which may matter, as a file for ``--config`` that does the same.
-
-    Files that it reads are named so that they are found from any folder.
-    """
+    """Write what was given, which may matter, as a file for ``--config`` that does the same."""
     given = config.model_dump(mode="json", exclude_unset=True)
-    if config.data.text:
-        given["data"]["text"] = list(map(os.path.abspath, config.data.text))
     replace_text(folder / CONFIG_NAME, yaml.safe_dump(given, sort_keys=False))
 
 

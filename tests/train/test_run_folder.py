@@ -6,12 +6,9 @@ import os
 
 import pytest
 
-from megatron_offload.config import load_yaml
 from megatron_offload.errors import ConfigError
-from megatron_offload.files.strict_model import validate
-from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.records import RankStep, StepRecord
-from megatron_offload.train.run_folder import check_output, locked, prepare_folder
+from megatron_offload.train.run_folder import check_output, locked
 
 STEP = RankStep(0, 0, 0, 1.0, 1.0, 0.5)
 
@@ -79,10 +76,3 @@ def test_a_comparison_replaces_no_run(tmp_path):
     leave_run(tmp_path, 1)
     with pytest.raises(ConfigError, match="holds an earlier run"):
         check_output(tmp_path, is_for_comparison=True)
-
-
-def test_texts_are_named_so_that_they_are_found_from_any_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config = validate(TrainConfig, {"data": {"text": ["a"]}, "run": {"output": tmp_path}}, "")
-    prepare_folder(config, None, 1)
-    assert load_yaml(tmp_path / "config.yaml")["data"]["text"] == [str(tmp_path / "a")]

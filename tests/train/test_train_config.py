@@ -46,6 +46,7 @@ def error_of(world_size=None, **sections):
             "set model.bias: false",
         ),
         ({"model": {"vocabulary": 100}}, "model.vocabulary"),
+        ({"model": {"sequence_length": 2**20 + 1}}, "model.sequence_length"),
         ({"run": {"trace_step": -1}}, "trace_step"),
         # Ranks, layers and microbatches must fit.
         ({"model": {"layers": 2}, "parallel": {"pipeline": 4}}, "a multiple of 4"),
@@ -64,10 +65,6 @@ def error_of(world_size=None, **sections):
 )
 def test_a_wrong_value_is_refused_with_its_fix(sections, expected):
     assert expected in error_of(**sections)
-
-
-def test_missing_data_are_refused(tmp_path):
-    assert "there is no file" in error_of(data={"text": [str(tmp_path / "none.txt")]})
 
 
 def test_every_field_says_what_it_is():
