@@ -65,7 +65,6 @@ def numbers(output):
         step["step"]: (
             repr(step["loss"]),
             repr(step["grad_norm"]),
-            step["lr"],
             [(repr(rank["loss"]), rank["gradients"]) for rank in step["ranks"]],
         )
         for step in steps

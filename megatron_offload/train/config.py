@@ -1,4 +1,4 @@
-"""Configuration of a training run: model, parallelism, data, schedule, run, offload.
+"""Configuration of a training run: model, parallelism, data, run, offload.
 
 Every check that needs no device is made here.
 """
@@ -94,20 +94,13 @@ class DataConfig(StrictModel):
     """Microbatches of one step on each data-parallel rank."""
 
 
-class ScheduleConfig(StrictModel):
-    """The learning rate over the steps: after its growth half a cosine down to 0."""
-
-    lr: float = Field(default=1e-3, gt=0.0)
-    """Highest learning rate."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Steps of linear growth from 0."""
-
-
 class RunConfig(StrictModel):
-    """How long, from which seed, and where results go."""
+    """How long, how fast, from which seed, and where results go."""
 
     steps: int = Field(default=10, ge=1)
     """Training steps."""
+    lr: float = Field(default=1e-3, gt=0.0)
+    """Learning rate."""
     seed: int = Field(default=1234, ge=0, lt=2**31)
     """Seed of weights, data order and dropout."""
     output: Path = Path("runs/train")
@@ -130,7 +123,6 @@ class TrainConfig(StrictModel):
     model: ModelConfig = ModelConfig()
     parallel: ParallelConfig = ParallelConfig()
     data: DataConfig = DataConfig()
-    schedule: ScheduleConfig = ScheduleConfig()
     run: RunConfig = RunConfig()
     offload: OffloadConfig = OffloadConfig(enabled=False)
     """Off where it is left out; a section, or a flag or ``--set`` for one of its keys, is on unless

@@ -1,4 +1,4 @@
-"""The training loop: megatron-core's schedule, optimizer and scheduler, step after step.
+"""The training loop: megatron-core's schedule and optimizer, step after step.
 
 Offloading is switched on for its model chunks, looked at, and planned by its own steps.
 """
@@ -32,7 +32,6 @@ from megatron_offload.train.data import TextSource, digest
 from megatron_offload.train.model import (
     build_chunks,
     build_optimizer,
-    build_scheduler,
     open_model_parallel,
 )
 from megatron_offload.train.records import LOG_NAME, RankStep, RunReport, StepRecord
@@ -77,8 +76,6 @@ class _Trainer:
             names = {name for chunk in self._chunks for name in named_modules(chunk.module)}
             check_patterns(config.offload, set().union(*gather(names, self._group)))
         self._optimizer = build_optimizer(config, self._chunks)
-        self._scheduler = build_scheduler(config, self._optimizer)
-        self._scheduler.step(0)
         self._source = TextSource(config)
         live = config.run.measure_live_bytes
         self._meter = LiveActivationMeter(self._parameters()) if live else None
@@ -114,7 +111,7 @@ class _Trainer:
     def _line(self, record: StepRecord) -> str:
         """Return what is said of a step; of its time only on a device that is not simulated."""
         line = f"step {record.step}/{self._config.run.steps}  loss {record.loss:.6f}"
-        line += f"  grad norm {record.grad_norm:.4f}  lr {record.lr:.2e}"
+        line += f"  grad norm {record.grad_norm:.4f}"
         if self._device.type == "cuda":
             tokens = record.tokens / max(record.step_time_s, 1e-9)
             line += f"  {1e3 * record.step_time_s:.0f} ms  {tokens:,.0f} tokens/s"
@@ -151,8 +148,6 @@ class _Trainer:
         digested = digest(p.main_grad for p in self._parameters()) if step == run.steps else None
         start = time.perf_counter()
         _, grad_norm, _ = self._optimizer.step()
-        lr = float(self._optimizer.param_groups[0]["lr"])
-        self._scheduler.step(1)
         self._synchronize()
         # Without the time of the digest in between.
         step_time_s += time.perf_counter() - start
@@ -176,7 +171,7 @@ class _Trainer:
         sequences = config.data.microbatches * config.data.micro_batch_size
         tokens = sequences * config.model.sequence_length
         tokens *= parallel_state.get_data_parallel_world_size()
-        return StepRecord.merge(step, lr, tokens, ranks)
+        return StepRecord.merge(step, tokens, ranks)
 
     def _is_planning(self) -> bool:
         tuner = None if self._manager is None else self._manager.tuner

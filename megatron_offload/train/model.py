@@ -1,4 +1,4 @@
-"""Builds megatron-core's own GPT, a chunk for each virtual stage, its optimizer and scheduler.
+"""Builds megatron-core's own GPT, a chunk for each virtual stage, and its optimizer.
 
 Invariants: with offload off, nothing here differs from a plain megatron-core program; two runs in
 one process, one after the other, start from the same state.
@@ -24,14 +24,11 @@ from megatron.core.distributed import (
 from megatron.core.extensions import transformer_engine
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_offload.integrations import megatron_cpu
 from megatron_offload.train.config import TrainConfig
-
-_WEIGHT_DECAY = 0.01
 
 
 @contextlib.contextmanager
@@ -151,9 +148,9 @@ def build_optimizer(config: TrainConfig, chunks: list[DistributedDataParallel]) 
     return get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
-            lr=config.schedule.lr,
+            lr=config.run.lr,
             min_lr=0.0,
-            weight_decay=_WEIGHT_DECAY,
+            weight_decay=0.01,
             adam_beta2=0.95,
             clip_grad=1.0,
             bf16=dtype is torch.bfloat16,
@@ -161,22 +158,4 @@ def build_optimizer(config: TrainConfig, chunks: list[DistributedDataParallel]) 
         ),
         list(chunks),
         use_gloo_process_groups=False,
-    )
-
-
-def build_scheduler(config: TrainConfig, optimizer: Any) -> OptimizerParamScheduler:
-    """Build megatron-core's scheduler; it counts training steps."""
-    schedule, steps = config.schedule, config.run.steps
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=schedule.lr,
-        min_lr=0.0,
-        lr_warmup_steps=schedule.warmup_steps,
-        lr_decay_steps=max(steps, schedule.warmup_steps + 1),
-        lr_decay_style="cosine",
-        start_wd=_WEIGHT_DECAY,
-        end_wd=_WEIGHT_DECAY,
-        wd_incr_steps=steps,
-        wd_incr_style="constant",
     )

@@ -65,18 +65,17 @@ class StepRecord:
     step: int
     loss: float
     grad_norm: float
-    lr: float
     step_time_s: float
     tokens: int
     ranks: tuple[RankStep, ...]
 
     @classmethod
-    def merge(cls, step: int, lr: float, tokens: int, ranks: Sequence[RankStep]) -> StepRecord:
+    def merge(cls, step: int, tokens: int, ranks: Sequence[RankStep]) -> StepRecord:
         """Make one record of a step, which counts from 1, and its tokens, out of every rank's."""
         # A fixed order over ranks, so that the mean is the same bits in every run.
         losses = [rank.loss for rank in ranks if rank.loss is not None]
         loss, step_time_s = sum(losses) / len(losses), max(rank.step_time_s for rank in ranks)
-        return cls(step, loss, ranks[0].grad_norm, lr, step_time_s, tokens, tuple(ranks))
+        return cls(step, loss, ranks[0].grad_norm, step_time_s, tokens, tuple(ranks))
 
     @property
     def is_usual(self) -> bool:

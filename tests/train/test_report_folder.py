@@ -27,7 +27,7 @@ def step(number, peak_bytes, **more):
         RankStep(rank, rank, 0, 1.0, 1.0, 0.5, peak_live_activation_bytes=peak_bytes, **more)
         for rank in range(2)
     ]
-    return StepRecord(number, 1.0, 1.0, 1e-3, 0.5, 64, tuple(ranks))
+    return StepRecord(number, 1.0, 1.0, 0.5, 64, tuple(ranks))
 
 
 def write_run(folder, config="", *, facts=True):

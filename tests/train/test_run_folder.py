@@ -15,7 +15,7 @@ STEP = RankStep(0, 0, 0, 1.0, 1.0, 0.5)
 
 def leave_run(folder, steps):
     folder.mkdir(exist_ok=True)
-    lines = (StepRecord.merge(step, 1e-3, 64, [STEP]).to_json() for step in range(1, steps + 1))
+    lines = (StepRecord.merge(step, 64, [STEP]).to_json() for step in range(1, steps + 1))
     (folder / "steps.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
 

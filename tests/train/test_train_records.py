@@ -26,7 +26,7 @@ def record(step=1, loss=0.1, grad_norm=2.0):
         RankStep(0, 0, 0, None, grad_norm, 0.5, peak_live_activation_bytes=7, gradients="ab"),
         RankStep(1, 1, 0, loss, grad_norm, 0.25, offloaded_bytes=3, groups=(group,)),
     ]
-    return StepRecord.merge(step, 1e-3, 64, ranks)
+    return StepRecord.merge(step, 64, ranks)
 
 
 @pytest.mark.parametrize("loss", [0.1, math.pi, 5e-324, math.inf])
@@ -109,7 +109,7 @@ def report(loss=1.0, grad_norm=2.0, gradients="g", parameters="p"):
         RankStep(0, 0, 0, None, grad_norm, 0.1, gradients="same"),
         RankStep(1, 1, 0, loss, grad_norm, 0.1, gradients=gradients),
     ]
-    return RunReport([StepRecord.merge(1, 0.1, 64, ranks)], ("q", parameters))
+    return RunReport([StepRecord.merge(1, 64, ranks)], ("q", parameters))
 
 
 @pytest.mark.parametrize(
