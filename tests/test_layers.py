@@ -1,4 +1,7 @@
-"""Who may import whom, read off the sources; and that docs/design.md names what is there."""
+"""Who may import whom, read off the sources; and the walks of docs/design.md.
+
+Each step's file of a walk has that function, and none climbs.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,8 @@ TORCHLESS = (
     *(f"train/{name}.py" for name in ("config", "run_folder")),
 )
 PAGE = PACKAGE.parent / "docs" / "design.md"
-STEP = re.compile(r"^\d+\. `([\w/]+\.py)`:? (.*)$", re.MULTILINE)
+WALKS = ("A saved tensor", "`max_inflight_bytes`", "A ratio")
+STEP = re.compile(r"^\d+\. `([\w/]+\.py)`:? (.*)$")
 
 
 def name_of(path):
@@ -150,22 +154,54 @@ def test_public_names_are_there_when_they_are_asked_for():
     assert done.returncode == 0, done.stderr
 
 
+def walk(title):
+    """Return the files of a walk, in order, each with the names that its line gives."""
+    text = PAGE.read_text()
+    _, found, rest = text.partition(f"\n### {title}")
+    assert found, f"docs/design.md has no walk of {title}"
+    lines = rest.split("\n### ")[0].split("\n## ")[0].split("\n")
+    steps = [match for line in lines if (match := STEP.match(line))]
+    return [(step[1], re.findall(r"`([A-Za-z_][\w.]*)`", step[2])) for step in steps]
+
+
 def names_defined(path):
-    """Return the functions, classes and methods that a file defines."""
+    """Return the functions, classes, methods and attributes that a file defines."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             names.add(node.name)
-        if isinstance(node, ast.ClassDef):
-            names.update(f"{node.name}.{getattr(part, 'name', '')}" for part in node.body)
+            inside = (part for part in node.body if isinstance(node, ast.ClassDef))
+            for part in inside:
+                if isinstance(part, (ast.FunctionDef, ast.ClassDef)):
+                    names.add(f"{node.name}.{part.name}")
+                if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
+                    names.add(f"{node.name}.{part.target.id}")
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names.update(target.id for target in targets if isinstance(target, ast.Name))
     return names
 
 
-def test_the_walk_of_the_design_names_what_is_there():
-    _, _, rest = PAGE.read_text().partition("\n## A saved tensor")
-    steps = STEP.findall(rest.partition("\n## ")[0])
+@pytest.mark.parametrize("title", WALKS)
+def test_a_walk_is_short_and_names_what_is_there(title):
+    steps = walk(title)
     assert 3 <= len(steps) <= 10
-    for file, text in steps:
-        names = set(re.findall(r"`([A-Za-z_][\w.]*)`", text))
+    for file, names in steps:
         assert names, f"{file}: what is called there?"
-        assert names <= names_defined(PACKAGE / file), file
+        missing = set(names) - names_defined(PACKAGE / file)
+        assert not missing, f"{file} has no {sorted(missing)}"
+
+
+@pytest.mark.parametrize("title", WALKS)
+def test_a_walk_never_climbs(title):
+    """No file is imported, directly or not, by one that stands after it in the walk."""
+    files = [file for file, _ in walk(title)]
+    for place, file in enumerate(files):
+        seen, ahead = set(), [file]
+        while ahead:
+            one = ahead.pop()
+            if one not in seen:
+                seen.add(one)
+                ahead.extend(files_imported(PACKAGE / one))
+        climbs = seen.intersection(files[:place])
+        assert not climbs, f"{file} reaches back to {sorted(climbs)}"
