@@ -20,7 +20,6 @@ from documents import NOT_RUN, PRELUDES, QUICKSTART, ROOT, SLOW_SNIPPETS
 
 from megatron_offload import OffloadConfig, PipelineOffloadManager
 from megatron_offload.cli import main as cli
-from megatron_offload.core.group import GroupState
 from megatron_offload.errors import is_installed
 from megatron_offload.integrations import megatron_core, megatron_moe
 
@@ -230,8 +229,6 @@ def test_links_lead_somewhere(page):
             assert not heading or heading in headings(target), link
 
 
-def test_the_design_and_its_picture_have_every_state():
-    rows = "".join(f"| {state.name} | {state.value} |\n" for state in GroupState)
-    assert f"|---|---|\n{rows}\n" in (ROOT / "docs" / "design.md").read_text()
-    picture = (ROOT / "docs" / "images" / "states.svg").read_text()
-    assert all(f">{state.name}<" in picture for state in GroupState)
+def test_the_states_of_the_design_are_drawn_from_the_table():
+    for path, text in runpy.run_path(str(ROOT / "scripts" / "draw_states.py"))["files"]().items():
+        assert path.read_text() == text, f"{path}: python scripts/draw_states.py"
