@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary, ref
+
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -18,6 +20,15 @@ from megatron_offload.model_map.rows import find_rows
 from megatron_offload.model_map.structure import layers_of
 from megatron_offload.model_map.watch import RowWatch
 from megatron_offload.recompute.sites import recompute_modules, sites_of, unit_of
+
+
+_adopted = WeakKeyDictionary[nn.Module, "ref[PipelineOffloadManager]"]()
+
+
+def is_adopted_by(model: nn.Module, manager: PipelineOffloadManager) -> bool:
+    """Whether a model's hooks are those that `adopt_model` has set for this manager."""
+    found = _adopted.get(model)
+    return found is not None and found() is manager
 
 
 def adopt_model(
@@ -42,6 +53,7 @@ def adopt_model(
     Raises:
         ConfigError: as `find_rows`.
     """
+    _adopted[model] = ref(manager)
     for tensor in (*model.parameters(), *model.buffers()):
         manager.mark_not_offload(tensor)
     modules, find_manager = named_modules(model), find_manager or (lambda: manager)

@@ -30,7 +30,7 @@ from megatron_offload.engine.patches import PatchStack
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import ConfigError
-from megatron_offload.frontends.adopt import adopt_model
+from megatron_offload.frontends.adopt import adopt_model, is_adopted_by
 from megatron_offload.frontends.around import AroundForwards, followed
 from megatron_offload.recompute import loss_kernel
 from megatron_offload.recompute.model_loss import (
@@ -246,6 +246,9 @@ class _OffloadModel(OffloadActivations):
         self._patched: list[PatchStack] = []
 
     def __enter__(self) -> Self:  # type: ignore[override]  # torch's returns nothing
+        model = self._find_model()
+        if model is not None and not is_adopted_by(model, self.manager):
+            _hook(ref(model), ref(self._groups))  # another context has been made for it since
         super().__enter__()
         self._patched.append(patch_loss(self._owners, self._loss))
         return self

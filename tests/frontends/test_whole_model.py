@@ -6,6 +6,7 @@ import contextlib
 import gc
 import resource
 import threading
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -902,3 +903,36 @@ def test_a_policy_can_be_given_as_arguments(given, expected):
 def test_arguments_that_contradict_each_other_are_refused(given, message):
     with pytest.raises(ConfigError, match=message):
         OffloadActivations(**given)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(16), nn.Sequential(nn.Linear(16, 16), nn.GELU())
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+@pytest.mark.parametrize(
+    "what", [{"site": "mlp", "offload": "all"}, {"site": "mlp", "recompute": True}]
+)
+def test_of_two_contexts_for_one_model_each_frees_memory_in_its_own_forwards(what):
+    model = nn.Sequential(OrderedDict(layers=nn.Sequential(*(Block() for _ in range(3)))))
+    x = torch.randn(8, 16)
+    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    contexts = [
+        get_act_offloading_ctx_manager(
+            model, config=make_config(rows=[what]), min_offload_size=0, warn_if_no_head=False
+        )
+        for _ in range(2)
+    ]
+    for number in range(6):
+        context = contexts[number % 2]
+        with context:
+            loss = model(x).square().sum()
+        assert_same(expected, torch.autograd.grad(loss, list(model.parameters())))
+        del loss
+        assert context.end_step()
+        step = context.last_step
+        assert step.offloaded_bytes + step.recomputed_bytes > 0
