@@ -21,7 +21,6 @@ from megatron_offload.model_map.structure import layers_of
 from megatron_offload.model_map.watch import RowWatch
 from megatron_offload.recompute.sites import recompute_modules, sites_of, unit_of
 
-
 _adopted = WeakKeyDictionary[nn.Module, "ref[PipelineOffloadManager]"]()
 
 
