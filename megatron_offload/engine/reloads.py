@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from megatron_offload.backends.base import Backend, Stream, Wait
+from megatron_offload.backends.base import Backend, Event, Pair, Stream, Wait
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import ON_HOST, RELOADED, RELOADING
 from megatron_offload.core.window import InFlightWindow
 from megatron_offload.engine.group import Block, Lease, OffloadGroup, Reload
 from megatron_offload.engine.guard import Guard, guarded
-from megatron_offload.engine.observer import Observer
+from megatron_offload.engine.observer import Direction, Observer
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import StateError
 from megatron_offload.memory.host_pool import HostPool, HostRegion
@@ -109,18 +109,13 @@ class Reloads:
         hosts: Sequence[torch.Tensor],
         targets: Sequence[torch.Tensor],
     ) -> None:
-        backend, observers = self.backend, self.observers
-        pairs = list(zip(targets, hosts, strict=True))
-        h2d_stream = backend.h2d_stream
+        backend = self.backend
         # Behind the release, too, which this stream has made behind the copy to the host (W3).
-        backend.wait_compute(h2d_stream, Wait.W6)
-        for observer in observers:
+        backend.wait_compute(backend.h2d_stream, Wait.W6)
+        for observer in self.observers:
             for target in targets:
                 observer.tensor_reloaded(target)
-            observer.copy_starts("h2d")
-        event = backend.copy(pairs, h2d_stream, self._label(group))
-        for observer in observers:
-            observer.copy_issued("h2d", pairs, group)
+        event = self._copy("h2d", list(zip(targets, hosts, strict=True)), group)
         reload = Reload(event, backend.compute_stream(), targets)
         read: list[HostRegion] = []
         by_name = self.stats.by_name
@@ -276,6 +271,13 @@ class Reloads:
                 sole_owner = num_owners(target.untyped_storage()) == 2  # target and the handle
                 self.backend.note_freed(target, group.label, sole_owner=sole_owner)
 
-    def _label(self, group: OffloadGroup) -> str:
-        """Name a group for its copies; in full only where someone reads it."""
-        return group.label if self.backend.observes else group.name
+    def _copy(self, direction: Direction, pairs: Sequence[Pair], group: OffloadGroup) -> Event:
+        """Queue copies of a group, named in full only where someone reads it."""
+        backend = self.backend
+        stream = backend.d2h_stream if direction == "d2h" else backend.h2d_stream
+        for observer in self.observers:
+            observer.copy_starts(direction)
+        event = backend.copy(pairs, stream, group.label if backend.observes else group.name)
+        for observer in self.observers:
+            observer.copy_issued(direction, pairs, group)
+        return event

@@ -203,11 +203,7 @@ class Transfers(Reloads):
             backend.wait(d2h_stream, event, Wait.W1)
         for event in dict.fromkeys(reused):
             backend.wait(d2h_stream, event, Wait.W5)
-        for observer in observers:
-            observer.copy_starts("d2h")
-        flight.d2h = backend.copy(pairs, d2h_stream, self._label(group))
-        for observer in observers:
-            observer.copy_issued("d2h", pairs, group)
+        flight.d2h = self._copy("d2h", pairs, group)
         flight.num_bytes = num_bytes
         self.budget.inflight_bytes += num_bytes
         self.window.add(group, len(pairs))
