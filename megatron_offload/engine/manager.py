@@ -38,10 +38,6 @@ from megatron_offload.memory.host_pool import HostPool
 
 _logger = logging.getLogger(__name__)
 
-_MOST_CHUNKS = 1024
-"""A step of more chunks than this ends by itself as soon as the last one's graph is gone: one that
-something keeps alive for good would else let it grow for ever."""
-
 _NO_CHUNK = (
     "group %r was started outside a chunk, so nothing of it is offloaded: take the step inside "
     "`with manager.step():`, or call begin_chunk() before each forward; where the step is another "
@@ -279,22 +275,12 @@ class PipelineOffloadManager(Recording):
 
     @guarded
     def enter_chunk(self, chunk: ChunkOffloadHandler) -> None:
-        """Give a chunk its position in the step, now that it has a group.
-
-        Forwards that are over without any backward (an evaluation with grad on) are no part of the
-        step: they would shift the positions of all that follows. And a program that never calls
-        `reset` gets a new step now and then, so that nothing grows for ever.
-        """
+        """Give a chunk its position in the step, now that it has a group."""
         step = self.decisions
         if not step.entered and self.backend.is_capturing():
             self.host_pool.forget_events()  # of steps before; the caller has waited for them
-        is_unused = bool(step.committed) and not step.backward_order
-        if len(step.entered) >= _MOST_CHUNKS:
-            is_over = not any(group.blocks() for group in step.entered[-1].groups)
-        else:
-            is_over = is_unused and step.is_idle()
-        if is_over:
-            if not is_unused:
+        if step.is_over():
+            if step.backward_order:
                 self._say_once(_NO_END, len(step.entered))
                 self._last_step = step.finish(names_leaks=False)
                 self.learner.learn(step.profile())

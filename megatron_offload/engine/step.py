@@ -22,6 +22,10 @@ from megatron_offload.engine.learning import Learner
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.transfers import Transfers
 
+_MOST_CHUNKS = 1024
+"""A step of more chunks than this ends by itself as soon as the last one's graph is gone: one that
+something keeps alive for good would else let it grow for ever."""
+
 _logger = logging.getLogger(__name__)
 
 
@@ -61,6 +65,17 @@ class Step(StepDecisions[OffloadGroup]):
     def is_idle(self) -> bool:
         """Whether no graph is left, and nothing saved."""
         return not any(group.blocks() for group in self.groups())
+
+    def is_over(self) -> bool:
+        """Whether the chunk that is entered next is of another step.
+
+        Forwards that are over without any backward (an evaluation with grad on) are no part of the
+        step: they would shift the positions of all that follows. And a program that never calls
+        `reset` gets a new step now and then, so that nothing grows for ever.
+        """
+        if len(self.entered) >= _MOST_CHUNKS:
+            return not any(group.blocks() for group in self.entered[-1].groups)
+        return bool(self.committed) and not self.backward_order and self.is_idle()
 
     def finish(self, *, names_leaks: bool) -> StepStats:
         """Release what is in flight and return the counters; may warn of what holds memory."""

@@ -30,12 +30,7 @@ from megatron_offload.engine.reloads import Reloads
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.memory.host_pool import HostRegion
 from megatron_offload.memory.layout import bytes_of
-from megatron_offload.memory.storage_ref import (
-    StorageRef,
-    has_no_other,
-    num_owners,
-    use_count_of,
-)
+from megatron_offload.memory.storage_ref import StorageRef, has_no_other, num_owners, use_count_of
 
 _logger = logging.getLogger(__name__)
 

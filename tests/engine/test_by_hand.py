@@ -11,7 +11,7 @@ from programs import assert_nothing_left, assert_same, in_group, make_manager
 from torch import nn
 
 from megatron_offload import PipelineOffloadManager, group_commit, group_start
-from megatron_offload.engine import manager as manager_file
+from megatron_offload.engine import step as step_file
 from megatron_offload.engine.boundary import commit_group, start_group
 
 ROWS, WIDTH = 16, 32
@@ -169,7 +169,7 @@ def test_a_program_that_never_ends_a_step_has_counters():
 
 
 def test_a_program_that_never_ends_a_step_is_reported_and_has_one_ended(monkeypatch, caplog):
-    monkeypatch.setattr(manager_file, "_MOST_CHUNKS", 3)
+    monkeypatch.setattr(step_file, "_MOST_CHUNKS", 3)
     mlps, manager = make_mlps(), make_manager()
     with caplog.at_level(logging.WARNING):
         for _ in range(8):
