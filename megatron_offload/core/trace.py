@@ -111,37 +111,24 @@ class StepTrace:
         return dict(sorted(lost_us.items()))
 
     @property
-    def copy_stall_us(self) -> float:
-        """What the compute stream lost in waits for copies."""
-        return sum(us for wait, us in self.stall_us.items() if wait != PIPELINE_WAIT)
-
-    @property
-    def busy_us(self) -> dict[str, float]:
-        """How long each copy stream copied."""
-        return {name: sum(span.duration_us for span in self.of(name)) for name in STREAMS[1:]}
-
-    @property
     def num_bytes(self) -> dict[str, int]:
         """What each copy stream moved."""
         return {name: sum(span.num_bytes for span in self.of(name)) for name in STREAMS[1:]}
 
-    def gbps(self, stream: str) -> float | None:
-        """Return the bandwidth while copying, in 10^9 bytes a second; None without copies."""
-        busy_us = self.busy_us[stream]
-        return self.num_bytes[stream] / busy_us / 1e3 if busy_us else None
-
     def facts(self) -> list[str]:
         """Return what people want to know of the step, one fact a text."""
-        share = self.copy_stall_us / self.duration_us if self.duration_us else 0.0
+        waited_us = sum(us for wait, us in self.stall_us.items() if wait != PIPELINE_WAIT)
+        share = waited_us / self.duration_us if self.duration_us else 0.0
         facts = [
             f"step {format_us(self.duration_us)}",
-            f"compute waits for copies {format_us(self.copy_stall_us)} ({share:.1%})",
+            f"compute waits for copies {format_us(waited_us)} ({share:.1%})",
             *(f"{wait} wait {format_us(lost_us)}" for wait, lost_us in self.stall_us.items()),
         ]
         for stream, num_bytes in self.num_bytes.items():
-            if gbps := self.gbps(stream):
-                size = format_bytes(num_bytes)
-                facts.append(f"{stream.upper()} {size} at {gbps:.3g} GB/s")
+            busy_us = sum(span.duration_us for span in self.of(stream))
+            if num_bytes and busy_us:
+                rate = f"{num_bytes / busy_us / 1e3:.3g} GB/s"
+                facts.append(f"{stream.upper()} {format_bytes(num_bytes)} at {rate}")
         return facts
 
 

@@ -183,11 +183,4 @@ class Step(StepDecisions[OffloadGroup]):
         for observer in self._observers:
             observer.backward_left(group)
 
-    @guarded
-    def tick(self, num_bytes: int, is_backward: bool = False) -> bool:
-        """Let the step's clock go by something without groups, as large as if it had saved this.
-
-        Returns:
-            Whether it counts, in backward as well.
-        """
-        return super().tick(num_bytes, is_backward)
+    tick = guarded(StepDecisions.tick)
