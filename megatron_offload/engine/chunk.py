@@ -168,10 +168,8 @@ class ChunkOffloadHandler:
         record.layout = layout
         if not record.is_detached:
             alias = record.detach()
-        found = self.blocks.get(storage_key)
-        block = None if found is None else found()
-        references = group.references
-        if block is not None and block.storage_key == storage_key:
+        block, references = self.find_block(storage_key), group.references
+        if block is not None:
             is_before_copy = block.is_before_copy
             if is_before_copy or block.has(record):
                 record.block = block
