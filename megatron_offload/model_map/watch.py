@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from megatron_offload.core.row_config import UNITS
 from megatron_offload.core.units import format_bytes
 from megatron_offload.engine.chunk import ChunkOffloadHandler
+from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.hooks import put_on, take_off
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_parameter
@@ -124,6 +125,7 @@ class SavedMemory(Observer):
                 self._storages.append(StorageRef(tensor.untyped_storage()))
                 self.made[self._storages[-1].cdata] = self._rows.recomputed[path].site
 
+    @graph_break
     def pack(self, tensor: torch.Tensor) -> SavedTensor:
         """Note a tensor that no row is about; the pack hook."""
         if not is_parameter(tensor):

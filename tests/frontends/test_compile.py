@@ -262,6 +262,28 @@ def test_a_compiled_model_s_head_is_kept(order):
     assert offload.last_step.offloaded_bytes > 0
 
 
+class Inline(Model):
+    """Has the loop over its layers in its forward: graphs end within, at hooks."""
+
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(x).square()
+
+
+@pytest.mark.slow
+def test_a_first_forward_is_watched_whose_model_is_compiled_later():
+    expected = train(torch.compile(make_model(Inline), backend="aot_eager"), rows=(16,))
+    model = make_model(Inline)
+    manager = make_manager(rows=[{"layers": 1, "site": "mlp", "offload": "all"}])
+    offload = get_act_offloading_ctx_manager(model, min_offload_size=0, manager=manager)
+    compiled = torch.compile(model, backend="aot_eager")
+    assert_same(expected, train(compiled, context=offload, rows=(16,)))
+    offload.end_step()
+    assert offload.last_step.offloaded_bytes > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("moves", [True, False])
 def test_settings_of_operations_hold_in_compiled_code(moves):
