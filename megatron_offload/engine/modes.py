@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
@@ -47,3 +48,18 @@ def apart(function: Callable[..., Any], *args: Any) -> Any:
     with ExitStack() as undo:
         leave_modes(undo)
         return function(*args)
+
+
+@contextmanager
+def outside_vmap() -> Iterator[None]:
+    """Leave all of vmap, by which a backward may take gradients in batches, of tensors without."""
+    torch._C._vmapmode_increment_nesting()
+    level = torch._C._vmapmode_decrement_nesting()
+    for _ in range(level):
+        torch._C._vmapmode_decrement_nesting()
+    try:
+        with temporarily_clear_interpreter_stack():
+            yield
+    finally:
+        for _ in range(level):
+            torch._C._vmapmode_increment_nesting()

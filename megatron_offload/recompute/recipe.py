@@ -30,7 +30,7 @@ from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.checking import checksum
 from megatron_offload.engine.group import INPUT_NOT_SAVED, Block, BlockRef, Recipe
 from megatron_offload.engine.marks import is_parameter
-from megatron_offload.engine.modes import has_modes
+from megatron_offload.engine.modes import has_modes, outside_vmap
 from megatron_offload.engine.saved_tensor import SavedTensor, changed_in_place
 from megatron_offload.errors import CorruptionError, StateError
 from megatron_offload.memory.layout import bytes_of, layout_of
@@ -311,6 +311,7 @@ class FunctionRecipe:
         """Return the groups whose bytes have to be on the device before `run`."""
         return set().union(*(part.needs() for part in self.parts if type(part) is Input))
 
+    @outside_vmap()
     def run(self) -> torch.Tensor:
         """Make the tensor again, on the current stream.
 

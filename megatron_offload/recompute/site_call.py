@@ -45,7 +45,7 @@ from megatron_offload.engine.hooks import (
 )
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_parameter
-from megatron_offload.engine.modes import has_modes, is_traced
+from megatron_offload.engine.modes import has_modes, is_traced, outside_vmap
 from megatron_offload.engine.module_hooks import is_own_hook
 from megatron_offload.engine.patches import PatchStack
 from megatron_offload.engine.saved_tensor import SavedTensor, changed_in_place
@@ -359,7 +359,7 @@ class SiteCall(ModuleCall):
         return made
 
     def _run_again_as_given(self) -> None:
-        with _running:
+        with _running, outside_vmap():
             given = {
                 key: self._unpack(record).detach().requires_grad_(needs_grad)
                 for key, (record, needs_grad) in self._inputs.items()

@@ -159,6 +159,32 @@ def test_a_site_whose_graph_is_read_twice_has_the_same_bits(backward):
     check(make_net, "layer", backward=backward)
 
 
+def as_batched_gradients(losses, parameters):
+    return torch.autograd.grad(losses, parameters, torch.eye(len(losses)), is_grads_batched=True)
+
+
+def under_vmap(losses, parameters):
+    return torch.func.vmap(partial(torch.autograd.grad, losses, parameters))(torch.eye(len(losses)))
+
+
+@pytest.mark.parametrize("backward", [as_batched_gradients, under_vmap])
+@pytest.mark.parametrize("kinds", ["layer", "**.mlp.0"])
+def test_what_runs_again_for_a_batch_of_gradients_has_none(kinds, backward):
+    results = []
+    for net, is_on in ((make_net(), False), (make_net(), True)):
+        context = around(net, kinds, policy="modules") if is_on else contextlib.nullcontext()
+        torch.manual_seed(1)
+        for _ in range(2):  # in the first all is compared
+            with context:
+                losses = net(torch.randint(50, (2, 8))).square().mean((1, 2))
+            results.append([*backward(losses, [*net.parameters()]), torch.rand(1)])
+            del losses
+    for expected, found in zip(results[:2], results[2:], strict=True):
+        assert_same(expected, found)
+    assert context.end_step()
+    assert context.last_step.recomputed_bytes > 0
+
+
 def change_numbers(net, begins):
     for layer in net.layers:
         layer.scale = 7.0 if begins else 0.5
