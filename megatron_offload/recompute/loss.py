@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -62,7 +63,8 @@ def cross_entropy(
     probabilities as target, logits of other than two dimensions, the deprecated arguments; logits
     in 16 bits without ``dtype`` under autocast; tensor subclasses, other devices than CPU and CUDA,
     `torch.compile`, tracing, transforms of `torch.func` and forward-mode gradients.
-    Second derivatives (``create_graph=True``) are computed without blocks.
+    Second derivatives (``create_graph=True``) and gradients in batches (``is_grads_batched=True``)
+    are computed without blocks.
 
     Args:
         input: logits, of shape ``[rows, classes]``.
@@ -164,7 +166,8 @@ class _ByRows(torch.autograd.Function):
             own = _aten.nll_loss_backward(own, chances, *of)
             return _aten._log_softmax_backward_data(own, chances, 1, dtype).to(logits.dtype)
 
-        if torch.is_grad_enabled():  # of create_graph: in one piece, for a gradient of its own
+        is_batch = is_batchedtensor(gradient) or is_legacy_batchedtensor(gradient)
+        if torch.is_grad_enabled() or is_batch:  # in one piece, for derivatives or vmap
             whole = slice(None)
             chances = _aten._log_softmax(logits.to(dtype).contiguous(), 1, False)
             return of_block(whole, chances), *(None,) * 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -145,6 +146,20 @@ def test_second_derivatives_are_those_of_torch(reduction):
     assert_same_bits([found[0][0]], [found[1][0]])
     torch.testing.assert_close(*(second for _, second in found))
     assert found[1][1].abs().max() > 0
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("by_vmap", [False, True])
+def test_gradients_in_batches_are_those_of_torch(reduction, by_vmap):
+    logits, target = torch.randn(40, 9, requires_grad=True), torch.randint(9, (40,))
+
+    def grads(loss_of):
+        loss = loss_of(logits, target, reduction=reduction)
+        batch = torch.randn(5, *loss.shape, generator=torch.Generator().manual_seed(0))
+        take = partial(torch.autograd.grad, loss, logits)
+        return torch.vmap(take)(batch) if by_vmap else take(batch, is_grads_batched=True)
+
+    assert torch.equal(*grads(cross_entropy), *grads(torch.nn.functional.cross_entropy))
 
 
 @pytest.mark.parametrize("in_context", [False, True])
