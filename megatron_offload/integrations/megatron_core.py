@@ -36,7 +36,6 @@ from megatron_offload.engine.module_hooks import hooks_of
 from megatron_offload.engine.patches import Call, PatchStack, around
 from megatron_offload.errors import ConfigError, IntegrationError
 from megatron_offload.frontends.adopt import adopt_model
-from megatron_offload.frontends.around import refuse_unserved
 from megatron_offload.frontends.modules import ModuleOffload, offload_modules
 from megatron_offload.integrations.megatron_recompute import PATCHES
 from megatron_offload.integrations.megatron_search import MegatronSearch
@@ -317,7 +316,6 @@ def _marking(original: Callable[[Any], None], self: Any) -> None:
         patches.on_undo(partial(_unhook, ref(self)))
         if manager.config.enabled:
             _refuse_rows(manager.config.rows or (), config, notes=self in _notes_on_weights)
-            refuse_unserved("megatron_core.install()", manager.config)
             if isinstance(manager.config.policy, MemoryTargetConfig):
                 manager.config.policy.targets(pipeline("world_size"))  # as many as there are ranks
         _marked[self] = manager.host_pool, marked

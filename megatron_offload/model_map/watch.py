@@ -292,12 +292,12 @@ class RowWatch:
         if self._seen is None or self._thread != get_ident():
             return
         seen, modules = self._stop(), self._modules()
-        if not has_failed and seen.saves:
-            manager, savers = seen.manager, _Savers()
+        manager, savers = seen.manager, _Savers()
+        if manager is not None and seen.saves and not has_failed:
             try:
                 savers = seen.choose(modules)
             except ConfigError as error:
-                if manager is None or not manager.rows_are_own:
+                if not manager.rows_are_own:
                     raise
                 manager.refused_rows = str(error)
             self._warn_of_units(manager, seen)
@@ -306,9 +306,9 @@ class RowWatch:
             hooks_of(RowWatch, modules[""])
             self.hook_savers()
 
-    def _warn_of_units(self, manager: PipelineOffloadManager | None, seen: SavedMemory) -> None:
+    def _warn_of_units(self, manager: PipelineOffloadManager, seen: SavedMemory) -> None:
         """Say which rows have no effect, where there are none but of functions that weren't met."""
-        if manager is None or manager.rows_are_own or self._rows[:2] != NO_ROWS[:2]:
+        if manager.rows_are_own or self._rows[:2] != NO_ROWS[:2]:
             return
         for row in manager.rows or ():
             if row.site in UNITS and row.site not in seen.made.values():

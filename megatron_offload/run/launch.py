@@ -19,7 +19,6 @@ from megatron_offload.core.units import format_bytes
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.patches import Call, PatchStack, around
 from megatron_offload.errors import ConfigError, is_installed
-from megatron_offload.frontends.around import refuse_unserved
 from megatron_offload.integrations import megatron_core
 from megatron_offload.integrations.megatron_search import MegatronSearch
 from megatron_offload.machine.job_ranks import rank_in
@@ -44,7 +43,6 @@ def install_by_flags(given: Mapping[str, Any]) -> OffloadConfig:
         raise ConfigError(f"the report goes to a folder, and {report} is none; name another")
     if _captures_steps(given):
         config = config.model_copy(update={"whole_step_graph": True})
-    refuse_unserved("megatron_core.install()", config)
     report = Path(report) if report else None
     megatron_core.install(config, partial(ReportedSearch, report=report))
     return config

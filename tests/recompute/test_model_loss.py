@@ -19,8 +19,6 @@ from programs import MOVING
 from torch import nn
 
 from megatron_offload import OffloadConfig, get_act_offloading_ctx_manager
-from megatron_offload.errors import ConfigError
-from megatron_offload.frontends.around import refuse_unserved
 from megatron_offload.recompute import loss as rows
 from megatron_offload.recompute import loss_kernel, model_loss
 
@@ -144,12 +142,6 @@ def test_a_search_for_rows_says_that_the_loss_is_by_rows():
     assert not search.loss_is_by_rows(), "no step was taken"
     train(model, offload)
     assert search.loss_is_by_rows()
-
-
-def test_a_door_that_knows_no_loss_refuses_it_by_name():
-    config = OffloadConfig(recompute="loss")
-    with pytest.raises(ConfigError, match="recompute 'loss'; get_act_offloading_ctx_manager and"):
-        refuse_unserved("OffloadActivations", config)
 
 
 def test_a_loss_of_the_user_s_own_is_left_alone(monkeypatch, calls):
