@@ -155,8 +155,7 @@ class SimulatedBackend(Backend):
     d2h_stream: SimulatedStream
     h2d_stream: SimulatedStream
 
-    def __init__(self, config: SimulatedConfig | None = None) -> None:
-        self.config = config = config if config is not None else SimulatedConfig()
+    def __init__(self, config: SimulatedConfig) -> None:
         timing = config.copy_timing
         self._compute = SimulatedStream("compute", self)
         self.side_stream = SimulatedStream("side", self)
@@ -433,7 +432,7 @@ class HostTimedBackend(SimulatedBackend):
     What the calls themselves take (poison, the search for hazards) is no compute.
     """
 
-    def __init__(self, config: SimulatedConfig | None = None) -> None:
+    def __init__(self, config: SimulatedConfig) -> None:
         super().__init__(config)
         self._depth = 0
         self._left_at_s = perf_counter()
