@@ -2,11 +2,7 @@
 
 import sys
 
-try:
-    from megatron_offload.cli.main import main
-except KeyboardInterrupt:
-    sys.stderr.write("megatron-offload: interrupted\n")
-    sys.exit(130)
+from megatron_offload.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())
