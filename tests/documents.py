@@ -3,7 +3,7 @@
 Blocks of the languages `text` and `yaml` show something, and are not run.
 
 `PRELUDES` says what a snippet presupposes and what it must have done; `SMALLER` how commands for
-GPUs are run on a CPU; `NOT_RUN` and `NOT_RUN_PREFIXES` why the others are not.
+GPUs are run on a CPU; `NOT_RUN` why the others are not.
 `tests/test_documents.py` runs the rest.
 """
 
@@ -81,19 +81,14 @@ def examples() -> Iterator[tuple[str, str]]:
 _BENCHMARK = "measures on GPUs, for minutes"
 _SETTINGS = "tests/integrations/test_trainer_pages.py runs what it sets"
 
+_PARSED = "its own parser takes its flags, in tests/test_documents.py"
+
 NOT_RUN = {
     "make quickstart": "makes an environment; the command in which it ends is run in its place",
     "make test": "runs this test",
-    "make test-all": "runs this test",
     "make format": "changes the sources",
     "make docs": "makes an environment; tests/test_site.py builds the site",
-    ".venv/bin/python -m pytest tests/fuzz --fuzz 2000": "tests; takes minutes",
-}
-"""Commands that no test runs, and why. What begins as one of `NOT_RUN_PREFIXES` isn't either."""
-
-_PARSED = "its own parser takes its flags, in tests/test_documents.py"
-
-NOT_RUN_PREFIXES = {
+    ".venv/bin/python -m pytest tests/fuzz ": "tests; takes minutes",
     "accelerate launch ": "starts one process where there is no GPU; the next line starts two",
     "torchrun --nproc-per-node 8 -m megatron_offload.run pretrain_gpt.py --cuda-graph-impl ": (
         "captures a CUDA graph, as tests/gpu/test_pretrain_on_gpus.py does; its flags are read in "
@@ -111,6 +106,7 @@ NOT_RUN_PREFIXES = {
     "python3 scripts/zoo.py ": f"trains hundreds of models; tests/test_zoo.py; {_PARSED}",
     "python3 scripts/soak.py ": f"takes many minutes; tests/test_soak.py; {_PARSED}",
 }
+"""How commands begin that no test runs, and why."""
 
 PRETRAIN = ("pretrain_gpt.py", "examples/megatron_pretrain.py")
 """Scripts of a Megatron-LM job; the example is run for both, as the wheel has only the library."""
@@ -188,8 +184,7 @@ def reason_not_to_run(command: str) -> str | None:
     """Return why a command isn't run; None where it is."""
     if command.startswith((*EXAMPLES, *SMALLER)):
         return None
-    prefixes = (why for prefix, why in NOT_RUN_PREFIXES.items() if command.startswith(prefix))
-    return NOT_RUN.get(command) or next(prefixes, None)
+    return next((why for prefix, why in NOT_RUN.items() if command.startswith(prefix)), None)
 
 
 def is_slow(command: str) -> bool:
