@@ -41,6 +41,8 @@ from bench_peers_worker import (
 from check_bitwise import PAIRS, first_difference, judge, row_line
 from check_bitwise_models import MIXTURES, left_out, options_of, parts_of, stand_in
 
+from megatron_offload.machine.job_ranks import gather
+
 STARTING_S = 180.0
 ENDING_S = 30.0
 NO_GRADIENT = "0" * 16
@@ -115,7 +117,7 @@ class Check:
             found["first_difference"] = first_difference(reference["steps"], found["steps"])
             if found["first_difference"] is None:
                 del found["steps"]
-            row = judge(combination, exchange(found))
+            row = judge(combination, gather(found))
         return row | {"seconds": round(time.perf_counter() - started, 2)}
 
     def reference(self, combination):
@@ -124,13 +126,13 @@ class Check:
         found = self.train(combination, None)
         if found["error"] is None:
             bad = None if all(map(is_sound, found["steps"])) else "no finite loss, or no gradients"
-            errors = [error for error in exchange(bad) if error]
+            errors = [error for error in gather(bad) if error]
             found["error"] = errors[0] if errors else None
         row = {**combination, "name": "none", "modules": [], "budgets": None, "reason": None}
         row["id"] = row["id"].partition(":")[0] + ":none"
         row["status"] = "done" if found["error"] is None else "failed"
         row |= {"reason": found["error"], "ranks": []}
-        row["steps"] = exchange(found.get("steps"))
+        row["steps"] = gather(found.get("steps"))
         row["seconds"] = round(time.perf_counter() - started, 2)
         self.report.add(row)
         return found
@@ -150,7 +152,7 @@ class Check:
         row = {**combination, "name": "none, again", "modules": [], "budgets": None}
         row["id"] = row["id"].partition(":")[0] + ":none, again"
         nothing = {"reloaded_bytes": 0, "recomputed_bytes": 0}
-        row["ranks"] = exchange({"first_difference": difference, **nothing})
+        row["ranks"] = gather({"first_difference": difference, **nothing})
         same = all(rank["first_difference"] is None for rank in row["ranks"])
         row |= {"status": "equal" if same else "differs", "reason": again["error"]}
         row["seconds"] = round(time.perf_counter() - started, 2)
@@ -182,7 +184,7 @@ class Check:
         except Exception as exception:  # noqa: BLE001 - every failure is a row
             traceback.print_exc()
             error = reason_of(exception)
-        errors = [f"rank {rank}: {e}" for rank, e in enumerate(exchange(error)) if e]
+        errors = [f"rank {rank}: {e}" for rank, e in enumerate(gather(error)) if e]
         if errors:
             return {"error": errors[0]}
         found = {"error": None, "steps": []}
@@ -378,13 +380,6 @@ def is_sound(step):
     return gradients != NO_GRADIENT and (loss is None or math.isfinite(float.fromhex(loss)))
 
 
-def exchange(value):
-    """Return every rank's value."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 class Report:
     """The file with all rows, which the first rank writes; the others' do nothing."""
 
@@ -425,7 +420,7 @@ def run(spec, rank):
     report.describe(device)
     check = Check(spec, device, report)
     for combination in spec["todo"]:
-        if exchange(time.time() > spec["stop_at"])[0]:
+        if gather(time.time() > spec["stop_at"])[0]:
             break
         row = check.row(combination)
         report.add(row)

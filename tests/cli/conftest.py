@@ -10,9 +10,3 @@ from jobs import described
 def model(tmp_path):
     """Return the description of a small job."""
     return described(tmp_path)
-
-
-@pytest.fixture
-def wide(monkeypatch):
-    """Let tables have their whole width."""
-    monkeypatch.setenv("COLUMNS", "200")

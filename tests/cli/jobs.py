@@ -71,5 +71,5 @@ def run_without(words, *absent):
         f"print('imported:', *(n for n in ('torch', 'megatron.core') if sys.modules.get(n)))\n"
         "sys.exit(status)\n"
     )
-    done = run_python("-c", program, COLUMNS="120")
+    done = run_python("-c", program)
     return done.returncode, done.stdout, done.stderr

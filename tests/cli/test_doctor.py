@@ -32,7 +32,6 @@ def options_of(*words):
 def machine(monkeypatch):
     machine = Machine()
     monkeypatch.setattr(doctor, "examine", machine.examine)
-    monkeypatch.setenv("COLUMNS", "160")
     return machine
 
 

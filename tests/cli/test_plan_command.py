@@ -24,8 +24,6 @@ from megatron_offload.planning.simulate import simulate_programs
 
 pytest.importorskip("simpy")
 
-pytestmark = pytest.mark.usefixtures("wide")
-
 
 def peak_of(step):
     return max(rank.peak_reserved_bytes for rank in step.ranks)

@@ -18,8 +18,6 @@ from megatron_offload.planning.simulate import simulate
 
 pytest.importorskip("simpy")
 
-pytestmark = pytest.mark.usefixtures("wide")
-
 
 def run(*words):
     return main(["simulate", *map(str, words)])
