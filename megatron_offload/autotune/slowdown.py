@@ -59,18 +59,13 @@ def slowdown_of(steps: Sequence[TimedStep]) -> Slowdown | None:
         roots = np.sqrt(weights)
         found, *_ = np.linalg.lstsq(table * roots[:, None], us * roots, rcond=None)
         off = us - table @ found
-        spread = 1.4826 * np.median(np.abs(off))
-        weights = np.minimum(1.0, _HUBER * spread / np.maximum(np.abs(off), 1e-12))
-        if spread == 0:
-            weights = (np.abs(off) < 1e-9).astype(float)
-    if spread > 0:  # Huber's own estimate of the variance (Robust Statistics, 1981, chapter 7)
-        inside = np.abs(off) <= _HUBER * spread
-        share = max(inside.mean(), 0.5)
-        bent = (np.clip(off, -_HUBER * spread, _HUBER * spread) ** 2).sum()
-        again = 1 + len(columns) / len(us) * (1 - share) / share
-        variance = again**2 * bent / (len(us) - len(columns)) / share**2
-        error = float(np.sqrt(variance * np.linalg.pinv(table.T @ table)[1, 1]))
-    else:
-        error = 0.0
+        most = _HUBER * max(1e-9, 1.4826 * np.median(np.abs(off)))
+        weights = most / np.maximum(np.abs(off), most)
+    # Huber's own estimate of the variance (Robust Statistics, 1981, chapter 7)
+    share = max((np.abs(off) <= most).mean(), 0.5)
+    bent = (np.clip(off, -most, most) ** 2).sum()
+    again = 1 + len(columns) / len(us) * (1 - share) / share
+    variance = again**2 * bent / (len(us) - len(columns)) / share**2
+    error = float(np.sqrt(variance * np.linalg.pinv(table.T @ table)[1, 1]))
     ends = (found[1], found[1] - _WIDTH * error, found[1] + _WIDTH * error)
     return Slowdown(*(100 * float(np.expm1(end)) for end in ends))
