@@ -296,19 +296,11 @@ class RowSearch(OldAttributes):
         else:
             self._num_uncalled += 1
             if self._num_uncalled > _MOST_UNCALLED:
-                self._begin_again()
+                self._stop("the layers that it has aren't called, or others look at them", ADVICE)
         if self._clock is not None:
             self._clock.restart()
         self._looked.clear()
         self._own_tokens = []
-
-    def _begin_again(self) -> None:
-        """Look for layers anew: those that are known aren't called any more, or never were."""
-        if self._num_begun < _MOST_SEARCHES:
-            self.close()
-            self._begin_anew()
-        else:
-            self._stop("the layers that it has aren't called, or others look at them", ADVICE)
 
     def _now(self) -> tuple[Any, int]:
         """Return a point of the compute stream, and what is reserved where that matters."""
