@@ -16,6 +16,7 @@ example: megatron-offload simulate --model gpt_16x8192_pp4_vpp2 \
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.table import Table
@@ -23,6 +24,7 @@ from rich.table import Table
 from megatron_offload.cli.options import writing
 from megatron_offload.cli.source import Source, SourceOptions, load_source, with_flags
 from megatron_offload.core.trace import PIPELINE_WAIT, write_traces
+from megatron_offload.core.units import format_bytes
 from megatron_offload.planning.job_rows import units_of, with_units
 from megatron_offload.planning.simulate import RELEASE, RELOAD, Simulation, simulate
 from megatron_offload.report.console import console, plain_table
@@ -42,7 +44,7 @@ def run(given: Given) -> int:
         without = simulate(source.job)
         job = with_units(source.job, source.recompute(units_of(source.job)))
         offloaded = simulate(job, source.limits, record=given.trace is not None)
-    source.show(without, offloaded, "with offload", [_times(source, without, offloaded)])
+    source.show(without, offloaded, "with it", _tables(source, without, offloaded))
     what = with_flags("everything that can be offloaded", "offload", given)
     console().print(f"with offload: {what}")
     if given.trace is not None:
@@ -53,12 +55,18 @@ def run(given: Given) -> int:
     return 0
 
 
-def _times(source: Source, without: Simulation, offloaded: Simulation) -> Table:
-    rows = []
+def _tables(source: Source, without: Simulation, offloaded: Simulation) -> Iterator[Table]:
+    times, memory = [], []
     for index, (plain, rank) in enumerate(zip(without.ranks, offloaded.ranks, strict=True)):
         stalls = (rank.stall_us[cause] for cause in (PIPELINE_WAIT, RELEASE, RELOAD))
         spent_us = (plain.end_us, rank.end_us, rank.compute_us, rank.recompute_us, *stalls)
-        rows.append([index, *(f"{us / 1e3:.1f}" for us in spent_us)])
+        times.append([index, *(f"{us / 1e3:.1f}" for us in spent_us)])
+        peaks = (plain.peak_reserved_bytes, rank.peak_reserved_bytes, rank.peak_host_bytes)
+        moved = (rank.offloaded_bytes, rank.reloaded_bytes, rank.recomputed_bytes)
+        memory.append([index, *map(format_bytes, (*peaks, *moved)), rank.num_late])
     columns = ["rank", "ends without", "with offload", "compute", "recomputed"]
     columns += ["pipeline", "W2 release", "W4 reload"]
-    return plain_table(f"Time of {source.title} in ms: PREDICTED", columns, 0, rows)
+    yield plain_table(f"Time of {source.title} in ms: PREDICTED", columns, 0, times)
+    columns = ["rank", "peak reserved memory", "with offload", "peak host"]
+    columns += ["out", "back", "recomputed", "late"]
+    yield plain_table(f"Memory of {source.title}: PREDICTED", columns, 0, memory)

@@ -25,8 +25,8 @@ from megatron_offload.files.text import read_json
 from megatron_offload.machine.profile import MachineProfile
 from megatron_offload.planning.description import JobDescription, load_description
 from megatron_offload.planning.job import Job, RankSettings
-from megatron_offload.planning.simulate import Simulation
-from megatron_offload.report.console import console, plain_table
+from megatron_offload.planning.simulate import Simulation, fair_rates
+from megatron_offload.report.console import console
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Source:
         out = console()
         for line in self._misfits(step):
             out.print(line, style="bold red")
-        for table in (self._memory_table(without, step, what), *tables):
+        for table in tables:
             out.print(table)
         change = 100 * (step.step_us / without.step_us - 1)
         out.print(
@@ -75,24 +75,14 @@ class Source:
         own_bytes, _ = self._on_node(self.job.optimizer_host_bytes)
         if own_bytes:
             out.print(
-                f"optimizer offload: {format_bytes(own_bytes)} of host memory besides; what its "
-                "copies take says: megatron-offload doctor --model FILE"
+                f"optimizer offload: {format_bytes(own_bytes)} of host memory besides, and after "
+                f"each step at least {self._optimizer_us(own_bytes) / 1e3:.1f} ms of copies"
             )
         out.print(f"bandwidths: {self.machine}")
         out.print(
             "predicted by simulation, not measured: hold it against a run before you rely on it",
             style="yellow",
         )
-
-    def _memory_table(self, without: Simulation, step: Simulation, what: str) -> Table:
-        rows = []
-        for index, (plain, rank) in enumerate(zip(without.ranks, step.ranks, strict=True)):
-            peaks = (plain.peak_reserved_bytes, rank.peak_reserved_bytes, rank.peak_host_bytes)
-            moved = (rank.offloaded_bytes, rank.reloaded_bytes, rank.recomputed_bytes)
-            rows.append([index, *map(format_bytes, (*peaks, *moved)), rank.num_late])
-        columns = ["rank", "peak reserved memory", what, "peak host"]
-        columns += ["out", "back", "recomputed", "late"]
-        return plain_table(f"Memory of {self.title}: PREDICTED", columns, 0, rows)
 
     def _misfits(self, step: Simulation) -> Iterator[str]:
         device_bytes = max(rank.peak_reserved_bytes for rank in step.ranks)
@@ -104,6 +94,15 @@ class Source:
             if needed > there:
                 sizes = f"{format_bytes(needed)} of {where}, which has {format_bytes(there)}"
                 yield f"DOES NOT FIT: {sizes} (machine.{key})"
+
+    def _optimizer_us(self, node_bytes: int) -> float:
+        """Return what copying takes at least: a quarter of what lies there, each way."""
+        job, machine = self.job, self.job.machine
+        num_gpus = min(job.gpus_per_rank, machine.gpus_per_node)
+        rank_rate = min(fair_rates(machine, num_gpus, 0, 0, 1)[2:])
+        ways = (machine.node_d2h_gbps, machine.node_h2d_gbps)
+        node_rate = 1e3 * min(machine.node_gbps / 2, *filter(None, ways))
+        return max(max(job.optimizer_host_bytes) / rank_rate, node_bytes / node_rate) / 4
 
     def _on_node(self, sizes: Sequence[int]) -> tuple[int, str]:
         """Return what GPUs hold on a node's host at most, by rank; and what a node is."""

@@ -39,8 +39,8 @@ def test_what_is_printed_is_what_was_simulated(model, capsys):
     offloaded = simulate(with_units(job, units_of(job)), settings)
     assert offloaded.step_us > without.step_us
     assert f"{without.step_us / 1e3:.1f} ms without offload" in printed
-    assert f"{offloaded.step_us / 1e3:.1f} ms with offload" in printed
-    memory, times = rows(printed)[:2], rows(printed)[2:]
+    assert f"{offloaded.step_us / 1e3:.1f} ms with it" in printed
+    times, memory = rows(printed)[:2], rows(printed)[2:]
     for index, (plain, rank) in enumerate(zip(without.ranks, offloaded.ranks, strict=True)):
         stalls_us = [rank.stall_us[cause] for cause in ("pipeline", "W2", "W4")]
         numbers = [plain.end_us, rank.end_us, rank.compute_us, rank.recompute_us, *stalls_us]
@@ -133,4 +133,22 @@ def test_an_optimizer_on_the_host_is_counted(model, capsys):
     assert main([*given, "model.optimizer_host_bytes_per_parameter=8"]) == 0
     printed = capsys.readouterr().out
     assert f"optimizer offload: {format_bytes(MOVED_BYTES)} of host memory besides" in printed
+    assert f"at least {MOVED_BYTES / 4 / 102e6:.1f} ms of copies" in printed, "two GPUs' 51 GB/s"
     assert re.search(r"DOES NOT FIT: \d+\.\d MiB of a node of 2 GPUs, which has 300.0 MiB", printed)
+
+
+@pytest.mark.parametrize(
+    ("limit", "gbps"),
+    [
+        ("machine.d2h_gbps=1", 2),
+        ("machine.h2d_gbps=2", 4),
+        ("machine.both_gbps=3", 6),
+        ("machine.node_gbps=8", 4),
+        ("machine.node_h2d_gbps=5", 5),
+    ],
+)
+def test_copies_of_an_optimizer_take_as_long_as_the_narrowest_link(model, capsys, limit, gbps):
+    given = ["model.optimizer_host_bytes_per_parameter=8", limit]
+    assert main(["simulate", "--model", str(model), "--set", *given]) == 0
+    found = re.search(r"at least (\S+) ms of copies", capsys.readouterr().out)
+    assert float(found[1]) == pytest.approx(MOVED_BYTES / 4 / gbps / 1e6, rel=0.01)
