@@ -1,4 +1,4 @@
-"""What a step teaches those after it about memory: the search for a device memory target."""
+"""What a step teaches those after it about pinned memory, and what a trim frees."""
 
 from __future__ import annotations
 
