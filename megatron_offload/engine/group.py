@@ -237,6 +237,12 @@ class Block:
         """Whether it has its source, and no copy was issued."""
         return self.flight is None and not self.released
 
+    def source(self) -> torch.Tensor:
+        """Return its bytes, as long as it has its source."""
+        if self.spec[1] is not None:
+            return self.alias
+        return bytes_of(self.alias.untyped_storage(), self.low, self.high)
+
     def live_source(self) -> torch.Tensor | None:
         """Return the flat bytes of a released source that is where it was; resizing moves one."""
         if self.storage_ref is None:

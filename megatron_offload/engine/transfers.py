@@ -117,7 +117,7 @@ class Transfers(Reloads):
         group.needs = tuple(sorted({*group.needs, *recipe.needs()} - {group.key}))
         if not block.released:
             for observer in self.observers:
-                observer.block_offloads(block, _region_of(block))
+                observer.block_offloads(block, block.source())
             self._drop(block, group.label)
             if group.pick is not None and group.pick.drops_only:
                 block.name = recipe.unit  # what one call saves may be of several
@@ -170,7 +170,7 @@ class Transfers(Reloads):
             group.advance(RESIDENT)
             return
         aliases = [block.alias for block in moving]
-        sources = [_region_of(block) if block.spec[1] is None else block.alias for block in moving]
+        sources = [block.source() for block in moving]
         streams = [block.stream for block in moving]
         group.flight = flight = Flight(list(map(ref, moving)), streams, aliases)
         produced: list[Event] = []
@@ -426,13 +426,6 @@ class Transfers(Reloads):
                 if block.reload is not None or block.recipe is not None:
                     block.target = block.made = block.recipe = None
         self.host_pool.recover(_count_users)
-
-
-def _region_of(block: Block) -> torch.Tensor:
-    """Return the bytes of a block that has its source."""
-    if block.spec[1] is not None:
-        return block.alias
-    return bytes_of(block.alias.untyped_storage(), block.low, block.high)
 
 
 def _count_users(region: HostRegion) -> int:
