@@ -2,7 +2,11 @@
 
 import sys
 
-from megatron_offload.cli.main import main
+try:
+    from megatron_offload.cli.main import main
+except KeyboardInterrupt:
+    sys.stderr.write("megatron-offload: interrupted\n")
+    sys.exit(130)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,6 +9,7 @@ what is left to call then, whose errors are no longer the command's.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
@@ -41,21 +42,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     status: int | Callable[[], object]
     try:
-        if words and not words[0].startswith("-"):
-            command, given = read_command(words)
-            status = command.run(given)
-        else:
-            sys.stdout.write(_about(words))
-            status = 0
-    except OffloadError as error:
-        from megatron_offload.report.console import console  # what takes its time
+        # Inside, as an interrupt may come while they are imported.
+        from megatron_offload.report.console import console
 
-        console(stderr=True).print(f"megatron-offload: {error}")
-        status = error.exit_status
+        try:
+            if words and not words[0].startswith("-"):
+                command, given = read_command(words)
+                status = command.run(given)
+            else:
+                sys.stdout.write(_about(words))
+                status = 0
+        except OffloadError as error:
+            console(stderr=True).print(f"megatron-offload: {error}")
+            status = error.exit_status
     except KeyboardInterrupt:
         sys.stderr.write("megatron-offload: interrupted\n")
         status = 130
     if isinstance(status, int):
+        if arguments is None:  # all is done; at the process's end one is a traceback
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         return status
     status()
     return 0

@@ -140,10 +140,38 @@ def test_the_version_needs_next_to_nothing():
     assert done.stdout.endswith("\nset()\n")
 
 
-def test_an_interrupt_is_one_line(monkeypatch, capsys):
-    def interrupt(_):
-        raise KeyboardInterrupt
+@pytest.mark.parametrize(
+    "module",
+    [
+        "argparse",
+        "megatron_offload.cli.main",
+        "megatron_offload.report.console",
+        "megatron_offload.config",
+    ],
+)
+def test_an_interrupt_while_it_starts_is_one_line(module):
+    program = (
+        "import sys\n"
+        f"assert {module!r} not in sys.modules\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}: raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from megatron_offload.__main__ import main\n"
+        "sys.exit(main(['plan', '--model', 'x']))\n"
+    )
+    done = run_python("-c", program)
+    assert (done.returncode, done.stderr) == (130, "megatron-offload: interrupted\n")
 
-    monkeypatch.setattr("megatron_offload.cli.plan.run", interrupt)
-    assert main(["plan", "--model", "x"]) == 130
-    assert capsys.readouterr().err == "megatron-offload: interrupted\n"
+
+@pytest.mark.parametrize(("words", "status"), [((), 0), (("plan", "--model", "x"), 2)])
+def test_an_interrupt_once_all_is_done_changes_nothing(words, status):
+    program = (
+        "import atexit, os, signal, sys\n"
+        "from megatron_offload.__main__ import main\n"
+        "atexit.register(os.kill, os.getpid(), signal.SIGINT)\n"
+        "sys.exit(main())\n"
+    )
+    done = run_python("-c", program, *words)
+    assert done.returncode == status
+    assert "Interrupt" not in done.stderr
