@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, product
@@ -42,8 +42,6 @@ SLOW_LINK_SHARE = 0.8
 cost four H200s 0.5 % at most, with all of it, cost them 3.6 % (docs/planning.md)."""
 
 _LINK_SHARES = (0.8, 0.48, 0.0, 1.28, 0.24, 2.4, 0.64, 1.0, 0.36, 1.76)
-"""Of what the link carries, as much as copies of a candidate shall take."""
-
 _MOST_BOUNDARIES = 250_000  # of groups, that are replayed and simulated: a second of one core
 _MOST_SHOWN = 100_000  # of them, for what plans need that weren't chosen
 _SMALL = 5_000  # of them, in a job that is polished
@@ -52,6 +50,12 @@ _POLISHING = 6.0  # of those boundaries
 _NUM_TARGETS = 128  # up to what is needed without offload, among which the lowest is looked for
 _ALIKE = 5e-4  # of a step: the one that copies less is better
 _TRIES = (1.0, 0.8, 0.5, 0.0)  # of a limit, where the whole job takes more than the short one
+
+
+class _Candidate(NamedTuple):
+    units: tuple[str, ...]
+    share: float
+    """Of what the link carries, as much as copies shall take."""
 
 
 class _Ranks(NamedTuple):
@@ -174,7 +178,7 @@ class _Search:
             for passes in job.schedule.ranks
         ]
         self._passed = 0  # of all boundaries
-        self._plans = dict[tuple[object, ...], list[Plan]]()
+        self._plans = dict[tuple[int, _Candidate], list[Plan]]()
         self._programs = dict[tuple[object, ...], RankProgram]()
         self._steps = dict[tuple[int, ...], Simulation]()
 
@@ -193,17 +197,17 @@ class _Search:
         """Return the quickest of the candidates' plans that keep targets."""
         self._passed, found = 0, list[_Ranks]()
         order = list(self._ranks)
-        for share, units in product(_LINK_SHARES, self._jobs):
+        for one in self._candidates():
             places: dict[int, int] = {}
             for rank in order if self._has_time() or not found else ():
-                place = self._fitting(rank, units, share, targets[rank])
+                place = self._fitting(rank, one, targets[rank])
                 if place is None:
                     order.sort(key=rank.__ne__)  # if another candidate fails, it does there
                     break
                 places[rank] = place
             if len(places) == len(order):
                 own = tuple(places[rank] for rank in self._ranks)
-                found.append(_Ranks(units, self._frontiers(units, share), own))
+                found.append(_Ranks(one.units, self._frontiers(one), own))
                 self._simulate(found[-1])
         if not found:
             self._refuse(targets)
@@ -212,7 +216,7 @@ class _Search:
     def within(self, percent: float) -> _Ranks:
         """Return what brings the fullest rank lowest, and takes so much longer at most."""
         limit_us = self._bare.step_us * (1 + percent / 100)
-        best = _Ranks((), self._frontiers((), _LINK_SHARES[0]), (0,) * len(self._ranks))
+        best = _Ranks((), self._frontiers(_Candidate((), 1.0)), (0,) * len(self._ranks))
 
         def is_good(target: int) -> bool:
             nonlocal best
@@ -254,10 +258,16 @@ class _Search:
             )
         return RunFrontier(said=said, besides=unit_rows(chosen.units), stages=tuple(stages))
 
-    def _fitting(self, rank: int, units: tuple[str, ...], share: float, target: int) -> int | None:
+    # Candidates
+
+    def _candidates(self) -> Iterator[_Candidate]:
+        for share, units in product(_LINK_SHARES, self._jobs):
+            yield _Candidate(units, share)
+
+    def _fitting(self, rank: int, one: _Candidate, target: int) -> int | None:
         """Return the first plan of a rank that seems to keep a target, if one does."""
-        plans = self._frontier(rank, units, share)
-        first = bisect_left(plans, -target, key=lambda plan: -self._peak(rank, units, plan))
+        plans = self._frontier(rank, one)
+        first = bisect_left(plans, -target, key=lambda plan: -self._peak(rank, one.units, plan))
         return first if first < len(plans) else None
 
     def _polished(self, best: _Ranks, rank: int, target: int) -> _Ranks:
@@ -299,17 +309,16 @@ class _Search:
 
     # What was asked before is known
 
-    def _frontier(self, rank: int, units: tuple[str, ...], share: float) -> list[Plan]:
-        key = rank, units, share
-        if key not in self._plans:
-            job = self._jobs[units]
+    def _frontier(self, rank: int, one: _Candidate) -> list[Plan]:
+        if (rank, one) not in self._plans:
+            job = self._jobs[one.units]
             actions = actions_of(job, rank, self._sites)
-            plans = frontier(actions, link_bytes(job, rank, share))
-            self._plans[key] = [paced(job, rank, plan, actions) for plan in plans]
-        return self._plans[key]
+            plans = frontier(actions, link_bytes(job, rank, one.share))
+            self._plans[rank, one] = [paced(job, rank, plan, actions) for plan in plans]
+        return self._plans[rank, one]
 
-    def _frontiers(self, units: tuple[str, ...], share: float) -> tuple[list[Plan], ...]:
-        return tuple(self._frontier(rank, units, share) for rank in self._ranks)
+    def _frontiers(self, one: _Candidate) -> tuple[list[Plan], ...]:
+        return tuple(self._frontier(rank, one) for rank in self._ranks)
 
     def _program(self, rank: int, units: tuple[str, ...], plan: Plan) -> RankProgram:
         parts = ((number, action.parts) for number, action in plan.actions.items())
