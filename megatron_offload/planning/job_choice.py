@@ -7,8 +7,7 @@ is replayed for one rank alone; how long the step takes is simulated.
 
 from __future__ import annotations
 
-import contextlib
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,7 +31,14 @@ from megatron_offload.planning.job_rows import (
     with_units,
 )
 from megatron_offload.planning.replay import RankProgram, replay
-from megatron_offload.planning.simulate import Simulation, simulate, simulate_programs
+from megatron_offload.planning.row_choice import ladder
+from megatron_offload.planning.simulate import (
+    RELEASE,
+    RELOAD,
+    Simulation,
+    simulate,
+    simulate_programs,
+)
 
 RECOMPUTABLE = (*UNITS, *WHOLE_SITES)
 """What rows of a plan recompute, unless less is allowed."""
@@ -41,13 +47,11 @@ SLOW_LINK_SHARE = 0.8
 """Of the bandwidth of copies, what a plan within a limit of time has to do with. One that was to
 cost four H200s 0.5 % at most, with all of it, cost them 3.6 % (docs/planning.md)."""
 
-_LINK_SHARES = (0.8, 0.48, 0.0, 1.28, 0.24, 2.4, 0.64, 1.0, 0.36, 1.76)
-_MOST_BOUNDARIES = 250_000  # of groups, that are replayed and simulated: a second of one core
-_MOST_SHOWN = 100_000  # of them, for what plans need that weren't chosen
-_SMALL = 5_000  # of them, in a job that is polished
+_LINK_SHARES = (1.0, 0.6, 0.0, 1.6, 0.3, 3.0, 0.8, 1.25, 0.45, 2.2)
+_MOST_BOUNDARIES = 500_000  # of groups, that are replayed and simulated: some seconds of one core
+_MOST_SHOWN = _MOST_BOUNDARIES // 5  # of them, for what plans need that weren't chosen
 _POLISHED_PERCENT = 1.0  # of a step: what costs less is good enough
-_POLISHING = 6.0  # of those boundaries
-_NUM_TARGETS = 128  # up to what is needed without offload, among which the lowest is looked for
+_POLISHING = 3.0  # of those boundaries, and of jobs that are small beside them
 _ALIKE = 5e-4  # of a step: the one that copies less is better
 _TRIES = (1.0, 0.8, 0.5, 0.0)  # of a limit, where the whole job takes more than the short one
 
@@ -133,15 +137,12 @@ class JobChoice:
             wanted = [target - more for target, more in zip(wanted, over, strict=True)]
 
     def within(self, most_slowdown_percent: float) -> Planned:
-        """Return the plan found whose fullest rank needs least, and that costs no more time.
+        """Return the plan found with the least memory that costs no more time, with a slower link.
 
-        Nor does it with a slower link.
+        What counts is the rank that needs most, then what all need.
         """
         limit_us = self.without.step_us * (1 + most_slowdown_percent / 100)
-        rates = {name: x for name, x in self._job.machine if x and "gbps" in name}
-        slow = {name: x * SLOW_LINK_SHARE for name, x in rates.items() if "p2p" not in name}
-        machine = self._job.machine.model_copy(update=slow)
-        search = _Search(replace(self._short, machine=machine), self._settings, self._may)
+        search = _Search(self._short, self._settings, self._may)
         text = f"at most {most_slowdown_percent:g} % of the step's time"
         for share in _TRIES:
             planned = self._planned(search, search.within(share * most_slowdown_percent), text)
@@ -173,6 +174,9 @@ class _Search:
         self._ranks = range(job.schedule.num_ranks)
         self._bare = simulate(job)
         self._bare_us = max(1.0, self._bare.step_us / job.schedule.num_microbatches)
+        rates = ((name, rate) for name, rate in job.machine if "gbps" in name and "p2p" not in name)
+        slow = {name: rate and rate * SLOW_LINK_SHARE for name, rate in rates}
+        self._slow_job = replace(job, machine=job.machine.model_copy(update=slow))
         self._boundaries = [
             sum(2 * len(job.stages[one.stage].groups) for one in passes)
             for passes in job.schedule.ranks
@@ -180,26 +184,15 @@ class _Search:
         self._passed = 0  # of all boundaries
         self._plans = dict[tuple[int, _Candidate], list[Plan]]()
         self._programs = dict[tuple[object, ...], RankProgram]()
-        self._steps = dict[tuple[int, ...], Simulation]()
+        self._steps = dict[tuple[tuple[int, ...], bool], Simulation]()
 
     def under(self, targets: Sequence[int]) -> _Ranks:
         """Return what keeps targets; `TargetError` where nothing does."""
-        best, last = self._fitted(targets), None
-        good_us = self._bare.step_us * (1 + _POLISHED_PERCENT / 100)
-        is_small = sum(self._boundaries) < _SMALL
-        while is_small and best != last and self._simulate(best).step_us > good_us:
-            last = best
-            for rank in self._ranks:
-                best = self._polished(best, rank, targets[rank])
-        return best
-
-    def _fitted(self, targets: Sequence[int]) -> _Ranks:
-        """Return the quickest of the candidates' plans that keep targets."""
-        self._passed, found = 0, list[_Ranks]()
+        found: list[_Ranks] = []
         order = list(self._ranks)
         for one in self._candidates():
             places: dict[int, int] = {}
-            for rank in order if self._has_time() or not found else ():
+            for rank in order if self._has_time(0.5) or not found else ():
                 place = self._fitting(rank, one, targets[rank])
                 if place is None:
                     order.sort(key=rank.__ne__)  # if another candidate fails, it does there
@@ -211,25 +204,40 @@ class _Search:
                 self._simulate(found[-1])
         if not found:
             self._refuse(targets)
-        return self._quickest(found)
+        best = self._quickest(found)
+        for rank in self._by_losses(best):
+            for one in self._candidates() if self._has_time() else ():
+                if one.units == best.units:
+                    place = self._fitting(rank, one, targets[rank])
+                    if place is not None:
+                        other = best.changed(rank, self._frontier(rank, one), place)
+                        best = self._quickest([best, other])
+        last, is_small = None, sum(self._boundaries) < _MOST_BOUNDARIES // 100
+        good_us = self._bare.step_us * (1 + _POLISHED_PERCENT / 100)
+        while is_small and best != last and self._simulate(best).step_us > good_us:
+            last = best
+            for rank in self._by_losses(best):
+                best = self._polished(best, rank, targets[rank])
+        return best
 
     def within(self, percent: float) -> _Ranks:
-        """Return what brings the fullest rank lowest, and takes so much longer at most."""
+        """Return what takes so much more of the step at most."""
         limit_us = self._bare.step_us * (1 + percent / 100)
-        best = _Ranks((), self._frontiers(_Candidate((), 1.0)), (0,) * len(self._ranks))
-
-        def is_good(target: int) -> bool:
-            nonlocal best
-            with contextlib.suppress(TargetError):
-                found = self._fitted([target] * len(self._ranks))
-                if self._simulate(found).step_us <= limit_us:
-                    best = found
-                    return True
-            return False
-
-        most = max(rank.peak_reserved_bytes for rank in self._bare.ranks)
-        targets = [most * part // _NUM_TARGETS for part in range(_NUM_TARGETS)]
-        bisect_left(targets, True, key=is_good)
+        nothing = self._frontiers(_Candidate((), 1.0))
+        found = [_Ranks((), nothing, (0,) * len(nothing))]
+        for one in self._candidates():
+            if self._has_time(0.5):
+                found += self._climbed(one, limit_us)
+        best = min(found, key=self._memory)
+        for rank in sorted(self._ranks, key=lambda rank: -self._peaks(best)[rank]):
+            low, high = best.places[rank], len(best.frontiers[rank])
+            while high - low > 1 and self._has_time():
+                place = (low + high) // 2
+                more = best.changed(rank, best.frontiers[rank], place)
+                if self._simulate(more, is_slow=True).step_us <= limit_us:
+                    low, best = place, min(best, more, key=self._memory)
+                else:
+                    high = place
         return best
 
     def found(self, chosen: _Ranks, said: str) -> RunFrontier:
@@ -267,8 +275,28 @@ class _Search:
     def _fitting(self, rank: int, one: _Candidate, target: int) -> int | None:
         """Return the first plan of a rank that seems to keep a target, if one does."""
         plans = self._frontier(rank, one)
-        first = bisect_left(plans, -target, key=lambda plan: -self._peak(rank, one.units, plan))
-        return first if first < len(plans) else None
+        place, low, high = 0, -1, len(plans)
+        while high - low > 1:
+            over_bytes = self._peak(rank, one.units, plans[place]) - target
+            low, high = (place, high) if over_bytes > 0 else (low, place)
+            freed_bytes = plans[place].freed_bytes + over_bytes
+            guess = bisect_left(plans, freed_bytes, key=lambda plan: plan.freed_bytes)
+            place = min(max(guess, low + 1), high - 1)
+        return high if high < len(plans) else None
+
+    def _climbed(self, one: _Candidate, limit_us: float) -> list[_Ranks]:
+        """Return the last rung of a candidate's ladder that is within a limit, if one is."""
+        plans = self._frontiers(one)
+        rungs = [_Ranks(one.units, plans, places) for places in ladder(plans)]
+        most_us = (limit_us / self._bare.step_us - 1) * self._bare_us
+        most_us -= max(self._units_cost(rank, one.units)[0] for rank in self._ranks)
+        us = sorted(plan.us for own in plans for plan in own[1:])
+        place, low, high = bisect_right(us, most_us), -1, len(rungs)
+        while high - low > 1 and self._has_time():
+            is_good = self._simulate(rungs[place], is_slow=True).step_us <= limit_us
+            low, high = (place, high) if is_good else (low, place)
+            place = (low + high) // 2
+        return rungs[low : low + 1] if low >= 0 else []
 
     def _polished(self, best: _Ranks, rank: int, target: int) -> _Ranks:
         """Let single layers of a rank do something else, or two do what the other did."""
@@ -313,7 +341,8 @@ class _Search:
         if (rank, one) not in self._plans:
             job = self._jobs[one.units]
             actions = actions_of(job, rank, self._sites)
-            plans = frontier(actions, link_bytes(job, rank, one.share))
+            slow_share = SLOW_LINK_SHARE * one.share
+            plans = frontier(actions, link_bytes(job, rank, slow_share))
             self._plans[rank, one] = [paced(job, rank, plan, actions) for plan in plans]
         return self._plans[rank, one]
 
@@ -335,11 +364,19 @@ class _Search:
     def _peak(self, rank: int, units: tuple[str, ...], plan: Plan) -> int:
         return self._program(rank, units, plan).peak_reserved_bytes
 
-    def _simulate(self, ranks: _Ranks) -> Simulation:
+    def _peaks(self, ranks: _Ranks) -> list[int]:
+        return [program.peak_reserved_bytes for program in self._programs_of(ranks)]
+
+    def _memory(self, ranks: _Ranks) -> tuple[int, int]:
+        peaks = self._peaks(ranks)
+        return max(peaks), sum(peaks)
+
+    def _simulate(self, ranks: _Ranks, *, is_slow: bool = False) -> Simulation:
         programs = self._programs_of(ranks)
-        key = tuple(map(id, programs))
+        key = tuple(map(id, programs)), is_slow
         if key not in self._steps:
-            self._steps[key] = simulate_programs(self._job, programs)
+            job = self._slow_job if is_slow else self._job
+            self._steps[key] = simulate_programs(job, programs)
             self._passed += sum(self._boundaries)
         return self._steps[key]
 
@@ -351,6 +388,14 @@ class _Search:
             return sum(rank.offloaded_bytes for rank in self._simulate(one).ranks)
 
         return min((x for x in found if self._simulate(x).step_us <= most_us), key=copied_bytes)
+
+    def _by_losses(self, ranks: _Ranks) -> list[int]:
+        """Return ranks in the order of what copies and recompute cost them, the most first."""
+        lost = [
+            one.stall_us[RELEASE] + one.stall_us[RELOAD] + one.recompute_us
+            for one in self._simulate(ranks).ranks
+        ]
+        return sorted(self._ranks, key=lambda rank: -lost[rank])
 
     def _has_time(self, share: float = 1.0) -> bool:
         return self._passed < share * _MOST_BOUNDARIES
