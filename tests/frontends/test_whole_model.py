@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from megatron_offload import OffloadConfig, offload_modules
 from megatron_offload.core.group import GroupState
-from megatron_offload.engine import manager as manager_file
+from megatron_offload.engine import step as step_file
 from megatron_offload.errors import (
     ConfigError,
     InPlaceModificationError,
@@ -197,7 +197,7 @@ def test_an_evaluation_and_a_dropped_graph_change_nothing():
 def test_a_graph_that_is_kept_for_good_does_not_keep_the_step_from_ending(
     monkeypatch, has_backward
 ):
-    monkeypatch.setattr(manager_file, "_MOST_CHUNKS", 6)
+    monkeypatch.setattr(step_file, "_MOST_CHUNKS", 6)
     offload = make_offload(**TIGHT)
     model, x = made("views", seed=9)
 
