@@ -301,13 +301,15 @@ class SimulatedBackend(Backend):
 
     def note_freed(self, region: torch.Tensor, label: str, *, sole_owner: bool) -> None:
         # The next user writes to it; with a sole owner that happens now, as poison.
-        for reader in self._readers.pop(region.untyped_storage().data_ptr(), ()):
+        memory = region.untyped_storage().data_ptr()
+        for reader in self._readers.get(memory, ()):
             if reader is not self._compute:
                 self.order(self._compute, self.record(reader))
         if region.untyped_storage().resizable():  # else it isn't torch's, which frees nothing
             self._access(self._device, region, self._compute, True, f"after free of {label}")
             if self._poison and sole_owner:
                 _bytes(region).fill_(_POISON)
+        self._readers.pop(memory, None)  # last: a call that is cut short comes again
         self._run_some()
 
     # When queued work runs.

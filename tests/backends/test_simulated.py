@@ -4,6 +4,8 @@ Where the host's time counts, compute takes that between two calls, copies that 
 calls take none.
 """
 
+from unittest import mock
+
 import pytest
 import torch
 from programs import Forgetful, num_pending
@@ -325,6 +327,22 @@ def test_fresh_memory_is_poisoned_and_so_is_what_is_freed_if_nobody_else_holds_i
     if poison:
         assert torch.equal(backend.empty_host(NUM_BYTES), filled(POISON))
         assert torch.equal(empty_device(backend), filled(POISON))
+
+
+def test_what_an_interrupt_has_kept_from_being_freed_is_freed_again(monkeypatch):
+    backend = make(on_hazard="raise")
+    target, side = empty_device(backend), backend.side_stream
+    side.wait_event(backend.compute_stream().record_event())
+    with backend.computing_on(side):
+        backend.read_on(side, target)
+        backend.note_consumed(target, "x")
+    record = mock.Mock(side_effect=[KeyboardInterrupt, side.record_event()])
+    monkeypatch.setattr(backend, "record", record)
+    with pytest.raises(KeyboardInterrupt):
+        backend.note_freed(target, "x", sole_owner=True)
+    for _ in range(2):
+        backend.note_freed(target, "x", sole_owner=True)
+    assert record.call_count == 2, "once it is free nothing is waited for"
 
 
 def test_empty_regions_are_never_a_hazard():
