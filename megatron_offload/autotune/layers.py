@@ -32,6 +32,7 @@ from megatron_offload.engine.module_hooks import (
     named_modules,
     tokens_of,
 )
+from megatron_offload.memory.layout import layout_of
 from megatron_offload.memory.storage_ref import StorageRef
 from megatron_offload.model_map.offload_site import outputs
 from megatron_offload.model_map.structure import PARTS, has_forward, is_known_layer, layers_of
@@ -197,7 +198,7 @@ class LayerWatch:
                 and not is_parameter(leaf)
             ):
                 self._refs.append(StorageRef(leaf.untyped_storage()))
-                self._inputs[path][self._refs[-1].cdata] = leaf.nbytes
+                self._inputs[path][self._refs[-1].cdata] = layout_of(leaf).num_bytes
 
     def actions(
         self,

@@ -235,8 +235,8 @@ class AutomaticGroups:
             return saved
         forward.num_tensors += 1
         # Of the tensor: what its block has left depends on what is recomputed.
-        forward.num_bytes += tensor.nbytes
-        forward.total_bytes += tensor.nbytes
+        forward.num_bytes += saved.layout.num_bytes
+        forward.total_bytes += saved.layout.num_bytes
         return _Saved(self, group, saved)
 
     def _is_full(self, forward: _Forward) -> bool:

@@ -25,7 +25,7 @@ from megatron_offload.engine.modes import apart, has_modes, is_traced
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.subclasses import inner_tensors, is_wrapper
 from megatron_offload.engine.transfers import Transfers
-from megatron_offload.memory.layout import ALIGNMENT_BYTES, LAYOUTS
+from megatron_offload.memory.layout import ALIGNMENT_BYTES, LAYOUTS, layout_of
 
 _TOO_SMALL = "smaller than what moves (min_tensor_bytes, min_tensor_elements)"
 _IN_PARTS = "made of other tensors, which groups leave whole; OffloadActivations moves parts it can"
@@ -201,7 +201,8 @@ class ChunkOffloadHandler:
     def is_small(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of the backend's device is too small to be offloaded."""
         rules = self.rules
-        return tensor.nbytes < rules.min_tensor_bytes or tensor.numel() < rules.min_tensor_elements
+        num_bytes = layout_of(tensor).num_bytes
+        return num_bytes < rules.min_tensor_bytes or tensor.numel() < rules.min_tensor_elements
 
     def find_block(self, storage_key: int) -> Block | None:
         """Return the live block of a storage of this chunk that has not gone since."""

@@ -78,6 +78,15 @@ def take_off(is_one: Callable[[Any], bool], *, all_of_them: bool = False) -> Non
         _push_saved_tensors_default_hooks(*both)
 
 
+def lift() -> list[Any]:
+    """Take the hooks of groups off that lie above all others', and return them from the top."""
+    lifted: list[Any] = []
+    while (hooks := _top_saved_tensors_default_hooks(True)) is not None and not others_hooks():
+        _pop_saved_tensors_default_hooks()
+        lifted.append(hooks)
+    return lifted
+
+
 def put_on(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
     """Put a pack and an unpack hook in force."""
     _push_saved_tensors_default_hooks(pack, unpack)

@@ -14,6 +14,7 @@ from megatron_offload.model_map.offload_site import (
     FindManager,
     LargestTensors,
     LayerClock,
+    NoHooks,
     OffloadSite,
 )
 from megatron_offload.model_map.rows import find_rows
@@ -62,6 +63,7 @@ def adopt_model(
         sites = {path: (unit, 0) for path, unit in sites_of(modules, manager.recompute).items()}
     handles = recompute_modules(modules, sites, find_manager)
     for path, module in modules.items():
+        hooks_of(NoHooks, module)
         own = hooks_of(OffloadSite, module)
         row = rows.offloaded.get(path)
         if row is not None:

@@ -27,7 +27,7 @@ class TensorLayout:
 
     Attributes:
         size, stride, offset, dtype: its own.
-        num_bytes, num_elements: of what it shows.
+        num_bytes, num_elements: of what it shows; of what is expanded it has fewer bytes.
         is_special: whether its size or dtype may mean that it has no bytes of its own;
             `has_own_bytes` says.
         low, high: the byte range within its storage, from the first element to the end of the last.
@@ -46,11 +46,11 @@ class TensorLayout:
         size, stride, offset, dtype = key
         self.size, self.stride, self.offset, self.dtype = size, stride, int(offset), dtype
         self.num_elements = num_elements = size.numel()
-        self.num_bytes = num_elements * dtype.itemsize
         self.is_special = num_elements == 0 or dtype.is_complex or dtype in _QUANTIZED
         self.low = self.offset * dtype.itemsize
         last = sum((many - 1) * step for many, step in zip(size, stride, strict=True))
         self.high = self.low + (last + 1) * dtype.itemsize if num_elements else self.low
+        self.num_bytes = min(num_elements * dtype.itemsize, self.high - self.low)
         fresh = _fresh_strides(size)
         pairs = zip(size, stride, fresh, strict=True)
         self.is_contiguous = 0 in size or all(many == 1 or a == b for many, a, b in pairs)

@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.engine.boundary import commit_group, start_group, tick
 from megatron_offload.engine.group import OffloadGroup, Record
+from megatron_offload.engine.hooks import lift, put_on
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.module_hooks import ModuleHook
 
@@ -170,6 +171,30 @@ class OffloadSite:
         """End all that are open: the forward ended without calling the last module, or raised."""
         for _ in self._open.copy():
             self.end(module, (), {})
+
+
+class NoHooks:
+    """Lets a part of a site be without the hooks of groups, as no row takes anything there.
+
+    Autograd keeps what such a part saves as it does without this package.
+    """
+
+    def __init__(self) -> None:
+        self._lifted: list[list[Any]] = []
+
+    def hook(self, module: nn.Module) -> list[RemovableHandle]:
+        """Hook the part."""
+        return [
+            module.register_forward_pre_hook(ModuleHook(self._begin)),
+            module.register_forward_hook(ModuleHook(self._end), always_call=True),
+        ]
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        self._lifted.append(lift())
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        for hooks in reversed(self._lifted.pop() if self._lifted else ()):
+            put_on(*hooks)
 
 
 class LayerClock:

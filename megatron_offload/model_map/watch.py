@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from operator import eq
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -38,10 +38,12 @@ from megatron_offload.engine.module_hooks import (
 from megatron_offload.engine.observer import Observer
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.errors import ConfigError
+from megatron_offload.memory.layout import layout_of
 from megatron_offload.memory.storage_ref import StorageRef
 from megatron_offload.model_map.offload_site import (
     FindManager,
     LargestTensors,
+    NoHooks,
     OffloadSite,
     outputs,
 )
@@ -52,8 +54,16 @@ _logger = logging.getLogger(__name__)
 
 MayMove = Callable[[torch.Tensor], bool]
 
-_Savers = dict[str, tuple[str, LargestTensors]]
-"""By module, the site that it saves an output of, and which of its tensors that is."""
+_LEAST_KEPT = 4  # tensors that a module saves and no row takes, for which hooks are taken off
+
+
+class _Shown(NamedTuple):
+    """What a watched forward has shown."""
+
+    savers: dict[str, tuple[str, LargestTensors]]
+    """By module, the site that it saves an output of, and which of its tensors that is."""
+    bare: frozenset[str]
+    """Modules inside sites, in which no row takes anything."""
 
 
 class _Call:
@@ -71,7 +81,7 @@ class SavedMemory(Observer):
     Attributes:
         manager: whose forward it is, if there is one.
         transfers: of the manager, which takes the hooks off that an interrupt has left.
-        sizes: by the identity of storages, in the order of saving, the largest tensor in each.
+        sizes: by the identity of storages, in the order of saving, the bytes that would be copied.
         saves: for each tensor that was saved, but parameters, the calls around it, and the identity
             of its storage; None of what can't be offloaded.
         made: by the identity of storages, the site by which rows recompute what is in there.
@@ -88,6 +98,7 @@ class SavedMemory(Observer):
         self.manager, self.transfers = manager, None if manager is None else manager.transfers
         self.sizes: dict[int, int] = {}
         self.saves: list[tuple[tuple[_Call, ...], int | None]] = []
+        self._spans: dict[int, tuple[int, int]] = {}  # of all tensors in each, first byte and end
         self._storages: list[StorageRef] = []  # no other gets their identity
         self.made: dict[int, str] = {}
         self._may_move, self._rows = may_move, rows
@@ -144,7 +155,10 @@ class SavedMemory(Observer):
             key = tensor.untyped_storage()._cdata
             if key not in self.sizes:
                 self._storages.append(StorageRef(tensor.untyped_storage()))
-            self.sizes[key] = max(self.sizes.get(key, 0), tensor.nbytes)
+            layout = layout_of(tensor)
+            low, high = self._spans.get(key, (layout.low, layout.high))
+            low, high = self._spans[key] = min(low, layout.low), max(high, layout.high)
+            self.sizes[key] = high - low
             chunk = self.chunk
             if chunk is not None and chunk.recipes is not None:  # what a function has made
                 unit = chunk.recipes.unit_of(key)
@@ -159,10 +173,11 @@ class SavedMemory(Observer):
                 found.setdefault(key, []).append(calls[-1].path)
         return found
 
-    def choose(self, modules: Mapping[str, nn.Module]) -> _Savers:
+    def choose(self, modules: Mapping[str, nn.Module]) -> _Shown:
         """Choose which of the tensors that rows name are offloaded, and which are to be dropped.
 
         Of a row for all that a site saves some may be others' too, which is kept from here on.
+        Modules that save only what is kept need no hooks of saved tensors.
 
         Raises:
             ConfigError: a row would free nothing, because others save what it names as well.
@@ -176,10 +191,12 @@ class SavedMemory(Observer):
         for storage, paths in savers.items():
             for path in {rows.place_of(path) for path in paths} - {""}:
                 keys_of[path].add(storage)
+        taken = set(self.made)
         for path, row in rows.offloaded.items():
             copied = keys_of[path] - self.made.keys()
             largest = sorted(copied, key=lambda key: -self.sizes[key])[: row.most]
             shared = [key for key in largest if others[key]]
+            taken.update(key for key in largest if not others[key])
             if shared and (row.most is not None or len(shared) == len(largest)):
                 raise ConfigError(
                     f"row {row}: {', '.join(others[shared[0]])} also save "
@@ -195,11 +212,20 @@ class SavedMemory(Observer):
             if path not in rows.recomputed and not rows.place_of(path)
         }
         # Hooks inside others see a tensor first, and those around don't.
+        hooked = rows.offloaded.keys() | dropped.keys()
+        inside = [
+            (calls[place], [call.path for call in calls[place + 1 :]], key)
+            for calls, key in self.saves
+            if (place := max((i for i, x in enumerate(calls) if x.path in hooked), default=-1)) >= 0
+        ]
+        needed = {path for _, parts, key in inside if key in taken for path in parts}
+        needed |= rows.recomputed.keys()
+        outer = Counter(next((x for x in parts if x not in needed), "") for _, parts, _ in inside)
+        bare = {path for path, number in outer.items() if path and number >= _LEAST_KEPT}
         counts: Counter[_Call] = Counter()
         numbers: defaultdict[str, dict[bool, set[int]]] = defaultdict(lambda: defaultdict(set))
-        for calls, key in self.saves:
-            hooked = (x for x in reversed(calls) if x.path in rows.offloaded or x.path in dropped)
-            if (call := next(hooked, None)) is not None:
+        for call, parts, key in inside:
+            if bare.isdisjoint(parts):
                 is_named = key in site_of if call.path in dropped else not (key and others[key])
                 numbers[call.path][is_named].add(counts[call])
                 counts[call] += 1
@@ -208,10 +234,13 @@ class SavedMemory(Observer):
                 left_out = numbers[path][False] - numbers[path][True]
                 num_saved = max((n for call, n in counts.items() if call.path == path), default=0)
                 LargestTensors.of(modules[path], None).leave_out(left_out, num_saved)
-        return {
-            path: (name, LargestTensors(0, frozenset(numbers[path][True])))
-            for path, name in dropped.items()
-        }
+        return _Shown(
+            {
+                path: (name, LargestTensors(0, frozenset(numbers[path][True])))
+                for path, name in dropped.items()
+            },
+            frozenset(bare),
+        )
 
 
 class RowWatch:
@@ -224,18 +253,25 @@ class RowWatch:
         self._root, self._rows, self._find_manager = ref(root), rows, find_manager
         self._seen: SavedMemory | None = None
         self._thread = 0
-        self._savers: _Savers | None = None
+        self._shown: _Shown | None = None
         if root in _watched:
-            rows_then, parts, savers = _watched[root]
+            rows_then, parts, shown = _watched[root]
             is_same = [part() for part in parts] == [*self._modules().values()]
-            self._savers = savers if is_same and rows_then == self._rows else None
+            self._shown = shown if is_same and rows_then == self._rows else None
 
     def hook_savers(self) -> list[RemovableHandle]:
-        """Hook what saves outputs that rows recompute, where that is known."""
-        if self._savers is None:
+        """Hook what saves outputs that rows recompute, and parts of which rows take nothing.
+
+        Where that is known: else none.
+        """
+        if self._shown is None:
             return []
         modules, handles, rows = self._modules(), list[RemovableHandle](), self._rows
-        for path, (name, tensors) in self._savers.items():
+        for path in self._shown.bare:
+            own = hooks_of(NoHooks, modules[path])
+            own += NoHooks().hook(modules[path])
+            handles += own
+        for path, (name, tensors) in self._shown.savers.items():
             own = hooks_of(OffloadSite, modules[path])
             tokens = (row.min_tokens for row in rows.recomputed.values() if row.site == name)
             site = OffloadSite(name, self._find_manager, tensors, min_tokens=min(tokens, default=0))
@@ -247,7 +283,7 @@ class RowWatch:
         """Hook the model itself, each call of which is a forward; the hooks of another watch go."""
         root = self._modules()[""]
         handles = hooks_of(RowWatch, root)
-        if self._savers is None:
+        if self._shown is None:
             begin = ModuleHook(lambda *_: self.begin())
             end = ModuleHook(lambda *given: self.end(has_failed=given[-1] is None))
             handles.append(root.register_forward_pre_hook(begin))  # behind what begins a chunk
@@ -261,7 +297,7 @@ class RowWatch:
     def begin(self) -> None:
         """Begin to watch a forward, if it is the first."""
         manager = self._find_manager()
-        if self._savers is not None or manager is None or not manager.records():
+        if self._shown is not None or manager is None or not manager.records():
             return
         if self._seen is not None:
             if self._thread != get_ident():
@@ -292,17 +328,17 @@ class RowWatch:
         if self._seen is None or self._thread != get_ident():
             return
         seen, modules = self._stop(), self._modules()
-        manager, savers = seen.manager, _Savers()
+        manager, shown = seen.manager, _Shown({}, frozenset())
         if manager is not None and seen.saves and not has_failed:
             try:
-                savers = seen.choose(modules)
+                shown = seen.choose(modules)
             except ConfigError as error:
                 if not manager.rows_are_own:
                     raise
                 manager.refused_rows = str(error)
             self._warn_of_units(manager, seen)
-            self._savers = savers
-            _watched[modules[""]] = self._rows, [*map(ref, modules.values())], savers
+            self._shown = shown
+            _watched[modules[""]] = self._rows, [*map(ref, modules.values())], shown
             hooks_of(RowWatch, modules[""])
             self.hook_savers()
 
@@ -315,6 +351,6 @@ class RowWatch:
                 _logger.warning("row %s: nothing of this kind is saved in this model", row)
 
 
-_watched = WeakKeyDictionary[nn.Module, tuple[FoundRows, list[ref[nn.Module]], _Savers]]()
+_watched = WeakKeyDictionary[nn.Module, tuple[FoundRows, list[ref[nn.Module]], _Shown]]()
 """What a watched forward of a model has shown: under which rows, in which modules, who saves what
 rows recompute."""
