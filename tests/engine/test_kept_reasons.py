@@ -80,6 +80,13 @@ def test_what_is_too_small_to_move_is_kept_and_counted_once(limit):
     assert reason == "smaller than what moves (min_tensor_bytes, min_tensor_elements)"
 
 
+def test_what_is_expanded_counts_by_the_bytes_that_it_has():
+    few, many = torch.ones(10).expand(1000, 10), torch.ones(1000).expand(2, 1000)
+    stats = stats_of({"few": [few], "many": [many]}, min_tensor_bytes=1000)
+    assert (stats.by_name["few"].offloaded_bytes, stats.by_name["few"].kept_bytes) == (0, 40)
+    assert stats.by_name["many"].offloaded_bytes == 4000
+
+
 @pytest.mark.parametrize(
     "settings",
     [

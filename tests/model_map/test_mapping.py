@@ -65,6 +65,27 @@ def test_a_map_counts_memory_once_and_names_all_who_save_it():
     assert all(not module._forward_hooks for module in net.modules())
 
 
+class Picks(nn.Module):
+    def forward(self, x):
+        index = torch.zeros(ROWS, 1, dtype=torch.int64, device=x.device).expand(-1, WIDTH)
+        return x.gather(0, index)
+
+
+def test_a_map_counts_the_bytes_that_a_tensor_has_in_memory():
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    (site,) = map_model(Picks(), x).sites
+    assert (site.num_tensors, site.num_bytes) == (2, SIZE + ROWS * 8)
+    whole = torch.randn(4, SIZE, requires_grad=True)
+    (site,) = map_model(Parts(), whole).sites
+    assert (site.num_tensors, site.num_bytes) == (1, 3 * SIZE * 4)
+
+
+class Parts(nn.Module):
+    def forward(self, x):
+        y = x.clone()
+        return y[1].sin() + y[3].cos() + y[2].sin()
+
+
 def test_a_map_of_a_forward_that_saves_nothing_is_refused():
     net = Net()
     with torch.no_grad(), pytest.raises(ConfigError, match="saved nothing: is grad on"):

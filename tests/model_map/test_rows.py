@@ -531,6 +531,56 @@ def test_outputs_are_dropped_where_modules_and_those_around_them_save_them():
     assert context.last_step.refused_recipe_bytes == {}
 
 
+class Experts(nn.Module):
+    """Saves many tensors that are smaller than what its layer saves."""
+
+    def __init__(self, fails):
+        super().__init__()
+        self.own, self.fails, self.hooks_seen = nn.Linear(WIDTH, 4), fails, []
+
+    def forward(self, x):
+        self.hooks_seen.append(type(owner_of_hooks()))
+        if self.fails and len(self.hooks_seen) > 1:
+            raise ZeroDivisionError
+        return self.own(x.mean(0)).sin().cos().exp().tanh().sum()
+
+
+class Mixture(Mlp):
+    def __init__(self, fails):
+        super().__init__()
+        self.experts, self.hooks_seen = Experts(fails), []
+
+    def forward(self, x):
+        y = super().forward(x) * x * x.sin()
+        with contextlib.suppress(ZeroDivisionError):
+            y = y + self.experts(x)
+        self.hooks_seen.append(type(owner_of_hooks()))
+        return super().forward(y)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(
+    "row", [{"site": "mlp", "offload": 3}, {"site": "norm", "recompute": True}], ids=str
+)
+def test_parts_of_which_rows_take_nothing_have_no_hooks_of_saved_tensors(row, fails):
+    def change(layer):
+        layer.mlp = Mixture(fails)
+        layer.forward = types.MethodType(lambda self, x: x + self.mlp(self.norm(x)), layer)
+
+    lengths, make = (8, 8, 8), partial(changed_net, change)
+    expected, net = take_steps(make(), None, lengths), make()
+    context = around(net, [row], **AT_ONCE)
+    assert_same(expected, take_steps(net, context, lengths))
+    for layer in net.layers:
+        assert {*layer.mlp.experts.hooks_seen[1:]} == {type(None)}
+        assert type(None) not in layer.mlp.hooks_seen[1:]
+    context.end_step()
+    does = context.last_step.by_name[row["site"]]
+    assert does.offloaded_bytes + does.recomputed_bytes > 0
+    adopt_model(net, make_manager())
+    assert not any(layer.mlp.experts._forward_hooks for layer in net.layers)
+
+
 def test_a_forward_whose_model_is_not_called_itself_is_watched_too():
     net = make_net()
     context = around(net, [{"site": "norm", "recompute": True}])
