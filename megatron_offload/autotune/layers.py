@@ -45,6 +45,7 @@ _LEAST_BYTES = 1 << 20  # of a tensor that is offloaded: a smaller one frees lit
 _SITE_US = 100.0  # what a call that runs again takes of the host's time besides
 _GROUP_US = 130.0  # likewise a group that is offloaded
 _TENSOR_US = 45.0  # and each of its tensors
+_KEPT_US = 4.0  # and each that is saved there
 _LAYER_US = _GROUP_US + _MOST_TENSORS * _TENSOR_US  # and what is offloaded of a layer, at most
 _NUM_PAUSES = 100  # of a millisecond: in so many the host launches a forward
 _UNIT_US_PER_BYTE = 1e-6  # of an activation that is called again, which reads and writes memory
@@ -220,15 +221,16 @@ class LayerWatch:
         savers, made, num_saved = self._savers, self._seen.made, Counter[str]()
         for calls, _ in self._seen.saves:
             num_saved.update(call.path for call in calls)
+        all_inside: defaultdict[str, dict[int, bool]] = defaultdict(dict)
+        for key, paths in savers.items():
+            around = [{*_prefixes(path)} & self._sites.keys() for path in paths]
+            for path in set().union(*around):
+                all_inside[path][key] = all(path in one for one in around)
         readers = Counter(
             (self._sites[path].name, key) for path, all_ in self._inputs.items() for key in all_
         )
         for path, site in self._sites.items():
-            inside = {
-                key: all(f"{one}.".startswith(f"{path}.") for one in paths)
-                for key, paths in savers.items()
-                if any(f"{one}.".startswith(f"{path}.") for one in paths)
-            }
+            inside = all_inside[path]
             if not inside:
                 continue
             self.saving.add(path)
@@ -283,11 +285,18 @@ class LayerWatch:
         large = sorted(x for x, size in inner.items() if x and size >= least_bytes)
         sizes = [(self._seen.sizes[key], is_own) for key, is_own in saved.items()]
         for what, num_tensors, num_bytes in _offloads(sizes, has_inner=bool(large)):
-            host_us = _GROUP_US + _TENSOR_US * num_tensors + num_saved
+            host_us = _GROUP_US + _TENSOR_US * num_tensors + _KEPT_US * num_saved
             us = host_us * times.host_share + times.copy_share * num_bytes / gbps / 1e3
             parts: list[Part] = [(site.name, what)]
             parts += [(part, "all") for part in large if what == "all"]
             yield Action(tuple(parts), num_bytes, us, num_bytes)
+
+
+def _prefixes(path: str) -> Iterator[str]:
+    """Yield a dotted name and those of what is around it."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
 
 
 def _part(site: Site, path: str, saver: str) -> str:
