@@ -108,11 +108,26 @@ def train(mode: str, num_steps: int) -> dict[str, object]:
     """Return the time of each step in seconds, the losses, and the peaks in bytes."""
     model, step = make_step()
     draw, offload = random.Random(0), context_of(mode, model)
-    steps = [step(offload, draw.randrange(512, 2049)) for _ in range(num_steps)]
-    times, losses = zip(*steps, strict=True)
-    peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    said = "" if MODES[mode] is None else getattr(offload.manager.tuner, "said", "")
-    return {"mode": mode, "s": times, "losses": losses, "peak_bytes": peaks, "said": said}
+    steps, before = [], (0, 0)
+    for number in range(num_steps):
+        if number == num_steps - LATE:
+            before = peaks_since()
+            torch.cuda.reset_peak_memory_stats()
+        steps.append(step(offload, draw.randrange(512, 2049)))
+    (times, losses), late = zip(*steps, strict=True), peaks_since()
+    return {
+        "mode": mode,
+        "s": times,
+        "losses": losses,
+        "peak_bytes": [max(both) for both in zip(before, late, strict=True)],
+        "late_peak_bytes": late,
+        "said": "" if MODES[mode] is None else getattr(offload.manager.tuner, "said", ""),
+    }
+
+
+def peaks_since() -> tuple[int, int]:
+    """Return the most bytes that were allocated and reserved since the peaks were reset."""
+    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
 
 def compare_at(length: int, modes: list[str], num_steps: int) -> None:
@@ -134,8 +149,7 @@ def compare_at(length: int, modes: list[str], num_steps: int) -> None:
         torch.cuda.reset_peak_memory_stats()
         median_s = statistics.median(step(offload, length)[0] for _ in range(num_steps))
         plain_s = plain_s or median_s
-        peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        sizes = " / ".join(f"{peak / 2**30:.1f}" for peak in peaks)
+        sizes = " / ".join(f"{peak / 2**30:.1f}" for peak in peaks_since())
         line = f"{mode}: {1e3 * median_s:.1f} ms, {median_s / plain_s:.3f}; {sizes} GiB"
         longer = sum(first_s) / len(first_s) / plain_s
         print(f"{line}; the first {len(first_s)} steps {longer:.2f} times as long", flush=True)
@@ -188,9 +202,9 @@ def main() -> None:
             "first 20:", " ".join(f"{a / b:.2f}" for a, b in zip(on[:20], off[:20], strict=False))
         )
     for mode, found in runs.items():
-        print(
-            mode, [[round(b / 2**30, 1) for b in r["peak_bytes"]] for r in found], found[-1]["said"]
-        )
+        for name in ("peak_bytes", "late_peak_bytes"):
+            print(mode, name, [[round(b / 2**30, 1) for b in run[name]] for run in found])
+        print(*(run["said"] for run in found if run["said"]), sep="\n")
 
 
 if __name__ == "__main__":
