@@ -1,8 +1,6 @@
 """What may be done with each layer of a model, and what that frees and costs, as seen in it.
 
-One forward shows what the layers and their parts save and are given, another how long they run. A
-layer may be recomputed if its library lets it be: those of transformers and Megatron; of any other
-what it saves may be offloaded.
+One forward shows what the layers and their parts save and are given, another how long they run.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from functools import cached_property, partial
 from itertools import pairwise, product
 from statistics import mean, median
 from typing import Any, Literal, NamedTuple
-from weakref import ref
 
 import torch
 from torch import nn
@@ -26,20 +23,15 @@ from megatron_offload.backends.base import Backend
 from megatron_offload.core.row_config import MODEL
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_parameter
-from megatron_offload.engine.module_hooks import (
-    ModuleHook,
-    compiled_parts,
-    named_modules,
-    tokens_of,
-)
+from megatron_offload.engine.module_hooks import ModuleHook, tokens_of
 from megatron_offload.memory.layout import layout_of
 from megatron_offload.memory.storage_ref import StorageRef
 from megatron_offload.model_map.offload_site import outputs
-from megatron_offload.model_map.structure import PARTS, has_forward, is_known_layer, layers_of
+from megatron_offload.model_map.sites import EXPERTS, Site, modules_of
+from megatron_offload.model_map.structure import has_forward
 from megatron_offload.model_map.watch import MayMove, SavedMemory
 from megatron_offload.planning.frontier import KEEP, Action, Part, total
 
-_EXPERTS = ".experts"  # in an MLP: they run again where routing can't, or wouldn't to the bit
 _MOST_TENSORS = 8
 _LEAST_BYTES = 1 << 20  # of a tensor that is offloaded: a smaller one frees little for its call
 _SITE_US = 100.0  # what a call that runs again takes of the host's time besides
@@ -58,64 +50,6 @@ _REPLAY_SHARE = 0.5  # likewise in replays, in which no host makes room between 
 _PIPELINE_SHARE = 3  # times that there: backwards of other microbatches lie between forwards
 _LAYER_SHARE = 1.5  # of what it carries in a layer's forward, at most
 _BACKWARD_SHARE = 0.85  # of what it carries in its backward, which reloads it
-
-
-LIBRARIES = (
-    *("torch.nn.", "torch.distributed.fsdp.", "transformers.", "peft.", "megatron.core."),
-    *("transformer_engine.", "builtins.", "abc.", "typing."),
-)
-"""Whose classes a layer may have if it is to be recomputed without being named: their forwards run
-again with the same effect, as those of anyone else need not."""
-
-
-class Site:
-    """A layer, or a part of one.
-
-    Attributes:
-        layer: its number.
-        name: as a row names it.
-        may_rerun: whether it may be recomputed without being named.
-    """
-
-    def __init__(self, layer: int, name: str, module: nn.Module, *, may_rerun: bool) -> None:
-        self.layer, self.name, self.may_rerun = layer, name, may_rerun
-        self._module = ref(module)
-
-    @property
-    def module(self) -> nn.Module | None:
-        """The module, which is held by its model alone; None once that has lost it."""
-        return self._module()
-
-
-def sites_of_layers(model: nn.Module) -> dict[str, Site]:
-    """Return layers and their parts by dotted name, but for what runs in a compiled graph."""
-    modules = named_modules(model)
-    compiled = compiled_parts(modules.values())
-    found: dict[str, Site] = {}
-    for path, number in layers_of(modules).items():
-        names = {path: "layer"} | {
-            f"{path}.{one}": kind for kind, all_ in PARTS.items() for one in all_
-        }
-        names |= {f"{path}.{one}{_EXPERTS}": f"{one}{_EXPERTS}" for one in PARTS["mlp"]}
-        for place, name in names.items():
-            module = modules.get(place)
-            if module is None or module in compiled or not has_forward(module):
-                continue
-            whole = "_orig_mod" in module._modules  # compiled: its parts are none of ours
-            may_rerun = is_known_layer(modules[path]) and not whole and _is_of_libraries(module)
-            found[place] = Site(number, name, module, may_rerun=may_rerun)
-    return found
-
-
-def _is_of_libraries(module: nn.Module) -> bool:
-    bases = {base for part in module.modules() for base in type(part).__mro__}
-    return all(f"{base.__module__}.".startswith(LIBRARIES) for base in bases)
-
-
-def _modules_of(sites: Mapping[str, Site]) -> dict[str, nn.Module]:
-    """Return the modules of sites that their model still has."""
-    found = ((path, site.module) for path, site in sites.items())
-    return {path: module for path, module in found if module is not None}
 
 
 class LayerWatch:
@@ -139,7 +73,7 @@ class LayerWatch:
 
     def begin(self) -> None:
         """Watch what comes."""
-        alive = _modules_of(self._sites)
+        alive = modules_of(self._sites)
         modules = {
             f"{path}.{name}".rstrip("."): part
             for path, module in alive.items()
@@ -190,7 +124,7 @@ class LayerWatch:
 
     def _note_inputs(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.called.add(path)
-        if not self._sites[path].name.endswith(_EXPERTS):
+        if not self._sites[path].name.endswith(EXPERTS):
             self.tokens.add(tokens_of(args, kwargs))
         for leaf in pytree.tree_leaves((args, kwargs)):
             if (
@@ -251,7 +185,7 @@ class LayerWatch:
                     self._seen.sizes[x] for x, is_own in saved.items() if is_own and x not in inputs
                 )
                 own = [KEEP]
-                if site.may_rerun and freed_bytes > kept_bytes:
+                if not site.refusal and freed_bytes > kept_bytes:
                     us = times.us(path) + _SITE_US * times.host_share
                     own.append(Action(((site.name, "recompute"),), freed_bytes - kept_bytes, us))
                 if gbps > 0 and (may_offload is None or may_offload(site.name, path)):
@@ -345,7 +279,7 @@ def _actions_of(found: list[_SeenSite], most_bytes: float) -> Iterator[Action]:
     for seen in found:
         base = total((base, seen.again))  # all else comes on top of it
         choices[seen.name] = _merged(choices.get(seen.name), seen.actions)
-    for name in [name for name in choices if name.endswith(_EXPERTS)]:
+    for name in [name for name in choices if name.endswith(EXPERTS)]:
         choices.setdefault("mlp", [KEEP]).extend(choices.pop(name)[1:])  # one or the other
     whole = choices.pop("layer", [KEEP])[1:]
     if any(action.copied_bytes for all_ in choices.values() for action in all_):
@@ -417,7 +351,7 @@ class SiteTimes:
         """Time what comes."""
         for _ in range(_NUM_PAUSES if self.holds_back else 0):
             self._backend.pause()
-        for path, module in _modules_of(self._sites).items():
+        for path, module in modules_of(self._sites).items():
             begin, end = ModuleHook(self._begin), ModuleHook(partial(self._end, path))
             self._handles.append(module.register_forward_pre_hook(begin, prepend=True))
             self._handles.append(module.register_forward_hook(end))

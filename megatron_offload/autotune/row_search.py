@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.autotune.agree import Ranks, is_alone
-from megatron_offload.autotune.layers import LayerWatch, Site, SiteTimes, sites_of_layers
+from megatron_offload.autotune.layers import LayerWatch, SiteTimes
 from megatron_offload.autotune.model_steps import ModelSteps
 from megatron_offload.autotune.row_answers import RowAnswers, plan_of
 from megatron_offload.autotune.slowdown import TimedStep, growth_of, slowdown_of
@@ -38,6 +38,7 @@ from megatron_offload.files.renames import OldAttributes
 from megatron_offload.files.strict_model import write_model
 from megatron_offload.machine.bandwidth import BandwidthError, Link, median_rates
 from megatron_offload.machine.job_ranks import rank_in
+from megatron_offload.model_map.sites import Site, sites_of_layers
 from megatron_offload.model_map.watch import MayMove
 from megatron_offload.planning.found import NAME, RunFrontier
 from megatron_offload.planning.frontier import Part, Plan, to_plain
@@ -103,8 +104,6 @@ class RowSearch(OldAttributes):
         groups: between whose `begin` and `end` forwards lie, which say where a step begins, by
             `ModelSteps`. None: the manager's steps are those of the program.
         may_offload: whether what the site saves of this name and dotted name may be offloaded.
-        may_rerun: whether the site of this name may be recomputed: none whose rerun holds
-            collectives, as one rank alone may find that it can't.
         has_layers: whether layers may have rows. Else, and where most of what is saved is in no
             layer, as where the program checkpoints them, there is one plan: all is offloaded.
 
@@ -122,11 +121,10 @@ class RowSearch(OldAttributes):
         hook: Callable[[], object],
         groups: AutomaticGroups | None = None,
         may_offload: Callable[[str, str], bool] | None = None,
-        may_rerun: Callable[[str], bool] | None = None,
         *,
         has_layers: bool = True,
     ) -> None:
-        self._may_rerun, self._has_layers = may_rerun, has_layers
+        self._has_layers = has_layers
         self._models = [ref(model) for model in models]
         self._may_offload = may_offload
         self._has_groups = groups is not None
@@ -376,7 +374,7 @@ class RowSearch(OldAttributes):
         self._clock = ModelSteps(first_layers, self._now, self._layer_begins)
         self._num_ooms = manager.num_out_of_memory
         # A rerun may hold collectives, so that ranks don't decide on it by themselves.
-        if sites and all(site.may_rerun for site in sites.values()) and is_alone():
+        if sites and not any(site.refusal for site in sites.values()) and is_alone():
             manager.learner.follow_rules()
             self._recompute_layers(numbers, when_short=True)
         released_bytes = 0
@@ -443,17 +441,12 @@ class RowSearch(OldAttributes):
     def _sites(self) -> dict[str, Site]:
         """Return layers and their parts by dotted name, in that of their model's number."""
         models = [model() for model in self._models]
-        found = {
+        return {
             f"{number}.{path}": site
             for number, model in enumerate(models)
             if model is not None
-            for path, site in sites_of_layers(model).items()
+            for path, site in sites_of_layers(model, self._named_recompute).items()
         }
-        names = self._named_recompute
-        for site in found.values():
-            is_named = site.may_rerun if names is None else site.name.split(".")[0] in names
-            site.may_rerun = is_named and (self._may_rerun is None or self._may_rerun(site.name))
-        return found
 
     @property
     def _named_recompute(self) -> tuple[str, ...] | None:
@@ -465,7 +458,7 @@ class RowSearch(OldAttributes):
         """Return each model as a site, where it has no others."""
         models = (model() for model in self._models)
         return {
-            str(number): Site(0, "layer", model, may_rerun=False)
+            str(number): Site(0, "layer", model, "it is a whole model")
             for number, model in enumerate(models)
             if model is not None
         }

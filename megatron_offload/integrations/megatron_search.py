@@ -62,7 +62,6 @@ class MegatronSearch(RowSearch):
                 if "modules" in given.model_fields_set:
                     names = [x for x in names if any(fnmatchcase(x, one) for one in given.modules)]
                 self._may_offload = partial(_is_named, names)
-                self._may_rerun = partial(_may_rerun, config)
                 how = config.recompute_granularity, config.recompute_method
                 self._has_layers = how != ("full", "uniform")
                 self.loss_is_by_rows = lambda: given.names_loss
@@ -87,21 +86,6 @@ def _what_goes_around(config: Any, *, is_replayed: bool) -> str:
     names = ("overlap_moe_expert_parallel_comm", *(() if is_replayed else names))
     on = (name for name in names if getattr(config, name, None) not in (None, False, "none"))
     return next(on, "")
-
-
-def _may_rerun(config: Any, site: str) -> bool:
-    """Whether what a site does holds no collective.
-
-    A rank alone may find that a site can't run again, by the bits of its kernels, hooks or memory.
-    Others would then wait for it.
-    """
-    size = config.tensor_model_parallel_size
-    if site.endswith(".experts"):
-        return (getattr(config, "expert_tensor_parallel_size", None) or size) == 1
-    is_moe = config.num_moe_experts is not None
-    in_attention = size > 1 or config.context_parallel_size > 1
-    in_mlp = size > 1 or (is_moe and config.expert_model_parallel_size > 1)
-    return not {"attention": in_attention, "mlp": in_mlp}.get(site, in_attention or in_mlp)
 
 
 def _is_named(names: Collection[str], site: str, path: str) -> bool:

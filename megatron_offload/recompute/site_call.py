@@ -28,7 +28,6 @@ from torch._C._autograd import (
     _push_saved_tensors_default_hooks,
     _top_saved_tensors_default_hooks,
 )
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.utils import _pytree as pytree
@@ -46,12 +45,12 @@ from megatron_offload.engine.hooks import (
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.modes import has_modes, is_traced, outside_vmap
-from megatron_offload.engine.module_hooks import is_own_hook
 from megatron_offload.engine.patches import PatchStack
 from megatron_offload.engine.saved_tensor import SavedTensor, changed_in_place
 from megatron_offload.engine.transfers import Transfers
 from megatron_offload.errors import CorruptionError, StateError
 from megatron_offload.model_map.offload_site import FindManager
+from megatron_offload.model_map.sites import call_refusal
 from megatron_offload.model_map.watch import SavedMemory
 from megatron_offload.recompute.call_state import CallState, as_it_is
 from megatron_offload.recompute.module_state import ModuleState
@@ -77,8 +76,6 @@ class _Muted:
 
     __getattr__ = __call__
 
-
-_CONSTANTS = (bool, int, float, str, torch.dtype, torch.device)
 
 _running = RLock()
 """Held while a call runs again: it changes modules and random states, and puts them back."""
@@ -204,7 +201,7 @@ class Site:
             return "a mode of dispatch or of functions was entered"
         if self.drops_inside and is_quantising():
             return "its quantisers' scales change with every call"
-        if type(module) is not self._type or "forward" in vars(module):
+        if type(module) is not self._type:
             return "its forward was replaced"
         if forward_ad._current_level >= 0:
             return "it runs under forward-mode differentiation"
@@ -214,22 +211,7 @@ class Site:
             return "another hook of it comes in between"
         if _global_forward_hooks or _global_forward_pre_hooks:
             return "there are global hooks of forwards"
-        for part in parts:
-            if isinstance(part, torch.jit.ScriptModule):
-                return "a part of it is in TorchScript"
-            hooks = *part._forward_hooks.values(), *part._forward_pre_hooks.values()
-            if not all(map(is_own_hook, hooks)):
-                return "a part of it has hooks"
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor):
-                is_plain = type(leaf) is torch.Tensor and leaf.layout is torch.strided
-                if not is_plain and not is_parameter(leaf):
-                    return "it is given a tensor that is sparse or of a class of its own"
-                if is_functorch_wrapped_tensor(leaf) or leaf.is_inference():
-                    return "it is given a tensor of a transform, or of inference mode"
-            elif not (leaf is None or isinstance(leaf, _CONSTANTS)):
-                return f"it is given a {type(leaf).__name__}, which may change (use_cache=False?)"
-        return ""
+        return call_refusal(module, parts, leaves)
 
 
 @dataclass(eq=False, repr=False)

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_offload.autotune import layers
 from megatron_offload.engine import automatic
+from megatron_offload.model_map import sites
 
 
 @pytest.fixture(autouse=True)
@@ -14,4 +15,4 @@ def small_tensors(monkeypatch, request):
     own = "layered_job.", f"{request.module.__name__}."
     monkeypatch.setattr(layers, "_LEAST_BYTES", 0)
     monkeypatch.setattr(automatic, "_LEAST_GROUP_BYTES", 1000)
-    monkeypatch.setattr(layers, "LIBRARIES", (*layers.LIBRARIES, *own))
+    monkeypatch.setattr(sites, "LIBRARIES", (*sites.LIBRARIES, *own))

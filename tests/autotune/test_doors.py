@@ -170,7 +170,7 @@ def test_only_memory_that_tensors_fit_into_is_made_ready(size, is_ready, monkeyp
 
 def test_copies_take_more_of_a_replay_and_less_of_its_link():
     job = LayeredJob(0.1)
-    sites = {"layer": layers.Site(0, "layer", job.net.layers[0], may_rerun=True)}
+    sites = {"layer": layers.Site(0, "layer", job.net.layers[0])}
     found = []
     for holds_back in (False, True):
         times = layers.SiteTimes(sites, job.backend, holds_back=holds_back)

@@ -449,13 +449,6 @@ def test_nothing_is_recomputed_where_that_is_said():
     assert job.manager.last_step.recomputed_bytes == 0
 
 
-def test_what_may_not_run_again_is_offloaded_alone():
-    job = LayeredJob(policy=auto(3))
-    own = job.net, job.manager, mock.Mock(), None, None
-    search = RowSearch([own[0]], *own[1:], lambda site: site == "mlp")
-    assert {site.name for site in search._sites().values() if site.may_rerun} == {"mlp"}
-
-
 def test_a_step_of_a_manager_s_own_has_no_forward_of_a_teacher():
     job = LayeredJob(policy=auto(3))
     search, teacher = RowSearch([job.net], job.manager, mock.Mock()), object()

@@ -13,7 +13,8 @@ from torch import nn
 from virtual_clock import Tick
 
 from megatron_offload.autotune import layers
-from megatron_offload.autotune.layers import LayerWatch, Site, SiteTimes, sites_of_layers
+from megatron_offload.autotune.layers import LayerWatch, SiteTimes
+from megatron_offload.model_map.sites import Site, sites_of_layers
 from megatron_offload.model_map.watch import _Call
 
 MIB = 1 << 20
@@ -29,7 +30,7 @@ LAYER = Layer()
 
 
 def site(name, number=0):
-    return Site(number, name, LAYER if name == "layer" else LAYER.mlp, may_rerun=True)
+    return Site(number, name, LAYER if name == "layer" else LAYER.mlp)
 
 
 def test_what_a_layer_saves_is_copied_while_those_behind_it_run():

@@ -16,7 +16,6 @@ from megatron_offload.integrations.megatron_core import _refuse_rows
 from megatron_offload.integrations.megatron_search import (
     MegatronSearch,
     _is_named,
-    _may_rerun,
     _what_goes_around,
 )
 
@@ -50,29 +49,6 @@ ATTENTION, MLP = "0.decoder.layers.3.self_attention", "0.decoder.layers.3.mlp"
 )
 def test_a_site_is_offloaded_where_a_name_lies_in_it(names, site, path, expected):
     assert _is_named(names, site, path) is expected
-
-
-SITES = ("attention", "mlp", "mlp.experts", "layer")
-
-
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [
-        ({}, SITES),
-        ({"tensor_model_parallel_size": 2}, ()),
-        ({"context_parallel_size": 2}, ("mlp", "mlp.experts")),
-        ({"expert_model_parallel_size": 2}, SITES),
-        ({"expert_model_parallel_size": 2, "num_moe_experts": 4}, ("attention", "mlp.experts")),
-        (
-            {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
-            ("mlp.experts",),
-        ),
-    ],
-)
-def test_nothing_is_recomputed_unasked_that_holds_collectives(sizes, expected):
-    plain = {"tensor_model_parallel_size": 1, "context_parallel_size": 1, "num_moe_experts": None}
-    config = SimpleNamespace(**plain | {"expert_model_parallel_size": 1} | sizes)
-    assert tuple(site for site in SITES if _may_rerun(config, site)) == expected
 
 
 def test_rows_are_refused_where_hooks_would_lose_what_layers_note_on_weights():

@@ -1,0 +1,136 @@
+"""Layers and their parts: which may run again, by rules that searches, rows and the map share.
+
+A layer may be recomputed unasked if its library lets it be: those of transformers and Megatron; of
+any other what it saves may be offloaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+from megatron_offload.engine.marks import is_parameter
+from megatron_offload.engine.module_hooks import compiled_parts, is_own_hook, named_modules
+from megatron_offload.model_map.structure import PARTS, has_forward, is_known_layer, layers_of
+
+EXPERTS = ".experts"
+"""In an MLP: they run again where routing can't, or wouldn't to the bit."""
+
+LIBRARIES = (
+    *("torch.nn.", "torch.distributed.fsdp.", "transformers.", "peft.", "megatron.core."),
+    *("transformer_engine.", "builtins.", "abc.", "typing."),
+)
+"""Whose classes a layer may have if it is to be recomputed without being named: their forwards run
+again with the same effect, as those of anyone else need not."""
+
+_CONSTANTS = (bool, int, float, str, torch.dtype, torch.device)
+
+
+class Site:
+    """A layer, or a part of one.
+
+    Attributes:
+        layer: its number.
+        name: as a row names it.
+        refusal: why a search doesn't recompute it; empty where it may.
+    """
+
+    def __init__(self, layer: int, name: str, module: nn.Module, refusal: str = "") -> None:
+        self.layer, self.name, self.refusal = layer, name, refusal
+        self._module = ref(module)
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module, which is held by its model alone; None once that has lost it."""
+        return self._module()
+
+
+def modules_of(sites: Mapping[str, Site]) -> dict[str, nn.Module]:
+    """Return the modules of sites that their model still has."""
+    found = ((path, site.module) for path, site in sites.items())
+    return {path: module for path, module in found if module is not None}
+
+
+def sites_of_layers(model: nn.Module, named: Collection[str] | None = None) -> dict[str, Site]:
+    """Return layers and their parts by dotted name, but for what runs in a compiled graph.
+
+    ``named`` are the kinds of sites that may be recomputed; None: those that libraries let be.
+    """
+    modules = named_modules(model)
+    compiled = compiled_parts(modules.values())
+    found: dict[str, Site] = {}
+    for path, number in layers_of(modules).items():
+        names = {path: "layer"} | {
+            f"{path}.{one}": kind for kind, all_ in PARTS.items() for one in all_
+        }
+        names |= {f"{path}.{one}{EXPERTS}": f"{one}{EXPERTS}" for one in PARTS["mlp"]}
+        settings = [getattr(one, "config", None) for one in (modules[path], model)]
+        for place, name in names.items():
+            module = modules.get(place)
+            if module is None or module in compiled or not has_forward(module):
+                continue
+            refusal = next(filter(None, (_collectives(one, name) for one in settings)), "")
+            if not refusal and named is None:
+                refusal = _library_refusal(modules[path], module)
+            elif not refusal and name.split(".")[0] not in named:
+                refusal = "'recompute' names other sites"
+            found[place] = Site(number, name, module, refusal)
+    return found
+
+
+def _library_refusal(layer: nn.Module, module: nn.Module) -> str:
+    """Return why a module may not run again without being named: its forward may do more."""
+    if not is_known_layer(layer):
+        return f"no library lets class {type(layer).__name__} run again"
+    if "_orig_mod" in module._modules:  # its parts are none of ours
+        return "it is compiled"
+    bases = (base for part in module.modules() for base in type(part).__mro__)
+    others = (base for base in bases if not f"{base.__module__}.".startswith(LIBRARIES))
+    other = next(others, None)
+    return "" if other is None else f"{other.__name__} is a class of {other.__module__}"
+
+
+def _collectives(config: Any, site: str) -> str:
+    """Return why a site of a Megatron model with these settings isn't recomputed, if it is one.
+
+    A rank alone may find that a site can't run again, by the bits of its kernels, hooks or memory.
+    Others would then wait for it in a collective.
+    """
+    if not hasattr(config, "tensor_model_parallel_size"):
+        return ""
+    size, experts_size = config.tensor_model_parallel_size, config.expert_model_parallel_size
+    if site.endswith(EXPERTS):
+        holds = (getattr(config, "expert_tensor_parallel_size", None) or size) > 1
+    else:
+        in_attention = size > 1 or config.context_parallel_size > 1
+        in_mlp = size > 1 or (config.num_moe_experts is not None and experts_size > 1)
+        parts = {"attention": in_attention, "mlp": in_mlp}
+        holds = parts.get(site, in_attention or in_mlp)
+    return "its forward holds collectives" if holds else ""
+
+
+def call_refusal(module: nn.Module, parts: Sequence[nn.Module], leaves: Sequence[Any]) -> str:
+    """Return why a call of a module can't run again, of its parts and what it is given."""
+    if "forward" in vars(module):
+        return "its forward was replaced"
+    for part in parts:
+        if isinstance(part, torch.jit.ScriptModule):
+            return "a part of it is in TorchScript"
+        hooks = *part._forward_hooks.values(), *part._forward_pre_hooks.values()
+        if not all(map(is_own_hook, hooks)):
+            return "a part of it has hooks"
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            is_plain = type(leaf) is torch.Tensor and leaf.layout is torch.strided
+            if not is_plain and not is_parameter(leaf):
+                return "it is given a tensor that is sparse or of a class of its own"
+            if is_functorch_wrapped_tensor(leaf) or leaf.is_inference():
+                return "it is given a tensor of a transform, or of inference mode"
+        elif not (leaf is None or isinstance(leaf, _CONSTANTS)):
+            return f"it is given a {type(leaf).__name__}, which may change (use_cache=False?)"
+    return ""
