@@ -26,6 +26,7 @@ from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.module_hooks import ModuleHook, tokens_of
 from megatron_offload.memory.layout import layout_of
 from megatron_offload.memory.storage_ref import StorageRef
+from megatron_offload.model_map.call_times import CallTimes
 from megatron_offload.model_map.offload_site import outputs
 from megatron_offload.model_map.sites import EXPERTS, Site, modules_of
 from megatron_offload.model_map.structure import has_forward
@@ -39,7 +40,6 @@ _GROUP_US = 130.0  # likewise a group that is offloaded
 _TENSOR_US = 45.0  # and each of its tensors
 _KEPT_US = 4.0  # and each that is saved there
 _LAYER_US = _GROUP_US + _MOST_TENSORS * _TENSOR_US  # and what is offloaded of a layer, at most
-_NUM_PAUSES = 100  # of a millisecond: in so many the host launches a forward
 _UNIT_US_PER_BYTE = 1e-6  # of an activation that is called again, which reads and writes memory
 _PART_US = 1000.0  # what a copy takes at least that is worth a group of its own
 _MOST_EXPOSED = 0.5  # of the host's time: where more delays the device, groups aren't divided
@@ -325,54 +325,21 @@ def _alike(given: Mapping[int, tuple[Action, ...]]) -> dict[int, tuple[Action, .
     return found
 
 
-class SiteTimes:
-    """Sees how long the sites of a model run in one forward.
-
-    Where it ``holds_back`` the device behind the host, as long as the device alone needs for them.
-    """
+class SiteTimes(CallTimes):
+    """Sees how long the sites of a model run in one forward, and what surrounds them."""
 
     def __init__(
         self, sites: Mapping[str, Site], backend: Backend, *, holds_back: bool = False
     ) -> None:
-        self._sites, self._backend, self.holds_back = sites, backend, holds_back
-        self._began: list[tuple[Any, float]] = []
-        self._spans: list[tuple[str, Any, Any]] = []
+        super().__init__(sites, backend, holds_back=holds_back)
         self._host_us, self._num_layers = 0.0, 0
         """What all layers have taken to be launched, and how many those were."""
         self._reached: list[tuple[str, Any]] = []
         """Layers whose backward has begun, in order, and when."""
-        self._handles: list[RemovableHandle] = []
-        self._us: dict[str, float] | None = None
-        self.scale, self.sizes = 1.0, [1.0]
-        """How large the forward is of which times are asked, beside the one that was timed; and
-        so for others, in which rows will be followed as well."""
+        self.sizes = [1.0]
+        """As ``scale``, of other forwards in which rows will be followed."""
 
-    def begin(self) -> None:
-        """Time what comes."""
-        for _ in range(_NUM_PAUSES if self.holds_back else 0):
-            self._backend.pause()
-        for path, module in modules_of(self._sites).items():
-            begin, end = ModuleHook(self._begin), ModuleHook(partial(self._end, path))
-            self._handles.append(module.register_forward_pre_hook(begin, prepend=True))
-            self._handles.append(module.register_forward_hook(end))
-
-    def end(self) -> None:
-        """Time no more."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def _now(self) -> Any:
-        return self._backend.timestamp(self._backend.compute_stream())
-
-    def _begin(self, *_: Any) -> None:
-        self._began.append((self._now(), self._backend.host_us()))
-
-    def _end(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._began:
-            return
-        began, began_us = self._began.pop()
-        self._spans.append((path, began, self._now()))
+    def _ended(self, path: str, began_us: float, args: Any, output: Any) -> None:
         if self._sites[path].name != "layer":
             return
         self._host_us += self._backend.host_us() - began_us
@@ -384,14 +351,6 @@ class SiteTimes:
 
     def _reach(self, path: str, grad: torch.Tensor) -> None:
         self._reached.append((path, self._now()))
-
-    def us(self, path: str) -> float:
-        """Return how long all calls of a site have run; waits for the device at first."""
-        if self._us is None:
-            self._us = defaultdict(float)
-            for name, began, ended in self._spans:
-                self._us[name] += self._backend.sync_elapsed_us(began, ended)
-        return self.scale * self._us[path]
 
     def copied_us(self) -> dict[int, float]:
         """Return, by layer, how long copies of what it saves may take.
