@@ -75,10 +75,10 @@ def sites_of_layers(model: nn.Module, named: Collection[str] | None = None) -> d
             if module is None or module in compiled or not has_forward(module):
                 continue
             refusal = next(filter(None, (_collectives(one, name) for one in settings)), "")
-            if not refusal and named is None:
-                refusal = _library_refusal(modules[path], module)
-            elif not refusal and name.split(".")[0] not in named:
-                refusal = "'recompute' names other sites"
+            if named is None:
+                refusal = refusal or _library_refusal(modules[path], module)
+            elif name.split(".")[0] not in named:
+                refusal = refusal or "'recompute' names other sites"
             found[place] = Site(number, name, module, refusal)
     return found
 

@@ -1,17 +1,23 @@
-"""The map of a model says which sites save what, and who shares it."""
+"""The map of a model: which sites save what, how that grows and who shares it; what may rerun."""
 
 from __future__ import annotations
 
 import json
+import math
+import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+from layered_job import LayeredJob
 from torch import nn
 
 from megatron_offload import map_model
 from megatron_offload.cli.main import main
 from megatron_offload.errors import ConfigError
+from megatron_offload.model_map import mapping
+from megatron_offload.model_map.mapping import Growth
 
 ROWS, WIDTH = 6, 8
 SIZE = ROWS * WIDTH * 4
@@ -24,7 +30,7 @@ class Layer(nn.Module):
         self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.table = nn.Buffer(torch.ones(WIDTH)) if index else None
 
-    def forward(self, x):
+    def forward(self, x, cache=None):
         y = self.norm(x)
         return x + self.act(self.one(y)) * self.other(y)
 
@@ -61,7 +67,7 @@ def test_a_map_counts_memory_once_and_names_all_who_save_it():
     assert sites["head"].layers == ()
     assert seen.num_bytes == 3 * (5 * SIZE + statistics) + SIZE
     line = next(line for line in str(seen).splitlines() if " one " in line)
-    assert line.split() == ["0-2", "one", "Linear", f"{SIZE}", "B", "1", "other"]
+    assert line.split() == ["0-2", "one", "Linear", f"{SIZE}", "B", "1", "row", "other"]
     assert all(not module._forward_hooks for module in net.modules())
 
 
@@ -95,6 +101,88 @@ def test_a_map_of_a_forward_that_saves_nothing_is_refused():
     assert all(not module._forward_hooks for module in net.modules())
 
 
+class Attention(nn.Module):
+    """Saves its scores, and a table of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x):
+        table = torch.ones(100, requires_grad=True).exp()
+        return self.norm((x @ x.mT).softmax(-1) @ x) + table.square().sum()
+
+
+def test_memory_grows_by_tokens_where_that_is_a_line_and_else_is_said_not_to():
+    net = nn.Sequential(nn.Sequential(Attention(), Attention()), nn.Linear(WIDTH, 1))
+    rows = 12, 6, 3
+    first, *others = (map_model(net, torch.randn(2, n, WIDTH, requires_grad=True)) for n in rows)
+    assert [one.tokens for one in (first, *others)] == [2 * n for n in rows]
+    assert first.growth is first.sites[0].growth is None
+    assert "per token" not in str(first)
+    seen = first.fit(*others)
+    growths = {site.site: site.growth for site in seen.sites}
+    assert growths["norm"] == (WIDTH * 4 + 2 * 4, 0)
+    assert growths["1"] == (WIDTH * 4, 0)
+    assert math.isnan(growths["layer"].bytes_per_token)
+    assert str(growths["layer"]) == "not linear"
+    assert math.isnan(seen.growth.bytes_per_token)
+    assert " 40 B " in next(x for x in str(seen).splitlines() if " norm " in x)
+    assert str(seen).endswith("per token not linear")
+    with pytest.raises(ConfigError, match="maps of three lengths"):
+        first.fit(others[0], others[0])
+
+
+def test_what_does_not_grow_is_apart_from_what_does():
+    net = Net()
+    net.head = nn.Linear(WIDTH, WIDTH)
+    table = torch.ones(100, requires_grad=True).exp()
+    net.head.register_forward_hook(lambda *given: given[-1] + table.square().sum())
+    maps = [map_model(net, torch.randn(n, WIDTH, requires_grad=True)) for n in (64, 32, 16)]
+    seen = maps[0].fit(*maps[1:])
+    assert seen.growth.fixed_bytes == 400
+    assert seen.growth.bytes_per_token * 64 + 400 == seen.num_bytes
+    assert str(Growth(1024.0, 400)) == "1.0 KiB + 400 B"
+    assert str(Growth(1024.0, 40)) == "1.0 KiB", "a twentieth is shown of no number"
+
+
+def test_forwards_are_timed_on_a_device_that_has_a_clock(monkeypatch):
+    job = LayeredJob(num_layers=2)
+    batch = torch.ones(3, 32)
+    assert all(site.us == 0 for site in map_model(job.net, batch).sites)
+    monkeypatch.setattr(mapping, "current_device", lambda _: 0)
+    monkeypatch.setattr(mapping, "create_backend", lambda _: job.backend)
+    slow = SimpleNamespace(backend=job.backend, us_per_row=20 * job.us_per_row, note=job.note)
+    job.net.layers[1].mlp.job = (slow,)
+    seen = map_model(job.net, batch)
+    assert {site.site: site.us for site in seen.sites if site.us} == {"mlp": 315.0, "layer": 315.0}
+    assert "  315.0 µs  " in str(seen)
+    monkeypatch.setattr(job.backend, "owns", lambda x: x.dim() < 2)
+    assert "forward" not in str(map_model(job.net, batch)), "some of it is on another device"
+
+
+def test_what_may_run_again_is_said_with_the_reason():
+    net = Net()
+    net.layers.append(Layer(0))
+    net.layers[0]._compiled_call_impl = net.layers[0]._call_impl  # as of module.compile()
+    net.layers[1].act.register_forward_hook(lambda *_: None)
+    net.layers[2].forward = net.layers[2].forward
+    caching = lambda _, args, kwargs: (args, {"cache": set()})  # noqa: E731
+    net.layers[3].register_forward_pre_hook(caching, with_kwargs=True)
+    seen = map_model(net, torch.randn(ROWS, WIDTH, requires_grad=True))
+    layers = [site for site in seen.sites if site.site == "layer"]
+    assert [site.recompute for site in layers] == ["none"] * 4
+    assert [site.refusal for site in layers] == [
+        "it is compiled",
+        "a part of it has hooks",
+        "its forward was replaced",
+        "it is given a set, which may change (use_cache=False?)",
+    ]
+    lines = str(seen).splitlines()
+    assert [x.split()[:2] for x in lines if "none (2)" in x] == [["1", "layer"]]
+    assert "(2) a part of it has hooks" in lines
+
+
 def test_the_command_maps_a_config_that_is_far_too_large_for_this_machine(tmp_path, capsys):
     pytest.importorskip("transformers")
     path = tmp_path / "config.json"
@@ -103,11 +191,29 @@ def test_the_command_maps_a_config_that_is_far_too_large_for_this_machine(tmp_pa
     path.write_text(json.dumps({"model_type": "llama", **large}))
     assert main(["map", str(path), "--batch", "1", "--length", "8192"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    act = next(line.split() for line in lines if " mlp.act_fn " in line)
-    assert act == ["0-125", "mlp.act_fn", "SiLUActivation", "832.0", "MiB", "1"]  # 8192 x 53248 x 2
+    assert max(map(len, lines)) <= 130
+    cells = {line.split()[1]: re.split("  +", line) for line in lines}
+    per_token = [f"{53248 * 2 / 1024:.1f} KiB", "1", "row"]
+    assert cells["mlp.act_fn"] == ["0-125", "mlp.act_fn", "SiLUActivation", "832.0 MiB", *per_token]
+    assert [cells[name][6] for name in ("layer", "self_attn", "mlp")] == ["search"] * 3
+    # Queries, output, keys and values of 8 heads of 128, and a sum for each head; no mask.
+    kib = (2 * 16384 * 2 + 2 * 8 * 128 * 2 + 128 * 4) / 1024
+    assert cells["self_attn"][4:] == [f"{kib} KiB", "5", "search", "other layers, .o_proj"]
     path.write_text('{"model_type": "lama"}')
     assert main(["map", str(path)]) == 2
     assert "did you mean 'llama'" in capsys.readouterr().err
+
+
+def test_the_command_says_where_memory_grows_by_more_than_tokens(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    eager = {"attn_implementation": "eager", "n_layer": 2}
+    path.write_text(json.dumps({"model_type": "gpt2", **eager}))
+    assert main(["map", str(path), "--length", "128"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[1] for line in lines if "linear" in line[:-2]] == ["attn"]
+    assert main(["map", str(path), "--length", "3"]) == 0
+    assert "per token" not in capsys.readouterr().out
 
 
 def test_the_command_says_what_is_missing(tmp_path, capsys, monkeypatch):
