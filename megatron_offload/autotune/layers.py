@@ -26,9 +26,8 @@ from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.module_hooks import ModuleHook, tokens_of
 from megatron_offload.memory.layout import layout_of
 from megatron_offload.memory.storage_ref import StorageRef
-from megatron_offload.model_map.call_times import CallTimes
 from megatron_offload.model_map.offload_site import outputs
-from megatron_offload.model_map.sites import EXPERTS, Site, modules_of
+from megatron_offload.model_map.sites import EXPERTS, CallTimes, Site, modules_of
 from megatron_offload.model_map.structure import has_forward
 from megatron_offload.model_map.watch import MayMove, SavedMemory
 from megatron_offload.planning.frontier import KEEP, Action, Part, total

@@ -1,11 +1,10 @@
-"""The map of a model: what its sites save for backward, as one forward has shown."""
+"""The map of a model: what its sites save, as one forward has shown, and what may run again."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping
 from statistics import mean
 from typing import Any, NamedTuple
 
@@ -19,17 +18,10 @@ from megatron_offload.config import OffloadConfig
 from megatron_offload.core.row_config import ranges
 from megatron_offload.core.units import byte_unit, format_bytes, format_us
 from megatron_offload.engine.marks import is_parameter
-from megatron_offload.engine.module_hooks import (
-    ModuleHook,
-    compiled_parts,
-    named_modules,
-    tokens_of,
-)
+from megatron_offload.engine.module_hooks import compiled_parts, named_modules, tokens_of
 from megatron_offload.errors import ConfigError
-from megatron_offload.model_map.call_times import CallTimes
-from megatron_offload.model_map.sites import Site as RowSite
-from megatron_offload.model_map.sites import call_refusal, sites_of_layers
-from megatron_offload.model_map.structure import has_forward, layers_of
+from megatron_offload.model_map import sites
+from megatron_offload.model_map.structure import layers_of
 from megatron_offload.model_map.watch import SavedMemory
 
 
@@ -42,9 +34,9 @@ class Growth(NamedTuple):
     def __str__(self) -> str:
         if math.isnan(self.bytes_per_token):
             return "not linear"
-        is_shown = abs(self.fixed_bytes) > byte_unit(self.bytes_per_token)[0] / 20
-        fixed = f" + {format_bytes(self.fixed_bytes)}" if is_shown else ""
-        return f"{format_bytes(self.bytes_per_token)}{fixed}"
+        size, fixed_bytes = self
+        fixed = f" + {format_bytes(fixed_bytes)}" if 20 * fixed_bytes > byte_unit(size)[0] else ""
+        return f"{format_bytes(size)}{fixed}"
 
 
 class Site(NamedTuple):
@@ -71,7 +63,7 @@ class Site(NamedTuple):
     growth: Growth | None = None
     """None unless `ModelMap.fit` was asked."""
     us: float = 0.0
-    """What the forward of one layer's takes, on average, with all modules inside; 0 if unknown."""
+    """What its forward takes in one layer, on average, with all inside; 0 where unknown."""
 
 
 class ModelMap(NamedTuple):
@@ -80,24 +72,22 @@ class ModelMap(NamedTuple):
     modules: Mapping[str, Site]
     """By dotted name, each module as a site of its own layer alone."""
     tokens: float
-    """The most that a layer was given in one call, without layers the model: elements of the first
-    tensor but for its last dimension, as ``min_tokens`` of rows counts."""
+    """The most that a layer was given in a call (without layers the model), as rows count them for
+    ``min_tokens``: elements of the first tensor but for its last dimension."""
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        """Modules by site, those of layers that differ in their times alone as one."""
-        alike = defaultdict[tuple[bool, str], defaultdict[Site, list[Site]]](
-            lambda: defaultdict(list)
-        )
-        for one in self.modules.values():
-            alike[bool(one.layers), one.site][one._replace(layers=(), us=0.0)].append(one)
+        """Modules by site; those of layers that differ in their times alone are one."""
+        alike = defaultdict[Site, list[Site]](list)
+        for site in self.modules.values():
+            alike[site._replace(layers=(), us=0.0)].append(site)
+        names = [site.site for site in alike]
         return tuple(
-            what._replace(
-                layers=tuple(number for one in found for number in one.layers),
-                us=mean(one.us for one in found),
+            site._replace(
+                layers=tuple(number for one in alike[site] for number in one.layers),
+                us=mean(one.us for one in alike[site]),
             )
-            for by_site in alike.values()
-            for what, found in by_site.items()
+            for site in sorted(alike, key=lambda site: names.index(site.site))
         )
 
     @property
@@ -112,28 +102,24 @@ class ModelMap(NamedTuple):
         return Growth(*map(sum, zip(*found, strict=True))) if found else None
 
     def fit(self, *others: ModelMap) -> ModelMap:
-        """Return this map with what each site saves by token, of two more forwards or any number.
+        """Return this map with the growth of each site, of forwards of at least two other lengths.
 
         Raises:
-            ConfigError: there are no three maps of different `tokens`, by which a line would show.
+            ConfigError: there are no three `tokens` in all, by which a line would show.
         """
-        maps = sorted((self, *others), key=lambda one: one.tokens)
-        if len({one.tokens for one in maps}) < 3:
+        maps = {one.tokens: one.modules for one in (self, *others)}
+        if len(maps) < 3:
             raise ConfigError("whether memory grows by tokens shows in maps of three lengths")
-        low, high = maps[0], maps[-1]
-
-        def growth_of(path: str) -> Growth:
-            sizes = [one.modules[path].num_bytes if path in one.modules else 0 for one in maps]
-            slope = (sizes[-1] - sizes[0]) / (high.tokens - low.tokens)
-            fixed = sizes[0] - slope * low.tokens
-            is_line = all(
-                math.isclose(size, fixed + slope * one.tokens, abs_tol=0.5)
-                for size, one in zip(sizes, maps, strict=True)
-            )
-            return Growth(slope, round(fixed)) if is_line else Growth(math.nan, math.nan)
-
-        modules = {path: x._replace(growth=growth_of(path)) for path, x in self.modules.items()}
-        return self._replace(modules=modules)
+        (low, *_, high), grown = sorted(maps), dict[str, Site]()
+        for path, site in self.modules.items():
+            bytes_at = {
+                x: found[path].num_bytes if path in found else 0 for x, found in maps.items()
+            }
+            slope = (bytes_at[high] - bytes_at[low]) / (high - low)
+            fixed = {round(size - slope * tokens) for tokens, size in bytes_at.items()}
+            line = (slope, fixed.pop()) if len(fixed) == 1 else (math.nan, math.nan)
+            grown[path] = site._replace(growth=Growth(*line))
+        return self._replace(modules=grown)
 
     def __str__(self) -> str:
         sites = self.sites
@@ -168,29 +154,19 @@ def _near(name: str, site: str) -> str:
 
 
 class _Watch(SavedMemory):
-    """Sees besides what calls are given.
+    """Sees besides what calls are given: the most tokens, and what can't be given again."""
 
-    Attributes:
-        refusals: by module, why a call of it can't run again.
-        tokens: the most that one of the ``layers`` was given.
-    """
+    def begin(self, modules: Mapping[str, nn.Module]) -> None:
+        self.tokens, self.refusals = defaultdict[str, float](float), defaultdict[str, str](str)
+        super().begin(modules)
 
-    def begin_in(self, modules: Mapping[str, nn.Module], layers: Collection[str]) -> None:
-        """Watch what comes, in modules by their dotted names, of which some are layers."""
-        self.refusals, self.tokens, self._layers = dict[str, str](), 0.0, layers
-        self.begin(modules)
-        compiled = compiled_parts(modules.values())
-        for path, module in modules.items():
-            if has_forward(module) and module not in compiled:
-                hook = ModuleHook(partial(self._note_given, path))
-                self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-
-    def _note_given(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if path in self._layers:
-            self.tokens = max(self.tokens, tokens_of(args, kwargs))
+    def _enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        super()._enter(path, module, args, kwargs)
+        self.tokens[path] = max(self.tokens[path], tokens_of(args, kwargs))
         leaves = [x for x in tree_leaves((args, kwargs)) if not isinstance(x, FakeTensor)]
-        refusal = call_refusal(module, [*module.modules()][1:], leaves)
-        self.refusals[path] = self.refusals.get(path) or refusal
+        self.refusals[path] = self.refusals[path] or sites.call_refusal(
+            module, [*module.modules()][1:], leaves
+        )
 
 
 def map_model(model: nn.Module, *args: Any, **kwargs: Any) -> ModelMap:
@@ -205,7 +181,6 @@ def map_model(model: nn.Module, *args: Any, **kwargs: Any) -> ModelMap:
         ConfigError: it has saved nothing, as without grad.
     """
     modules = named_modules(model)
-    layers = layers_of(modules)
     kept = {
         x.untyped_storage()._cdata
         for x in (*model.parameters(), *model.buffers())
@@ -218,15 +193,15 @@ def map_model(model: nn.Module, *args: Any, **kwargs: Any) -> ModelMap:
 
     seen = _Watch(may_move)
     try:
-        seen.begin_in(modules, layers or {""})
+        seen.begin(modules)
         output = model(*args, **kwargs)
     finally:
         seen.end()
-    found = _sites(seen, model, modules, layers)
+    found = _sites(seen, modules, sites.sites_of_layers(model))
     del output  # until here, so that no memory is another's
     if not seen.sizes:
         raise ConfigError("the forward has saved nothing: is grad on, and does anything need it?")
-    times = _times_of(model, found)
+    times = _times_of(modules, found)
     if times is not None:
         try:
             times.begin()
@@ -234,26 +209,28 @@ def map_model(model: nn.Module, *args: Any, **kwargs: Any) -> ModelMap:
         finally:
             times.end()
         found = {path: site._replace(us=times.us(path)) for path, site in found.items()}
-    return ModelMap(found, seen.tokens)
+    sizes = [seen.tokens[path] for path in layers_of(modules)]
+    return ModelMap(found, max(sizes, default=tokens_of(args, kwargs)))
 
 
-def _times_of(model: nn.Module, paths: Iterable[str]) -> CallTimes | None:
+def _times_of(modules: Mapping[str, nn.Module], paths: Iterable[str]) -> sites.CallTimes | None:
     """Return what times modules, where the model is on a device that has a clock."""
     config = OffloadConfig()
     if current_device(config) is None:
         return None
-    backend, modules = create_backend(config), named_modules(model)
-    if not all(backend.owns(x) and not isinstance(x, FakeTensor) for x in model.parameters()):
+    backend, weights = create_backend(config), modules[""].parameters()
+    if any(isinstance(x, FakeTensor) or not backend.owns(x) for x in weights):
         return None
-    return CallTimes({x: RowSite(0, x, modules[x]) for x in paths}, backend, holds_back=True)
+    timed = {path: sites.Site(0, path, modules[path]) for path in paths}
+    return sites.CallTimes(timed, backend, holds_back=True)
 
 
 def _sites(
-    seen: _Watch, model: nn.Module, modules: Mapping[str, nn.Module], layers: Mapping[str, int]
+    seen: _Watch, modules: Mapping[str, nn.Module], known: Mapping[str, sites.Site]
 ) -> dict[str, Site]:
-    """Return modules as sites of their own layer: those that save, and whole layers and parts."""
-    tensors, row_sites = defaultdict[str, list[int]](list), sites_of_layers(model)
-    others: defaultdict[str, set[str]] = defaultdict(set)
+    """Return modules that save, whole layers and their ``known`` parts, each in its own layer."""
+    layers, compiled = layers_of(modules), compiled_parts(modules.values())
+    tensors, others = defaultdict[str, list[int]](list), defaultdict[str, set[str]](set)
     places = {path: _place(path, layers) for path in modules}
     for key, paths in seen.savers().items():
         savers = [*dict.fromkeys(paths)]
@@ -261,30 +238,22 @@ def _sites(
         for saver in savers:
             others[saver].update(
                 name if at in ("", places[saver][0]) else f"{name} of other layers"
-                for one in savers
-                for at, name in [places[one]]
-                if one != saver
+                for at, name in (places[one] for one in savers if one != saver)
             )
-    compiled = compiled_parts(modules.values())
     found = dict[str, Site]()
-    for path in modules:
-        if not (path in others or path in layers or path in row_sites):
+    for path, module in modules.items():
+        if not (path in others or path in layers or path in known):
             continue
         layer, site = places[path]
-        by, refusal = "row", ""
-        if not layer:
-            by = ""
-        elif modules[path] in compiled:
-            by, refusal = "none", "it is compiled"
-        elif seen.refusals.get(path):
-            by, refusal = "none", seen.refusals[path]
-        elif path in row_sites:
-            refusal = row_sites[path].refusal
-            by = "row" if refusal else "search"
-        numbers = (layers[layer],) if layer else ()
-        kind = type(modules[path]).__name__
+        refusal = "it is compiled" if module in compiled else seen.refusals[path]
+        recompute = "none" if refusal else "row"
+        if path in known and not refusal:
+            refusal = known[path].refusal
+            recompute = "row" if refusal else "search"
+        may = (recompute, refusal) if layer else ("", "")
         saved = len(tensors[path]), sum(tensors[path]), tuple(sorted(others[path]))
-        found[path] = Site(numbers, site, kind, *saved, by, refusal)
+        numbers = (layers[layer],) if layer else ()
+        found[path] = Site(numbers, site, type(module).__name__, *saved, *may)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Layers and their parts: which may run again, by rules that searches, rows and the map share.
+"""Layers and their parts: which may run again, and how long they run; for searches and the map.
 
 A layer may be recomputed unasked if its library lets it be: those of transformers and Megatron; of
 any other what it saves may be offloaded.
@@ -6,16 +6,25 @@ any other what it saves may be offloaded.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.utils.hooks import RemovableHandle
 
+from megatron_offload.backends.base import Backend
 from megatron_offload.engine.marks import is_parameter
-from megatron_offload.engine.module_hooks import compiled_parts, is_own_hook, named_modules
+from megatron_offload.engine.module_hooks import (
+    ModuleHook,
+    compiled_parts,
+    is_own_hook,
+    named_modules,
+)
 from megatron_offload.model_map.structure import PARTS, has_forward, is_known_layer, layers_of
 
 EXPERTS = ".experts"
@@ -28,6 +37,7 @@ LIBRARIES = (
 """Whose classes a layer may have if it is to be recomputed without being named: their forwards run
 again with the same effect, as those of anyone else need not."""
 
+_NUM_PAUSES = 100  # of a millisecond: in so many the host launches a forward
 _CONSTANTS = (bool, int, float, str, torch.dtype, torch.device)
 
 
@@ -134,3 +144,59 @@ def call_refusal(module: nn.Module, parts: Sequence[nn.Module], leaves: Sequence
         elif not (leaf is None or isinstance(leaf, _CONSTANTS)):
             return f"it is given a {type(leaf).__name__}, which may change (use_cache=False?)"
     return ""
+
+
+class CallTimes:
+    """Sees how long the sites of a model run in one forward.
+
+    Where it ``holds_back`` the device behind the host, as long as the device alone needs for them.
+    """
+
+    def __init__(
+        self, sites: Mapping[str, Site], backend: Backend, *, holds_back: bool = False
+    ) -> None:
+        self._sites, self._backend, self.holds_back = sites, backend, holds_back
+        self._began: list[tuple[Any, float]] = []
+        self._spans: list[tuple[str, Any, Any]] = []
+        self._handles: list[RemovableHandle] = []
+        self._us: dict[str, float] | None = None
+        self.scale = 1.0
+        """How large the forward is of which times are asked, beside the one that was timed."""
+
+    def begin(self) -> None:
+        """Time what comes."""
+        for _ in range(_NUM_PAUSES if self.holds_back else 0):
+            self._backend.pause()
+        for path, module in modules_of(self._sites).items():
+            begin, end = ModuleHook(self._begin), ModuleHook(partial(self._end, path))
+            self._handles.append(module.register_forward_pre_hook(begin, prepend=True))
+            self._handles.append(module.register_forward_hook(end))
+
+    def end(self) -> None:
+        """Time no more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _now(self) -> Any:
+        return self._backend.timestamp(self._backend.compute_stream())
+
+    def _begin(self, *_: Any) -> None:
+        self._began.append((self._now(), self._backend.host_us()))
+
+    def _end(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
+        if self._began:
+            began, began_us = self._began.pop()
+            self._spans.append((path, began, self._now()))
+            self._ended(path, began_us, args, output)
+
+    def _ended(self, path: str, began_us: float, args: Any, output: Any) -> None:
+        """Note a call that is over; it began when the host's clock showed ``began_us``."""
+
+    def us(self, path: str) -> float:
+        """Return how long all calls of a site have run; waits for the device at first."""
+        if self._us is None:
+            self._us = defaultdict(float)
+            for name, began, ended in self._spans:
+                self._us[name] += self._backend.sync_elapsed_us(began, ended)
+        return self.scale * self._us[path]

@@ -113,9 +113,10 @@ class SavedMemory(Observer):
         compiled = compiled_parts(modules.values())
         for path, module in modules.items():
             if path and has_forward(module) and module not in compiled:
-                enter = ModuleHook(lambda *_, path=path: self._calls.append(_Call(path)))
+                enter = ModuleHook(partial(self._enter, path))
                 leave = ModuleHook(lambda *given, path=path: self._leave(path, given[-1]))
-                self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
+                how = {"prepend": True, "with_kwargs": True}
+                self._handles.append(module.register_forward_pre_hook(enter, **how))
                 self._handles.append(module.register_forward_hook(leave, always_call=True))
         put_on(self.pack, SavedTensor.unpack)
 
@@ -125,6 +126,9 @@ class SavedMemory(Observer):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def _enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._calls.append(_Call(path))
 
     def _leave(self, path: str, output: Any) -> None:
         while len(self._calls) > 1:  # more than one where another hook has raised
