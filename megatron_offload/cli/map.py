@@ -2,9 +2,11 @@
 
 reads    MODEL, the config.json of a language model of transformers; no weights, and no code that
          comes with it
-prints   by site the layers that have it, what one of them saves there, in how many tensors, and
-         which other sites save the same memory: it is freed only where all of them have rows; from
-         one forward with fake tensors, in which nothing is computed and no memory is needed
+prints   by site the layers that have it, what one of them saves there, what of that a token takes,
+         in how many tensors, what may recompute it (a run's own search, only a row, or none, and
+         why), and which other sites save the same memory: it is freed only where all of them have
+         rows; from forwards with fake tensors of this length, its half and its quarter, in which
+         nothing is computed and no memory is needed
 writes   nothing
 
 exit status: 0 printed, 1 transformers is missing, 2 bad input
@@ -47,7 +49,7 @@ def run(given: Given) -> int:
     from megatron_offload.integrations.hugging_face import map_config  # imports torch
 
     shape = given.batch, given.length
-    with console(stderr=True).status("running a forward with fake tensors"):
+    with console(stderr=True).status("running forwards with fake tensors"):
         found = map_config(config, shape, given.dtype)
     console().print(f"{given.model}: {given.batch} x {given.length} tokens in {given.dtype}")
     console().print(str(found))

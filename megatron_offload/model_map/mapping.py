@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from statistics import mean
 from typing import Any, NamedTuple
 
@@ -35,8 +36,9 @@ class Growth(NamedTuple):
         if math.isnan(self.bytes_per_token):
             return "not linear"
         size, fixed_bytes = self
-        fixed = f" + {format_bytes(fixed_bytes)}" if 20 * fixed_bytes > byte_unit(size)[0] else ""
-        return f"{format_bytes(size)}{fixed}"
+        fixed = f" {'+-'[fixed_bytes < 0]} {format_bytes(abs(fixed_bytes))}"
+        is_shown = 20 * abs(fixed_bytes) > byte_unit(size)[0]
+        return format_bytes(size) + fixed * is_shown
 
 
 class Site(NamedTuple):
@@ -201,28 +203,30 @@ def map_model(model: nn.Module, *args: Any, **kwargs: Any) -> ModelMap:
     del output  # until here, so that no memory is another's
     if not seen.sizes:
         raise ConfigError("the forward has saved nothing: is grad on, and does anything need it?")
-    times = _times_of(modules, found)
-    if times is not None:
-        try:
-            times.begin()
-            model(*args, **kwargs)
-        finally:
-            times.end()
-        found = {path: site._replace(us=times.us(path)) for path, site in found.items()}
+    us = _forward_us(modules, found, partial(model, *args, **kwargs))
+    found = {path: site._replace(us=us.get(path, 0.0)) for path, site in found.items()}
     sizes = [seen.tokens[path] for path in layers_of(modules)]
     return ModelMap(found, max(sizes, default=tokens_of(args, kwargs)))
 
 
-def _times_of(modules: Mapping[str, nn.Module], paths: Iterable[str]) -> sites.CallTimes | None:
-    """Return what times modules, where the model is on a device that has a clock."""
+def _forward_us(
+    modules: Mapping[str, nn.Module], paths: Iterable[str], forward: Callable[[], object]
+) -> dict[str, float]:
+    """Return how long modules run in a forward; nothing where no device has them and a clock."""
     config = OffloadConfig()
     if current_device(config) is None:
-        return None
-    backend, weights = create_backend(config), modules[""].parameters()
-    if any(isinstance(x, FakeTensor) or not backend.owns(x) for x in weights):
-        return None
+        return {}
+    backend = create_backend(config)
+    if any(isinstance(x, FakeTensor) or not backend.owns(x) for x in modules[""].parameters()):
+        return {}
     timed = {path: sites.Site(0, path, modules[path]) for path in paths}
-    return sites.CallTimes(timed, backend, holds_back=True)
+    times = sites.CallTimes(timed, backend, holds_back=True)
+    try:
+        times.begin()
+        forward()
+    finally:
+        times.end()
+    return {path: times.us(path) for path in timed}
 
 
 def _sites(

@@ -143,6 +143,7 @@ def test_what_does_not_grow_is_apart_from_what_does():
     assert seen.growth.fixed_bytes == 400
     assert seen.growth.bytes_per_token * 64 + 400 == seen.num_bytes
     assert str(Growth(1024.0, 400)) == "1.0 KiB + 400 B"
+    assert str(Growth(1024.0, -400)) == "1.0 KiB - 400 B"
     assert str(Growth(1024.0, 40)) == "1.0 KiB", "a twentieth is shown of no number"
 
 
