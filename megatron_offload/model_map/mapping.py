@@ -18,11 +18,12 @@ from megatron_offload.backends import create_backend, current_device
 from megatron_offload.config import OffloadConfig
 from megatron_offload.core.row_config import ranges
 from megatron_offload.core.units import byte_unit, format_bytes, format_us
+from megatron_offload.engine.hooks import is_recording
 from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.module_hooks import compiled_parts, named_modules, tokens_of
 from megatron_offload.errors import ConfigError
 from megatron_offload.model_map import sites
-from megatron_offload.model_map.structure import layers_of
+from megatron_offload.model_map.structure import has_forward, layers_of
 from megatron_offload.model_map.watch import SavedMemory
 
 
@@ -166,9 +167,9 @@ class _Watch(SavedMemory):
         super()._enter(path, module, args, kwargs)
         self.tokens[path] = max(self.tokens[path], tokens_of(args, kwargs))
         leaves = [x for x in tree_leaves((args, kwargs)) if not isinstance(x, FakeTensor)]
-        self.refusals[path] = self.refusals[path] or sites.call_refusal(
-            module, [*module.modules()][1:], leaves
-        )
+        refusal = sites.call_refusal(module, [*module.modules()][1:], leaves)
+        refusal = refusal if is_recording() else "it runs without grad, or in a checkpoint"
+        self.refusals[path] = self.refusals[path] or refusal
 
 
 def map_model(model: nn.Module, *args: Any, **kwargs: Any) -> ModelMap:
@@ -203,23 +204,25 @@ def map_model(model: nn.Module, *args: Any, **kwargs: Any) -> ModelMap:
     del output  # until here, so that no memory is another's
     if not seen.sizes:
         raise ConfigError("the forward has saved nothing: is grad on, and does anything need it?")
-    us = _forward_us(modules, found, partial(model, *args, **kwargs))
+    compiled = compiled_parts(modules.values())
+    timed = {x: modules[x] for x in found if has_forward(modules[x]) and modules[x] not in compiled}
+    us = _forward_us(model, timed, partial(model, *args, **kwargs))
     found = {path: site._replace(us=us.get(path, 0.0)) for path, site in found.items()}
     sizes = [seen.tokens[path] for path in layers_of(modules)]
     return ModelMap(found, max(sizes, default=tokens_of(args, kwargs)))
 
 
 def _forward_us(
-    modules: Mapping[str, nn.Module], paths: Iterable[str], forward: Callable[[], object]
+    model: nn.Module, modules: Mapping[str, nn.Module], forward: Callable[[], object]
 ) -> dict[str, float]:
-    """Return how long modules run in a forward; nothing where no device has them and a clock."""
+    """Return how long modules run in a forward; nothing unless a device with a clock has all."""
     config = OffloadConfig()
     if current_device(config) is None:
         return {}
     backend = create_backend(config)
-    if any(isinstance(x, FakeTensor) or not backend.owns(x) for x in modules[""].parameters()):
+    if any(isinstance(x, FakeTensor) or not backend.owns(x) for x in model.parameters()):
         return {}
-    timed = {path: sites.Site(0, path, modules[path]) for path in paths}
+    timed = {path: sites.Site(0, path, module) for path, module in modules.items()}
     times = sites.CallTimes(timed, backend, holds_back=True)
     try:
         times.begin()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from layered_job import LayeredJob
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron_offload import map_model
 from megatron_offload.cli.main import main
@@ -29,6 +30,13 @@ class Layer(nn.Module):
         self.norm, self.act = nn.LayerNorm(WIDTH), nn.SiLU()
         self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.table = nn.Buffer(torch.ones(WIDTH)) if index else None
+
+    is_checkpointed = False
+
+    def __call__(self, *given):
+        if self.is_checkpointed:
+            return checkpoint(super().__call__, *given, use_reentrant=False)
+        return super().__call__(*given)
 
     def forward(self, x, cache=None):
         y = self.norm(x)
@@ -158,25 +166,33 @@ def test_forwards_are_timed_on_a_device_that_has_a_clock(monkeypatch):
     seen = map_model(job.net, batch)
     assert {site.site: site.us for site in seen.sites if site.us} == {"mlp": 315.0, "layer": 315.0}
     assert "  315.0 µs  " in str(seen)
+    first = job.net.layers[0]
+    first._compiled_call_impl = first._call_impl  # hooks would be in its graph
+    seen = map_model(job.net, batch)
+    assert [site.us for site in seen.sites if site.site == "layer"] == [0, 600]
+    first._compiled_call_impl = None
     monkeypatch.setattr(job.backend, "owns", lambda x: x.dim() < 2)
     assert "forward" not in str(map_model(job.net, batch)), "some of it is on another device"
 
 
 def test_what_may_run_again_is_said_with_the_reason():
     net = Net()
-    net.layers.append(Layer(0))
+    net.layers.extend(map(Layer, range(3)))
     net.layers[0]._compiled_call_impl = net.layers[0]._call_impl  # as of module.compile()
     net.layers[1].act.register_forward_hook(lambda *_: None)
     net.layers[2].forward = net.layers[2].forward
     net.caches[3] = set()
+    net.layers[4].is_checkpointed = True
     seen = map_model(net, torch.randn(ROWS, WIDTH, requires_grad=True))
     layers = [site for site in seen.sites if site.site == "layer"]
-    assert [site.recompute for site in layers] == ["none"] * 4
+    assert [site.recompute for site in layers] == [*["none"] * 5, "row"]
     assert [site.refusal for site in layers] == [
         "it is compiled",
         "a part of it has hooks",
         "its forward was replaced",
         "it is given a set, which may change (use_cache=False?)",
+        "it runs without grad, or in a checkpoint",
+        "no library lets class Layer run again",
     ]
     lines = str(seen).splitlines()
     assert [x.split()[:2] for x in lines if "none (2)" in x] == [["1", "layer"]]
