@@ -10,15 +10,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from layered_job import LayeredJob
+from layered_job import GradientCheckpointingLayer, LayeredJob, LayeredNet
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from megatron_offload import map_model
 from megatron_offload.cli.main import main
 from megatron_offload.errors import ConfigError
 from megatron_offload.model_map import mapping
-from megatron_offload.model_map.mapping import Growth
+from megatron_offload.model_map.mapping import Growth, ModelMap
 
 ROWS, WIDTH = 6, 8
 SIZE = ROWS * WIDTH * 4
@@ -137,6 +138,8 @@ def test_memory_grows_by_tokens_where_that_is_a_line_and_else_is_said_not_to():
     assert math.isnan(seen.growth.bytes_per_token)
     assert " 40 B " in next(x for x in str(seen).splitlines() if " norm " in x)
     assert str(seen).endswith("per token not linear")
+    unlike = first.fit(*(ModelMap({}, tokens) for tokens in (6.0, 12.0)))
+    assert math.isnan(unlike.sites[-1].growth.bytes_per_token), "nothing of it was saved there"
     with pytest.raises(ConfigError, match="maps of three lengths"):
         first.fit(others[0], others[0])
 
@@ -171,6 +174,9 @@ def test_forwards_are_timed_on_a_device_that_has_a_clock(monkeypatch):
     seen = map_model(job.net, batch)
     assert [site.us for site in seen.sites if site.site == "layer"] == [0, 600]
     first._compiled_call_impl = None
+    with FakeTensorMode():
+        fake = LayeredNet(job, GradientCheckpointingLayer, 2)
+        assert "forward" not in str(map_model(fake, torch.ones(3, 32)))
     monkeypatch.setattr(job.backend, "owns", lambda x: x.dim() < 2)
     assert "forward" not in str(map_model(job.net, batch)), "some of it is on another device"
 
@@ -209,6 +215,9 @@ def test_the_command_maps_a_config_that_is_far_too_large_for_this_machine(tmp_pa
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 130
     cells = {line.split()[1]: re.split("  +", line) for line in lines}
+    names = [line.split()[1] for line in lines]
+    assert names[names.index("self_attn") + 1] == "self_attn", "of layer 0 and of the others"
+    assert len(cells["lm_head"]) == 6, "no row names it"
     per_token = [f"{53248 * 2 / 1024:.1f} KiB", "1", "row"]
     assert cells["mlp.act_fn"] == ["0-125", "mlp.act_fn", "SiLUActivation", "832.0 MiB", *per_token]
     assert [cells[name][6] for name in ("layer", "self_attn", "mlp")] == ["search"] * 3
