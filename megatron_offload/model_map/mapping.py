@@ -249,7 +249,8 @@ def _sites(
             )
     found = dict[str, Site]()
     for path, module in modules.items():
-        if not (path in others or path in layers or path in known):
+        has_parts = path in known and module._modules  # else it may do nothing
+        if not (path in others or path in layers or has_parts):
             continue
         layer, site = places[path]
         refusal = "it is compiled" if module in compiled else seen.refusals[path]

@@ -30,6 +30,7 @@ class Layer(nn.Module):
         super().__init__()
         self.norm, self.act = nn.LayerNorm(WIDTH), nn.SiLU()
         self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.attn = nn.Identity()
         self.table = nn.Buffer(torch.ones(WIDTH)) if index else None
 
     is_checkpointed = False
