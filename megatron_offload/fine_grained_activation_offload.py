@@ -21,6 +21,7 @@ from megatron_offload.frontends.megatron_manager import PipelineOffloadManager
 from megatron_offload.machine.job_ranks import rank_in
 from megatron_offload.memory.tensor_pool import GPUTensorPool as GPUTensorPool
 from megatron_offload.memory.tensor_pool import OffloadTensorPool as OffloadTensorPool
+from megatron_offload.model_map.offload_site import LargestTensors
 from megatron_offload.report.tables import (
     print_offload_summary_table as print_offload_summary_table,
 )
@@ -249,7 +250,10 @@ class FineGrainedActivationOffloadingInterface:
 
     def __enter__(self) -> Any:
         if self.offload:
-            self.tensor = fine_grained_offloading_group_start(self.tensor, self.name)
+            if DEBUG:
+                debug_rank(f"start of group {self.name}")
+            pick = self.offload.begin() if isinstance(self.offload, LargestTensors) else None
+            self.tensor = start_group(_engine(), self.tensor, self.name, pick)
             self._engine = _engine()
             self._engine.__enter__()
         return self.tensor

@@ -9,7 +9,7 @@ import importlib
 import logging
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pkgutil import resolve_name
 from typing import Any
@@ -22,13 +22,11 @@ import megatron_offload.fine_grained_activation_offload as facade
 from megatron_offload.config import (
     EXTRA_MODULES,
     LAYER_INPUT,
-    MEGATRON_MODULES,
     MEGATRON_RECOMPUTE,
     OffloadConfig,
     module_patterns,
 )
 from megatron_offload.core.policy_config import MemoryTargetConfig
-from megatron_offload.core.row_config import LOSS, RowConfig
 from megatron_offload.engine.group import SOURCES
 from megatron_offload.engine.learning import register_pipeline_rank
 from megatron_offload.engine.manager import PipelineOffloadManager
@@ -38,6 +36,14 @@ from megatron_offload.errors import ConfigError, IntegrationError
 from megatron_offload.frontends.adopt import adopt_model
 from megatron_offload.frontends.modules import ModuleOffload, offload_modules
 from megatron_offload.integrations.megatron_recompute import PATCHES
+from megatron_offload.integrations.megatron_rows import (
+    NOTES,
+    WITHOUT_WEIGHTS,
+    has_layers,
+    mark_layers,
+    refuse_rows,
+    unmark_layers,
+)
 from megatron_offload.integrations.megatron_search import MegatronSearch
 from megatron_offload.memory.host_pool import HostPool
 from megatron_offload.model_map.offload_site import OffloadSite
@@ -249,20 +255,10 @@ def _taking_our_names(original: Callable[[Any], None], self: Any) -> None:
         self.offload_modules = list(names)
 
 
-_NOTES = (
-    "hold linear layers of Megatron's own, which note on their saved weights that "
-    "gradient_accumulation_fusion has summed a gradient; overlap_grad_reduce asks for that, and "
-    "what autograd saves loses it under hooks. Set gradient_accumulation_fusion=False or "
-    "overlap_grad_reduce=False"
-)
-
 _UNSAVED = (
     "%r is in offload_modules, and nothing in this part of the model is saved under that name (no "
     "such module, recomputed, or experts that aren't grouped)"
 )
-
-_WITHOUT_WEIGHTS = {"core_attn", "attn_norm", "mlp_norm", "mlp_act", "moe_act", LAYER_INPUT}
-"""Groups in which no linear layer saves its weight."""
 
 
 def _refusing_lost_marks(
@@ -283,11 +279,11 @@ def _refusing_lost_marks(
     local = "megatron.core.tensor_parallel.layers"
     if marks_weights and any(type(part).__module__ == local for part in module.modules()):
         _notes_on_weights.update(part for part in module.modules() if hasattr(part, _PREPARE))
-        names = sorted({*(config.offload_modules or ())} - _WITHOUT_WEIGHTS)
+        names = sorted({*(config.offload_modules or ())} - WITHOUT_WEIGHTS)
         if config.fine_grained_activation_offloading and names:
             raise ConfigError(
-                f"offload_modules {', '.join(names)} {_NOTES}, take TransformerEngine's layers, or "
-                f"name {', '.join(sorted(_WITHOUT_WEIGHTS))}"
+                f"offload_modules {', '.join(names)} {NOTES}, take TransformerEngine's layers, or "
+                f"name {', '.join(sorted(WITHOUT_WEIGHTS))}"
             )
     original(self, config, ddp_config, module, *args, **kw)
 
@@ -315,7 +311,7 @@ def _marking(original: Callable[[Any], None], self: Any) -> None:
         patches.on_undo(marked.remove)
         patches.on_undo(partial(_unhook, ref(self)))
         if manager.config.enabled:
-            _refuse_rows(manager.config.rows or (), config, notes=self in _notes_on_weights)
+            refuse_rows(manager.config.rows or (), config, notes=self in _notes_on_weights)
             if isinstance(manager.config.policy, MemoryTargetConfig):
                 manager.config.policy.targets(pipeline("world_size"))  # as many as there are ranks
         _marked[self] = manager.host_pool, marked
@@ -323,7 +319,8 @@ def _marking(original: Callable[[Any], None], self: Any) -> None:
             _hook_rows(self, marked)
             if config.recompute_granularity != "full":  # see above
                 given = manager.config.rows
-                named = names if given is None else {row.site for row in given}.intersection(names)
+                own = [row for row in given or () if has_layers(self, row)]
+                named = names if given is None else {row.site for row in own}.intersection(names)
                 marked_names = (x for x in named if not (_is_ours(x) or x == LAYER_INPUT))
                 manager.learner.expect(marked_names, _UNSAVED)
             if search is not None and self not in _notes_on_weights:
@@ -336,42 +333,23 @@ def _marking(original: Callable[[Any], None], self: Any) -> None:
 def _hook_rows(model: nn.Module, marked: ModuleOffload) -> None:
     """Hook what rows name in a model, or is recomputed, in place of an earlier call's hooks."""
     find_manager = PipelineOffloadManager.get_instance
+    mark_layers(model, marked.manager.rows or ())
     marked.remove_later(adopt_model(model, marked.manager, find_manager, is_part=True))
 
 
 def _unhook(model: ref[nn.Module]) -> None:
-    """Take off the hooks that a watched forward has set."""
+    """Take off the hooks that a watched forward has set, and let layers mark what they did."""
     found = model()
     for module in () if found is None else found.modules():
         hooks_of(OffloadSite, module)
+    if found is not None:
+        unmark_layers(found)
 
 
 def _hook_all_rows(manager: ref[PipelineOffloadManager]) -> None:
     for model, (_, marked) in list(_marked.items()):
         if marked.manager is manager():
             _hook_rows(model, marked)
-
-
-def _refuse_rows(rows: Sequence[RowConfig], config: Any, *, notes: bool) -> None:
-    """Refuse rows of layers that no rank has, and of marked groups what can't be said of them.
-
-    Where linear layers make ``notes`` on saved weights, those of marked groups without weights are
-    left: what is watched for others are whole forwards.
-    """
-    for row in rows:
-        num_layers = config.num_layers + (getattr(config, "mtp_num_layers", None) or 0)
-        if row.last_layer >= num_layers:
-            raise ConfigError(f"row {row}: there are layers 0 to {num_layers - 1}")
-        if notes and row.site not in {LOSS, *_WITHOUT_WEIGHTS.intersection(MEGATRON_MODULES)}:
-            raise ConfigError(f"row {row}: the forwards that it watches {_NOTES}")
-        if row.site in MEGATRON_MODULES:
-            if row.offload != "all" or row.layers != "all":
-                raise ConfigError(
-                    f"row {row}: {row.site} is a group that Megatron's layers mark, of which rows "
-                    "say 'offload: all' and 'layers: all'"
-                )
-            if row.site not in config.offload_modules:
-                raise ConfigError(f"row {row}: add {row.site!r} to offload_modules, which mark it")
 
 
 _PATCHES: dict[str, Call] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -11,6 +12,9 @@ from megatron_offload.engine.module_hooks import expression_of
 
 _LAYERS = ("TransformerLayer", "GradientCheckpointingLayer")
 """Classes, by their own name or that of a base, whose owners let them be recomputed."""
+
+_AROUND = ("MultiTokenPredictionLayer",)
+"""Classes that have a layer as their part."""
 
 PARTS = {
     "mlp": ("mlp", "feed_forward", "ffn", "ff"),
@@ -40,7 +44,8 @@ def layers_of(modules: Mapping[str, nn.Module]) -> dict[str, int]:
 
     Layers are those of Megatron and Hugging Face, and the members of each list of modules that
     have one class and parts, except within another layer. Megatron numbers them over all pipeline
-    ranks; others have their place in their list, each list from 0.
+    ranks, and behind them those that predict further tokens; others have their place in their list,
+    each list from 0.
     """
     layers = {path for path, module in modules.items() if is_known_layer(module)}
     for path, module in modules.items():
@@ -56,16 +61,18 @@ def layers_of(modules: Mapping[str, nn.Module]) -> dict[str, int]:
 
 
 def _number_of(path: str, modules: Mapping[str, nn.Module]) -> int:
-    layer, (home, _, name) = modules[path], path.rpartition(".")
+    (home, _, name), layer = path.rpartition("."), cast(Any, modules[path])
     if any(base.__module__.startswith("megatron.") for base in type(layer).__mro__):
-        return int(layer.layer_number) - 1  # type: ignore[arg-type]
+        of_decoder = layer.config.num_layers if getattr(layer, "is_mtp_layer", False) else 0
+        return int(layer.layer_number) - 1 + int(of_decoder)
     siblings = [*modules[home]._modules] if home in modules else [name]
     return int(name) if name.isdigit() else siblings.index(name)
 
 
 def _may_be_layer(module: nn.Module | None) -> bool:
     """Whether a member of a list has parts, and is called itself."""
-    is_called = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    is_called = not is_list and type(module).__name__ not in _AROUND
     return is_called and module is not None and next(module.children(), None) is not None
 
 

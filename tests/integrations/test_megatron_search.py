@@ -12,7 +12,7 @@ pytest.importorskip("megatron.core")
 from megatron_offload import OffloadConfig, PipelineOffloadManager
 from megatron_offload.core.row_config import RowConfig
 from megatron_offload.errors import ConfigError
-from megatron_offload.integrations.megatron_core import _refuse_rows
+from megatron_offload.integrations.megatron_rows import refuse_rows
 from megatron_offload.integrations.megatron_search import (
     MegatronSearch,
     _is_named,
@@ -54,18 +54,18 @@ def test_a_site_is_offloaded_where_a_name_lies_in_it(names, site, path, expected
 def test_rows_are_refused_where_hooks_would_lose_what_layers_note_on_weights():
     config = SimpleNamespace(num_layers=4, offload_modules=["core_attn"])
     rows = [RowConfig(site="core_attn", offload="all"), RowConfig(site="loss", by_rows=True)]
-    _refuse_rows(rows, config, notes=True)
-    _refuse_rows([RowConfig(site="mlp_act", recompute=True)], config, notes=False)
+    refuse_rows(rows, config, notes=True)
+    refuse_rows([RowConfig(site="mlp_act", recompute=True)], config, notes=False)
     for row in (RowConfig(site="mlp_act", recompute=True), RowConfig(site="mlp", offload=1)):
         with pytest.raises(ConfigError, match="note on their saved weights"):
-            _refuse_rows([row], config, notes=True)
+            refuse_rows([row], config, notes=True)
 
 
 def test_rows_may_name_the_layers_that_predict_further_tokens():
     row = RowConfig(site="mlp", layers=4, recompute=True)
-    _refuse_rows([row], SimpleNamespace(num_layers=4, mtp_num_layers=1), notes=False)
+    refuse_rows([row], SimpleNamespace(num_layers=4, mtp_num_layers=1), notes=False)
     with pytest.raises(ConfigError, match="there are layers 0 to 3"):
-        _refuse_rows([row], SimpleNamespace(num_layers=4, mtp_num_layers=None), notes=False)
+        refuse_rows([row], SimpleNamespace(num_layers=4, mtp_num_layers=None), notes=False)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,131 @@
+"""Rows about groups that Megatron's own layers mark, by flags that each layer has of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from megatron_offload.config import LAYER_INPUT, MEGATRON_MODULES
+from megatron_offload.core.row_config import LOSS, RowConfig
+from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.engine.module_hooks import ModuleHook, hooks_of, named_modules
+from megatron_offload.errors import ConfigError
+from megatron_offload.model_map.offload_site import LargestTensors
+from megatron_offload.model_map.structure import layers_of
+
+NOTES = (
+    "hold linear layers of Megatron's own, which note on their saved weights that "
+    "gradient_accumulation_fusion has summed a gradient; overlap_grad_reduce asks for that, and "
+    "what autograd saves loses it under hooks. Set gradient_accumulation_fusion=False or "
+    "overlap_grad_reduce=False"
+)
+
+WITHOUT_WEIGHTS = {"core_attn", "attn_norm", "mlp_norm", "mlp_act", "moe_act", LAYER_INPUT}
+"""Groups in which no linear layer saves its weight."""
+
+_FLAGS = {f"offload_{site}": (site, False) for site in MEGATRON_MODULES if site != LAYER_INPUT} | {
+    "offload_core_attention": ("core_attn", False),
+    "activation_recompute": ("moe_act", True),
+}
+"""By attribute of a layer, or of a part of it, of what group it is, and whether it says that this
+is recomputed by Megatron; else, that it is marked."""
+
+_built: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
+"""By module the flags that it was built with, where rows have changed them."""
+
+
+def refuse_rows(rows: Sequence[RowConfig], config: Any, *, notes: bool) -> None:
+    """Refuse rows of layers that no rank has, and of marked groups what can't be said of them.
+
+    Where linear layers make ``notes`` on saved weights, those of marked groups without weights are
+    left: what is watched for others are whole forwards.
+    """
+    for row in rows:
+        num_layers = config.num_layers + (getattr(config, "mtp_num_layers", None) or 0)
+        if row.last_layer >= num_layers:
+            raise ConfigError(f"row {row}: there are layers 0 to {num_layers - 1}")
+        if notes and row.site not in {LOSS, *WITHOUT_WEIGHTS.intersection(MEGATRON_MODULES)}:
+            raise ConfigError(f"row {row}: the forwards that it watches {NOTES}")
+        if row.site not in MEGATRON_MODULES:
+            continue
+        if row.site == LAYER_INPUT and (row.offload, row.layers) != ("all", "all"):
+            raise ConfigError(f"row {row}: of what checkpoints keep rows say 'offload: all' alone")
+        if row.offload and row.site not in config.offload_modules:
+            raise ConfigError(f"row {row}: add {row.site!r} to offload_modules, which mark it")
+        if row.recompute and (row.site, True) not in _FLAGS.values():
+            raise ConfigError(
+                f"row {row}: Megatron's layers mark {row.site} to be offloaded; 'norm', 'mlp_act', "
+                "'moe_act' and modules by name can be recomputed"
+            )
+        if row.recompute and not config.moe_grouped_gemm:
+            raise ConfigError(
+                f"row {row}: Megatron recomputes moe_act with moe_grouped_gemm alone; 'mlp_act' is "
+                "the activation of all experts and MLPs"
+            )
+        is_other = row.recompute and (config.fp8 or getattr(config, "fp4", None))
+        if is_other and "moe_act" not in config.recompute_modules:
+            raise ConfigError(
+                f"row {row}: add 'moe_act' to recompute_modules: in FP8 and FP4 Megatron's experts "
+                "are built for that"
+            )
+
+
+def has_layers(model: nn.Module, row: RowConfig) -> bool:
+    """Whether a row is about layers that this part of the model has."""
+    return any(map(row.has_layer, layers_of(named_modules(model)).values()))
+
+
+def mark_layers(model: nn.Module, rows: Sequence[RowConfig]) -> None:
+    """Let layers mark, of the groups that rows name, those of the rows' layers, and no others.
+
+    Raises:
+        ConfigError: two rows are about one group of one layer.
+    """
+    unmark_layers(model)
+    by_group: dict[tuple[str, bool], list[RowConfig]] = {}
+    for row in rows:
+        if (row.site, row.recompute) in _FLAGS.values():
+            by_group.setdefault((row.site, row.recompute), []).append(row)
+    modules = named_modules(model) if by_group else {}
+    for layer, number in layers_of(modules).items():
+        for path, module in modules.items():
+            if f"{path}.".startswith(f"{layer}."):
+                for flag in _FLAGS.keys() & vars(module).keys():
+                    ours = by_group.get(_FLAGS[flag], ())
+                    own = [row for row in ours if row.has_layer(number)]
+                    if len(own) > 1:
+                        raise ConfigError(f"rows {own[0]} and {own[1]} are both about {layer}")
+                    if ours and (ours[0].recompute or vars(module)[flag]):
+                        _mark(module, flag, own[0] if own else None)
+
+
+def _mark(module: nn.Module, flag: str, row: RowConfig | None) -> None:
+    """Set a flag to what chooses the group's tensors; the interface gets it where it is a group.
+
+    Attention tests that of its core before: there what it calls inside the group sets it.
+    """
+    _built.setdefault(module, {})[flag] = vars(module)[flag]
+    chosen = row is not None and (row.most is None or LargestTensors(row.most))
+    setattr(module, flag, chosen)
+    core = getattr(module, "core_attention", None)
+    if isinstance(chosen, LargestTensors) and flag == "offload_core_attention" and core is not None:
+        hook = ModuleHook(partial(_choose, chosen))
+        hooks_of(LargestTensors, core).append(core.register_forward_pre_hook(hook))
+
+
+def _choose(chosen: LargestTensors, module: nn.Module, args: Any) -> None:
+    chunk = PipelineOffloadManager.get_instance().cur_forward_chunk()
+    group = chunk.open_groups[-1] if chunk is not None and chunk.open_groups else None
+    if group is not None and group.name == "core_attn" and group.pick is None:
+        group.pick = chosen.begin()
+
+
+def unmark_layers(model: nn.Module) -> None:
+    """Let layers mark what they were built to mark."""
+    for module in model.modules():
+        vars(module).update(_built.pop(module, {}))
+        hooks_of(LargestTensors, module)
