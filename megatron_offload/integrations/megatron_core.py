@@ -311,16 +311,16 @@ def _marking(original: Callable[[Any], None], self: Any) -> None:
         patches.on_undo(marked.remove)
         patches.on_undo(partial(_unhook, ref(self)))
         if manager.config.enabled:
-            refuse_rows(manager.config.rows or (), config, notes=self in _notes_on_weights)
+            given = manager.config.rows or ()
+            refuse_rows(given, self, notes=self in _notes_on_weights)
             if isinstance(manager.config.policy, MemoryTargetConfig):
                 manager.config.policy.targets(pipeline("world_size"))  # as many as there are ranks
         _marked[self] = manager.host_pool, marked
         if manager.config.enabled:
             _hook_rows(self, marked)
             if config.recompute_granularity != "full":  # see above
-                given = manager.config.rows
-                own = [row for row in given or () if has_layers(self, row)]
-                named = names if given is None else {row.site for row in own}.intersection(names)
+                own = {row.site for row in given if row.offload and has_layers(self, row)}
+                named = names if manager.config.rows is None else own.intersection(names)
                 marked_names = (x for x in named if not (_is_ours(x) or x == LAYER_INPUT))
                 manager.learner.expect(marked_names, _UNSAVED)
             if search is not None and self not in _notes_on_weights:

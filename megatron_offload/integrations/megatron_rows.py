@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -10,12 +11,14 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from megatron_offload.config import LAYER_INPUT, MEGATRON_MODULES
-from megatron_offload.core.row_config import LOSS, RowConfig
+from megatron_offload.core.row_config import LOSS, UNITS, RowConfig
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.module_hooks import ModuleHook, hooks_of, named_modules
 from megatron_offload.errors import ConfigError
 from megatron_offload.model_map.offload_site import LargestTensors
 from megatron_offload.model_map.structure import layers_of
+
+_logger = logging.getLogger(__name__)
 
 NOTES = (
     "hold linear layers of Megatron's own, which note on their saved weights that "
@@ -34,16 +37,21 @@ _FLAGS = {f"offload_{site}": (site, False) for site in MEGATRON_MODULES if site 
 """By attribute of a layer, or of a part of it, of what group it is, and whether it says that this
 is recomputed by Megatron; else, that it is marked."""
 
+_PARTS = "overlap_moe_expert_parallel_comm calls the parts of layers"
+
 _built: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
 """By module the flags that it was built with, where rows have changed them."""
 
 
-def refuse_rows(rows: Sequence[RowConfig], config: Any, *, notes: bool) -> None:
-    """Refuse rows of layers that no rank has, and of marked groups what can't be said of them.
+def refuse_rows(rows: Sequence[RowConfig], model: nn.Module, *, notes: bool) -> None:
+    """Refuse rows of layers that no rank has, and what Megatron's layers can't do or don't call.
 
     Where linear layers make ``notes`` on saved weights, those of marked groups without weights are
     left: what is watched for others are whole forwards.
     """
+    config: Any = model.config
+    if getattr(config, "overlap_moe_expert_parallel_comm", False):
+        _refuse_uncalled(rows, model)
     for row in rows:
         num_layers = config.num_layers + (getattr(config, "mtp_num_layers", None) or 0)
         if row.last_layer >= num_layers:
@@ -72,6 +80,28 @@ def refuse_rows(rows: Sequence[RowConfig], config: Any, *, notes: bool) -> None:
                 f"row {row}: add 'moe_act' to recompute_modules: in FP8 and FP4 Megatron's experts "
                 "are built for that"
             )
+
+
+def _refuse_uncalled(rows: Sequence[RowConfig], model: nn.Module) -> None:
+    """Refuse what Megatron doesn't call as a module where it overlaps all-to-alls.
+
+    These are layers and their MLPs with experts; nor is the model called, in whose forward is seen
+    who saves what a norm or an activation returns.
+    """
+    for row in rows:
+        if row.site in UNITS:
+            _logger.warning(
+                "row %s: %s, so only what marked groups save is recomputed", row, _PARTS
+            )
+    modules = named_modules(model)
+    for layer, number in layers_of(modules).items():
+        uncalled = {"layer", *(("mlp",) if f"{layer}.mlp.router" in modules else ())}
+        for row in rows:
+            if row.site in uncalled and row.has_layer(number):
+                raise ConfigError(
+                    f"row {row} would do nothing: {_PARTS}; name 'attention', 'mlp.experts' or "
+                    "groups that these mark"
+                )
 
 
 def has_layers(model: nn.Module, row: RowConfig) -> bool:

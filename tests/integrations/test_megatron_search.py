@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -51,21 +52,52 @@ def test_a_site_is_offloaded_where_a_name_lies_in_it(names, site, path, expected
     assert _is_named(names, site, path) is expected
 
 
+def configured(*modules, **settings):
+    model = nn.Sequential(*modules)
+    model.config = SimpleNamespace(
+        **{"num_layers": 4, "offload_modules": ["core_attn"], **settings}
+    )
+    return model
+
+
 def test_rows_are_refused_where_hooks_would_lose_what_layers_note_on_weights():
-    config = SimpleNamespace(num_layers=4, offload_modules=["core_attn"])
     rows = [RowConfig(site="core_attn", offload="all"), RowConfig(site="loss", by_rows=True)]
-    refuse_rows(rows, config, notes=True)
-    refuse_rows([RowConfig(site="mlp_act", recompute=True)], config, notes=False)
+    refuse_rows(rows, configured(), notes=True)
+    refuse_rows([RowConfig(site="mlp_act", recompute=True)], configured(), notes=False)
     for row in (RowConfig(site="mlp_act", recompute=True), RowConfig(site="mlp", offload=1)):
         with pytest.raises(ConfigError, match="note on their saved weights"):
-            refuse_rows([row], config, notes=True)
+            refuse_rows([row], configured(), notes=True)
 
 
 def test_rows_may_name_the_layers_that_predict_further_tokens():
     row = RowConfig(site="mlp", layers=4, recompute=True)
-    refuse_rows([row], SimpleNamespace(num_layers=4, mtp_num_layers=1), notes=False)
+    refuse_rows([row], configured(mtp_num_layers=1), notes=False)
     with pytest.raises(ConfigError, match="there are layers 0 to 3"):
-        refuse_rows([row], SimpleNamespace(num_layers=4, mtp_num_layers=None), notes=False)
+        refuse_rows([row], configured(mtp_num_layers=None), notes=False)
+
+
+NO_EXPERTS, FP8 = {"moe_grouped_gemm": False}, {"moe_grouped_gemm": True, "fp8": "hybrid"}
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "said"),
+    [
+        ({"site": "attn_proj", "offload": 1}, {}, "add 'attn_proj' to offload_modules"),
+        ({"site": "layer_input", "offload": 1}, {}, "'offload: all' alone"),
+        ({"site": "core_attn", "recompute": True}, {}, "'moe_act' and modules by name"),
+        ({"site": "moe_act", "recompute": True}, NO_EXPERTS, "with moe_grouped_gemm alone"),
+        (
+            {"site": "moe_act", "recompute": True},
+            {**FP8, "recompute_modules": []},
+            "add 'moe_act' to recompute_modules",
+        ),
+        ({"site": "moe_act", "recompute": True}, {**FP8, "recompute_modules": ["moe_act"]}, ""),
+    ],
+)
+def test_what_megatron_s_layers_cannot_do_is_refused(row, settings, said):
+    refused = pytest.raises(ConfigError, match=said) if said else contextlib.nullcontext()
+    with refused:
+        refuse_rows([RowConfig(**row)], configured(**settings), notes=False)
 
 
 @pytest.mark.parametrize(
