@@ -121,7 +121,8 @@ def mark_layers(model: nn.Module, rows: Sequence[RowConfig]) -> None:
         if (row.site, row.recompute) in _FLAGS.values():
             by_group.setdefault((row.site, row.recompute), []).append(row)
     modules = named_modules(model) if by_group else {}
-    for layer, number in layers_of(modules).items():
+    layers, used = layers_of(modules), []
+    for layer, number in layers.items():
         for path, module in modules.items():
             if f"{path}.".startswith(f"{layer}."):
                 for flag in _FLAGS.keys() & vars(module).keys():
@@ -131,6 +132,10 @@ def mark_layers(model: nn.Module, rows: Sequence[RowConfig]) -> None:
                         raise ConfigError(f"rows {own[0]} and {own[1]} are both about {layer}")
                     if ours and (ours[0].recompute or vars(module)[flag]):
                         _mark(module, flag, own[0] if own else None)
+                        used += own
+    for row in by_group.get(("moe_act", True), ()):
+        if row not in used and any(map(row.has_layer, layers.values())):
+            _logger.warning("row %s: these layers have no experts (in this part)", row)
 
 
 def _mark(module: nn.Module, flag: str, row: RowConfig | None) -> None:

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).parents[1]))
+from megatron_parts import GroupedLinear, LatentAttention, overlapping
 from programs import Capturing
 
 torch.set_num_threads(1)
@@ -44,6 +45,19 @@ GATED = {
     "add_bias_linear": False,
 }
 REMADE = {"mlp_act", "norm"}
+ROWS = [
+    {"site": "core_attn", "layers": "0-1", "offload": 2},
+    {"site": "mlp_norm", "layers": 3, "offload": 1},
+    {"site": "expert_fc1", "layers": "0,2", "offload": "all"},
+    {"site": "moe_act", "layers": "0,3", "offload": "all"},
+    {"site": "moe_act", "layers": "1-2", "recompute": True},
+]
+IN_ROWS = {
+    **MOE,
+    "num_layers": 4,
+    "offload_modules": [*ATTENTION, "expert_fc1", "moe_act"],
+    "rows": ROWS,
+}
 INPUTS = {
     "num_layers": 4,
     "recompute_granularity": "full",
@@ -111,44 +125,25 @@ CASES = {
         "normalization": "LayerNorm",
         "remakes": REMADE,
     },
+    "rows": IN_ROWS,
+    "rows-overlapped": {
+        **IN_ROWS,
+        "overlap_moe_expert_parallel_comm": True,
+        "expert_model_parallel_size": 2,  # as it asks for; there is one rank
+        "moe_token_dispatcher_type": "alltoall",
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+    },
+    "rows-of-further-tokens": {
+        "mtp_num_layers": 2,
+        "rows": [{"site": "core_attn", "layers": 2, "offload": "all"}],
+    },
     "delayed": {
         **MOE,
         "offload_modules": ["expert_fc1", "moe_act"],
         "delay_offload_until_cuda_graph": True,
     },
 }
-
-
-class GroupedLinear(torch.nn.Module):
-    """Stands for TransformerEngine's: one weight for each expert."""
-
-    save_original_input = False
-
-    def __init__(self, num_gemms, input_size, output_size, *, init_method, **_):
-        super().__init__()
-        self.weights = torch.nn.ParameterList(
-            torch.empty(output_size, input_size) for _ in range(num_gemms)
-        )
-        for weight in self.weights:
-            init_method(weight)
-
-    def forward(self, tokens, tokens_per_expert):
-        parts = torch.split(tokens, list(tokens_per_expert))
-        pairs = zip(parts, self.weights, strict=True)
-        return torch.cat([part @ weight.t() for part, weight in pairs]), None
-
-
-class LatentAttention(torch.nn.Module):
-    """Stands for TransformerEngine's: values are narrower than keys."""
-
-    def __init__(self, config, *_, softmax_scale=None, **__):
-        super().__init__()
-        self.scale = softmax_scale
-
-    def forward(self, query, key, value, attention_mask, **_):
-        scores = torch.einsum("sbnd,tbnd->bnst", query, key) * self.scale
-        scores = scores.masked_fill(attention_mask, -1e4).softmax(-1)
-        return torch.einsum("bnst,tbnd->sbnd", scores, value).flatten(2)
 
 
 def load_megatron():
@@ -201,7 +196,10 @@ def build_config(overrides, *, offload, make=None):
 def build_model(config):
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_mtp_block_spec,
+    )
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.moe import moe_utils
 
@@ -228,13 +226,17 @@ def build_model(config):
             moe_grouped_gemm=config.moe_grouped_gemm,
             multi_latent_attention=config.multi_latent_attention,
         )
+    further = None
+    if config.mtp_num_layers:
+        further = get_gpt_mtp_block_spec(config, specification, use_transformer_engine=False)
     return GPTModel(
         config=config,
         transformer_layer_spec=specification,
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
         position_embedding_type="rope",
-    )
+        mtp_block_spec=further,
+    ).to(config.params_dtype)
 
 
 def batch(seed):
@@ -245,9 +247,10 @@ def batch(seed):
     return tokens[:, :-1], positions, mask, tokens[:, 1:]
 
 
-def forward_step(data, model):
+def forward_step(data, model, return_schedule_plan=False):
     tokens, positions, mask, labels = next(data)
-    output = model(tokens, positions, mask, labels=labels)
+    run = model.build_schedule_plan if return_schedule_plan else model
+    output = run(tokens, positions, mask, labels=labels)
 
     def loss(output):
         mean = output.float().mean()
@@ -336,11 +339,12 @@ def run_case(case, *, built_first):
     overrides = dict(CASES[case])
     marks_mlp = "remakes" in overrides
     remakes = overrides.pop("remakes", None)
+    rows = overrides.pop("rows", None)
     expected, _ = train(build_model(build_config(overrides, offload=False)), case)
     manager = PipelineOffloadManager.get_instance()
     more = {} if remakes is None else {"recompute": [*remakes], "checking": True}
     settings = OffloadConfig(
-        policy="modules",
+        **({"policy": "modules"} if rows is None else {"rows": rows}),
         backend="simulated",
         host_slab_bytes=1 << 20,
         max_inflight_bytes=0,
@@ -364,6 +368,10 @@ def run_case(case, *, built_first):
         "equal": len(found) == len(expected) and all(map(torch.equal, expected, found)),
         "finite": all(bool(torch.isfinite(number).all()) for number in found),
         "steps": counts,
+        "recomputed": [
+            hasattr(getattr(layer.mlp, "experts", None), "activation_checkpoint")
+            for layer in model.decoder.layers
+        ],
     }
 
 
@@ -435,7 +443,7 @@ def one_process():
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         try:
-            with recompute_without_transformer_engine(), cpu_bridges():
+            with overlapping(), recompute_without_transformer_engine(), cpu_bridges():
                 parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
                 yield
                 parallel_state.destroy_model_parallel()

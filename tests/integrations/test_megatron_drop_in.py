@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron_parts import overlapping
 from processes import found_by, path_to, run_python
 from torch.utils.cpp_extension import get_default_build_root
 
@@ -27,6 +28,8 @@ PROGRAM = Path(__file__).with_name("megatron_programs.py")
 
 ATTENTION = {"attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"}
 INPUTS = ("inputs", "inputs-of-two-layers", "inputs-in-shares")
+BY_ROWS = {"core_attn": 6, "expert_fc1": 6, "moe_act": 6, "mlp_norm": 3}
+ROWS = {"rows": BY_ROWS, "rows-overlapped": BY_ROWS, "rows-of-further-tokens": {"core_attn": 3}}
 MOVES = {
     "dense": ATTENTION,
     "names-beyond": ATTENTION | {"mlp_fc1", "**.linear_fc2"},
@@ -41,6 +44,7 @@ MOVES = {
     "captured": ATTENTION,
     "captured-moe": ATTENTION | {"expert_fc1", "moe_act"},
     "captured-inputs": {"layer_input"},
+    **{case: set(groups) for case, groups in ROWS.items()},
 }
 CAPTURED = [case for case in MOVES if "captured" in case]
 BOTH = {"norm", "mlp_act"}
@@ -153,6 +157,23 @@ def test_of_a_checkpoint_hidden_states_leave_and_nothing_else(run, case):
 def test_layers_that_are_not_recomputed_have_the_groups_that_they_always_have(run, case):
     for step in finding(run)["cases"][case]["steps"]:
         assert set(step["groups"].values()) == {6}, "two layers of each kind, three microbatches"
+
+
+@programs(*ROWS)
+def test_marked_groups_are_those_of_the_layers_that_rows_name(run, case):
+    found = finding(run)["cases"][case]
+    for step in found["steps"]:
+        assert step["groups"] == ROWS[case], "three microbatches of each layer"
+    if "further" not in case:
+        assert found["recomputed"] == [False, True, True, False]
+    if case == "rows":  # two of 8 KiB in each core, and of a norm not its statistics
+        summary = {
+            "core_attn": 2 << 14,
+            "expert_fc1": 1 << 14,
+            "moe_act": 1 << 16,
+            "mlp_norm": 4096,
+        }
+        assert found["steps"][-1]["summary"] == summary
 
 
 @programs(*STAYS, "none")
@@ -341,9 +362,15 @@ def test_names_under_which_nothing_is_saved_are_reported_once(evaluates, caplog)
     assert [record.args for record in caplog.records] == [("expert_fc1",)]
 
 
-@pytest.mark.usefixtures("installed")
+@pytest.fixture
+def overlapped():
+    with overlapping():
+        yield
+
+
+@pytest.mark.usefixtures("installed", "overlapped")
 @pytest.mark.parametrize("before", ["output", "other node", "saved"])
-def test_what_a_part_of_a_layer_keeps_for_its_node_alone_is_freed(before, monkeypatch):
+def test_what_a_part_of_a_layer_keeps_for_its_node_alone_is_freed(before):
     """Under Megatron's overlap each part keeps its output, the next computes on a detached one."""
     from megatron.core.pipeline_parallel.utils import ScheduleNode
 
@@ -352,10 +379,6 @@ def test_what_a_part_of_a_layer_keeps_for_its_node_alone_is_freed(before, monkey
     except ImportError:  # before 0.19
         from megatron.core.models.gpt.fine_grained_callables import TransformerLayerNode
 
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
-    for name in ("range_push", "range_pop"):
-        monkeypatch.setattr(torch.cuda.nvtx, name, lambda *name: None)
     event = types.SimpleNamespace(wait=lambda stream: None, record=lambda stream: None)
     manager = PipelineOffloadManager.get_instance()
     manager.configure(OffloadConfig(backend="simulated", min_tensor_bytes=0))

@@ -98,6 +98,7 @@ def test_losses_and_gradients_are_those_without_offload(version, name, run):
         for rank, layers in zip(ranks, ("0-1,4-5", "2-3,6-7"), strict=True):
             assert f'{{layers: "{layers}", site: layer, recompute: true}}' in rank["rows"]
     if name == "rows":
+        assert ["core_attn" in rank["recomputed_bytes"] for rank in ranks] == [False, True]
         assert all(rank["recomputed_bytes"][site] for rank in ranks for site in ("layer", "norm"))
         # The second rank has no MLP that is recomputed as a whole.
         assert ranks[1]["recomputed_bytes"]["mlp"], "the activation, in a group of an MLP's"
