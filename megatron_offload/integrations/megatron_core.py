@@ -39,7 +39,6 @@ from megatron_offload.integrations.megatron_recompute import PATCHES
 from megatron_offload.integrations.megatron_rows import (
     NOTES,
     WITHOUT_WEIGHTS,
-    has_layers,
     mark_layers,
     refuse_rows,
     unmark_layers,
@@ -319,8 +318,7 @@ def _marking(original: Callable[[Any], None], self: Any) -> None:
         if manager.config.enabled:
             _hook_rows(self, marked)
             if config.recompute_granularity != "full":  # see above
-                own = {row.site for row in given if row.offload and has_layers(self, row)}
-                named = names if manager.config.rows is None else own.intersection(names)
+                named = names if manager.config.rows is None else ()
                 marked_names = (x for x in named if not (_is_ours(x) or x == LAYER_INPUT))
                 manager.learner.expect(marked_names, _UNSAVED)
             if search is not None and self not in _notes_on_weights:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -23,6 +24,12 @@ from megatron_offload.recompute.recipes import add_recipe
 _in_segments: list[nn.Module] = []
 """The module whose layers run in checkpoints now, where the inputs of these are groups."""
 
+keeps_activation: WeakSet[nn.Module] = WeakSet()
+"""MLPs and experts of layers whose activation no row recomputes, though rows recompute others'."""
+
+_kept: list[nn.Module] = []
+"""Of these the one whose forward runs."""
+
 _manager = PipelineOffloadManager.get_instance
 
 
@@ -31,7 +38,7 @@ _manager = PipelineOffloadManager.get_instance
 
 def _noting(original: Call, *args: Any, **kwargs: Any) -> Any:
     output = original(*args, **kwargs)
-    if "mlp_act" in _manager().recompute:
+    if "mlp_act" in _manager().recompute and not _kept:
         # For its own backward each saves its input, unless a flag says in fp8 or on the host.
         holds = not any(one is True for one in (*args, *kwargs.values()))
         add_recipe(_manager(), output, original, args, kwargs, unit="mlp_act", holds=holds)
@@ -68,6 +75,12 @@ def _grouping(original: Call, *args: Any, **kwargs: Any) -> Any:
 
 def _noting_activation(original: Call, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Note the recipe of an MLP's activation, where Megatron calls it by itself and it is known."""
+    if self in keeps_activation and not _kept:
+        _kept.append(self)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _kept.clear()
     manager, own, config = _manager(), vars(self), self.config
     is_other = (  # fused, or not called by this name, or compared with what it may be
         config.bias_activation_fusion or config.use_te_activation_func or config.gated_linear_unit

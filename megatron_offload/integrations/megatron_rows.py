@@ -15,6 +15,7 @@ from megatron_offload.core.row_config import LOSS, UNITS, RowConfig
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.module_hooks import ModuleHook, hooks_of, named_modules
 from megatron_offload.errors import ConfigError
+from megatron_offload.integrations.megatron_recompute import keeps_activation
 from megatron_offload.model_map.offload_site import LargestTensors
 from megatron_offload.model_map.structure import layers_of
 
@@ -30,12 +31,20 @@ NOTES = (
 WITHOUT_WEIGHTS = {"core_attn", "attn_norm", "mlp_norm", "mlp_act", "moe_act", LAYER_INPUT}
 """Groups in which no linear layer saves its weight."""
 
-_FLAGS = {f"offload_{site}": (site, False) for site in MEGATRON_MODULES if site != LAYER_INPUT} | {
-    "offload_core_attention": ("core_attn", False),
-    "activation_recompute": ("moe_act", True),
+_CORE, _RERUN = "offload_core_attention", "activation_recompute"
+_FLAGS = {f"offload_{site}": (site, False) for site in MEGATRON_MODULES} | {
+    _CORE: ("core_attn", False),
+    _RERUN: ("moe_act", True),
 }
 """By attribute of a layer, or of a part of it, of what group it is, and whether it says that this
 is recomputed by Megatron; else, that it is marked."""
+
+for _name in ("offload_core_attn", f"offload_{LAYER_INPUT}"):
+    del _FLAGS[_name]  # of layers of 0.19, for graphs alone; of none
+
+_UNMARKED = (
+    "its layers have no such group (no such module, recomputed, or experts that aren't grouped)"
+)
 
 _PARTS = "overlap_moe_expert_parallel_comm calls the parts of layers"
 
@@ -104,11 +113,6 @@ def _refuse_uncalled(rows: Sequence[RowConfig], model: nn.Module) -> None:
                 )
 
 
-def has_layers(model: nn.Module, row: RowConfig) -> bool:
-    """Whether a row is about layers that this part of the model has."""
-    return any(map(row.has_layer, layers_of(named_modules(model)).values()))
-
-
 def mark_layers(model: nn.Module, rows: Sequence[RowConfig]) -> None:
     """Let layers mark, of the groups that rows name, those of the rows' layers, and no others.
 
@@ -116,26 +120,27 @@ def mark_layers(model: nn.Module, rows: Sequence[RowConfig]) -> None:
         ConfigError: two rows are about one group of one layer.
     """
     unmark_layers(model)
-    by_group: dict[tuple[str, bool], list[RowConfig]] = {}
-    for row in rows:
-        if (row.site, row.recompute) in _FLAGS.values():
-            by_group.setdefault((row.site, row.recompute), []).append(row)
-    modules = named_modules(model) if by_group else {}
-    layers, used = layers_of(modules), []
+    of_activations = [row for row in rows if (row.site, row.recompute) == ("mlp_act", True)]
+    rows = [row for row in rows if (row.site, row.recompute) in _FLAGS.values()]
+    modules = named_modules(model) if rows or of_activations else {}
+    layers, used = layers_of(modules), list[RowConfig]()
     for layer, number in layers.items():
-        for path, module in modules.items():
-            if f"{path}.".startswith(f"{layer}."):
-                for flag in _FLAGS.keys() & vars(module).keys():
-                    ours = by_group.get(_FLAGS[flag], ())
-                    own = [row for row in ours if row.has_layer(number)]
-                    if len(own) > 1:
-                        raise ConfigError(f"rows {own[0]} and {own[1]} are both about {layer}")
-                    if ours and (ours[0].recompute or vars(module)[flag]):
-                        _mark(module, flag, own[0] if own else None)
-                        used += own
-    for row in by_group.get(("moe_act", True), ()):
+        parts = [part for path, part in modules.items() if f"{path}.".startswith(f"{layer}.")]
+        if of_activations and not any(row.has_layer(number) for row in of_activations):
+            keeps_activation.update(parts)
+        for flag, about in _FLAGS.items():
+            ours = [row for row in rows if (row.site, row.recompute) == about]
+            own = [row for row in ours if row.has_layer(number)]
+            if len(own) > 1:
+                raise ConfigError(f"rows {own[0]} and {own[1]} are both about {layer}")
+            for part in parts if ours else ():
+                if vars(part).get(flag) or (flag == _RERUN and flag in vars(part)):
+                    _mark(part, flag, own[0] if own else None)
+                    is_rerun = flag == _CORE and getattr(part, "checkpoint_core_attention", False)
+                    used += () if is_rerun else own
+    for row in rows:
         if row not in used and any(map(row.has_layer, layers.values())):
-            _logger.warning("row %s: these layers have no experts (in this part)", row)
+            _logger.warning("row %s does nothing in this part of the model: %s", row, _UNMARKED)
 
 
 def _mark(module: nn.Module, flag: str, row: RowConfig | None) -> None:
@@ -147,7 +152,7 @@ def _mark(module: nn.Module, flag: str, row: RowConfig | None) -> None:
     chosen = row is not None and (row.most is None or LargestTensors(row.most))
     setattr(module, flag, chosen)
     core = getattr(module, "core_attention", None)
-    if isinstance(chosen, LargestTensors) and flag == "offload_core_attention" and core is not None:
+    if isinstance(chosen, LargestTensors) and flag == _CORE and core is not None:
         hook = ModuleHook(partial(_choose, chosen))
         hooks_of(LargestTensors, core).append(core.register_forward_pre_hook(hook))
 
@@ -162,5 +167,6 @@ def _choose(chosen: LargestTensors, module: nn.Module, args: Any) -> None:
 def unmark_layers(model: nn.Module) -> None:
     """Let layers mark what they were built to mark."""
     for module in model.modules():
+        keeps_activation.discard(module)
         vars(module).update(_built.pop(module, {}))
         hooks_of(LargestTensors, module)

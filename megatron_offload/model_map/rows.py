@@ -77,7 +77,7 @@ def find_rows(
             starts = tuple(f"{layer}." for layer in numbered)
             inner = (path for path in modules if path.startswith(starts))
             paths = [path for path in inner if unit_of(modules[path]) == row.site]
-            if is_part and row.layers == "all" and not paths:
+            if is_part and (row.layers == "all" or row.site == "mlp_act") and not paths:
                 continue  # what Megatron's layers do in functions
         if not paths:
             missing = f"row {row}: {_missing(row, layers, numbered, modules)}"

@@ -54,3 +54,14 @@ def overlapping():
         all_to_all = stack.enter_context(mock.patch.object(token_dispatcher, "all_to_all"))
         all_to_all.side_effect = lambda group, tensor, *_, **__: tensor.clone()
         yield
+
+
+class TransformerLayer(torch.nn.Module):
+    """Marks the group of its core, and has an MLP without parts."""
+
+    __module__ = "megatron.core"
+
+    def __init__(self, number):
+        super().__init__()
+        self.layer_number, self.offload_core_attention = number, True
+        self.core_attention, self.mlp = torch.nn.Identity(), torch.nn.ModuleDict()

@@ -136,7 +136,10 @@ CASES = {
     },
     "rows-of-further-tokens": {
         "mtp_num_layers": 2,
-        "rows": [{"site": "core_attn", "layers": 2, "offload": "all"}],
+        "rows": [
+            {"site": "core_attn", "layers": 2, "offload": 2},
+            {"site": "mlp_act", "layers": "1,3", "recompute": True},
+        ],
     },
     "delayed": {
         **MOE,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_parts import overlapping
+from megatron_parts import TransformerLayer, overlapping
 from processes import found_by, path_to, run_python
 from torch.utils.cpp_extension import get_default_build_root
 
@@ -29,7 +29,11 @@ PROGRAM = Path(__file__).with_name("megatron_programs.py")
 ATTENTION = {"attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"}
 INPUTS = ("inputs", "inputs-of-two-layers", "inputs-in-shares")
 BY_ROWS = {"core_attn": 6, "expert_fc1": 6, "moe_act": 6, "mlp_norm": 3}
-ROWS = {"rows": BY_ROWS, "rows-overlapped": BY_ROWS, "rows-of-further-tokens": {"core_attn": 3}}
+ROWS = {
+    "rows": BY_ROWS,
+    "rows-overlapped": BY_ROWS,
+    "rows-of-further-tokens": {"core_attn": 3, "mlp_act": 6},
+}
 MOVES = {
     "dense": ATTENTION,
     "names-beyond": ATTENTION | {"mlp_fc1", "**.linear_fc2"},
@@ -162,7 +166,7 @@ def test_layers_that_are_not_recomputed_have_the_groups_that_they_always_have(ru
 @programs(*ROWS)
 def test_marked_groups_are_those_of_the_layers_that_rows_name(run, case):
     found = finding(run)["cases"][case]
-    for step in found["steps"]:
+    for step in found["steps"][1:]:  # in the first a forward is watched
         assert step["groups"] == ROWS[case], "three microbatches of each layer"
     if "further" not in case:
         assert found["recomputed"] == [False, True, True, False]
@@ -340,6 +344,17 @@ def test_other_targets_than_pipeline_ranks_are_refused_in_the_first_forward(targ
     refused = pytest.raises(ConfigError, match="2 memory targets are given for 1 pipeline ranks")
     with refused if is_refused else contextlib.nullcontext():
         megatron_core._marking(lambda _: None, configured(offload_modules=[]))
+
+
+@pytest.mark.usefixtures("installed")
+def test_layers_mark_what_they_were_built_to_mark_once_it_is_uninstalled():
+    rows = [{"site": "core_attn", "layers": 1, "offload": 1}]
+    PipelineOffloadManager.get_instance().configure(OffloadConfig(backend="simulated", rows=rows))
+    model = configured(*map(TransformerLayer, (1, 2)), offload_modules=["core_attn"], num_layers=2)
+    note(model)
+    assert not model[0].offload_core_attention
+    megatron_core.uninstall()
+    assert [layer.offload_core_attention for layer in model] == [True, True]
 
 
 @pytest.mark.usefixtures("installed")

@@ -6,6 +6,7 @@ import contextlib
 from types import SimpleNamespace
 
 import pytest
+from megatron_parts import TransformerLayer
 from torch import nn
 
 pytest.importorskip("megatron.core")
@@ -13,7 +14,7 @@ pytest.importorskip("megatron.core")
 from megatron_offload import OffloadConfig, PipelineOffloadManager
 from megatron_offload.core.row_config import RowConfig
 from megatron_offload.errors import ConfigError
-from megatron_offload.integrations.megatron_rows import refuse_rows
+from megatron_offload.integrations.megatron_rows import mark_layers, refuse_rows
 from megatron_offload.integrations.megatron_search import (
     MegatronSearch,
     _is_named,
@@ -98,6 +99,50 @@ def test_what_megatron_s_layers_cannot_do_is_refused(row, settings, said):
     refused = pytest.raises(ConfigError, match=said) if said else contextlib.nullcontext()
     with refused:
         refuse_rows([RowConfig(**row)], configured(**settings), notes=False)
+
+
+def test_layers_mark_by_rows_and_without_them_what_they_were_built_to_mark(caplog):
+    model = configured(*map(TransformerLayer, (1, 2, 3)))
+
+    def marks():
+        cores = (layer.core_attention for layer in model)
+        flags = [bool(layer.offload_core_attention) for layer in model]
+        return flags, [len(core._forward_pre_hooks) for core in cores]
+
+    row = RowConfig(site="core_attn", layers="0-1", offload=1)
+    mark_layers(model, [row])
+    assert marks() == ([True, True, False], [1, 1, 0])
+    mark_layers(model, [RowConfig(site="core_attn", layers=2, offload="all")])
+    assert marks() == ([False, False, True], [0, 0, 0])
+    with pytest.raises(ConfigError, match="are both about 1"):
+        mark_layers(model, [row, RowConfig(site="core_attn", layers=1, offload="all")])
+    mark_layers(model, ())
+    assert marks() == ([True, True, True], [0, 0, 0])
+    assert not caplog.messages
+
+
+def test_rows_of_groups_that_a_part_s_layers_do_not_mark_are_said_to_do_nothing(caplog):
+    model = configured(*map(TransformerLayer, (1, 2)))
+    model[0].checkpoint_core_attention = True
+    rows = [
+        RowConfig(site="core_attn", layers=0, offload="all"),  # recomputed
+        RowConfig(site="core_attn", layers=1, offload="all"),
+        RowConfig(site="moe_act", layers=1, recompute=True),
+        RowConfig(site="moe_act", layers=2, recompute=True),  # of another part
+    ]
+    mark_layers(model, rows)
+    assert [record.args[0] for record in caplog.records] == [rows[0], rows[2]]
+
+
+def test_what_overlapped_all_to_alls_do_not_call_is_refused(caplog):
+    model = configured(*map(TransformerLayer, (1, 2)), overlap_moe_expert_parallel_comm=True)
+    model[1].mlp["router"] = nn.Identity()
+    norm = RowConfig(site="norm", recompute=True)
+    refuse_rows([norm, RowConfig(site="mlp", layers=0, offload="all")], model, notes=False)
+    assert [record.args[0] for record in caplog.records] == [norm]
+    for row in (RowConfig(site="layer", offload=1), RowConfig(site="mlp", recompute=True)):
+        with pytest.raises(ConfigError, match="calls the parts of layers"):
+            refuse_rows([row], model, notes=False)
 
 
 @pytest.mark.parametrize(
