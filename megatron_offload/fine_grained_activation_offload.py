@@ -250,8 +250,6 @@ class FineGrainedActivationOffloadingInterface:
 
     def __enter__(self) -> Any:
         if self.offload:
-            if DEBUG:
-                debug_rank(f"start of group {self.name}")
             pick = self.offload.begin() if isinstance(self.offload, LargestTensors) else None
             self.tensor = start_group(_engine(), self.tensor, self.name, pick)
             self._engine = _engine()

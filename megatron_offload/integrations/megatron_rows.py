@@ -32,21 +32,14 @@ WITHOUT_WEIGHTS = {"core_attn", "attn_norm", "mlp_norm", "mlp_act", "moe_act", L
 """Groups in which no linear layer saves its weight."""
 
 _CORE, _RERUN = "offload_core_attention", "activation_recompute"
-_FLAGS = {f"offload_{site}": (site, False) for site in MEGATRON_MODULES} | {
+_FLAGS = {
+    **{f"offload_{site}": (site, False) for site in MEGATRON_MODULES if site != LAYER_INPUT},
+    "offload_core_attn": ("", False),  # of layers of 0.19, for graphs alone
     _CORE: ("core_attn", False),
     _RERUN: ("moe_act", True),
 }
 """By attribute of a layer, or of a part of it, of what group it is, and whether it says that this
 is recomputed by Megatron; else, that it is marked."""
-
-for _name in ("offload_core_attn", f"offload_{LAYER_INPUT}"):
-    del _FLAGS[_name]  # of layers of 0.19, for graphs alone; of none
-
-_UNMARKED = (
-    "its layers have no such group (no such module, recomputed, or experts that aren't grouped)"
-)
-
-_PARTS = "overlap_moe_expert_parallel_comm calls the parts of layers"
 
 _built: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
 """By module the flags that it was built with, where rows have changed them."""
@@ -59,58 +52,37 @@ def refuse_rows(rows: Sequence[RowConfig], model: nn.Module, *, notes: bool) -> 
     left: what is watched for others are whole forwards.
     """
     config: Any = model.config
-    if getattr(config, "overlap_moe_expert_parallel_comm", False):
-        _refuse_uncalled(rows, model)
+    num_layers = config.num_layers + (getattr(config, "mtp_num_layers", None) or 0)
+    by_parts = getattr(config, "overlap_moe_expert_parallel_comm", False)
+    modules = named_modules(model) if by_parts else {}
+    of_experts = [n for path, n in layers_of(modules).items() if f"{path}.mlp.router" in modules]
     for row in rows:
-        num_layers = config.num_layers + (getattr(config, "mtp_num_layers", None) or 0)
         if row.last_layer >= num_layers:
             raise ConfigError(f"row {row}: there are layers 0 to {num_layers - 1}")
         if notes and row.site not in {LOSS, *WITHOUT_WEIGHTS.intersection(MEGATRON_MODULES)}:
             raise ConfigError(f"row {row}: the forwards that it watches {NOTES}")
+        is_uncalled = row.site == "mlp" and any(map(row.has_layer, of_experts))
+        if by_parts and (row.site == "layer" or is_uncalled):
+            raise ConfigError(
+                f"row {row}: overlap_moe_expert_parallel_comm calls the parts of layers; name "
+                "'attention', 'mlp.experts' or groups that these mark"
+            )
+        if by_parts and row.site in UNITS:
+            _logger.warning("row %s recomputes what marked groups save, and no more", row)
         if row.site not in MEGATRON_MODULES:
             continue
         if row.site == LAYER_INPUT and (row.offload, row.layers) != ("all", "all"):
             raise ConfigError(f"row {row}: of what checkpoints keep rows say 'offload: all' alone")
         if row.offload and row.site not in config.offload_modules:
             raise ConfigError(f"row {row}: add {row.site!r} to offload_modules, which mark it")
-        if row.recompute and (row.site, True) not in _FLAGS.values():
+        if row.recompute and (row.site != "moe_act" or not config.moe_grouped_gemm):
             raise ConfigError(
-                f"row {row}: Megatron's layers mark {row.site} to be offloaded; 'norm', 'mlp_act', "
-                "'moe_act' and modules by name can be recomputed"
+                f"row {row}: of marked groups Megatron recomputes moe_act alone, where experts are "
+                "grouped (moe_grouped_gemm); 'mlp_act' is the activation of others too"
             )
-        if row.recompute and not config.moe_grouped_gemm:
-            raise ConfigError(
-                f"row {row}: Megatron recomputes moe_act with moe_grouped_gemm alone; 'mlp_act' is "
-                "the activation of all experts and MLPs"
-            )
-        is_other = row.recompute and (config.fp8 or getattr(config, "fp4", None))
-        if is_other and "moe_act" not in config.recompute_modules:
-            raise ConfigError(
-                f"row {row}: add 'moe_act' to recompute_modules: in FP8 and FP4 Megatron's experts "
-                "are built for that"
-            )
-
-
-def _refuse_uncalled(rows: Sequence[RowConfig], model: nn.Module) -> None:
-    """Refuse what Megatron doesn't call as a module where it overlaps all-to-alls.
-
-    These are layers and their MLPs with experts; nor is the model called, in whose forward is seen
-    who saves what a norm or an activation returns.
-    """
-    for row in rows:
-        if row.site in UNITS:
-            _logger.warning(
-                "row %s: %s, so only what marked groups save is recomputed", row, _PARTS
-            )
-    modules = named_modules(model)
-    for layer, number in layers_of(modules).items():
-        uncalled = {"layer", *(("mlp",) if f"{layer}.mlp.router" in modules else ())}
-        for row in rows:
-            if row.site in uncalled and row.has_layer(number):
-                raise ConfigError(
-                    f"row {row} would do nothing: {_PARTS}; name 'attention', 'mlp.experts' or "
-                    "groups that these mark"
-                )
+        is_built_in = row.recompute and (config.fp8 or getattr(config, "fp4", None))
+        if is_built_in and "moe_act" not in config.recompute_modules:
+            raise ConfigError(f"row {row}: FP8 and FP4 want 'moe_act' in recompute_modules for it")
 
 
 def mark_layers(model: nn.Module, rows: Sequence[RowConfig]) -> None:
@@ -140,7 +112,11 @@ def mark_layers(model: nn.Module, rows: Sequence[RowConfig]) -> None:
                     used += () if is_rerun else own
     for row in rows:
         if row not in used and any(map(row.has_layer, layers.values())):
-            _logger.warning("row %s does nothing in this part of the model: %s", row, _UNMARKED)
+            _logger.warning(
+                "row %s does nothing in this part of the model (no such module, recomputed, or "
+                "experts that aren't grouped)",
+                row,
+            )
 
 
 def _mark(module: nn.Module, flag: str, row: RowConfig | None) -> None:
@@ -160,7 +136,7 @@ def _mark(module: nn.Module, flag: str, row: RowConfig | None) -> None:
 def _choose(chosen: LargestTensors, module: nn.Module, args: Any) -> None:
     chunk = PipelineOffloadManager.get_instance().cur_forward_chunk()
     group = chunk.open_groups[-1] if chunk is not None and chunk.open_groups else None
-    if group is not None and group.name == "core_attn" and group.pick is None:
+    if group is not None and group.name == "core_attn":
         group.pick = chosen.begin()
 
 

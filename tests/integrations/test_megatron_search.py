@@ -85,12 +85,12 @@ NO_EXPERTS, FP8 = {"moe_grouped_gemm": False}, {"moe_grouped_gemm": True, "fp8":
     [
         ({"site": "attn_proj", "offload": 1}, {}, "add 'attn_proj' to offload_modules"),
         ({"site": "layer_input", "offload": 1}, {}, "'offload: all' alone"),
-        ({"site": "core_attn", "recompute": True}, {}, "'moe_act' and modules by name"),
-        ({"site": "moe_act", "recompute": True}, NO_EXPERTS, "with moe_grouped_gemm alone"),
+        ({"site": "core_attn", "recompute": True}, {}, "recomputes moe_act alone"),
+        ({"site": "moe_act", "recompute": True}, NO_EXPERTS, "where experts are grouped"),
         (
             {"site": "moe_act", "recompute": True},
             {**FP8, "recompute_modules": []},
-            "add 'moe_act' to recompute_modules",
+            "want 'moe_act' in recompute_modules",
         ),
         ({"site": "moe_act", "recompute": True}, {**FP8, "recompute_modules": ["moe_act"]}, ""),
     ],
