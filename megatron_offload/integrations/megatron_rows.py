@@ -106,10 +106,10 @@ def mark_layers(model: nn.Module, rows: Sequence[RowConfig]) -> None:
             if len(own) > 1:
                 raise ConfigError(f"rows {own[0]} and {own[1]} are both about {layer}")
             for part in parts if ours else ():
-                if vars(part).get(flag) or (flag == _RERUN and flag in vars(part)):
+                is_rerun = flag == _CORE and getattr(part, "checkpoint_core_attention", False)
+                if flag in vars(part) and (flag == _RERUN or vars(part)[flag]) and not is_rerun:
                     _mark(part, flag, own[0] if own else None)
-                    is_rerun = flag == _CORE and getattr(part, "checkpoint_core_attention", False)
-                    used += () if is_rerun else own
+                    used += own
     for row in rows:
         if row not in used and any(map(row.has_layer, layers.values())):
             _logger.warning(
