@@ -95,24 +95,21 @@ def guarded(method: F) -> F:
     Its arguments are positional, which is quicker.
     """
 
-    def call(guard: Guard, *args: Any) -> Any:
-        left = guard.left
-        while left:
-            left[0].free(left[0])
-            left.popleft()
-        return method(*args)
-
     @functools.wraps(method)
     @graph_break
     def entry(self: Any, *args: Any) -> Any:
+        if has_modes():
+            return apart(entry, self, *args)
         guard: Guard = self.guard
         if guard.is_mine():
             guard.refuse_nesting(method.__name__)
         with guard.lock:
             try:
-                if has_modes():
-                    return apart(call, guard, self, *args)
-                return call(guard, self, *args)
+                left = guard.left
+                while left:
+                    left[0].free(left[0])
+                    left.popleft()
+                return method(self, *args)
             except OffloadError:
                 raise
             except BaseException:

@@ -27,12 +27,10 @@ def is_traced() -> bool:
 
 def has_modes() -> bool:
     """Whether a mode is entered that may change what a function computes, and how."""
-    if is_traced():
-        return False  # all of it belongs to the graph
+    if torch._C._len_torch_dispatch_stack():
+        return not is_traced()  # else all of it belongs to the graph
     num_functions = torch._C._len_torch_function_stack()
-    if num_functions and device_context() is not None:
-        num_functions -= 1
-    return bool(num_functions or torch._C._len_torch_dispatch_stack())
+    return num_functions > 0 and (num_functions > 1 or device_context() is None)
 
 
 def leave_modes(undo: ExitStack) -> None:
