@@ -69,12 +69,11 @@ class Store(Protocol):
 class Flight:
     """The copies of one group to the host, from their issue to their release."""
 
-    blocks: list[BlockRef]
-    streams: list[Stream]
-    """Of each block its own: what reuses its memory is queued there."""
-    aliases: list[torch.Tensor]
-    """Of each block one, which keeps its memory even where the graph is dropped before the copy
-    ends."""
+    copies: list[tuple[Lease, Stream, torch.Tensor]]
+    """Of each block its lease, its stream, on which what reuses its memory is queued, and an alias,
+    which keeps its memory even where the graph is dropped before the copy ends."""
+    streams: dict[Stream, None]
+    """Of all of them, each once."""
     d2h: Event = None
     """The event behind them, once they are issued."""
     num_bytes: int = 0

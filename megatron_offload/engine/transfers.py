@@ -16,11 +16,12 @@ import logging
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import repeat
-from weakref import proxy, ref
+from typing import TypeAlias
+from weakref import proxy
 
 import torch
 
-from megatron_offload.backends.base import Event, Stream, Wait
+from megatron_offload.backends.base import Event, Pair, Stream, Wait
 from megatron_offload.core.group import OFFLOADING, ON_HOST, RESIDENT
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.core.window import InFlightWindow
@@ -38,6 +39,9 @@ _SLAB_SHARE = 16
 """Blocks of a group share a host region where they are at most this fraction of a slab: what is
 larger is allocated piece by piece, which fills slabs better, and copying it takes longer than
 that."""
+
+_Taken: TypeAlias = tuple[Block, HostRegion, torch.Tensor]
+"""A block, the host memory of which it has a part, and that part."""
 
 
 class Transfers(Reloads):
@@ -157,46 +161,50 @@ class Transfers(Reloads):
         was emptied since: its user restores it before backward. Moves the group to
         OFFLOADING, or to RESIDENT where nothing is left to move.
         """
-        backend, observers, by_name = self.backend, self.observers, self.stats.by_name
+        backend = self.backend
         moving: list[Block] = []
         for block in group.moving:
             block.address = address = block.alias.untyped_storage().data_ptr()
             if address:
                 moving.append(block)
         group.moving = ()
-        reused: list[Event] = []
-        moving, regions, hosts = self._take_host(group, moving, reused)
-        if not moving:
+        taken = self._take_host(group, moving) if moving else None
+        if not taken:
             group.advance(RESIDENT)
             return
-        aliases = [block.alias for block in moving]
-        sources = [block.source() for block in moving]
-        streams = [block.stream for block in moving]
-        group.flight = flight = Flight(list(map(ref, moving)), streams, aliases)
-        produced: list[Event] = []
-        num_bytes, is_ready = 0, True
-        for block, region, host in zip(moving, regions, hosts, strict=False):
-            block.lease = lease = Lease(block, self.guard.left.append)
-            lease.free, lease.group, lease.region = self.free, block.group, region
+        group.flight = flight = Flight([], {})
+        pairs: list[Pair] = []
+        produced: dict[Event, None] = {}
+        reused: dict[Event, None] = {}
+        num_bytes, is_ready, left, free = 0, True, self.guard.left.append, self.free
+        for block, region, host in taken:
+            lease = Lease(block, left)
+            lease.free, lease.group, lease.region = free, block.group, region
             self._leases.add(lease)
-            block.host, block.flight = host, flight
+            flight.copies.append((lease, block.stream, block.alias))
+            flight.streams[block.stream] = None
+            block.lease, block.host, block.flight = lease, host, flight
+            pairs.append((host, block.source()))
             num_bytes += block.num_bytes
-            by_name[block.name].offloaded_bytes += block.num_bytes
+            if region.ready_event is not None:
+                reused[region.ready_event] = None
             if block.ready is None:
                 is_ready = False
             else:
-                produced.append(block.ready)
-        if observers or backend.observes:
-            self._report_offloads(group, moving, sources)
-        pairs = list(zip(hosts, sources, strict=True))
+                produced[block.ready] = None
+        self.stats.by_name[group.name].offloaded_bytes += num_bytes
+        if self.observers or backend.observes:
+            self._report_offloads(group, pairs, taken)
         d2h_stream = backend.d2h_stream
         if not is_ready:
             backend.wait_compute(d2h_stream, Wait.W1)
             here = backend.compute_stream()  # the forward may be over
-            produced += [backend.record(one) for one in dict.fromkeys(streams) if one is not here]
-        for event in dict.fromkeys(produced):
+            for stream in flight.streams:
+                if stream is not here:
+                    produced[backend.record(stream)] = None
+        for event in produced:
             backend.wait(d2h_stream, event, Wait.W1)
-        for event in dict.fromkeys(reused):
+        for event in reused:
             backend.wait(d2h_stream, event, Wait.W5)
         flight.d2h = self._copy("d2h", pairs, group)
         flight.num_bytes = num_bytes
@@ -210,31 +218,26 @@ class Transfers(Reloads):
             self.window.limit(rules.max_inflight_blocks, lambda _, num_blocks: num_blocks)
 
     def _report_offloads(
-        self, group: OffloadGroup, blocks: Sequence[Block], sources: Sequence[torch.Tensor]
+        self, group: OffloadGroup, pairs: Sequence[Pair], taken: Sequence[_Taken]
     ) -> None:
         """Report to the observers that these blocks leave."""
         backend = self.backend
-        for block, source in zip(blocks, sources, strict=True):
+        for (_, source), (block, _, _) in zip(pairs, taken, strict=True):
             if backend.observes and block.ready is None:
                 with backend.computing_on(block.stream):
                     backend.note_produced(source, group.label)
             for observer in self.observers:
                 observer.block_offloads(block, source)
 
-    def _take_host(
-        self, group: OffloadGroup, moving: list[Block], reused: list[Event]
-    ) -> tuple[list[Block], Iterable[HostRegion], Sequence[torch.Tensor]]:
-        """Return the blocks for which there is host memory, each with it; add its last readers."""
+    def _take_host(self, group: OffloadGroup, moving: Sequence[Block]) -> list[_Taken]:
+        """Return the blocks for which there is host memory, each with it."""
         pool, owners = self.host_pool, group.references
-        if len(moving) > 1 and group.num_bytes <= self._shared_bytes:
+        if group.num_bytes <= self._shared_bytes:
             region = pool.allocate_views([block.spec for block in moving])
             if region is not None:
                 region.owners = owners
-                if region.ready_event is not None:
-                    reused.append(region.ready_event)
-                return moving, repeat(region), region.views
-        taken: list[Block] = []
-        regions: list[HostRegion] = []
+                return list(zip(moving, repeat(region), region.views, strict=False))
+        taken: list[_Taken] = []
         num_unpinnable = pool.stats.num_unpinnable
         for block in moving:
             found = pool.allocate(*block.spec)
@@ -244,12 +247,9 @@ class Transfers(Reloads):
                 self._count_kept(block, "the host memory is full")
                 continue
             found.owners = owners
-            if found.ready_event is not None:
-                reused.append(found.ready_event)
-            taken.append(block)
-            regions.append(found)
+            taken.append((block, found, found.tensor))
         self.stats.num_unpinnable_blocks += pool.stats.num_unpinnable - num_unpinnable
-        return taken, regions, [region.tensor for region in regions]
+        return taken
 
     def cancel(self, group: OffloadGroup, *, is_late: bool) -> None:
         """Leave a group on the device whose copies are in flight."""
@@ -270,16 +270,16 @@ class Transfers(Reloads):
         for observer in self.observers:
             observer.wait_starts()
         # Not what is current now: the memory goes back to these.
-        for stream in dict.fromkeys(flight.streams):
+        for stream in flight.streams:
             backend.wait(stream, flight.d2h, Wait.W2)
         for observer in self.observers:
             observer.wait_issued(Wait.W2, group)
         observes, empty, use_count = backend.observes, self._empty, use_count_of
         region: HostRegion | None = None
-        name, name_bytes = "", 0
+        region_bytes = 0
         read_on = backend.read_on
-        for found, alias, stream in zip(flight.blocks, flight.aliases, flight.streams, strict=True):
-            block = found()  # None where it is dead
+        for lease, stream, alias in flight.copies:
+            block = lease()  # None where it is dead
             read_on(stream, alias)  # the program may have allocated it on another
             if block is not None and block.cancelled:
                 continue
@@ -306,13 +306,13 @@ class Transfers(Reloads):
                 block.storage_key = 0
             else:
                 block.storage_ref = StorageRef(storage)
-            if block.region is not region or block.name is not name:
+            if lease.region is not region:
                 if region is not None:
-                    self.host_pool.count_alone(region, name, name_bytes)
-                region, name, name_bytes = block.region, block.name, 0
-            name_bytes += block.num_bytes
+                    self.host_pool.count_alone(region, group.name, region_bytes)
+                region, region_bytes = lease.region, 0
+            region_bytes += block.num_bytes
         if region is not None:
-            self.host_pool.count_alone(region, name, name_bytes)
+            self.host_pool.count_alone(region, group.name, region_bytes)
         group.flight = None
         self.budget.inflight_bytes -= flight.num_bytes
         flight.num_bytes = 0
@@ -341,7 +341,7 @@ class Transfers(Reloads):
     ) -> None:
         """Note that a storage is free, unless a copy of another part of it is in flight."""
         flights = (group.flight for group in self.window if group.flight is not None)
-        copied = (alias.untyped_storage()._cdata for one in flights for alias in one.aliases)
+        copied = (alias.untyped_storage()._cdata for one in flights for _, _, alias in one.copies)
         if storage._cdata in copied:
             return
         region = bytes_of(storage)
