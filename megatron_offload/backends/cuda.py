@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any
 
@@ -99,8 +99,8 @@ class CudaBackend(Backend):
             stream = self._streams[key] = torch.cuda.current_stream(self.device)
         return stream
 
-    def computing_on(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
-        return nullcontext() if stream is self.compute_stream() else torch.cuda.stream(stream)
+    def _switched_to(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
+        return torch.cuda.stream(stream)
 
     def read_on(self, stream: torch.cuda.Stream, tensor: torch.Tensor) -> None:
         tensor.record_stream(stream)

@@ -96,6 +96,8 @@ class DeviceBudget:
         self.held_bytes = 0
         self.is_warming_up = is_learned
         self._saved_bytes = 0
+        if not is_learned:
+            self._follow_step(0)
 
     def add_saved(self, num_bytes: int, moving_bytes: int, *, is_learned: bool) -> None:
         """Note a committed group, of which ``moving_bytes`` may be offloaded, and adapt the limits.
@@ -103,11 +105,12 @@ class DeviceBudget:
         Where a step ``is_learned``, the peak so far is a step's.
         """
         self._saved_bytes += num_bytes
+        has_grown = False
         if self._saved_bytes > self._peak_saved_bytes:
-            self._peak_saved_bytes = self._saved_bytes
+            self._peak_saved_bytes, has_grown = self._saved_bytes, is_learned
         if moving_bytes > self._largest_bytes:
-            self._largest_bytes = moving_bytes
-        if self._follows_any:
+            self._largest_bytes, has_grown = moving_bytes, True
+        if has_grown:
             self._follow_step(self._peak_saved_bytes if is_learned else 0)
 
     def learn(self, largest_bytes: int) -> None:

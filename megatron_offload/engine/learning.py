@@ -59,11 +59,11 @@ class Learner:
         is_steady: whether the last two steps had the same groups.
         is_open: whether what is offloaded is still looked for: all is kept that the device has room
             for.
+        keeps_everything: whether each group is kept by the rules, whatever it has.
         is_measured: whether steps alternate with others that need more of the device's memory.
     """
 
     def __init__(self, config: OffloadConfig, transfers: Transfers) -> None:
-        self.policy = ModulesPolicy(fraction=config.fraction)
         self.pp_rank: int | None = None
         self.profile: StepProfile | None = None
         self.kept: dict[GroupKey, str] = {}
@@ -83,6 +83,7 @@ class Learner:
         self._largest_bytes = 0
         policy = config.policy if config.enabled else None
         self._ratio = policy.ratio if isinstance(policy, RatioConfig) else None
+        self._set_policy(ModulesPolicy(fraction=config.fraction))
 
     # What is followed
 
@@ -104,8 +105,12 @@ class Learner:
         delta_bytes = delta_bytes_across_pp_ranks
         if delta_bytes is None or "delta_bytes_across_pp_ranks" in given:
             delta_bytes = int(config.delta_bytes_across_pp_ranks)
-        self.policy = ModulesPolicy(fraction, pp_rank * delta_bytes)
+        self._set_policy(ModulesPolicy(fraction, pp_rank * delta_bytes))
         self.pp_rank = pp_rank
+
+    def _set_policy(self, policy: ModulesPolicy) -> None:
+        self.policy = policy
+        self.keeps_everything = policy.fraction == 0.0 and self._ratio is None
 
     def follow_rules(self) -> None:
         """Follow the configuration's rules again, which ends `open`."""
@@ -186,11 +191,6 @@ class Learner:
             if not any(fnmatchcase(group.name, pattern) for group in profile.groups):
                 _logger.warning(warning, pattern)
         self._expected.clear()
-
-    @property
-    def keeps_everything(self) -> bool:
-        """Whether each group is kept by the rules, whatever it has."""
-        return self.policy.fraction == 0.0 and self._ratio is None
 
     def is_short_of_memory(self) -> bool:
         """Whether so much is in use that not all that is saved may find room."""

@@ -242,7 +242,10 @@ class PipelineOffloadManager(Recording):
         A program that says nothing of its chunks inside `step` has one for all forwards between
         two backwards: what is decided by chunk, such as ``fraction``, is decided for them together.
         """
-        if not self.may_record or self.is_hidden() or not is_recording():
+        if not self.may_record:
+            return None
+        if not is_recording():
+            self.is_hidden()  # which says so
             return None
         step, chunk = self.decisions, self.decisions.chunk
         named = self._offloaded if is_marked else self._row_names

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import _pop_mode, _push_mode
@@ -16,28 +17,28 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 def device_context() -> DeviceContext | None:
     """Return the mode behind ``torch.set_default_device``, which lies below all others."""
-    mode = torch._C._get_function_stack_at(0) if torch._C._len_torch_function_stack() else None
+    mode = torch._C._get_function_stack_at(0) if _len_torch_function_stack() else None
     return mode if isinstance(mode, DeviceContext) else None
 
 
 def is_traced() -> bool:
     """Whether what runs is traced into a graph, of which the engine's own work is no part."""
-    return torch._C._len_torch_dispatch_stack() > 0 and get_proxy_mode() is not None
+    return _len_torch_dispatch_stack() > 0 and get_proxy_mode() is not None
 
 
 def has_modes() -> bool:
     """Whether a mode is entered that may change what a function computes, and how."""
-    if torch._C._len_torch_dispatch_stack():
+    if _len_torch_dispatch_stack():
         return not is_traced()  # else all of it belongs to the graph
-    num_functions = torch._C._len_torch_function_stack()
+    num_functions = _len_torch_function_stack()
     return num_functions > 0 and (num_functions > 1 or device_context() is None)
 
 
 def leave_modes(undo: ExitStack) -> None:
     """Leave all modes that are entered, until ``undo`` enters them again."""
-    if torch._C._len_torch_dispatch_stack():
+    if _len_torch_dispatch_stack():
         undo.enter_context(_disable_current_modes())
-    for _ in range(torch._C._len_torch_function_stack()):
+    for _ in range(_len_torch_function_stack()):
         undo.callback(_push_mode, _pop_mode())
 
 

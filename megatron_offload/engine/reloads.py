@@ -6,10 +6,8 @@ What something else has kept on the device all the time is taken from there.
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -64,11 +62,11 @@ class Reloads:
     def _reload(self, group: OffloadGroup, blocks: Iterable[Block], *, may_fail: bool) -> bool:
         """Issue the reload of blocks; return False where there is no memory, and that may be."""
         # Backward is on forward's streams: each gets the memory of what it will read.
-        moving: defaultdict[Stream, list[Block]] = defaultdict(list)
+        moving: dict[Stream, list[Block]] = {}
         for block in blocks:
-            is_on_host = block.region is not None and block.released
+            is_on_host = block.host is not None and block.released
             if is_on_host and (block.storage_ref is None or not self._revive(block)):
-                moving[block.stream].append(block)
+                moving.setdefault(block.stream, []).append(block)
         batches: list[tuple[Any, ...]] = []
         for stream, same in moving.items():
             hosts: list[Any] = [block.host for block in same]
@@ -117,18 +115,19 @@ class Reloads:
                 observer.tensor_reloaded(target)
         event = self._copy("h2d", list(zip(targets, hosts, strict=True)), group)
         reload = Reload(event, backend.compute_stream(), targets)
-        read: list[HostRegion] = []
+        num_read: dict[HostRegion, int] = {}
         by_name = self.stats.by_name
         for block, target in zip(blocks, targets, strict=True):
             block.target = target  # from here on this is the copy that counts
-            read.append(block.take_region())
+            region = block.take_region()
+            num_read[region] = num_read.get(region, 0) + 1
             assert block.lease is not None
             block.reload = block.lease.reload = reload
             if backend.observes:
                 block.lease.target = target
             by_name[block.name].reloaded_bytes += block.num_bytes
-        for region, users in groupby(read):
-            self.host_pool.free(region, event, len(list(users)))
+        for region, number in num_read.items():
+            self.host_pool.free(region, event, number)
 
     def _revive(self, block: Block) -> bool:
         """Take a block's bytes from its source where something else has kept that alive.

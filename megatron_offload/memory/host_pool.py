@@ -215,7 +215,9 @@ class HostPool:
         """
         if self.is_closed:
             raise ValueError("the host pool is closed")
-        size_bytes, key = sum([_aligned(num_bytes) for num_bytes, _ in specs]), tuple(specs)
+        key = tuple(specs)
+        num_units = sum([-(-num_bytes // ALIGNMENT_BYTES) for num_bytes, _ in key])
+        size_bytes = num_units * ALIGNMENT_BYTES
         same_size = self._free.get(size_bytes)
         piece = same_size.popleft() if same_size else self._find(size_bytes)
         if piece is None:
