@@ -289,23 +289,22 @@ class StepDecisions(Generic[G]):
         """Reload along the order what is near, while the budget lasts."""
         order, groups, budget = self._order, self._groups, self.budget
         while self._next < len(order):
-            key = order[self._next]
-            group = groups.get(key)
-            if group is None or group.state is RECORDING:
+            group = groups.get(order[self._next])
+            state = RECORDING if group is None else group.state
+            if group is None or state is RECORDING:
                 return  # its forward is still to come; nothing behind it is needed sooner
-            is_in_flight = group.state is OFFLOADING
-            if is_in_flight or group.state is ON_HOST:
+            if state is OFFLOADING or state is ON_HOST:
                 is_foretold = order is self._forecast.order
-                if is_foretold and not self._is_near(key, budget.lookahead_bytes):
+                if is_foretold and not self._is_near(group.key, budget.lookahead_bytes):
                     return
-                # What is kept takes no more room.
-                may = budget.may_keep if is_in_flight else budget.may_prefetch
-                if not may(group.num_bytes):
-                    return
-                if is_in_flight:
+                if state is OFFLOADING:  # what is kept takes no more room
+                    if not budget.may_keep(group.num_bytes):
+                        return
                     self._actions.cancel(group, is_late=False)
                     group.hold()
                 else:
+                    if not budget.may_prefetch(group.num_bytes):
+                        return
                     group.hold()
                     if budget.is_exceeded():
                         self.window.release_over_budget()

@@ -176,7 +176,8 @@ class AutomaticGroups:
     @property
     def is_entered(self) -> bool:
         """Whether a forward is under way in this thread that may be recorded."""
-        return self.is_inside and self._forwards[-1] is not None
+        forwards = self._forwards
+        return bool(forwards) and forwards[-1] is not None and self._thread == get_ident()
 
     @property
     def is_inside(self) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_offload.core.profile import GroupKey
+from megatron_offload.core.profile import group_key
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import Block, OffloadGroup, Recipes, Rules
 from megatron_offload.engine.marks import (
@@ -61,7 +61,7 @@ class ChunkOffloadHandler:
 
     def open_group(self, name: str) -> OffloadGroup:
         """Open a group; a chunk outside any step calls its position -1."""
-        key = GroupKey(-1 if self.position is None else self.position, len(self.groups))
+        key = group_key(-1 if self.position is None else self.position, len(self.groups))
         group = OffloadGroup(key, name, self.transfers.budget, self.rules)
         self.groups.append(group)
         self.open_groups.append(group)
@@ -102,18 +102,16 @@ class ChunkOffloadHandler:
         """
         if has_modes():
             return apart(self.pack, group, tensor)
-        transfers, pick = self.transfers, group.pick
-        if transfers.observers and not is_parameter(tensor):
-            for observer in transfers.observers:
-                observer.tensor_saved(tensor)
-        if pick is not None and not is_parameter(tensor) and not pick.takes():
-            return SavedTensor(tensor, group.name)
-        record = SavedTensor(tensor, group.name)
-        if is_traced():
+        record, pick = SavedTensor(tensor, group.name), group.pick
+        is_plain = type(tensor) is torch.Tensor
+        if not is_plain and is_parameter(tensor):
             return record
-        if type(tensor) is not torch.Tensor:  # most often a parameter
-            if not is_parameter(tensor):
-                self._count_kept(group, tensor)
+        for observer in self.transfers.observers:
+            observer.tensor_saved(tensor)
+        if (pick is not None and not pick.takes()) or is_traced():
+            return record
+        if not is_plain:
+            self._count_kept(group, tensor)
             return record
         marks, base = tensor.__dict__, tensor._base
         if (marks or base is not None) and not may_be_activation(tensor):

@@ -221,9 +221,11 @@ class Block:
 
     def take_region(self) -> HostRegion:
         """Return the host memory, which the block has no longer."""
-        region = self.region
-        assert region is not None
-        self.lease.region = self.host = None  # type: ignore[union-attr]
+        lease = self.lease
+        assert lease is not None
+        assert lease.region is not None
+        region, lease.region = lease.region, None
+        self.host = None
         return region
 
     @property
