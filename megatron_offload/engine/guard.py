@@ -97,10 +97,10 @@ def guarded(method: F) -> F:
 
     @functools.wraps(method)
     @graph_break
-    def entry(self: Any, *args: Any) -> Any:
+    def entry(*args: Any) -> Any:
         if has_modes():
-            return apart(entry, self, *args)
-        guard: Guard = self.guard
+            return apart(entry, *args)
+        guard: Guard = args[0].guard
         if guard.is_mine():
             guard.refuse_nesting(method.__name__)
         with guard.lock:
@@ -109,7 +109,7 @@ def guarded(method: F) -> F:
                 while left:
                     left[0].free(left[0])
                     left.popleft()
-                return method(self, *args)
+                return method(*args)
             except OffloadError:
                 raise
             except BaseException:

@@ -115,7 +115,11 @@ class Marks:
             for storages in (self._storages, _everywhere):  # some of which may have gone
                 for key in [key for key, ref in list(storages.items()) if ref.expired()]:
                     storages.pop(key, None)
-            known = [x for x in self._parameters.values() if not is_lazy(x)]  # which has no memory
-            found = {x.untyped_storage()._cdata for x in known if x.layout is torch.strided}
+            known = [found() for found in self._parameters.valuerefs()]
+            found = {
+                x.untyped_storage()._cdata
+                for x in known  # a lazy one has no memory
+                if x is not None and not is_lazy(x) and x.layout is torch.strided
+            }
             self._kept, self._is_old = found.union(self._storages), False
         return self._kept, _everywhere
