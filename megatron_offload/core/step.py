@@ -201,8 +201,9 @@ class StepDecisions(Generic[G]):
             group.advance(DONE)
             if self.knows(group):
                 group.let_go()
-                self.budget.drop_saved(group.clock_bytes)
-                self.window.pass_boundary(group.clock_bytes)
+                clock_bytes = group.clock_bytes
+                self.budget.drop_saved(clock_bytes)
+                self.window.pass_boundary(clock_bytes)
         self.look_ahead()
 
     def tick(self, num_bytes: int, is_backward: bool = False) -> bool:

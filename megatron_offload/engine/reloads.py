@@ -67,19 +67,19 @@ class Reloads:
             is_on_host = block.host is not None and block.released
             if is_on_host and (block.storage_ref is None or not self._revive(block)):
                 moving.setdefault(block.stream, []).append(block)
-        batches: list[tuple[Any, ...]] = []
+        targets: dict[Stream, list[torch.Tensor]] = {}
         for stream, same in moving.items():
             hosts: list[Any] = [block.host for block in same]
             with self.backend.computing_on(stream):
-                targets = self._allocate_targets(hosts, may_fail=may_fail)
-            if targets is None:
+                found = self._allocate_targets(hosts, may_fail=may_fail)
+            if found is None:
                 return False
-            batches.append((stream, same, hosts, targets))
+            targets[stream] = found
         if group.state is ON_HOST:
             group.advance(RELOADING)
-        for stream, *batch in batches:
+        for stream, same in moving.items():
             with self.backend.computing_on(stream):
-                self._issue_reload(group, *batch)
+                self._issue_reload(group, same, targets[stream])
         return True
 
     def _allocate_targets(
@@ -104,7 +104,6 @@ class Reloads:
         self,
         group: OffloadGroup,
         blocks: Sequence[Block],
-        hosts: Sequence[torch.Tensor],
         targets: Sequence[torch.Tensor],
     ) -> None:
         backend = self.backend
@@ -113,7 +112,8 @@ class Reloads:
         for observer in self.observers:
             for target in targets:
                 observer.tensor_reloaded(target)
-        event = self._copy("h2d", list(zip(targets, hosts, strict=True)), group)
+        pairs: list[Any] = [(to, block.host) for block, to in zip(blocks, targets, strict=True)]
+        event = self._copy("h2d", pairs, group)
         reload = Reload(event, backend.compute_stream(), targets)
         num_read: dict[HostRegion, int] = {}
         by_name = self.stats.by_name

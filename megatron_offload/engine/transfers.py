@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from functools import partial
 from itertools import repeat
 from typing import TypeAlias
-from weakref import proxy
+from weakref import ref
 
 import torch
 
@@ -50,7 +49,8 @@ class Transfers(Reloads):
     def __post_init__(self) -> None:
         super().__post_init__()
         # Weakly, since memory goes with its manager and no cycle may keep that.
-        self.window = InFlightWindow(partial(Transfers.release, proxy(self)), self.budget)
+        found = ref(self)
+        self.window = InFlightWindow(lambda group: found().release(group), self.budget)  # type: ignore[union-attr]
         self.kept_by_others: set[tuple[GroupKey, int]] = set()
         """The identities of blocks that something else keeps on the device until their backward."""
         self.by_rows = False
