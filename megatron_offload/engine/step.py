@@ -64,7 +64,7 @@ class Step(StepDecisions[OffloadGroup]):
 
     def is_idle(self) -> bool:
         """Whether no graph is left, and nothing saved."""
-        return not any(group.blocks() for group in self.groups())
+        return all(found() is None for one in self.groups() for found in one.references)
 
     def is_over(self) -> bool:
         """Whether the chunk that is entered next is of another step.
