@@ -4,53 +4,133 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain, compress, count, repeat
+from operator import getitem, is_not, itemgetter
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
 
+from megatron_offload.engine.module_hooks import is_own_hook
 from megatron_offload.errors import StateError
 from megatron_offload.recompute.recipe import Constants, lasting
 
-_INNER = frozenset(vars(nn.Module()))
-"""What each module has, besides what its class gives it."""
+_TABLES = ("_parameters", "_buffers", "_modules")
+_hooks_in = itemgetter("_forward_hooks", "_forward_pre_hooks")
+_UNREAD = frozenset(vars(nn.Module())) - {"training", *_TABLES}
+"""What each module has that no forward reads."""
 
 _CONTAINERS = (list, dict, set, deque)
 _CHANGING = (torch.Tensor, torch.Generator, *_CONTAINERS)
 """Classes of what is a tensor, or may change of itself."""
 
+_Table = dict[str, Any]
 
-class ModuleState:
-    """What a module and its ``parts`` have as they are when this is made.
 
-    Their attributes, children, parameters and buffers. ``copies`` says whether small parameters are
-    copied, in case they are written to unseen.
+class ModuleLayout:
+    """Where a module and its parts have what their forward reads: tables, names and classes.
+
+    It is seen once, and holds until any of that is another. Of the modules nothing is kept.
+
+    Attributes:
+        owners: returns of each value the table, of all tables.
+        names: of all values, table by table.
+        changing: the positions of what is a tensor, or may change of itself.
+        is_parameter, is_training: of each position.
     """
 
-    def __init__(self, parts: Sequence[nn.Module], *, copies: bool) -> None:
-        self.training = tuple([part.training for part in parts])
-        owns = [vars(part) for part in parts]
-        self._attributes = [(own, own.copy()) for own in owns]
-        self._parameters, self._buffers, self._children = (
-            [(own[name], own[name].copy()) for own in owns]
-            for name in ("_parameters", "_buffers", "_modules")
-        )
-        self._changing: list[tuple[dict[str, Any], str]] = []
+    def __init__(self, module: nn.Module) -> None:
+        parts = [*module.modules()]
+        self._parts = [ref(part) for part in parts]
+        self._is_scripted = any(isinstance(part, torch.jit.ScriptModule) for part in parts)
+        if self._is_scripted:
+            return
+        tables = _tables_of(parts)
+        self._sizes = [*map(len, tables)]
+        places = [(i, x) for i, table in enumerate(tables) for x in table if x not in _UNREAD]
+        self.names = [name for _, name in places]
+        self._numbers = [i for i, _ in places]
+        self.owners = itemgetter(*self._numbers)
+        values = [*map(getitem, self.owners(tables), self.names)]
+        self._types = [*map(type, values)]
+        kinds = [("", *_TABLES)[i // len(parts)] for i in self._numbers]
+        self._is_child = [kind == "_modules" for kind in kinds]
+        self._children = [*map(id, compress(values, self._is_child))]
+        self.is_training = [(i < len(parts), x) == (True, "training") for i, x in places]
+        self.is_parameter = [
+            kind == "_parameters" and value is not None
+            for kind, value in zip(kinds, values, strict=True)
+        ]
+        self.changing = [
+            i
+            for i, (kind, name) in enumerate(zip(kinds, self.names, strict=True))
+            if (kind == "_buffers" or (not kind and name not in _TABLES))
+            and issubclass(self._types[i], _CHANGING)
+        ]
+
+    def state(self, module: nn.Module, *, copies: bool) -> ModuleState | str | None:
+        """Return what the module has now, or why it can't be given that again.
+
+        None where the layout holds no longer.
+        """
+        parts: list[Any] = [part() for part in self._parts]
+        if parts[0] is not module or not all(map(is_not, parts, repeat(None))):
+            return None
+        if self._is_scripted:
+            return "a part of it is in TorchScript" if parts == [*module.modules()] else None
+        tables = _tables_of(parts)
+        values = self.read(tables)
+        if values is None or [*map(type, values)] != self._types:
+            return None
+        if [*map(id, compress(values, self._is_child))] != self._children:
+            return None
+        hooks = filter(None, chain.from_iterable(map(_hooks_in, tables[1 : len(parts)])))
+        if not all(is_own_hook(hook) for table in hooks for hook in table.values()):
+            return "a part of it has hooks"
+        return ModuleState(self, tables, values, copies=copies)
+
+    def read(self, tables: Sequence[_Table]) -> list[Any] | None:
+        """Return the values in these tables; None where their names are others."""
+        if [*map(len, tables)] != self._sizes:
+            return None
+        try:
+            return [*map(getitem, self.owners(tables), self.names)]
+        except KeyError:
+            return None
+
+    def names_by_table(self) -> list[set[str]]:
+        """Return what each table may have besides what no forward reads."""
+        known = [{*_UNREAD} for _ in self._sizes]
+        for number, name in zip(self._numbers, self.names, strict=True):
+            known[number].add(name)
+        return known
+
+
+class ModuleState:
+    """What a module and its parts have when this is made, by the positions of a layout.
+
+    ``copies`` says whether small parameters are copied, in case they are written to unseen.
+    """
+
+    def __init__(
+        self, layout: ModuleLayout, tables: Sequence[_Table], values: list[Any], *, copies: bool
+    ) -> None:
+        self._layout, self._tables, self._values = layout, tables, values
+        self.training = (*compress(values, layout.is_training),)
         known: dict[int, Any] = {}
         tensors: list[torch.Tensor] = []
-        for table, then in (*self._attributes, *self._buffers):
-            for name, value in then.items():
-                if name not in _INNER and issubclass(type(value), _CHANGING):
-                    self._changing.append((table, name))
-                    then[name] = _copy_of(value, known, tensors)
-        given = {id(x): x for _, then in self._parameters for x in then.values() if x is not None}
-        if copies and given:
-            given = {key: lasting(x) for key, x in given.items()}
-            for _, then in self._parameters:
-                then.update((name, given.get(id(x))) for name, x in [*then.items()])
-        self._given, self._tensors = Constants([*given.values()]), Constants(tensors)
+        for i in layout.changing:
+            values[i] = _copy_of(values[i], known, tensors)
+        given = [*compress(values, layout.is_parameter)]
+        if copies:
+            own = {id(x): lasting(x) for x in given}
+            given = [own[id(x)] for x in given]
+            for i, x in zip(compress(count(), layout.is_parameter), given, strict=True):
+                values[i] = x
+        self._given, self._tensors = Constants(given), Constants(tensors)
         self._contents: list[torch.Tensor] | None = None
 
     def keep_contents(self) -> None:
@@ -79,17 +159,47 @@ class ModuleState:
                 )
             for x, content in zip(self._tensors.tensors, self._contents, strict=True):
                 copies[id(x)] = content.clone().requires_grad_(x.requires_grad)
-        tables = (*self._attributes, *self._parameters, *self._buffers, *self._children)
-        before = [(table, table.copy()) for table, _ in tables]
+        values = self._values
+        if self._layout.changing:
+            values = values.copy()
+        for i in self._layout.changing:  # it writes to copies, each time that it runs
+            values[i] = _copy_of(values[i], copies)
+        now = self._layout.read(self._tables)
+        before = [table.copy() for table in self._tables] if now is None else []
         try:
-            for table, then in tables:
-                _fill(table, then)
-            for table, name in self._changing:  # it writes to copies, each time that it runs
-                table[name] = _copy_of(table[name], copies)
+            self._put(now, values)
             yield
         finally:
-            for table, then in before:
-                _fill(table, then)
+            if now is not None:
+                self._put(self._layout.read(self._tables), now)
+            for table, then in zip(self._tables, before, strict=False):
+                table.update(then)
+                _remove(table, then)
+
+    def _put(self, now: Sequence[Any] | None, values: Sequence[Any]) -> None:
+        """Give the modules these values, and nothing besides; ``now`` is as they are read."""
+        # What is there is replaced first, so that an interrupt leaves no empty module.
+        layout = self._layout
+        differ = repeat(True) if now is None else map(is_not, now, values)
+        positions = [*compress(range(len(values)), differ)]
+        if positions:
+            owners = layout.owners(self._tables)
+            for i in positions:
+                owners[i][layout.names[i]] = values[i]
+        if now is None:
+            for table, known in zip(self._tables, layout.names_by_table(), strict=True):
+                _remove(table, known)
+
+
+def _remove(table: _Table, known: Collection[str]) -> None:
+    for name in table.keys() - known:
+        del table[name]
+
+
+def _tables_of(parts: Sequence[nn.Module]) -> list[_Table]:
+    """Return the attributes of modules, then their parameters, their buffers and their children."""
+    owns = [vars(part) for part in parts]
+    return [*owns, *[own[name] for name in _TABLES for own in owns]]
 
 
 def _copy_of(value: Any, known: dict[int, Any], tensors: list[torch.Tensor] | None = None) -> Any:
@@ -116,10 +226,3 @@ def _copy_of(value: Any, known: dict[int, Any], tensors: list[torch.Tensor] | No
                 if other is not inner:
                     copied[key] = other
     return copied
-
-
-def _fill(table: dict[str, Any], values: Mapping[str, Any]) -> None:
-    table.update(values)  # first, so that an interrupt leaves no empty module
-    if len(table) > len(values):
-        for name in table.keys() - values.keys():
-            del table[name]

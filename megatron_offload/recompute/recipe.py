@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import InitVar, dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,9 @@ _MOST_IN_A_ROW = 3
 """Recipes of which each needs what the one before makes."""
 
 _MOST_COPIED_BYTES = 1 << 20
+
+_PLAIN = torch.Tensor, torch.nn.Parameter
+_version_of = attrgetter("_version")
 
 
 def lasting(tensor: torch.Tensor) -> torch.Tensor:
@@ -73,16 +77,19 @@ class Constants:
     __slots__ = ("_versions", "tensors")
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.tensors, self._versions = tensors, [x._version for x in tensors]
+        self.tensors, self._versions = tensors, [*map(_version_of, tensors)]
 
     def are_unchanged(self) -> bool:
         """Whether none was changed in place."""
-        return [x._version for x in self.tensors] == self._versions
+        return [*map(_version_of, self.tensors)] == self._versions
 
     def check(self, what: str, unit: str) -> None:
         """Raise where one was changed in place, or has no memory; ``what`` they are is said."""
+        plain = [x for x in self.tensors if type(x) in _PLAIN]
+        if self.are_unchanged() and all(map(torch.Tensor.data_ptr, plain)):
+            return  # as nearly always
         for x, version in zip(self.tensors, self._versions, strict=True):
-            is_plain = type(x) in (torch.Tensor, torch.nn.Parameter)
+            is_plain = type(x) in _PLAIN
             has_memory = not (is_plain and x.nbytes) or x.untyped_storage().nbytes()
             if has_memory and x._version == version:
                 continue

@@ -53,7 +53,7 @@ from megatron_offload.model_map.offload_site import FindManager
 from megatron_offload.model_map.sites import call_refusal
 from megatron_offload.model_map.watch import SavedMemory
 from megatron_offload.recompute.call_state import CallState, as_it_is
-from megatron_offload.recompute.module_state import ModuleState
+from megatron_offload.recompute.module_state import ModuleLayout, ModuleState
 from megatron_offload.recompute.proof import PROVE_EVERY, Proof
 from megatron_offload.recompute.random_states import RandomStates, are_captured, other_states
 from megatron_offload.recompute.recipe import taken_apart
@@ -102,6 +102,7 @@ class Site:
         self.drops_inside = draws and not is_of_torch
         self.drops_output = unit not in RECOMPUTE_SITES
         self.refusal, self.fills_late = "", False
+        self._layout: ModuleLayout | None = None
         self._prove_for(lambda: None)
         self._find_manager: FindManager
         self._calls: list[ModuleCall | None] = []
@@ -154,13 +155,11 @@ class Site:
         if self._transfers() is not manager.transfers:
             self._prove_for(ref(manager.transfers))
         function, leaves = taken_apart(module.forward, args, kwargs)
-        parts = [*module.modules()]
-        refusal = self.refusal or self._refusal(module, parts[1:], leaves)
-        if refusal:
+        state = self.refusal or self._refusal(module, leaves) or self._state_of(module)
+        if isinstance(state, str):
             # What no user has asked for is no warning.
-            self.warn(refusal, logging.INFO if manager.rows_are_own else logging.WARNING)
+            self.warn(state, logging.INFO if manager.rows_are_own else logging.WARNING)
             return None
-        state = ModuleState(parts, copies=self.drops_output)
         how = self, manager, state, function, leaves
         if not self.drops_inside:
             return ModuleCall(*how)
@@ -196,7 +195,18 @@ class Site:
             how["holds"] = self.drops_inside or not self.draws
             recipes_of(chunk).add(made, call.output, leaves, self.unit, **how)
 
-    def _refusal(self, module: nn.Module, parts: Sequence[nn.Module], leaves: Sequence[Any]) -> str:
+    def _state_of(self, module: nn.Module) -> ModuleState | str:
+        """Return what the module has, or why it can't be given that again."""
+        copies, state = self.drops_output, None
+        if self._layout is not None:
+            state = self._layout.state(module, copies=copies)
+        if state is None:
+            self._layout = ModuleLayout(module)
+            state = self._layout.state(module, copies=copies)
+        assert state is not None
+        return state
+
+    def _refusal(self, module: nn.Module, leaves: Sequence[Any]) -> str:
         if has_modes():
             return "a mode of dispatch or of functions was entered"
         if self.drops_inside and is_quantising():
@@ -211,7 +221,7 @@ class Site:
             return "another hook of it comes in between"
         if _global_forward_hooks or _global_forward_pre_hooks:
             return "there are global hooks of forwards"
-        return call_refusal(module, parts, leaves)
+        return call_refusal(module, (), leaves)
 
 
 @dataclass(eq=False, repr=False)

@@ -204,7 +204,22 @@ def draw_numbers(net, begins):
     torch.rand(3)
 
 
-@pytest.mark.parametrize("meanwhile", [change_numbers, lose_attributes, draw_numbers])
+def exchange_parts(net, begins, kept=[]):  # noqa: B006 - what is put back
+    for layer in net.layers:
+        if begins:
+            kept.append((layer.mlp[1], layer.mlp[3].weight))
+            layer.mlp[1], layer.mlp[3].weight = nn.ReLU(), nn.Parameter(torch.zeros(32, 128))
+            layer.norm.register_buffer("new", torch.zeros(1))
+            layer.training = False
+        else:
+            layer.mlp[1], layer.mlp[3].weight = kept.pop(0)
+            del layer.norm.new
+            layer.training = True
+
+
+@pytest.mark.parametrize(
+    "meanwhile", [change_numbers, lose_attributes, draw_numbers, exchange_parts]
+)
 def test_what_changes_between_forward_and_backward_changes_no_bit_of_a_site(meanwhile):
     check(make_net, "layer", meanwhile=meanwhile)
 
