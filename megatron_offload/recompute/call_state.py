@@ -6,13 +6,20 @@ by which kernels are chosen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
-from torch._C._autograd import _pop_saved_tensors_default_hooks, _push_saved_tensors_default_hooks
+from torch._C import _is_any_autocast_enabled
+from torch._C import _len_torch_dispatch_stack as _num_modes
+from torch._C import _len_torch_function_stack as _num_function_modes
+from torch._C._autograd import (  # type: ignore[attr-defined]  # its stub has not all
+    _pop_saved_tensors_default_hooks,
+    _push_saved_tensors_default_hooks,
+    _saved_tensors_hooks_is_enabled,
+)
 from torch.overrides import _pop_mode, _push_mode
 
 from megatron_offload.engine.modes import device_context, leave_modes
@@ -60,6 +67,8 @@ def _switches() -> Iterator[tuple[Callable[[], Any], Callable[..., Any]]]:
         )
 
 
+PackHook = Callable[[torch.Tensor], Any]
+
 _SWITCHES = tuple(_switches())
 _GETTERS = tuple(read for read, _ in _SWITCHES)
 
@@ -86,27 +95,39 @@ class CallState:
         self._has_grad = keeps_grad and torch.is_grad_enabled()
         self._device_context = device_context()
 
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function under this state; afterwards all is as it was before."""
+    def run(self, function: Callable[..., Any], *args: Any, pack: PackHook = as_it_is) -> Any:
+        """Call a function under this state; afterwards all is as it was before.
+
+        ``pack`` is given what it saves.
+        """
+        values = [read() for read in _GETTERS]
+        is_usual = values == self._values and self._device_context is None
+        if is_usual and not (_num_modes() or _num_function_modes() or _is_any_autocast_enabled()):
+            return self._run(function, args, pack)
         with ExitStack() as undo:
-            if self.random_states is not None:
-                undo.enter_context(self.random_states.in_force())
-            values = [read() for read in _GETTERS]
-            if values != self._values:
-                for (_, put), now, then in zip(_SWITCHES, values, self._values, strict=True):
-                    if now != then:
-                        undo.callback(put, now)
-                        put(then)
-            if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
-                # Casts of weights in the cache would outlive this call.
-                undo.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
-                torch.set_autocast_cache_enabled(False)
+            for (_, put), now, then in zip(_SWITCHES, values, self._values, strict=True):
+                if now != then:
+                    undo.callback(put, now)
+                    put(then)
+            # Casts of weights in the cache of autocast would outlive this call.
+            undo.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+            torch.set_autocast_cache_enabled(False)
             leave_modes(undo)
             if self._device_context is not None:
                 _push_mode(self._device_context)
                 undo.callback(_pop_mode)
-            undo.enter_context(torch.set_grad_enabled(self._has_grad))
-            if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
-                _push_saved_tensors_default_hooks(as_it_is, as_it_is)
-                undo.callback(_pop_saved_tensors_default_hooks)
-            return function(*args)
+            return self._run(function, args, pack)
+
+    def _run(self, function: Callable[..., Any], args: Sequence[Any], pack: PackHook) -> Any:
+        had_grad, has_hooks = torch.is_grad_enabled(), _saved_tensors_hooks_is_enabled()
+        torch._C._set_grad_enabled(self._has_grad)
+        if has_hooks:
+            _push_saved_tensors_default_hooks(pack, as_it_is)
+        try:
+            if self.random_states is None:
+                return function(*args)
+            return self.random_states.run(function, *args)
+        finally:
+            if has_hooks:
+                _pop_saved_tensors_default_hooks()
+            torch._C._set_grad_enabled(had_grad)

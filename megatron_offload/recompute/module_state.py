@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from itertools import chain, compress, count, repeat
 from operator import getitem, is_not, itemgetter
-from typing import Any
+from typing import Any, TypeVar
 from weakref import ref
 
 import torch
@@ -28,6 +28,7 @@ _CHANGING = (torch.Tensor, torch.Generator, *_CONTAINERS)
 """Classes of what is a tensor, or may change of itself."""
 
 _Table = dict[str, Any]
+T = TypeVar("T")
 
 
 class ModuleLayout:
@@ -141,9 +142,8 @@ class ModuleState:
         """Whether the buffers and other tensors are as they were."""
         return self._tensors.are_unchanged()
 
-    @contextmanager
-    def in_force(self, path: str, unit: str) -> Iterator[None]:
-        """Give the modules what they had; behind it all is as it was before.
+    def run(self, function: Callable[[], T], path: str, unit: str) -> T:
+        """Call a function while the modules have this; behind it all is as it was before.
 
         Raises:
             InPlaceModificationError: a parameter was changed in place since.
@@ -168,7 +168,7 @@ class ModuleState:
         before = [table.copy() for table in self._tables] if now is None else []
         try:
             self._put(now, values)
-            yield
+            return function()
         finally:
             if now is not None:
                 self._put(self._layout.read(self._tables), now)

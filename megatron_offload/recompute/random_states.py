@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from ctypes import string_at
 from typing import Any
 
@@ -52,11 +51,14 @@ class RandomStates:
     """The states as they are when this is made: the host's, these devices', and the tracker's."""
 
     def __init__(self, devices: Iterable[str] = ()) -> None:
-        self._states = {kind: _module(kind).get_rng_state() for kind in {"cpu", *devices}}
-        self._tracked = {  # one that CUDA graphs may use is a generator
-            name: state.get_state() if isinstance(state, torch.Generator) else state
-            for name, state in _tracked().items()
-        }
+        self._states = {"cpu": torch.default_generator.get_state()}
+        for kind in devices:
+            if kind != "cpu":
+                self._states[kind] = _module(kind).get_rng_state()
+        self._tracked = _tracked()
+        for name, state in self._tracked.items():
+            if isinstance(state, torch.Generator):  # as CUDA graphs may use
+                self._tracked[name] = state.get_state()
 
     def are_current(self) -> bool:
         """Whether nothing was drawn since."""
@@ -66,18 +68,17 @@ class RandomStates:
             for now, then in ((found._states, self._states), (found._tracked, self._tracked))
         )
 
-    @contextmanager
-    def in_force(self) -> Iterator[None]:
-        """Let what is inside draw from these; behind it all is as it was before."""
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function that draws from these; behind it all is as it was before."""
         now, tracked_now = RandomStates(self._states), _tracked()
-        tracked = dict(tracked_now)
+        tracked = tracked_now.copy()
         for name, bits in self._tracked.items():
             state = tracked[name]
             is_generator = isinstance(state, torch.Generator)
             tracked[name] = state.clone_state().set_state(bits) if is_generator else bits
         try:
             _set(self._states, tracked)
-            yield
+            return function(*args)
         finally:
             _set(now._states, tracked_now)
 

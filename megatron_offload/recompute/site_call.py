@@ -23,11 +23,7 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch._C._autograd import (
-    _pop_saved_tensors_default_hooks,
-    _push_saved_tensors_default_hooks,
-    _top_saved_tensors_default_hooks,
-)
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.utils import _pytree as pytree
@@ -52,7 +48,7 @@ from megatron_offload.errors import CorruptionError, StateError
 from megatron_offload.model_map.offload_site import FindManager
 from megatron_offload.model_map.sites import call_refusal
 from megatron_offload.model_map.watch import SavedMemory
-from megatron_offload.recompute.call_state import CallState, as_it_is
+from megatron_offload.recompute.call_state import CallState, PackHook, as_it_is
 from megatron_offload.recompute.module_state import ModuleLayout, ModuleState
 from megatron_offload.recompute.proof import PROVE_EVERY, Proof
 from megatron_offload.recompute.random_states import RandomStates, are_captured, other_states
@@ -253,7 +249,7 @@ class ModuleCall:
         return output[0] if self.picks_first else output
 
     def _run_again(self, leaves: Sequence[Any], *, needs_output: bool = False) -> Any:
-        return self.run(partial(self.function, *leaves))
+        return self.run(self.function, *leaves)
 
     def _refuse(self, why: str) -> None:
         """Keep the site from here on."""
@@ -272,18 +268,63 @@ class ModuleCall:
             self._refuse("writes to its buffers or other tensors that it has")
         return not self.site.refusal
 
-    def run(self, function: Callable[[], Any]) -> Any:
-        """Run a function under the state of this call; behind it all is as it was before."""
+    def run(self, function: Callable[..., Any], *args: Any, pack: PackHook = as_it_is) -> Any:
+        """Run a function under the state of this call; behind it all is as it was before.
+
+        ``pack`` is given what it saves.
+        """
+        run = partial(self._call_state.run, function, *args, pack=pack)
         router = sys.modules.get(_ROUTER)
-        with self.state.in_force(self.site.path, self.site.unit), PatchStack() as patches:
+        if router is None:
+            return self.state.run(run, self.site.path, self.site.unit)
+        with PatchStack() as patches:
             for log in _LOGS:  # an auxiliary loss is not noted twice
                 if hasattr(router, log):
                     patches.replace(router, log, _Muted())
-            return self._call_state.run(function)
+            return self.state.run(run, self.site.path, self.site.unit)
 
 
 class _Enough(BaseException):
     """All that a call had saved was saved again."""
+
+
+class _Rerun:
+    """What a call saves when it runs again, and may end behind the last of it."""
+
+    __slots__ = (
+        "_num_saved",
+        "_proves",
+        "_runs_on",
+        "at_last_save",
+        "constants",
+        "made",
+        "versions",
+    )
+
+    def __init__(self, num_saved: int, *, proves: bool, runs_on: bool) -> None:
+        self._num_saved, self._proves, self._runs_on = num_saved, proves, runs_on
+        self.made: list[Any] = []
+        self.versions: list[int] = []
+        self.constants: set[int] = set()
+        """What autograd could take as a gradient of its own, if nothing else had it."""
+        self.at_last_save: list[torch.Tensor] = []
+
+    @graph_break
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Keep a tensor that is saved; the pack hook."""
+        made = self.made
+        is_constant = not tensor.requires_grad and tensor.is_leaf
+        if is_constant and (tensor.is_floating_point() or tensor.is_complex()):
+            self.constants.add(len(made))
+        kept = tensor.detach()
+        made.append(kept)
+        self.versions.append(tensor._version)
+        if len(made) >= self._num_saved:
+            if self._proves and len(made) == self._num_saved:
+                self.at_last_save = _sums_of(made)
+            elif not self._runs_on:
+                raise _Enough
+        return kept
 
 
 class SiteCall(ModuleCall):
@@ -324,22 +365,26 @@ class SiteCall(ModuleCall):
         self._made: list[torch.Tensor | None] = []
         self._made_versions: list[int] = []
         self._constants: set[int] = set()
+        self._parameters: list[int] = []
+        """Of what is saved."""
 
     @graph_break
     def pack(self, tensor: torch.Tensor) -> int | SavedTensor:
         """Return a number in place of a saved tensor; the pack hook."""
+        number = len(self._forms)
         self._forms.append((tensor.shape, tensor.dtype))
         if _shows_parameter(tensor):
+            self._parameters.append(number)
             return SavedTensor(tensor, self.site.path)
         self._num_bytes += tensor.nbytes
-        return len(self._forms) - 1
+        return number
 
     @graph_break
     def unpack(self, packed: int | SavedTensor) -> torch.Tensor:
         """Return a saved tensor; the first of them runs the call again."""
         if isinstance(packed, SavedTensor):
             return packed.unpack()
-        if packed >= len(self._made) or self._made[packed] is None:
+        if not self._made or self._made[packed] is None:
             self._run_again_as_given()
         made, version = self._made[packed], self._made_versions[packed]
         assert made is not None
@@ -389,30 +434,10 @@ class SiteCall(ModuleCall):
         site, proves = self.site, self.proves and not self._is_open
         runs_on = needs_output or proves or site.fills_late
         num_saved = len(self._forms)
-        made: list[torch.Tensor | None] = []
-        versions: list[int] = []
-        forms: list[tuple[torch.Size, torch.dtype]] = []
-        at_last_save: list[torch.Tensor] = []
-
-        @graph_break
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal at_last_save
-            forms.append((tensor.shape, tensor.dtype))
-            may_be_gradient = tensor.is_floating_point() or tensor.is_complex()
-            if may_be_gradient and tensor.is_leaf and not tensor.requires_grad:
-                # What autograd could take as a gradient of its own, if nothing else had it.
-                self._constants.add(len(made))
-            kept = tensor.detach()
-            made.append(None if _shows_parameter(tensor) else kept)
-            versions.append(tensor._version)
-            if len(made) == num_saved and proves:
-                at_last_save = _sums_of(made)
-            elif len(made) >= num_saved and not runs_on:
-                raise _Enough
-            return kept
+        rerun = _Rerun(num_saved, proves=proves, runs_on=runs_on)
+        made = rerun.made
 
         def run() -> tuple[Any, bool]:
-            _push_saved_tensors_default_hooks(keep, as_it_is)
             try:
                 output, after = self.function(*leaves), self._states_after
                 is_same = after is None or after.are_current()
@@ -420,16 +445,14 @@ class SiteCall(ModuleCall):
                 if runs_on or len(made) < num_saved:
                     raise
                 return None, True
-            finally:
-                _pop_saved_tensors_default_hooks()
             if proves:
                 saved = _sums_of(made[:num_saved])
-                site.fills_late |= not all(map(torch.equal, at_last_save, saved))
+                site.fills_late |= not all(map(torch.equal, rerun.at_last_save, saved))
                 is_same = is_same and all(map(torch.equal, _sums_of(output), self._sums))
             return output, is_same
 
-        output, is_same = self.run(run)
-        if forms != self._forms:
+        output, is_same = self.run(run, pack=rerun.keep)
+        if [(x.shape, x.dtype) for x in made] != self._forms:
             raise StateError(
                 f"{site.path} saved other tensors when it was recomputed: its forward must do "
                 f"the same each time; leave {site.unit!r} out of recompute"
@@ -447,7 +470,9 @@ class SiteCall(ModuleCall):
             )
         if proves:
             self.proves, site.proven_in[self.state.training] = False, self._step_number
-        self._made, self._made_versions = made, versions
+        for i in self._parameters:
+            made[i] = None  # whoever frees its memory knows of no alias
+        self._made, self._made_versions, self._constants = made, rerun.versions, rerun.constants
         return output
 
 

@@ -44,8 +44,7 @@ def test_the_host_and_the_tracker_draw_again_and_go_on_where_they_were(tracker):
     assert not states.are_current()
     behind = RandomStates()
     for _ in range(2):
-        with states.in_force():
-            assert torch.equal(tracker.draw(), first)
+        assert torch.equal(states.run(tracker.draw), first)
         assert behind.are_current()
         assert tracker.states_["graph"] is generator
     assert not torch.equal(tracker.draw(), first)
