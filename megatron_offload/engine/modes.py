@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import _pop_mode, _push_mode
@@ -49,11 +50,20 @@ def apart(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
 
+def _vmap_level() -> int:
+    torch._C._vmapmode_increment_nesting()
+    return torch._C._vmapmode_decrement_nesting()
+
+
+def is_in_vmap() -> bool:
+    """Whether `outside_vmap` would leave anything."""
+    return bool(_vmap_level()) or peek_interpreter_stack() is not None
+
+
 @contextmanager
 def outside_vmap() -> Iterator[None]:
     """Leave all of vmap, by which a backward may take gradients in batches, of tensors without."""
-    torch._C._vmapmode_increment_nesting()
-    level = torch._C._vmapmode_decrement_nesting()
+    level = _vmap_level()
     for _ in range(level):
         torch._C._vmapmode_decrement_nesting()
     try:

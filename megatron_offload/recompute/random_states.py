@@ -18,8 +18,13 @@ import torch
 
 def are_captured(devices: Iterable[str]) -> bool:
     """Whether a graph of one of these types of devices is captured: its states can't be read."""
-    asked = (getattr(_module(kind), "is_current_stream_capturing", None) for kind in devices)
-    return any(is_captured is not None and is_captured() for is_captured in asked)
+    for kind in devices:
+        if kind != "cpu":
+            module = torch.get_device_module(kind)
+            is_captured = getattr(module, "is_current_stream_capturing", None)
+            if is_captured is not None and is_captured():
+                return True
+    return False
 
 
 def other_states() -> tuple[Any, Any]:
@@ -54,7 +59,7 @@ class RandomStates:
         self._states = {"cpu": torch.default_generator.get_state()}
         for kind in devices:
             if kind != "cpu":
-                self._states[kind] = _module(kind).get_rng_state()
+                self._states[kind] = torch.get_device_module(kind).get_rng_state()
         self._tracked = _tracked()
         for name, state in self._tracked.items():
             if isinstance(state, torch.Generator):  # as CUDA graphs may use
@@ -83,10 +88,6 @@ class RandomStates:
             _set(now._states, tracked_now)
 
 
-def _module(kind: str) -> Any:
-    return torch if kind == "cpu" else torch.get_device_module(kind)
-
-
 def _tracker() -> Any:
     home = sys.modules.get("megatron.core.tensor_parallel.random")
     return getattr(home, "_CUDA_RNG_STATE_TRACKER", None)
@@ -99,6 +100,9 @@ def _tracked() -> dict[str, Any]:
 
 def _set(states: Mapping[str, torch.Tensor], tracked: dict[str, Any]) -> None:
     for kind, state in states.items():
-        _module(kind).set_rng_state(state)
+        if kind == "cpu":
+            torch.default_generator.set_state(state)
+        else:
+            torch.get_device_module(kind).set_rng_state(state)
     if tracked:
         _tracker().set_states(tracked)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from operator import eq
@@ -40,7 +41,7 @@ from megatron_offload.engine.hooks import (
 )
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_parameter
-from megatron_offload.engine.modes import has_modes, is_traced, outside_vmap
+from megatron_offload.engine.modes import has_modes, is_in_vmap, is_traced, outside_vmap
 from megatron_offload.engine.patches import PatchStack
 from megatron_offload.engine.saved_tensor import SavedTensor, changed_in_place
 from megatron_offload.engine.transfers import Transfers
@@ -236,9 +237,9 @@ class ModuleCall:
     """Whether of what it returns the first is what is recomputed."""
 
     def __post_init__(self) -> None:
-        self._versions = _versions_of(self.leaves)
-        tensors = (x for x in self.leaves if isinstance(x, torch.Tensor))
-        self.devices, draws = {x.device.type for x in tensors} - {"meta"}, self.site.draws
+        self._tensors = [x for x in self.leaves if isinstance(x, torch.Tensor)]
+        self._versions = [x._version for x in self._tensors]
+        self.devices, draws = {x.device.type for x in self._tensors} - {"meta"}, self.site.draws
         states = RandomStates(self.devices) if draws and not are_captured(self.devices) else None
         self._call_state = CallState(keeps_grad=draws, random_states=states)
 
@@ -261,8 +262,9 @@ class ModuleCall:
 
     def close(self, output: Any) -> bool:
         """Know that it is over, and has returned this; return whether it may run again."""
-        leaves, self.leaves = self.leaves, ()
-        if _versions_of(leaves) != self._versions:
+        versions = [x._version for x in self._tensors]
+        self.leaves, self._tensors = (), []
+        if versions != self._versions:
             self._fail("changes in place what it is given")
         elif not self.state.is_unchanged():
             self._refuse("writes to its buffers or other tensors that it has")
@@ -345,9 +347,9 @@ class SiteCall(ModuleCall):
         hooks = _top_saved_tensors_default_hooks(True)
         own = partial(SavedTensor, group_name=site.path), SavedTensor.unpack
         pack, self._unpack = hooks or own
-        tensors = {id(x): x for x in leaves if isinstance(x, torch.Tensor)}
+        tensors = {id(x): x for x in self._tensors}
         self._inputs = {key: (pack(x), x.requires_grad) for key, x in tensors.items()}
-        self._template = [(id(x), None) if isinstance(x, torch.Tensor) else (0, x) for x in leaves]
+        self._template = [(id(x), None) if id(x) in tensors else (0, x) for x in leaves]
         self._is_open, self._step_number = True, manager.step_number
         manager.last_call = ref(self)
         since = self._step_number - site.proven_in.get(self.state.training, -PROVE_EVERY)
@@ -396,7 +398,7 @@ class SiteCall(ModuleCall):
         return made
 
     def _run_again_as_given(self) -> None:
-        with _running, outside_vmap():
+        with _running, outside_vmap() if is_in_vmap() else nullcontext():
             given = {
                 key: self._unpack(record).detach().requires_grad_(needs_grad)
                 for key, (record, needs_grad) in self._inputs.items()
@@ -471,7 +473,7 @@ class SiteCall(ModuleCall):
         if proves:
             self.proves, site.proven_in[self.state.training] = False, self._step_number
         for i in self._parameters:
-            made[i] = None  # whoever frees its memory knows of no alias
+            made[i] = None  # an alias would keep memory that is to be freed
         self._made, self._made_versions, self._constants = made, rerun.versions, rerun.constants
         return output
 
@@ -505,10 +507,6 @@ class TriedCall(SiteCall):
                 self._fail(f"can't run again with the same bits ({error})")
             self._made = []
         return super().unpack(packed)
-
-
-def _versions_of(leaves: Sequence[Any]) -> list[int]:
-    return [leaf._version for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def _shows_parameter(tensor: torch.Tensor) -> bool:
