@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from ctypes import string_at
+from ctypes import c_uint
 from typing import Any
 
 import numpy as np
@@ -18,38 +18,34 @@ import torch
 
 def are_captured(devices: Iterable[str]) -> bool:
     """Whether a graph of one of these types of devices is captured: its states can't be read."""
-    for kind in devices:
-        if kind != "cpu":
-            module = torch.get_device_module(kind)
-            is_captured = getattr(module, "is_current_stream_capturing", None)
-            if is_captured is not None and is_captured():
-                return True
-    return False
+    modules = [torch.get_device_module(kind) for kind in devices if kind != "cpu"]
+    asked = [getattr(module, "is_current_stream_capturing", None) for module in modules]
+    return any(is_captured is not None and is_captured() for is_captured in asked)
 
 
 def other_states() -> tuple[Any, Any]:
     """Return Python's and numpy's states, which are not put back, to compare with later ones."""
+    global _of_numpy, _numpy_words
+    python = bytes(_python_words) if _is_known else random.getstate()
     of_numpy: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    python = _words_at(_python()) if _is_known else random.getstate()
     if type(of_numpy) is not np.random.MT19937:
         return python, repr(of_numpy.state)
-    return python, _words_at(of_numpy.ctypes.state_address)
+    if of_numpy is not _of_numpy:
+        _of_numpy, _numpy_words = of_numpy, _words_at(of_numpy.ctypes.state_address)
+    return python, bytes(_numpy_words)
 
 
-def _python() -> int:
-    return id(random._inst) + object.__basicsize__
-
-
-def _words_at(address: int) -> bytes:
+def _words_at(address: int) -> Any:
     """Return what a Mersenne twister is; both libraries' own copies take fifty times as long."""
-    return string_at(address, _NUM_WORDS * 4)
+    return (c_uint * 625).from_address(address)
 
 
-_NUM_WORDS = 625
+_of_numpy: Any = None
+_numpy_words: Any = b""
 _is_known = sys.implementation.name == "cpython" and hasattr(random, "_inst")
 if _is_known:
-    _next, *_words = memoryview(_words_at(_python())).cast("I")
-    _is_known = random.getstate()[1] == (*_words, _next)
+    _python_words = _words_at(id(random._inst) + object.__basicsize__)
+    _is_known = random.getstate()[1] == (*_python_words[1:], _python_words[0])
 
 
 class RandomStates:
