@@ -76,7 +76,7 @@ def test_nothing_is_recomputed_unasked_that_holds_collectives(sizes, expected):
 def test_why_a_site_is_not_recomputed_unasked():
     model = nn.Sequential(TransformerLayer())
     assert may_rerun(model) == {"self_attention", "mlp.experts"}
-    assert sites_of_layers(model)["0.mlp"].refusal == "Part is a class of test_sites"
+    assert sites_of_layers(model)["0.mlp"].refusal == f"Part is a class of {__name__}"
     model[0].mlp = nn.Sequential(nn.Linear(1, 1))
     model[0].mlp.compile()
     model[0].self_attention = torch.compile(nn.Linear(1, 1))
