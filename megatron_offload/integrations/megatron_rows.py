@@ -52,11 +52,11 @@ def refuse_rows(rows: Sequence[RowConfig], model: nn.Module, *, notes: bool) -> 
     left: what is watched for others are whole forwards.
     """
     config: Any = model.config
-    num_layers = config.num_layers + (getattr(config, "mtp_num_layers", None) or 0)
     by_parts = getattr(config, "overlap_moe_expert_parallel_comm", False)
     modules = named_modules(model) if by_parts else {}
     of_experts = [n for path, n in layers_of(modules).items() if f"{path}.mlp.router" in modules]
     for row in rows:
+        num_layers = config.num_layers + (getattr(config, "mtp_num_layers", None) or 0)
         if row.last_layer >= num_layers:
             raise ConfigError(f"row {row}: there are layers 0 to {num_layers - 1}")
         if notes and row.site not in {LOSS, *WITHOUT_WEIGHTS.intersection(MEGATRON_MODULES)}:
