@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 
@@ -17,10 +16,6 @@ class GroupKey(NamedTuple):
     """Position of the chunk among the step's chunks that saved something, in forward order."""
     order: int
     """Position of the group in its chunk, in the order of the group starts."""
-
-
-group_key = lru_cache(1 << 16)(GroupKey)
-"""Returns a `GroupKey`, which every step has anew: the same object, as it is quicker to look up."""
 
 
 class GroupProfile(NamedTuple):

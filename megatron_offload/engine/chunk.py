@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 
-from megatron_offload.core.profile import group_key
+from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import Block, OffloadGroup, Recipes, Rules
 from megatron_offload.engine.marks import (
@@ -30,6 +31,8 @@ from megatron_offload.memory.layout import ALIGNMENT_BYTES, LAYOUTS, layout_of
 _TOO_SMALL = "smaller than what moves (min_tensor_bytes, min_tensor_elements)"
 _IN_PARTS = "made of other tensors, which groups leave whole; OffloadActivations moves parts it can"
 _OF_OTHER_CLASS = "of a class of tensors that doesn't say what it is made of"
+
+_key_of = lru_cache(1 << 16)(GroupKey)  # one object in all steps is quicker to make and to look up
 
 READY_MARK = "_offload_ready"
 """The attribute of a tensor that holds its version and the event behind its producer, once
@@ -61,7 +64,7 @@ class ChunkOffloadHandler:
 
     def open_group(self, name: str) -> OffloadGroup:
         """Open a group; a chunk outside any step calls its position -1."""
-        key = group_key(-1 if self.position is None else self.position, len(self.groups))
+        key = _key_of(-1 if self.position is None else self.position, len(self.groups))
         group = OffloadGroup(key, name, self.transfers.budget, self.rules)
         self.groups.append(group)
         self.open_groups.append(group)

@@ -223,9 +223,8 @@ class Block:
         """Return the host memory, which the block has no longer."""
         lease = self.lease
         assert lease is not None
-        assert lease.region is not None
-        region, lease.region = lease.region, None
-        self.host = None
+        region, self.host, lease.region = lease.region, None, None
+        assert region is not None
         return region
 
     @property

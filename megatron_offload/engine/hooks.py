@@ -48,8 +48,8 @@ def is_recording(*, needs_grad: bool = True) -> bool:
     """
     if _current_graph_task_id() != -1 or (needs_grad and not is_grad_enabled()):
         return False
-    is_others = _top_saved_tensors_default_hooks(True) is not None and others_hooks()
-    return not is_others and _saved_tensors_hooks_is_enabled()
+    has_none = _top_saved_tensors_default_hooks(True) is None or not others_hooks()
+    return has_none and _saved_tensors_hooks_is_enabled()
 
 
 def owner_of_hooks() -> Any:

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Container
 
 import torch
-from torch.nn.parameter import UninitializedTensorMixin, is_lazy
+from torch.nn.parameter import UninitializedTensorMixin, is_lazy  # type: ignore[attr-defined]
 
 from megatron_offload.memory.storage_ref import StorageRef
 
@@ -115,11 +115,10 @@ class Marks:
             for storages in (self._storages, _everywhere):  # some of which may have gone
                 for key in [key for key, ref in list(storages.items()) if ref.expired()]:
                     storages.pop(key, None)
-            strided = torch.strided
             found = {
                 x.untyped_storage()._cdata
                 for known in self._parameters.valuerefs()
-                if (x := known()) is not None and x.layout is strided
+                if (x := known()) is not None and x.layout is torch.strided
                 if not isinstance(x, UninitializedTensorMixin)  # a lazy one has no memory
             }
             self._kept, self._is_old = found.union(self._storages), False

@@ -101,10 +101,7 @@ class Reloads:
         return None
 
     def _issue_reload(
-        self,
-        group: OffloadGroup,
-        blocks: Sequence[Block],
-        targets: Sequence[torch.Tensor],
+        self, group: OffloadGroup, blocks: Sequence[Block], targets: Sequence[torch.Tensor]
     ) -> None:
         backend = self.backend
         # Behind the release, too, which this stream has made behind the copy to the host (W3).

@@ -178,12 +178,12 @@ class Transfers(Reloads):
         reused: dict[Event, None] = {}
         num_bytes, is_ready, left, free = 0, True, self.guard.left.append, self.free
         for block, region, host in taken:
-            lease = Lease(block, left)
+            block.lease = lease = Lease(block, left)
             lease.free, lease.group, lease.region = free, block.group, region
             self._leases.add(lease)
+            block.host, block.flight = host, flight
             flight.copies.append((lease, block.stream, block.alias))
             flight.streams[block.stream] = None
-            block.lease, block.host, block.flight = lease, host, flight
             pairs.append((host, block.source()))
             num_bytes += block.num_bytes
             if region.ready_event is not None:

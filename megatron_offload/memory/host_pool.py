@@ -216,8 +216,7 @@ class HostPool:
         if self.is_closed:
             raise ValueError("the host pool is closed")
         key = tuple(specs)
-        num_units = sum([-(-num_bytes // ALIGNMENT_BYTES) for num_bytes, _ in key])
-        size_bytes = num_units * ALIGNMENT_BYTES
+        size_bytes = ALIGNMENT_BYTES * sum([-(-many // ALIGNMENT_BYTES) for many, _ in key])
         same_size = self._free.get(size_bytes)
         piece = same_size.popleft() if same_size else self._find(size_bytes)
         if piece is None:

@@ -41,6 +41,9 @@ def test_limits_that_are_not_set_follow_the_step():
     budget.begin_step()
     budget.add_saved(1, 1, is_learned=True)
     assert budget.total_bytes == 4000, "the peak of a step holds for those after it"
+    budget.begin_step(is_learned=False)
+    budget.add_saved(1, 1, is_learned=False)
+    assert budget.total_bytes == 3 * 800, "of one that is learned anew, the largest group alone"
 
 
 def test_what_is_kept_counts_for_a_share_of_the_step_and_not_as_the_largest_group():
