@@ -15,7 +15,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from functools import partial
 from operator import eq
 from threading import RLock
@@ -27,10 +27,8 @@ from torch import nn
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
-from torch.utils import _pytree as pytree
 
 from megatron_offload.config import RECOMPUTE_SITES
-from megatron_offload.engine.checking import checksum
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.hooks import (
     is_in_backward,
@@ -55,6 +53,7 @@ from megatron_offload.recompute.proof import PROVE_EVERY, Proof
 from megatron_offload.recompute.random_states import RandomStates, are_captured, other_states
 from megatron_offload.recompute.recipe import taken_apart
 from megatron_offload.recompute.recipes import recipes_of
+from megatron_offload.recompute.rerun import Enough, Rerun, sums_of
 from megatron_offload.recompute.transformer_engine import is_quantising
 
 _logger = logging.getLogger(__name__)
@@ -286,49 +285,6 @@ class ModuleCall:
             return self.state.run(run, self.site.path, self.site.unit)
 
 
-class _Enough(BaseException):
-    """All that a call had saved was saved again."""
-
-
-class _Rerun:
-    """What a call saves when it runs again, and may end behind the last of it."""
-
-    __slots__ = (
-        "_num_saved",
-        "_proves",
-        "_runs_on",
-        "at_last_save",
-        "constants",
-        "made",
-        "versions",
-    )
-
-    def __init__(self, num_saved: int, *, proves: bool, runs_on: bool) -> None:
-        self._num_saved, self._proves, self._runs_on = num_saved, proves, runs_on
-        self.made: list[Any] = []
-        self.versions: list[int] = []
-        self.constants: set[int] = set()
-        """What autograd could take as a gradient of its own, if nothing else had it."""
-        self.at_last_save: list[torch.Tensor] = []
-
-    @graph_break
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Keep a tensor that is saved; the pack hook."""
-        made = self.made
-        is_constant = not tensor.requires_grad and tensor.is_leaf
-        if is_constant and (tensor.is_floating_point() or tensor.is_complex()):
-            self.constants.add(len(made))
-        kept = tensor.detach()
-        made.append(kept)
-        self.versions.append(tensor._version)
-        if len(made) >= self._num_saved:
-            if self._proves and len(made) == self._num_saved:
-                self.at_last_save = _sums_of(made)
-            elif not self._runs_on:
-                raise _Enough
-        return kept
-
-
 class SiteCall(ModuleCall):
     """One whose inside is dropped: what of that backward has not read yet.
 
@@ -426,7 +382,7 @@ class SiteCall(ModuleCall):
                 self._fail("draws random numbers of Python or numpy")
             self.proves = not self._is_captured  # or a thread has: bits will say
         if self.proves:
-            self._sums = _sums_of(output)
+            self._sums = sums_of(output)
             self._states_after = RandomStates(self.devices)
         self.transfers.stats.by_name[site.unit].recomputed_bytes += self._num_bytes
         return may_run
@@ -436,21 +392,21 @@ class SiteCall(ModuleCall):
         site, proves = self.site, self.proves and not self._is_open
         runs_on = needs_output or proves or site.fills_late
         num_saved = len(self._forms)
-        rerun = _Rerun(num_saved, proves=proves, runs_on=runs_on)
+        rerun = Rerun(num_saved, proves=proves, runs_on=runs_on)
         made = rerun.made
 
         def run() -> tuple[Any, bool]:
             try:
                 output, after = self.function(*leaves), self._states_after
                 is_same = after is None or after.are_current()
-            except (_Enough, Exception):  # TorchScript makes another of it
+            except (Enough, Exception):  # TorchScript makes another of it
                 if runs_on or len(made) < num_saved:
                     raise
                 return None, True
             if proves:
-                saved = _sums_of(made[:num_saved])
+                saved = sums_of(made[:num_saved])
                 site.fills_late |= not all(map(torch.equal, rerun.at_last_save, saved))
-                is_same = is_same and all(map(torch.equal, _sums_of(output), self._sums))
+                is_same = is_same and all(map(torch.equal, sums_of(output), self._sums))
             return output, is_same
 
         output, is_same = self.run(run, pack=rerun.keep)
@@ -512,15 +468,3 @@ class TriedCall(SiteCall):
 def _shows_parameter(tensor: torch.Tensor) -> bool:
     base = tensor._base
     return is_parameter(tensor) or (base is not None and is_parameter(base))
-
-
-def _sums_of(output: Any) -> list[torch.Tensor]:
-    """Return checksums of the tensors in what a call has returned, each on its device."""
-    sums = []
-    for leaf in pytree.tree_leaves(output):
-        if is_dataclass(leaf) and not isinstance(leaf, type):
-            sums += _sums_of([getattr(leaf, field.name) for field in fields(leaf)])
-        elif type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.is_nested:
-            flat = leaf.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-            sums.append(checksum(flat.view(torch.uint8)))
-    return sums
