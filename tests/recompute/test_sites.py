@@ -224,6 +224,19 @@ def test_what_changes_between_forward_and_backward_changes_no_bit_of_a_site(mean
     check(make_net, "layer", meanwhile=meanwhile)
 
 
+def test_an_attribute_is_what_it_was_where_another_is_equal():
+    def make():
+        net = make_net(lambda layer: 2.0 if layer.flag is True else 1.0)
+        change(net, begins=False)
+        return net
+
+    def change(net, begins):
+        for layer in net.layers:
+            layer.flag = 1 if begins else True
+
+    check(make, "layer", meanwhile=change)
+
+
 def count_in_a_tensor(layer):
     layer.state[0] += 1
     return 2.0
