@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from threading import get_ident
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -180,7 +181,8 @@ class NoHooks:
     """
 
     def __init__(self) -> None:
-        self._lifted: list[list[Any]] = []
+        self._lifted: list[tuple[int, list[Any]]] = []
+        """By the thread that each is of."""
 
     def hook(self, module: nn.Module) -> list[RemovableHandle]:
         """Hook the part."""
@@ -190,11 +192,13 @@ class NoHooks:
         ]
 
     def _begin(self, module: nn.Module, args: Any) -> None:
-        self._lifted.append(lift())
+        if hooks := lift():
+            self._lifted.append((get_ident(), hooks))
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        for hooks in reversed(self._lifted.pop() if self._lifted else ()):
-            put_on(*hooks)
+        if self._lifted and self._lifted[-1][0] == get_ident():
+            for hooks in reversed(self._lifted.pop()[1]):
+                put_on(*hooks)
 
 
 class LayerClock:

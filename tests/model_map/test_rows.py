@@ -581,6 +581,40 @@ def test_parts_of_which_rows_take_nothing_have_no_hooks_of_saved_tensors(row, fa
     assert not any(layer.mlp.experts._forward_hooks for layer in net.layers)
 
 
+def test_a_thread_that_calls_such_a_part_meanwhile_takes_no_hooks_over():
+    begun, may_end, threads, in_thread = threading.Event(), threading.Event(), [], []
+
+    def call_beside(module, args):
+        if threading.current_thread() is not threading.main_thread():
+            begun.set()
+            may_end.wait(60)
+        elif not threads:
+            threads.append(threading.Thread(target=beside, args=args))
+            threads[0].start()
+            begun.wait(60)
+
+    def beside(x):
+        net.layers[0].mlp.experts(x.detach())
+        in_thread.append(owner_of_hooks())
+
+    def end_beside(*_):
+        may_end.set()
+        for thread in threads:
+            thread.join()
+
+    def change(layer):
+        layer.mlp = Mixture(fails=False)
+
+    net = changed_net(change)
+    context = around(net, [{"site": "mlp", "offload": 3}], **AT_ONCE)
+    take_steps(net, context, (8,))
+    net.layers[0].mlp.experts.register_forward_pre_hook(call_beside)
+    net.layers[0].mlp.act.register_forward_hook(end_beside)
+    take_steps(net, context, (8,))
+    assert in_thread == [None]
+    assert all(type(None) not in layer.mlp.hooks_seen for layer in net.layers)
+
+
 def test_a_forward_whose_model_is_not_called_itself_is_watched_too():
     net = make_net()
     context = around(net, [{"site": "norm", "recompute": True}])
