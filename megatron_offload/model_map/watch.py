@@ -222,8 +222,12 @@ class SavedMemory(Observer):
             for calls, key in self.saves
             if (place := max((i for i, x in enumerate(calls) if x.path in hooked), default=-1)) >= 0
         ]
-        needed = {path for _, parts, key in inside if key in taken for path in parts}
-        needed |= rows.recomputed.keys()
+        # Of a row for all, what is too small in this forward may be larger in others.
+        all_taken = {path for path, row in rows.offloaded.items() if row.most is None}
+        needed = {*rows.recomputed}
+        for call, parts, key in inside:
+            if key in taken or call.path in all_taken:
+                needed.update(parts)
         outer = Counter(next((x for x in parts if x not in needed), "") for _, parts, _ in inside)
         bare = {path for path, number in outer.items() if path and number >= _LEAST_KEPT}
         counts: Counter[_Call] = Counter()

@@ -25,6 +25,7 @@ from megatron_offload import (
     CPUOffload,
     OffloadActivations,
     OffloadConfig,
+    get_act_offloading_ctx_manager,
     offload_modules,
 )
 from megatron_offload.core.row_config import RowConfig
@@ -579,6 +580,17 @@ def test_parts_of_which_rows_take_nothing_have_no_hooks_of_saved_tensors(row, fa
     assert does.offloaded_bytes + does.recomputed_bytes > 0
     adopt_model(net, make_manager())
     assert not any(layer.mlp.experts._forward_hooks for layer in net.layers)
+
+
+def test_parts_that_save_little_have_hooks_where_a_row_is_for_all_as_they_may_save_more():
+    def change(layer):
+        layer.mlp = Mixture(fails=False)
+
+    net = changed_net(change)
+    rows = [{"site": "mlp", "offload": "all"}]
+    config = OffloadConfig(rows=rows, min_tensor_bytes=12 * WIDTH * 4, **AT_ONCE)
+    take_steps(net, get_act_offloading_ctx_manager(net, config=config), (8, 8))
+    assert all(type(None) not in layer.mlp.experts.hooks_seen for layer in net.layers)
 
 
 def test_a_thread_that_calls_such_a_part_meanwhile_takes_no_hooks_over():
