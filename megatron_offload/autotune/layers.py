@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from itertools import pairwise, product
 from statistics import mean, median
 from typing import Any, Literal, NamedTuple
@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.backends.base import Backend
 from megatron_offload.core.row_config import MODEL
@@ -51,17 +50,15 @@ _LAYER_SHARE = 1.5  # of what it carries in a layer's forward, at most
 _BACKWARD_SHARE = 0.85  # of what it carries in its backward, which reloads it
 
 
-class LayerWatch:
+class LayerWatch(SavedMemory):
     """Sees what the sites of a model save and are given in one forward."""
 
     def __init__(
         self, sites: Mapping[str, Site], may_move: MayMove, manager: PipelineOffloadManager
     ) -> None:
+        super().__init__(may_move, manager)
         self._sites = sites
-        self._seen = SavedMemory(may_move, manager)
-        self._refs: list[StorageRef] = []  # no other storage gets the identity of one of these
         self._inputs: defaultdict[str, dict[int, int]] = defaultdict(dict)
-        self._handles: list[RemovableHandle] = []
         self.tokens: set[float] = set()
         """That the sites were given, but experts."""
         self.called: set[str] = set()
@@ -81,37 +78,24 @@ class LayerWatch:
         for path, module in alive.items():
             hook = ModuleHook(partial(self._note_inputs, path))
             self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-        self._seen.begin(modules)
-
-    def end(self) -> None:
-        """Watch no more."""
-        self._seen.end()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    @cached_property
-    def _savers(self) -> dict[int, list[str]]:
-        """Which sites and parts save each storage, once all was watched."""
-        return self._seen.savers()
+        self.watch(modules)
 
     @property
     def layer_share(self) -> float:
         """How much of what could be offloaded is saved inside layers."""
-        sizes, savers = self._seen.sizes, self._savers
-        in_layers = sum(sizes[key] for key, paths in savers.items() if any(paths))
+        in_layers = sum(self.sizes[key] for key, paths in self.savers.items() if any(paths))
         return in_layers / max(1, self.saved_bytes)
 
     @property
     def saved_bytes(self) -> int:
         """What could be offloaded, in layers and outside."""
-        return sum(self._seen.sizes.values())
+        return sum(self.sizes.values())
 
     @property
     def largest_bytes(self) -> int:
         """Of what is saved inside layers the largest."""
-        sizes, savers = self._seen.sizes, self._savers
-        return max((sizes[key] for key, paths in savers.items() if any(paths)), default=0)
+        in_layers = (self.sizes[key] for key, paths in self.savers.items() if any(paths))
+        return max(in_layers, default=0)
 
     def all_of_it(self, times: SiteTimes, gbps: float) -> Iterator[Action]:
         """Yield what offloads all that is saved, in layers and outside, if anything can be."""
@@ -131,8 +115,8 @@ class LayerWatch:
                 and leaf.layout is torch.strided
                 and not is_parameter(leaf)
             ):
-                self._refs.append(StorageRef(leaf.untyped_storage()))
-                self._inputs[path][self._refs[-1].cdata] = layout_of(leaf).num_bytes
+                self.storages.append(StorageRef(leaf.untyped_storage()))
+                self._inputs[path][self.storages[-1].cdata] = layout_of(leaf).num_bytes
 
     def actions(
         self,
@@ -151,8 +135,8 @@ class LayerWatch:
         """
         # Without functions that run again, and with them.
         found = tuple[defaultdict[int, list[_SeenSite]], ...](defaultdict(list) for _ in range(2))
-        savers, made, num_saved = self._savers, self._seen.made, Counter[str]()
-        for calls, _ in self._seen.saves:
+        savers, made, num_saved = self.savers, self.made, Counter[str]()
+        for calls, _ in self.saves:
             num_saved.update(call.path for call in calls)
         all_inside: defaultdict[str, dict[int, bool]] = defaultdict(dict)
         for key, paths in savers.items():
@@ -169,7 +153,7 @@ class LayerWatch:
             self.saving.add(path)
             units: defaultdict[str, list[int]] = defaultdict(list)
             for key in inside.keys() & made.keys():
-                units[made[key]].append(self._seen.sizes[key])
+                units[made[key]].append(self.sizes[key])
             inputs = self._inputs[path]
             kept_bytes = sum(
                 size
@@ -181,7 +165,7 @@ class LayerWatch:
                     x: is_own for x, is_own in inside.items() if not has_units or x not in made
                 }
                 freed_bytes = sum(
-                    self._seen.sizes[x] for x, is_own in saved.items() if is_own and x not in inputs
+                    self.sizes[x] for x, is_own in saved.items() if is_own and x not in inputs
                 )
                 own = [KEEP]
                 if not site.refusal and freed_bytes > kept_bytes:
@@ -212,11 +196,11 @@ class LayerWatch:
         site, inner = self._sites[path], Counter[str]()
         for key, is_own in saved.items():
             if is_own and times.host_share < _MOST_EXPOSED:
-                inner[_part(site, path, self._savers[key][0])] += self._seen.sizes[key]
+                inner[_part(site, path, self.savers[key][0])] += self.sizes[key]
         # A group takes some of the host's time, so that it has to be worth a copy.
         least_bytes = max(_LEAST_BYTES, _PART_US * gbps * 1e3)
         large = sorted(x for x, size in inner.items() if x and size >= least_bytes)
-        sizes = [(self._seen.sizes[key], is_own) for key, is_own in saved.items()]
+        sizes = [(self.sizes[key], is_own) for key, is_own in saved.items()]
         for what, num_tensors, num_bytes in _offloads(sizes, has_inner=bool(large)):
             host_us = _GROUP_US + _TENSOR_US * num_tensors + _KEPT_US * num_saved
             us = host_us * times.host_share + times.copy_share * num_bytes / gbps / 1e3

@@ -24,7 +24,7 @@ from megatron_offload.engine.module_hooks import compiled_parts, named_modules, 
 from megatron_offload.errors import ConfigError
 from megatron_offload.model_map import sites
 from megatron_offload.model_map.structure import has_forward, layers_of
-from megatron_offload.model_map.watch import SavedMemory
+from megatron_offload.model_map.watch import MayMove, SavedMemory
 
 
 class Growth(NamedTuple):
@@ -159,9 +159,9 @@ def _near(name: str, site: str) -> str:
 class _Watch(SavedMemory):
     """Sees besides what calls are given: the most tokens, and what can't be given again."""
 
-    def begin(self, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, may_move: MayMove) -> None:
+        super().__init__(may_move)
         self.tokens, self.refusals = defaultdict[str, float](float), defaultdict[str, str](str)
-        super().begin(modules)
 
     def _enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         super()._enter(path, module, args, kwargs)
@@ -196,7 +196,7 @@ def map_model(model: nn.Module, *args: Any, **kwargs: Any) -> ModelMap:
 
     seen = _Watch(may_move)
     try:
-        seen.begin(modules)
+        seen.watch(modules)
         output = model(*args, **kwargs)
     finally:
         seen.end()
@@ -239,7 +239,7 @@ def _sites(
     layers, compiled = layers_of(modules), compiled_parts(modules.values())
     tensors, others = defaultdict[str, list[int]](list), defaultdict[str, set[str]](set)
     places = {path: _place(path, layers) for path in modules}
-    for key, paths in seen.savers().items():
+    for key, paths in seen.savers.items():
         savers = [*dict.fromkeys(paths)]
         tensors[savers[0]].append(seen.sizes[key])
         for saver in savers:

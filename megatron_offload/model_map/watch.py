@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from operator import eq
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -76,7 +76,7 @@ class _Call:
 
 
 class SavedMemory(Observer):
-    """What a forward saves, by module, between `begin` and `end`.
+    """What a forward saves, by module, between `watch` and `end`.
 
     Attributes:
         manager: whose forward it is, if there is one.
@@ -85,6 +85,7 @@ class SavedMemory(Observer):
         saves: for each tensor that was saved, but parameters, the calls around it, and the identity
             of its storage; None of what can't be offloaded.
         made: by the identity of storages, the site by which rows recompute what is in there.
+        storages: these, as long as no other gets their identity.
     """
 
     needs_groups = False
@@ -99,13 +100,13 @@ class SavedMemory(Observer):
         self.sizes: dict[int, int] = {}
         self.saves: list[tuple[tuple[_Call, ...], int | None]] = []
         self._spans: dict[int, tuple[int, int]] = {}  # of all tensors in each, first byte and end
-        self._storages: list[StorageRef] = []  # no other gets their identity
         self.made: dict[int, str] = {}
+        self.storages: list[StorageRef] = []
         self._may_move, self._rows = may_move, rows
         self._calls: list[_Call] = [_Call("")]
         self._handles: list[RemovableHandle] = []
 
-    def begin(self, modules: Mapping[str, nn.Module]) -> None:
+    def watch(self, modules: Mapping[str, nn.Module]) -> None:
         """Watch what comes, in modules by their dotted names.
 
         Not in those in compiled graphs, whose parts the hooks would be.
@@ -137,8 +138,8 @@ class SavedMemory(Observer):
         for tensor in outputs((), output) if self._rows.drops_output(path) else ():
             is_plain = type(tensor) is torch.Tensor and not is_functorch_wrapped_tensor(tensor)
             if is_plain and tensor.layout is torch.strided:
-                self._storages.append(StorageRef(tensor.untyped_storage()))
-                self.made[self._storages[-1].cdata] = self._rows.recomputed[path].site
+                self.storages.append(StorageRef(tensor.untyped_storage()))
+                self.made[self.storages[-1].cdata] = self._rows.recomputed[path].site
 
     @graph_break
     def pack(self, tensor: torch.Tensor) -> SavedTensor:
@@ -158,7 +159,7 @@ class SavedMemory(Observer):
         if self._may_move(tensor):
             key = tensor.untyped_storage()._cdata
             if key not in self.sizes:
-                self._storages.append(StorageRef(tensor.untyped_storage()))
+                self.storages.append(StorageRef(tensor.untyped_storage()))
             layout = layout_of(tensor)
             low, high = self._spans.get(key, (layout.low, layout.high))
             low, high = self._spans[key] = min(low, layout.low), max(high, layout.high)
@@ -169,8 +170,9 @@ class SavedMemory(Observer):
                 self.made |= {key: unit} if unit else {}
         self.saves.append((tuple(self._calls), key))
 
+    @cached_property
     def savers(self) -> dict[int, list[str]]:
-        """Return, by the identity of storages, which modules save each."""
+        """By the identity of storages, which modules save each, once all was watched."""
         found: dict[int, list[str]] = {}
         for calls, key in self.saves:
             if key is not None:
@@ -186,7 +188,7 @@ class SavedMemory(Observer):
         Raises:
             ConfigError: a row would free nothing, because others save what it names as well.
         """
-        rows, savers = self._rows, self.savers()
+        rows, savers = self._rows, self.savers
         others = {
             one: sorted({path or "the model" for path in paths if not rows.place_of(path)})
             for one, paths in savers.items()
@@ -317,7 +319,7 @@ class RowWatch:
         self._thread = get_ident()
         self._seen = SavedMemory(chunk.may_move, manager, self._rows)
         manager.observers.append(self._seen)
-        self._seen.begin(self._modules())
+        self._seen.watch(self._modules())
 
     def _stop(self) -> SavedMemory:
         seen, self._seen = self._seen, None

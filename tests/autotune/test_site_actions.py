@@ -87,9 +87,9 @@ def test_the_host_s_time_counts_where_layers_take_no_longer_than_to_be_launched(
 def test_what_functions_make_is_offloaded_or_made_again():
     sites = {"0.l": site("layer"), "0.l.mlp": site("mlp")}
     watch = LayerWatch(sites, lambda _: True, make_manager())
-    watch._seen.sizes = {1: 2 * MIB, 2: 4 * MIB}
-    watch._seen.saves = [((_Call("0.l.mlp"),), key) for key in (1, 2)]
-    watch._seen.made = {2: "mlp_act"}
+    watch.sizes = {1: 2 * MIB, 2: 4 * MIB}
+    watch.saves = [((_Call("0.l.mlp"),), key) for key in (1, 2)]
+    watch.made = {2: "mlp_act"}
     on_device = {"host_share": 0.0, "copy_share": 0.03}
     times = SimpleNamespace(us=lambda _: 1000.0, copied_us=lambda: {0: 1500.0}, **on_device)
     (actions,) = watch.actions(times, 100.0, []).values()
@@ -109,9 +109,9 @@ def test_what_functions_make_is_offloaded_or_made_again():
 def test_what_is_kept_of_a_site_takes_the_host_s_time_too():
     def us_of(num_kept):
         watch = LayerWatch({"0.l": site("layer")}, lambda _: True, make_manager())
-        watch._seen.sizes = {1: 2 * MIB}
+        watch.sizes = {1: 2 * MIB}
         calls = _Call("0.l"), _Call("0.l.mlp")
-        watch._seen.saves = [(calls, key) for key in (1, *[None] * num_kept)]
+        watch.saves = [(calls, key) for key in (1, *[None] * num_kept)]
         times = SimpleNamespace(
             us=lambda _: 1000.0, copied_us=lambda: {0: 1500.0}, host_share=0.5, copy_share=0.0
         )
