@@ -16,7 +16,7 @@ from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_leaves
 
-from megatron_offload.engine.module_hooks import ModuleHook, hooks_of, tokens_of
+from megatron_offload.engine.module_hooks import hook_calls, hooks_of, tokens_of
 
 _MOST_FORWARDS = 16  # a backward that never comes, or always late, ends no step
 
@@ -48,11 +48,9 @@ class ModelSteps:
         self.num_forwards = self._num_pending = self.most_pending = self._number = 0
         layers = list(first_layers)
         self._layers = [ref(layer) for layer in layers]
-        begin, end = ModuleHook(self._begin), ModuleHook(self._end)
         for layer in layers:
             handles = hooks_of(ModelSteps, layer)
-            handles.append(layer.register_forward_pre_hook(begin, with_kwargs=True))
-            handles.append(layer.register_forward_hook(end))
+            handles += hook_calls(layer, self._begin, self._end)
 
     def close(self) -> None:
         """Count no more."""

@@ -54,6 +54,24 @@ class EagerHook(ModuleHook):
             self.hook(*args)
 
 
+def hook_calls(
+    module: nn.Module,
+    begin: Callable[..., object],
+    end: Callable[..., object],
+    *,
+    is_outer: bool = False,
+) -> list[RemovableHandle]:
+    """Call ``begin(module, args, kwargs)`` before each call of a module, behind it ``end``.
+
+    That is given the module, its arguments by position and its output, None where it has raised.
+    What ``is_outer`` begins before all hooks that there are.
+    """
+    return [
+        module.register_forward_pre_hook(ModuleHook(begin), prepend=is_outer, with_kwargs=True),
+        module.register_forward_hook(ModuleHook(end), always_call=True),
+    ]
+
+
 _owned: WeakKeyDictionary[nn.Module, dict[Hashable, list[RemovableHandle]]] = WeakKeyDictionary()
 
 

@@ -9,7 +9,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.module_hooks import hooks_of, named_modules
+from megatron_offload.engine.module_hooks import hook_calls, hooks_of, named_modules
 from megatron_offload.model_map.offload_site import (
     FindManager,
     LargestTensors,
@@ -69,14 +69,14 @@ def adopt_model(
         if row is not None:
             largest = LargestTensors.of(module, row.most, rows.units)
             site = OffloadSite(row.site, find_manager, largest, min_tokens=row.min_tokens)
-            own += site.hook(module)
+            own += hook_calls(module, site.begin, site.end)
             handles += own
     clock = LayerClock(find_manager)
     is_clocked = rows.offloaded or (is_part and any(row.offload for row in manager.rows or ()))
     for path in layers_of(modules):
         own = hooks_of(LayerClock, modules[path])
         if is_clocked:
-            own += clock.hook(modules[path])
+            own += hook_calls(modules[path], clock.begin, clock.end, is_outer=True)
             handles += own
     watch = None
     if any(rows):

@@ -19,6 +19,7 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.module_hooks import (
     ModuleHook,
     expression_of,
+    hook_calls,
     hooks_of,
     named_modules,
 )
@@ -206,7 +207,8 @@ def _mark(
         module = modules[path]
         handles = hooks_of(name, module)
         if kind.between is None:
-            handles += OffloadSite(name, lambda: manager).hook(module)
+            site = OffloadSite(name, lambda: manager)
+            handles += hook_calls(module, site.begin, site.end)
         else:
             first, last = (modules[f"{path}.{end}"] for end in kind.between)
             site = OffloadSite(name, lambda: manager, takes=(outputs, inputs))

@@ -8,13 +8,11 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.engine.boundary import commit_group, start_group, tick
 from megatron_offload.engine.group import OffloadGroup, Record
 from megatron_offload.engine.hooks import lift, put_on
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.module_hooks import ModuleHook
 
 FindManager = Callable[[], PipelineOffloadManager | None]
 """Returns whose forward it is; None where it is no manager's."""
@@ -138,13 +136,6 @@ class OffloadSite:
         self._find_manager, (self._first, self._last) = find_manager, takes
         self._open: list[PipelineOffloadManager | None] = []
 
-    def hook(self, module: nn.Module) -> list[RemovableHandle]:
-        """Let each call of a module be a group."""
-        return [
-            module.register_forward_pre_hook(ModuleHook(self.begin), with_kwargs=True),
-            module.register_forward_hook(ModuleHook(self.end), always_call=True),
-        ]
-
     def begin(self, module: nn.Module, args: Any, passed: Any) -> None:
         """Begin a group."""
         manager = self._find_manager()
@@ -184,18 +175,13 @@ class NoHooks:
         self._lifted: list[tuple[int, list[Any]]] = []
         """By the thread that each is of."""
 
-    def hook(self, module: nn.Module) -> list[RemovableHandle]:
-        """Hook the part."""
-        return [
-            module.register_forward_pre_hook(ModuleHook(self._begin)),
-            module.register_forward_hook(ModuleHook(self._end), always_call=True),
-        ]
-
-    def _begin(self, module: nn.Module, args: Any) -> None:
+    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Take them off before a call."""
         if hooks := lift():
             self._lifted.append((get_ident(), hooks))
 
-    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+    def end(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Put them on again behind it."""
         if self._lifted and self._lifted[-1][0] == get_ident():
             for hooks in reversed(self._lifted.pop()[1]):
                 put_on(*hooks)
@@ -212,18 +198,13 @@ class LayerClock:
         self._find_manager = find_manager
         self._begun_at: list[int] = []
 
-    def hook(self, layer: nn.Module) -> list[RemovableHandle]:
-        """Hook one of the layers."""
-        return [
-            layer.register_forward_pre_hook(ModuleHook(self._begin), prepend=True),
-            layer.register_forward_hook(ModuleHook(self._end), always_call=True),
-        ]
-
-    def _begin(self, module: nn.Module, args: Any) -> None:
+    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note where the clock is before a layer's call."""
         manager = self._find_manager()
         self._begun_at.append(-1 if manager is None else manager.window.step_bytes)
 
-    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+    def end(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Let it go by behind the call, where nothing in there did."""
         begun_at, manager = self._begun_at.pop() if self._begun_at else -1, self._find_manager()
         if manager is None or begun_at < 0 or not manager.records():
             return

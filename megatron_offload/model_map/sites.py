@@ -20,8 +20,8 @@ from torch.utils.hooks import RemovableHandle
 from megatron_offload.backends.base import Backend
 from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.module_hooks import (
-    ModuleHook,
     compiled_parts,
+    hook_calls,
     is_own_hook,
     named_modules,
 )
@@ -168,9 +168,8 @@ class CallTimes:
         for _ in range(_NUM_PAUSES if self.holds_back else 0):
             self._backend.pause()
         for path, module in modules_of(self._sites).items():
-            begin, end = ModuleHook(self._begin), ModuleHook(partial(self._end, path))
-            self._handles.append(module.register_forward_pre_hook(begin, prepend=True))
-            self._handles.append(module.register_forward_hook(end))
+            end = partial(self._end, path)
+            self._handles += hook_calls(module, self._begin, end, is_outer=True)
 
     def end(self) -> None:
         """Time no more."""

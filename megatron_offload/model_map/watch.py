@@ -30,8 +30,8 @@ from megatron_offload.engine.hooks import put_on, take_off
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.module_hooks import (
-    ModuleHook,
     compiled_parts,
+    hook_calls,
     hooks_of,
     named_modules,
 )
@@ -114,11 +114,8 @@ class SavedMemory(Observer):
         compiled = compiled_parts(modules.values())
         for path, module in modules.items():
             if path and has_forward(module) and module not in compiled:
-                enter = ModuleHook(partial(self._enter, path))
-                leave = ModuleHook(lambda *given, path=path: self._leave(path, given[-1]))
-                how = {"prepend": True, "with_kwargs": True}
-                self._handles.append(module.register_forward_pre_hook(enter, **how))
-                self._handles.append(module.register_forward_hook(leave, always_call=True))
+                enter, leave = partial(self._enter, path), partial(self._leave, path)
+                self._handles += hook_calls(module, enter, leave, is_outer=True)
         put_on(self.pack, SavedTensor.unpack)
 
     def end(self) -> None:
@@ -131,7 +128,7 @@ class SavedMemory(Observer):
     def _enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._calls.append(_Call(path))
 
-    def _leave(self, path: str, output: Any) -> None:
+    def _leave(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
         while len(self._calls) > 1:  # more than one where another hook has raised
             if self._calls.pop().path == path:
                 break
@@ -279,13 +276,14 @@ class RowWatch:
         modules, handles, rows = self._modules(), list[RemovableHandle](), self._rows
         for path in self._shown.bare:
             own = hooks_of(NoHooks, modules[path])
-            own += NoHooks().hook(modules[path])
+            without = NoHooks()
+            own += hook_calls(modules[path], without.begin, without.end)
             handles += own
         for path, (name, tensors) in self._shown.savers.items():
             own = hooks_of(OffloadSite, modules[path])
             tokens = (row.min_tokens for row in rows.recomputed.values() if row.site == name)
             site = OffloadSite(name, self._find_manager, tensors, min_tokens=min(tokens, default=0))
-            own += site.hook(modules[path])
+            own += hook_calls(modules[path], site.begin, site.end)
             handles += own
         return handles
 
@@ -294,10 +292,11 @@ class RowWatch:
         root = self._modules()[""]
         handles = hooks_of(RowWatch, root)
         if self._shown is None:
-            begin = ModuleHook(lambda *_: self.begin())
-            end = ModuleHook(lambda *given: self.end(has_failed=given[-1] is None))
-            handles.append(root.register_forward_pre_hook(begin))  # behind what begins a chunk
-            handles.append(root.register_forward_hook(end, always_call=True))
+            handles += hook_calls(
+                root,
+                lambda *_: self.begin(),  # behind what begins a chunk
+                lambda *given: self.end(has_failed=given[-1] is None),
+            )
         return handles
 
     def _modules(self) -> dict[str, nn.Module]:
