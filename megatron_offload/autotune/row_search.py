@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
-from weakref import ref
+from weakref import WeakValueDictionary, ref
 
 import torch.distributed as dist
 from torch import nn
@@ -125,7 +125,7 @@ class RowSearch(OldAttributes):
         has_layers: bool = True,
     ) -> None:
         self._has_layers = has_layers
-        self._models = [ref(model) for model in models]
+        self._models = WeakValueDictionary(enumerate(models))
         self._may_offload = may_offload
         self._has_groups = groups is not None
         self.loss_is_by_rows: Callable[[], bool] = lambda: False
@@ -149,17 +149,16 @@ class RowSearch(OldAttributes):
 
     def is_of(self, model: nn.Module) -> bool:
         """Whether it looks for rows of this model."""
-        return any(one() is model for one in self._models)
+        return any(one is model for one in self._models.values())
 
     @property
     def is_orphan(self) -> bool:
         """Whether none of its models is left."""
-        return all(one() is None for one in self._models)
+        return not self._models
 
     def add(self, model: nn.Module) -> None:
         """Look for rows of another chunk too; begin anew where the first steps were without."""
-        self._models = [one for one in self._models if one() is not None]
-        self._models.append(ref(model))
+        self._models = WeakValueDictionary(enumerate([*self._models.values(), model]))
         if self._clock is not None or self.is_converged:
             self.close()
             self._begin_anew()
@@ -351,18 +350,18 @@ class RowSearch(OldAttributes):
 
     def hook_end(self, model: nn.Module) -> RemovableHandle:
         """Let the end of a module's call be that of the forward."""
-
-        def end(module: nn.Module, args: Any, output: Any) -> None:
-            self.forward_ends(has_failed=output is None)
-
-        return model.register_forward_hook(ModuleHook(end), always_call=True)
+        end = ModuleHook(lambda *given: self.forward_ends(has_failed=given[-1] is None))
+        return model.register_forward_hook(end, always_call=True)
 
     # The search; a step passes at each yield
 
     def _find(self) -> Generator[_Kind, None, None]:
         manager = self.manager
         backend, all_sites = manager.backend, self._sites()
-        timed = all_sites or self._whole_models()
+        timed = all_sites or {
+            str(number): Site(0, "layer", model, "it is a whole model")
+            for number, model in self._models.items()
+        }
         sites = all_sites if self._has_layers else {}
         numbers = sorted({site.layer for site in sites.values()})
         firsts = {
@@ -440,11 +439,9 @@ class RowSearch(OldAttributes):
 
     def _sites(self) -> dict[str, Site]:
         """Return layers and their parts by dotted name, in that of their model's number."""
-        models = [model() for model in self._models]
         return {
             f"{number}.{path}": site
-            for number, model in enumerate(models)
-            if model is not None
+            for number, model in self._models.items()
             for path, site in sites_of_layers(model, self._named_recompute).items()
         }
 
@@ -453,15 +450,6 @@ class RowSearch(OldAttributes):
         """What is configured that may be recomputed, if anything is."""
         config = self.manager.config
         return config.recompute if "recompute" in config.model_fields_set else None
-
-    def _whole_models(self) -> dict[str, Site]:
-        """Return each model as a site, where it has no others."""
-        models = (model() for model in self._models)
-        return {
-            str(number): Site(0, "layer", model, "it is a whole model")
-            for number, model in enumerate(models)
-            if model is not None
-        }
 
     def _may_move(self) -> MayMove:
         manager, groups = self.manager, self._groups()
@@ -664,10 +652,8 @@ class RowSearch(OldAttributes):
         if manager.refused_rows or (plan.copied_bytes and not self._has_copied()):
             refused += [(row.site, row.offload) for row in rows if row.offload]
         sites, unproven = self._sites(), set[str]()
-        for number, model in enumerate(self._models):
-            found = model()
-            paths = () if found is None else unproven_sites(named_modules(found))
-            names = (f"{number}.{path}" for path in paths)
+        for number, model in self._models.items():
+            names = (f"{number}.{path}" for path in unproven_sites(named_modules(model)))
             unproven |= {sites[path].name for path in names if path in sites.keys() & self._saving}
         if not self._is_tight:
             refused += [(row.site, "recompute") for row in rows if row.site in unproven]

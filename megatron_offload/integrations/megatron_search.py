@@ -38,7 +38,8 @@ class MegatronSearch(RowSearch):
 
     def begin(self, manager: PipelineOffloadManager) -> None:
         """Begin anew, between two steps, with what the manager's configuration leaves open."""
-        self._models, self._num_empty = [], 0
+        self._models.clear()
+        self._has_joined, self._num_empty = False, 0
         super().begin(manager)
 
     def join(
@@ -47,9 +48,9 @@ class MegatronSearch(RowSearch):
         """Look for rows in a chunk too, if that is left open; ``hook`` sets those of all chunks."""
         manager = self.manager
         given = manager.config
-        if self._models and not self.is_of(model):
+        if self._has_joined and not self.is_of(model):
             self.add(model)
-        elif not (self._models or self.is_converged):
+        elif not (self._has_joined or self.is_converged):
             goes_around = _what_goes_around(config, is_replayed=given.whole_step_graph)
             if given.policy is None and manager.learner.policy != ModulesPolicy():
                 manager.learner.follow_rules()  # the model's own settings say what is kept
@@ -65,17 +66,18 @@ class MegatronSearch(RowSearch):
                 how = config.recompute_granularity, config.recompute_method
                 self._has_layers = how != ("full", "uniform")
                 self.loss_is_by_rows = lambda: given.names_loss
+                self._has_joined = True
                 self.serve(hook)
                 self.add(model)
         handles = hooks_of(RowSearch, model)
-        if self._models:
+        if self._has_joined:
             handles.append(self.hook_end(model))
         return handles
 
     def __call__(self, manager: PipelineOffloadManager) -> None:
         """Look back at the step that has ended, and prepare for the next."""
         super().__call__(manager)
-        if not self._models:  # there may be no chunk on this rank
+        if not self._has_joined:  # there may be no chunk on this rank
             self._num_empty += 1
             self.is_converged |= self._num_empty > _MOST_EMPTY
 
