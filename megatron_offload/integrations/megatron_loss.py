@@ -54,9 +54,7 @@ def vocabulary_loss(
     group = tp_group or parallel_state.get_tensor_model_parallel_group()
     rows, step = target.numel(), _step(logits)
     key = logits.device, logits.dtype, logits.shape[-1], group.size(), rows > step
-    if key not in _proven:
-        if not may_compare(logits.device):
-            return original(logits, target, label_smoothing, *more)
+    if key not in _proven and may_compare(logits.device):
         few = slice(2 * step + step // 2 + 1)
         some, classes = logits.detach().flatten(0, 1)[few, None], target.flatten()[few, None]
         _proven[key] = have_same_bits(
@@ -71,7 +69,7 @@ def vocabulary_loss(
                 "megatron-core's own is used, with what that needs of memory",
                 stacklevel=3,
             )
-    if not _proven[key]:
+    if not _proven.get(key):
         return original(logits, target, label_smoothing, *more)
     return _ByRows.apply(logits, target, group)
 
