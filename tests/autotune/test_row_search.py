@@ -774,16 +774,6 @@ def test_a_model_that_loses_layers_ends_it_too():
     assert job.manager.rows == ()
 
 
-def test_a_class_of_someone_else_in_a_layer_is_not_run_again_unasked():
-    class Own(GradientCheckpointingLayer):
-        """Appends to a list with every forward."""
-
-    Own.__module__ = "someone"
-    job = LayeredJob(0.001, layer=Own, policy=auto(40))
-    job.found()
-    assert actions(job) == {("mlp", "recompute")}
-
-
 def test_what_refuses_to_be_recomputed_at_each_call_is_not_planned():
     job = LayeredJob(0.001, policy=auto(40))
     for layer in job.net.layers:

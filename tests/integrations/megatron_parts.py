@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import types
 from unittest import mock
 
 import torch
@@ -65,3 +66,12 @@ class TransformerLayer(torch.nn.Module):
         super().__init__()
         self.layer_number, self.offload_core_attention = number, True
         self.core_attention, self.mlp = torch.nn.Identity(), torch.nn.ModuleDict()
+
+
+def configured(*modules, **settings):
+    """Return a model with a configuration."""
+    model = torch.nn.Sequential(*modules)
+    settings = {"num_layers": 4, "offload_modules": ["core_attn"], **settings}
+    none = dict.fromkeys(("recompute_granularity", "recompute_method"))
+    model.config = types.SimpleNamespace(**none | settings)
+    return model

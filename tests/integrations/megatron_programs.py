@@ -52,12 +52,7 @@ ROWS = [
     {"site": "moe_act", "layers": "0,3", "offload": "all"},
     {"site": "moe_act", "layers": "1-2", "recompute": True},
 ]
-IN_ROWS = {
-    **MOE,
-    "num_layers": 4,
-    "offload_modules": [*ATTENTION, "expert_fc1", "moe_act"],
-    "rows": ROWS,
-}
+IN_ROWS = {**MOE, "num_layers": 4, "rows": ROWS}
 INPUTS = {
     "num_layers": 4,
     "recompute_granularity": "full",

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_parts import TransformerLayer, overlapping
+from megatron_parts import TransformerLayer, configured, overlapping
 from processes import found_by, path_to, run_python
 from torch.utils.cpp_extension import get_default_build_root
 
@@ -248,14 +248,6 @@ def test_calls_that_dont_say_their_pipeline_rank_get_megatrons(monkeypatch):
     assert rank_of(1, None) == 0
 
 
-def configured(*modules, **options):
-    """Return a model with a configuration."""
-    model = torch.nn.Sequential(*modules)
-    options = {"recompute_granularity": None, "recompute_method": None, **options}
-    model.config = types.SimpleNamespace(**options)
-    return model
-
-
 def note(model):
     """Let a model be seen, as in its forward."""
     megatron_core._marking(lambda _: None, model)
@@ -350,7 +342,7 @@ def test_other_targets_than_pipeline_ranks_are_refused_in_the_first_forward(targ
 def test_layers_mark_what_they_were_built_to_mark_once_it_is_uninstalled():
     rows = [{"site": "core_attn", "layers": 1, "offload": 1}]
     PipelineOffloadManager.get_instance().configure(OffloadConfig(backend="simulated", rows=rows))
-    model = configured(*map(TransformerLayer, (1, 2)), offload_modules=["core_attn"], num_layers=2)
+    model = configured(*map(TransformerLayer, (1, 2)), num_layers=2)
     note(model)
     assert not model[0].offload_core_attention
     megatron_core.uninstall()

@@ -6,7 +6,7 @@ import contextlib
 from types import SimpleNamespace
 
 import pytest
-from megatron_parts import TransformerLayer
+from megatron_parts import TransformerLayer, configured
 from torch import nn
 
 pytest.importorskip("megatron.core")
@@ -51,14 +51,6 @@ ATTENTION, MLP = "0.decoder.layers.3.self_attention", "0.decoder.layers.3.mlp"
 )
 def test_a_site_is_offloaded_where_a_name_lies_in_it(names, site, path, expected):
     assert _is_named(names, site, path) is expected
-
-
-def configured(*modules, **settings):
-    model = nn.Sequential(*modules)
-    model.config = SimpleNamespace(
-        **{"num_layers": 4, "offload_modules": ["core_attn"], **settings}
-    )
-    return model
 
 
 def test_rows_are_refused_where_hooks_would_lose_what_layers_note_on_weights():
