@@ -123,7 +123,7 @@ class LayerWatch(SavedMemory):
         times: SiteTimes,
         gbps: float,
         numbers: Sequence[int],
-        may_offload: Callable[[str, str], bool] | None = None,
+        may_offload: Callable[[str, str], bool] = lambda *_: True,
     ) -> dict[int, tuple[Action, ...]]:
         """Return what may be done with each layer, by its number.
 
@@ -171,7 +171,7 @@ class LayerWatch(SavedMemory):
                 if not site.refusal and freed_bytes > kept_bytes:
                     us = times.us(path) + _SITE_US * times.host_share
                     own.append(Action(((site.name, "recompute"),), freed_bytes - kept_bytes, us))
-                if gbps > 0 and (may_offload is None or may_offload(site.name, path)):
+                if gbps > 0 and may_offload(site.name, path):
                     own += self._offloads(path, saved, num_saved[path], times, gbps)
                 again = KEEP
                 for unit, sizes in units.items() if has_units and site.name == "layer" else ():
@@ -219,7 +219,7 @@ def _prefixes(path: str) -> Iterator[str]:
 def _part(site: Site, path: str, saver: str) -> str:
     """Return the part of a site that saves something, as rows name it; empty of the site itself."""
     name = saver.removeprefix(path).lstrip(".").partition(".")[0]
-    inner = getattr(site.module, name, None)
+    inner = getattr(site.module(), name, None)
     if not (isinstance(inner, nn.Module) and has_forward(inner)):
         return ""
     depth = 0 if site.name == "layer" else 1 + site.name.count(".")  # below its layer

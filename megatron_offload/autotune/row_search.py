@@ -103,7 +103,6 @@ class RowSearch(OldAttributes):
         hook: sets the hooks of the rows that the manager follows.
         groups: between whose `begin` and `end` forwards lie, which say where a step begins, by
             `ModelSteps`. None: the manager's steps are those of the program.
-        may_offload: whether what the site saves of this name and dotted name may be offloaded.
         has_layers: whether layers may have rows. Else, and where most of what is saved is in no
             layer, as where the program checkpoints them, there is one plan: all is offloaded.
 
@@ -120,13 +119,12 @@ class RowSearch(OldAttributes):
         manager: PipelineOffloadManager,
         hook: Callable[[], object],
         groups: AutomaticGroups | None = None,
-        may_offload: Callable[[str, str], bool] | None = None,
         *,
         has_layers: bool = True,
     ) -> None:
         self._has_layers = has_layers
         self._models = WeakValueDictionary(enumerate(models))
-        self._may_offload = may_offload
+        self._may_offload: Callable[[str, str], bool] = lambda *_: True
         self._has_groups = groups is not None
         self.loss_is_by_rows: Callable[[], bool] = lambda: False
         self.begin(manager)
@@ -215,9 +213,7 @@ class RowSearch(OldAttributes):
         self._has_begun = False
         if self.is_converged:
             self._see_memory()
-        elif self._is_graph():
-            return
-        else:
+        elif not self._is_graph():
             self._step_is_over()
 
     @property
@@ -369,7 +365,7 @@ class RowSearch(OldAttributes):
             for path, site in reversed(timed.items())
             if site.name == "layer"
         }
-        first_layers = filter(None, (site.module for site in firsts.values()))
+        first_layers = filter(None, (site.module() for site in firsts.values()))
         self._clock = ModelSteps(first_layers, self._now, self._layer_begins)
         self._num_ooms = manager.num_out_of_memory
         # A rerun may hold collectives, so that ranks don't decide on it by themselves.

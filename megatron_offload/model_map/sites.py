@@ -47,22 +47,18 @@ class Site:
     Attributes:
         layer: its number.
         name: as a row names it.
+        module: returns it; None once its model, which alone holds it, has lost it.
         refusal: why a search doesn't recompute it; empty where it may.
     """
 
     def __init__(self, layer: int, name: str, module: nn.Module, refusal: str = "") -> None:
         self.layer, self.name, self.refusal = layer, name, refusal
-        self._module = ref(module)
-
-    @property
-    def module(self) -> nn.Module | None:
-        """The module, which is held by its model alone; None once that has lost it."""
-        return self._module()
+        self.module = ref(module)
 
 
 def modules_of(sites: Mapping[str, Site]) -> dict[str, nn.Module]:
     """Return the modules of sites that their model still has."""
-    found = ((path, site.module) for path, site in sites.items())
+    found = ((path, site.module()) for path, site in sites.items())
     return {path: module for path, module in found if module is not None}
 
 

@@ -225,11 +225,7 @@ def test_no_more_of_a_layer_is_offloaded_than_its_backward_can_reload():
 def test_of_forwards_of_several_lengths_in_a_step_the_first_is_looked_at():
     job = LayeredJob(1.0, policy=auto(6))
     while job.search._kind != "bare":
-        losses = []
-        for length in (16, 4, 4):
-            with job.offload:
-                losses.append(job.net(torch.randn(length, WIDTH)).square().sum())
-        sum(losses).backward()
+        step_of_several(job, (16, 4, 4))
     assert job.search._watched_size == 16 * WIDTH
     assert len(job.search._sizes) == 4, "none was looked at in vain"
 
