@@ -49,8 +49,7 @@ class ModelSteps:
         layers = list(first_layers)
         self._layers = [ref(layer) for layer in layers]
         for layer in layers:
-            handles = hooks_of(ModelSteps, layer)
-            handles += hook_calls(layer, self._begin, self._end)
+            hook_calls(layer, self._begin, self._end, owner=ModelSteps)
 
     def close(self) -> None:
         """Count no more."""

@@ -54,24 +54,6 @@ class EagerHook(ModuleHook):
             self.hook(*args)
 
 
-def hook_calls(
-    module: nn.Module,
-    begin: Callable[..., object],
-    end: Callable[..., object],
-    *,
-    is_outer: bool = False,
-) -> list[RemovableHandle]:
-    """Call ``begin(module, args, kwargs)`` before each call of a module, behind it ``end``.
-
-    That is given the module, its arguments by position and its output, None where it has raised.
-    What ``is_outer`` begins before all hooks that there are.
-    """
-    return [
-        module.register_forward_pre_hook(ModuleHook(begin), prepend=is_outer, with_kwargs=True),
-        module.register_forward_hook(ModuleHook(end), always_call=True),
-    ]
-
-
 _owned: WeakKeyDictionary[nn.Module, dict[Hashable, list[RemovableHandle]]] = WeakKeyDictionary()
 
 
@@ -82,6 +64,26 @@ def hooks_of(owner: Hashable, module: nn.Module) -> list[RemovableHandle]:
         handle = handles.pop()
         handle.remove()
         handle.id = -1  # a second owner removes nothing else by its number
+    return handles
+
+
+def hook_calls(
+    module: nn.Module,
+    begin: Callable[..., object],
+    end: Callable[..., object],
+    *,
+    owner: Hashable = None,
+    is_outer: bool = False,
+) -> list[RemovableHandle]:
+    """Call ``begin(module, args, kwargs)`` before each call of a module, behind it ``end``.
+
+    That is given the module, its arguments by position and its output, None where it has raised.
+    What ``is_outer`` begins before all hooks that there are. An ``owner`` has them by `hooks_of`.
+    """
+    handles = [] if owner is None else hooks_of(owner, module)
+    begin, end = ModuleHook(begin), ModuleHook(end)
+    handles.append(module.register_forward_pre_hook(begin, prepend=is_outer, with_kwargs=True))
+    handles.append(module.register_forward_hook(end, always_call=True))
     return handles
 
 

@@ -64,20 +64,19 @@ def adopt_model(
     handles = recompute_modules(modules, sites, find_manager)
     for path, module in modules.items():
         hooks_of(NoHooks, module)
-        own = hooks_of(OffloadSite, module)
+        hooks_of(OffloadSite, module)
         row = rows.offloaded.get(path)
         if row is not None:
             largest = LargestTensors.of(module, row.most, rows.units)
             site = OffloadSite(row.site, find_manager, largest, min_tokens=row.min_tokens)
-            own += hook_calls(module, site.begin, site.end)
-            handles += own
+            handles += hook_calls(module, site.begin, site.end, owner=OffloadSite)
     clock = LayerClock(find_manager)
     is_clocked = rows.offloaded or (is_part and any(row.offload for row in manager.rows or ()))
     for path in layers_of(modules):
-        own = hooks_of(LayerClock, modules[path])
+        layer = modules[path]
+        hooks_of(LayerClock, layer)
         if is_clocked:
-            own += hook_calls(modules[path], clock.begin, clock.end, is_outer=True)
-            handles += own
+            handles += hook_calls(layer, clock.begin, clock.end, owner=LayerClock, is_outer=True)
     watch = None
     if any(rows):
         watch = RowWatch(model, rows, find_manager)

@@ -275,16 +275,12 @@ class RowWatch:
             return []
         modules, handles, rows = self._modules(), list[RemovableHandle](), self._rows
         for path in self._shown.bare:
-            own = hooks_of(NoHooks, modules[path])
             without = NoHooks()
-            own += hook_calls(modules[path], without.begin, without.end)
-            handles += own
+            handles += hook_calls(modules[path], without.begin, without.end, owner=NoHooks)
         for path, (name, tensors) in self._shown.savers.items():
-            own = hooks_of(OffloadSite, modules[path])
             tokens = (row.min_tokens for row in rows.recomputed.values() if row.site == name)
             site = OffloadSite(name, self._find_manager, tensors, min_tokens=min(tokens, default=0))
-            own += hook_calls(modules[path], site.begin, site.end)
-            handles += own
+            handles += hook_calls(modules[path], site.begin, site.end, owner=OffloadSite)
         return handles
 
     def hook(self) -> list[RemovableHandle]:
