@@ -296,8 +296,8 @@ def _marking(original: Callable[[Any], None], self: Any) -> None:
     manager = PipelineOffloadManager.get_instance()
     original(self)
     search = manager.tuner if isinstance(manager.tuner, MegatronSearch) else None
-    known_for, marked = _marked.get(self, (None, None))
-    if marked is None or known_for is not manager.host_pool or marked.manager is not manager:
+    known_for, _ = _marked.get(self, (None, None))
+    if known_for is not manager.host_pool:
         config, names = self.config, self.config.offload_modules
         is_whole = (config.recompute_granularity, config.recompute_method) == ("full", "uniform")
         if is_whole and not _marked and {*names} != {LAYER_INPUT}:
@@ -314,8 +314,6 @@ def _marking(original: Callable[[Any], None], self: Any) -> None:
             refuse_rows(given, self, notes=self in _notes_on_weights)
             if isinstance(manager.config.policy, MemoryTargetConfig):
                 manager.config.policy.targets(pipeline("world_size"))  # as many as there are ranks
-        _marked[self] = manager.host_pool, marked
-        if manager.config.enabled:
             _hook_rows(self, marked)
             if config.recompute_granularity != "full":  # see above
                 named = names if manager.config.rows is None else ()
@@ -324,6 +322,7 @@ def _marking(original: Callable[[Any], None], self: Any) -> None:
             if search is not None and self not in _notes_on_weights:
                 hook_all = partial(_hook_all_rows, ref(manager))
                 marked.remove_later(search.join(self, config, hook_all))
+        _marked[self] = manager.host_pool, marked
     if search is not None:
         search.forward_begins(self)
 
