@@ -420,11 +420,12 @@ class RowSearch(OldAttributes):
         else:
             self._actions = watch.actions(times, gbps, others, self._may_offload)
             self._link_bytes = times.link_bytes(gbps, self._actions, is_pipeline=is_pipeline)
-        self._called, self._saving = watch.called, watch.saving
+        self._saving, self._largest_bytes = watch.saving, watch.largest_bytes
         self._saved_bytes, self._has_lengths = watch.saved_bytes, len(watch.tokens) == 1
-        self._largest_bytes = watch.largest_bytes
+        # What ranks have alike that have the same layers.
+        seen = sorted((site.layer, x) for x, site in all_sites.items() if x in watch.called)
+        self._stage = f"{manager.learner.pp_rank or 0}/{zlib.crc32(repr(seen).encode()):x}"
         del look, timing, sites, all_sites, timed, watch, times, firsts  # no model is held
-        self._stage = self._name_of_stage()
         self._largest = self._size_of_bare = max(self._sizes)
         yield from self._agree()
 
@@ -522,11 +523,6 @@ class RowSearch(OldAttributes):
                 said["target_bytes"] = self._target_bytes
         except dist.DistError as error:
             self._stop(f"the job's store can't be asked what other ranks do ({error})", "")
-
-    def _name_of_stage(self) -> str:
-        """Return what ranks have alike that have the same layers."""
-        seen = sorted((site.layer, x) for x, site in self._sites().items() if x in self._called)
-        return f"{self.manager.learner.pp_rank or 0}/{zlib.crc32(repr(seen).encode()):x}"
 
     def _words(self, actions: list[Any] | None) -> dict[str, Any]:
         """Return what this rank has, by which the first makes plans."""
@@ -645,7 +641,9 @@ class RowSearch(OldAttributes):
     def _newly_refused(self, plan: Plan) -> list[Part]:
         """Return what of the plan that is followed has no effect."""
         manager, rows, refused = self.manager, plan.rows(), list[Part]()
-        if manager.refused_rows or (plan.copied_bytes and not self._has_copied()):
+        step = manager.last_step
+        has_copied = step.offloaded_bytes or step.num_cancelled_offloads  # as backward was near
+        if manager.refused_rows or (plan.copied_bytes and not has_copied):
             refused += [(row.site, row.offload) for row in rows if row.offload]
         sites, unproven = self._sites(), set[str]()
         for number, model in self._models.items():
@@ -654,11 +652,6 @@ class RowSearch(OldAttributes):
         if not self._is_tight:
             refused += [(row.site, "recompute") for row in rows if row.site in unproven]
         return refused
-
-    def _has_copied(self) -> bool:
-        """Whether the step that is over has offloaded anything, or kept it as backward was near."""
-        step = self.manager.last_step
-        return bool(step.offloaded_bytes or step.num_cancelled_offloads)
 
     def _follow(self, plan: Plan) -> None:
         """Set the hooks of a plan."""

@@ -475,16 +475,6 @@ def test_rows_of_which_nothing_leaves_are_not_followed():
     assert not job.manager.rows
 
 
-def test_evaluation_and_generation_in_between_change_nothing():
-    job = LayeredJob(0.001, policy=auto(20))
-    for _ in range(60):
-        job.step()
-        with torch.no_grad(), job.offload:
-            job.net(torch.randn(50, WIDTH))
-    assert job.search.is_converged
-    assert actions(job) == {("layer", "recompute")}
-
-
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
 def test_a_target_is_kept(share):
     job = LayeredJob(0.01, policy=target(int(share * FULL_BYTES)))
