@@ -15,6 +15,10 @@ from megatron_offload import get_act_offloading_ctx_manager
 WIDTH = 32
 
 
+def auto(percent):
+    return {"kind": "auto", "most_slowdown_percent": percent}
+
+
 class TimedMlp(nn.Module):
     """Takes virtual time by its rows."""
 

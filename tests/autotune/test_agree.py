@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
-from layered_job import LayeredJob, PlainLayer
+from layered_job import LayeredJob, PlainLayer, auto
 
 from megatron_offload.autotune import agree
 from megatron_offload.autotune.agree import Ranks
@@ -101,8 +101,7 @@ def test_what_is_too_large_is_never_put_into_the_store(store, whose):
 
 @pytest.fixture
 def layered_jobs(store):
-    policy = {"kind": "auto", "most_slowdown_percent": 20}
-    return [LayeredJob(0.001, policy=policy) for _ in range(NUM_RANKS)]
+    return [LayeredJob(0.001, policy=auto(20)) for _ in range(NUM_RANKS)]
 
 
 def rows_found_at(jobs, late=0, most_steps=150):
@@ -128,8 +127,7 @@ def test_replicas_find_the_same_rows_behind_as_many_steps(layered_jobs, late):
 
 
 def test_a_rank_to_which_other_rows_seem_best_follows_those_of_all(layered_jobs):
-    policy = {"kind": "auto", "most_slowdown_percent": 900}
-    jobs = [LayeredJob(1.0, policy=policy, us_per_row=us) for us in (10.0, 0.1, 10.0)]
+    jobs = [LayeredJob(1.0, policy=auto(900), us_per_row=us) for us in (10.0, 0.1, 10.0)]
     rows_at = [[], [], []]
     for _ in range(90):
         for job, own in zip(jobs, rows_at, strict=True):
@@ -151,8 +149,7 @@ def test_a_rank_with_another_model_follows_rows_of_its_own(layered_jobs):
 
 
 def test_where_numbers_count_within_each_stage_a_rank_says_its_own_rows(layered_jobs):
-    policy = {"kind": "auto", "most_slowdown_percent": 20}
-    layered_jobs[1] = LayeredJob(0.05, layer=PlainLayer, num_layers=3, policy=policy)
+    layered_jobs[1] = LayeredJob(0.05, layer=PlainLayer, num_layers=3, policy=auto(20))
     assert None not in rows_found_at(layered_jobs)
     assert layered_jobs[0].manager.rows != layered_jobs[1].manager.rows
     for job in layered_jobs:

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from layered_job import WIDTH, LayeredJob
+from layered_job import WIDTH, LayeredJob, auto
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from virtual_clock import Tick
 
@@ -23,7 +23,7 @@ BARE_US = ROWS * 10.0 * 6 * 3
 
 def make_job(gbps, percent=3, **settings):
     """Return a job whose model no door has been given."""
-    job = LayeredJob(gbps, policy={"kind": "auto", "most_slowdown_percent": percent}, **settings)
+    job = LayeredJob(gbps, policy=auto(percent), **settings)
     job.search.close()
     job.manager.tuner = None
     return job
@@ -91,9 +91,7 @@ def test_a_plan_for_replays_is_of_what_the_device_takes_and_not_of_a_slow_host(m
     paused = []
     monkeypatch.setattr(SimulatedBackend, "pause", lambda backend: paused.append(backend))
     monkeypatch.setattr(SimulatedBackend, "host_us", lambda *_: time.perf_counter() * 1e9)
-    job = LayeredJob(
-        0.1, policy={"kind": "auto", "most_slowdown_percent": 3}, whole_step_graph=True
-    )
+    job = LayeredJob(0.1, policy=auto(3), whole_step_graph=True)
     search = job.found()
     assert paused, "the device was behind the host while it was timed"
     assert not search._own.tried
@@ -114,7 +112,7 @@ def test_parts_of_a_layer_without_mlp_are_named_from_the_layer(monkeypatch):
             return job.note(self.inner(job.note(x.sin())).sigmoid())
 
     monkeypatch.setattr(layers, "_PART_US", 0.0)
-    job = LayeredJob(1.0, layer=Block, policy={"kind": "auto", "most_slowdown_percent": 3})
+    job = LayeredJob(1.0, layer=Block, policy=auto(3))
     assert "rows" in job.found().said
     assert {row.site for row in job.manager.rows} == {"layer", "inner"}
     assert job.manager.last_step.offloaded_bytes > 0
@@ -124,7 +122,7 @@ def test_a_plan_is_tried_once_its_memory_is_ready_and_the_allocator_is_left_alon
     ready_in, trims = iter([False] * 9), []
     ready = property(lambda _: next(ready_in, True))
     monkeypatch.setattr(SimulatedBackend, "is_host_prepared", ready)
-    job = LayeredJob(0.1, policy={"kind": "auto", "most_slowdown_percent": 3})
+    job = LayeredJob(0.1, policy=auto(3))
     monkeypatch.setattr(job.backend, "trim_device", lambda: trims.append(job.search._kind))
     kinds = []
     while not job.search.is_converged:
@@ -137,9 +135,7 @@ def test_a_plan_is_tried_once_its_memory_is_ready_and_the_allocator_is_left_alon
 
 
 def test_more_memory_is_made_ready_where_a_longer_forward_comes_meanwhile(monkeypatch):
-    job = LayeredJob(
-        0.1, policy={"kind": "auto", "most_slowdown_percent": 3}, host_slab_bytes=1 << 15
-    )
+    job = LayeredJob(0.1, policy=auto(3), host_slab_bytes=1 << 15)
     asked, left = [], [0]
 
     def prepare(_, number):
@@ -161,7 +157,7 @@ def test_more_memory_is_made_ready_where_a_longer_forward_comes_meanwhile(monkey
 @pytest.mark.parametrize(("size", "is_ready"), [(1 << 10, True), (1 << 40, False)])
 def test_only_memory_that_tensors_fit_into_is_made_ready(size, is_ready, monkeypatch):
     monkeypatch.setattr(layers.LayerWatch, "largest_bytes", size)
-    job = LayeredJob(0.1, policy={"kind": "auto", "most_slowdown_percent": 3})
+    job = LayeredJob(0.1, policy=auto(3))
     asked = []
     monkeypatch.setattr(job.backend, "prepare_host", lambda _, number: asked.append(number))
     job.found()

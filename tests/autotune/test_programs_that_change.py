@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from layered_job import WIDTH, GradientCheckpointingLayer, LayeredJob
+from layered_job import WIDTH, GradientCheckpointingLayer, LayeredJob, auto
 from torch import nn
 
 from megatron_offload import OffloadActivations, OffloadConfig, get_act_offloading_ctx_manager
@@ -20,14 +20,13 @@ ROWS = 16
 
 
 def make_job(percent=40):
-    return LayeredJob(0.001, policy={"kind": "auto", "most_slowdown_percent": percent})
+    return LayeredJob(0.001, policy=auto(percent))
 
 
 def of_config(percent=200, **settings):
     """Return a configuration under which a search runs on a CPU."""
-    policy = {"kind": "auto", "most_slowdown_percent": percent}
     simulated = {"host_time": True, "d2h_gbps": 5.0, "h2d_gbps": 5.0}
-    given = {"policy": policy, "min_tensor_bytes": 0, **settings}
+    given = {"policy": auto(percent), "min_tensor_bytes": 0, **settings}
     return OffloadConfig(backend="simulated", simulated=simulated, **given)
 
 

@@ -23,6 +23,7 @@ from layered_job import (
     PlainLayer,
     RandomLayer,
     TimedMlp,
+    auto,
 )
 from virtual_clock import Tick
 
@@ -43,10 +44,6 @@ pytestmark = pytest.mark.by_default
 BARE_US = 16 * 10.0 * 6 * 3
 FULL_BYTES = 79872
 """What a step of 16 rows takes at its peak without offload."""
-
-
-def auto(percent):
-    return {"kind": "auto", "most_slowdown_percent": percent}
 
 
 def target(num_bytes):

@@ -11,7 +11,7 @@ import random
 
 import pytest
 import torch
-from layered_job import WIDTH, LayeredJob
+from layered_job import WIDTH, LayeredJob, auto
 
 LIMIT = 20
 US_OF_ROW = 10.0 * 6 * 3
@@ -42,9 +42,7 @@ class Sequence:
         self.evaluates = self.draw.random() < 0.5
         self.noise = self.draw.choice((0.0, 0.02, 0.05))
         gbps = self.draw.choice((0.001, 0.01, 0.1))
-        self.job = LayeredJob(
-            gbps, policy={"kind": "auto", "most_slowdown_percent": LIMIT}, num_layers=6
-        )
+        self.job = LayeredJob(gbps, policy=auto(LIMIT), num_layers=6)
         if self.draw.random() < 0.5:
             self.generate()
 
