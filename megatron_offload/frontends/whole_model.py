@@ -25,7 +25,7 @@ from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.hooks import others_hooks, owner_of_hooks, put_on, take_off
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.module_hooks import ModuleHook, hooks_of
+from megatron_offload.engine.module_hooks import hook_calls
 from megatron_offload.engine.patches import PatchStack
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.stats import StepStats
@@ -427,16 +427,14 @@ def _find_head(model: nn.Module) -> nn.Module | None:
 def _keep_on_device(module: nn.Module) -> None:
     """Run every forward of a module as inside `NoOpManager`, but for hooks of others."""
 
-    def enter(module: nn.Module, args: Any) -> None:
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         if owner_of_hooks() is not None and not others_hooks():
             put_on(_keep_head, SavedTensor.unpack)
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         take_off(partial(is_, _keep_head), all_of_them=True)  # with what an interrupt has left
 
-    handles = hooks_of(NoOpManager, module)
-    handles.append(module.register_forward_pre_hook(ModuleHook(enter)))
-    handles.append(module.register_forward_hook(ModuleHook(leave), always_call=True))
+    hook_calls(module, enter, leave, owner=NoOpManager)
 
 
 @graph_break
