@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+from bisect import bisect
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import chain, compress, count, repeat
-from operator import getitem, is_not, itemgetter
+from itertools import chain
+from operator import getitem, itemgetter, setitem
 from typing import Any, TypeVar
 from weakref import ref
 
@@ -37,39 +38,25 @@ class ModuleLayout:
     It is seen once, and holds until any of that is another. Of the modules nothing is kept.
 
     Attributes:
-        owners: returns of each value the table, of all tables.
-        names: of all values, table by table.
-        changing: the positions of what is a tensor, or may change of itself.
-        is_parameter, is_training: of each position.
+        changing: the positions of values that are tensors, or may change of themselves.
+        parameters: the positions of parameters.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        parts = [*module.modules()]
-        self._parts = [ref(part) for part in parts]
-        self._is_scripted = any(isinstance(part, torch.jit.ScriptModule) for part in parts)
-        if self._is_scripted:
-            return
-        tables = _tables_of(parts)
+    def __init__(self, tables: Sequence[_Table], parts: Sequence[nn.Module] = ()) -> None:
+        self._parts = [*map(ref, parts)]
         self._sizes = [*map(len, tables)]
         places = [(i, x) for i, table in enumerate(tables) for x in table if x not in _UNREAD]
-        self.names = [name for _, name in places]
-        self._numbers = [i for i, _ in places]
-        self.owners = itemgetter(*self._numbers)
-        values = [*map(getitem, self.owners(tables), self.names)]
+        self._numbers, self._names = zip(*places, strict=True)
+        self._owners = itemgetter(*self._numbers)
+        values = [*map(getitem, self._owners(tables), self._names)]
         self._types = [*map(type, values)]
-        kinds = [("", *_TABLES)[i // len(parts)] for i in self._numbers]
-        self._is_child = [kind == "_modules" for kind in kinds]
-        self._children = [*map(id, compress(values, self._is_child))]
-        self.is_training = [(i < len(parts), x) == (True, "training") for i, x in places]
-        self.is_parameter = [
-            kind == "_parameters" and value is not None
-            for kind, value in zip(kinds, values, strict=True)
-        ]
+        ends = [bisect(self._numbers, i * len(tables) // 4 - 1) for i in (1, 2, 3)]
+        self.parameters, self._children = slice(*ends[:2]), slice(ends[2], None)
+        self._child_ids = [*map(id, values[self._children])]
         self.changing = [
             i
-            for i, (kind, name) in enumerate(zip(kinds, self.names, strict=True))
-            if (kind == "_buffers" or (not kind and name not in _TABLES))
-            and issubclass(self._types[i], _CHANGING)
+            for i in (*range(ends[0]), *range(*ends[1:]))
+            if self._names[i] not in _TABLES and issubclass(self._types[i], _CHANGING)
         ]
 
     def state(self, module: nn.Module, *, copies: bool) -> ModuleState | str | None:
@@ -78,15 +65,13 @@ class ModuleLayout:
         None where the layout holds no longer.
         """
         parts: list[Any] = [part() for part in self._parts]
-        if parts[0] is not module or not all(map(is_not, parts, repeat(None))):
+        if parts[0] is not module or None in parts:
             return None
-        if self._is_scripted:
-            return "a part of it is in TorchScript" if parts == [*module.modules()] else None
-        tables = _tables_of(parts)
+        tables = tables_of(parts)
         values = self.read(tables)
         if values is None or [*map(type, values)] != self._types:
             return None
-        if [*map(id, compress(values, self._is_child))] != self._children:
+        if [*map(id, values[self._children])] != self._child_ids:
             return None
         hooks = filter(None, chain.from_iterable(map(_hooks_in, tables[1 : len(parts)])))
         if not all(is_own_hook(hook) for table in hooks for hook in table.values()):
@@ -98,16 +83,19 @@ class ModuleLayout:
         if [*map(len, tables)] != self._sizes:
             return None
         try:
-            return [*map(getitem, self.owners(tables), self.names)]
+            return [*map(getitem, self._owners(tables), self._names)]
         except KeyError:
             return None
 
-    def names_by_table(self) -> list[set[str]]:
-        """Return what each table may have besides what no forward reads."""
-        known = [{*_UNREAD} for _ in self._sizes]
-        for number, name in zip(self._numbers, self.names, strict=True):
-            known[number].add(name)
-        return known
+    def put(self, tables: Sequence[_Table], values: Sequence[Any]) -> None:
+        """Give the tables these values, and nothing besides."""
+        # These are put first, so that an interrupt leaves no empty module.
+        deque(map(setitem, self._owners(tables), self._names, values), maxlen=0)
+        if [*map(len, tables)] != self._sizes:
+            known = {*zip(self._numbers, self._names, strict=True)}
+            for i, table in enumerate(tables):
+                for name in [x for x in table if x not in _UNREAD and (i, x) not in known]:
+                    del table[name]
 
 
 class ModuleState:
@@ -120,18 +108,17 @@ class ModuleState:
         self, layout: ModuleLayout, tables: Sequence[_Table], values: list[Any], *, copies: bool
     ) -> None:
         self._layout, self._tables, self._values = layout, tables, values
-        self.training = (*compress(values, layout.is_training),)
+        self.training = tuple([bool(own.get("training")) for own in tables[: len(tables) // 4]])
         known: dict[int, Any] = {}
         tensors: list[torch.Tensor] = []
         for i in layout.changing:
             values[i] = _copy_of(values[i], known, tensors)
-        given = [*compress(values, layout.is_parameter)]
+        given = values[layout.parameters]
         if copies:
-            own = {id(x): lasting(x) for x in given}
-            given = [own[id(x)] for x in given]
-            for i, x in zip(compress(count(), layout.is_parameter), given, strict=True):
-                values[i] = x
-        self._given, self._tensors = Constants(given), Constants(tensors)
+            own = {id(x): lasting(x) for x in given if x is not None}
+            values[layout.parameters] = given = [own.get(id(x)) for x in given]
+        self._given = Constants([x for x in given if x is not None])
+        self._tensors = Constants(tensors)
         self._contents: list[torch.Tensor] | None = None
 
     def keep_contents(self) -> None:
@@ -164,39 +151,19 @@ class ModuleState:
             values = values.copy()
         for i in self._layout.changing:  # it writes to copies, each time that it runs
             values[i] = _copy_of(values[i], copies)
-        now = self._layout.read(self._tables)
-        before = [table.copy() for table in self._tables] if now is None else []
+        layout, now = self._layout, self._layout.read(self._tables)
+        if now is None:
+            layout = ModuleLayout(self._tables)
+            now = layout.read(self._tables)
+            assert now is not None
         try:
-            self._put(now, values)
+            self._layout.put(self._tables, values)
             return function()
         finally:
-            if now is not None:
-                self._put(self._layout.read(self._tables), now)
-            for table, then in zip(self._tables, before, strict=False):
-                table.update(then)
-                _remove(table, then)
-
-    def _put(self, now: Sequence[Any] | None, values: Sequence[Any]) -> None:
-        """Give the modules these values, and nothing besides; ``now`` is as they are read."""
-        # What is there is replaced first, so that an interrupt leaves no empty module.
-        layout = self._layout
-        differ = repeat(True) if now is None else map(is_not, now, values)
-        positions = [*compress(range(len(values)), differ)]
-        if positions:
-            owners = layout.owners(self._tables)
-            for i in positions:
-                owners[i][layout.names[i]] = values[i]
-        if now is None:
-            for table, known in zip(self._tables, layout.names_by_table(), strict=True):
-                _remove(table, known)
+            layout.put(self._tables, now)
 
 
-def _remove(table: _Table, known: Collection[str]) -> None:
-    for name in table.keys() - known:
-        del table[name]
-
-
-def _tables_of(parts: Sequence[nn.Module]) -> list[_Table]:
+def tables_of(parts: Sequence[nn.Module]) -> list[_Table]:
     """Return the attributes of modules, then their parameters, their buffers and their children."""
     owns = [vars(part) for part in parts]
     return [*owns, *[own[name] for name in _TABLES for own in owns]]

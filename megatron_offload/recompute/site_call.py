@@ -48,7 +48,7 @@ from megatron_offload.model_map.offload_site import FindManager
 from megatron_offload.model_map.sites import call_refusal
 from megatron_offload.model_map.watch import SavedMemory
 from megatron_offload.recompute.call_state import CallState, PackHook, as_it_is
-from megatron_offload.recompute.module_state import ModuleLayout, ModuleState
+from megatron_offload.recompute.module_state import ModuleLayout, ModuleState, tables_of
 from megatron_offload.recompute.proof import PROVE_EVERY, Proof
 from megatron_offload.recompute.random_states import RandomStates, are_captured, other_states
 from megatron_offload.recompute.recipe import taken_apart
@@ -197,7 +197,10 @@ class Site:
         if self._layout is not None:
             state = self._layout.state(module, copies=copies)
         if state is None:
-            self._layout = ModuleLayout(module)
+            parts = [*module.modules()]
+            if any(isinstance(part, torch.jit.ScriptModule) for part in parts):
+                return "a part of it is in TorchScript"
+            self._layout = ModuleLayout(tables_of(parts), parts)
             state = self._layout.state(module, copies=copies)
         assert state is not None
         return state
