@@ -10,6 +10,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from ctypes import c_uint
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -25,14 +26,11 @@ def are_captured(devices: Iterable[str]) -> bool:
 
 def other_states() -> tuple[Any, Any]:
     """Return Python's and numpy's states, which are not put back, to compare with later ones."""
-    global _of_numpy, _numpy_words
     python = bytes(_python_words) if _is_known else random.getstate()
     of_numpy: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if type(of_numpy) is not np.random.MT19937:
         return python, repr(of_numpy.state)
-    if of_numpy is not _of_numpy:
-        _of_numpy, _numpy_words = of_numpy, _words_at(of_numpy.ctypes.state_address)
-    return python, bytes(_numpy_words)
+    return python, bytes(_numpys(of_numpy))
 
 
 def _words_at(address: int) -> Any:
@@ -40,8 +38,11 @@ def _words_at(address: int) -> Any:
     return (c_uint * 625).from_address(address)
 
 
-_of_numpy: Any = None
-_numpy_words: Any = b""
+@lru_cache(maxsize=1)
+def _numpys(generator: Any) -> Any:
+    return _words_at(generator.ctypes.state_address)
+
+
 _is_known = sys.implementation.name == "cpython" and hasattr(random, "_inst")
 if _is_known:
     _python_words = _words_at(id(random._inst) + object.__basicsize__)

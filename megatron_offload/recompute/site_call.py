@@ -127,15 +127,15 @@ class Site:
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note what the call begins with, and replace by numbers what it saves."""
-        if not self.drops_inside:
-            if not is_in_backward():  # a rerun, which may end without `end`
-                self._calls.append(self._call(module, args, kwargs))
+        if is_in_backward():  # a rerun, which may end without `end`
             return
         around = owner_of_hooks()
         if isinstance(around, SiteCall) and around.site is self:
             around.depth += 1  # it calls itself
         call = self._call(module, args, kwargs)
-        if isinstance(call, SiteCall):
+        if not self.drops_inside:
+            self._calls.append(call)
+        elif isinstance(call, SiteCall):
             put_on(call.pack, call.unpack)
 
     def _call(self, module: nn.Module, args: Any, kwargs: Any) -> ModuleCall | None:
@@ -166,20 +166,16 @@ class Site:
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """Leave the call, which may have raised."""
-        if not self.drops_inside:
-            if is_in_backward() or not self._calls:
-                return
-            call = self._calls.pop()
-        else:
-            call = owner_of_hooks()
-            if not isinstance(call, SiteCall) or call.site is not self:
-                return
+        if is_in_backward():
+            return
+        call = owner_of_hooks() if self.drops_inside else (self._calls or [None]).pop()
+        if not isinstance(call, ModuleCall) or call.site is not self:
+            return
+        if isinstance(call, SiteCall):
             if call.depth:
                 call.depth -= 1
                 return
             take_off(partial(eq, call.pack))
-        if call is None:
-            return
         leaves = call.leaves
         if not call.close(output) or isinstance(owner_of_hooks(), SavedMemory):
             return  # in the latter it isn't known yet who saves it
@@ -323,9 +319,7 @@ class SiteCall(ModuleCall):
         self._forms: list[tuple[torch.Size, torch.dtype]] = []
         """Of each tensor that was saved."""
         self._num_bytes = 0
-        self._made: list[torch.Tensor | None] = []
-        self._made_versions: list[int] = []
-        self._constants: set[int] = set()
+        self._rerun: Rerun | None = None
         self._parameters: list[int] = []
         """Of what is saved."""
 
@@ -345,15 +339,15 @@ class SiteCall(ModuleCall):
         """Return a saved tensor; the first of them runs the call again."""
         if isinstance(packed, SavedTensor):
             return packed.unpack()
-        if not self._made or self._made[packed] is None:
+        if self._rerun is None or self._rerun.made[packed] is None:
             self._run_again_as_given()
-        made, version = self._made[packed], self._made_versions[packed]
-        assert made is not None
+        assert self._rerun is not None
+        made, version = self._rerun.made[packed], self._rerun.versions[packed]
         if made._version != version:
             what = f"a tensor of shape {list(made.shape)} that {self.site.path} saves,"
             raise changed_in_place(what, made._version, version)
-        if packed not in self._constants:
-            self._made[packed] = None
+        if packed not in self._rerun.constants:
+            self._rerun.made[packed] = None
         return made
 
     def _run_again_as_given(self) -> None:
@@ -433,7 +427,7 @@ class SiteCall(ModuleCall):
             self.proves, site.proven_in[self.state.training] = False, self._step_number
         for i in self._parameters:
             made[i] = None  # an alias would keep memory that is to be freed
-        self._made, self._made_versions, self._constants = made, rerun.versions, rerun.constants
+        self._rerun = rerun
         return output
 
 
@@ -464,7 +458,7 @@ class TriedCall(SiteCall):
                 self.manager.note_failure(error)  # there is no room to try
             except Exception as error:  # noqa: BLE001 - whatever a module raises
                 self._fail(f"can't run again with the same bits ({error})")
-            self._made = []
+            self._rerun = None
         return super().unpack(packed)
 
 
