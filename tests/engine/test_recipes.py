@@ -95,6 +95,23 @@ def test_what_is_recomputed_has_the_same_bits(timing, settings):
     assert stats.refused_recipe_bytes == {}
 
 
+@pytest.mark.parametrize("layout", ["expanded", "sparse"])
+def test_a_constant_keeps_its_layout(layout):
+    column = torch.linspace(0, 1, WIDTH)[:, None]
+    scale = column.expand(WIDTH, ROWS) if layout == "expanded" else column.to_sparse_csr()
+    scale = torch.nn.Parameter(scale, requires_grad=False)
+
+    def scaled(x, scale):
+        return scale.t().sin() * x.cos() if layout == "expanded" else torch.mm(x, scale).cos()
+
+    def inner(manager, x):
+        y = make(manager, scaled, save(x, x), scale)
+        return save(y, y)
+
+    stats = check(make_manager(), one_group(inner))
+    assert (stats.recomputed_bytes > 0) is (layout == "expanded")
+
+
 def test_the_summary_counts_what_is_recomputed_until_its_backward():
     manager = make_manager()
     for _ in range(3):
