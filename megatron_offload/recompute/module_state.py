@@ -7,8 +7,8 @@ from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import chain
-from operator import getitem, itemgetter, setitem
+from itertools import chain, repeat
+from operator import getitem, is_not, itemgetter, setitem
 from typing import Any, TypeVar
 from weakref import ref
 
@@ -65,7 +65,7 @@ class ModuleLayout:
         None where the layout holds no longer.
         """
         parts: list[Any] = [part() for part in self._parts]
-        if parts[0] is not module or None in parts:
+        if parts[0] is not module or not all(map(is_not, parts, repeat(None))):
             return None
         tables = tables_of(parts)
         values = self.read(tables)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 import shutil
 import sys
@@ -217,24 +218,50 @@ def exchange_parts(net, begins, kept=[]):  # noqa: B006 - what is put back
             layer.training = True
 
 
+def exchange_for_the_next(net, begins, kept=[]):  # noqa: B006 - what keeps its identity
+    """Leave the number and the classes of all parts as they are."""
+    change_numbers(net, begins)
+    first, second, third = net.layers
+    for layer in net.layers:
+        layer.mlp[2].p = 0.9 if begins else 0.1
+    if not begins:
+        first.mlp, second.mlp = second.mlp, first.mlp
+        first.mlp[1], net.layers[2] = nn.GELU(), copy.copy(third)
+        kept.append(third)
+
+
 @pytest.mark.parametrize(
-    "meanwhile", [change_numbers, lose_attributes, draw_numbers, exchange_parts]
+    "meanwhile",
+    [change_numbers, lose_attributes, draw_numbers, exchange_parts, exchange_for_the_next],
 )
 def test_what_changes_between_forward_and_backward_changes_no_bit_of_a_site(meanwhile):
     check(make_net, "layer", meanwhile=meanwhile)
 
 
-def test_an_attribute_is_what_it_was_where_another_is_equal():
+def put_an_equal_one(layer, begins):
+    layer.flag = 1 if begins else True
+
+
+def empty_a_list(layer, begins):
+    if not begins:
+        layer.flag = [1]
+    elif layer.flag:
+        layer.flag.clear()
+
+
+@pytest.mark.parametrize("change", [put_an_equal_one, empty_a_list])
+def test_an_attribute_that_was_none_is_what_it_has_become(change):
     def make():
-        net = make_net(lambda layer: 2.0 if layer.flag is True else 1.0)
-        change(net, begins=False)
+        net = make_net(lambda layer: 2.0 if layer.flag is True or layer.flag == [1] else 1.0)
+        for layer in net.layers:
+            layer.flag = None
         return net
 
-    def change(net, begins):
+    def meanwhile(net, begins):
         for layer in net.layers:
-            layer.flag = 1 if begins else True
+            change(layer, begins)
 
-    check(make, "layer", meanwhile=change)
+    check(make, "layer", meanwhile=meanwhile)
 
 
 def count_in_a_tensor(layer):
