@@ -118,12 +118,12 @@ class Site:
         """Whether what is known of it holds for a module of this unit."""
         return (self.unit, self._type) == (unit, type(module))
 
-    def warn(self, refusal: str, level: int = logging.WARNING) -> None:
-        """Say once for each reason that a site is kept."""
+    def warn(self, refusal: str, *, is_asked_for: bool = True) -> None:
+        """Say once for each reason that a site is kept; a warning to who has asked for it."""
         if refusal not in self._said:
             self._said.add(refusal)
-            text = "recompute: %s, and maybe others, is kept: %s"
-            _logger.log(level, text, self.path, refusal)
+            level = logging.WARNING if is_asked_for else logging.INFO
+            _logger.log(level, "recompute: %s, and maybe others, is kept: %s", self.path, refusal)
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note what the call begins with, and replace by numbers what it saves."""
@@ -153,8 +153,7 @@ class Site:
         function, leaves = taken_apart(module.forward, args, kwargs)
         state = self.refusal or self._refusal(module, leaves) or self._state_of(module)
         if isinstance(state, str):
-            # What no user has asked for is no warning.
-            self.warn(state, logging.INFO if manager.rows_are_own else logging.WARNING)
+            self.warn(state, is_asked_for=not manager.rows_are_own)
             return None
         how = self, manager, state, function, leaves
         if not self.drops_inside:
@@ -252,9 +251,8 @@ class ModuleCall:
 
     def _refuse(self, why: str) -> None:
         """Keep the site from here on."""
-        level = logging.INFO if self.manager.rows_are_own else logging.WARNING
         self.site.refusal = f"it {why}"
-        self.site.warn(self.site.refusal, level)
+        self.site.warn(self.site.refusal, is_asked_for=not self.manager.rows_are_own)
 
     _fail = _refuse
 
