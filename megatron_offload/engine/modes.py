@@ -51,8 +51,11 @@ def apart(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _vmap_level() -> int:
-    torch._C._vmapmode_increment_nesting()
-    return torch._C._vmapmode_decrement_nesting()
+    try:
+        torch._C._vmapmode_increment_nesting()
+    finally:  # an interrupt may come in between
+        level = torch._C._vmapmode_decrement_nesting()
+    return level
 
 
 def is_in_vmap() -> bool:

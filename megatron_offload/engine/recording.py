@@ -247,6 +247,10 @@ class Recording:
                 take_off(partial(is_, self._packs[-1]))
             self._packs.pop()
 
+    def has_pack(self, pack: object) -> bool:
+        """Whether this is the pack hook of one of its groups, which is to be in force."""
+        return any(pack is one for one in self._packs)
+
     def _take_off_hooks(self) -> None:
         """Take off all, whatever cut short the code that was to do so."""
         self._packs.clear()

@@ -17,6 +17,7 @@ from megatron_offload.engine.module_hooks import ModuleHook, hooks_of, named_mod
 from megatron_offload.errors import ConfigError
 from megatron_offload.integrations.megatron_recompute import keeps_activation
 from megatron_offload.model_map.offload_site import LargestTensors
+from megatron_offload.model_map.sites import emptied_inside
 from megatron_offload.model_map.structure import layers_of
 
 _logger = logging.getLogger(__name__)
@@ -55,12 +56,20 @@ def refuse_rows(rows: Sequence[RowConfig], model: nn.Module, *, notes: bool) -> 
     by_parts = getattr(config, "overlap_moe_expert_parallel_comm", False)
     modules = named_modules(model) if by_parts else {}
     of_experts = [n for path, n in layers_of(modules).items() if f"{path}.mlp.router" in modules]
+    of_activations = [row for row in rows if row.site == "moe_act" and row.recompute]
     for row in rows:
         num_layers = config.num_layers + (getattr(config, "mtp_num_layers", None) or 0)
         if row.last_layer >= num_layers:
             raise ConfigError(f"row {row}: there are layers 0 to {num_layers - 1}")
         if notes and row.site not in {LOSS, *WITHOUT_WEIGHTS.intersection(MEGATRON_MODULES)}:
             raise ConfigError(f"row {row}: the forwards that it watches {NOTES}")
+        refusal = emptied_inside(config, row.site) if row.recompute else ""
+        if row.recompute and row.site in ("layer", "mlp", "mlp.experts") and not refusal:
+            numbers = [n for n in range(num_layers) if row.has_layer(n)]
+            inner = (one for one in of_activations if any(map(one.has_layer, numbers)))
+            refusal = next((f"row {one} is about what lies inside it" for one in inner), "")
+        if refusal:
+            raise ConfigError(f"row {row}: {refusal}; one of them is enough")
         is_uncalled = row.site == "mlp" and any(map(row.has_layer, of_experts))
         if by_parts and (row.site == "layer" or is_uncalled):
             raise ConfigError(

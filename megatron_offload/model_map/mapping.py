@@ -187,7 +187,7 @@ def map_model(model: nn.Module, *args: Any, **kwargs: Any) -> ModelMap:
     kept = {
         x.untyped_storage()._cdata
         for x in (*model.parameters(), *model.buffers())
-        if x.layout is torch.strided
+        if x.layout is torch.strided and not nn.parameter.is_lazy(x)
     }
 
     def may_move(tensor: torch.Tensor) -> bool:

@@ -8,11 +8,13 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.engine.boundary import commit_group, start_group, tick
 from megatron_offload.engine.group import OffloadGroup, Record
-from megatron_offload.engine.hooks import lift, put_on
+from megatron_offload.engine.hooks import lift, put_back
 from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.engine.module_hooks import EagerHook, hooks_of
 
 FindManager = Callable[[], PipelineOffloadManager | None]
 """Returns whose forward it is; None where it is no manager's."""
@@ -69,6 +71,10 @@ class LargestTensors:
         """Choose all but these, of so many; whatever was chosen under other rows."""
         self.chosen = frozenset(range(num_saved)) - numbers if numbers else None
         self.num_saved = num_saved
+
+    def choose_anew(self) -> None:
+        """Let the next call choose: another number of what it saves is seen from here on."""
+        self.chosen = None
 
     def begin(self) -> _Call:
         """Return the `Pick` of a call that begins."""
@@ -171,20 +177,34 @@ class NoHooks:
     Autograd keeps what such a part saves as it does without this package.
     """
 
-    def __init__(self) -> None:
-        self._lifted: list[tuple[int, list[Any]]] = []
-        """By the thread that each is of."""
+    def __init__(self, find_manager: FindManager) -> None:
+        self._find_manager = find_manager
+        self._lifted: list[tuple[int, int, list[Any]]] = []
+        """By thread, above how many others they lay; of calls that an interrupt ended, too."""
 
-    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Take them off before a call."""
-        if hooks := lift():
-            self._lifted.append((get_ident(), hooks))
+    def hook(self, module: nn.Module) -> list[RemovableHandle]:
+        """Hook the part; in a compiled graph, whose parts they would be, the hooks do nothing."""
+        own = hooks_of(NoHooks, module)
+        own.append(module.register_forward_pre_hook(EagerHook(self._begin)))
+        own.append(module.register_forward_hook(EagerHook(self._end), always_call=True))
+        return own
 
-    def end(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Put them on again behind it."""
-        if self._lifted and self._lifted[-1][0] == get_ident():
-            for hooks in reversed(self._lifted.pop()[1]):
-                put_on(*hooks)
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        manager = self._find_manager()
+        if manager is None:
+            return
+        if self._lifted:
+            is_due = manager.has_pack
+            self._lifted = [one for one in self._lifted if any(is_due(x) for x, _ in one[2])]
+        place, hooks = lift(manager.has_pack)
+        if hooks:
+            self._lifted.append((get_ident(), place, hooks))
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        manager = self._find_manager()
+        if manager is not None and self._lifted and self._lifted[-1][0] == get_ident():
+            _, place, hooks = self._lifted.pop()
+            put_back(place, [both for both in hooks if manager.has_pack(both[0])])
 
 
 class LayerClock:

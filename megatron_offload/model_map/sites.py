@@ -37,6 +37,13 @@ LIBRARIES = (
 """Whose classes a layer may have if it is to be recomputed without being named: their forwards run
 again with the same effect, as those of anyone else need not."""
 
+_EMPTIED = {
+    "layernorm": {"layer"},
+    "mla_up_proj": {"layer", "attention"},
+    "moe_act": {"layer", "mlp", f"mlp{EXPERTS}"},
+}
+"""Of Megatron's ``recompute_modules`` those whose outputs it empties, and the sites around them."""
+
 _NUM_PAUSES = 100  # of a millisecond: in so many the host launches a forward
 _CONSTANTS = (bool, int, float, str, torch.dtype, torch.device)
 
@@ -80,7 +87,8 @@ def sites_of_layers(model: nn.Module, named: Collection[str] | None = None) -> d
             module = modules.get(place)
             if module is None or module in compiled or not has_forward(module):
                 continue
-            refusal = next(filter(None, (_collectives(one, name) for one in settings)), "")
+            refusals = (_collectives(one, name) or emptied_inside(one, name) for one in settings)
+            refusal = next(filter(None, refusals), "")
             if named is None:
                 refusal = refusal or _library_refusal(modules[path], module)
             elif name.split(".")[0] not in named:
@@ -118,6 +126,17 @@ def _collectives(config: Any, site: str) -> str:
         parts = {"attention": in_attention, "mlp": in_mlp}
         holds = parts.get(site, in_attention or in_mlp)
     return "its forward holds collectives" if holds else ""
+
+
+def emptied_inside(config: Any, site: str) -> str:
+    """Return why a site can't run again with these settings of Megatron's, if it can't.
+
+    What Megatron recomputes itself it has emptied when a rerun would compare it.
+    """
+    is_selective = getattr(config, "recompute_granularity", None) == "selective"
+    names = (getattr(config, "recompute_modules", None) or ()) if is_selective else ()
+    inside = sorted(name for name in names if site in _EMPTIED.get(name, ()))
+    return f"recompute_modules recomputes {', '.join(inside)} inside it" if inside else ""
 
 
 def call_refusal(module: nn.Module, parts: Sequence[nn.Module], leaves: Sequence[Any]) -> str:

@@ -231,8 +231,11 @@ class SavedMemory(Observer):
         bare = {path for path, number in outer.items() if path and number >= _LEAST_KEPT}
         counts: Counter[_Call] = Counter()
         numbers: defaultdict[str, dict[bool, set[int]]] = defaultdict(lambda: defaultdict(set))
+        changed = set[str]()
         for call, parts, key in inside:
-            if bare.isdisjoint(parts):
+            if not bare.isdisjoint(parts):
+                changed.add(call.path)
+            else:
                 is_named = key in site_of if call.path in dropped else not (key and others[key])
                 numbers[call.path][is_named].add(counts[call])
                 counts[call] += 1
@@ -241,6 +244,8 @@ class SavedMemory(Observer):
                 left_out = numbers[path][False] - numbers[path][True]
                 num_saved = max((n for call, n in counts.items() if call.path == path), default=0)
                 LargestTensors.of(modules[path], None).leave_out(left_out, num_saved)
+            elif path in changed:
+                LargestTensors.of(modules[path], row.most).choose_anew()
         return _Shown(
             {
                 path: (name, LargestTensors(0, frozenset(numbers[path][True])))
@@ -275,8 +280,7 @@ class RowWatch:
             return []
         modules, handles, rows = self._modules(), list[RemovableHandle](), self._rows
         for path in self._shown.bare:
-            without = NoHooks()
-            handles += hook_calls(modules[path], without.begin, without.end, owner=NoHooks)
+            handles += NoHooks(self._find_manager).hook(modules[path])
         for path, (name, tensors) in self._shown.savers.items():
             tokens = (row.min_tokens for row in rows.recomputed.values() if row.site == name)
             site = OffloadSite(name, self._find_manager, tensors, min_tokens=min(tokens, default=0))

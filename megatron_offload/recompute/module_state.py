@@ -160,7 +160,11 @@ class ModuleState:
             self._layout.put(self._tables, values)
             return function()
         finally:
-            layout.put(self._tables, now)
+            try:
+                layout.put(self._tables, now)
+            except BaseException:  # an interrupt has come meanwhile
+                layout.put(self._tables, now)
+                raise
 
 
 def tables_of(parts: Sequence[nn.Module]) -> list[_Table]:

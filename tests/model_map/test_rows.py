@@ -35,6 +35,7 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.frontends.adopt import adopt_model
 from megatron_offload.memory.storage_ref import StorageRef
 from megatron_offload.model_map import watch
+from megatron_offload.model_map.offload_site import NoHooks
 from megatron_offload.model_map.structure import layers_of
 
 AT_ONCE = {"max_inflight_bytes": 0, "prefetch_bytes": 0}
@@ -582,11 +583,89 @@ def test_parts_of_which_rows_take_nothing_have_no_hooks_of_saved_tensors(row, fa
     assert not any(layer.mlp.experts._forward_hooks for layer in net.layers)
 
 
-def test_parts_that_save_little_have_hooks_where_a_row_is_for_all_as_they_may_save_more():
-    def change(layer):
+class Compressed:
+    """Hooks of a user's, which keep what a module saves in half as many bytes."""
+
+    def __init__(self, module):
+        module.register_forward_pre_hook(self.begin)
+        module.register_forward_hook(self.end)
+
+    def begin(self, *_):
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.half, torch.Tensor.float)
+        self.hooks.__enter__()
+
+    def end(self, *_):
+        self.hooks.__exit__()
+
+
+def mixed_net():
+    """Return a net whose MLPs have a part of which rows take nothing."""
+
+    def with_mixture(layer):
         layer.mlp = Mixture(fails=False)
 
-    net = changed_net(change)
+    return changed_net(with_mixture)
+
+
+THREE = [{"site": "mlp", "offload": 3}]
+
+
+def test_a_user_s_hooks_in_such_a_part_lie_above_those_of_groups():
+    def train(make_context):
+        net = mixed_net()
+        context = make_context(net)
+        take_steps(net, context, (8,))
+        for layer in net.layers:
+            Compressed(layer.mlp.experts)
+        return take_steps(net, context, (8, 8))
+
+    with_rows = train(lambda net: around(net, THREE, **AT_ONCE))
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert_same(train(lambda net: None), with_rows)
+
+
+def test_an_interrupt_in_such_a_part_leaves_no_hooks_to_a_later_call():
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    net = mixed_net()
+    context, experts = around(net, THREE, **AT_ONCE), net.layers[0].mlp.experts
+    take_steps(net, context, (8,))
+    handle = experts.own.register_forward_hook(stop)
+    with pytest.raises(KeyboardInterrupt), context:
+        net(torch.randint(50, (2, 8)))
+    handle.remove()
+    for hook in experts._forward_hooks.values():
+        hook(experts, (), None)  # as where another's hook raises before the part is called
+    assert owner_of_hooks() is None
+    take_steps(net, context, (8,))
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_such_a_part_can_be_compiled_whole():
+    net = mixed_net()
+    take_steps(net, around(net, THREE, **AT_ONCE), (8,))
+    part = net.layers[0].mlp.experts.own
+    assert not part._forward_hooks
+    NoHooks(lambda: None).hook(part)
+    x = torch.ones(1, WIDTH)
+    compiled = torch.compile(lambda x: part(x), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), part(x))
+
+
+def test_rows_do_what_they_say_in_the_second_step_too():
+    net = mixed_net()
+    context = around(net, THREE, **AT_ONCE)
+    found = []
+    for _ in range(3):
+        take_steps(net, context, (8,))
+        context.end_step()
+        found.append(context.last_step.by_name["mlp"].offloaded_bytes)
+    assert found[0] == found[1] == found[2] > 0
+
+
+def test_parts_that_save_little_have_hooks_where_a_row_is_for_all_as_they_may_save_more():
+    net = mixed_net()
     rows = [{"site": "mlp", "offload": "all"}]
     config = OffloadConfig(rows=rows, min_tensor_bytes=12 * WIDTH * 4, **AT_ONCE)
     take_steps(net, get_act_offloading_ctx_manager(net, config=config), (8, 8))
@@ -614,11 +693,8 @@ def test_a_thread_that_calls_such_a_part_meanwhile_takes_no_hooks_over():
         for thread in threads:
             thread.join()
 
-    def change(layer):
-        layer.mlp = Mixture(fails=False)
-
-    net = changed_net(change)
-    context = around(net, [{"site": "mlp", "offload": 3}], **AT_ONCE)
+    net = mixed_net()
+    context = around(net, THREE, **AT_ONCE)
     take_steps(net, context, (8,))
     net.layers[0].mlp.experts.register_forward_pre_hook(call_beside)
     net.layers[0].mlp.act.register_forward_hook(end_beside)
