@@ -126,6 +126,23 @@ def test_rows_of_groups_that_a_part_s_layers_do_not_mark_are_said_to_do_nothing(
     assert [record.args[0] for record in caplog.records] == [rows[0], rows[2]]
 
 
+def test_what_megatron_recomputes_inside_a_site_is_refused():
+    selective = {
+        "recompute_granularity": "selective",
+        "recompute_modules": ["moe_act", "core_attn"],
+    }
+    model = configured(TransformerLayer(1), **selective, moe_grouped_gemm=True, fp8=None)
+    experts, attention = (RowConfig(site=x, recompute=True) for x in ("mlp.experts", "attention"))
+    refuse_rows([attention], model, notes=False)
+    with pytest.raises(ConfigError, match="recomputes moe_act inside it"):
+        refuse_rows([experts], model, notes=False)
+    model.config.recompute_granularity = None
+    activation = RowConfig(site="moe_act", layers=1, recompute=True)
+    refuse_rows([experts.model_copy(update={"layers": "0"}), activation], model, notes=False)
+    with pytest.raises(ConfigError, match="lies inside it"):
+        refuse_rows([experts, activation], model, notes=False)
+
+
 def test_what_overlapped_all_to_alls_do_not_call_is_refused(caplog):
     model = configured(*map(TransformerLayer, (1, 2)), overlap_moe_expert_parallel_comm=True)
     model[1].mlp["router"] = nn.Identity()

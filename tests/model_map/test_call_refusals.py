@@ -90,3 +90,21 @@ def test_why_a_site_is_not_recomputed_unasked():
         "",
         "'recompute' names other sites",
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "around"),
+    [
+        ("layernorm", {"layer"}),
+        ("mla_up_proj", {"layer", "self_attention"}),
+        ("moe_act", {"layer", "mlp", "mlp.experts"}),
+        ("core_attn", set()),
+    ],
+)
+@pytest.mark.usefixtures("own_classes")
+def test_what_megatron_recomputes_inside_is_not_recomputed_unasked(name, around):
+    model = nn.Sequential(TransformerLayer())
+    model.config = SimpleNamespace(recompute_granularity="selective", recompute_modules=[name])
+    assert may_rerun(model) == ALL - around
+    model.config.recompute_granularity = None
+    assert may_rerun(model) == ALL

@@ -102,6 +102,11 @@ class Parts(nn.Module):
         return y[1].sin() + y[3].cos() + y[2].sin()
 
 
+def test_a_model_whose_weights_have_no_shape_yet_is_mapped():
+    model = nn.Sequential(nn.LazyLinear(WIDTH), nn.SiLU())
+    assert map_model(model, torch.randn(ROWS, WIDTH)).num_bytes == 2 * SIZE
+
+
 def test_a_map_of_a_forward_that_saves_nothing_is_refused():
     net = Net()
     with torch.no_grad(), pytest.raises(ConfigError, match="saved nothing: is grad on"):

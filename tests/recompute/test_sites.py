@@ -6,6 +6,7 @@ import contextlib
 import copy
 import random
 import shutil
+import signal
 import sys
 import weakref
 from functools import partial
@@ -656,3 +657,39 @@ def test_under_another_manager_outputs_are_proven_from_its_first_steps_on(monkey
     second = get_act_offloading_ctx_manager(net, config=config)
     for _ in range(3):
         assert torch.equal(gradient(second), expected)
+
+
+def is_in_second_put():
+    calls = iter(range(1000))
+    return lambda name, event, _: (event, name) == ("call", "ModuleLayout.put") and next(calls) == 1
+
+
+def has_entered_vmap(name, event, function):
+    return event == "c_return" and function is torch._C._vmapmode_increment_nesting
+
+
+@pytest.mark.parametrize("make", [is_in_second_put, lambda: has_entered_vmap])
+def test_an_interrupt_in_a_rerun_leaves_modules_and_vmap_as_they_were(make):
+    net, is_then, met = make_net(), make(), []
+    for layer in net.layers:
+        layer.notes = [0.5]
+    own = [layer.notes for layer in net.layers]
+    context = get_act_offloading_ctx_manager(net, config=OffloadConfig(recompute="layer"))
+    take_steps(net, context)
+
+    def interrupt(frame, event, arg):
+        if not met and is_then(frame.f_code.co_qualname, event, arg):
+            met.append(event)
+            signal.raise_signal(signal.SIGINT)
+
+    with context:
+        loss = net(torch.randint(50, (2, 8))).sum()
+    sys.setprofile(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            loss.backward()
+    finally:
+        sys.setprofile(None)
+    assert met
+    assert all(layer.notes is notes for layer, notes in zip(net.layers, own, strict=True))
+    torch.ones(1, requires_grad=True).sum().backward()
