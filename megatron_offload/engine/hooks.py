@@ -79,38 +79,25 @@ def take_off(is_one: Callable[[Any], bool], *, all_of_them: bool = False) -> Non
         _push_saved_tensors_default_hooks(*both)
 
 
-def lift(is_one: Callable[[Any], bool]) -> tuple[int, list[Any]]:
-    """Take hooks off as long as they are the uppermost; ``is_one`` is asked with pack hooks.
+def lift(is_one: Callable[[Any], bool]) -> list[Any]:
+    """Take hooks off as long as they are the uppermost, and return them.
 
-    Return how many others lie below, and them.
+    ``is_one`` is asked with pack hooks. Those of groups have none of others below.
     """
     lifted: list[Any] = []
     while (hooks := _top_saved_tensors_default_hooks(True)) is not None and is_one(hooks[0]):
         _pop_saved_tensors_default_hooks()
         lifted.insert(0, hooks)
-    place = 0
-    if lifted and hooks is not None:
-        place = len(others := _all_off())
-        _all_on(others)
-    return place, lifted
+    return lifted
 
 
-def put_back(place: int, lifted: list[Any]) -> None:
-    """Put hooks on above so many, below what was put on since."""
-    others = _all_off()
-    _all_on([*others[:place], *lifted, *others[place:]])
-
-
-def _all_off() -> list[Any]:
-    found: list[Any] = []
+def put_below(lifted: list[Any]) -> None:
+    """Put hooks on again, below what was put on since."""
+    others: list[Any] = []
     while (hooks := _top_saved_tensors_default_hooks(True)) is not None:
         _pop_saved_tensors_default_hooks()
-        found.insert(0, hooks)
-    return found
-
-
-def _all_on(all_hooks: list[Any]) -> None:
-    for both in all_hooks:
+        others.insert(0, hooks)
+    for both in (*lifted, *others):
         _push_saved_tensors_default_hooks(*both)
 
 

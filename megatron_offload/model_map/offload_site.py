@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.engine.boundary import commit_group, start_group, tick
 from megatron_offload.engine.group import OffloadGroup, Record
-from megatron_offload.engine.hooks import lift, put_back
+from megatron_offload.engine.hooks import lift, put_below
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.module_hooks import EagerHook, hooks_of
 
@@ -179,8 +179,8 @@ class NoHooks:
 
     def __init__(self, find_manager: FindManager) -> None:
         self._find_manager = find_manager
-        self._lifted: list[tuple[int, int, list[Any]]] = []
-        """By thread, above how many others they lay; of calls that an interrupt ended, too."""
+        self._lifted: list[tuple[int, list[Any]]] = []
+        """By the thread that each is of; of calls that an interrupt has ended, too."""
 
     def hook(self, module: nn.Module) -> list[RemovableHandle]:
         """Hook the part; in a compiled graph, whose parts they would be, the hooks do nothing."""
@@ -195,16 +195,15 @@ class NoHooks:
             return
         if self._lifted:
             is_due = manager.has_pack
-            self._lifted = [one for one in self._lifted if any(is_due(x) for x, _ in one[2])]
-        place, hooks = lift(manager.has_pack)
-        if hooks:
-            self._lifted.append((get_ident(), place, hooks))
+            self._lifted = [one for one in self._lifted if any(is_due(x) for x, _ in one[1])]
+        if hooks := lift(manager.has_pack):
+            self._lifted.append((get_ident(), hooks))
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         manager = self._find_manager()
         if manager is not None and self._lifted and self._lifted[-1][0] == get_ident():
-            _, place, hooks = self._lifted.pop()
-            put_back(place, [both for both in hooks if manager.has_pack(both[0])])
+            _, hooks = self._lifted.pop()
+            put_below([both for both in hooks if manager.has_pack(both[0])])
 
 
 class LayerClock:

@@ -635,9 +635,10 @@ def test_an_interrupt_in_such_a_part_leaves_no_hooks_to_a_later_call():
     with pytest.raises(KeyboardInterrupt), context:
         net(torch.randint(50, (2, 8)))
     handle.remove()
-    for hook in experts._forward_hooks.values():
-        hook(experts, (), None)  # as where another's hook raises before the part is called
-    assert owner_of_hooks() is None
+    with context:
+        for hook in experts._forward_hooks.values():
+            hook(experts, (), None)  # as where another's hook raises before the part is called
+        assert owner_of_hooks() is None
     take_steps(net, context, (8,))
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
