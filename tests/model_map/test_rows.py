@@ -674,33 +674,29 @@ def test_parts_that_save_little_have_hooks_where_a_row_is_for_all_as_they_may_sa
 
 
 def test_a_thread_that_calls_such_a_part_meanwhile_takes_no_hooks_over():
-    begun, may_end, threads, in_thread = threading.Event(), threading.Event(), [], []
-
-    def call_beside(module, args):
-        if threading.current_thread() is not threading.main_thread():
-            begun.set()
-            may_end.wait(60)
-        elif not threads:
-            threads.append(threading.Thread(target=beside, args=args))
-            threads[0].start()
-            begun.wait(60)
-
     def beside(x):
         net.layers[0].mlp.experts(x.detach())
         in_thread.append(owner_of_hooks())
 
-    def end_beside(*_):
-        may_end.set()
-        for thread in threads:
+    def call_beside(module, args):
+        if threading.current_thread() is threading.main_thread():
+            thread = threading.Thread(target=beside, args=args)
+            thread.start()
             thread.join()
 
-    net = mixed_net()
-    context = around(net, THREE, **AT_ONCE)
-    take_steps(net, context, (8,))
+    def take_step():
+        with manager.step():
+            manager.begin_chunk()
+            net(torch.randint(50, (2, 8))).sum().backward()
+
+    in_thread = []
+    net, manager = mixed_net(), make_manager(rows=THREE, min_tensor_bytes=0, **AT_ONCE)
+    adopt_model(net, manager)
+    take_step()
     net.layers[0].mlp.experts.register_forward_pre_hook(call_beside)
-    net.layers[0].mlp.act.register_forward_hook(end_beside)
-    take_steps(net, context, (8,))
+    take_step()
     assert in_thread == [None]
+    assert all(layer.mlp.experts._forward_hooks for layer in net.layers)
     assert all(type(None) not in layer.mlp.hooks_seen for layer in net.layers)
 
 
