@@ -79,28 +79,6 @@ def take_off(is_one: Callable[[Any], bool], *, all_of_them: bool = False) -> Non
         _push_saved_tensors_default_hooks(*both)
 
 
-def lift(is_one: Callable[[Any], bool]) -> list[Any]:
-    """Take hooks off as long as they are the uppermost, and return them.
-
-    ``is_one`` is asked with pack hooks. Those of groups have none of others below.
-    """
-    lifted: list[Any] = []
-    while (hooks := _top_saved_tensors_default_hooks(True)) is not None and is_one(hooks[0]):
-        _pop_saved_tensors_default_hooks()
-        lifted.insert(0, hooks)
-    return lifted
-
-
-def put_below(lifted: list[Any]) -> None:
-    """Put hooks on again, below what was put on since."""
-    others: list[Any] = []
-    while (hooks := _top_saved_tensors_default_hooks(True)) is not None:
-        _pop_saved_tensors_default_hooks()
-        others.insert(0, hooks)
-    for both in (*lifted, *others):
-        _push_saved_tensors_default_hooks(*both)
-
-
 def put_on(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
     """Put a pack and an unpack hook in force."""
     _push_saved_tensors_default_hooks(pack, unpack)

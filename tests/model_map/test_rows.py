@@ -583,19 +583,12 @@ def test_parts_of_which_rows_take_nothing_have_no_hooks_of_saved_tensors(row, fa
     assert not any(layer.mlp.experts._forward_hooks for layer in net.layers)
 
 
-class Compressed:
-    """Hooks of a user's, which keep what a module saves in half as many bytes."""
-
-    def __init__(self, module):
-        module.register_forward_pre_hook(self.begin)
-        module.register_forward_hook(self.end)
-
-    def begin(self, *_):
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.half, torch.Tensor.float)
-        self.hooks.__enter__()
-
-    def end(self, *_):
-        self.hooks.__exit__()
+def compress(module):
+    """Let a user's hooks keep what a module saves in half as many bytes."""
+    stack, halved = contextlib.ExitStack(), (torch.Tensor.half, torch.Tensor.float)
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    module.register_forward_pre_hook(lambda *_: stack.enter_context(hooks(*halved)))
+    module.register_forward_hook(lambda *_: stack.close())
 
 
 def mixed_net():
@@ -616,7 +609,7 @@ def test_a_user_s_hooks_in_such_a_part_lie_above_those_of_groups():
         context = make_context(net)
         take_steps(net, context, (8,))
         for layer in net.layers:
-            Compressed(layer.mlp.experts)
+            compress(layer.mlp.experts)
         return take_steps(net, context, (8, 8))
 
     with_rows = train(lambda net: around(net, THREE, **AT_ONCE))

@@ -659,16 +659,18 @@ def test_under_another_manager_outputs_are_proven_from_its_first_steps_on(monkey
         assert torch.equal(gradient(second), expected)
 
 
-def is_in_second_put():
+def second_put():
     calls = iter(range(1000))
     return lambda name, event, _: (event, name) == ("call", "ModuleLayout.put") and next(calls) == 1
 
 
-def has_entered_vmap(name, event, function):
-    return event == "c_return" and function is torch._C._vmapmode_increment_nesting
+def entered_vmap():
+    return lambda _, event, what: (
+        (event, what) == ("c_return", torch._C._vmapmode_increment_nesting)
+    )
 
 
-@pytest.mark.parametrize("make", [is_in_second_put, lambda: has_entered_vmap])
+@pytest.mark.parametrize("make", [second_put, entered_vmap])
 def test_an_interrupt_in_a_rerun_leaves_modules_and_vmap_as_they_were(make):
     net, is_then, met = make_net(), make(), []
     for layer in net.layers:
