@@ -104,21 +104,10 @@ def test_what_functions_make_is_offloaded_or_made_again():
     times.host_share = 1.0
     again = next(x for x in watch.actions(times, 100.0, [])[0] if x.parts == (act,))
     assert again.us > next(x for x in actions if x.parts == (act,)).us + 100
-
-
-def test_what_is_kept_of_a_site_takes_the_host_s_time_too():
-    def us_of(num_kept):
-        watch = LayerWatch({"0.l": site("layer")}, lambda _: True, make_manager())
-        watch.sizes = {1: 2 * MIB}
-        calls = _Call("0.l"), _Call("0.l.mlp")
-        watch.saves = [(calls, key) for key in (1, *[None] * num_kept)]
-        times = SimpleNamespace(
-            us=lambda _: 1000.0, copied_us=lambda: {0: 1500.0}, host_share=0.5, copy_share=0.0
-        )
-        (actions,) = watch.actions(times, 100.0, []).values()
-        return next(one.us for one in actions if one.copied_bytes)
-
-    assert us_of(100) - us_of(0) == pytest.approx(0.5 * 100 * layers._KEPT_US)
+    before = {one.parts: one.us for one in watch.actions(times, 100.0, [])[0]}
+    watch.saves += [((_Call("0.l.mlp"),), None)] * 50  # what is kept takes the host's time too
+    after = {one.parts: one.us for one in watch.actions(times, 100.0, [])[0]}
+    assert after[("mlp", 1),] - before[("mlp", 1),] == pytest.approx(50 * layers._KEPT_US)
 
 
 def test_of_tensors_of_one_size_those_that_others_save_too_come_first():

@@ -593,11 +593,7 @@ def compress(module):
 
 def mixed_net():
     """Return a net whose MLPs have a part of which rows take nothing."""
-
-    def with_mixture(layer):
-        layer.mlp = Mixture(fails=False)
-
-    return changed_net(with_mixture)
+    return changed_net(lambda layer: setattr(layer, "mlp", Mixture(fails=False)))
 
 
 THREE = [{"site": "mlp", "offload": 3}]
