@@ -77,7 +77,7 @@ class LargestTensors:
         self.num_saved = num_saved
 
     def choose_anew(self) -> None:
-        """Let the next call choose: another number of what it saves is seen from here on."""
+        """Let the next call choose: other tensors are seen, or recomputed, from here on."""
         self.chosen = None
 
     def begin(self) -> _Call:
@@ -198,8 +198,8 @@ class NoHooks:
         if manager is None:
             return
         if self._lifted:
-            is_due = manager.has_pack
-            self._lifted = [one for one in self._lifted if any(is_due(x) for x, _ in one[1])]
+            has_pack = manager.has_pack
+            self._lifted = [one for one in self._lifted if any(has_pack(x) for x, _ in one[1])]
         if hooks := _lift(manager.has_pack):
             self._lifted.append((get_ident(), hooks))
 

@@ -139,16 +139,21 @@ def emptied_inside(config: Any, site: str) -> str:
     return f"recompute_modules recomputes {', '.join(inside)} inside it" if inside else ""
 
 
-def call_refusal(module: nn.Module, parts: Sequence[nn.Module], leaves: Sequence[Any]) -> str:
-    """Return why a call of a module can't run again, of its parts and what it is given."""
-    if "forward" in vars(module):
-        return "its forward was replaced"
-    for part in parts:
+def parts_refusal(module: nn.Module) -> str:
+    """Return why a module can't run again, of what is inside it."""
+    for part in [*module.modules()][1:]:
         if isinstance(part, torch.jit.ScriptModule):
             return "a part of it is in TorchScript"
         hooks = *part._forward_hooks.values(), *part._forward_pre_hooks.values()
         if not all(map(is_own_hook, hooks)):
             return "a part of it has hooks"
+    return ""
+
+
+def call_refusal(module: nn.Module, leaves: Sequence[Any]) -> str:
+    """Return why a call of a module can't run again, of what it is given."""
+    if "forward" in vars(module):
+        return "its forward was replaced"
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             is_plain = type(leaf) is torch.Tensor and leaf.layout is torch.strided

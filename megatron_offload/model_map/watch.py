@@ -244,7 +244,7 @@ class SavedMemory(Observer):
                 left_out = numbers[path][False] - numbers[path][True]
                 num_saved = max((n for call, n in counts.items() if call.path == path), default=0)
                 LargestTensors.of(modules[path], None).leave_out(left_out, num_saved)
-            elif path in changed:
+            elif path in changed or not keys_of[path].isdisjoint(self.made):
                 LargestTensors.of(modules[path], row.most).choose_anew()
         return _Shown(
             {

@@ -215,7 +215,7 @@ class Site:
             return "another hook of it comes in between"
         if _global_forward_hooks or _global_forward_pre_hooks:
             return "there are global hooks of forwards"
-        return call_refusal(module, (), leaves)
+        return call_refusal(module, leaves)
 
 
 @dataclass(eq=False, repr=False)

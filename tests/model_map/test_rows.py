@@ -89,22 +89,31 @@ def test_rows_keep_every_bit_and_do_what_they_say(rows, num_forwards):
     assert_nothing_left(context.manager)
 
 
-def test_a_row_offloads_no_more_than_its_largest_tensors():
-    def offloaded(most):
-        net = make_net()
-        context = around(net, [{"site": "mlp", "offload": most}], **AT_ONCE)
-        found = []
-        for _ in range(3):
-            take_steps(net, context, (8,))
-            context.end_step()
-            found.append(context.last_step.by_name["mlp"].offloaded_bytes)
-        return found
+def offloaded(net, most):
+    """Return what a row offloads of MLPs in each of three steps."""
+    context, found = around(net, [{"site": "mlp", "offload": most}], **AT_ONCE), []
+    for _ in range(3):
+        take_steps(net, context, (8,))
+        context.end_step()
+        found.append(context.last_step.by_name["mlp"].offloaded_bytes)
+    return found
 
+
+def test_a_row_offloads_no_more_than_its_largest_tensors():
     width_bytes = 4 * 2 * 8 * WIDTH * 4  # of four layers, and of floats
-    first, second, third = offloaded(2)
+    first, second, third = offloaded(make_net(), 2)
     assert first == second == third == 2 * 4 * width_bytes
-    assert offloaded(1)[-1] == 4 * width_bytes
-    assert offloaded("all")[-1] > third
+    assert offloaded(make_net(), 1)[-1] == 4 * width_bytes
+    assert offloaded(make_net(), "all")[-1] > third
+
+
+def test_what_is_recomputed_in_front_of_a_site_is_dropped_where_two_of_its_tensors_are_offloaded():
+    def change(layer):
+        layer.forward = lambda x: x + layer.mlp(layer.norm(x))
+
+    rows = [{"site": "mlp", "offload": 2}, {"site": "norm", "recompute": True}]
+    does = check(partial(changed_net, change), rows, (8, 8), **AT_ONCE).last_step.by_name["mlp"]
+    assert does.recomputed_bytes == 4 * 2 * 8 * WIDTH * 4
 
 
 def test_limits_follow_what_rows_would_offload_of_all_layers_and_memory_comes_back():
@@ -644,14 +653,8 @@ def test_such_a_part_can_be_compiled_whole():
 
 
 def test_rows_do_what_they_say_in_the_second_step_too():
-    net = mixed_net()
-    context = around(net, THREE, **AT_ONCE)
-    found = []
-    for _ in range(3):
-        take_steps(net, context, (8,))
-        context.end_step()
-        found.append(context.last_step.by_name["mlp"].offloaded_bytes)
-    assert found[0] == found[1] == found[2] > 0
+    first, second, third = offloaded(mixed_net(), 3)
+    assert first == second == third > 0
 
 
 def test_parts_that_save_little_have_hooks_where_a_row_is_for_all_as_they_may_save_more():
