@@ -16,6 +16,9 @@ _LAYERS = ("TransformerLayer", "GradientCheckpointingLayer")
 _AROUND = ("MultiTokenPredictionLayer",)
 """Classes that have a layer as their part."""
 
+_NOTHING = ("Identity", "IdentityOp")
+"""Classes that return what they are given: torch's, and Megatron's of what a layer goes without."""
+
 PARTS = {
     "mlp": ("mlp", "feed_forward", "ffn", "ff"),
     "attention": ("self_attention", "cross_attention", "self_attn", "attn", "attention"),
@@ -82,7 +85,7 @@ def is_known_layer(module: nn.Module) -> bool:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether a module is called itself, and takes hooks."""
-    if isinstance(module, torch.jit.ScriptModule):
+    """Whether a module is called itself, takes hooks, and stands for more than nothing."""
+    if isinstance(module, torch.jit.ScriptModule) or type(module).__name__ in _NOTHING:
         return False
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
