@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
+
+_HERE = nullcontext()
 
 
 def device_context() -> DeviceContext | None:
@@ -58,14 +60,13 @@ def _vmap_level() -> int:
     return level
 
 
-def is_in_vmap() -> bool:
-    """Whether `outside_vmap` would leave anything."""
-    return bool(_vmap_level()) or peek_interpreter_stack() is not None
+def outside_vmap() -> AbstractContextManager[None]:
+    """Leave all of vmap, by which a backward may take gradients in batches, of tensors without."""
+    return _outside_vmap() if _vmap_level() or peek_interpreter_stack() else _HERE
 
 
 @contextmanager
-def outside_vmap() -> Iterator[None]:
-    """Leave all of vmap, by which a backward may take gradients in batches, of tensors without."""
+def _outside_vmap() -> Iterator[None]:
     level = _vmap_level()
     for _ in range(level):
         torch._C._vmapmode_decrement_nesting()

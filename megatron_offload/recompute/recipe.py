@@ -36,7 +36,7 @@ from megatron_offload.engine.saved_tensor import SavedTensor, changed_in_place
 from megatron_offload.errors import CorruptionError, StateError
 from megatron_offload.memory.layout import bytes_of, layout_of
 from megatron_offload.memory.storage_ref import StorageRef
-from megatron_offload.recompute.call_state import MODES, CallState
+from megatron_offload.recompute.call_state import MODES
 from megatron_offload.recompute.proof import Proof, Proofs
 from megatron_offload.recompute.random_states import RandomStates
 
@@ -230,7 +230,8 @@ class FunctionRecipe:
     """What is known of outputs that are made like this."""
     refusal: str
     """Why it can't be used, or nothing."""
-    call_state: CallState
+    call: Callable[..., Any]
+    """Calls the function under the state that it ran under."""
     version: int = field(init=False)
     """Version counter of the output when it was made."""
     form: tuple[Any, ...] = field(init=False)
@@ -318,9 +319,8 @@ class FunctionRecipe:
         """Return the groups whose bytes have to be on the device before `run`."""
         return set().union(*(part.needs() for part in self.parts if type(part) is Input))
 
-    @outside_vmap()
     def run(self) -> torch.Tensor:
-        """Make the tensor again, on the current stream.
+        """Make the tensor again, on the current stream, whatever vmap is entered.
 
         Raises:
             InPlaceModificationError: something that the function takes was changed since.
@@ -328,6 +328,10 @@ class FunctionRecipe:
             CorruptionError: the function made another kind of tensor than before, or for a proof
                 other bits.
         """
+        with outside_vmap():
+            return self._run()
+
+    def _run(self) -> torch.Tensor:
         self.constants.check("a tensor", self.unit)
         given = {id(part): part.as_given() for part in self.parts if type(part) is Input}
         made = self._call([given.get(id(part), part) for part in self.parts])
@@ -350,7 +354,7 @@ class FunctionRecipe:
 
     def _call(self, parts: Sequence[Any]) -> torch.Tensor:
         """Return what the function makes; for a proof no random state is changed."""
-        run = self.call_state.run
+        run = self.call
         with ExitStack() as undo:
             if self.sum is not None:
                 devices = {x.device.type for x in parts if isinstance(x, torch.Tensor)}

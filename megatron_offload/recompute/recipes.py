@@ -73,15 +73,16 @@ class Recipes:
         *,
         kwargs: Mapping[str, Any] | None = None,
         proof: Proof | None = None,
-        call_state: CallState | None = None,
+        call: Callable[..., Any] | None = None,
         runs: bool = True,
         holds: bool = False,
     ) -> None:
         """Note how a tensor was made, so that what saves it need not keep its bytes.
 
         ``proof`` is what is known of such outputs, by default of this call of the function in each
-        forward; ``runs`` whether it runs once more to be compared; ``holds`` whether it keeps what
-        it takes for its own backward anyway; the rest is as in `FunctionRecipe`.
+        forward; ``call`` calls it under the state of now, by default a `CallState`; ``runs`` says
+        whether it runs once more to be compared; ``holds`` whether it keeps what it takes for its
+        own backward anyway.
         """
         chunk = self._chunk
         is_plain = type(output) is torch.Tensor and chunk.transfers.backend.owns(output)
@@ -130,7 +131,7 @@ class Recipes:
         book = Proofs.of(chunk.transfers)
         if proof is None:
             proof = self._proof_of(book, function, unit)
-        how = unit, depth, book, proof, refusal, call_state or CallState()
+        how = unit, depth, book, proof, refusal, call or CallState().run
         recipe = FunctionRecipe(again, parts, Constants(constants), output, *how)
         if recipe.depth and book.begin(proof):
             recipe.begin_proof(output, inputs, sources, runs=runs)
@@ -241,5 +242,5 @@ def recomputable(
     call_state = CallState(keeps_grad=True, random_states=states)
     output = function(*inputs)
     if isinstance(output, torch.Tensor):
-        recipes_of(chunk).add(output, function, inputs, unit, call_state=call_state)
+        recipes_of(chunk).add(output, function, inputs, unit, call=call_state.run)
     return output

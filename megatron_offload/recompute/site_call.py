@@ -14,9 +14,9 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from operator import call as call_directly
 from operator import eq
 from threading import RLock
 from typing import Any
@@ -39,7 +39,7 @@ from megatron_offload.engine.hooks import (
 )
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_parameter
-from megatron_offload.engine.modes import has_modes, is_in_vmap, is_traced, outside_vmap
+from megatron_offload.engine.modes import has_modes, is_traced, outside_vmap
 from megatron_offload.engine.patches import PatchStack
 from megatron_offload.engine.saved_tensor import SavedTensor, changed_in_place
 from megatron_offload.engine.transfers import Transfers
@@ -89,6 +89,7 @@ class Site:
         refusal: why it is kept from here on, by what a call has shown.
         fills_late: whether a kernel fills what is saved last behind that: a rerun must not end
             there.
+        has_router: whether a part of it is one of Megatron's, which notes losses.
         proven_in: the step in which it was proven last, by the training flags of its modules.
     """
 
@@ -97,7 +98,7 @@ class Site:
         is_of_torch = self._type.__module__.startswith("torch.nn.") and not module._modules
         self.drops_inside = draws and not is_of_torch
         self.drops_output = unit not in RECOMPUTE_SITES
-        self.refusal, self.fills_late = "", False
+        self.refusal, self.fills_late, self.has_router = "", False, False
         self._layout: ModuleLayout | None = None
         self._prove_for(lambda: None)
         self._find_manager: FindManager
@@ -183,7 +184,7 @@ class Site:
         made = output[0] if call.picks_first else output
         if chunk is not None and isinstance(made, torch.Tensor):
             how: dict[str, Any] = {"proof": self._proof, "runs": not self.drops_inside}
-            how["holds"] = self.drops_inside or not self.draws
+            how |= {"holds": self.drops_inside or not self.draws, "call": call_directly}
             recipes_of(chunk).add(made, call.output, leaves, self.unit, **how)
 
     def _state_of(self, module: nn.Module) -> ModuleState | str:
@@ -195,6 +196,8 @@ class Site:
             parts = [*module.modules()]
             if any(isinstance(part, torch.jit.ScriptModule) for part in parts):
                 return "a part of it is in TorchScript"
+            bases = (base for part in parts for base in type(part).__mro__)
+            self.has_router = any(base.__module__ == _ROUTER for base in bases)
             self._layout = ModuleLayout(tables_of(parts), parts)
             state = self._layout.state(module, copies=copies)
         assert state is not None
@@ -272,9 +275,9 @@ class ModuleCall:
         ``pack`` is given what it saves.
         """
         run = partial(self._call_state.run, function, *args, pack=pack)
-        router = sys.modules.get(_ROUTER)
-        if router is None:
+        if not self.site.has_router:
             return self.state.run(run, self.site.path, self.site.unit)
+        router = sys.modules[_ROUTER]
         with PatchStack() as patches:
             for log in _LOGS:  # an auxiliary loss is not noted twice
                 if hasattr(router, log):
@@ -349,7 +352,7 @@ class SiteCall(ModuleCall):
         return made
 
     def _run_again_as_given(self) -> None:
-        with _running, outside_vmap() if is_in_vmap() else nullcontext():
+        with _running, outside_vmap():
             given = {
                 key: self._unpack(record).detach().requires_grad_(needs_grad)
                 for key, (record, needs_grad) in self._inputs.items()
