@@ -33,10 +33,12 @@ from megatron_offload.planning.frontier import KEEP, Action, Part, total
 
 _MOST_TENSORS = 8
 _LEAST_BYTES = 1 << 20  # of a tensor that is offloaded: a smaller one frees little for its call
-_SITE_US = 100.0  # what a call that runs again takes of the host's time besides
-_GROUP_US = 130.0  # likewise a group that is offloaded
+# Between other work, so that nothing of it lies in caches, these are some twice what loops show.
+_SITE_US = 250.0  # what a call that runs again takes of the host's time besides
+_GROUP_US = 200.0  # likewise a group that is offloaded
 _TENSOR_US = 45.0  # and each of its tensors
-_KEPT_US = 4.0  # and each that is saved there
+_VIEW_US = 20.0  # and each view of them that is saved
+_KEPT_US = 4.0  # and each tensor at all
 _LAYER_US = _GROUP_US + _MOST_TENSORS * _TENSOR_US  # and what is offloaded of a layer, at most
 _UNIT_US_PER_BYTE = 1e-6  # of an activation that is called again, which reads and writes memory
 _PART_US = 1000.0  # what a copy takes at least that is worth a group of its own
@@ -169,13 +171,14 @@ class LayerWatch(SavedMemory):
                 )
                 own = [KEEP]
                 if not site.refusal and freed_bytes > kept_bytes:
-                    us = times.us(path) + _SITE_US * times.host_share
+                    us = times.us(path) + times.exposed_us(_SITE_US)
                     own.append(Action(((site.name, "recompute"),), freed_bytes - kept_bytes, us))
                 if gbps > 0 and may_offload(site.name, path):
                     own += self._offloads(path, saved, num_saved[path], times, gbps)
                 again = KEEP
                 for unit, sizes in units.items() if has_units and site.name == "layer" else ():
-                    us = _UNIT_US_PER_BYTE * sum(sizes) + _GROUP_US * len(sizes) * times.host_share
+                    host_us = (_SITE_US + _GROUP_US) * len(sizes)
+                    us = _UNIT_US_PER_BYTE * sum(sizes) + times.exposed_us(host_us)
                     again = total((again, Action(((unit, "recompute"),), sum(sizes), us)))
                 layers[site.layer].append(_SeenSite(site.name, times.us(path), own, again))
         kinds = found if made else found[:1]
@@ -200,10 +203,11 @@ class LayerWatch(SavedMemory):
         # A group takes some of the host's time, so that it has to be worth a copy.
         least_bytes = max(_LEAST_BYTES, _PART_US * gbps * 1e3)
         large = sorted(x for x, size in inner.items() if x and size >= least_bytes)
-        sizes = [(self.sizes[key], is_own) for key, is_own in saved.items()]
-        for what, num_tensors, num_bytes in _offloads(sizes, has_inner=bool(large)):
-            host_us = _GROUP_US + _TENSOR_US * num_tensors + _KEPT_US * num_saved
-            us = host_us * times.host_share + times.copy_share * num_bytes / gbps / 1e3
+        sizes = [(self.sizes[x], is_own, len(self.savers[x])) for x, is_own in saved.items()]
+        for what, num_tensors, num_views, num_bytes in _offloads(sizes, has_inner=bool(large)):
+            host_us = _GROUP_US + _TENSOR_US * num_tensors + _VIEW_US * num_views
+            us = times.exposed_us(host_us + _KEPT_US * num_saved)
+            us += times.copy_share * num_bytes / gbps / 1e3
             parts: list[Part] = [(site.name, what)]
             parts += [(part, "all") for part in large if what == "all"]
             yield Action(tuple(parts), num_bytes, us, num_bytes)
@@ -227,24 +231,27 @@ def _part(site: Site, path: str, saver: str) -> str:
 
 
 def _offloads(
-    sizes: Iterable[tuple[int, bool]], *, has_inner: bool
-) -> Iterator[tuple[int | Literal["all"], int, int]]:
-    """Yield what of a site may be offloaded, of sizes and whether they are saved there alone.
+    sizes: Iterable[tuple[int, bool, int]], *, has_inner: bool
+) -> Iterator[tuple[int | Literal["all"], int, int, int]]:
+    """Yield what of a site may be offloaded, of the sizes of what it saves.
 
-    With it come the tensors that go, and their bytes. Rows pick the largest tensors; where others
-    save one too, all that are left to a site may go. With parts that are groups of their own
-    (``has_inner``) all of it leaves sooner.
+    With these come whether they are saved there alone, and how often. With what is offloaded comes
+    how many tensors that is, how often these are saved, and their bytes. Rows pick the largest
+    tensors; where others save one too, all that are left to a site may go. With parts that are
+    groups of their own (``has_inner``) all of it leaves sooner.
     """
-    num_bytes, ordered = 0, sorted(sizes, key=lambda one: (-one[0], one[1]))
-    for number, (size, is_own) in enumerate(ordered[:_MOST_TENSORS], 1):
+    num_bytes, num_views, ordered = 0, 0, sorted(sizes, key=lambda one: (-one[0], one[1]))
+    for number, (size, is_own, views) in enumerate(ordered[:_MOST_TENSORS], 1):
         if not is_own or size < _LEAST_BYTES:
             break
         num_bytes += size
+        num_views += views
         if number < len(ordered) or not has_inner:
-            yield number, number, num_bytes
-    own = [size for size, is_own in ordered if is_own]
-    if sum(own) - (0 if has_inner else num_bytes) >= max(1, _LEAST_BYTES):
-        yield "all", len(own), sum(own)
+            yield number, number, num_views, num_bytes
+    own = [(size, views) for size, is_own, views in ordered if is_own]
+    all_bytes, all_views = map(sum, zip(*own, strict=True)) if own else (0, 0)
+    if all_bytes - (0 if has_inner else num_bytes) >= _LEAST_BYTES:
+        yield "all", len(own), all_views, all_bytes
 
 
 class _SeenSite(NamedTuple):
@@ -385,12 +392,17 @@ class SiteTimes(CallTimes):
 
     @property
     def host_share(self) -> float:
-        """How much of what rows take of the host's time delays the device.
+        """How much of what rows take of the host's time in a layer delays the device, at most."""
+        return self.exposed_us(_LAYER_US) / _LAYER_US
 
-        All where it waits for the host, less where layers take longer than to be launched.
+    def exposed_us(self, host_us: float) -> float:
+        """Return how long the device waits where a layer takes so much more of the host's time.
+
+        All of it where it waits for the host, less where layers take longer than to be launched.
+        What else rows do in the layer takes of the same slack.
         """
         if self.holds_back or not self._host_us:  # on virtual time the host takes none
             return 0.0
-        device_us = self.forward_us / self.scale
+        device_us, most_us = self.forward_us / self.scale, max(host_us, _LAYER_US)
         slack_us = [(device_us * size - self._host_us) / self._num_layers for size in self.sizes]
-        return mean(min(1.0, max(0.0, 1 - slack / _LAYER_US)) for slack in slack_us)
+        return host_us * mean(min(1.0, max(0.0, 1 - slack / most_us)) for slack in slack_us)

@@ -80,6 +80,8 @@ def test_the_host_s_time_counts_where_layers_take_no_longer_than_to_be_launched(
     assert timing.host_share == pytest.approx(2 / 3), "the longest is slower than the host"
     timing.sizes = [1 + layers._LAYER_US / 4 / 3000]
     assert timing.host_share == pytest.approx(0.75)
+    assert timing.exposed_us(100) == pytest.approx(75), "as a part of what rows do in a layer"
+    assert timing.exposed_us(5000) == pytest.approx(5000 - layers._LAYER_US / 4)
     timing.holds_back = True
     assert timing.host_share == 0.0
 
@@ -90,7 +92,7 @@ def test_what_functions_make_is_offloaded_or_made_again():
     watch.sizes = {1: 2 * MIB, 2: 4 * MIB}
     watch.saves = [((_Call("0.l.mlp"),), key) for key in (1, 2)]
     watch.made = {2: "mlp_act"}
-    on_device = {"host_share": 0.0, "copy_share": 0.03}
+    on_device = {"host_share": 0.0, "exposed_us": lambda _: 0.0, "copy_share": 0.03}
     times = SimpleNamespace(us=lambda _: 1000.0, copied_us=lambda: {0: 1500.0}, **on_device)
     (actions,) = watch.actions(times, 100.0, []).values()
     found = {one.parts: (one.freed_bytes // MIB, one.copied_bytes // MIB) for one in actions}
@@ -101,15 +103,20 @@ def test_what_functions_make_is_offloaded_or_made_again():
     assert found[act, ("mlp", 1)] == (6, 2)
     assert found[("layer", "recompute"),] == (6, 0)
     assert (act, ("layer", "recompute")) not in found
-    times.host_share = 1.0
+    times.host_share, times.exposed_us = 1.0, float
     again = next(x for x in watch.actions(times, 100.0, [])[0] if x.parts == (act,))
     assert again.us > next(x for x in actions if x.parts == (act,)).us + 100
     before = {one.parts: one.us for one in watch.actions(times, 100.0, [])[0]}
     watch.saves += [((_Call("0.l.mlp"),), None)] * 50  # what is kept takes the host's time too
     after = {one.parts: one.us for one in watch.actions(times, 100.0, [])[0]}
     assert after[("mlp", 1),] - before[("mlp", 1),] == pytest.approx(50 * layers._KEPT_US)
+    watch.saves += [((_Call("0.l.mlp"),), 2)] * 10  # so are views of what is offloaded
+    del watch.savers
+    more = {one.parts: one.us for one in watch.actions(times, 100.0, [])[0]}
+    more_us = 10 * (layers._KEPT_US + layers._VIEW_US)
+    assert more[("mlp", 1),] - after[("mlp", 1),] == pytest.approx(more_us)
 
 
 def test_of_tensors_of_one_size_those_that_others_save_too_come_first():
-    found = layers._offloads([(4, True), (4, False), (2, True)], has_inner=False)
+    found = layers._offloads([(4, True, 1), (4, False, 1), (2, True, 1)], has_inner=False)
     assert [what for what, *_ in found] == ["all"], "a row for one might pick the other's"
