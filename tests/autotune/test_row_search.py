@@ -154,6 +154,7 @@ def test_a_part_that_saves_nothing_is_no_matter(gbps, what):
     job.found()
     found = {part for all_ in job.search._actions.values() for one in all_ for part in one.parts}
     assert ("attention", what) in found
+    assert not any("cross_attention" in path for path in job.search._sites())
     assert job.manager.rows
 
 
