@@ -17,6 +17,7 @@ one another, as in ``prefetch_bytes=2GiB|1GiB``, are those of pipeline ranks 0, 
     ours-all     all of attention and MLP moved
     ours-five    Megatron's five modules of a dense layer (or --modules) moved
     ours-whole   this package's OffloadActivations, as in ours-whole:max_fwd_stash_size=3
+    ours-rows    rows by hand, as in "ours-rows:{layers: 0-3, site: mlp, recompute: true}"
     ours         any modules, as ours-recompute: --modules, or ours:modules=mlp_fc1+mlp_act+mlp_fc2
     megatron     megatron-core's own offload, the same five (or --modules, or as for ours); its
                  trainer asks for NVTE_CPU_OFFLOAD_V1=1, megatron:te_v1=0 goes without
@@ -24,6 +25,8 @@ one another, as in ``prefetch_bytes=2GiB|1GiB``, are those of pipeline ranks 0, 
     trl          TRL's OffloadActivations, where it is installed; PP=1 only
     save_on_cpu  torch.autograd.graph.save_on_cpu(pin_memory=True) around each forward
     recompute    full recompute, layer by layer
+    recompute-layers:K
+                 of the first K layers of each stage, by Megatron's block method
     recompute-selective
                  Megatron's recompute_modules: its norms and its dense MLP, or as in
                  recompute-selective:modules=core_attn
@@ -87,6 +90,7 @@ KINDS = {
     "ours-inputs": ("layer_input",),
     "ours-all": ALL,
     "ours-five": FIVE,
+    "ours-rows": LAUNCHED,
     "ours-whole": (),
     "ours": FIVE,
     "megatron": FIVE,
@@ -94,6 +98,7 @@ KINDS = {
     "trl": (),
     "save_on_cpu": (),
     "recompute": (),
+    "recompute-layers": (),
     "recompute-selective": ("layernorm", "mlp"),
 }
 """By mode the modules that it offloads, or recomputes, where nothing else is said."""
@@ -108,6 +113,8 @@ SETTINGS = {
 }
 """By mode the settings that are its own."""
 CHOOSES_MODULES = ("ours", "ours-auto", "ours-target", "megatron", "recompute-selective")
+WHOLE_SETTING = {"ours-rows": "rows", "recompute-layers": "layers"}
+"""By mode what all behind its colon is."""
 SINGLE_STAGE = ("te", "trl")
 WHOLE_MODEL_SETTINGS = ("max_fwd_stash_size", "min_offload_size")
 GRACE_S = 3.0
@@ -228,6 +235,8 @@ def read_mode(text, modules=None):
     if kind not in KINDS:
         raise ValueError(f"unknown mode {kind!r}; there are {', '.join(KINDS)}")
     items = [item for item in rest.split(",") if item]
+    if kind in WHOLE_SETTING:
+        items = [f"{WHOLE_SETTING[kind]}={rest}"]
     if any("=" not in item for item in items):
         raise ValueError(f"{text!r}: settings are key=value, separated by commas")
     chosen = list(modules if modules and KINDS[kind] == FIVE else KINDS[kind])
@@ -239,6 +248,10 @@ def read_mode(text, modules=None):
             chosen = value.split("+")
         elif key == "te_v1" and kind == "megatron" and value in ("0", "1"):
             te_v1 = value
+        elif key == "layers" and kind == "recompute-layers" and value.isdigit():
+            arguments[key] = int(value)
+        elif kind == "ours-rows":
+            options.append(f"rows=[{value}]")
         elif key in WHOLE_MODEL_SETTINGS and kind == "ours-whole" and value.isdigit():
             arguments[key] = int(value)
         elif key == "recompute" and kind.startswith("ours"):
@@ -246,7 +259,7 @@ def read_mode(text, modules=None):
         elif key != "modules" and kind.startswith("ours"):
             options.append(item)
         else:
-            raise ValueError(f"mode {kind!r} takes no setting {key!r}")
+            raise ValueError(f"mode {kind!r} takes no {key}={value}")
     return {
         "mode": text,
         "kind": kind,
@@ -265,6 +278,11 @@ def options_of_rank(options, rank):
         several = values.split("|")
         chosen.append(f"{key}={several[min(rank, len(several) - 1)]}")
     return chosen
+
+
+def named_modules(spec):
+    """Return the modules of a mode as a setting of its configuration; rows stand in their place."""
+    return {} if spec["kind"] == "ours-rows" else {"modules": spec["modules"]}
 
 
 def order_of(specs, repetition):
@@ -482,7 +500,7 @@ def check_settings(options):
             for rank in range(options.sizes["pp"]):
                 try:
                     data = apply_overrides({}, options_of_rank(spec["options"], rank))
-                    validate(OffloadConfig, data | {"modules": spec["modules"]}, spec["mode"])
+                    validate(OffloadConfig, data | named_modules(spec), spec["mode"])
                 except ConfigError as error:
                     sys.exit(str(error))
 

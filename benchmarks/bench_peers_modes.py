@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench_peers import options_of_rank
+from bench_peers import named_modules, options_of_rank
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
@@ -81,6 +81,12 @@ class Recompute(Nothing):
         return FULL
 
 
+class RecomputeLayers(Nothing):
+    def transformer_options(self):
+        number = self.spec["arguments"]["layers"]
+        return FULL | {"recompute_method": "block", "recompute_num_layers": number}
+
+
 class RecomputeSelective(Nothing):
     def transformer_options(self):
         modules = list(self.spec["modules"])
@@ -124,7 +130,7 @@ class Ours(Marked):
         from megatron_offload.integrations import megatron_core
 
         self.manager = PipelineOffloadManager.get_instance()
-        config = self.read_config(enabled=True, modules=self.spec["modules"])
+        config = self.read_config(enabled=True, **named_modules(self.spec))
         if self.spec["min_elements"] <= 1 and "min_tensor_bytes" not in config.model_fields_set:
             config = config.model_copy(update={"min_tensor_bytes": 0})
         self.manager.configure(config)
@@ -336,12 +342,14 @@ MODES = {
     "ours-target": Ours,
     "ours-recompute": Ours,
     "ours-inputs": Ours,
+    "ours-rows": Ours,
     "ours-whole": OursWhole,
     "megatron": Megatron,
     "te": TransformerEngine,
     "trl": Trl,
     "save_on_cpu": SaveOnCpu,
     "recompute": Recompute,
+    "recompute-layers": RecomputeLayers,
     "recompute-selective": RecomputeSelective,
 }
 

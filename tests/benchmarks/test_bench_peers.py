@@ -79,7 +79,8 @@ def test_flags_replace_sizes():
     ("arguments", "reason"),
     [
         (["--shape", "c", "--modes", "nonsense"], "unknown mode 'nonsense'"),
-        (["--shape", "c", "--modes", "megatron:fraction=1"], "takes no setting"),
+        (["--shape", "c", "--modes", "megatron:fraction=1"], "takes no fraction=1"),
+        (["--shape", "c", "--modes", "recompute-layers:x"], "takes no layers=x"),
         (["--shape", "c", "--modes", "ours-all:fraction"], "key=value"),
         (["--shape", "c", "--modes", "none", "none"], "listed twice"),
         (["--shape", "c", "--layers", "17"], "don't divide"),
@@ -104,6 +105,11 @@ def test_a_mode_carries_its_settings():
     for rank, size in ((0, "3GiB"), (1, "2GiB"), (3, "1GiB")):
         found = bench_peers.options_of_rank(options, rank)
         assert found == [f"prefetch_bytes={size}", "fraction=0.5"]
+    spec = bench_peers.read_mode("ours-rows:{site: mlp, offload: 1}, {site: norm, recompute: true}")
+    assert spec["options"] == ["rows=[{site: mlp, offload: 1}, {site: norm, recompute: true}]"]
+    assert bench_peers.named_modules(spec) == {}
+    number = MODES["recompute-layers"](bench_peers.read_mode("recompute-layers:3"))
+    assert number.transformer_options()["recompute_num_layers"] == 3
     assert bench_peers.read_mode("ours-five")["modules"] == list(bench_peers.FIVE)
     assert bench_peers.read_mode("ours", ["mlp_act"])["modules"] == ["mlp_act"]
     assert bench_peers.read_mode("ours-all", ["mlp_act"])["modules"] == list(bench_peers.ALL)
