@@ -16,8 +16,11 @@ _LAYERS = ("TransformerLayer", "GradientCheckpointingLayer")
 _AROUND = ("MultiTokenPredictionLayer",)
 """Classes that have a layer as their part."""
 
-_NOTHING = ("Identity", "IdentityOp")
-"""Classes that return what they are given: torch's, and Megatron's of what a layer goes without."""
+_NOTHING = {
+    ("torch.nn.modules.linear", "Identity"),
+    ("megatron.core.transformer.identity_op", "IdentityOp"),
+}
+"""Classes that return what they are given: Megatron's stand for what a layer goes without."""
 
 PARTS = {
     "mlp": ("mlp", "feed_forward", "ffn", "ff"),
@@ -86,6 +89,7 @@ def is_known_layer(module: nn.Module) -> bool:
 
 def has_forward(module: nn.Module) -> bool:
     """Whether a module is called itself, takes hooks, and stands for more than nothing."""
-    if isinstance(module, torch.jit.ScriptModule) or type(module).__name__ in _NOTHING:
+    kind = type(module)
+    if isinstance(module, torch.jit.ScriptModule) or (kind.__module__, kind.__name__) in _NOTHING:
         return False
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
