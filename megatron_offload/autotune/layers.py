@@ -19,17 +19,20 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils import _pytree as pytree
 
 from megatron_offload.backends.base import Backend
-from megatron_offload.core.row_config import MODEL
+from megatron_offload.core.row_config import EXPERTS, MODEL, MOE_ACT
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.module_hooks import ModuleHook, tokens_of
 from megatron_offload.memory.layout import layout_of
 from megatron_offload.memory.storage_ref import StorageRef
 from megatron_offload.model_map.offload_site import outputs
-from megatron_offload.model_map.sites import EXPERTS, CallTimes, Site, modules_of
+from megatron_offload.model_map.sites import CallTimes, Site, modules_of
 from megatron_offload.model_map.structure import has_forward
 from megatron_offload.model_map.watch import MayMove, SavedMemory
 from megatron_offload.planning.frontier import KEEP, Action, Part, total
+
+ROUTED = EXPERTS, MOE_ACT
+"""How sites end that are given what is routed to them, in an MLP that does nothing else then."""
 
 _MOST_TENSORS = 8
 _LEAST_BYTES = 1 << 20  # of a tensor that is offloaded: a smaller one frees little for its call
@@ -109,7 +112,7 @@ class LayerWatch(SavedMemory):
 
     def _note_inputs(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.called.add(path)
-        if not self._sites[path].name.endswith(EXPERTS):
+        if not self._sites[path].name.endswith(ROUTED):
             self.tokens.add(tokens_of(args, kwargs))
         for leaf in pytree.tree_leaves((args, kwargs)):
             if (
@@ -170,10 +173,16 @@ class LayerWatch(SavedMemory):
                     self.sizes[x] for x, is_own in saved.items() if is_own and x not in inputs
                 )
                 own = [KEEP]
-                if not site.refusal and freed_bytes > kept_bytes:
+                if site.name == MOE_ACT:  # what is behind it saves what it returns
+                    experts = {} if has_units else all_inside[path.rpartition(".")[0]]
+                    every = saved | {x: y for x, y in experts.items() if made.get(x) == "mlp_act"}
+                    num_bytes = sum(self.sizes[x] for x, is_own in every.items() if is_own)
+                    us = _UNIT_US_PER_BYTE * num_bytes + times.exposed_us(_SITE_US)
+                    own.append(Action(((MOE_ACT, "recompute"),), num_bytes, us))
+                elif not site.refusal and freed_bytes > kept_bytes:
                     us = times.us(path) + times.exposed_us(_SITE_US)
                     own.append(Action(((site.name, "recompute"),), freed_bytes - kept_bytes, us))
-                if gbps > 0 and may_offload(site.name, path):
+                if gbps > 0 and site.name != MOE_ACT and may_offload(site.name, path):
                     own += self._offloads(path, saved, num_saved[path], times, gbps)
                 again = KEEP
                 for unit, sizes in units.items() if has_units and site.name == "layer" else ():
@@ -269,7 +278,7 @@ def _actions_of(found: list[_SeenSite], most_bytes: float) -> Iterator[Action]:
     for seen in found:
         base = total((base, seen.again))  # all else comes on top of it
         choices[seen.name] = _merged(choices.get(seen.name), seen.actions)
-    for name in [name for name in choices if name.endswith(EXPERTS)]:
+    for name in [name for name in choices if name.endswith(ROUTED)]:
         choices.setdefault("mlp", [KEEP]).extend(choices.pop(name)[1:])  # one or the other
     whole = choices.pop("layer", [KEEP])[1:]
     if any(action.copied_bytes for all_ in choices.values() for action in all_):

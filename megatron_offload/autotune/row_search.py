@@ -321,6 +321,10 @@ class RowSearch(OldAttributes):
             rows = self.plan.rows() if has_rows and self.plan else self._rows
             on_trial = kind == "trying" and not self._is_tight
             self.manager.follow_rows(rows, is_own=True, on_trial=on_trial)
+            self._follow_in_library(rows)
+
+    def _follow_in_library(self, rows: Sequence[RowConfig]) -> None:
+        """Let a library do in this step what rows leave to it."""
 
     def forward_begins(self, model: nn.Module | None = None) -> None:
         """A forward of the model has begun, or of a chunk of it."""

@@ -19,6 +19,12 @@ from megatron_offload.files.strict_model import Converted, StrictModel, default
 UNITS = ("norm", "mlp_act")
 """What rows recompute wherever it is: modules of known classes, and Megatron's functions."""
 
+EXPERTS = ".experts"
+"""In an MLP: they run again where routing can't, or wouldn't to the bit."""
+
+MOE_ACT = "moe_act"
+"""The activation of Megatron's grouped experts, which it recomputes itself."""
+
 LOSS = "loss"
 """The site of a model's loss, which is computed by rows of its logits."""
 

@@ -32,12 +32,12 @@ NOTES = (
 WITHOUT_WEIGHTS = {"core_attn", "attn_norm", "mlp_norm", "mlp_act", "moe_act", LAYER_INPUT}
 """Groups in which no linear layer saves its weight."""
 
-_CORE, _RERUN = "offload_core_attention", "activation_recompute"
+_CORE, RERUN = "offload_core_attention", "activation_recompute"
 _FLAGS = {
     **{f"offload_{site}": (site, False) for site in MEGATRON_MODULES if site != LAYER_INPUT},
     "offload_core_attn": ("", False),  # of layers of 0.19, for graphs alone
     _CORE: ("core_attn", False),
-    _RERUN: ("moe_act", True),
+    RERUN: ("moe_act", True),
 }
 """By attribute of a layer, or of a part of it, of what group it is, and whether it says that this
 is recomputed by Megatron; else, that it is marked."""
@@ -116,7 +116,7 @@ def mark_layers(model: nn.Module, rows: Sequence[RowConfig]) -> None:
                 raise ConfigError(f"rows {own[0]} and {own[1]} are both about {layer}")
             for part in parts if ours else ():
                 is_rerun = flag == _CORE and getattr(part, "checkpoint_core_attention", False)
-                if flag in vars(part) and (flag == _RERUN or vars(part)[flag]) and not is_rerun:
+                if flag in vars(part) and (flag == RERUN or vars(part)[flag]) and not is_rerun:
                     _mark(part, flag, own[0] if own else None)
                     used += own
     for row in rows:

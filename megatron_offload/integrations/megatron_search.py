@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -12,8 +12,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.autotune.row_search import ADVICE, RowSearch
+from megatron_offload.core.row_config import EXPERTS, MOE_ACT, RowConfig
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.module_hooks import expression_of, hooks_of
+from megatron_offload.integrations.megatron_rows import RERUN, mark_layers
+from megatron_offload.model_map.sites import Site, modules_of
 from megatron_offload.planning.policy import ModulesPolicy
 
 _logger = logging.getLogger(__name__)
@@ -39,6 +42,7 @@ class MegatronSearch(RowSearch):
     def begin(self, manager: PipelineOffloadManager) -> None:
         """Begin anew, between two steps, with what the manager's configuration leaves open."""
         self._models.clear()
+        self._followed: list[RowConfig] = []
         self._has_joined, self._num_empty = False, 0
         super().begin(manager)
 
@@ -73,6 +77,25 @@ class MegatronSearch(RowSearch):
         if self._has_joined:
             handles.append(self.hook_end(model))
         return handles
+
+    def _sites(self) -> dict[str, Site]:
+        """Return what others have, and the activations of grouped experts."""
+        found, named = super()._sites(), self._named_recompute
+        experts = {x: site for x, site in found.items() if site.name.endswith(EXPERTS)}
+        for path, module in modules_of(experts).items():
+            config, behind = getattr(module, "config", None), getattr(module, "linear_fc2", None)
+            is_quantised = getattr(config, "fp8", None) or getattr(config, "fp4", None)
+            may_rerun = (named is None or "mlp_act" in named) and not is_quantised
+            if may_rerun and vars(module).get(RERUN) is False and behind is not None:
+                found[f"{path}.linear_fc2"] = Site(experts[path].layer, MOE_ACT, behind)
+        return found
+
+    def _follow_in_library(self, rows: Sequence[RowConfig]) -> None:
+        rows = [row for row in rows if row.site == MOE_ACT]
+        if rows != self._followed:
+            self._followed = rows
+            for model in self._models.values():
+                mark_layers(model, rows)
 
     def __call__(self, manager: PipelineOffloadManager) -> None:
         """Look back at the step that has ended, and prepare for the next."""

@@ -18,6 +18,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.backends.base import Backend
+from megatron_offload.core.row_config import EXPERTS, MOE_ACT
 from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.module_hooks import (
     compiled_parts,
@@ -26,9 +27,6 @@ from megatron_offload.engine.module_hooks import (
     named_modules,
 )
 from megatron_offload.model_map.structure import PARTS, has_forward, is_known_layer, layers_of
-
-EXPERTS = ".experts"
-"""In an MLP: they run again where routing can't, or wouldn't to the bit."""
 
 LIBRARIES = (
     *("torch.nn.", "torch.distributed.fsdp.", "transformers.", "peft.", "megatron.core."),
@@ -40,7 +38,7 @@ again with the same effect, as those of anyone else need not."""
 _EMPTIED = {
     "layernorm": {"layer"},
     "mla_up_proj": {"layer", "attention"},
-    "moe_act": {"layer", "mlp", f"mlp{EXPERTS}"},
+    MOE_ACT: {"layer", "mlp", f"mlp{EXPERTS}"},
 }
 """Of Megatron's ``recompute_modules`` those whose outputs it empties, and the sites around them."""
 

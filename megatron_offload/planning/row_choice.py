@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from megatron_offload.core.policy_config import AutoConfig
-from megatron_offload.core.row_config import MODEL, UNITS
+from megatron_offload.core.row_config import EXPERTS, MODEL, MOE_ACT, UNITS
 from megatron_offload.core.units import format_bytes
 from megatron_offload.planning.frontier import Action, Part, Plan, frontier
 
@@ -161,7 +161,7 @@ class Stage:
 
 def _has_no_length(site: str) -> bool:
     """Whether a site is in no layer, or is given what has been routed to it."""
-    return site in (MODEL, *UNITS) or site.endswith(".experts")
+    return site in (MODEL, *UNITS) or site.endswith((EXPERTS, MOE_ACT))
 
 
 def busy_share(tokens: Sequence[float], min_tokens: float, growth: float = 1.0) -> float:

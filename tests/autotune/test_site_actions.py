@@ -117,6 +117,23 @@ def test_what_functions_make_is_offloaded_or_made_again():
     assert more[("mlp", 1),] - after[("mlp", 1),] == pytest.approx(more_us)
 
 
+def test_of_grouped_experts_the_activation_alone_is_recomputed_or_something_of_the_mlp_done():
+    paths = "0.l", "0.l.mlp", "0.l.mlp.experts", "0.l.mlp.experts.linear_fc2"
+    names = dict(zip(paths, ("layer", "mlp", "mlp.experts", "moe_act"), strict=True))
+    watch = LayerWatch({x: site(y) for x, y in names.items()}, lambda _: True, make_manager())
+    watch.sizes = {1: 8 * MIB, 2: 4 * MIB, 3: 4 * MIB}
+    watch.saves = [((_Call(paths[2 + (key == 3)]),), key) for key in (1, 2, 3)]
+    watch._inputs[paths[3]] = {3: 4 * MIB}
+    watch.made = {2: "mlp_act"}
+    free = {"exposed_us": lambda _: 0.0, "host_share": 0.0, "copy_share": 0.03}
+    times = SimpleNamespace(us=lambda _: 1000.0, copied_us=lambda: {0: 1500.0}, **free)
+    (actions,) = watch.actions(times, 100.0, []).values()
+    found = {one.parts: one.freed_bytes // MIB for one in actions}
+    rerun, act = ("moe_act", "recompute"), ("mlp_act", "recompute")
+    assert (found[rerun,], found[act, rerun], found[act,]) == (8, 8, 4)
+    assert all({*parts} <= {rerun, act} for parts in found if rerun in parts)
+
+
 def test_of_tensors_of_one_size_those_that_others_save_too_come_first():
     found = layers._offloads([(4, True, 1), (4, False, 1), (2, True, 1)], has_inner=False)
     assert [what for what, *_ in found] == ["all"], "a row for one might pick the other's"

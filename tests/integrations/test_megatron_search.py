@@ -183,6 +183,34 @@ def test_where_no_rows_can_be_found_it_is_said_once_and_kept_what_there_is_room_
     assert manager.learner.is_open
 
 
+def test_activations_of_grouped_experts_are_recomputed_by_megatron_itself(manager):
+    model, search = configured(TransformerLayer(1)), manager.tuner
+    model[0].mlp, experts = nn.Linear(2, 2), nn.Linear(2, 2)
+    model[0].mlp.experts, experts.linear_fc2 = experts, nn.Linear(2, 2)
+    experts.config, experts.activation_recompute = SimpleNamespace(fp8=None), False
+    search._models[0] = model
+
+    def site():
+        found = search._sites().get("0.0.mlp.experts.linear_fc2")
+        return found and found.name
+
+    assert site() == "moe_act"
+    activation, other = (RowConfig(site=x, recompute=True) for x in ("moe_act", "attention"))
+    for rows in ([other, activation], [other], [activation], ()):
+        search._follow_in_library(rows)
+        assert experts.activation_recompute is (activation in rows)
+    for what, name, value in (
+        (experts, "activation_recompute", True),  # it is anyway
+        (experts.config, "fp8", "hybrid"),
+        (manager, "config", manager.config.model_copy(update={"recompute": ("norm",)})),
+    ):
+        before = getattr(what, name)
+        setattr(what, name, value)
+        assert site() is None
+        setattr(what, name, before)
+    assert site() == "moe_act"
+
+
 def test_layers_that_megatron_recomputes_have_no_rows_until_it_is_configured_anew(manager):
     model = nn.Linear(2, 2)
     settings = {"recompute_granularity": "full", "offload_modules": ["layer_input"]}
