@@ -81,12 +81,13 @@ class MegatronSearch(RowSearch):
     def _sites(self) -> dict[str, Site]:
         """Return what others have, and the activations of grouped experts."""
         found, named = super()._sites(), self._named_recompute
+        if not (named is None or "mlp_act" in named) or self.manager.config.whole_step_graph:
+            return found  # in a graph it would ask for the random states
         experts = {x: site for x, site in found.items() if site.name.endswith(EXPERTS)}
         for path, module in modules_of(experts).items():
             config, behind = getattr(module, "config", None), getattr(module, "linear_fc2", None)
             is_quantised = getattr(config, "fp8", None) or getattr(config, "fp4", None)
-            may_rerun = (named is None or "mlp_act" in named) and not is_quantised
-            if may_rerun and vars(module).get(RERUN) is False and behind is not None:
+            if vars(module).get(RERUN) is False and behind is not None and not is_quantised:
                 found[f"{path}.linear_fc2"] = Site(experts[path].layer, MOE_ACT, behind)
         return found
 

@@ -202,7 +202,8 @@ def test_activations_of_grouped_experts_are_recomputed_by_megatron_itself(manage
     for what, name, value in (
         (experts, "activation_recompute", True),  # it is anyway
         (experts.config, "fp8", "hybrid"),
-        (manager, "config", manager.config.model_copy(update={"recompute": ("norm",)})),
+        (manager, "config", OffloadConfig(policy="auto", recompute=["norm"])),
+        (manager, "config", OffloadConfig(policy="auto", whole_step_graph=True)),
     ):
         before = getattr(what, name)
         setattr(what, name, value)
