@@ -282,7 +282,7 @@ def options_of_rank(options, rank):
 
 def named_modules(spec):
     """Return the modules of a mode as a setting of its configuration; rows stand in their place."""
-    return {} if spec["kind"] == "ours-rows" else {"modules": spec["modules"]}
+    return {} if spec.get("kind") == "ours-rows" else {"modules": spec["modules"]}
 
 
 def order_of(specs, repetition):
