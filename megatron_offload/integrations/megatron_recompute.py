@@ -73,6 +73,12 @@ def _grouping(original: Call, *args: Any, **kwargs: Any) -> Any:
     return commit_group(manager, outputs, LAYER_INPUT, received)
 
 
+def is_known_activation(activate: Any) -> bool:
+    """Whether an activation has the same effect each time that it runs."""
+    is_of_torch = activate in (nn.functional.gelu, nn.functional.silu)
+    return is_of_torch or getattr(activate, "__module__", "") == "megatron.core.activations"
+
+
 def _noting_activation(original: Call, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Note the recipe of an MLP's activation, where Megatron calls it by itself and it is known."""
     if self in keeps_activation and not _kept:
@@ -86,11 +92,8 @@ def _noting_activation(original: Call, self: Any, *args: Any, **kwargs: Any) -> 
         config.bias_activation_fusion or config.use_te_activation_func or config.gated_linear_unit
     ) or getattr(config, "use_fused_weighted_squared_relu", False)
     activate: Any = None if torch.compiler.is_compiling() else own.get("activation_func")
-    is_known = activate in (nn.functional.gelu, nn.functional.silu) or (
-        getattr(activate, "__module__", "") == "megatron.core.activations"
-    )
     may = "mlp_act" in manager.recompute and manager.may_recompute("mlp_act")
-    if is_other or not (may and is_known and manager.records()):
+    if is_other or not (may and is_known_activation(activate) and manager.records()):
         return original(self, *args, **kwargs)
     own["activation_func"] = partial(_noting, activate)
     try:

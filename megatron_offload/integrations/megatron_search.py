@@ -15,6 +15,7 @@ from megatron_offload.autotune.row_search import ADVICE, RowSearch
 from megatron_offload.core.row_config import EXPERTS, MOE_ACT, RowConfig
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.module_hooks import expression_of, hooks_of
+from megatron_offload.integrations.megatron_recompute import is_known_activation
 from megatron_offload.integrations.megatron_rows import RERUN, mark_layers
 from megatron_offload.model_map.sites import Site, modules_of
 from megatron_offload.planning.policy import ModulesPolicy
@@ -86,8 +87,9 @@ class MegatronSearch(RowSearch):
         experts = {x: site for x, site in found.items() if site.name.endswith(EXPERTS)}
         for path, module in modules_of(experts).items():
             config, behind = getattr(module, "config", None), getattr(module, "linear_fc2", None)
-            is_quantised = getattr(config, "fp8", None) or getattr(config, "fp4", None)
-            if vars(module).get(RERUN) is False and behind is not None and not is_quantised:
+            own, is_quantised = vars(module), any(getattr(config, x, None) for x in ("fp8", "fp4"))
+            is_kept = own.get(RERUN) is False and is_known_activation(own.get("activation_func"))
+            if is_kept and behind is not None and not is_quantised:
                 found[f"{path}.linear_fc2"] = Site(experts[path].layer, MOE_ACT, behind)
         return found
 

@@ -188,6 +188,7 @@ def test_activations_of_grouped_experts_are_recomputed_by_megatron_itself(manage
     model[0].mlp, experts = nn.Linear(2, 2), nn.Linear(2, 2)
     model[0].mlp.experts, experts.linear_fc2 = experts, nn.Linear(2, 2)
     experts.config, experts.activation_recompute = SimpleNamespace(fp8=None), False
+    experts.activation_func = nn.functional.gelu
     search._models[0] = model
 
     def site():
@@ -202,6 +203,7 @@ def test_activations_of_grouped_experts_are_recomputed_by_megatron_itself(manage
     for what, name, value in (
         (experts, "activation_recompute", True),  # it is anyway
         (experts.config, "fp8", "hybrid"),
+        (experts, "activation_func", lambda x: x),  # it may do more
         (manager, "config", OffloadConfig(policy="auto", recompute=["norm"])),
         (manager, "config", OffloadConfig(policy="auto", whole_step_graph=True)),
     ):
