@@ -111,10 +111,8 @@ def refused(capsys):
     return refused
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True, scope="module")
 def quick_collections():
-    """Collect what the test makes, and not the libraries, each time."""
+    """Collect what a file's tests make, and not what is there before, each time."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()

@@ -37,8 +37,6 @@ from megatron_offload.engine.observer import Observer
 from megatron_offload.errors import StateError
 from megatron_offload.frontends.whole_model import OffloadActivations
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
 ORDER = one_forward_one_backward(3, depth=2)
 SETTINGS = {"max_inflight_bytes": 12 * KIB, "prefetch_bytes": 12 * KIB, "min_tensor_bytes": 1024}
 
