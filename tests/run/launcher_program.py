@@ -1,8 +1,11 @@
 """A job's own script: parses, validates and configures as Megatron's pretrain does.
 
-The last line of its output is JSON. The words after ``--then`` say how it ends.
+The last line of its output is JSON. The words after ``--then`` say how it ends, and ``OTHERS`` in
+the environment has the words of jobs that are looked at in the same process, by name.
 """
 
+import contextlib
+import io
 import json
 import os
 import sys
@@ -38,7 +41,10 @@ def config_of(args):
 # Where pretrain finds it: in 0.16 under a name that another module has imported.
 holder = initialize if hasattr(initialize, "validate_args") else arguments
 
-if __name__ == "__main__":
+
+def found_with(words):
+    """Return what a job finds that is given words."""
+    sys.argv[1:] = words
     args = holder.parse_args(add_own)
     plain = {key: value for key, value in vars(args).items() if key.startswith("offload_")}
     given = args.offload_modules
@@ -49,13 +55,10 @@ if __name__ == "__main__":
     if hasattr(utils, "set_ideal_affinity_for_current_gpu"):
         utils.set_ideal_affinity_for_current_gpu()  # raises where cuda-python is missing
     from megatron_offload import PipelineOffloadManager
-    from megatron_offload.integrations import megatron_core
 
     settings = PipelineOffloadManager.get_instance().config
-    found = {
-        **at_start,
-        "version": megatron.core.__version__,
-        "beside": launcher_beside.__name__,
+    return {
+        "then": args.then,
         "plain": plain,
         "unchanged": given == before,
         "copied": config.offload_modules is not args.offload_modules,
@@ -67,12 +70,30 @@ if __name__ == "__main__":
         "variable": os.environ.get("NVTE_CPU_OFFLOAD_V1"),
         "policy": settings.policy and settings.policy.model_dump(mode="json", exclude_unset=True),
         "recompute": settings.recompute,
-        "installed": megatron_core.is_installed(),
     }
+
+
+def outcome(words):
+    """Return what another job finds, or how it ends and what it has said."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        try:
+            return found_with(words)
+        except (SystemExit, Exception) as error:  # noqa: BLE001 - the test looks at it
+            return {"error": repr(error), "said": said.getvalue()}
+
+
+if __name__ == "__main__":
+    found = {**at_start, **found_with(sys.argv[1:])}
+    others = json.loads(os.environ.get("OTHERS", "{}"))
+    found["others"] = {name: outcome(words) for name, words in others.items()}
+    found["version"], found["beside"] = megatron.core.__version__, launcher_beside.__name__
+    from megatron_offload.integrations import megatron_core
+
+    found["installed"] = megatron_core.is_installed()
     megatron_core.uninstall()
     found["restored"] = holder.validate_args.__module__ == "megatron.training.arguments"
     found["restored"] &= not hasattr(holder.validate_args, "__wrapped__")
     sys.stdout.write(json.dumps(found) + "\n")
-    if args.then == "raise":
+    if found["then"] == "raise":
         raise RuntimeError("the job's own")
-    sys.exit(int(args.then or 0))
+    sys.exit(int(found["then"] or 0))

@@ -8,8 +8,8 @@ checkout of it.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
+import json
 import os
 import sys
 from pathlib import Path
@@ -96,11 +96,11 @@ def paths(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def launch(paths):
-    @functools.cache
-    def run(version, *words, entry="megatron_offload.run"):
-        environment = {name: x for name, x in os.environ.items() if not name.startswith("NVTE_")}
+    def run(version, *words, **more):
+        env = {name: x for name, x in os.environ.items() if not name.startswith("NVTE_")}
         path = (paths[version], *path_to(version))
-        return run_python("-m", entry, *words, path=path, env=environment, cwd=ROOT.parent)
+        words = ("-m", "megatron_offload.run", *words)
+        return run_python(*words, path=path, env=env, cwd=ROOT.parent, **more)
 
     return run
 
@@ -113,11 +113,36 @@ BEFORE = ("--offload-policy", "auto", "--offload-recompute", "norm")
 BEHIND = ("--offload-most-slowdown-percent", "3", *OUR_NAMES)
 
 
-@pytest.fixture(params=VERSIONS)
+FULL = ("--recompute-granularity", "full", "--recompute-num-layers", "1", "--recompute-method")
+EARLIER = "local --cuda-graph-scope full_iteration"
+SPELLINGS = {"0.16": [EARLIER], "later": ["full_iteration", EARLIER]}
+"""Of a graph of the whole step."""
+
+
+def others(version):
+    """Return the words of further jobs by name; one without a graph lies between those with one."""
+    (command,) = next(
+        block.commands() for block in blocks() if "--cuda-graph-impl full_iteration" in block.text
+    )
+    _, _, flags = command.removesuffix(" FLAGS").partition("pretrain_gpt.py ")
+    if version == "0.16":  # whose patch has no others
+        flags, _, _ = flags.partition(" --te-rng-tracker")
+    found = {"help": ["--help"]}
+    found["unknown"] = job(version, "--offload-modules", "core_attn", "mlp_fc3")[1:]
+    for policy in ("auto", "modules"):
+        for spelling in SPELLINGS[version]:
+            graph = flags.replace("full_iteration", spelling).split()
+            found[f"{spelling} {policy}"] = job(version, *graph, "--offload-policy", policy)[1:]
+        found.setdefault("full", job(version, *FULL, "uniform")[1:])
+    return found
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
 def found(request, launch):
     """What the script finds where a version is asked for, with flags before it and behind."""
     version = request.param
-    done = launch(version, *BEFORE, *job(version, *BEHIND))
+    further = json.dumps(others(version))
+    done = launch(version, *BEFORE, *job(version, *BEHIND), OTHERS=further)
     return {"asked": version, **found_by(done)}
 
 
@@ -153,23 +178,32 @@ def test_uninstall_puts_megatrons_functions_back(found):
     assert found["restored"]
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("version", VERSIONS)
-def test_the_scripts_own_help_lists_our_flags(launch, version):
-    done = launch(version, str(PROGRAM), "--help")
-    assert done.returncode == 0, done.stderr
-    group = done.stdout.partition("activation offload (megatron-offload):\n")[2]
+def test_the_scripts_own_help_lists_our_flags(found):
+    done = found["others"]["help"]
+    assert done["error"] == "SystemExit(0)"
+    group = done["said"].partition("activation offload (megatron-offload):\n")[2]
     for name in ("policy", "memory-target", "most-slowdown-percent", "recompute", "config", "set"):
         assert f"  --offload-{name} " in group
-    assert "--num-layers" in done.stdout
+    assert "--num-layers" in done["said"]
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("version", VERSIONS)
-def test_an_unknown_module_is_refused_with_the_nearest_name(launch, version):
-    done = launch(version, *job(version, "--offload-modules", "core_attn", "mlp_fc3"))
-    assert done.returncode == 1
-    assert "unknown offload module 'mlp_fc3'; did you mean 'mlp_fc2'?" in done.stderr
+def test_an_unknown_module_is_refused_with_the_nearest_name(found):
+    said = "unknown offload module 'mlp_fc3'; did you mean 'mlp_fc2'?"
+    assert said in found["others"]["unknown"]["error"]
+
+
+def test_with_full_recompute_the_inputs_of_layers_are_marked(found):
+    full = found["others"]["full"]
+    assert full["modules"] == ["layer_input"]
+    assert not full["replays"]
+
+
+@pytest.mark.parametrize(("policy", "warmup"), [("auto", 32), ("modules", 3)])
+def test_a_graph_of_the_whole_step_is_captured_when_the_plan_is_found(found, policy, warmup):
+    for spelling in SPELLINGS[found["asked"]]:
+        job = found["others"][f"{spelling} {policy}"]
+        assert job["warmup"] == warmup
+        assert job["replays"]
 
 
 @pytest.mark.slow
@@ -179,9 +213,6 @@ def test_what_the_script_raises_and_its_exit_status_pass_through(launch, then, s
     assert done.returncode == status
     assert ("RuntimeError: the job's own" in done.stderr) == (status == 1)
     assert "megatron-offload:" not in done.stderr
-
-
-FULL = ("--recompute-granularity", "full", "--recompute-num-layers", "1", "--recompute-method")
 
 
 @pytest.mark.slow
@@ -198,41 +229,6 @@ def test_without_a_word_offload_is_on_for_attention_and_mlp(launch, words, modul
     assert found["on"]
     assert found["policy"] is None
     assert modules <= set(found["modules"])
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("version", VERSIONS)
-def test_with_full_recompute_the_inputs_of_layers_are_marked(launch, version):
-    found = found_by(launch(version, *job(version, *FULL, "uniform")))
-    assert found["modules"] == ["layer_input"]
-
-
-EARLIER = "local --cuda-graph-scope full_iteration"
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    ("version", "spelling", "policy", "warmup"),
-    [
-        ("later", "full_iteration", "auto", 32),
-        ("0.16", EARLIER, "auto", 32),
-        ("later", "full_iteration", "modules", 3),
-        ("later", EARLIER, "auto", 32),
-    ],
-)
-def test_a_graph_of_the_whole_step_is_captured_when_the_plan_is_found(
-    launch, version, spelling, policy, warmup
-):
-    (command,) = next(
-        block.commands() for block in blocks() if "--cuda-graph-impl full_iteration" in block.text
-    )
-    _, _, flags = command.removesuffix(" FLAGS").partition("pretrain_gpt.py ")
-    if version == "0.16":  # whose patch has no others
-        flags, _, _ = flags.partition(" --te-rng-tracker")
-    words = flags.replace("full_iteration", spelling).split()
-    found = found_by(launch(version, *job(version, *words, "--offload-policy", policy)))
-    assert found["warmup"] == warmup
-    assert found["replays"]
 
 
 # Without a process of their own
