@@ -1,6 +1,6 @@
-"""Two ranks that train with rows under a wrapper and compare every bit with the same without.
+"""Two ranks that train with rows under wrappers and compare every bit with the same without.
 
-torchrun --standalone --nproc-per-node 2 rows_worker.py WRAPPER
+torchrun --standalone --nproc-per-node 2 rows_worker.py WRAPPER ...
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def train(wrapper, *, has_rows):
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    assert_same(train(sys.argv[1], has_rows=False), train(sys.argv[1], has_rows=True))
-    sys.stdout.write("equal\n")
+    for wrapper in sys.argv[1:]:
+        assert_same(train(wrapper, has_rows=False), train(wrapper, has_rows=True))
+        sys.stdout.write(f"{wrapper}\n")
     dist.destroy_process_group()

@@ -472,11 +472,10 @@ def test_rows_of_a_llama_keep_every_bit():
         assert_same(expected, train_llama(model, context))
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
-def test_rows_on_two_ranks_keep_every_bit(wrapper):
+def test_rows_on_two_ranks_keep_every_bit():
     worker = Path(__file__).parent / "rows_worker.py"
-    done = torchrun(2, worker, wrapper, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
-    assert done.stdout.split() == ["equal"] * 2, done.stderr[-4000:]
+    done = torchrun(2, worker, "ddp", "fsdp2", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    assert sorted(done.stdout.split()) == ["ddp"] * 2 + ["fsdp2"] * 2, done.stderr[-4000:]
 
 
 # What was found by breaking it.
