@@ -207,7 +207,7 @@ def test_the_command_maps_a_config_that_is_far_too_large_for_this_machine(tmp_pa
     pytest.importorskip("transformers")
     path = tmp_path / "config.json"
     large = {"hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128}
-    large |= {"num_key_value_heads": 8, "num_hidden_layers": 126, "vocab_size": 128256}
+    large |= {"num_key_value_heads": 8, "num_hidden_layers": 16, "vocab_size": 128256}
     path.write_text(json.dumps({"model_type": "llama", **large}))
     assert main(["map", str(path), "--batch", "1", "--length", "8192"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -217,7 +217,7 @@ def test_the_command_maps_a_config_that_is_far_too_large_for_this_machine(tmp_pa
     assert names[names.index("self_attn") + 1] == "self_attn", "of layer 0 and of the others"
     assert len(cells["lm_head"]) == 6, "no row names it"
     per_token = [f"{53248 * 2 / 1024:.1f} KiB", "1", "row"]
-    assert cells["mlp.act_fn"] == ["0-125", "mlp.act_fn", "SiLUActivation", "832.0 MiB", *per_token]
+    assert cells["mlp.act_fn"] == ["0-15", "mlp.act_fn", "SiLUActivation", "832.0 MiB", *per_token]
     assert [cells[name][6] for name in ("layer", "self_attn", "mlp")] == ["search"] * 3
     # Queries, output, keys and values of 8 heads of 128, and a sum for each head; no mask.
     kib = (2 * 16384 * 2 + 2 * 8 * 128 * 2 + 128 * 4) / 1024
