@@ -60,7 +60,7 @@ def wrap_mlps(job):
 @pytest.mark.parametrize("at", [1, 2, 3, 5, 9])
 def test_a_model_may_change_while_it_is_looked_at(change, at):
     job = make_job()
-    for number in range(160):
+    for number in range(80):
         if number == at:
             change(job)
             gc.collect()

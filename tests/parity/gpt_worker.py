@@ -72,7 +72,7 @@ CASES = {
     "half-of-each-chunk": (FOUR, 2, 2, BOTH, CHANGING, "late"),
     "rows": ({**DROPS, "layers": 8}, 2, 2, ["core_attn"], CHANGING, "random"),
     "rows-of-a-function": ({**DROPS, "layers": 4}, 2, 1, BOTH, ODD, "late"),
-    "found-rows": ({**DROPS, "layers": 8}, 2, 2, BOTH, [None, *64 * [(4, 16)], *CHANGING], "late"),
+    "found-rows": ({**DROPS, "layers": 8}, 2, 2, BOTH, [None, *64 * [(2, 16)], *CHANGING], "late"),
 }
 """By case the model, PP, VPP, what is offloaded, the steps, and when copies happen."""
 
