@@ -599,12 +599,7 @@ def test_a_context_for_the_same_model_goes_on_and_for_another_begins_anew():
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"recompute": "layer"},
-        {"policy": {"kind": "modules"}},
-        {"enabled": False},
-    ],
+    "settings", [{"recompute": "layer"}, {"policy": {"kind": "modules"}}, {"enabled": False}]
 )
 def test_what_says_itself_what_moves_looks_for_no_rows(settings):
     job = LayeredJob(**{"policy": None, **settings})

@@ -14,7 +14,6 @@ import torch
 from layered_job import WIDTH, LayeredJob, auto
 
 LIMIT = 20
-US_OF_ROW = 10.0 * 6 * 3
 
 
 def lengths_of(draw):

@@ -51,11 +51,7 @@ def load_model(path, **options):
 
 def measured(folder, num_gpus=8):
     """Write what the doctor would of a machine; return the file's path."""
-    profile = {
-        "version": 4,
-        "measured_at": "2026-11-21T00:00:00Z",
-        "gpus": [RATES] * num_gpus,
-    }
+    profile = {"version": 4, "measured_at": "2026-11-21T00:00:00Z", "gpus": [RATES] * num_gpus}
     path = folder / "doctor.json"
     path.write_text(json.dumps({"format": 1, "findings": [], "profile": profile}))
     return path

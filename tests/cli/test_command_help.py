@@ -17,11 +17,7 @@ WRITES = {
     "run": ["--offload-report", "SCRIPT", "torchrun"],
     "train": ["run.output", "steps.jsonl"],
     "compare": ["compare.json", "report.html", "frontier.json"],
-    "plan": [
-        "frontier.json",
-        "--memory-target",
-        "--most-slowdown-percent",
-    ],
+    "plan": ["frontier.json", "--memory-target", "--most-slowdown-percent"],
     "map": ["config.json", "--length"],
     "simulate": ["--trace", "perfetto"],
     "report": ["report.html", "frontier.json"],
@@ -119,10 +115,7 @@ def test_bad_input_is_found_without_torch():
 
 @pytest.mark.parametrize(
     "words",
-    [
-        "plan --model MODEL --memory-target 1TiB",
-        "simulate --model MODEL --trace FOLDER/trace.json",
-    ],
+    ["plan --model MODEL --memory-target 1TiB", "simulate --model MODEL --trace FOLDER/trace.json"],
 )
 def test_planning_and_simulating_need_no_torch(words, model, tmp_path):
     words = words.replace("MODEL", str(model)).replace("FOLDER", str(tmp_path)).split()

@@ -18,10 +18,7 @@ MARKUP = Finding("warning", "[red]title[/red]", "found [bold]'\\x1b'", "[/nonsen
 RATES = CopyRates(
     **dict(zip(CopyRates.model_fields, (55.12, 54.0, 51.0, 50.0, 25.6, 25.5), strict=True))
 )
-PROFILE = MachineProfile(
-    measured_at=datetime(2026, 11, 21, 12, 30, tzinfo=UTC),
-    gpus=(RATES,),
-)
+PROFILE = MachineProfile(measured_at=datetime(2026, 11, 21, 12, 30, tzinfo=UTC), gpus=(RATES,))
 
 
 def options_of(*words):

@@ -263,10 +263,7 @@ def test_keys_win(model):
         (("--model", "MODEL", "--memory-target", "22"), "22 is 22 bytes; write 22GiB or 22MiB"),
         (("--model", "MODEL", "--most-slowdown-percent", "-1"), "'most-slowdown-percent'"),
         (("--model", "MODEL", "--machine", "UNMEASURED"), "no bandwidths of GPUs"),
-        (
-            ("--model", "MODEL", "--output", "/proc/version/plan.json"),
-            "can't write /proc/version",
-        ),
+        (("--model", "MODEL", "--output", "/proc/version/plan.json"), "can't write /proc/version"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(tmp_path, model, refused, words, expected):

@@ -34,11 +34,7 @@ ENGINE_WAITS = [wait for wait in Wait if wait is not Wait.W3]
 SETTINGS = {
     # The pool allocates what has been free longest, so only where it is short of memory does it
     # allocate what a reload is still reading.
-    Wait.W5: {
-        "host_memory_bytes": 40 * KIB,
-        "host_slab_bytes": 4 * KIB,
-        "prefetch_bytes": 16 * KIB,
-    },
+    Wait.W5: {"host_memory_bytes": 40 * KIB, "host_slab_bytes": 4 * KIB, "prefetch_bytes": 16 * KIB}
 }
 
 
@@ -61,11 +57,7 @@ def test_a_missing_wait_is_named(wait, timing, recomputes, monkeypatch):
 def test_with_all_waits_nothing_is_reported(timing, inflight_bytes, prefetch_bytes):
     recomputes = prefetch_bytes is None  # in a third of the cases
     model = make_model(recomputes=recomputes)
-    manager = make_manager(
-        timing,
-        max_inflight_bytes=inflight_bytes,
-        prefetch_bytes=prefetch_bytes,
-    )
+    manager = make_manager(timing, max_inflight_bytes=inflight_bytes, prefetch_bytes=prefetch_bytes)
     check_steps(model, manager, ORDER, 3)
     assert manager.last_step.offloaded_bytes > 0
     assert (manager.last_step.recomputed_bytes > 0) == recomputes

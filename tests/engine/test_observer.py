@@ -7,13 +7,7 @@ from collections import Counter
 from functools import partialmethod
 
 import torch
-from programs import (
-    check_steps,
-    in_group,
-    make_manager,
-    make_model,
-    one_forward_one_backward,
-)
+from programs import check_steps, in_group, make_manager, make_model, one_forward_one_backward
 
 from megatron_offload.backends.base import Wait
 from megatron_offload.engine.observer import Observer

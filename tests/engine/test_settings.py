@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from programs import (
-    check_steps,
-    make_config,
-    make_manager,
-    make_model,
-    one_forward_one_backward,
-)
+from programs import check_steps, make_config, make_manager, make_model, one_forward_one_backward
 
 from megatron_offload import CPUOffload, OffloadActivations, offload_modules
 from megatron_offload.config import OffloadConfig

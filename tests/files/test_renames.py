@@ -68,10 +68,7 @@ def test_policy_old_key_is_read():
 
 @pytest.mark.parametrize(
     ("old", "now"),
-    [
-        ("--device-target=2GiB", "memory_target"),
-        ("--max-cost=5%", "most_slowdown_percent"),
-    ],
+    [("--device-target=2GiB", "memory_target"), ("--max-cost=5%", "most_slowdown_percent")],
 )
 def test_flag_old_name_is_read(old, now):
     parser = argparse.ArgumentParser()

@@ -10,13 +10,7 @@ from collections import Counter, OrderedDict
 import pytest
 import torch
 import torch.nn.functional as F
-from programs import (
-    TWO_TIMINGS,
-    assert_nothing_left,
-    assert_same,
-    make_config,
-    make_manager,
-)
+from programs import TWO_TIMINGS, assert_nothing_left, assert_same, make_config, make_manager
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import register_module_forward_hook

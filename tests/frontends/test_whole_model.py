@@ -120,8 +120,7 @@ def of_one_array_twice(context):
     "settings", [TIGHT, {**TIGHT, "checking": True}, ROOMY], ids=["tight", "checked", "roomy"]
 )
 @pytest.mark.parametrize(
-    "program",
-    [taken_in_inference_mode, traced_inside, of_rows_that_differ, of_one_array_twice],
+    "program", [taken_in_inference_mode, traced_inside, of_rows_that_differ, of_one_array_twice]
 )
 def test_an_unusual_program_has_the_same_bits(program, settings):
     torch.manual_seed(1)

@@ -22,10 +22,7 @@ def make_rates(alone=55.0, both=50.0, node=50.0):
 
 @pytest.mark.parametrize(
     ("names", "level", "said"),
-    [
-        (["H200", "H100", "H200"], "ok", "3 of H100, H200"),
-        ([], "note", "the simulated device"),
-    ],
+    [(["H200", "H100", "H200"], "ok", "3 of H100, H200"), ([], "note", "the simulated device")],
 )
 def test_gpus_are_counted_by_kind(names, level, said):
     finding = checks.check_devices(names)

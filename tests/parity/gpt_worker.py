@@ -88,7 +88,7 @@ SETTINGS = {
             {"layers": "7", "site": "self_attention", "offload": 2},
             {"layers": "2", "site": "core_attn", "offload": "all"},
             {"layers": "6-7", "site": "core_attn", "offload": 2},
-        ],
+        ]
     },
     "rows-of-a-function": {"rows": [{"site": "mlp_act", "recompute": True}]},
     "found-rows": {

@@ -15,11 +15,7 @@ from megatron_offload.planning.schedule import make_schedule
 from megatron_offload.planning.simulate import RELEASE, RELOAD, simulate
 
 KB, MIB = 1000, 2**20
-KINDS = {
-    "compute": {"forward", "backward", "stall", "other"},
-    "d2h": {"d2h"},
-    "h2d": {"h2d"},
-}
+KINDS = {"compute": {"forward", "backward", "stall", "other"}, "d2h": {"d2h"}, "h2d": {"h2d"}}
 FAST = plain_machine(1e6, p2p_latency_us=0.0, p2p_gbps=1e9)
 
 

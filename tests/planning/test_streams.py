@@ -13,11 +13,7 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.planning.job import GroupWork, Job, Machine, StageWork
 from megatron_offload.planning.replay import OpKind, RankProgram
 from megatron_offload.planning.schedule import Pass, PassKind, Schedule, make_schedule
-from megatron_offload.planning.simulate import (
-    fair_rates,
-    simulate,
-    simulate_programs,
-)
+from megatron_offload.planning.simulate import fair_rates, simulate, simulate_programs
 
 KB = 1000
 MACHINE = plain_machine(1.0, p2p_latency_us=5.0, p2p_gbps=1.0)

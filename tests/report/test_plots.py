@@ -132,10 +132,7 @@ def test_colours_are_distinct_by_every_kind_of_eyes(name, vision):
     ("span", "what"),
     [
         (Span("compute", "stall", "x", 0, 10, wait="W2"), "waits for a copy"),
-        (
-            Span("compute", "stall", "x", 0, 10, wait=PIPELINE_WAIT),
-            "waits for a stage",
-        ),
+        (Span("compute", "stall", "x", 0, 10, wait=PIPELINE_WAIT), "waits for a stage"),
         (Span("compute", "<script>", "x", 0, 10), "outside groups"),
     ],
 )

@@ -272,10 +272,7 @@ def test_a_module_runs_too_and_ends_with_its_status(tmp_path, monkeypatch):
         (("/nowhere.py",), "there is no script '/nowhere.py'"),
         ((), "required: SCRIPT"),
         (("--offload-recompute", "nrom", __file__), "'nrom'; did you mean 'norm'?"),
-        (
-            ("--offload-set", "modles=[x]", __file__),
-            "key 'modles'; did you mean 'modules'?",
-        ),
+        (("--offload-set", "modles=[x]", __file__), "key 'modles'; did you mean 'modules'?"),
         (("--offload-config", "/nowhere.yaml", __file__), "/nowhere.yaml"),
         (("--offload-set", "fraction", __file__), "a setting is key=value"),
         (("--offload-report", __file__, __file__), "the report goes to a folder"),
