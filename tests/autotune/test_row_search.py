@@ -188,8 +188,7 @@ def test_large_parts_are_groups_of_their_own_where_the_host_has_time_for_them(
 ):
     monkeypatch.setattr(layers, "_PART_US", part_us)
     monkeypatch.setattr(layers.SiteTimes, "host_share", float(is_host_bound))
-    monkeypatch.setattr(layers, "_GROUP_US", 0.0)
-    monkeypatch.setattr(layers, "_TENSOR_US", 0.0)
+    monkeypatch.setattr(layers.SiteTimes, "exposed_us", lambda *_: 0.0)
     job = LayeredJob(1.0, policy=auto(1), layer=PlainLayer)
     job.found()
     found = actions(job)

@@ -86,14 +86,18 @@ def test_the_host_s_time_counts_where_layers_take_no_longer_than_to_be_launched(
     assert timing.host_share == 0.0
 
 
-def test_what_functions_make_is_offloaded_or_made_again():
-    sites = {"0.l": site("layer"), "0.l.mlp": site("mlp")}
-    watch = LayerWatch(sites, lambda _: True, make_manager())
-    watch.sizes = {1: 2 * MIB, 2: 4 * MIB}
-    watch.saves = [((_Call("0.l.mlp"),), key) for key in (1, 2)]
-    watch.made = {2: "mlp_act"}
+def watched(names, sizes, savers):
+    watch = LayerWatch({x: site(name) for x, name in names.items()}, lambda _: True, make_manager())
+    watch.sizes, watch.made = sizes, {2: "mlp_act"}
+    watch.saves = [((_Call(path),), key) for key, path in savers.items()]
     on_device = {"host_share": 0.0, "exposed_us": lambda _: 0.0, "copy_share": 0.03}
     times = SimpleNamespace(us=lambda _: 1000.0, copied_us=lambda: {0: 1500.0}, **on_device)
+    return watch, times
+
+
+def test_what_functions_make_is_offloaded_or_made_again():
+    names = {"0.l": "layer", "0.l.mlp": "mlp"}
+    watch, times = watched(names, {1: 2 * MIB, 2: 4 * MIB}, dict.fromkeys((1, 2), "0.l.mlp"))
     (actions,) = watch.actions(times, 100.0, []).values()
     found = {one.parts: (one.freed_bytes // MIB, one.copied_bytes // MIB) for one in actions}
     act = ("mlp_act", "recompute")
@@ -120,13 +124,9 @@ def test_what_functions_make_is_offloaded_or_made_again():
 def test_of_grouped_experts_the_activation_alone_is_recomputed_or_something_of_the_mlp_done():
     paths = "0.l", "0.l.mlp", "0.l.mlp.experts", "0.l.mlp.experts.linear_fc2"
     names = dict(zip(paths, ("layer", "mlp", "mlp.experts", "moe_act"), strict=True))
-    watch = LayerWatch({x: site(y) for x, y in names.items()}, lambda _: True, make_manager())
-    watch.sizes = {1: 8 * MIB, 2: 4 * MIB, 3: 4 * MIB}
-    watch.saves = [((_Call(paths[2 + (key == 3)]),), key) for key in (1, 2, 3)]
+    sizes, savers = {1: 8 * MIB, 2: 4 * MIB, 3: 4 * MIB}, {1: paths[2], 2: paths[2], 3: paths[3]}
+    watch, times = watched(names, sizes, savers)
     watch._inputs[paths[3]] = {3: 4 * MIB}
-    watch.made = {2: "mlp_act"}
-    free = {"exposed_us": lambda _: 0.0, "host_share": 0.0, "copy_share": 0.03}
-    times = SimpleNamespace(us=lambda _: 1000.0, copied_us=lambda: {0: 1500.0}, **free)
     (actions,) = watch.actions(times, 100.0, []).values()
     found = {one.parts: one.freed_bytes // MIB for one in actions}
     rerun, act = ("moe_act", "recompute"), ("mlp_act", "recompute")

@@ -108,8 +108,8 @@ def test_a_mode_carries_its_settings():
     spec = bench_peers.read_mode("ours-rows:{site: mlp, offload: 1}, {site: norm, recompute: true}")
     assert spec["options"] == ["rows=[{site: mlp, offload: 1}, {site: norm, recompute: true}]"]
     assert bench_peers.named_modules(spec) == {}
-    number = MODES["recompute-layers"](bench_peers.read_mode("recompute-layers:3"))
-    assert number.transformer_options()["recompute_num_layers"] == 3
+    mode = MODES["recompute-layers"](bench_peers.read_mode("recompute-layers:3"))
+    assert mode.transformer_options()["recompute_num_layers"] == 3
     assert bench_peers.read_mode("ours-five")["modules"] == list(bench_peers.FIVE)
     assert bench_peers.read_mode("ours", ["mlp_act"])["modules"] == ["mlp_act"]
     assert bench_peers.read_mode("ours-all", ["mlp_act"])["modules"] == list(bench_peers.ALL)
