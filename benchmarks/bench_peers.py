@@ -248,9 +248,9 @@ def read_mode(text, modules=None):
             chosen = value.split("+")
         elif key == "te_v1" and kind == "megatron" and value in ("0", "1"):
             te_v1 = value
-        elif key == "layers" and kind == "recompute-layers" and value.isdigit():
+        elif key == "layers" and kind == "recompute-layers" and re.fullmatch("[1-9][0-9]*", value):
             arguments[key] = int(value)
-        elif kind == "ours-rows":
+        elif kind == "ours-rows" and value.strip():
             options.append(f"rows=[{value}]")
         elif key in WHOLE_MODEL_SETTINGS and kind == "ours-whole" and value.isdigit():
             arguments[key] = int(value)

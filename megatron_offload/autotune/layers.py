@@ -173,6 +173,8 @@ class LayerWatch(SavedMemory):
                     self.sizes[x] for x, is_own in saved.items() if is_own and x not in inputs
                 )
                 own = [KEEP]
+                if site.name == MOE_ACT and times.is_partial:
+                    continue
                 if site.name == MOE_ACT:  # what is behind it saves what it returns
                     experts = {} if has_units else all_inside[path.rpartition(".")[0]]
                     every = saved | {x: y for x, y in experts.items() if made.get(x) == "mlp_act"}
@@ -335,6 +337,8 @@ class SiteTimes(CallTimes):
         """What all layers have taken to be launched, and how many those were."""
         self._reached: list[tuple[str, Any]] = []
         """Layers whose backward has begun, in order, and when."""
+        self.is_partial = False
+        """Whether a backward was for some tensors alone, in which checkpoints raise."""
         self.sizes = [1.0]
         """As ``scale``, of other forwards in which rows will be followed."""
 
@@ -350,6 +354,7 @@ class SiteTimes(CallTimes):
 
     def _reach(self, path: str, grad: torch.Tensor) -> None:
         self._reached.append((path, self._now()))
+        self.is_partial |= not torch.autograd._is_checkpoint_valid()
 
     def copied_us(self) -> dict[int, float]:
         """Return, by layer, how long copies of what it saves may take.

@@ -322,9 +322,19 @@ def _marking(original: Callable[[Any], None], self: Any) -> None:
             if search is not None and self not in _notes_on_weights:
                 hook_all = partial(_hook_all_rows, ref(manager))
                 marked.remove_later(search.join(self, config, hook_all))
+        else:
+            unmark_layers(self)
         _marked[self] = manager.host_pool, marked
     if search is not None:
         search.forward_begins(self)
+
+
+def _by_schedule(original: Call, *args: Any, **kwargs: Any) -> Any:
+    """Say that a backward is one of Megatron's schedules."""
+    search = PipelineOffloadManager.get_instance().tuner
+    if isinstance(search, MegatronSearch):
+        search.is_scheduled = True
+    return original(*args, **kwargs)
 
 
 def _hook_rows(model: nn.Module, marked: ModuleOffload) -> None:
@@ -351,6 +361,7 @@ def _hook_all_rows(manager: ref[PipelineOffloadManager]) -> None:
 
 _PATCHES: dict[str, Call] = {
     "distributed.distributed_data_parallel:DistributedDataParallel.__init__": _refusing_lost_marks,
+    "pipeline_parallel.schedules.backward_step": _by_schedule,
     "pipeline_parallel.utils:ScheduleNode._forward": _noting_inputs,
     "models.common.utils:TransformerLayerNode.detach": _noting_source,
     "models.gpt.fine_grained_callables:TransformerLayerNode.detach": _noting_source,

@@ -14,10 +14,10 @@ from torch.utils.hooks import RemovableHandle
 from megatron_offload.autotune.row_search import ADVICE, RowSearch
 from megatron_offload.core.row_config import EXPERTS, MOE_ACT, RowConfig
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.module_hooks import expression_of, hooks_of
+from megatron_offload.engine.module_hooks import expression_of, hooks_of, is_own_hook
 from megatron_offload.integrations.megatron_recompute import is_known_activation
 from megatron_offload.integrations.megatron_rows import RERUN, mark_layers
-from megatron_offload.model_map.sites import Site, modules_of
+from megatron_offload.model_map.sites import Site, foreign_class, modules_of
 from megatron_offload.planning.policy import ModulesPolicy
 
 _logger = logging.getLogger(__name__)
@@ -35,7 +35,11 @@ _WITHIN = {
 
 
 class MegatronSearch(RowSearch):
-    """Finds rows in the chunks of a rank, which join one after the other; a manager's ``tuner``."""
+    """Finds rows in the chunks of a rank, which join one after the other; a manager's ``tuner``.
+
+    Attributes:
+        is_scheduled: whether a schedule of Megatron's has run a backward.
+    """
 
     def __init__(self, manager: PipelineOffloadManager) -> None:
         super().__init__((), manager, lambda: None)
@@ -44,6 +48,7 @@ class MegatronSearch(RowSearch):
         """Begin anew, between two steps, with what the manager's configuration leaves open."""
         self._models.clear()
         self._followed: list[RowConfig] = []
+        self.is_scheduled = False
         self._has_joined, self._num_empty = False, 0
         super().begin(manager)
 
@@ -82,14 +87,20 @@ class MegatronSearch(RowSearch):
     def _sites(self) -> dict[str, Site]:
         """Return what others have, and the activations of grouped experts."""
         found, named = super()._sites(), self._named_recompute
-        if not (named is None or "mlp_act" in named) or self.manager.config.whole_step_graph:
-            return found  # in a graph it would ask for the random states
         experts = {x: site for x, site in found.items() if site.name.endswith(EXPERTS)}
-        for path, module in modules_of(experts).items():
+        modules = modules_of(experts)
+        # It empties what it frees, and backward must be as Megatron's schedules have it.
+        may = self.is_scheduled and (named is None or "mlp_act" in named)
+        may &= not (
+            self.manager.config.whole_step_graph or any(map(foreign_class, self._models.values()))
+        )
+        if not may or any(vars(module).get(RERUN) for module in modules.values()):
+            return found
+        for path, module in modules.items():
             config, behind = getattr(module, "config", None), getattr(module, "linear_fc2", None)
             own, is_quantised = vars(module), any(getattr(config, x, None) for x in ("fp8", "fp4"))
-            is_kept = own.get(RERUN) is False and is_known_activation(own.get("activation_func"))
-            if is_kept and behind is not None and not is_quantised:
+            is_known = RERUN in own and is_known_activation(own.get("activation_func"))
+            if is_known and behind is not None and not (is_quantised or _has_hooks(module)):
                 found[f"{path}.linear_fc2"] = Site(experts[path].layer, MOE_ACT, behind)
         return found
 
@@ -106,6 +117,16 @@ class MegatronSearch(RowSearch):
         if not self._has_joined:  # there may be no chunk on this rank
             self._num_empty += 1
             self.is_converged |= self._num_empty > _MOST_EMPTY
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether a module or a part has hooks of others than Megatron."""
+    hooks = (
+        hook
+        for part in module.modules()
+        for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+    )
+    return not all(is_own_hook(x) or f"{x.__module__}".startswith("megatron.core.") for x in hooks)
 
 
 def _what_goes_around(config: Any, *, is_replayed: bool) -> str:

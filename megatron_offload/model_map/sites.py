@@ -26,7 +26,13 @@ from megatron_offload.engine.module_hooks import (
     is_own_hook,
     named_modules,
 )
-from megatron_offload.model_map.structure import PARTS, has_forward, is_known_layer, layers_of
+from megatron_offload.model_map.structure import (
+    PARTS,
+    has_forward,
+    is_known_layer,
+    layers_of,
+    stands_for_nothing,
+)
 
 LIBRARIES = (
     *("torch.nn.", "torch.distributed.fsdp.", "transformers.", "peft.", "megatron.core."),
@@ -83,7 +89,8 @@ def sites_of_layers(model: nn.Module, named: Collection[str] | None = None) -> d
         settings = [getattr(one, "config", None) for one in (modules[path], model)]
         for place, name in names.items():
             module = modules.get(place)
-            if module is None or module in compiled or not has_forward(module):
+            is_called = module is not None and has_forward(module)
+            if module is None or module in compiled or not is_called or stands_for_nothing(module):
                 continue
             refusals = (_collectives(one, name) or emptied_inside(one, name) for one in settings)
             refusal = next(filter(None, refusals), "")
@@ -101,10 +108,15 @@ def _library_refusal(layer: nn.Module, module: nn.Module) -> str:
         return f"no library lets class {type(layer).__name__} run again"
     if "_orig_mod" in module._modules:  # its parts are none of ours
         return "it is compiled"
+    other = foreign_class(module)
+    return "" if other is None else f"{other.__name__} is a class of {other.__module__}"
+
+
+def foreign_class(module: nn.Module) -> type | None:
+    """Return a class of a module or of a part that none of the `LIBRARIES` has, if there is one."""
     bases = (base for part in module.modules() for base in type(part).__mro__)
     others = (base for base in bases if not f"{base.__module__}.".startswith(LIBRARIES))
-    other = next(others, None)
-    return "" if other is None else f"{other.__name__} is a class of {other.__module__}"
+    return next(others, None)
 
 
 def _collectives(config: Any, site: str) -> str:

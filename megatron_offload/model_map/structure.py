@@ -40,7 +40,8 @@ def modules_within(layer: str, site: str, modules: Mapping[str, nn.Module]) -> l
     """Return the modules of a layer that a site's name stands for."""
     if site == "layer" or site in PARTS:  # where that is a list, its members are meant by name
         names = [layer] if site == "layer" else [f"{layer}.{name}" for name in PARTS[site]]
-        return [path for path in names if path in modules and has_forward(modules[path])]
+        found = [path for path in names if path in modules and has_forward(modules[path])]
+        return [path for path in found if not stands_for_nothing(modules[path])] or found
     expression = expression_of(f"{layer}.{site}")
     return [path for path in modules if expression.fullmatch(path)]
 
@@ -88,8 +89,12 @@ def is_known_layer(module: nn.Module) -> bool:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether a module is called itself, takes hooks, and stands for more than nothing."""
-    kind = type(module)
-    if isinstance(module, torch.jit.ScriptModule) or (kind.__module__, kind.__name__) in _NOTHING:
+    """Whether a module is called itself, and takes hooks."""
+    if isinstance(module, torch.jit.ScriptModule):
         return False
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def stands_for_nothing(module: nn.Module) -> bool:
+    """Whether a module only returns what it is given."""
+    return (type(module).__module__, type(module).__name__) in _NOTHING

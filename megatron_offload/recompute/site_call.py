@@ -89,7 +89,6 @@ class Site:
         refusal: why it is kept from here on, by what a call has shown.
         fills_late: whether a kernel fills what is saved last behind that: a rerun must not end
             there.
-        has_router: whether a part of it is one of Megatron's, which notes losses.
         proven_in: the step in which it was proven last, by the training flags of its modules.
     """
 
@@ -98,7 +97,7 @@ class Site:
         is_of_torch = self._type.__module__.startswith("torch.nn.") and not module._modules
         self.drops_inside = draws and not is_of_torch
         self.drops_output = unit not in RECOMPUTE_SITES
-        self.refusal, self.fills_late, self.has_router = "", False, False
+        self.refusal, self.fills_late = "", False
         self._layout: ModuleLayout | None = None
         self._prove_for(lambda: None)
         self._find_manager: FindManager
@@ -196,8 +195,6 @@ class Site:
             parts = [*module.modules()]
             if any(isinstance(part, torch.jit.ScriptModule) for part in parts):
                 return "a part of it is in TorchScript"
-            bases = (base for part in parts for base in type(part).__mro__)
-            self.has_router = any(base.__module__ == _ROUTER for base in bases)
             self._layout = ModuleLayout(tables_of(parts), parts)
             state = self._layout.state(module, copies=copies)
         assert state is not None
@@ -275,9 +272,9 @@ class ModuleCall:
         ``pack`` is given what it saves.
         """
         run = partial(self._call_state.run, function, *args, pack=pack)
-        if not self.site.has_router:
+        router = sys.modules.get(_ROUTER) if self.site.draws else None  # a norm routes nothing
+        if router is None:
             return self.state.run(run, self.site.path, self.site.unit)
-        router = sys.modules[_ROUTER]
         with PatchStack() as patches:
             for log in _LOGS:  # an auxiliary loss is not noted twice
                 if hasattr(router, log):

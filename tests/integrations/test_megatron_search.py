@@ -190,7 +190,7 @@ def test_activations_of_grouped_experts_are_recomputed_by_megatron_itself(manage
     model[0].mlp.experts, experts.linear_fc2 = experts, nn.Linear(2, 2)
     experts.config, experts.activation_recompute = SimpleNamespace(fp8=None), False
     experts.activation_func = nn.functional.gelu
-    search._models[0] = model
+    search._models[0], search.is_scheduled = model, True
     path = "0.0.mlp.experts.linear_fc2"
     assert search._sites()[path].name == "moe_act"
     activation, other = (RowConfig(site=x, recompute=True) for x in ("moe_act", "attention"))
@@ -200,6 +200,9 @@ def test_activations_of_grouped_experts_are_recomputed_by_megatron_itself(manage
     for what, name, value in (
         (experts, "activation_recompute", True),  # it is anyway
         (experts.config, "fp8", "hybrid"),
+        (search, "is_scheduled", False),  # a program's own backward may be of any kind
+        (TransformerLayer, "__module__", "anyone"),
+        (experts.linear_fc2, "_forward_hooks", {0: print}),
         (experts, "activation_func", lambda x: x),  # it may do more
         (manager, "config", OffloadConfig(policy="auto", recompute=["norm"])),
         (manager, "config", OffloadConfig(policy="auto", whole_step_graph=True)),

@@ -600,16 +600,13 @@ ROUTERS = {
 def test_an_auxiliary_loss_of_megatron_is_noted_once(version, monkeypatch):
     router, note = ROUTERS[version]
     NOTED.clear()
-    place = "megatron.core.transformer.moe.router"
-    monkeypatch.setitem(sys.modules, place, router)
+    monkeypatch.setitem(sys.modules, "megatron.core.transformer.moe.router", router)
 
     def route(layer):
         note(router)
         return 1.0
 
     net = make_net(route)
-    for layer in net.layers:
-        layer.router = type("Router", (nn.Module,), {"__module__": place})()
     take_steps(net, around(net, "layer"), lengths=(8, 11))
     assert len(NOTED) == 2 * len(net.layers)
 
