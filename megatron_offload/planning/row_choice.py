@@ -23,6 +23,7 @@ NOTHING = (
 )
 
 _MOST_MEASURED = 32
+_MOST_HOPEFUL = 96  # where a plan seems to keep the limit, and steps differ too much to be sure
 MOST_DOUBT = 10.0  # in points: an interval that is wider says nothing
 _LEAST_DOUBT = 2.0  # likewise: steps go on until it is narrower
 _AIM_SHARE = 0.9  # of what a step may cost, so that one that costs a little more is kept
@@ -171,6 +172,10 @@ def busy_share(tokens: Sequence[float], min_tokens: float, growth: float = 1.0) 
     return sum(time for time, is_long in times if is_long) / max(1e-9, sum(x for x, _ in times))
 
 
+def _is_doubtful(found: Slowdown, limit: float) -> bool:
+    return found.high - found.low > max(MOST_DOUBT, 4 * limit)
+
+
 class RowChoice:
     """Chooses a plan for each stage, until what was tried keeps what was promised.
 
@@ -211,8 +216,10 @@ class RowChoice:
         """
         self._num_measured += num_steps
         policy = self._limited
-        if policy is not None and self._num_measured < _MOST_MEASURED:
-            limit = policy.most_slowdown_percent
+        limit = math.inf if policy is None else policy.most_slowdown_percent
+        is_hopeful = found is not None and found.percent <= limit and _is_doubtful(found, limit)
+        most = _MOST_HOPEFUL if is_hopeful else _MOST_MEASURED
+        if policy is not None and self._num_measured < most:
             if found is None:
                 return False
             doubt = found.high - found.low
@@ -252,9 +259,7 @@ class RowChoice:
         us_of = [max(plan.us for plan in plans) for plans in rungs]
         points = {0: (0.0, 0.0)}
         for rung, found in self._tried.items():
-            is_known = found is not None and (
-                found.low > limit or found.high - found.low <= max(MOST_DOUBT, 4 * limit)
-            )
+            is_known = found is not None and (found.low > limit or not _is_doubtful(found, limit))
             points[rung] = us_of[rung], found.percent if found and is_known else math.inf
         quick = max(rung for rung, (_, percent) in points.items() if percent <= limit)
         slow = min(

@@ -92,8 +92,8 @@ def watched(names, sizes, savers):
     watch.sizes, watch.made = sizes, {2: "mlp_act"}
     watch.saves = [((_Call(path),), key) for key, path in savers.items()]
     on_device = {"host_share": 0.0, "exposed_us": lambda _: 0.0, "copy_share": 0.03}
-    times = SimpleNamespace(us=lambda _: 1000.0, copied_us=lambda: {0: 1500.0}, **on_device)
-    return watch, times
+    backward = {"copied_us": lambda: {0: 1500.0}, "is_partial": False}
+    return watch, SimpleNamespace(us=lambda _: 1000.0, **backward, **on_device)
 
 
 def test_what_functions_make_is_offloaded_or_made_again():
@@ -128,7 +128,6 @@ def test_of_grouped_experts_the_activation_alone_is_recomputed_or_something_of_t
     sizes, savers = {1: 8 * MIB, 2: 4 * MIB, 3: 4 * MIB}, {1: paths[2], 2: paths[2], 3: paths[3]}
     watch, times = watched(names, sizes, savers)
     watch._inputs[paths[3]] = {3: 4 * MIB}
-    times.is_partial = False
     (actions,) = watch.actions(times, 100.0, []).values()
     found = {one.parts: one.freed_bytes // MIB for one in actions}
     rerun, act = ("moe_act", "recompute"), ("mlp_act", "recompute")

@@ -15,18 +15,14 @@ pytest.importorskip("megatron.core")
 from megatron_offload import OffloadConfig, PipelineOffloadManager
 from megatron_offload.core.row_config import RowConfig
 from megatron_offload.errors import ConfigError
+from megatron_offload.integrations import megatron_search
 from megatron_offload.integrations.megatron_rows import mark_layers, refuse_rows
-from megatron_offload.integrations.megatron_search import (
-    MegatronSearch,
-    _is_named,
-    _what_goes_around,
-)
 
 
 @pytest.fixture
 def manager():
     manager = PipelineOffloadManager(OffloadConfig(policy="auto"))
-    manager.tuner = MegatronSearch(manager)
+    manager.tuner = megatron_search.MegatronSearch(manager)
     yield manager
     manager.close()
 
@@ -51,7 +47,7 @@ ATTENTION, MLP = "0.decoder.layers.3.self_attention", "0.decoder.layers.3.mlp"
     ],
 )
 def test_a_site_is_offloaded_where_a_name_lies_in_it(names, site, path, expected):
-    assert _is_named(names, site, path) is expected
+    assert megatron_search._is_named(names, site, path) is expected
 
 
 def test_rows_are_refused_where_hooks_would_lose_what_layers_note_on_weights():
@@ -167,7 +163,7 @@ def test_what_overlapped_all_to_alls_do_not_call_is_refused(caplog):
     ],
 )
 def test_rows_are_looked_for_where_layers_are_called_as_modules(settings, is_replayed, expected):
-    found = _what_goes_around(SimpleNamespace(**settings), is_replayed=is_replayed)
+    found = megatron_search._what_goes_around(SimpleNamespace(**settings), is_replayed=is_replayed)
     assert found == expected
 
 
@@ -188,9 +184,8 @@ def test_activations_of_grouped_experts_are_recomputed_by_megatron_itself(manage
     model, search = configured(TransformerLayer(1)), manager.tuner
     model[0].mlp, experts = nn.Linear(2, 2), nn.Linear(2, 2)
     model[0].mlp.experts, experts.linear_fc2 = experts, nn.Linear(2, 2)
-    experts.config, experts.activation_recompute = SimpleNamespace(fp8=None), False
-    experts.activation_func = nn.functional.gelu
-    search._models[0], search.is_scheduled = model, True
+    vars(experts).update(activation_recompute=False, activation_func=nn.functional.gelu)
+    search._models[0], search.is_scheduled, experts.config = model, True, SimpleNamespace(fp8=None)
     path = "0.0.mlp.experts.linear_fc2"
     assert search._sites()[path].name == "moe_act"
     activation, other = (RowConfig(site=x, recompute=True) for x in ("moe_act", "attention"))

@@ -88,6 +88,8 @@ def test_steps_go_on_until_what_they_show_is_clear():
         assert choice.note(clear, {"a": 0}, 8)
     for wide in (Slowdown(1.0, -0.5, 2.5), Slowdown(9.0, 3.5, 14.5)):
         assert not choice.note(wide, {"a": 0}, 1)
+    hopeful = [choice.note(Slowdown(2.0, -6.0, 11.0), {"a": 0}, 31) for _ in range(4)]
+    assert hopeful == [False, False, False, True], "but it isn't known what it costs"
 
 
 def test_a_plan_is_for_forwards_that_need_more_than_the_longest_does_with_it():
