@@ -201,6 +201,9 @@ def one_forward_one_backward(num_microbatches, depth):
     return order + [("B", m) for m in range(max(0, num_microbatches - depth), num_microbatches)]
 
 
+ORDER = one_forward_one_backward(6, depth=3)
+
+
 def forward(model, manager, *, grad=True, seed=1, rows=16):
     """Return the loss of one microbatch."""
     width = model[0].norm.normalized_shape[0]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from programs import (
     KIB,
+    ORDER,
     TIMINGS,
     Capturing,
     assert_nothing_left,
@@ -17,7 +18,6 @@ from programs import (
     forward,
     make_manager,
     make_model,
-    one_forward_one_backward,
     run_step,
 )
 from torch import nn
@@ -29,8 +29,6 @@ from megatron_offload.errors import StateError
 from megatron_offload.integrations.megatron_search import MegatronSearch
 from megatron_offload.memory.host_pool import HostPool
 from megatron_offload.run.launch import ReportedSearch
-
-ORDER = one_forward_one_backward(6, depth=3)
 
 make_capturing = functools.partial(make_manager, backend_type=Capturing)
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from programs import (
     KIB,
+    ORDER,
     TIMINGS,
     check_steps,
     make_config,
     make_manager,
     make_model,
-    one_forward_one_backward,
     run_step,
 )
 
@@ -25,8 +25,6 @@ from megatron_offload.backends.simulated import SimulatedBackend
 from megatron_offload.config import SimulatedConfig
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.recompute.proof import Proofs
-
-ORDER = one_forward_one_backward(6, depth=3)
 
 ENGINE_WAITS = [wait for wait in Wait if wait is not Wait.W3]
 """H2D is behind the compute stream (W6), which has waited for D2H at the release (W2)."""

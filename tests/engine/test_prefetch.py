@@ -6,20 +6,18 @@ import pytest
 import torch
 from programs import (
     KIB,
+    ORDER,
     TIMINGS,
     assert_nothing_left,
     assert_same,
     make_manager,
     make_model,
-    one_forward_one_backward,
     run_step,
 )
 from torch import nn
 
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.observer import Observer
-
-ORDER = one_forward_one_backward(6, depth=3)
 
 
 def test_the_first_step_reloads_within_a_chunk_in_reverse_order():

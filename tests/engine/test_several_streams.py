@@ -10,13 +10,13 @@ import pytest
 import torch
 from programs import (
     KIB,
+    ORDER,
     TIMINGS,
     Times,
     assert_nothing_left,
     assert_same,
     make_manager,
     make_model,
-    one_forward_one_backward,
     run_step,
 )
 
@@ -24,7 +24,6 @@ from megatron_offload.backends.base import Wait
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.recompute.recipes import recomputable
 
-ORDER = one_forward_one_backward(6, depth=3)
 SETTINGS = [
     {"max_inflight_bytes": 0, "prefetch_bytes": 0},
     {"max_inflight_bytes": 16 * KIB, "prefetch_bytes": 24 * KIB},

@@ -13,7 +13,7 @@ from pathlib import Path
 import programs
 import pytest
 import torch
-from programs import assert_nothing_left, assert_same, one_forward_one_backward
+from programs import ORDER, assert_nothing_left, assert_same
 
 from megatron_offload.backends import cuda
 from megatron_offload.backends.base import Wait
@@ -25,7 +25,6 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
 MIB = 1 << 20
-ORDER = one_forward_one_backward(6, depth=3)
 
 
 def make_manager(**settings):

@@ -168,6 +168,9 @@ def run(name, device, *, enabled):
             rows = list(map(str, manager.rows or ()))
             leaks, held = manager.state_of(), manager.last_step.externally_referenced_bytes
             assert not any(leaks.values()), leaks
+            assert getattr(manager.tuner, "is_scheduled", True), (
+                "no backward of a schedule's is seen"
+            )
     return results, moved, held, recomputed, rows
 
 
