@@ -120,12 +120,11 @@ class MegatronSearch(RowSearch):
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Whether a module or a part has hooks of others than Megatron."""
-    hooks = (
-        hook
-        for part in module.modules()
-        for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
-    )
+    """Whether a module or a part has hooks of others than Megatron, or all modules have."""
+    tables = [nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks]
+    for part in module.modules():
+        tables += [part._forward_hooks, part._forward_pre_hooks]
+    hooks = (hook for table in tables for hook in table.values())
     return not all(is_own_hook(x) or f"{x.__module__}".startswith("megatron.core.") for x in hooks)
 
 

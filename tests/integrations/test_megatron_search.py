@@ -198,6 +198,7 @@ def test_activations_of_grouped_experts_are_recomputed_by_megatron_itself(manage
         (search, "is_scheduled", False),  # a program's own backward may be of any kind
         (TransformerLayer, "__module__", "anyone"),
         (experts.linear_fc2, "_forward_hooks", {0: print}),
+        (nn.modules.module, "_global_forward_hooks", {0: print}),
         (experts, "activation_func", lambda x: x),  # it may do more
         (manager, "config", OffloadConfig(policy="auto", recompute=["norm"])),
         (manager, "config", OffloadConfig(policy="auto", whole_step_graph=True)),
