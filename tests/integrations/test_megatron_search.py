@@ -15,7 +15,7 @@ pytest.importorskip("megatron.core")
 from megatron_offload import OffloadConfig, PipelineOffloadManager
 from megatron_offload.core.row_config import RowConfig
 from megatron_offload.errors import ConfigError
-from megatron_offload.integrations import megatron_search
+from megatron_offload.integrations import megatron_core, megatron_search
 from megatron_offload.integrations.megatron_rows import mark_layers, refuse_rows
 
 
@@ -66,6 +66,7 @@ def test_rows_may_name_the_layers_that_predict_further_tokens():
         refuse_rows([row], configured(mtp_num_layers=None), notes=False)
 
 
+ACT = {"site": "moe_act", "recompute": True}
 NO_EXPERTS, FP8 = {"moe_grouped_gemm": False}, {"moe_grouped_gemm": True, "fp8": "hybrid"}
 
 
@@ -75,22 +76,17 @@ NO_EXPERTS, FP8 = {"moe_grouped_gemm": False}, {"moe_grouped_gemm": True, "fp8":
         ({"site": "attn_proj", "offload": 1}, {}, "add 'attn_proj' to offload_modules"),
         ({"site": "layer_input", "offload": 1}, {}, "'offload: all' alone"),
         ({"site": "core_attn", "recompute": True}, {}, "recomputes moe_act alone"),
-        ({"site": "moe_act", "recompute": True}, NO_EXPERTS, "where experts are grouped"),
-        (
-            {"site": "moe_act", "recompute": True},
-            {**FP8, "recompute_modules": []},
-            "want 'moe_act' in recompute_modules",
-        ),
-        ({"site": "moe_act", "recompute": True}, {**FP8, "recompute_modules": ["moe_act"]}, ""),
+        (ACT, NO_EXPERTS, "where experts are grouped"),
+        (ACT, {**FP8, "recompute_modules": []}, "want 'moe_act' in recompute_modules"),
+        (ACT, {**FP8, "recompute_modules": ["moe_act"]}, ""),
     ],
 )
 def test_what_megatron_s_layers_cannot_do_is_refused(row, settings, said):
-    refused = pytest.raises(ConfigError, match=said) if said else contextlib.nullcontext()
-    with refused:
+    with pytest.raises(ConfigError, match=said) if said else contextlib.nullcontext():
         refuse_rows([RowConfig(**row)], configured(**settings), notes=False)
 
 
-def test_layers_mark_by_rows_and_without_them_what_they_were_built_to_mark(caplog):
+def test_layers_mark_by_rows_and_without_them_what_they_were_built_to_mark(caplog, monkeypatch):
     model = configured(*map(TransformerLayer, (1, 2, 3)))
 
     def marks():
@@ -106,6 +102,12 @@ def test_layers_mark_by_rows_and_without_them_what_they_were_built_to_mark(caplo
     with pytest.raises(ConfigError, match="are both about 1"):
         mark_layers(model, [row, RowConfig(site="core_attn", layers=1, offload="all")])
     mark_layers(model, ())
+    assert marks() == ([True, True, True], [0, 0, 0])
+    mark_layers(model, [row])
+    disabled = PipelineOffloadManager(OffloadConfig(enabled=False))
+    monkeypatch.setattr(PipelineOffloadManager, "instance", disabled)
+    with mock.patch.multiple(megatron_core, patches=mock.Mock(), _marked={}):
+        megatron_core._marking(lambda _: None, model)
     assert marks() == ([True, True, True], [0, 0, 0])
     assert not caplog.messages
 
@@ -124,10 +126,7 @@ def test_rows_of_groups_that_a_part_s_layers_do_not_mark_are_said_to_do_nothing(
 
 
 def test_what_megatron_recomputes_inside_a_site_is_refused():
-    selective = {
-        "recompute_granularity": "selective",
-        "recompute_modules": ["moe_act", "core_attn"],
-    }
+    selective = {"recompute_granularity": "selective", "recompute_modules": ["moe_act", "mlp"]}
     model = configured(TransformerLayer(1), **selective, moe_grouped_gemm=True, fp8=None)
     experts, attention = (RowConfig(site=x, recompute=True) for x in ("mlp.experts", "attention"))
     refuse_rows([attention], model, notes=False)
