@@ -233,7 +233,7 @@ class CudaBackend(Backend):
         # To give a gigabyte back takes a tenth of a second, in which no graph may be captured in
         # any thread.
         if memory and not self._is_for_graphs:
-            threading.Thread(target=_drop, args=(memory,), daemon=True).start()
+            threading.Thread(target=_drop, args=(memory, _DROP_S), daemon=True).start()
         else:
             memory.clear()
 
@@ -336,11 +336,11 @@ class _PagesAhead:
         return self.ready.popleft() if num_bytes == self._num_bytes and self.ready else None
 
 
-def _drop(memory: list[Any]) -> None:
+def _drop(memory: list[Any], pause_s: float) -> None:
     """Let one go after the other."""
     while memory:
         memory.pop()
-        time.sleep(_DROP_S)
+        time.sleep(pause_s)
 
 
 def _register(address: int, num_bytes: int) -> None:
