@@ -19,10 +19,20 @@ when it is first asked for, so that a command that only plans starts at once.
 
 from __future__ import annotations
 
+import logging
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0"
+
+if _level := os.environ.get("MEGATRON_OFFLOAD_LOG", ""):
+    _logger = logging.getLogger(__name__)
+    if _level.upper() not in logging.getLevelNamesMapping():
+        raise ValueError(f"MEGATRON_OFFLOAD_LOG is a level such as debug or info, not {_level!r}")
+    _logger.setLevel(_level.upper())
+    _logger.addHandler(logging.StreamHandler())
+    _logger.propagate = False
 
 if TYPE_CHECKING:
     from megatron_offload.config import OffloadConfig as OffloadConfig

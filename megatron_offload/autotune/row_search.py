@@ -697,9 +697,11 @@ class RowSearch(OldAttributes):
         assert self.plan is not None
         own = self.plan.rows() if rows_of_all is None else rows_of_all
         rows = ", ".join(map(str, (*self._besides, *own)))
-        freed_bytes = self.plan.freed_bytes * self._size_of_bare / self._watched_size
-        freed = format_bytes(int(self._num_inflight * freed_bytes), 2)
-        self.said = f"rows: [{rows}] free up to {freed}; {text}"  # what is needed soon is kept
+        scale = self._num_inflight * self._size_of_bare / self._watched_size
+        sizes = scale * self.plan.freed_bytes, scale * self._saved_bytes
+        freed, saved = (format_bytes(int(size), 2) for size in sizes)  # what is needed soon is kept
+        pinned = format_bytes(self.manager.host_pool.stats.slab_bytes_total, 2)
+        self.said = f"rows: [{rows}] free up to {freed} of {saved} saved, {pinned} pinned; {text}"
         if self._speaks:
             _logger.warning("megatron-offload: %s: %s", self._policy.kind, self.said)
 

@@ -29,10 +29,10 @@ from megatron_offload.engine.hooks import is_recording
 from megatron_offload.engine.learning import Learner
 from megatron_offload.engine.marks import Marks
 from megatron_offload.engine.observer import Observer
-from megatron_offload.engine.recording import Recording
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.step import Step
 from megatron_offload.engine.transfers import Transfers
+from megatron_offload.engine.verdicts import Verdicts
 from megatron_offload.errors import ConfigError, StateError
 from megatron_offload.memory.host_pool import HostPool
 
@@ -68,6 +68,8 @@ class Tuner(Protocol):
 
     is_converged: bool
     """Whether no more steps are looked at."""
+    said: str
+    """How that has ended, in one line."""
 
     def begin(self, manager: PipelineOffloadManager) -> None:
         """Begin anew: the manager has another configuration."""
@@ -79,7 +81,7 @@ class Tuner(Protocol):
         """Look back at a step that has ended."""
 
 
-class PipelineOffloadManager(Recording):
+class PipelineOffloadManager(Verdicts):
     """Holds one `ChunkOffloadHandler` per microbatch and virtual pipeline stage in flight.
 
     As a context manager it catches the tensors that autograd saves inside, for the group that was
@@ -172,7 +174,7 @@ class PipelineOffloadManager(Recording):
         self.do_offload = config.enabled
         self._packs = []
         self._is_in_step = False
-        self._said = set()
+        self._said, self._has_begun = set(), False
         self.decisions = step = Step(self.transfers, self.learner)
         self.commit, self.flush_delayed_groups = step.commit_group, step.flush_delayed_groups
         self.enter_backward, self.leave_backward = step.enter_backward, step.leave_backward
@@ -222,6 +224,9 @@ class PipelineOffloadManager(Recording):
             self.decisions.chunk.forget_recipes()
         config = self.config
         if config.enabled:
+            if not self._has_begun:
+                self._has_begun = True
+                self._say_plan()
             for prepare in self.at_chunk:
                 prepare()
             self.learner.follow(pp_rank, fraction, delta_bytes_across_pp_ranks)
@@ -307,6 +312,7 @@ class PipelineOffloadManager(Recording):
             self.flush_delayed_groups()
             self._take_off_hooks()
             self._end_step()
+            self._say_first()
             if self.tuner is not None:
                 self.tuner(self)
             elif isinstance(self.config.policy, SolvedConfig) and not (
@@ -428,11 +434,6 @@ class PipelineOffloadManager(Recording):
         if self is PipelineOffloadManager.instance:
             return PipelineOffloadManager.get_instance, ()
         return type(self), (self.config,)
-
-    @property
-    def last_step(self) -> StepStats:
-        """Counters of the last finished step; until one is finished, of the one that runs."""
-        return self._last_step or self.transfers.counted()
 
     @guarded
     def state_of(self) -> dict[str, Any]:

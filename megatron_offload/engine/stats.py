@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from megatron_offload.core.units import format_bytes
 from megatron_offload.files.renames import OldAttributes, OldKeys
+
+_MOST_REASONS = 3
 
 
 @dataclass(slots=True)
@@ -81,6 +84,8 @@ class StepStats(OldAttributes):
     """Whether the step was captured into a CUDA graph: what replays move counts nowhere else."""
     leaks: tuple[str, ...] = ()
     """In checking mode, the groups that still held memory when the step ended."""
+    why: str = ""
+    """Why nothing is offloaded, as far as that was decided; else nothing."""
 
     recomputed_bytes_by_unit: dict[str, int] = field(default_factory=dict)
     """What was dropped to be recomputed, by kind and pattern of `OffloadConfig.recompute`."""
@@ -109,8 +114,25 @@ class StepStats(OldAttributes):
         own = (x.name for x in fields(self) if type(getattr(self, x.name)) is int)
         return OldKeys({f"offload/{name}": getattr(self, name) for name in (*sums, *own)})
 
+    @property
+    def verdict(self) -> str:
+        """What the step has won, or why that is nothing, and why most of the rest was kept."""
+        sizes = self.peak_released_bytes, self.peak_host_bytes, self.recomputed_bytes
+        device, host, again = map(format_bytes, sizes)
+        whose = " at each replay of the graph that it was captured into" if self.is_captured else ""
+        text = f"most at a time{whose}: {device} off the device, {host} on the host"
+        text += f", {again} recomputed" if self.recomputed_bytes else ""
+        if not (self.offloaded_bytes or self.recomputed_bytes):
+            text = self.why or "nothing was offloaded or recomputed"
+        reasons = Counter[str]()
+        for group in self.by_name.values():
+            reasons.update(group.kept_bytes_by_reason)
+        largest = reasons.most_common(_MOST_REASONS)
+        kept = ", ".join(f"{format_bytes(size)} ({why})" for why, size in largest if size)
+        return f"{text}; kept: {kept}" if kept else text
+
     def __str__(self) -> str:
-        """Return a table with a line for each group name."""
+        """Return a table with a line for each group name, and the verdict."""
         titles = ("group", "groups", "offloaded", "reloaded", "recomputed", "kept", "late")
         rows: list[tuple[str, ...]] = [titles]
         for group in self.by_name.values():
@@ -124,8 +146,4 @@ class StepStats(OldAttributes):
         for name, *cells in rows:
             aligned = (cell.rjust(width) for cell, width in zip(cells, others, strict=True))
             lines.append("  ".join((name.ljust(first), *aligned)))
-        device, host = format_bytes(self.peak_released_bytes), format_bytes(self.peak_host_bytes)
-        whose = " at each replay of the graph that it was captured into" if self.is_captured else ""
-        return "\n".join(
-            (*lines, f"most at a time{whose}: {device} off the device, {host} on the host")
-        )
+        return "\n".join((*lines, self.verdict))

@@ -136,6 +136,13 @@ class AroundForwards(saved_tensors_hooks):
             self._groups.manager.note_failure(error)
             self._groups.end(has_failed=has_failed)
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__.lstrip('_')}: {self._groups.manager.plan}>"
+
+    def describe(self) -> str:
+        """Return in words what it does and has found, and what the last step was."""
+        return self._groups.manager.describe()
+
     @property
     def last_step(self) -> StepStats:
         """Counters of the last step that is over."""

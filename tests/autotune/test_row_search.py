@@ -69,7 +69,8 @@ def test_what_is_found_frees_memory_and_costs_no_more_than_it_may(gbps, percent,
     found = search._own.tried[search._own.place][0]
     assert found.low - 0.1 <= slowdown <= found.high + 0.1
     assert ("layer", "recompute") in actions(job) or gbps == 1.0
-    (text,) = caplog.messages
+    plan, text = caplog.messages
+    assert f"policy auto: some 20 steps are looked at, then rows cost at most {percent} %" in plan
     assert text == f"megatron-offload: auto: {search.said}"
     rows = search.said.partition("rows: ")[2].partition(" free")[0]
     assert Config(rows=rows).rows == job.manager.rows, "what it says can be pasted"
@@ -110,7 +111,7 @@ def test_a_search_that_goes_on_or_found_nothing_leaves_no_plan_as_followed(tmp_p
 def test_where_nothing_pays_no_hook_is_left_and_it_is_said_once(caplog):
     job = LayeredJob(0.001, policy=auto(1))
     job.found()
-    (text,) = caplog.messages
+    _, text = caplog.messages
     assert "nothing is offloaded or recomputed: the least that frees anything" in text
     with job.offload:
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
