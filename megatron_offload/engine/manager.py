@@ -224,12 +224,12 @@ class PipelineOffloadManager(Verdicts):
             self.decisions.chunk.forget_recipes()
         config = self.config
         if config.enabled:
-            if not self._has_begun:
-                self._has_begun = True
-                self._say_plan()
             for prepare in self.at_chunk:
                 prepare()
             self.learner.follow(pp_rank, fraction, delta_bytes_across_pp_ranks)
+            if not self._has_begun:
+                self._has_begun = True
+                self._say_plan()
         smallest = config.smallest_tensor
         is_set = {"min_tensor_bytes", "min_tensor_elements"} & config.model_fields_set
         if min_tensor_elements is not None and not is_set:

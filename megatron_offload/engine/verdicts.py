@@ -14,6 +14,7 @@ from megatron_offload.core.units import format_bytes
 from megatron_offload.engine.recording import Recording
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.machine.job_ranks import rank_in
+from megatron_offload.planning.policy import ModulesPolicy
 
 _logger = logging.getLogger(__name__)
 
@@ -62,6 +63,8 @@ class Verdicts(Recording):
         """In one line what is done by which version, and when that is decided."""
         config, device = self.config, "" if self.backend.name == "cuda" else " without a GPU"
         is_open = self.learner.is_open or self._is_searching
+        if config.policy is None and self.learner.policy != ModulesPolicy():
+            is_open = False  # the model's own settings say what is kept
         policy = config.tuned_policy if is_open else None
         if self._found or not self.do_offload:
             what = self._found or self._why_nothing
