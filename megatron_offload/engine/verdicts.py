@@ -87,7 +87,9 @@ class Verdicts(Recording):
 
     def _say_plan(self) -> None:
         _begun.add(self)
-        _say(self.plan)
+        if self.plan not in _plans:  # other contexts of the process may have the same
+            _plans.add(self.plan)
+            _say(self.plan)
 
     def _say_first(self) -> None:
         """Say once what steps win that follow the settings alone; a search says its own."""
@@ -104,6 +106,7 @@ class Verdicts(Recording):
 
 
 _begun: WeakSet[Verdicts] = WeakSet()
+_plans: set[str] = set()  # that were said
 
 
 def _say(text: str) -> None:
