@@ -58,6 +58,10 @@ ADVICE = (
     "there is, 'rows' name what is offloaded or recomputed and cost nothing "
     "besides (docs/rows.md), and 'policy: modules' offloads everything"
 )
+_OUTSIDE = (
+    ". Of {1} that a forward saves {0} are outside layers, such as logits and copies, which a loss "
+    "by rows does without (docs/recompute.md)"
+)
 NO_CLOCK = (
     "there is no GPU here, so that nothing can be won. 'policy: modules', in Python "
     "OffloadConfig(policy='modules'), offloads everything all the same"
@@ -426,6 +430,7 @@ class RowSearch(OldAttributes):
             self._link_bytes = times.link_bytes(gbps, self._actions, is_pipeline=is_pipeline)
         self._saving, self._largest_bytes = watch.saving, watch.largest_bytes
         self._saved_bytes, self._has_lengths = watch.saved_bytes, len(watch.tokens) == 1
+        self._layer_share = watch.layer_share
         # What ranks have alike that have the same layers.
         seen = sorted((site.layer, x) for x, site in all_sites.items() if x in watch.called)
         self._stage = f"{manager.learner.pp_rank or 0}/{zlib.crc32(repr(seen).encode()):x}"
@@ -678,6 +683,10 @@ class RowSearch(OldAttributes):
         manager = self.manager
         if not rows:
             is_costly = isinstance(self._policy, AutoConfig) and text != NOTHING
+            outside = (1 - self._layer_share) * self._saved_bytes
+            if outside > _LEAST_SHARE * self._saved_bytes:
+                sizes = (format_bytes(int(size), 2) for size in (outside, self._saved_bytes))
+                text += _OUTSIDE.format(*sizes)
             self._stop(text, ADVICE if is_costly else "")
             return
         has_effect = self._has_moved or any(row.recompute for row in plan.rows())

@@ -754,11 +754,13 @@ def test_a_model_that_loses_layers_ends_it_too():
 
 
 def test_what_refuses_to_be_recomputed_at_each_call_is_not_planned():
-    job = LayeredJob(0.001, policy=auto(40))
+    job = LayeredJob(0.001, num_layers=2, policy=auto(40))
     for layer in job.net.layers:
         layer.mlp.up.register_forward_hook(lambda *_: None)
+    job.net.head = layered_job.TimedMlp(job)
     job.found()
     assert "nothing of what its layers save can be freed" in job.search.said
+    assert "forward saves 12.00 KiB are outside layers" in job.search.said
 
 
 def test_a_model_is_not_held():
