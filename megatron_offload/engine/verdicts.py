@@ -33,6 +33,8 @@ class Verdicts(Recording):
     tuner: Any
     step_number: int
     _last_step: StepStats | None
+    _speaks = False
+    """Whether this is the first rank, once it has begun."""
 
     @property
     def last_step(self) -> StepStats:
@@ -86,32 +88,32 @@ class Verdicts(Recording):
         return f"{self.plan}\n{self.last_step}"
 
     def _say_plan(self) -> None:
+        self._speaks = rank_in() == 0  # at the end there may be no group of ranks any more
         _begun.add(self)
         if self.plan not in _plans:  # other contexts of the process may have the same
             _plans.add(self.plan)
-            _say(self.plan)
+            self._say(self.plan)
+
+    def _say(self, text: str) -> None:
+        if self._speaks:
+            _logger.warning("%s", text)
 
     def _say_first(self) -> None:
         """Say once what steps win that follow the settings alone; a search says its own."""
         if self.step_number == _NUM_FIRST and self.tuner is None:
-            _say(f"megatron-offload: of what a step saves, {self.last_step.verdict}")
+            self._say(f"megatron-offload: of what a step saves, {self.last_step.verdict}")
 
     def say_last(self) -> None:
         """Say at the end of the program what the last step has won, or that it was too short."""
         step = self.last_step
         if self._is_searching:
-            _say(f"megatron-offload: {_UNFINISHED}")
+            self._say(f"megatron-offload: {_UNFINISHED}")
         elif self.step_number > _NUM_FIRST and (step.offloaded_bytes or step.recomputed_bytes):
-            _say(f"megatron-offload: of what the last step has saved, {step.verdict}")
+            self._say(f"megatron-offload: of what the last step has saved, {step.verdict}")
 
 
 _begun: WeakSet[Verdicts] = WeakSet()
 _plans: set[str] = set()  # that were said
-
-
-def _say(text: str) -> None:
-    if rank_in() == 0:
-        _logger.warning("%s", text)
 
 
 @atexit.register
