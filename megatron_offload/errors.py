@@ -12,13 +12,8 @@ from importlib.util import find_spec
 _LONGEST_COMPARED = 200
 _MOST_LISTED = 50
 
-_EXTRAS = {
-    "altair": ("report", "drawing a chart"),
-    "jinja2": ("report", "the HTML report"),
-    "megatron.core": ("megatron", "training"),
-    "vl_convert": ("report", "drawing a chart"),
-}
-"""For packages that only some commands need the extra that brings them, and what it is for."""
+_NAMES = {"megatron.core": "megatron-core", "vl_convert": "vl-convert-python"}
+"""What ``pip`` calls packages that are imported by another name."""
 
 
 class OffloadError(Exception):
@@ -86,12 +81,9 @@ def is_installed(package: str) -> bool:
         return False
 
 
-def require(*packages: str) -> None:
-    """See that packages of the extras are there; else a `ConfigError` says what installs them."""
-    for package in packages:
-        if not is_installed(package):
-            extra, what = _EXTRAS[package]
-            raise ConfigError(
-                f"{what} needs {package}, which is missing; run: "
-                f"pip install 'megatron-offload[{extra}]'"
-            )
+def require(what: str, *packages: str) -> None:
+    """See that the packages for ``what`` are there; else a `ConfigError` says how to get them."""
+    missing = [_NAMES.get(package, package) for package in packages if not is_installed(package)]
+    if missing:
+        needed = f"{what} needs {' and '.join(missing)}"
+        raise ConfigError(f"{needed}; run: pip install {' '.join(missing)}")

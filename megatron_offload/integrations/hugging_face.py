@@ -85,7 +85,8 @@ def map_config(data: Mapping[str, Any], shape: tuple[int, int], dtype: str) -> M
     try:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
-        raise IntegrationError(f"transformers is needed: {error}") from error
+        why = f"transformers is needed: {error}; run: pip install transformers"
+        raise IntegrationError(why) from error
     if not isinstance(data, Mapping):
         raise ConfigError(f"a config.json holds a mapping, not a {type(data).__name__}")
     known = [str(name) for name in transformers.CONFIG_MAPPING]

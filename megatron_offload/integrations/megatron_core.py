@@ -389,6 +389,5 @@ def import_from_megatron(name: str) -> types.ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         raise IntegrationError(
-            f"megatron-core 0.16 or later is needed: {error}; pip install "
-            "'megatron-offload[megatron]'"
+            f"megatron-core 0.16 or later is needed: {error}; run: pip install megatron-core"
         ) from error

@@ -122,7 +122,10 @@ def install() -> None:
         fuser = importlib.import_module(_FUSER)
         operation = importlib.import_module(_OPERATION).FusibleOperation
     except ImportError as error:
-        raise IntegrationError(f"TransformerEngine has no fusible operations: {error}") from error
+        raise IntegrationError(
+            f"TransformerEngine has no fusible operations: {error}; run: "
+            "pip install 'transformer-engine[pytorch]'"
+        ) from error
     names = ("OperationContext", "prepare_for_saving", "OperationFuser")
     missing = [name for name in names if not hasattr(fuser, name)]
     if missing:

@@ -17,7 +17,7 @@ from megatron_offload.core.units import byte_unit, format_bytes, format_us
 from megatron_offload.errors import ConfigError, require
 from megatron_offload.planning.found import FoundStage
 
-require("altair", "vl_convert")
+require("drawing a chart", "altair", "vl_convert")
 import altair as alt  # noqa: E402 - what is missing was said
 
 # Okabe and Ito's colours, and greys that no colour vision takes for one of them.

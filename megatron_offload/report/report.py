@@ -108,7 +108,7 @@ class Report:
 
 def render_report(report: Report) -> str:
     """Return a report as HTML. ConfigError: jinja2 or Altair is not installed."""
-    require("jinja2", "altair", "vl_convert")
+    require("the HTML report", "jinja2", "altair", "vl_convert")
     import jinja2
 
     from megatron_offload.report import plots

@@ -64,7 +64,7 @@ def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunRepor
         RankFailedError: a rank failed.
         StoppedError: a signal ended the run.
     """
-    require("megatron.core")
+    require("training", "megatron.core")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ConfigError(
             "this starts its own ranks: call it without torchrun; over several machines train a "
