@@ -1,7 +1,8 @@
 """Run a script of Megatron-LM, or of a trainer over megatron-core, with this package's offload.
 
 reads    SCRIPT, which gets all words behind it; --offload-config
-prints   what the script does; on rank 0, once the plan has converged, one line about it
+prints   what the script does; on rank 0, once the plan has converged, one line about it, and in
+         the end one if no forward came to offload
 writes   what the script does; --offload-report
 
 The flags below are the script's too, where it parses its own by megatron.training: its --help lists
@@ -45,10 +46,11 @@ def run(given: argparse.Namespace) -> Callable[[], object]:
         raise ConfigError(f"there is no script {given.script!r}")
     if not sys.flags.safe_path:
         sys.path[0] = str(Path.cwd() if given.module else path.resolve().parent)
-    from megatron_offload.run.launch import prepare
+    from megatron_offload.run import launch
 
-    prepare({name: value for name, value in vars(given).items() if name.startswith("offload_")})
+    flags = {name: value for name, value in vars(given).items() if name.startswith("offload_")}
+    config = launch.prepare(flags)
     sys.argv[:] = [given.script, *given.words]
-    if given.module:
-        return partial(runpy.run_module, given.script, run_name="__main__", alter_sys=True)
-    return partial(runpy.run_path, given.script, run_name="__main__")
+    module = partial(runpy.run_module, alter_sys=True)
+    program = partial(module if given.module else runpy.run_path, given.script, run_name="__main__")
+    return partial(launch.run_program, given.script, program, config)

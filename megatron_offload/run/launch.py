@@ -6,6 +6,7 @@ import importlib
 import logging
 import os
 import re
+import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Generator, Mapping
 from contextlib import nullcontext
@@ -33,6 +34,12 @@ _DENSE = ("mlp_fc1", "mlp_act", "mlp_fc2")
 _MOE = ("expert_fc1", "moe_act")
 """What is marked where neither the job nor the configuration says that."""
 
+_UNREACHED = (
+    "megatron-offload: nothing was offloaded: {} ran no forward of a megatron-core model with "
+    "fine_grained_activation_offloading; that of another model goes inside "
+    "'with OffloadActivations():'"
+)
+
 _ENGINE, _VARIABLE = "transformer_engine", "NVTE_CPU_OFFLOAD_V1"
 
 
@@ -48,13 +55,27 @@ def install_by_flags(given: Mapping[str, Any]) -> OffloadConfig:
     return config
 
 
-def prepare(given: Mapping[str, Any]) -> None:
+def run_program(name: str, program: Callable[[], object], config: OffloadConfig) -> None:
+    """Run a job's program; say so on the first rank if it ends and no forward came to offload."""
+    begun, its = set[bool](), PipelineOffloadManager
+    its.at_chunk.append(note := partial(begun.add, True))
+    try:
+        program()
+    finally:
+        its.at_chunk.remove(note)
+        is_over = isinstance(sys.exception(), SystemExit | None)
+        used = its.instance.config if its.instance else config
+        if is_over and used.enabled and not begun and os.environ.get("RANK", "0") == "0":
+            console(stderr=True).print(_UNREACHED.format(name))
+
+
+def prepare(given: Mapping[str, Any]) -> OffloadConfig:
     """Install by parsed flags, and let Megatron's parser take them too; errors as `install`'s."""
-    install_by_flags(given)
+    config = install_by_flags(given)
     try:
         original: Any = importlib.import_module("megatron.training.arguments")
     except ImportError:  # another trainer's job, whose flags are its own
-        return
+        return config
 
     def add_megatron_arguments(add: Call, parser: ArgumentParser) -> Any:
         parser = add(parser)
@@ -96,6 +117,7 @@ def prepare(given: Mapping[str, Any]) -> None:
     if bind is not None:
         calls[bind] = _going_on
     megatron_core.patch_everywhere((their, around(their, call)) for their, call in calls.items())
+    return config
 
 
 def _captures_steps(flags: Mapping[str, Any]) -> bool:

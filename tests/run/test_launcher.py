@@ -212,7 +212,7 @@ def test_what_the_script_raises_and_its_exit_status_pass_through(launch, then, s
     done = launch("0.16", *job("0.16", "--then", then))
     assert done.returncode == status
     assert ("RuntimeError: the job's own" in done.stderr) == (status == 1)
-    assert "megatron-offload:" not in done.stderr
+    assert done.stderr.count("megatron-offload: nothing was offloaded") == (status == 7)
 
 
 @pytest.mark.slow
@@ -237,7 +237,8 @@ def test_without_a_word_offload_is_on_for_attention_and_mlp(launch, words, modul
 @pytest.fixture
 def not_prepared(monkeypatch):
     """Let a command run no more than its script."""
-    monkeypatch.setattr(launching, "prepare", lambda *_: None)
+    monkeypatch.setattr(launching, "prepare", lambda *_: OffloadConfig())
+    monkeypatch.setattr(PipelineOffloadManager, "instance", None)
     monkeypatch.setattr(sys, "argv", sys.argv[:])
     monkeypatch.setattr(sys, "path", ["", *sys.path])
 
@@ -256,12 +257,18 @@ def test_exceptions_of_ours_in_the_script_are_no_errors_of_the_command(tmp_path,
 
 
 @pytest.mark.usefixtures("not_prepared")
-def test_a_module_runs_too_and_ends_with_its_status(tmp_path, monkeypatch):
-    (tmp_path / "a_job.py").write_text("import sys\nsys.exit((__name__, sys.argv[1:]))\n")
+@pytest.mark.parametrize("chunk", ["", "PipelineOffloadManager().begin_chunk()"])
+def test_a_module_ends_with_its_status_and_a_line_if_no_chunk_began(
+    chunk, tmp_path, monkeypatch, capsys
+):
+    program = f"import sys\nfrom megatron_offload import PipelineOffloadManager\n{chunk}\n"
+    (tmp_path / "a_job.py").write_text(f"{program}sys.exit((__name__, sys.argv[1:]))\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as exit_error:
         cli.main(["run", "-m", "a_job", "--num-layers", "2"])
     assert exit_error.value.code == ("__main__", ["--num-layers", "2"])
+    said = "megatron-offload: nothing was offloaded: a_job ran no forward of a megatron-core model"
+    assert capsys.readouterr().err.startswith(said) == (not chunk)
 
 
 @pytest.mark.parametrize(
