@@ -10,18 +10,23 @@ CUDA and megatron-core 0.19, whose wheel brings `megatron.training`. FLAGS are M
 from __future__ import annotations
 
 import functools
+import sys
 
 import torch
-from megatron.core.datasets import utils as dataset_utils
-from megatron.core.enums import ModelType
-from megatron.core.models.gpt import GPTModel, gpt_layer_specs
-from megatron.training import get_args, pretrain
-from megatron.training.argument_utils import (
-    core_transformer_config_from_args,
-    pretrain_cfg_container_from_args,
-)
-from megatron.training.arguments import parse_and_validate_args
 from torch.utils.data import Dataset
+
+try:
+    from megatron.core.datasets import utils as dataset_utils
+    from megatron.core.enums import ModelType
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+    from megatron.training import get_args, pretrain
+    from megatron.training.argument_utils import (
+        core_transformer_config_from_args,
+        pretrain_cfg_container_from_args,
+    )
+    from megatron.training.arguments import parse_and_validate_args
+except ImportError as error:
+    sys.exit(f"{error}; on Python 3.12 or later run: pip install 'megatron-core>=0.19'")
 
 
 class RandomTokens(Dataset):

@@ -1,4 +1,4 @@
-"""The GPT of nanogpt.py in a pipeline of torch.distributed.pipelining, interleaved 1F1B.
+"""A small GPT in a pipeline of torch.distributed.pipelining, interleaved 1F1B.
 
     torchrun --nproc-per-node 2 examples/pipelining.py
     torchrun --nproc-per-node 2 examples/pipelining.py --no-offload    # prints the same losses
@@ -8,11 +8,13 @@ Each process has two stages. On a CPU they speak by gloo, and the device is simu
 
 from __future__ import annotations
 
+import argparse
 import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from nanogpt import GPT, batches, loss_of, parse
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
@@ -20,6 +22,39 @@ from megatron_offload import OffloadConfig
 from megatron_offload.integrations.torch_pipelining import offload_pipeline
 
 STAGES_A_RANK, MICROBATCHES = 2, 4
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        qkv = self.qkv(self.attention_norm(x)).view(batch, length, 3, self.heads, -1)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(batch, length, width))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, layers: int, width: int, heads: int, length: int) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(256, width), nn.Embedding(length, width)
+        self.layers = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
 
 
 class Stage(nn.Module):
@@ -39,6 +74,31 @@ class Stage(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x if self.head is None else self.head(self.norm(x))
+
+
+def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def batches(batch: int, length: int, steps: int, seed: int = 0):
+    """Yield inputs and targets out of this file's own text."""
+    text = torch.tensor(list(Path(__file__).read_bytes()))
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        starts = torch.randint(len(text) - length - 1, (batch, 1), generator=generator)
+        rows = text[starts + torch.arange(length + 1)]
+        yield rows[:, :-1], rows[:, 1:]
+
+
+def parse(description: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    sizes = {"layers": 4, "width": 128, "heads": 4, "length": 128, "batch": 4, "steps": 6}
+    for name, size in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=size)
+    parser.add_argument("--offload", action=argparse.BooleanOptionalAction, default=True)
+    return parser.parse_args()
 
 
 def main() -> None:

@@ -8,10 +8,11 @@ Needs transformers and accelerate. For TRL's trainers see trl_sft.py.
 
 from __future__ import annotations
 
+import argparse
 import tempfile
+from pathlib import Path
 
 import torch
-from nanogpt import batches, parse
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from megatron_offload.integrations.hugging_face import OffloadMixin
@@ -20,6 +21,17 @@ from megatron_offload.integrations.hugging_face import OffloadMixin
 class OffloadTrainer(OffloadMixin, Trainer):
     if not torch.cuda.is_available():  # where nothing is won, nothing is offloaded unasked
         offload_options = {"policy": "modules"}
+
+
+def parse(description: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    sizes = {"layers": 4, "width": 128, "heads": 4, "length": 128, "batch": 4, "steps": 6}
+    for name, size in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=size)
+    parser.add_argument("--offload", action=argparse.BooleanOptionalAction, default=True)
+    return parser.parse_args()
 
 
 def main() -> None:
@@ -34,7 +46,9 @@ def main() -> None:
         max_position_embeddings=args.length,
         use_cache=False,
     )
-    rows = torch.cat([inputs for inputs, _ in batches(args.batch, args.length, args.steps)])
+    text = torch.tensor(list(Path(__file__).read_bytes()))
+    starts = torch.randint(len(text) - args.length, (args.steps * args.batch, 1))
+    rows = text[starts + torch.arange(args.length)]
     with tempfile.TemporaryDirectory() as folder:
         trainer = (OffloadTrainer if args.offload else Trainer)(
             model=LlamaForCausalLM(config),

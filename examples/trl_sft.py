@@ -9,13 +9,13 @@ knows bytes. The lines of offload are marked.
 
 from __future__ import annotations
 
+import argparse
 import random
 import tempfile
 
 import pyarrow
 import torch
 from datasets import Dataset
-from nanogpt import parse
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
@@ -50,6 +50,17 @@ def sums(number: int) -> Dataset:
         dict(zip(("prompt", "completion"), zip(*texts, strict=True), strict=True))
     )
     return Dataset(table, fingerprint="sums")  # else a hash, which fails with some pyarrow
+
+
+def parse(description: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    sizes = {"layers": 4, "width": 128, "heads": 4, "length": 128, "batch": 4, "steps": 6}
+    for name, size in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=size)
+    parser.add_argument("--offload", action=argparse.BooleanOptionalAction, default=True)
+    return parser.parse_args()
 
 
 def main() -> None:

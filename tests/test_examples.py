@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import json
 import re
+import shutil
 
 import pytest
 from processes import ROOT, run_python, torchrun
 
 EXAMPLES = ROOT / "examples"
 SMALL = "--layers 2 --hidden 64 --ffn 128 --heads 4 --kv-heads 2 --vocabulary 128 --sequence 128"
+OFFLOADED = re.compile(r"^(activations|stage \d) +\d+ +[1-9][\d.]+ MiB", re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -42,11 +44,23 @@ def test_without_a_gpu_the_longest_is_not_looked_for(tmp_path):
     assert "give --sequence" in ran.stderr
 
 
-def lines_of(name, ranks, *words):
-    """Return the lines of losses that an example prints, and the others."""
+def test_the_notebooks_cells_run_in_order(capsys):
+    notebook, scope = json.loads((EXAMPLES / "quickstart.ipynb").read_text()), {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            assert (cell["outputs"], cell["execution_count"]) == ([], None)
+            exec("".join(cell["source"]), scope)  # noqa: S102 - our own
+    said = capsys.readouterr().out
+    assert said.startswith("bitwise identical: yes\n")
+    assert OFFLOADED.search(said)
+    assert re.search(r"^offloaded +[1-9][\d.]+ MiB #+$", said, re.MULTILINE)
+
+
+def lines_of(folder, name, ranks, *words):
+    """Return the lines of losses that an example prints in a folder of its own, and the others."""
     start = run_python if ranks == 1 else functools.partial(torchrun, ranks)
     on_cpu = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    ran = start(EXAMPLES / name, "--steps", "4", *words, **on_cpu)
+    ran = start(shutil.copy(EXAMPLES / name, folder), "--steps", "4", *words, cwd=folder, **on_cpu)
     assert ran.returncode == 0, ran.stderr
     lines = ran.stdout.splitlines()
     losses = [line for line in lines if line.startswith("step ")]
@@ -65,11 +79,11 @@ def lines_of(name, ranks, *words):
     ],
 )
 def test_an_example_prints_the_same_losses_without_offload_and_counts_its_groups(
-    name, ranks, needed
+    name, ranks, needed, tmp_path
 ):
     pytest.importorskip(needed, reason=f"no {needed}")
-    losses, told = lines_of(name, ranks)
-    without, _ = lines_of(name, ranks, "--no-offload")
+    losses, others = lines_of(tmp_path, name, ranks)
+    without, _ = lines_of(tmp_path, name, ranks, "--no-offload")
     assert losses == without
     assert len(set(losses)) == 4
-    assert re.search(r"^(activations|stage \d) +\d+ ", "\n".join(told), re.MULTILINE)
+    assert OFFLOADED.search("\n".join(others))
