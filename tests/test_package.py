@@ -68,6 +68,16 @@ def test_the_wheel_holds_licence_types_and_every_configuration(wheel):
     assert {path.name for path in wheel.iterdir()} == {"megatron_offload", folder.name}
 
 
+def test_the_source_holds_examples_pages_and_what_the_image_copies(wheel):
+    (source,) = (path for path in wheel.parent.glob("megatron_offload-*") if path.is_dir())
+    copied = re.findall(r"^COPY (.*) \S+$", (source / "Dockerfile").read_text(), re.MULTILINE)
+    names = [name for line in copied for name in line.split()]
+    assert {"examples", "megatron_offload"} <= {*names}
+    for path in [*(ROOT / "examples").glob("*.*"), *(ROOT / "docs").rglob("*.md")]:
+        names.append(path.relative_to(ROOT))
+    assert [name for name in names if not (source / name).exists()] == []
+
+
 def test_a_plain_pytorch_user_installs_no_megatron(wheel):
     needed = [r for r in metadata_of(wheel)[1].get_all("Requires-Dist") if "extra ==" not in r]
     names = {re.match(r"[\w-]+", requirement)[0] for requirement in needed}
