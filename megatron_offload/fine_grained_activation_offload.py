@@ -166,7 +166,7 @@ class FineGrainedOffloadingBackwardRecordFunction(torch.autograd.Function):
 def fine_grained_offloading_group_start(tensor: Tensors, name: str | None = None) -> Tensors:
     """Mark the start of a layer group; outside a chunk this is the identity.
 
-    Of a tuple or list, the first tensor that needs a gradient is marked.
+    Of what holds several, in any nesting, the first tensor that needs a gradient is marked.
     """
     if DEBUG:
         debug_rank(f"start of group {name}")
@@ -179,7 +179,7 @@ def fine_grained_offloading_group_commit(
     """Mark the end of a layer group and issue its copies; outside a chunk this is the identity.
 
     Args:
-        tensor: one tensor, or a tuple or list; the first that needs a gradient is marked.
+        tensor: one tensor, or what holds some; the first that needs a gradient is marked.
         name: the group's name.
         forced_released_tensors: tensors that something else keeps alive and that are not read
             again: their storage is emptied once it has been copied.

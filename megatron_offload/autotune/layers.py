@@ -16,16 +16,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.utils import _pytree as pytree
 
 from megatron_offload.backends.base import Backend
 from megatron_offload.core.row_config import EXPERTS, MODEL, MOE_ACT
+from megatron_offload.engine.boundary import first_activation, hook_backward
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_parameter
-from megatron_offload.engine.module_hooks import ModuleHook, tokens_of
+from megatron_offload.engine.module_hooks import ModuleHook, tensors_in, tokens_of
 from megatron_offload.memory.layout import layout_of
 from megatron_offload.memory.storage_ref import StorageRef
-from megatron_offload.model_map.offload_site import outputs
 from megatron_offload.model_map.sites import CallTimes, Site, modules_of
 from megatron_offload.model_map.structure import has_forward
 from megatron_offload.model_map.watch import MayMove, SavedMemory
@@ -114,7 +113,7 @@ class LayerWatch(SavedMemory):
         self.called.add(path)
         if not self._sites[path].name.endswith(ROUTED):
             self.tokens.add(tokens_of(args, kwargs))
-        for leaf in pytree.tree_leaves((args, kwargs)):
+        for leaf in tensors_in((args, kwargs)):
             if (
                 type(leaf) is torch.Tensor
                 and leaf.layout is torch.strided
@@ -347,12 +346,11 @@ class SiteTimes(CallTimes):
             return
         self._host_us += self._backend.host_us() - began_us
         self._num_layers += 1
-        tensors = (x for x in outputs(args, output) if isinstance(x, torch.Tensor))
-        made = next((x for x in tensors if x.grad_fn is not None), None)
+        made = first_activation(output)
         if made is not None and not is_functorch_wrapped_tensor(made):
-            made.register_hook(partial(self._reach, path))
+            hook_backward(made, partial(self._reach, path))
 
-    def _reach(self, path: str, grad: torch.Tensor) -> None:
+    def _reach(self, path: str, grad: object) -> None:
         self._reached.append((path, self._now()))
         self.is_partial |= not torch.autograd._is_checkpoint_valid()
 

@@ -14,9 +14,9 @@ from weakref import ref
 import torch
 from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.utils._pytree import tree_leaves
 
-from megatron_offload.engine.module_hooks import hook_calls, hooks_of, tokens_of
+from megatron_offload.engine.boundary import first_activation, hook_backward
+from megatron_offload.engine.module_hooks import hook_calls, hooks_of, tensors_in, tokens_of
 
 _MOST_FORWARDS = 16  # a backward that never comes, or always late, ends no step
 
@@ -79,22 +79,21 @@ class ModelSteps:
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._is_inside and self._called in (None, module):
             self._called = module
-            tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
-            size = next((float(x.numel()) for x in tensors), 1.0)
+            size = next((float(x.numel()) for x in tensors_in((args, kwargs))), 1.0)
             self.size += size
             self._layer_begins(size, tokens_of(args, kwargs))
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self._is_inside or self._called is not module:
             return
-        tensors = (x for x in tree_leaves(output) if isinstance(x, torch.Tensor))
-        made = next((x for x in tensors if x.requires_grad), None)
-        if made is not None and not is_functorch_wrapped_tensor(made):
+        made = first_activation(output)
+        if made is None or is_functorch_wrapped_tensor(made):
+            return
+        if hook_backward(made, partial(self._reach_first, self._number)):
             self._num_pending += 1
             self.most_pending = max(self.most_pending, self._num_pending)
-            made.register_hook(partial(self._reach_first, self._number))
 
-    def _reach_first(self, number: int, grad: torch.Tensor) -> None:
+    def _reach_first(self, number: int, grad: object) -> None:
         if number == self._number:  # else it is of a step that was given up
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 

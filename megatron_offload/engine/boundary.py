@@ -12,7 +12,7 @@ Inside `PipelineOffloadManager.step` a group that has no chunk begins one.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,8 +22,10 @@ from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import Pick
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_parameter
+from megatron_offload.engine.module_hooks import tensors_in
 
-Tensors = TypeVar("Tensors", bound=torch.Tensor | Sequence[Any] | None)
+Tensors = TypeVar("Tensors")
+Hook = Callable[[Any], None]
 
 
 @graph_break
@@ -36,28 +38,21 @@ def start_group(
     A ``pick`` says which of its tensors are offloaded; None: all that can be.
 
     Returns:
-        ``tensors`` itself, the group's inputs: one tensor, a tuple or list of anything, or None.
+        ``tensors`` itself, the group's inputs: one tensor, or what holds some (`tensors_in`).
     """
     chunk = manager.chunk_to_record(name, is_marked=pick is None)
     if chunk is None:
         return tensors
     group = manager.start_group(chunk, name)
     group.pick = pick
-    tensor = _first_with_grad(tensors)
+    tensor = first_activation(tensors)
     if tensor is None:
         return tensors
     hook = partial(manager.leave_backward, group)
-    node = tensor.grad_fn
-    if node is None:  # a leaf, which may outlive its graph, and the hook must not
+    if tensor.grad_fn is None:  # a leaf, which may outlive its graph, and the hook must not
         group.leaf_hook = tensor.register_hook(hook)
-    elif tensor._backward_hooks is None and type(tensor) is torch.Tensor:
-        # As `register_hook` does, but without a handle: half of its time.
-        hooks: OrderedDict[Any, Any] = OrderedDict()
-        tensor._backward_hooks = hooks
-        node._register_hook_dict(tensor)
-        hooks[group] = hook
     else:
-        tensor.register_hook(hook)
+        _hook_gradient(tensor, hook)
     return tensors
 
 
@@ -76,7 +71,7 @@ def commit_group(
 
     Args:
         manager: whose current chunk holds the group.
-        tensors: the group's outputs: one tensor, a tuple or list of anything, or None.
+        tensors: the group's outputs: one tensor, or what holds some (`tensors_in`).
         name: the group's name; None closes the group that was started last.
         forced_released_tensors: tensors that something else keeps alive and that are not read
             again: their storage is emptied at the release, if it is copied.
@@ -92,15 +87,11 @@ def commit_group(
     if forced_released_tensors:
         group.force(forced_released_tensors)
     manager.commit(group, delay=delay)
-    tensor = _first_with_grad(tensors)
-    if tensor is not None and tensor.grad_fn is not None:
-        # A node's hooks run after those of its outputs: where one group ends with the tensor that
-        # the next begins with, backward leaves the one before it enters the other.
-        tensor.grad_fn.register_prehook(partial(manager.enter_backward, group))
+    hook_backward(first_activation(tensors), partial(manager.enter_backward, group))
     return tensors
 
 
-def tick(manager: PipelineOffloadManager, tensors: Tensors, num_bytes: int) -> None:
+def tick(manager: PipelineOffloadManager, tensors: object, num_bytes: int) -> None:
     """Let the step's clock go by a layer without groups, now and when backward comes to its end.
 
     Args:
@@ -112,21 +103,68 @@ def tick(manager: PipelineOffloadManager, tensors: Tensors, num_bytes: int) -> N
     def backward_comes(*_: object) -> None:
         manager.tick(num_bytes, True)
 
-    tensor = _first_with_grad(tensors)
-    if manager.tick(num_bytes) and tensor is not None and tensor.grad_fn is not None:
-        tensor.grad_fn.register_prehook(backward_comes)
+    if manager.tick(num_bytes):
+        hook_backward(first_activation(tensors), backward_comes)
 
 
-def _first_with_grad(tensors: torch.Tensor | Sequence[Any] | None) -> torch.Tensor | None:
-    """Return the first activation that needs a gradient; parameters outlive every graph.
+def first_activation(tensors: Any) -> torch.Tensor | None:
+    """Return the first tensor that needs a gradient; parameters outlive every graph.
 
-    In place of a view whose base may have been changed since that base: to ask for the view's node
-    would make it now, before others that come before it.
+    One that lies nested counts if none does that doesn't. In place of a view whose base may have
+    been changed since that base: to ask for the view's node, as every hook does, would make it now,
+    before others that come before it.
     """
-    for tensor in (tensors,) if isinstance(tensors, torch.Tensor) else tensors or ():
+    flat = tensors if isinstance(tensors, (tuple, list)) else (tensors,)
+    for tensor in flat:
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not is_parameter(tensor):
-            base = tensor._base
-            if base is None or not tensor._version:
-                return tensor
-            return base if base.requires_grad and not is_parameter(base) else None
-    return None
+            break
+    else:
+        nested = (x for x in tensors_in(flat) if x.requires_grad and not is_parameter(x))
+        tensor = next(nested, None)
+        if tensor is None:
+            return None
+    base = tensor._base
+    if base is None or not tensor._version:
+        return tensor
+    return base if base.requires_grad and not is_parameter(base) else None
+
+
+def hook_backward(tensor: torch.Tensor | None, hook: Hook) -> bool:
+    """Call a hook when the gradient of what `first_activation` has returned is complete.
+
+    A node's hooks run after those of its outputs: where one group ends with the tensor that the
+    next begins with, backward leaves the one before it enters the other.
+
+    Returns:
+        Whether the tensor has a node to hook.
+    """
+    node = None if tensor is None else tensor.grad_fn
+    if tensor is None or node is None:
+        return False
+    base = tensor._base
+    if base is None or base.grad_fn is None:
+        node.register_prehook(hook)
+        return True
+
+    def hook_of_view(grads: object) -> None:
+        take_off()
+        hook(grads)
+
+    # A write in place gives the view another node, and this one leaves the graph: then the gradient
+    # of the base is what is complete first. That comes later else, and isn't waited for.
+    take_off = _hook_gradient(base, hook)
+    node.register_prehook(hook_of_view)
+    return True
+
+
+def _hook_gradient(tensor: torch.Tensor, hook: Hook) -> Callable[[], object]:
+    """Hook the gradient of what is no leaf, and return what takes the hook off."""
+    node = tensor.grad_fn
+    if node is None or tensor._backward_hooks is not None or type(tensor) is not torch.Tensor:
+        return tensor.register_hook(hook).remove
+    # As `register_hook` does, but without a handle: half of its time.
+    hooks: OrderedDict[Any, Any] = OrderedDict()
+    tensor._backward_hooks = hooks
+    node._register_hook_dict(tensor)
+    hooks[hook] = hook
+    return partial(hooks.pop, hook, None)

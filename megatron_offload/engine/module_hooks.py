@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -87,6 +87,21 @@ def hook_calls(
     return handles
 
 
+def tensors_in(tree: Any, around: tuple[int, ...] = ()) -> Iterator[torch.Tensor]:
+    """Yield the tensors in any nesting of dictionaries, dataclasses and what torch's pytree knows.
+
+    ``around`` are the identities of what the tree lies in, which may lie in it too.
+    """
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif id(leaf) not in around:
+            fields = getattr(type(leaf), "__dataclass_fields__", ())
+            of_fields = [getattr(leaf, name, None) for name in fields]
+            parts = [*leaf.values()] if isinstance(leaf, dict) else of_fields
+            yield from tensors_in(parts, (*around, id(leaf)))
+
+
 def tokens_of(args: Any, kwargs: Any) -> float:
     """Return the elements of the first tensor that a module is given, but for its last dimension.
 
@@ -95,7 +110,7 @@ def tokens_of(args: Any, kwargs: Any) -> float:
     given = (*args, *kwargs.values())
     tensor = next((x for x in given if isinstance(x, torch.Tensor)), None)
     if tensor is None:  # what is at hand is soon looked through
-        tensor = next((x for x in tree_leaves(given) if isinstance(x, torch.Tensor)), None)
+        tensor = next(tensors_in(given), None)
     if tensor is None:
         return math.inf
     return tensor.shape[:-1].numel() if tensor.dim() > 1 else tensor.numel()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from megatron_offload.engine.checking import checksum
 from megatron_offload.engine.graph_break import graph_break
+from megatron_offload.engine.module_hooks import tensors_in
 
 
 class Enough(BaseException):
@@ -58,10 +57,8 @@ class Rerun:
 def sums_of(output: Any) -> list[torch.Tensor]:
     """Return checksums of the tensors in what a call has returned, each on its device."""
     sums = []
-    for leaf in pytree.tree_leaves(output):
-        if is_dataclass(leaf) and not isinstance(leaf, type):
-            sums += sums_of([getattr(leaf, field.name) for field in fields(leaf)])
-        elif type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.is_nested:
+    for leaf in tensors_in(output):
+        if type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.is_nested:
             flat = leaf.detach().resolve_conj().resolve_neg().contiguous().view(-1)
             sums.append(checksum(flat.view(torch.uint8)))
     return sums
