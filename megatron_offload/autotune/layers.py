@@ -15,13 +15,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
-from torch._C._functorch import is_functorch_wrapped_tensor
 
 from megatron_offload.backends.base import Backend
 from megatron_offload.core.row_config import EXPERTS, MODEL, MOE_ACT
-from megatron_offload.engine.boundary import first_activation, hook_backward
+from megatron_offload.engine.boundary import hook_backward
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.module_hooks import ModuleHook, tensors_in, tokens_of
 from megatron_offload.memory.layout import layout_of
 from megatron_offload.memory.storage_ref import StorageRef
@@ -114,11 +112,7 @@ class LayerWatch(SavedMemory):
         if not self._sites[path].name.endswith(ROUTED):
             self.tokens.add(tokens_of(args, kwargs))
         for leaf in tensors_in((args, kwargs)):
-            if (
-                type(leaf) is torch.Tensor
-                and leaf.layout is torch.strided
-                and not is_parameter(leaf)
-            ):
+            if type(leaf) is torch.Tensor and leaf.layout is torch.strided:
                 self.storages.append(StorageRef(leaf.untyped_storage()))
                 self._inputs[path][self.storages[-1].cdata] = layout_of(leaf).num_bytes
 
@@ -346,9 +340,7 @@ class SiteTimes(CallTimes):
             return
         self._host_us += self._backend.host_us() - began_us
         self._num_layers += 1
-        made = first_activation(output)
-        if made is not None and not is_functorch_wrapped_tensor(made):
-            hook_backward(made, partial(self._reach, path))
+        hook_backward(output, partial(self._reach, path))
 
     def _reach(self, path: str, grad: object) -> None:
         self._reached.append((path, self._now()))

@@ -13,9 +13,8 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch._C._functorch import is_functorch_wrapped_tensor
 
-from megatron_offload.engine.boundary import first_activation, hook_backward
+from megatron_offload.engine.boundary import hook_backward
 from megatron_offload.engine.module_hooks import hook_calls, hooks_of, tensors_in, tokens_of
 
 _MOST_FORWARDS = 16  # a backward that never comes, or always late, ends no step
@@ -86,10 +85,7 @@ class ModelSteps:
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self._is_inside or self._called is not module:
             return
-        made = first_activation(output)
-        if made is None or is_functorch_wrapped_tensor(made):
-            return
-        if hook_backward(made, partial(self._reach_first, self._number)):
+        if hook_backward(output, partial(self._reach_first, self._number)):
             self._num_pending += 1
             self.most_pending = max(self.most_pending, self._num_pending)
 

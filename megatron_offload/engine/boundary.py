@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import Pick
@@ -45,7 +46,7 @@ def start_group(
         return tensors
     group = manager.start_group(chunk, name)
     group.pick = pick
-    tensor = first_activation(tensors)
+    tensor = _first_activation(tensors)
     if tensor is None:
         return tensors
     hook = partial(manager.leave_backward, group)
@@ -87,7 +88,7 @@ def commit_group(
     if forced_released_tensors:
         group.force(forced_released_tensors)
     manager.commit(group, delay=delay)
-    hook_backward(first_activation(tensors), partial(manager.enter_backward, group))
+    hook_backward(tensors, partial(manager.enter_backward, group))
     return tensors
 
 
@@ -104,15 +105,14 @@ def tick(manager: PipelineOffloadManager, tensors: object, num_bytes: int) -> No
         manager.tick(num_bytes, True)
 
     if manager.tick(num_bytes):
-        hook_backward(first_activation(tensors), backward_comes)
+        hook_backward(tensors, backward_comes)
 
 
-def first_activation(tensors: Any) -> torch.Tensor | None:
-    """Return the first tensor that needs a gradient; parameters outlive every graph.
+def _first_activation(tensors: Any) -> torch.Tensor | None:
+    """Return the first tensor that needs a gradient, flat ones first, but no parameter.
 
-    One that lies nested counts if none does that doesn't. In place of a view whose base may have
-    been changed since that base: to ask for the view's node, as every hook does, would make it now,
-    before others that come before it.
+    Parameters outlive every graph. In place of a view whose base may have been changed since that
+    base: to ask for the view's node would make it now, before others that come before it.
     """
     flat = tensors if isinstance(tensors, (tuple, list)) else (tensors,)
     for tensor in flat:
@@ -129,32 +129,27 @@ def first_activation(tensors: Any) -> torch.Tensor | None:
     return base if base.requires_grad and not is_parameter(base) else None
 
 
-def hook_backward(tensor: torch.Tensor | None, hook: Hook) -> bool:
-    """Call a hook when the gradient of what `first_activation` has returned is complete.
+def hook_backward(tensors: Any, hook: Hook) -> bool:
+    """Call a hook when the gradient of `_first_activation` is complete; return whether it has one.
 
     A node's hooks run after those of its outputs: where one group ends with the tensor that the
     next begins with, backward leaves the one before it enters the other.
-
-    Returns:
-        Whether the tensor has a node to hook.
     """
-    node = None if tensor is None else tensor.grad_fn
-    if tensor is None or node is None:
+    tensor = _first_activation(tensors)
+    if tensor is None or is_functorch_wrapped_tensor(tensor) or tensor.grad_fn is None:
         return False
     base = tensor._base
-    if base is None or base.grad_fn is None:
-        node.register_prehook(hook)
-        return True
-
-    def hook_of_view(grads: object) -> None:
-        take_off()
-        hook(grads)
-
-    # A write in place gives the view another node, and this one leaves the graph: then the gradient
-    # of the base is what is complete first. That comes later else, and isn't waited for.
-    take_off = _hook_gradient(base, hook)
-    node.register_prehook(hook_of_view)
+    if base is not None and base.grad_fn is not None:
+        # A write in place gives the view another node, and this one leaves the graph: only then
+        # the gradient of the base counts, which is complete later.
+        hook = partial(_instead, _hook_gradient(base, hook), hook)
+    tensor.grad_fn.register_prehook(hook)
     return True
+
+
+def _instead(take_off: Callable[[], object], hook: Hook, grads: object) -> None:
+    take_off()
+    hook(grads)
 
 
 def _hook_gradient(tensor: torch.Tensor, hook: Hook) -> Callable[[], object]:
@@ -163,8 +158,7 @@ def _hook_gradient(tensor: torch.Tensor, hook: Hook) -> Callable[[], object]:
     if node is None or tensor._backward_hooks is not None or type(tensor) is not torch.Tensor:
         return tensor.register_hook(hook).remove
     # As `register_hook` does, but without a handle: half of its time.
-    hooks: OrderedDict[Any, Any] = OrderedDict()
+    hooks: Any = OrderedDict({hook: hook})
     tensor._backward_hooks = hooks
     node._register_hook_dict(tensor)
-    hooks[hook] = hook
     return partial(hooks.pop, hook, None)

@@ -30,7 +30,7 @@ from megatron_offload.core.policy_config import MemoryTargetConfig
 from megatron_offload.engine.group import SOURCES
 from megatron_offload.engine.learning import register_pipeline_rank
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.module_hooks import hooks_of
+from megatron_offload.engine.module_hooks import hooks_of, tensors_in
 from megatron_offload.engine.patches import Call, PatchStack, around
 from megatron_offload.errors import ConfigError, IntegrationError
 from megatron_offload.frontends.adopt import adopt_model
@@ -170,9 +170,8 @@ def _keeping_outputs(original: Call, self: Any, run_function: Call, *args: Any) 
     """Keep the outputs of a ``CheckpointWithoutOutput``, which Megatron empties in place."""
     outputs = original(self, run_function, *args)
     manager = PipelineOffloadManager.get_instance()
-    for output in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
-        if isinstance(output, torch.Tensor):
-            manager.mark_not_offload(output)
+    for output in tensors_in(outputs):
+        manager.mark_not_offload(output)
     return outputs
 
 

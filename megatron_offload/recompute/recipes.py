@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.utils._pytree import tree_leaves
 
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.chunk import ChunkOffloadHandler
@@ -24,6 +23,7 @@ from megatron_offload.engine.hooks import owner_of_hooks
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.modes import has_modes
+from megatron_offload.engine.module_hooks import tensors_in
 from megatron_offload.engine.patches import Call
 from megatron_offload.engine.subclasses import is_wrapper
 from megatron_offload.recompute.call_state import CallState
@@ -236,8 +236,7 @@ def recomputable(
     chunk = None if manager is None else manager.recorded_chunk()
     if chunk is None or (preserve_rng_state and chunk.transfers.backend.is_capturing()):
         return function(*inputs)  # a capture can't read the random state
-    leaves = tree_leaves(inputs)
-    devices = (one.device.type for one in leaves if isinstance(one, torch.Tensor))
+    devices = (one.device.type for one in tensors_in(inputs))
     states = RandomStates(devices) if preserve_rng_state else None
     call_state = CallState(keeps_grad=True, random_states=states)
     output = function(*inputs)
