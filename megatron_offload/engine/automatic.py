@@ -141,7 +141,7 @@ class AutomaticGroups:
         chunk.rules.should_offload = self.should_offload
         pack = None
         may_record = self.manager.may_record and not by_rows  # else hooks of modules do
-        if may_record and not (is_in_backward() or self.manager.is_hidden()):
+        if may_record and not (is_in_backward() or self.manager.is_hidden(name or self.name)):
             pack = self.pack
             put_on(pack, unpack)
         self._forwards.append(_Forward(chunk, pack, name or self.name))

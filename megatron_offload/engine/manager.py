@@ -249,13 +249,13 @@ class PipelineOffloadManager(Verdicts):
         """
         if not self.may_record:
             return None
-        if not is_recording():
-            self.is_hidden()  # which says so
-            return None
-        step, chunk = self.decisions, self.decisions.chunk
         named = self._offloaded if is_marked else self._row_names
         if self.rows is not None and name not in named:
             return None
+        if not is_recording():
+            self.is_hidden(name)  # which says so
+            return None
+        step, chunk = self.decisions, self.decisions.chunk
         is_over = chunk is not None and chunk.begun_behind not in (None, len(step.backward_order))
         if chunk is None or (is_over and not chunk.open_groups):
             if not self._is_in_step:

@@ -42,6 +42,12 @@ _HIDDEN = (
     "them is kept: what they rely on isn't known. This is said once"
 )
 
+_CHECKPOINTED = (
+    "nothing of group %r is offloaded, as it runs inside a checkpoint, which recomputes it: leave "
+    "the checkpoint out, or offload what that keeps, its inputs, by OffloadActivations around the "
+    "forward or by Megatron's 'layer_input'. This is said once"
+)
+
 
 class Recording:
     """The part of a manager that knows what of a program is recorded, and in which group."""
@@ -213,14 +219,18 @@ class Recording:
         """Return the chunk whose forward runs, where it matters how its tensors are made."""
         return self.decisions.chunk if self.do_offload and is_recording(needs_grad=False) else None
 
-    def is_hidden(self) -> bool:
-        """Whether hooks of others are in force, so that a group that starts here is none."""
-        others = "" if is_in_backward() else others_hooks()
-        if others and torch.is_grad_enabled():
+    def is_hidden(self, name: str) -> bool:
+        """Whether hooks of others are in force; a reentrant checkpoint shows in its rerun alone."""
+        others, in_backward = others_hooks(), is_in_backward()
+        is_checkpoint = not others if in_backward else others.startswith("torch.utils.checkpoint")
+        is_hidden = bool(others) and not in_backward
+        if torch.is_grad_enabled() and (is_hidden or is_checkpoint):
             self.transfers.stats.num_hidden_groups += 1
-        if others and not others.startswith((RECOMPUTE, "torch.utils.checkpoint")):
+            if is_checkpoint and not self.rows_are_own:
+                self._say_once(_CHECKPOINTED, name)
+        if is_hidden and not (is_checkpoint or others.startswith(RECOMPUTE)):
             self._say_once(_HIDDEN, others)
-        return bool(others)
+        return is_hidden
 
     def _say_once(self, message: str, *values: object) -> None:
         if message not in self._said:

@@ -132,7 +132,7 @@ def test_a_backward_through_an_aborted_step_says_so():
 
 @pytest.mark.parametrize("timing", TIMINGS)
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_groups_inside_a_checkpoint_are_recomputed_not_moved(use_reentrant, timing):
+def test_groups_inside_a_checkpoint_are_recomputed_and_counted(use_reentrant, timing, caplog):
     model, manager = make_model(), make_manager(timing, prefetch_bytes=0)
 
     def run(manager):
@@ -152,7 +152,9 @@ def test_groups_inside_a_checkpoint_are_recomputed_not_moved(use_reentrant, timi
         assert_same(expected, run(manager))
         manager.reset()
         assert_nothing_left(manager)
+        assert manager.last_step.num_hidden_groups == 2
     assert manager.last_step.offloaded_bytes > 0
+    assert caplog.text.count("'norm' is offloaded, as it runs inside a checkpoint") == 1
 
 
 def test_a_leaf_that_outlives_its_graphs_keeps_no_hooks():
