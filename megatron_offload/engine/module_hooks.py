@@ -116,22 +116,24 @@ def tokens_of(args: Any, kwargs: Any) -> float:
     return tensor.shape[:-1].numel() if tensor.dim() > 1 else tensor.numel()
 
 
-def named_modules(chunk: nn.Module) -> dict[str, nn.Module]:
+def named_modules(chunk: nn.Module, *, all_names: bool = False) -> dict[str, nn.Module]:
     """Return all modules by their dotted names, to which ``torch.compile`` adds no part.
 
-    Of a module that it has wrapped this is the wrapper: its hooks run outside the graph.
+    Of a module that it has wrapped this is the wrapper: its hooks run outside the graph. One that
+    is registered twice has its first name, or ``all_names``.
     """
-    modules, seen, left = dict[str, nn.Module](), set[nn.Module](), [("", chunk)]
+    modules, left = dict[str, nn.Module](), [("", chunk, set[nn.Module]())]
     while left:  # torch's own takes five times as long, and searches walk often
-        path, module = left.pop()
+        path, module, seen = left.pop()
         if module in seen:
             continue
+        seen = {*seen} if all_names else seen  # then it is what the module lies in
         seen.add(module)
         modules.setdefault(path, module)
         for name, part in reversed(module._modules.items()):
             if part is not None:
                 own = path if name == "_orig_mod" else f"{path}.{name}" if path else name
-                left.append((own, part))
+                left.append((own, part, seen))
     return modules
 
 

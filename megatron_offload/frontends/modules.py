@@ -104,7 +104,7 @@ def offload_modules(
     wanted = tuple(dict.fromkeys([names] if isinstance(names, str) else names))
     if not (wanted or is_part or manager.config.has_rows):
         raise ConfigError("offload_modules() was given no names, so nothing would be offloaded")
-    modules = [named_modules(chunk) for chunk in chunks]
+    modules = [named_modules(chunk, all_names=True) for chunk in chunks]
     kinds = {name: kind for name in wanted if (kind := _kind_of(name, modules, is_part))}
     try:
         for stage, chunk in enumerate(() if is_part else chunks):
@@ -202,9 +202,10 @@ def _find(modules: Mapping[str, nn.Module], kind: _Kind) -> list[str]:
 def _mark(
     result: ModuleOffload, modules: Mapping[str, nn.Module], name: str, kind: _Kind
 ) -> list[str]:
-    found, manager = _find(modules, kind), result.manager
-    for path in found:
-        module = modules[path]
+    found, manager = dict[nn.Module, str](), result.manager
+    for path in _find(modules, kind):
+        found.setdefault(modules[path], path)
+    for module, path in found.items():
         handles = hooks_of(name, module)
         if kind.between is None:
             site = OffloadSite(name, lambda: manager)
@@ -217,4 +218,4 @@ def _mark(
             handles.append(last.register_forward_pre_hook(end, with_kwargs=True, prepend=True))
             handles.append(module.register_forward_hook(close, always_call=True))
         result.remove_later(handles)
-    return found
+    return [*found.values()]

@@ -275,6 +275,26 @@ def test_a_child_may_have_the_name_of_a_group_that_the_model_lacks():
 
 
 @pytest.mark.parametrize(
+    ("name", "groups"),
+    [
+        ("again.*", ["again.0", "again.1"]),
+        ("thrice.*", ["thrice.0"]),
+        ("again.1.**.linear_fc2", ["again.1.mlp.linear_fc2"]),
+        ("**.mlp", ["layers.0.mlp", "layers.1.mlp"]),
+    ],
+)
+def test_modules_are_found_by_each_of_their_names_and_marked_once(name, groups):
+    model, manager = make_model(), make_manager()
+    model.again, model.thrice = model.layers, nn.ModuleList([model.layers[0]] * 3)
+    model.layers[0].around = nn.ModuleList([model.layers])
+    expected = gradients(model)
+    with offload_modules(model, name, manager=manager) as handle, manager.step():
+        assert handle.groups == {name: groups}
+        assert_same(expected, gradients(model))
+    assert manager.last_step.num_groups == 2 * len(groups)
+
+
+@pytest.mark.parametrize(
     ("names", "said"),
     [
         ([], "was given no names"),
@@ -299,8 +319,10 @@ def test_names_that_mark_nothing_are_refused_and_leave_no_hooks(names, said):
 
 
 def test_a_name_of_a_group_that_the_model_lacks_is_not_said_to_be_meant():
-    with pytest.raises(ConfigError, match=r"no module matches 'mlp_fc1'; valid names are 0$"):
-        offload_modules(nn.Sequential(nn.Linear(8, 8)), ["mlp_fc1"], manager=make_manager())
+    model = nn.Sequential(nn.Linear(8, 8))
+    model.again = nn.ModuleList(model)
+    with pytest.raises(ConfigError, match=r"matches 'mlp_fc1'; valid names are 0, again\.0$"):
+        offload_modules(model, ["mlp_fc1"], manager=make_manager())
 
 
 @pytest.mark.parametrize("other_manager", [False, True])
