@@ -147,7 +147,7 @@ class OffloadConfig(StrictModel):
 
     host_memory_share: float = Field(default=0.5, gt=0.0, le=1.0)
     """The same as a share of what the machine and its control groups have free at the start, for
-    all local ranks (``LOCAL_WORLD_SIZE``) together. ``host_memory_bytes`` wins where it is set."""
+    all local ranks together, whatever started them. ``host_memory_bytes`` wins where it is set."""
 
     host_slab_bytes: Annotated[BytesField, Field(ge=4096)] = default(256 * 1024**2)
     """Pinned host memory is taken in slabs of at least this size."""

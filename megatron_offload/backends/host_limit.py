@@ -12,37 +12,21 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from megatron_offload.errors import ConfigError, shorten
+from megatron_offload.errors import ConfigError
 from megatron_offload.files.text import read_text
 
 
-def default_cap_bytes(
-    share: float = 0.5, environ: Mapping[str, str] | None = None, *, root: Path = Path("/")
-) -> int:
-    """Return this process's part of the memory that the machine has free, in bytes.
+def default_cap_bytes(share: float = 0.5, *, root: Path = Path("/")) -> int:
+    """Return a share of the memory that the machine has free, in bytes.
 
     A control group's limit counts where there is one; its page cache, which it can drop, does not.
-
-    Args:
-        share: what all local ranks together may take, as a part of what is free.
-        environ: where ``LOCAL_WORLD_SIZE`` stands; None takes the process's environment.
-        root: the folder in which ``proc`` and ``sys`` lie.
-
-    Raises:
-        ConfigError: ``LOCAL_WORLD_SIZE`` is not a positive integer.
+    ``root`` is the folder in which ``proc`` and ``sys`` lie.
     """
-    given = (os.environ if environ is None else environ).get("LOCAL_WORLD_SIZE", "1")
-    num_ranks = to_int(given)
-    if not num_ranks:
-        given = shorten(repr(given))
-        raise ConfigError(f"LOCAL_WORLD_SIZE must be an integer of 1 or more, got {given}")
     available_kib = read_field(root / "proc/meminfo", "MemAvailable:")
-    free_bytes: float = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if available_kib is not None:
-        free_bytes = available_kib * 1024
+    free_bytes: float = _free_by_system() if available_kib is None else available_kib * 1024
     for line in read_kernel_text(root / "proc/self/cgroup").splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
         if controllers and "memory" not in controllers.split(","):
@@ -52,7 +36,16 @@ def default_cap_bytes(
         group = PurePosixPath("" if ".." in path else path.lstrip("/"))
         for place in (group, *group.parents):
             free_bytes = min(free_bytes, _free_bytes(mount / place))
-    return int(free_bytes * share) // num_ranks
+    return int(free_bytes * share)
+
+
+def _free_by_system() -> int:
+    """Return what a system other than Linux says: its whole memory, or nothing, taken as 8 GiB."""
+    free_bytes = 8 << 30
+    for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"):
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            free_bytes = os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")
+    return free_bytes
 
 
 def _free_bytes(folder: Path) -> float:
@@ -84,15 +77,16 @@ def running_on(cpus: frozenset[int]) -> Iterator[None]:
 
     The kernel takes untouched memory from where the thread runs that touches it.
     """
+    if not cpus:  # as on systems that have no such calls
+        yield
+        return
     before = os.sched_getaffinity(0)
-    if cpus:
-        with contextlib.suppress(OSError):
-            os.sched_setaffinity(0, cpus)
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, cpus)
     try:
         yield
     finally:
-        if cpus:
-            os.sched_setaffinity(0, before)
+        os.sched_setaffinity(0, before)
 
 
 def read_kernel_text(path: Path) -> str:

@@ -34,6 +34,7 @@ from megatron_offload.engine.step import Step
 from megatron_offload.engine.transfers import Transfers
 from megatron_offload.engine.verdicts import Verdicts
 from megatron_offload.errors import ConfigError, StateError
+from megatron_offload.machine.job_ranks import num_local_ranks
 from megatron_offload.memory.host_pool import HostPool
 
 _logger = logging.getLogger(__name__)
@@ -159,6 +160,7 @@ class PipelineOffloadManager(Verdicts):
             slab_bytes=config.host_slab_bytes,
             cap_bytes=config.host_memory_bytes,
             share=config.host_memory_share,
+            num_ranks=num_local_ranks,
         )
         self.budget = DeviceBudget(config.max_inflight_bytes, config.prefetch_bytes)
         self.guard = Guard(self.backend.sync_copies)

@@ -120,7 +120,7 @@ def check_rates(index: int, rates: CopyRates, num_gpus: int) -> Finding:
 def check_host_memory(num_ranks: int, slab_bytes: int, *, root: Path = Path("/")) -> Finding:
     """Say how much each rank of this machine may pin, in slabs, by what accounts have free."""
     share = 0.5  # of what is free, unless host_memory_share says otherwise
-    cap_bytes = default_cap_bytes(share, {"LOCAL_WORLD_SIZE": str(num_ranks)}, root=root)
+    cap_bytes = default_cap_bytes(share, root=root) // num_ranks
     ranks = f"each of {num_ranks} ranks" if num_ranks > 1 else "one rank"
     found = f"{format_bytes(cap_bytes)} may be pinned by {ranks} ({share:.0%} of what is free)"
     if cap_bytes >= slab_bytes:

@@ -2,11 +2,62 @@
 
 from __future__ import annotations
 
+import os
+import re
+import socket
+from collections.abc import Mapping
 from typing import TypeVar
+from weakref import WeakSet
 
 import torch.distributed as dist
 
+from megatron_offload.backends.host_limit import to_int
+from megatron_offload.errors import ConfigError, shorten
+
 _Said = TypeVar("_Said")
+
+_LOCAL_SIZES = (
+    *("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    *("LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE"),
+)
+"""Where OpenMPI, MPICH, MVAPICH, DeepSpeed and SLURM (``4(x2),3``) say how many a host has."""
+
+_counted_in: WeakSet[dist.Store] = WeakSet()
+
+
+def num_local_ranks(environ: Mapping[str, str] = os.environ) -> int:
+    """Return how many ranks of the job are on this host, at most; waits for none of them.
+
+    Their launcher says it, else the job's store, in which each counts itself when it first asks.
+
+    Raises:
+        ConfigError: ``LOCAL_WORLD_SIZE`` is not a positive integer.
+    """
+    given = environ.get("LOCAL_WORLD_SIZE")
+    if given is not None:
+        if not to_int(given):
+            given = shorten(repr(given))
+            raise ConfigError(f"LOCAL_WORLD_SIZE must be an integer of 1 or more, got {given}")
+        return int(given)
+    said = re.sub(r"\(x\d+\)", "", ",".join(environ.get(name, "") for name in _LOCAL_SIZES))
+    num_launched = max(to_int(word) or 1 for word in said.split(","))
+    has_group = dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake"
+    store = dist.distributed_c10d._get_default_store() if has_group else None
+    if num_launched > 1 or store is None:  # one that was launched may have started others
+        return num_launched
+    everywhere, num_ranks = "megatron_offload/ranks", dist.get_world_size()
+    here = f"{everywhere}/{socket.gethostname()}"
+    try:
+        if store not in _counted_in:
+            store.add(here, 1)
+            store.add(everywhere, 1)
+            _counted_in.add(store)
+        num_unknown = max(num_ranks - store.add(everywhere, 0), 0)  # each may be on this host
+        return min(
+            num_unknown + store.add(here, 0), num_ranks
+        )  # a file keeps counts of jobs before
+    except dist.DistError:  # the store has gone
+        return num_ranks
 
 
 def gather(mine: _Said, group: dist.ProcessGroup | None = None) -> list[_Said]:

@@ -171,15 +171,24 @@ class HostPool:
     Args:
         backend: pins the slabs and answers whether events are done.
         slab_bytes: slabs are at least this large, as far as the cap allows and such can be pinned.
-        cap_bytes: most bytes that may be pinned; None takes `default_cap_bytes` with its errors, 0
-            allocates nothing.
+        cap_bytes: most bytes that may be pinned; None takes `default_cap_bytes`, 0 allocates
+            nothing.
         share: what part of the free memory that is, for all local ranks together.
+        num_ranks: says how many those are by now.
     """
 
     def __init__(
-        self, backend: Backend, *, slab_bytes: int, cap_bytes: int | None, share: float = 0.5
+        self,
+        backend: Backend,
+        *,
+        slab_bytes: int,
+        cap_bytes: int | None,
+        share: float = 0.5,
+        num_ranks: Callable[[], int] = lambda: 1,
     ) -> None:
-        self.cap_bytes = default_cap_bytes(share) if cap_bytes is None else cap_bytes
+        self._cap_bytes = default_cap_bytes(share) if cap_bytes is None else cap_bytes
+        self._num_ranks = num_ranks if cap_bytes is None else lambda: 1
+        self._num_ranks()  # which counts this one, and raises what is wrong
         self.slab_bytes = _aligned(slab_bytes)
         self.alone = Ledger()  # the bytes of it that are nowhere else, and those to be recomputed
         self.stats = HostPoolStats()
@@ -198,6 +207,11 @@ class HostPool:
         # The smallest slab that could not be pinned: nothing as large is tried again.
         self._unpinnable_bytes = math.inf
         self._warned_of: set[bool] = set()
+
+    @property
+    def cap_bytes(self) -> int:
+        """Most bytes that may be pinned; falls, or rises, as more of the local ranks are known."""
+        return self._cap_bytes // self._num_ranks()
 
     def allocate(
         self, num_bytes: int, like: tuple[torch.Size, torch.dtype] | None = None

@@ -12,7 +12,6 @@ from megatron_offload.backends.host_limit import (
     read_field,
     running_on,
 )
-from megatron_offload.errors import ConfigError
 
 KIB = 1024
 FREE = 2000 * KIB
@@ -55,7 +54,7 @@ class Machine:
 
     def free(self):
         """Return what is found to be free, in bytes."""
-        return default_cap_bytes(1.0, {}, root=self.root)
+        return default_cap_bytes(1.0, root=self.root)
 
 
 @pytest.fixture
@@ -66,26 +65,25 @@ def machine(tmp_path):
 # Shares.
 
 
-def test_half_of_what_is_free_is_the_default_and_local_ranks_divide_it(machine):
-    assert default_cap_bytes(environ={}, root=machine.root) == FREE // 2
-    for share, ranks in [(0.5, 4), (1.0, 1), (0.25, 2)]:
-        environ = {"LOCAL_WORLD_SIZE": str(ranks)}
-        assert default_cap_bytes(share, environ, root=machine.root) == FREE * share // ranks
+def test_half_of_what_is_free_is_the_default(machine):
+    assert default_cap_bytes(root=machine.root) == FREE // 2
+    assert default_cap_bytes(0.25, root=machine.root) == FREE // 4
 
 
-@pytest.mark.parametrize("text", ["0", "-2", "two", "", " 8", "8.0", "1_0", "²", "9" * 5000])
-def test_an_unreadable_local_world_size_is_an_error(machine, text):
-    with pytest.raises(ConfigError, match="LOCAL_WORLD_SIZE must be an integer of 1 or more"):
-        default_cap_bytes(environ={"LOCAL_WORLD_SIZE": text}, root=machine.root)
-
-
-def test_a_machine_without_any_account_still_has_a_cap(tmp_path):
-    assert default_cap_bytes(environ={}, root=tmp_path) > 0
+@pytest.mark.parametrize("known", [("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"), ("SC_PHYS_PAGES",), ()])
+def test_a_machine_without_any_account_still_has_a_cap(tmp_path, monkeypatch, known):
+    sysconf, names = os.sysconf, ("SC_PAGE_SIZE", *known)
+    monkeypatch.setattr(os, "sysconf", lambda name: sysconf(name if name in names else "no name"))
+    monkeypatch.delattr(os, "sched_getaffinity")
+    if not known:
+        monkeypatch.delattr(os, "sysconf")
+    with running_on(near_cpus(DEVICE, sysfs=tmp_path)):
+        assert default_cap_bytes(root=tmp_path) > 0
 
 
 def test_this_machine_s_accounts_leave_at_most_its_memory():
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert 0 <= default_cap_bytes(1.0, {}) <= total
+    assert 0 <= default_cap_bytes(1.0) <= total
 
 
 # Version 2.

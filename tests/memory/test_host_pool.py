@@ -257,13 +257,17 @@ def test_closing_waits_for_copies_twice_is_fine_and_late_frees_too(backend):
 # The default cap.
 
 
-def test_without_a_cap_the_pool_takes_a_share_of_what_is_free(backend, monkeypatch):
-    monkeypatch.setattr(
-        "megatron_offload.memory.host_pool.default_cap_bytes", lambda share: int(share * 1024)
-    )
-    assert HostPool(backend, slab_bytes=KIB, cap_bytes=None).cap_bytes == 512
-    assert HostPool(backend, slab_bytes=KIB, cap_bytes=None, share=0.25).cap_bytes == 256
-    assert HostPool(backend, slab_bytes=KIB, cap_bytes=7, share=0.25).cap_bytes == 7
+def test_without_a_cap_the_pool_takes_a_rank_s_share_of_what_is_free(backend, monkeypatch):
+    where = "megatron_offload.memory.host_pool.default_cap_bytes"
+    monkeypatch.setattr(where, lambda share: int(share * 32 * KIB))
+    ranks, sizes = [1], {"slab_bytes": 4 * KIB, "num_ranks": lambda: ranks[0]}
+    pool = HostPool(backend, cap_bytes=None, share=0.25, **sizes)
+    assert HostPool(backend, cap_bytes=None, **sizes).cap_bytes == 16 * KIB
+    assert pool.cap_bytes == 8 * KIB
+    assert pool.allocate(KIB)
+    ranks[0] = 4  # the others are known only now
+    assert not pool.allocate(4 * KIB)
+    assert HostPool(backend, cap_bytes=7, share=0.25, **sizes).cap_bytes == 7
 
 
 # Everything at once.
