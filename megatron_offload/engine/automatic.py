@@ -15,13 +15,14 @@ from functools import partial
 from operator import eq
 from threading import get_ident
 from typing import Protocol, TypeAlias
+from weakref import ref
 
 import torch
 
 from megatron_offload.core.group import GroupState
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.graph_break import graph_break
-from megatron_offload.engine.group import OffloadGroup
+from megatron_offload.engine.group import Block, OffloadGroup
 from megatron_offload.engine.hooks import (
     is_in_backward,
     owner_of,
@@ -34,7 +35,7 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_opted_out
 from megatron_offload.engine.modes import apart, has_modes, is_traced
 from megatron_offload.engine.saved_tensor import SavedTensor
-from megatron_offload.engine.subclasses import SavedWrapper, hollow, is_wrapper
+from megatron_offload.engine.subclasses import SavedWrapper, hollow, inner_tensors, is_wrapper
 
 _LEAST_GROUP_BYTES = 1 << 20
 _GROUP_SHARE = 32
@@ -64,6 +65,11 @@ class _Forward:
     num_bytes: int = 0
     total_bytes: int = 0
     """Of all its groups."""
+    writers: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    """What collectives may yet write, and the identities of its storages."""
+
+    incomplete: list[Block] = field(default_factory=list)
+    """What was left out of the last group, since a collective might still have been writing it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -163,6 +169,12 @@ class AutomaticGroups:
             forward.chunk.close_group(forward.name)
         else:
             self._commit(forward)
+            if forward.incomplete:
+                self._open_group(forward)
+                self._commit(forward)
+            for block in forward.incomplete:
+                group_stats = self.manager.transfers.stats.by_name[forward.name]
+                group_stats.keep(block.num_bytes, "a collective may still be writing it")
         forward.chunk.forget_recipes()  # they hold what they are bound to
         if self.watch is not None and not self._forwards:
             self.watch.end(has_failed=has_failed)
@@ -227,10 +239,11 @@ class AutomaticGroups:
         if is_wrapper(tensor) and not is_opted_out(tensor):
             alias = hollow(tensor)
             if alias is not None:
+                if hasattr(tensor, "trigger_wait"):
+                    parts = inner_tensors([tensor])
+                    forward.writers += ((tensor, x.untyped_storage()._cdata) for x in parts)
                 return SavedWrapper(tensor, alias, self.pack)
-        group = forward.group
-        if group is None:
-            group = forward.group = self.manager.start_group(forward.chunk, forward.name)
+        group = forward.group or self._open_group(forward)
         saved = forward.chunk.pack(group, tensor)
         if saved.block is None:  # it is kept
             return saved
@@ -250,10 +263,29 @@ class AutomaticGroups:
         most_bytes = self.manager.budget.most_group_bytes
         return num_bytes >= min(forward.total_bytes // _GROUP_SHARE, most_bytes)
 
+    def _open_group(self, forward: _Forward) -> OffloadGroup:
+        group = forward.group = self.manager.start_group(forward.chunk, forward.name)
+        for block in forward.incomplete:
+            block.group, block.index = group, len(group.references)
+            group.references.append(ref(block))
+        forward.incomplete = []
+        return group
+
+    def _leave_out_incomplete(self, forward: _Forward, group: OffloadGroup) -> None:
+        """Leave to the next group what the program hasn't waited for."""
+        complete = {key for one, key in forward.writers if getattr(one, "completed", False)}
+        forward.writers = [one for one in forward.writers if one[1] not in complete]
+        left = {key for _, key in forward.writers}
+        blocks = [one for one in group.blocks() if one.storage_key in left and one.is_before_copy]
+        group.references[:] = [one for one in group.references if one() not in blocks]
+        forward.incomplete = blocks
+
     def _commit(self, forward: _Forward) -> None:
         group, forward.group = forward.group, None
         forward.num_tensors = forward.num_bytes = 0
         if group is not None:
+            if forward.writers:
+                self._leave_out_incomplete(forward, group)
             forward.chunk.close_group(forward.name)
             self.manager.commit(group)
 

@@ -129,8 +129,7 @@ class ChunkOffloadHandler:
 
     def _count_kept(self, group: OffloadGroup, tensor: torch.Tensor) -> None:
         """Count a tensor of a class of its own, which is kept, unless that was requested."""
-        base = tensor._base
-        if is_opted_out(tensor) or (base is not None and is_parameter(base)):
+        if is_opted_out(tensor):
             return
         reason = _IN_PARTS if is_wrapper(tensor) else _OF_OTHER_CLASS
         known = *self.marks.kept(), self._counted_keys

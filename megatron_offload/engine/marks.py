@@ -12,6 +12,7 @@ from collections.abc import Container
 import torch
 from torch.nn.parameter import UninitializedTensorMixin, is_lazy  # type: ignore[attr-defined]
 
+from megatron_offload.engine.subclasses import inner_tensors
 from megatron_offload.memory.storage_ref import StorageRef
 
 _OPT_OUT_MARKS = ("_do_not_offload", "_TE_do_not_offload", "_is_buffer")
@@ -65,9 +66,12 @@ def may_be_activation(tensor: torch.Tensor) -> bool:
 
 
 def is_opted_out(tensor: torch.Tensor) -> bool:
-    """Whether a mark on a tensor, or on what it is a view of, says that it is kept."""
+    """Whether a mark on a tensor, or on what it is a view of, says that it is kept.
+
+    So does a parameter of which it is a view.
+    """
     base = tensor._base
-    return has_mark(tensor) or (base is not None and has_mark(base))
+    return has_mark(tensor) or (base is not None and (has_mark(base) or is_parameter(base)))
 
 
 def has_own_bytes(tensor: torch.Tensor) -> bool:
@@ -117,9 +121,8 @@ class Marks:
                     storages.pop(key, None)
             found = {
                 x.untyped_storage()._cdata
-                for known in self._parameters.valuerefs()
-                if (x := known()) is not None and x.layout is torch.strided
-                if not isinstance(x, UninitializedTensorMixin)  # a lazy one has no memory
-            }
+                for x in inner_tensors(known() for known in self._parameters.valuerefs())
+                if x.layout is torch.strided and not isinstance(x, UninitializedTensorMixin)
+            }  # a lazy one has no memory
             self._kept, self._is_old = found.union(self._storages), False
         return self._kept, _everywhere
