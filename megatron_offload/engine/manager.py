@@ -323,10 +323,14 @@ class PipelineOffloadManager(Verdicts):
                 self._say_once(_NO_TUNER, self.config.policy.kind)
 
     def end_step_if_over(self) -> bool:
-        """End the step if its groups were committed and no graph is left; return whether it was."""
+        """End the step if its groups were committed and no graph is left; return whether it was.
+
+        Graphs that are kept for good don't count.
+        """
         call = self.last_call
         has_begun = bool(self.decisions.committed) or call is not None
-        is_over = has_begun and self.decisions.is_idle() and (call is None or call() is None)
+        is_left = not (self.decisions.is_idle() or self.decisions.is_held())
+        is_over = has_begun and not is_left and (call is None or call() is None)
         if is_over:
             self.reset()
         return is_over

@@ -83,7 +83,8 @@ class StepStats(OldAttributes):
     is_captured: bool = False
     """Whether the step was captured into a CUDA graph: what replays move counts nowhere else."""
     leaks: tuple[str, ...] = ()
-    """In checking mode, the groups that still held memory when the step ended."""
+    """In checking mode, or where a graph is kept for good, the groups that still held memory when
+    the step ended."""
     why: str = ""
     """Why nothing is offloaded, as far as that was decided; else nothing."""
 
@@ -146,4 +147,5 @@ class StepStats(OldAttributes):
         for name, *cells in rows:
             aligned = (cell.rjust(width) for cell, width in zip(cells, others, strict=True))
             lines.append("  ".join((name.ljust(first), *aligned)))
-        return "\n".join((*lines, self.verdict))
+        held = (f"still held by a graph: {leak}" for leak in self.leaks)
+        return "\n".join((*lines, self.verdict, *held))

@@ -26,6 +26,9 @@ _MOST_CHUNKS = 1024
 """A step of more chunks than this ends by itself as soon as the last one's graph is gone: one that
 something keeps alive for good would else let it grow for ever."""
 
+_MOST_BEHIND = 64
+"""A graph that is alive behind so many forwards, none of which has one, is kept for good."""
+
 _logger = logging.getLogger(__name__)
 
 
@@ -77,15 +80,21 @@ class Step(StepDecisions[OffloadGroup]):
             return not any(group.blocks() for group in self.entered[-1].groups)
         return bool(self.committed) and not self.backward_order and self.is_idle()
 
+    def is_held(self) -> bool:
+        """Whether only graphs may be left that something keeps for good, as a loss for a plot."""
+        recent = self.entered[-_MOST_BEHIND:]
+        groups = (group for chunk in reversed(recent) for group in chunk.groups)
+        return len(self.entered) > _MOST_BEHIND and not any(group.blocks() for group in groups)
+
     def finish(self, *, names_leaks: bool) -> StepStats:
         """Release what is in flight and return the counters; may warn of what holds memory."""
         self.window.drain()
         stats = self._transfers.counted()
-        if names_leaks:
+        if names_leaks or self.is_held():
             stats.leaks = leaks_of(self.groups())
             if stats.leaks:
                 found = "\n".join(stats.leaks)
-                _logger.warning("the step has ended and memory is still held:\n%s", found)
+                _logger.warning("the step has ended and graphs still hold memory:\n%s", found)
         return stats
 
     def abandon(self) -> None:
