@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_offload.core.units import format_bytes
@@ -106,14 +106,31 @@ class StepStats(OldAttributes):
     recomputed_bytes = _summed("recomputed_bytes")
     kept_bytes = _summed("kept_bytes")
 
-    def metrics(self) -> dict[str, int]:
-        """Return the counters by flat names, for TensorBoard and its like; units are in the names.
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that the device did not hold: `peak_released_bytes`, and what sites drop.
 
-        All names are there from the first step on, each with `offload/` in front.
+        All that these recompute in the step counts, though it need not be missing at one time. What
+        a loss by rows saves isn't known; `externally_referenced_bytes` were on the device.
         """
-        sums = ("num_groups", "offloaded_bytes", "reloaded_bytes", "recomputed_bytes", "kept_bytes")
-        own = (x.name for x in fields(self) if type(getattr(self, x.name)) is int)
-        return OldKeys({f"offload/{name}": getattr(self, name) for name in (*sums, *own)})
+        by_recipe_bytes = sum(self.recomputed_bytes_by_unit.values())  # released, too
+        return self.peak_released_bytes + self.recomputed_bytes - by_recipe_bytes
+
+    def metrics(self, *, all_counters: bool = False) -> dict[str, float]:
+        """Return `saved_bytes`, offloaded and kept bytes and peak host bytes in MiB, in this order.
+
+        They are called ``offload/saved_mib`` and so on, for TensorBoard and its like.
+
+        Args:
+            all_counters: add all counters, by their own names and in their own units.
+        """
+        own = ((name, getattr(self, name)) for name in dir(self) if name[0] != "_")
+        counters = {f"offload/{name}": value for name, value in own if type(value) is int}
+        names = ("saved", "offloaded", "kept", "peak_host")
+        found = OldKeys({f"offload/{x}_mib": getattr(self, f"{x}_bytes") / 2**20 for x in names})
+        found.counters = counters
+        found.update(counters if all_counters else ())
+        return found
 
     @property
     def verdict(self) -> str:

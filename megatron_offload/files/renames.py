@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 RENAMED = {
@@ -45,10 +46,16 @@ class OldAttributes:
 
 
 class OldKeys(dict[str, Any]):
-    """A dictionary whose values are found by their old keys, too."""
+    """Metrics by name, found by their old names, too, and among all counters."""
+
+    counters: Mapping[str, Any] = {}
 
     def __missing__(self, key: str) -> Any:
-        return self[current_name(key)]
+        if key not in self.counters:
+            return self.counters[current_name(key)]
+        said = f"{key!r} is in metrics(all_counters=True) now"
+        warnings.warn(said, DeprecationWarning, stacklevel=2)
+        return self.counters[key]
 
 
 def with_current_names(data: Any) -> Any:

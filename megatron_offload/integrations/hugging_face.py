@@ -33,6 +33,9 @@ class OffloadMixin:
     offload_options: Mapping[str, Any] = MappingProxyType({})
     """Likewise: more arguments of `OffloadActivations`, such as ``most_slowdown_percent``."""
 
+    offload_all_counters = False
+    """Likewise: whether all counters are logged, as by `StepStats.metrics`."""
+
     model: Any
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -61,9 +64,10 @@ class OffloadMixin:
             return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Log the counters of the last step wherever a training loss is logged."""
+        """Log what the last step has saved wherever a training loss is logged."""
         if "loss" in logs:
-            logs |= self.offload.last_step.metrics()
+            self.offload.end_step()
+            logs |= self.offload.last_step.metrics(all_counters=self.offload_all_counters)
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
 

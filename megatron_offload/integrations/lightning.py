@@ -11,13 +11,17 @@ from megatron_offload.frontends.whole_model import get_act_offloading_ctx_manage
 
 
 class OffloadCallback(Callback):
-    """Moves what ``training_step`` saves for backward, and logs the counters of each step.
+    """Moves what ``training_step`` saves for backward, and logs what that has brought.
+
+    That is every ``log_every_n_steps``, as all that Lightning logs.
 
     Args:
+        all_counters: whether all counters are logged, as by `StepStats.metrics`.
         options: arguments of `OffloadActivations`, such as ``config``.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, all_counters: bool = False, **options: Any) -> None:
+        self._all_counters = all_counters
         self._options = {"warn_if_no_head": False, **options}
         self._patches = PatchStack()
         self.offload: Any = None
@@ -36,9 +40,14 @@ class OffloadCallback(Callback):
         self._patches.on_undo(self.offload.close)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        """Log what the last step that is over has moved: mostly this one."""
+        """Give the loggers this batch's counters where Lightning gives them what it logs."""
         self.offload.end_step()
-        pl_module.log_dict({name: float(x) for name, x in self.offload.last_step.metrics().items()})
+        fit, metrics = trainer.fit_loop, self.offload.last_step.metrics
+        accumulates = pl_module.automatic_optimization and fit._should_accumulate()
+        if trainer._logger_connector.should_update_logs and not accumulates:
+            for logger in trainer.loggers:
+                found = metrics(all_counters=self._all_counters)
+                logger.log_metrics(found, step=fit.epoch_loop._batches_that_stepped)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Free all memory, and leave the trainer as it was."""

@@ -144,54 +144,42 @@ def test_a_share_holds_for_other_numbers_of_microbatches_than_were_learned(share
 # What a step's counters say to programs and to people.
 
 
-NAMES = [
-    "num_groups",
-    "offloaded_bytes",
-    "reloaded_bytes",
-    "recomputed_bytes",
-    "kept_bytes",
-    "num_late_reloads",
-    "num_cancelled_offloads",
-    "num_refused_blocks",
-    "refused_bytes",
-    "num_unpinnable_blocks",
-    "num_memory_shortages",
-    "num_hidden_groups",
-    "externally_referenced_bytes",
-    "peak_host_bytes",
-    "peak_released_bytes",
-    "proven_bytes",
-]
-
-
 def test_metrics_are_flat_and_have_the_same_names_before_and_after_a_step():
-    manager = make_manager()
-    assert manager.last_step.metrics() == {f"offload/{name}": 0 for name in NAMES}
+    manager, names = make_manager(), ["saved_mib", "offloaded_mib", "kept_mib", "peak_host_mib"]
+    assert manager.last_step.metrics() == {f"offload/{name}": 0 for name in names}
+    before = manager.last_step.metrics(all_counters=True)
     x = torch.randn(1024, 512, requires_grad=True)
     for _ in range(2):
         with manager.step():
             in_group(manager, torch.sin, x * 2, "mlp").sum().backward()
-    metrics = manager.last_step.metrics()
-    assert list(metrics) == [f"offload/{name}" for name in NAMES]
-    assert metrics["offload/offloaded_bytes"] == 2 << 20
+    assert list(manager.last_step.metrics().items()) == [
+        *zip((f"offload/{name}" for name in names), (2.0, 2.0, 0.0, 2.0), strict=True)
+    ]
+    assert list(manager.last_step.metrics(all_counters=True)) == list(before)
 
 
 def test_metrics_are_the_sums_over_groups_and_all_counters_of_a_step():
-    stats = StepStats(num_late_reloads=3, refused_bytes=5, peak_host_bytes=7)
+    stats = StepStats(num_late_reloads=3, peak_host_bytes=7 << 20, peak_released_bytes=5 << 20)
+    stats.recomputed_bytes_by_unit["norm"] = 1 << 20  # among what is released
     for name in ("attention", "mlp"):
-        stats.by_name[name] = GroupStats(name, 2, 100, 90, 30, num_late_reloads=1)
+        stats.by_name[name] = GroupStats(name, 2, 100, 90, 3 << 20, num_late_reloads=1)
         stats.by_name[name].keep(11, "too small")
-    metrics = stats.metrics()
+    metrics = stats.metrics(all_counters=True)
     found = {name.removeprefix("offload/"): value for name, value in metrics.items() if value}
     assert found == {
+        "saved_mib": 10.0,
+        "offloaded_mib": 200 / 2**20,
+        "kept_mib": 22 / 2**20,
+        "peak_host_mib": 7.0,
         "num_groups": 4,
         "offloaded_bytes": 200,
         "reloaded_bytes": 180,
-        "recomputed_bytes": 60,
+        "recomputed_bytes": 6 << 20,
         "kept_bytes": 22,
         "num_late_reloads": 3,
-        "refused_bytes": 5,
-        "peak_host_bytes": 7,
+        "peak_host_bytes": 7 << 20,
+        "peak_released_bytes": 5 << 20,
+        "saved_bytes": 10 << 20,
     }
     counters = {x.name for x in fields(StepStats) if type(getattr(stats, x.name)) is int}
     assert counters < {name.removeprefix("offload/") for name in metrics}

@@ -53,9 +53,11 @@ def test_search_old_name_is_read():
 def test_metric_old_name_is_read():
     stats = StepStats()
     stats.by_name["mlp"].recomputed_bytes = 7
-    with pytest.warns(DeprecationWarning, match="'offload/remade_bytes'"):
-        assert stats.metrics()["offload/remade_bytes"] == 7
-    assert "offload/remade_bytes" not in stats.metrics()
+    for old, said in (("remade", "'offload/remade_bytes'"), ("recomputed", "all_counters=True")):
+        with pytest.warns(DeprecationWarning, match=said) as caught:
+            assert stats.metrics()[f"offload/{old}_bytes"] == 7
+        assert caught[0].filename == __file__
+        assert f"offload/{old}_bytes" not in stats.metrics()
 
 
 def test_policy_old_key_is_read():

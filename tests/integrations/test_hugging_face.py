@@ -52,22 +52,23 @@ def test_a_trainer_in_front_of_the_mixin_is_refused():
         type("Further", (right,), {})
 
 
-def train_by_trainer(folder, *, offloads):
-    class OffloadTrainer(OffloadMixin, transformers.Trainer):
-        offload_config = MOVING
-
+def train_by_trainer(folder, *bases, model=None, accumulated=1):
+    """Train by a class of these bases; return the rows of its log, and parameters."""
+    pytest.importorskip("accelerate", reason="Trainer needs accelerate")
     generator = torch.Generator().manual_seed(2)
-    words = torch.randint(WORDS, (16, LENGTH), generator=generator)
-    trainer = (OffloadTrainer if offloads else transformers.Trainer)(
-        model=make_model({"use_reentrant": False}),
+    lengths = [length for length in (64, LENGTH, 32) for _ in range(accumulated * BATCH)]
+    words = [torch.randint(WORDS, (length,), generator=generator) for length in lengths]
+    trainer = type("Own", bases, {"offload_config": MOVING})(
+        model=model or make_model({"use_reentrant": False}),
         args=transformers.TrainingArguments(
             folder,
-            max_steps=4,
+            max_steps=3,
             per_device_train_batch_size=BATCH,
-            gradient_accumulation_steps=2,
-            gradient_checkpointing=True,
+            gradient_accumulation_steps=accumulated,
+            gradient_checkpointing=accumulated > 1,
+            train_sampling_strategy="sequential",
             logging_steps=1,
-            eval_strategy="steps",
+            eval_strategy="steps" if accumulated > 1 else "no",
             eval_steps=2,
             report_to=[],
             save_strategy="no",
@@ -78,23 +79,29 @@ def train_by_trainer(folder, *, offloads):
         eval_dataset=[{"input_ids": one, "labels": one} for one in words[:4]],
     )
     trainer.train()
-    return trainer, [p.detach().clone() for p in trainer.model.parameters()]
+    return trainer.state.log_history, [p.detach().clone() for p in trainer.model.parameters()]
 
 
-def test_its_trainer_logs_the_same_losses_and_ends_with_the_same_weights(tmp_path):
-    pytest.importorskip("accelerate", reason="Trainer needs accelerate")
-    plain, expected = train_by_trainer(tmp_path, offloads=False)
+SAVED = "offload/saved_mib"
+
+
+def assert_same_training(plain, found):
+    """The second has the same losses and parameters; and beside each loss what its step saved."""
     keys = {"loss", "grad_norm", "eval_loss"}
-    for _ in range(2):
-        trainer, found = train_by_trainer(tmp_path, offloads=True)
-        assert_same(expected, found)
-        logs = trainer.state.log_history
-        for log, other in zip(plain.state.log_history, logs, strict=True):
-            assert {key: log[key] for key in keys & log.keys()} == {
-                key: other[key] for key in keys & other.keys()
-            }
-        moved = [log["offload/offloaded_bytes"] for log in logs if "loss" in log]
-        assert len(moved) == 4
-        assert all(moved)
-        assert not any("offload/offloaded_bytes" in log for log in logs if "eval_loss" in log)
-        trainer.offload.close()
+    logs = [{key: row[key] for key in keys & row.keys()} for row in plain[0]]
+    assert logs == [{key: row[key] for key in keys & row.keys()} for row in found[0]]
+    assert_same(plain[1], found[1])
+    assert [SAVED in row for row in found[0]] == ["loss" in row for row in found[0]]
+    middle, long, short = (row[SAVED] for row in found[0] if "loss" in row)
+    assert long > 1.5 * middle > 2.25 * short > 0
+
+
+def test_a_trainer_logs_each_step_s_own_counters_beside_the_same_losses(tmp_path):
+    trainer = transformers.Trainer
+    plain = train_by_trainer(tmp_path, trainer, accumulated=2)
+    model = make_model({"use_reentrant": False})
+    state = {name: one.clone() for name, one in model.state_dict().items()}
+    for _ in range(2):  # the second goes on with the context's memory, and no counter of the first
+        model.load_state_dict(state)
+        found = train_by_trainer(tmp_path, OffloadMixin, trainer, model=model, accumulated=2)
+        assert_same_training(plain, found)
