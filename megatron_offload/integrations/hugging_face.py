@@ -6,15 +6,17 @@ import importlib
 import logging
 import sys
 from collections.abc import Mapping
-from functools import cached_property
+from contextlib import nullcontext
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_offload.config import OffloadConfig
-from megatron_offload.engine.patches import PatchStack
+from megatron_offload.engine.patches import Call, PatchStack
 from megatron_offload.errors import ConfigError, IntegrationError, did_you_mean, shorten
 from megatron_offload.frontends.whole_model import get_act_offloading_ctx_manager
 from megatron_offload.model_map.mapping import ModelMap, map_model
@@ -24,7 +26,8 @@ class OffloadMixin:
     """Moves what the model saves for backward: ``class OffloadTrainer(OffloadMixin, Trainer)``.
 
     What a step moved stands beside the loss in what the trainer logs. No callback can do this: its
-    methods run before and after a forward and its backward together.
+    methods run before and after a forward and its backward together. Whichever class has them,
+    ``compute_loss`` runs inside the context, and so does a model that ``training_step`` calls.
     """
 
     offload_config: OffloadConfig | None = None
@@ -37,19 +40,12 @@ class OffloadMixin:
     """Likewise: whether all counters are logged, as by `StepStats.metrics`."""
 
     model: Any
+    is_in_offload = False
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Refuse a trainer in front of this class, whose ``compute_loss`` would not get here."""
-        super().__init_subclass__(**options)
-        bases = cls.__mro__[1:]
-        place = bases.index(OffloadMixin)
-        is_behind = any(hasattr(base, "compute_loss") for base in bases[place + 1 :])
-        trainers = [base.__name__ for base in bases[:place] if hasattr(base, "train")]
-        if trainers and not is_behind:
-            raise ConfigError(
-                f"{cls.__name__} would train without offload: OffloadMixin comes first, as in "
-                f"class {cls.__name__}(OffloadMixin, {trainers[0]})"
-            )
+    def __getattribute__(self, name: str) -> Any:
+        """Return three methods wrapped, whichever class has them: it may call none behind it."""
+        found = super().__getattribute__(name)
+        return partial(_RUNS[name], self, found) if name in _RUNS else found
 
     @cached_property
     def offload(self) -> Any:
@@ -58,17 +54,37 @@ class OffloadMixin:
             self.model, config=self.offload_config, warn_if_no_head=False, **self.offload_options
         )
 
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model."""
-        with self.offload:
-            return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
 
-    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Log what the last step has saved wherever a training loss is logged."""
-        if "loss" in logs:
-            self.offload.end_step()
-            logs |= self.offload.last_step.metrics(all_counters=self.offload_all_counters)
-        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+def _compute_loss(trainer: OffloadMixin, call: Call, *args: Any, **kwargs: Any) -> Any:
+    with PatchStack() as patches, nullcontext() if trainer.is_in_offload else trainer.offload:
+        patches.replace(trainer, "is_in_offload", True)
+        return call(*args, **kwargs)
+
+
+def _training_step(
+    trainer: OffloadMixin, call: Call, model: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
+    def forward(original: Call, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():  # it generates
+            return original(*args, **kwargs)
+        return _compute_loss(trainer, original, *args, **kwargs)
+
+    with PatchStack() as patches:
+        is_eager = model._compiled_call_impl is None
+        patches.wrap(model, "forward" if is_eager else "_compiled_call_impl", forward)
+        return call(model, *args, **kwargs)
+
+
+def _log(trainer: OffloadMixin, call: Call, logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    if "loss" in logs:
+        trainer.offload.end_step()
+        step = trainer.offload.last_step
+        logs |= step.metrics(all_counters=trainer.offload_all_counters)
+    return call(logs, *args, **kwargs)
+
+
+_RUNS = {"compute_loss": _compute_loss, "training_step": _training_step, "log": _log}
+"""What a trainer's methods are called by."""
 
 
 def map_config(data: Mapping[str, Any], shape: tuple[int, int], dtype: str) -> ModelMap:

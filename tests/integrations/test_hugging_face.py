@@ -20,7 +20,6 @@ from llama_programs import (
 from programs import MOVING, assert_nothing_left, assert_same
 
 from megatron_offload import OffloadActivations
-from megatron_offload.errors import ConfigError
 from megatron_offload.integrations.hugging_face import OffloadMixin
 
 
@@ -41,15 +40,20 @@ def test_a_llama_keeps_its_bits_and_moves_what_it_saves(checkpointing):
     offload.close()
 
 
-def test_a_trainer_in_front_of_the_mixin_is_refused():
-    trainer = transformers.Trainer
-    with pytest.raises(ConfigError, match=r"as in class Wrong\(OffloadMixin, Trainer\)"):
-        type("Wrong", (trainer, OffloadMixin), {})
-    ours = type("Ours", (OffloadMixin,), {"compute_loss": lambda *_: None})
-    in_front = type("InFront", (trainer,), {})
-    for bases in ((OffloadMixin, trainer), (ours, trainer), (in_front, OffloadMixin, trainer)):
-        right = type("Right", bases, {})
-        type("Further", (right,), {})
+class OwnLoss:
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        output = model(**inputs, num_items_in_batch=num_items_in_batch)
+        loss = output.loss + output.logits.square().mean()
+        return (loss, output) if return_outputs else loss
+
+
+class OwnStep:
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        with torch.no_grad():  # a sample, of which nothing is saved
+            model(**inputs)
+        loss = model(**inputs, num_items_in_batch=num_items_in_batch).loss
+        self.accelerator.backward(loss)
+        return loss.detach()
 
 
 def train_by_trainer(folder, *bases, model=None, accumulated=1):
@@ -94,6 +98,20 @@ def assert_same_training(plain, found):
     assert [SAVED in row for row in found[0]] == ["loss" in row for row in found[0]]
     middle, long, short = (row[SAVED] for row in found[0] if "loss" in row)
     assert long > 1.5 * middle > 2.25 * short > 0
+
+
+@pytest.mark.parametrize(
+    ("own", "bases", "least_mib"),  # of the first step
+    [
+        (OwnLoss, (type("InFront", (OwnLoss, OffloadMixin), {}), transformers.Trainer), 0.4),
+        (OwnStep, (OwnStep, transformers.Trainer, OffloadMixin), 0.3),
+    ],
+)
+def test_a_trainer_s_own_methods_offload_wherever_they_stand(own, bases, least_mib, tmp_path):
+    plain = train_by_trainer(tmp_path, own, transformers.Trainer)
+    found = train_by_trainer(tmp_path, *bases)
+    assert_same_training(plain, found)
+    assert found[0][0][SAVED] > least_mib  # of what the own loss saves, too
 
 
 def test_a_trainer_logs_each_step_s_own_counters_beside_the_same_losses(tmp_path):
