@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -81,37 +82,16 @@ class OfMapping(nn.Module):
         return {"loss": self.inner(x).square().mean()}
 
 
-@pytest.mark.parametrize("given", [({"x": torch.ones(ROWS, WIDTH)},), ()])
-@pytest.mark.parametrize("num_forwards", [1, 3])
-def test_tensors_are_found_in_mappings(given, num_forwards):
-    net = OfMapping()
-    context = get_act_offloading_ctx_manager(net, config=of_config(), warn_if_no_head=False)
-    search = context.manager.tuner
-    for _ in range(80):
-        losses = []
-        for _ in range(num_forwards):
-            with context:
-                losses.append(net(*given)["loss"])
-        while losses:
-            losses.pop(0).backward()
-    assert search.is_converged
-    assert search._clock.most_pending == num_forwards
-    assert "aren't called" not in search.said
-
-
 class Writes(nn.Module):
-    """Its layers return views: it writes to them, or their layers have to the bases."""
+    """Layers return views: they are written to, or are stale as their bases have been."""
 
     def __init__(self, is_stale):
         super().__init__()
-        self.is_stale = is_stale
-        inner = (nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(3))
-        self.layers = nn.ModuleList(inner)
+        self.layers, self.is_stale = nn.ModuleList(OfMapping().inner for _ in range(3)), is_stale
         for layer in self.layers if is_stale else ():
-            layer.register_forward_hook(self.write)
+            layer.register_forward_hook(lambda layer, args, output: self.write(output * 1.7))
 
-    def write(self, layer, args, output):
-        whole = output * 1.7
+    def write(self, whole):
         view = whole[:]
         whole.mul_(2.3)
         return view, whole
@@ -123,22 +103,29 @@ class Writes(nn.Module):
                 y = y[1] * 0.3 + y[1].sin() * 1e2 + y[0].cos() * 1e4
             y += x
             x = y
-        return x
+        return {"loss": x.sum()}
 
 
-@pytest.mark.parametrize("is_stale", [False, True])
-def test_views_that_layers_return_are_left_as_they_are(is_stale):
-    torch.manual_seed(0)
-    net, x = Writes(is_stale), torch.randn(2, 4, 8)
+@pytest.mark.parametrize(("make", "num_forwards", "given"), [
+    *((OfMapping, number, [{"x": torch.ones(ROWS, WIDTH)}]) for number in (1, 3)),
+    *((OfMapping, number, []) for number in (1, 3)),
+    *((partial(Writes, is_stale), 1, [torch.ones(1, 2, WIDTH)]) for is_stale in (False, True)),
+])  # fmt: skip
+def test_a_search_ends_whatever_layers_are_given_and_return(make, num_forwards, given):
+    net = make()
+    expected = torch.autograd.grad(net(*given)["loss"], net.parameters())
     context = get_act_offloading_ctx_manager(net, config=of_config(), warn_if_no_head=False)
-    search, expected = context.manager.tuner, torch.autograd.grad(net(x).sum(), net.parameters())
-    for _ in range(60):
-        with context:
-            loss = net(x).sum()
-        assert_same(expected, torch.autograd.grad(loss, net.parameters()))
-        del loss
+    search = context.manager.tuner
+    for _ in range(80):
+        losses = []
+        for _ in range(num_forwards):
+            with context:
+                losses.append(net(*given)["loss"])
+        while losses:
+            assert_same(expected, torch.autograd.grad(losses.pop(0), net.parameters()))
     assert search.is_converged
-    assert search._clock.most_pending == 1
+    assert search._clock.most_pending == num_forwards
+    assert "aren't called" not in search.said
 
 
 def test_a_tower_that_is_not_called_is_no_matter_for_the_steps():

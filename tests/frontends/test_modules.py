@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import add, attrgetter, iadd
 
 import pytest
@@ -150,62 +150,53 @@ def test_hooks_are_taken_off_the_stack_where_a_forward_raises(names):
 @dataclass
 class State:
     hidden: torch.Tensor
-    around: object = field(init=False)
+    around: object = None
 
     def __post_init__(self):
         self.around = self
-
-
-class Batch(dict):
-    """Of a class that torch's pytree doesn't know."""
 
 
 WRAPPED = {
     "a tensor": (lambda x: x, lambda x: x),
     "a dataclass": (State, attrgetter("hidden")),
     "nested tuples": (lambda x: (((None, x),),), lambda x: x[0][0][1]),
-    "a mapping in a list": (lambda x: [Batch(x=x)], lambda x: x[0]["x"]),
+    "a mapping in a list": (lambda x: [type("Batch", (dict,), {})(x=x)], lambda x: x[0]["x"]),
 }
-
-
-class Wraps(nn.Module):
-    """A residual layer whose inner module takes and returns its tensor wrapped, a view."""
-
-    def __init__(self, kind, add_up):
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
-        self.wrap, self.unwrap = WRAPPED[kind]
-        run, self.add_up = self.inner.forward, add_up
-        self.inner.forward = lambda given: self.wrap(run(self.unwrap(given)))
-
-    def forward(self, x):
-        return self.add_up(self.unwrap(self.inner(self.wrap(x))), x)
 
 
 @pytest.mark.parametrize(
     ("kind", "add_up"), [*((kind, add) for kind in WRAPPED), ("a tensor", iadd)]
 )
 def test_reloads_begin_ahead_whatever_a_module_returns(kind, add_up):
+    wrap, unwrap = WRAPPED[kind]
+
+    class Inner(Mlp):
+        def forward(self, given):
+            return wrap(super().forward(unwrap(given)))
+
     torch.manual_seed(0)
-    model, x = nn.Sequential(*(Wraps(kind, add_up) for _ in range(8))), torch.randn(2, 8, 16)
+    model, data = nn.ModuleList(Inner(16) for _ in range(8)), torch.randn(2, 8, 16)
 
     def step():
         model.zero_grad()
-        model(x).square().mean().backward()
+        x = data
+        for inner in model:  # what it returns is a view
+            x = add_up(unwrap(inner(wrap(x))), x)
+        x.square().mean().backward()
         return [p.grad.clone() for p in model.parameters()]
 
     expected = step()
-    for settings in ({}, {"fraction": 0.5, "prefetch_bytes": 4 * KIB}):  # first all is offloaded
+    for settings in ({}, {"fraction": 0.5, "prefetch_bytes": 32 * KIB}):  # first all is offloaded
         manager = make_manager(**settings)
-        with offload_modules(model, ["*.inner"], manager=manager):
+        with offload_modules(model, "*", manager=manager):
             for _ in range(3):
                 with manager.step():
                     assert_same(expected, step())
         stats = manager.last_step
         assert stats.offloaded_bytes > 0
-        assert stats.num_groups == 8
+        assert stats.num_groups == len(manager.learner.profile.backward_order) == 8
     assert stats.num_late_reloads == 0
-    assert "beyond the fraction 0.5 of its chunk" in stats.by_name["*.inner"].kept_bytes_by_reason
+    assert "beyond the fraction 0.5 of its chunk" in stats.by_name["*"].kept_bytes_by_reason
 
 
 class Forces(nn.Module):
