@@ -192,27 +192,22 @@ def test_outside_a_chunk_everything_is_the_identity(manager, x):
         assert inside is x
 
 
-def test_an_interface_that_is_off_is_the_identity(manager, x):
+def test_an_interface_that_is_off_is_the_identity_and_another_lets_go_of_its_input(
+    manager, x, weight
+):
     chunk = begin(manager)
     interface = FineGrainedActivationOffloadingInterface(False, x, "g")
     with interface as inside:
         assert inside is x
     assert interface.group_offload(x) is x
     assert chunk.is_empty_chunk()
-
-
-def test_an_interface_lets_go_of_its_input(manager, x, weight):
-    begin(manager)
     interface = FineGrainedActivationOffloadingInterface(True, x * 2, "g")
     with interface as inside:
         y = inside @ weight
     assert interface.tensor is None
     interface.group_offload(y)
-
-
-def test_get_context_is_the_manager_or_nothing(manager):
-    assert FineGrainedActivationOffloadingInterface.get_context(True) is manager
-    with FineGrainedActivationOffloadingInterface.get_context(False) as nothing:
+    assert interface.get_context(True) is manager
+    with interface.get_context(False) as nothing:
         assert nothing is None
 
 
@@ -371,13 +366,6 @@ def test_any_other_hook_is_called_at_the_flush(manager):
 # Handler and autograd functions, called one by one
 
 
-def test_entry_points_out_of_turn_say_so(manager):
-    chunk = begin(manager)
-    with pytest.raises(StateError, match="on_group_start_forward first"):
-        chunk.tensor_push(torch.ones(1))
-    assert chunk.on_group_commit_forward([]) is None
-
-
 def test_backward_takes_the_newest_group_of_a_name_that_waits(manager):
     chunk = begin(manager)
     first, second = chunk.on_group_start_forward("g"), chunk.on_group_start_forward("g")
@@ -394,6 +382,9 @@ def test_backward_takes_the_newest_group_of_a_name_that_waits(manager):
 
 def test_a_chunk_says_which_groups_it_has_and_resets_to_none_open(manager):
     chunk = begin(manager)
+    with pytest.raises(StateError, match="on_group_start_forward first"):
+        chunk.tensor_push(torch.ones(1))
+    assert chunk.on_group_commit_forward([]) is None
     assert chunk.is_empty_chunk()
     group = chunk.on_group_start_forward("a")
     assert chunk.offload_groups == [group]
@@ -487,13 +478,10 @@ class RecordedEvent:
         self.streams.append(stream)
 
 
-def test_without_cuda_there_is_no_graph_stream(manager):
-    assert FineGrainedActivationOffloadingInterface.cuda_graph_stream() is None
+def test_forward_record_joins_the_copies_to_the_host(manager, x, weight):
+    assert FineGrainedActivationOffloadingInterface.cuda_graph_stream() is None, "without CUDA"
     assert FineGrainedActivationOffloadingInterface.cuda_graph_event() is None
     FineGrainedActivationOffloadingInterface.forward_record()
-
-
-def test_forward_record_joins_the_copies_to_the_host(manager, x, weight):
     manager.configure(CONFIG.model_copy(update={"max_inflight_bytes": 1 << 30}))
     begin(manager)
     y = layer(x, weight)
@@ -707,9 +695,6 @@ def test_offload_takes_memory_as_it_is_asked_to(manager, monkeypatch):
     assert stats.in_use_bytes == 0
     with pytest.raises(ValueError, match="freed before"):
         handler.reload(lent)
-
-
-def test_a_pool_that_is_full_says_so(manager):
     manager.configure(CONFIG.model_copy(update={"host_memory_bytes": 4096}))
     handler = begin(manager)
     with pytest.raises(RuntimeError, match="raise host_memory_bytes"):

@@ -65,30 +65,22 @@ def test_a_group_in_a_step_begins_a_chunk_by_itself(order, num_chunks):
         assert_nothing_left(manager)
 
 
-def test_a_chunk_that_the_program_has_begun_remains_its_own():
+def test_a_chunk_that_the_program_has_begun_and_one_of_a_group_around_backwards_remain():
     mlps, manager = make_mlps(), make_manager()
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    with manager.step(), torch.no_grad():
+        loss_of(mlps, manager, 0)
+        assert manager.cur_forward_chunk() is None, "nothing is recorded"
     with manager.step():
         manager.begin_chunk()
         train(mlps, manager, "FBFB")
         assert num_chunks_of(manager) == 1
-
-
-def test_a_group_around_a_backward_keeps_its_chunk():
-    mlps, manager = make_mlps(), make_manager()
-    x = torch.randn(ROWS, WIDTH, requires_grad=True)
     with manager.step():
         y = start_group(manager, x, "outer")
         loss_of(mlps, manager, 0).backward()
         loss_of(mlps, manager, 1).backward()
         commit_group(manager, y * 2, "outer")
         assert num_chunks_of(manager) == 1
-
-
-def test_what_is_not_recorded_begins_no_chunk():
-    mlps, manager = make_mlps(), make_manager()
-    with manager.step(), torch.no_grad():
-        loss_of(mlps, manager, 0)
-        assert manager.cur_forward_chunk() is None
 
 
 def test_groups_outside_of_a_step_and_a_chunk_are_reported_once(caplog):
@@ -158,7 +150,8 @@ def test_groups_that_are_never_committed_are_reported_once(committed, caplog):
     assert manager.last_step.offloaded_bytes > 0
 
 
-def test_a_program_that_never_ends_a_step_has_counters():
+def test_a_program_that_never_ends_a_step_has_counters_and_is_reported(monkeypatch, caplog):
+    monkeypatch.setattr(step_file, "_MOST_CHUNKS", 3)
     mlps, manager = make_mlps(), make_manager()
     manager.begin_chunk()
     train(mlps, manager, "FB")
@@ -167,11 +160,6 @@ def test_a_program_that_never_ends_a_step_has_counters():
     with manager.step():
         pass
     assert manager.last_step.num_groups == 3, "a step that is over"
-
-
-def test_a_program_that_never_ends_a_step_is_reported_and_has_one_ended(monkeypatch, caplog):
-    monkeypatch.setattr(step_file, "_MOST_CHUNKS", 3)
-    mlps, manager = make_mlps(), make_manager()
     with caplog.at_level(logging.WARNING):
         for _ in range(8):
             manager.begin_chunk()
