@@ -24,7 +24,8 @@ try:
             "offload_config": os.environ.get("MEGATRON_OFFLOAD_CONFIG"),
             "offload_set": os.environ.get("MEGATRON_OFFLOAD_SET", "").split(),
             "offload_report": os.environ.get("MEGATRON_OFFLOAD_REPORT"),
-        }
+        },
+        "MEGATRON_OFFLOAD_SET",
     )
 except IntegrationError as error:
     logging.getLogger(__name__).warning("no offload in this process: %s", error)

@@ -367,6 +367,7 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
         key, section = shorten(key), result
         for part in sections:
             inner = section.get(part) or {}
+            inner = {"kind": inner} if part == "policy" and isinstance(inner, str) else inner
             if not isinstance(inner, dict):
                 raise ConfigError(f"{key}: {part!r} is a value, not a section")
             section[part] = section = dict(inner)

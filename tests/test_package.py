@@ -56,7 +56,7 @@ def metadata_of(wheel):
     return folder, email.message_from_string((folder / "METADATA").read_text())
 
 
-def test_the_wheel_holds_licence_types_and_every_configuration(wheel):
+def test_wheel_and_source_hold_what_a_user_has_of_them(wheel):
     folder, metadata = metadata_of(wheel)
     assert metadata["Version"] == megatron_offload.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
@@ -66,9 +66,7 @@ def test_the_wheel_holds_licence_types_and_every_configuration(wheel):
         inside = wheel / "megatron_offload" / path.relative_to(ROOT)
         assert inside.read_text() == path.read_text()
     assert {path.name for path in wheel.iterdir()} == {"megatron_offload", folder.name}
-
-
-def test_the_source_holds_examples_pages_and_what_the_image_copies(wheel):
+    # The source has examples, pages, and what the image copies.
     (source,) = (path for path in wheel.parent.glob("megatron_offload-*") if path.is_dir())
     copied = re.findall(r"^COPY (.*) \S+$", (source / "Dockerfile").read_text(), re.MULTILINE)
     names = [name for line in copied for name in line.split()]
@@ -81,11 +79,9 @@ def test_the_source_holds_examples_pages_and_what_the_image_copies(wheel):
 def test_a_plain_pytorch_user_installs_no_megatron(wheel):
     needed = [r for r in metadata_of(wheel)[1].get_all("Requires-Dist") if "extra ==" not in r]
     names = {re.match(r"[\w-]+", requirement)[0] for requirement in needed}
-    assert names <= {
-        *("torch", "numpy", "pydantic", "pydantic-settings", "pyyaml", "rich"),
-        "filelock",
-        "simpy",  # offload that finds by its own steps what moves simulates them
-    }
+    # Offload that finds by its own steps what moves simulates them, by simpy.
+    known = "torch numpy pydantic pydantic-settings pyyaml rich filelock simpy"
+    assert names <= {*known.split()}
 
 
 def test_an_installed_package_finds_its_configurations_from_any_folder(wheel, tmp_path):
@@ -199,7 +195,7 @@ import megatron_offload.cli.main, megatron_offload.train.launch, megatron_offloa
 # Names that were meant are found, however many there are.
 
 
-def test_the_nearest_name_is_found_among_few_and_among_many():
+def test_the_nearest_name_is_found_among_few_and_among_many_and_long_ones_take_no_longer():
     few = [f"name_{index:03}" for index in range(400)] + ["zebra"]
     assert did_you_mean("zebro", few) == "; did you mean 'zebra'?"
     assert did_you_mean("name_399_", few) == "; did you mean 'name_399'?"
@@ -207,9 +203,6 @@ def test_the_nearest_name_is_found_among_few_and_among_many():
     assert (
         did_you_mean("decoder.layers.777.mlpp", many) == "; did you mean 'decoder.layers.777.mlp'?"
     )
-
-
-def test_thousands_of_long_names_take_no_longer_than_few():
     names = [f"{index:05}" + "ab" * 90 for index in range(5_000)]
     start = time.process_time()
     text = did_you_mean("zz" * 95, names)

@@ -36,6 +36,9 @@ class Options(StrictModel):
     also: ClassVar[Mapping[str, str]] = {}
     """Other names of these flags, without a value where one says yes or no."""
 
+    typed: Mapping[str, str] = {}
+    """Flags, as they were typed, of the keys that they gave; itself no flag."""
+
 
 class OptionsWithKeys(Options):
     """Options of a command that is configured by keys."""
@@ -53,7 +56,7 @@ def add_flags(parser: argparse.ArgumentParser, options: type[Options]) -> None:
     """Make flags of a model's fields and keys; where two have one name, the field's counts."""
 
     def add(place: Any, name: str, *_: str, **settings: Any) -> None:
-        if settings["help"] == argparse.SUPPRESS:
+        if settings["help"] == argparse.SUPPRESS or name == "--typed":
             return  # a whole section as JSON
         if settings.get("action") == "append":
             is_one_or_many = settings["metavar"].startswith("{")  # then many are YAML, in one word
@@ -64,8 +67,7 @@ def add_flags(parser: argparse.ArgumentParser, options: type[Options]) -> None:
             settings["metavar"] = "SIZE" if "ByteSize" in kind else _METAVARS.get(kind, kind)
         if name == "--set":
             settings["metavar"] = "KEY=VALUE"
-        other = options.also.get(name)
-        if other and settings.get("metavar") == _METAVARS["bool"]:
+        if (other := options.also.get(name)) and settings.get("metavar") == _METAVARS["bool"]:
             settings |= {"nargs": "?", "const": "true"}
         place.add_argument(*filter(None, (name, other)), **settings)
 
@@ -105,10 +107,14 @@ def read_options(
     found = parse_known(parser, words)
     given = {name: value for name, value in vars(found).items() if value is not PydanticUndefined}
     own = {name: given.pop(name) for name in list(given) if "." not in name}
+    actions, heads = parser._option_string_actions, (word.partition("=")[0] for word in words)
+    flags = {actions[name].dest: one for one in heads if (name := _current_flag(one)) in actions}
+    keys = (item.partition("=")[0].strip() for item in own.get("set", ()))
+    typed = {key: f"--set {key}" for key in keys} | {key: flags[key] for key in given}
     if given:
         texts = {k: v if isinstance(v, str) else json.dumps(v) for k, v in given.items()}
         own["set"] = [*own.get("set", ()), *(f"{key}={text}" for key, text in texts.items())]
-    return validate(model, own, "command line")
+    return validate(model, own | {"typed": typed}, "command line", flags)
 
 
 @contextlib.contextmanager

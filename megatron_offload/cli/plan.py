@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 from rich.table import Table
@@ -81,17 +81,18 @@ def run(given: Given) -> int:
     tables = [_rank_table(source, choice, planned)]
     tables += [found_table(stage, stage.followed) for stage in found.stages]
     source.show(choice.without, planned.step, "with the rows", tables)
-    kept = f"plans: {given.output}" if given.output else "--output FILE keeps the plans"
-    out.print(kept)
+    out.print(f"plans: {given.output}" if given.output else "--output FILE keeps the plans")
     _print_rows(found, [stage.followed for stage in found.stages])
     return 0
 
 
 def _show_found(given: Given, folder: Path) -> int:
-    others = [given.folder, given.model, given.output, given.machine, given.set]
-    if any(others[given.from_ is None :]):
+    others: dict[str, Any] = {"another folder": given.from_ and given.folder}
+    others |= {"--model": given.model, "--output": given.output, "--machine": given.machine}
+    if wrong := [*(name for name, value in others.items() if value), *given.typed.values()]:
         raise ConfigError(
-            "beside a run's folder there are --memory-target and --most-slowdown-percent"
+            "beside a run's folder there are --memory-target and --most-slowdown-percent, not "
+            f"{', '.join(wrong)}"
         )
     found = read_frontier(main_folder(folder) if folder.is_dir() else folder)
     targets, out, chosen = _targets(given, len(found.stages)), console(), list[int]()

@@ -46,11 +46,10 @@ def run(given: argparse.Namespace) -> Callable[[], object]:
         raise ConfigError(f"there is no script {given.script!r}")
     if not sys.flags.safe_path:
         sys.path[0] = str(Path.cwd() if given.module else path.resolve().parent)
-    from megatron_offload.run import launch
+    from megatron_offload.run.launch import prepare, run_program
 
-    flags = {name: value for name, value in vars(given).items() if name.startswith("offload_")}
-    config = launch.prepare(flags)
+    prepare({name: value for name, value in vars(given).items() if name.startswith("offload_")})
     sys.argv[:] = [given.script, *given.words]
     module = partial(runpy.run_module, alter_sys=True)
     program = partial(module if given.module else runpy.run_path, given.script, run_name="__main__")
-    return partial(launch.run_program, given.script, program, config)
+    return partial(run_program, given.script, program)

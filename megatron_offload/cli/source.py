@@ -139,7 +139,7 @@ def load_source(given: SourceOptions) -> Source:
         )
     path = find_config(given.model, kind="models")
     machine = [f"machine={json.dumps(_read_machine(given.machine))}"] if given.machine else []
-    described = load_description(path, [*machine, *given.set])
+    described = load_description(path, [*machine, *given.set], given.typed)
     origin = str(given.machine or f"{path}, what it leaves out as measured with four H200s")
     return Source(
         title=path.stem,

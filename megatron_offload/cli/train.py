@@ -51,15 +51,14 @@ def read_config(given: Given) -> TrainConfig:
     """Read the YAML file and lay the flags over it; a `ConfigError` says all that is wrong."""
     data = load_yaml(find_config(given.config)) if given.config else {}
     data = apply_overrides(data, given.set)
-    return validate(TrainConfig, data, str(given.config or "command line"))
+    return validate(TrainConfig, data, str(given.config or "command line"), given.typed)
 
 
 def run(given: Given) -> int:
     """Train, and print what was offloaded; return 0."""
     config = read_config(given)
-    keys = [item.partition("=")[0].strip() for item in given.set]
-    is_asked = any(key.startswith("offload.") for key in keys)
-    if is_asked and not config.offload.enabled and "offload.enabled" not in keys:
+    is_asked = any(key.startswith("offload.") for key in given.typed)
+    if is_asked and not config.offload.enabled and "offload.enabled" not in given.typed:
         raise ConfigError(  # else it would go unheard
             f"{given.config} says offload.enabled: false, and the command line says how to "
             f"offload; add --fine-grained-activation-offloading, or leave the rest out"

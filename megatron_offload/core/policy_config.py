@@ -78,7 +78,6 @@ class AutoConfig(SolvedConfig):
 
 
 PolicyConfig = Annotated[
-    ModulesConfig | RatioConfig | MemoryTargetConfig | AutoConfig,
-    Field(discriminator="kind"),
+    ModulesConfig | RatioConfig | MemoryTargetConfig | AutoConfig, Field(discriminator="kind")
 ]
 """Type of a field ``policy: PolicyConfig = ModulesConfig()``."""

@@ -130,8 +130,10 @@ _MOST_ISSUES = 20
 """So many of a configuration's errors are said one by one."""
 
 
-def validate(model: type[T], data: Any, source: str) -> T:
+def validate(model: type[T], data: Any, source: str, typed: Mapping[str, str] | None = None) -> T:
     """Build a model, or a record, from a mapping of plain values, which errors call ``source``.
+
+    ``typed`` has by key the flags that gave a value in the place of ``source``.
 
     Raises:
         ConfigError: all that is wrong, one line each, with the nearest valid key.
@@ -146,7 +148,7 @@ def validate(model: type[T], data: Any, source: str) -> T:
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
     except ValidationError as error:
-        raise _refusal(model, data, source, error) from error
+        raise _refusal(model, data, source, error, typed) from error
 
 
 def read_model(model: type[T], path: Path) -> T:
@@ -159,16 +161,20 @@ def write_model(path: Path, model: BaseModel) -> None:
     replace_text(path, model.model_dump_json(indent=1) + "\n")
 
 
-def _refusal(model: Any, data: Any, source: str, error: ValidationError) -> ConfigError:
+def _refusal(model: Any, data: Any, source: str, error: Any, typed: Any = None) -> ConfigError:
     issues, lines = error.errors(), dict[str, str]()
     for issue in issues[:_MOST_ISSUES]:
         where, kind = _place_of(data, issue["loc"])
+        name, prefix = where and repr(shorten(where)), f"{source}: "
+        place = f"{where}.kind" if issue["type"] == "union_tag_invalid" else where
+        for key in (key for key in typed or () if f"{place}.".startswith(f"{key}.")):
+            name, prefix = shorten(typed[key] + place.removeprefix(key).removesuffix(".0")), ""
         # Of the types that a value may have the first says what is wrong.
-        lines.setdefault(where, _explain(model, issue, shorten(where), kind))
+        lines.setdefault(name, prefix + _explain(model, issue, name, kind))
     said = [*lines.values()]
     if len(issues) > _MOST_ISSUES:
-        said.append(f"and {len(issues) - _MOST_ISSUES} more")
-    return ConfigError("\n".join(f"{source}: {line}" for line in said))
+        said.append(f"{source}: and {len(issues) - _MOST_ISSUES} more")
+    return ConfigError("\n".join(said))
 
 
 def _place_of(data: Any, loc: Sequence[int | str]) -> tuple[str, str]:
@@ -193,26 +199,26 @@ def _place_of(data: Any, loc: Sequence[int | str]) -> tuple[str, str]:
     return ".".join(keys), kind_of_section
 
 
-def _explain(model: Any, issue: Any, where: str, kind: str) -> str:
+def _explain(model: Any, issue: Any, name: str, kind: str) -> str:
     path = [part for part in issue["loc"] if isinstance(part, str)]
     if issue["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         sections = set(_sections_at(model, path[:-1]))
         keys = _fields_of(*sections) if len(sections) == 1 else ()
         of_kind = f" of kind {kind!r}" if kind else ""
-        return f"unknown key {where!r}{of_kind}{did_you_mean(str(issue['loc'][-1]), keys)}"
+        return f"unknown key {name}{of_kind}{did_you_mean(str(issue['loc'][-1]), keys)}"
     if issue["type"] == "missing":
-        return f"{where!r} is required"
+        return f"{name} is required"
     if issue["input"] is None:
-        return f"{where!r} has no value; give one, or leave the key out for its default"
+        return f"{name} has no value; give one, or leave the key out for its default"
     given = shorten(repr(issue["input"]), 81)
     message = issue["msg"].removeprefix("Value error, ")
     if issue["type"].startswith("union_tag"):
         fields = map(_fields_of, _sections_at(model, path))
         kinds = dict.fromkeys(one for each in fields for one in typing.get_args(each.get("kind")))
         if "tag" not in issue["ctx"]:
-            return f"{where!r} needs a kind, one of {', '.join(kinds)} (got {given})"
+            return f"{name} needs a kind, one of {', '.join(kinds)} (got {given})"
         tag = str(issue["ctx"]["tag"])
-        return f"{where!r}: there is no kind {shorten(repr(tag))}{did_you_mean(tag, kinds)}"
+        return f"{name}: there is no kind {shorten(repr(tag))}{did_you_mean(tag, kinds)}"
     if issue["type"] == "tuple_type":
         message = "a list is wanted, as in [a, b]"
     elif issue["type"] == "byte_size_unit":
@@ -222,7 +228,7 @@ def _explain(model: Any, issue: Any, where: str, kind: str) -> str:
         message = _A_SIZE
     got = "" if given in message or len(given) > 80 else f" (got {given})"
     # What is wrong with all of it together stands at no key.
-    key = f"{where!r}: " if where else ""
+    key = name and f"{name}: "
     return f"{key}{message[0].lower()}{message[1:]}{got}"
 
 

@@ -105,8 +105,7 @@ def map_config(data: Mapping[str, Any], shape: tuple[int, int], dtype: str) -> M
     try:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
-        why = f"transformers is needed: {error}; run: pip install transformers"
-        raise IntegrationError(why) from error
+        raise IntegrationError(f"{error}; run: pip install transformers") from error
     if not isinstance(data, Mapping):
         raise ConfigError(f"a config.json holds a mapping, not a {type(data).__name__}")
     known = [str(name) for name in transformers.CONFIG_MAPPING]

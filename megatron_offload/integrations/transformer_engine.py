@@ -123,8 +123,7 @@ def install() -> None:
         operation = importlib.import_module(_OPERATION).FusibleOperation
     except ImportError as error:
         raise IntegrationError(
-            f"TransformerEngine has no fusible operations: {error}; run: "
-            "pip install 'transformer-engine[pytorch]'"
+            f"{error}; run: pip install 'transformer-engine[pytorch]'"
         ) from error
     names = ("OperationContext", "prepare_for_saving", "OperationFuser")
     missing = [name for name in names if not hasattr(fuser, name)]

@@ -56,10 +56,7 @@ class Examination:
 
 
 def examine(
-    *,
-    bandwidth: bool = True,
-    environ: Mapping[str, str] = os.environ,
-    root: Path = Path("/"),
+    *, bandwidth: bool = True, environ: Mapping[str, str] = os.environ, root: Path = Path("/")
 ) -> Examination:
     """Look at everything; ``bandwidth`` takes some seconds and wants idle GPUs."""
     names: Sequence[str] = ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,14 +144,16 @@ class JobDescription(StrictModel):
         return job_from_model(self.model, self.machine)
 
 
-def load_description(path: str | Path, overrides: Sequence[str] = ()) -> JobDescription:
+def load_description(
+    path: str | Path, overrides: Sequence[str] = (), typed: Mapping[str, str] | None = None
+) -> JobDescription:
     """Read a job; `ConfigError` says all that is wrong, one line each.
 
-    ``overrides`` are ``section.key=value`` pairs. A measured step is one of the job as the file has
-    it.
+    ``overrides`` are ``section.key=value`` pairs, ``typed`` as of `validate`. A measured step is
+    one of the job as the file has it.
     """
     data = load_yaml(path)
-    asked = validate(JobDescription, apply_overrides(data, overrides), str(path))
+    asked = validate(JobDescription, apply_overrides(data, overrides), str(path), typed)
     measured = asked.measured
     if measured is None:
         return asked

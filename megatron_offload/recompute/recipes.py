@@ -29,13 +29,7 @@ from megatron_offload.engine.subclasses import is_wrapper
 from megatron_offload.recompute.call_state import CallState
 from megatron_offload.recompute.proof import Proof, Proofs
 from megatron_offload.recompute.random_states import RandomStates
-from megatron_offload.recompute.recipe import (
-    Constants,
-    FunctionRecipe,
-    Input,
-    lasting,
-    taken_apart,
-)
+from megatron_offload.recompute.recipe import Constants, FunctionRecipe, Input, lasting, taken_apart
 
 T = TypeVar("T")
 

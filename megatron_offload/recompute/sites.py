@@ -17,12 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.config import RECOMPUTE_SITES, recompute_patterns
-from megatron_offload.engine.module_hooks import (
-    EagerHook,
-    compiled_parts,
-    expression_of,
-    hooks_of,
-)
+from megatron_offload.engine.module_hooks import EagerHook, compiled_parts, expression_of, hooks_of
 from megatron_offload.model_map.offload_site import FindManager
 from megatron_offload.model_map.structure import find_sites, layers_of
 from megatron_offload.recompute.site_call import Site

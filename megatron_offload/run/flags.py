@@ -9,12 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_offload.config import OffloadConfig, apply_overrides, load_yaml
-from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.files.strict_model import validate
 
-_KINDS = ("auto", "memory_target", "modules", "ratio")
 _FLAGS: dict[str, tuple[str, Any, str]] = {
-    "policy": ("KIND", str, f"{', '.join(_KINDS)}; auto unless something is set"),
+    "policy": ("KIND", str, "auto, memory_target, modules, ratio; auto unless something is set"),
     "memory-target": ("SIZE[,SIZE]", str, "most a rank reserves, such as 60GiB; or one for each"),
     "most-slowdown-percent": ("P", float, "of the step's time, which auto may cost; 1 unless set"),
     "recompute": ("KIND[,KIND]", str, "recomputed, or none; unless set norm,mlp_act"),
@@ -34,23 +32,29 @@ def add_flags(place: Any, defaults: Mapping[str, Any] | None = None) -> None:
         place.add_argument(f"--offload-{name}", **how)
 
 
-def read_flags(given: Mapping[str, Any]) -> OffloadConfig:
-    """Return the configuration that parsed flags stand for; `ConfigError` says what is wrong."""
+def read_flags(given: Mapping[str, Any], setting: str = "--offload-set") -> OffloadConfig:
+    """Return the configuration that parsed flags stand for; `ConfigError` says what is wrong.
+
+    ``setting`` is what gave ``offload_set``.
+    """
     values = (given.get(f"offload_{name.replace('-', '_')}") for name in _FLAGS)
     kind, target, slowdown, units, path, pairs, _ = values
     kind = kind or ("memory_target" if target else "auto" if slowdown is not None else None)
-    if kind and kind not in _KINDS:
-        raise ConfigError(f"there is no policy {kind!r}{did_you_mean(kind, _KINDS)}")
     data = load_yaml(path) if path else {}
     policy = data.get("policy")
     if kind and not (isinstance(policy, dict) and policy.get("kind") == kind):
         data = {**data, "policy": {"kind": kind}}
     pairs = list(pairs or ())
-    if target:
-        pairs.append(f"policy.memory_target={f'[{target}]' if ',' in target else target}")
-    if slowdown is not None:
-        pairs.append(f"policy.most_slowdown_percent={slowdown}")
-    if units:
-        pairs.append(f"recompute=[{'' if units == 'none' else units}]")
-    source = f"offload ({path})" if path else "offload"
-    return validate(OffloadConfig, apply_overrides(data, pairs), source)
+    typed = {key: f"{setting} {key}" for key, _, _ in (pair.partition("=") for pair in pairs)}
+    typed |= {"policy.kind": "--offload-policy"} if kind else {}
+    for key, value in {
+        "policy.memory_target": target and (f"[{target}]" if "," in target else target),
+        "policy.most_slowdown_percent": slowdown,
+        "recompute": units and f"[{'' if units == 'none' else units}]",
+    }.items():
+        if value is not None:
+            pairs.append(f"{key}={value}")
+        if value is not None or (kind and not path and key not in typed):
+            typed[key] = f"--offload-{key.removeprefix('policy.').replace('_', '-')}"
+    source = f"offload ({path})" if path else setting
+    return validate(OffloadConfig, apply_overrides(data, pairs), source, typed)

@@ -34,29 +34,23 @@ _DENSE = ("mlp_fc1", "mlp_act", "mlp_fc2")
 _MOE = ("expert_fc1", "moe_act")
 """What is marked where neither the job nor the configuration says that."""
 
-_UNREACHED = (
-    "megatron-offload: nothing was offloaded: {} ran no forward of a megatron-core model with "
-    "fine_grained_activation_offloading; that of another model goes inside "
-    "'with OffloadActivations():'"
-)
-
 _ENGINE, _VARIABLE = "transformer_engine", "NVTE_CPU_OFFLOAD_V1"
 
 
-def install_by_flags(given: Mapping[str, Any]) -> OffloadConfig:
-    """Install with the configuration that parsed flags stand for; return it."""
-    config, report = read_flags(given), given.get("offload_report")
-    if report and Path(report).exists() and not Path(report).is_dir():
+def install_by_flags(given: Mapping[str, Any], *setting: str) -> OffloadConfig:
+    """Install with the configuration that parsed flags stand for, as of `read_flags`; return it."""
+    config, folder = read_flags(given, *setting), given.get("offload_report")
+    report = Path(folder) if folder else None
+    if report and report.exists() and not report.is_dir():
         raise ConfigError(f"the report goes to a folder, and {report} is none; name another")
     if _captures_steps(given):
         config = config.model_copy(update={"whole_step_graph": True})
-    report = Path(report) if report else None
     megatron_core.install(config, partial(ReportedSearch, report=report))
     return config
 
 
-def run_program(name: str, program: Callable[[], object], config: OffloadConfig) -> None:
-    """Run a job's program; say so on the first rank if it ends and no forward came to offload."""
+def run_program(name: str, program: Callable[[], object]) -> None:
+    """Run a job's program; where it ends and no forward came to offload, say so on one rank."""
     begun, its = set[bool](), PipelineOffloadManager
     its.at_chunk.append(note := partial(begun.add, True))
     try:
@@ -64,18 +58,20 @@ def run_program(name: str, program: Callable[[], object], config: OffloadConfig)
     finally:
         its.at_chunk.remove(note)
         is_over = isinstance(sys.exception(), SystemExit | None)
-        used = its.instance.config if its.instance else config
-        if is_over and used.enabled and not begun and os.environ.get("RANK", "0") == "0":
-            console(stderr=True).print(_UNREACHED.format(name))
+        is_on = its.instance is None or its.instance.config.enabled
+        if is_over and is_on and not begun and os.environ.get("RANK", "0") == "0":
+            why = f"{name} ran no forward of a Megatron model with fine_grained_activation_"
+            why += "offloading; around that of any other model put 'with OffloadActivations():'"
+            console(stderr=True).print(f"megatron-offload: nothing was offloaded: {why}")
 
 
-def prepare(given: Mapping[str, Any]) -> OffloadConfig:
+def prepare(given: Mapping[str, Any]) -> None:
     """Install by parsed flags, and let Megatron's parser take them too; errors as `install`'s."""
-    config = install_by_flags(given)
+    install_by_flags(given)
     try:
         original: Any = importlib.import_module("megatron.training.arguments")
     except ImportError:  # another trainer's job, whose flags are its own
-        return config
+        return
 
     def add_megatron_arguments(add: Call, parser: ArgumentParser) -> Any:
         parser = add(parser)
@@ -117,7 +113,6 @@ def prepare(given: Mapping[str, Any]) -> OffloadConfig:
     if bind is not None:
         calls[bind] = _going_on
     megatron_core.patch_everywhere((their, around(their, call)) for their, call in calls.items())
-    return config
 
 
 def _captures_steps(flags: Mapping[str, Any]) -> bool:

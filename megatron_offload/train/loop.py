@@ -29,11 +29,7 @@ from megatron_offload.observe.trace_step import trace_step
 from megatron_offload.report.console import console
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.data import TextSource, digest
-from megatron_offload.train.model import (
-    build_chunks,
-    build_optimizer,
-    open_model_parallel,
-)
+from megatron_offload.train.model import build_chunks, build_optimizer, open_model_parallel
 from megatron_offload.train.records import LOG_NAME, RankStep, RunReport, StepRecord
 from megatron_offload.train.run_folder import prepare_folder
 

@@ -95,11 +95,11 @@ def test_help_lists_every_key_with_its_text(name, capsys):
         (("report", "x", "--ouput", "y"), "arguments: --ouput y; did you mean '--output'?"),
         (
             ("plan", "--most-slowdown-percent", "x"),
-            "'most-slowdown-percent': input should be a valid number",
+            "megatron-offload: --most-slowdown-percent: input should be a valid number",
         ),
         (("train", "--config"), "argument --config: expected one argument"),
         (("train", "--offload.fracton", "1"), "did you mean '--offload.fraction'?"),
-        (("train", "--offload.fraction", "2"), "'offload.fraction': input should be less than"),
+        (("train", "--offload.fraction", "2"), ": --offload.fraction: input should be less than"),
     ],
 )
 def test_a_wrong_command_line_is_one_line(words, expected, refused):

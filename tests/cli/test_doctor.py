@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from datetime import UTC, datetime
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,19 +28,14 @@ def options_of(*words):
 
 @pytest.fixture
 def machine(monkeypatch):
-    machine = Machine()
-    monkeypatch.setattr(doctor, "examine", machine.examine)
+    machine = SimpleNamespace(examination=Examination((FINE, MARKUP), PROFILE), asked=[])
+
+    def examine(*, bandwidth):
+        machine.asked.append(bandwidth)
+        return machine.examination
+
+    monkeypatch.setattr(doctor, "examine", examine)
     return machine
-
-
-class Machine:
-    def __init__(self):
-        self.examination = Examination((FINE, MARKUP), PROFILE)
-        self.asked = []
-
-    def examine(self, *, bandwidth):
-        self.asked.append(bandwidth)
-        return self.examination
 
 
 def test_a_table_shows_every_finding(machine, capsys):

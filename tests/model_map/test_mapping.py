@@ -244,4 +244,4 @@ def test_the_command_says_what_is_missing(tmp_path, capsys, monkeypatch):
     path.write_text('{"model_type": "llama"}')
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert main(["map", str(path)]) == 1
-    assert "transformers is needed" in capsys.readouterr().err
+    assert "run: pip install transformers" in capsys.readouterr().err

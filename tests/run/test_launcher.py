@@ -146,53 +146,39 @@ def found(request, launch):
     return {"asked": version, **found_by(done)}
 
 
-def test_a_script_runs_as_if_python_had_been_given_it(found):
+def test_a_script_runs_as_python_runs_it_and_our_flags_count_before_it_and_behind(found):
     assert found["version"].startswith("0.16.") == (found["asked"] == "0.16")
     assert found["name"] == "__main__"
     assert found["argv"] == [*job(found["asked"], *BEHIND)]
     assert found["path"] == str(PROGRAM.parent)
     assert found["beside"] == "launcher_beside"
-
-
-def test_our_flags_count_before_the_script_and_behind_it(found):
     assert found["policy"] == {"kind": "auto", "most_slowdown_percent": 3.0}
     assert found["recompute"] == ["norm"]
     kinds = {type(value) for value in found["plain"].values()}
     assert kinds <= {str, float, list, type(None)}, "args are checkpointed"
 
 
-def test_our_names_are_accepted_and_no_list_of_the_arguments_is_changed(found):
+def test_our_names_are_accepted_no_argument_or_variable_stays_changed_and_all_is_undone(found):
     assert found["modules"] == OUR_NAMES[1:]
     assert found["on"]
     assert found["unchanged"]
     assert found["copied"]
-
-
-def test_the_variable_is_set_while_megatron_validates_alone(found):
     assert found["variable"] is None
     assert found["asked"] == "later" or found["seen"] == "1"
-
-
-def test_uninstall_puts_megatrons_functions_back(found):
     assert found["installed"]
     assert found["restored"]
 
 
-def test_the_scripts_own_help_lists_our_flags(found):
+def test_the_scripts_own_help_lists_our_flags_and_what_others_name_is_known_or_refused(found):
     done = found["others"]["help"]
     assert done["error"] == "SystemExit(0)"
     group = done["said"].partition("activation offload (megatron-offload):\n")[2]
     for name in ("policy", "memory-target", "most-slowdown-percent", "recompute", "config", "set"):
         assert f"  --offload-{name} " in group
     assert "--num-layers" in done["said"]
-
-
-def test_an_unknown_module_is_refused_with_the_nearest_name(found):
     said = "unknown offload module 'mlp_fc3'; did you mean 'mlp_fc2'?"
     assert said in found["others"]["unknown"]["error"]
-
-
-def test_with_full_recompute_the_inputs_of_layers_are_marked(found):
+    # With full recompute the inputs of layers are marked.
     full = found["others"]["full"]
     assert full["modules"] == ["layer_input"]
     assert not full["replays"]
@@ -237,7 +223,7 @@ def test_without_a_word_offload_is_on_for_attention_and_mlp(launch, words, modul
 @pytest.fixture
 def not_prepared(monkeypatch):
     """Let a command run no more than its script."""
-    monkeypatch.setattr(launching, "prepare", lambda *_: OffloadConfig())
+    monkeypatch.setattr(launching, "prepare", lambda *_: None)
     monkeypatch.setattr(PipelineOffloadManager, "instance", None)
     monkeypatch.setattr(sys, "argv", sys.argv[:])
     monkeypatch.setattr(sys, "path", ["", *sys.path])
@@ -267,19 +253,29 @@ def test_a_module_ends_with_its_status_and_a_line_if_no_chunk_began(
     with pytest.raises(SystemExit) as exit_error:
         cli.main(["run", "-m", "a_job", "--num-layers", "2"])
     assert exit_error.value.code == ("__main__", ["--num-layers", "2"])
-    said = "megatron-offload: nothing was offloaded: a_job ran no forward of a megatron-core model"
+    said = "megatron-offload: nothing was offloaded: a_job ran no forward of a Megatron model"
     assert capsys.readouterr().err.startswith(said) == (not chunk)
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("--offload-policy", "autoo", __file__), "no policy 'autoo'; did you mean 'auto'?"),
+        (
+            ("--offload-policy", "autoo", __file__),
+            "--offload-policy: there is no kind 'autoo'; did you mean 'auto'?",
+        ),
         (("--ofload-policy", "auto", "x.py"), "--ofload-policy; did you mean '--offload-policy'"),
         (("/nowhere.py",), "there is no script '/nowhere.py'"),
         ((), "required: SCRIPT"),
-        (("--offload-recompute", "nrom", __file__), "'nrom'; did you mean 'norm'?"),
-        (("--offload-set", "modles=[x]", __file__), "key 'modles'; did you mean 'modules'?"),
+        (
+            ("--offload-recompute", "nrom", __file__),
+            "recompute: unknown recompute kind 'nrom'; did you mean 'norm'?",
+        ),
+        (
+            ("--offload-set", "modles=[x]", __file__),
+            "--offload-set modles; did you mean 'modules'?",
+        ),
+        (("--offload-policy", "memory_target", __file__), ": --offload-memory-target is required"),
         (("--offload-config", "/nowhere.yaml", __file__), "/nowhere.yaml"),
         (("--offload-set", "fraction", __file__), "a setting is key=value"),
         (("--offload-report", __file__, __file__), "the report goes to a folder"),
@@ -289,14 +285,11 @@ def test_a_wrong_flag_is_one_line(words, expected, refused):
     assert expected in refused("run", *words)
 
 
-def test_what_is_wrong_in_a_file_is_reported_with_its_name(tmp_path, capsys):
-    (tmp_path / "job.yaml").write_text("offload: {fraction: 0.5}")
-    assert cli.main(["run", "--offload-config", str(tmp_path / "job.yaml"), __file__]) == 2
-    assert f"offload ({tmp_path / 'job.yaml'}): unknown key 'offload'" in capsys.readouterr().err
-
-
-def test_flags_win_over_the_file(tmp_path):
+def test_flags_win_over_the_file_whose_name_is_reported_with_what_is_wrong_in_it(tmp_path, refused):
     path = tmp_path / "offload.yaml"
+    path.write_text("offload: {fraction: 0.5}")
+    said = refused("run", "--offload-config", path, __file__)
+    assert f"offload ({path}): unknown key 'offload'" in said
     path.write_text("policy: {kind: auto, most_slowdown_percent: 4}\nprefetch_bytes: 2MiB\n")
     from_file = read_flags({"offload_config": str(path)})
     assert from_file.policy.most_slowdown_percent == 4
@@ -373,7 +366,7 @@ def plugged(monkeypatch):
     PipelineOffloadManager.instance = before
 
 
-def test_importing_the_plug_in_installs_by_the_environment(plugged, tmp_path):
+def test_importing_the_plug_in_installs_by_the_environment_and_else_the_defaults(plugged, tmp_path):
     path = tmp_path / "offload.yaml"
     path.write_text("policy: {kind: ratio, ratio: 0.5}\nprefetch_bytes: 2MiB\n")
     settings = "policy.ratio=0.25 recompute=[norm]"
@@ -383,23 +376,27 @@ def test_importing_the_plug_in_installs_by_the_environment(plugged, tmp_path):
     assert manager.config.recompute == ("norm",)
     assert manager.config.prefetch_bytes == 2 << 20
     assert isinstance(manager.tuner, launching.ReportedSearch)
-
-
-def test_the_plug_in_alone_installs_the_defaults(plugged):
+    megatron_core.uninstall()
+    PipelineOffloadManager.instance = None
     assert plugged().config == OffloadConfig()
     assert megatron_core.is_installed()
 
 
 @pytest.mark.parametrize(
-    ("settings", "expected"),
+    ("variable", "settings", "expected"),
     [
-        ("modles=[x]", "unknown key 'modles'; did you mean 'modules'"),
-        ("modules=[]", "'modules': no name, so nothing would be offloaded"),
+        ("SETS", "policy.kind=auto", r"variable MEGATRON_OFFLOAD_SETS; did you .*OAD_SET'"),
+        ("SET", "modles=[x]", "unknown key MEGATRON_OFFLOAD_SET modles; did you mean 'modules'"),
+        (
+            "SET",
+            "modules=[]",
+            "^MEGATRON_OFFLOAD_SET modules: no name, so nothing would be offloaded",
+        ),
     ],
 )
-def test_a_plug_in_that_is_wrongly_configured_stops_the_job(plugged, settings, expected):
+def test_a_plug_in_that_is_wrongly_configured_stops_the_job(plugged, variable, settings, expected):
     with pytest.raises(ConfigError, match=expected):
-        plugged(SET=settings)
+        plugged(**{variable: settings})
     assert not megatron_core.is_installed()
 
 
@@ -410,10 +407,4 @@ def test_a_process_without_megatron_core_goes_on_without_offload(plugged, monkey
     monkeypatch.setattr(megatron_core, "import_from_megatron", absent)
     plugged()
     assert "no offload in this process: megatron-core 0.16" in caplog.text
-    assert not megatron_core.is_installed()
-
-
-def test_a_variable_that_is_not_read_stops_the_job(plugged):
-    with pytest.raises(ConfigError, match=r"variable MEGATRON_OFFLOAD_SETS; did you .*OAD_SET'"):
-        plugged(SETS="policy.kind=auto")
     assert not megatron_core.is_installed()

@@ -61,14 +61,14 @@ def test_a_key_is_a_flag_too(file):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--min-offloaded-tensor-size", "-1"], "offload.min_tensor_elements"),
+        (["--min-offloaded-tensor-size", "-1"], ": --min-offloaded-tensor-size: input"),
         (["--set", "parallel.pipeline=3"], "set model.layers to a multiple of 3"),
         (["--set", "run.output=/dev/null/run"], "run.output"),
         (["--config", "/nowhere.yaml"], "/nowhere.yaml"),
-        (["--set", "data.indexed=tokens"], "unknown key 'data.indexed'"),
-        (["--set", "offload.modules=5"], "'offload.modules': a list is wanted, as in [a, b]"),
+        (["--set", "data.indexed=tokens"], "unknown key --set data.indexed"),
+        (["--set", "offload.modules=5"], ": --set offload.modules: a list is wanted, as in [a, b]"),
         (["--set", "offload.modules=[]"], "no name, so nothing would be offloaded"),
-        (["--set", "run.output="], "'run.output' has no value; give one, or leave the key"),
+        (["--set", "run.output="], ": --set run.output has no value; give one, or leave the key"),
     ],
 )
 def test_bad_input_is_status_2_and_starts_nothing(file, words, expected, refused):
