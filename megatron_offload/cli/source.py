@@ -141,12 +141,7 @@ def load_source(given: SourceOptions) -> Source:
     machine = [f"machine={json.dumps(_read_machine(given.machine))}"] if given.machine else []
     described = load_description(path, [*machine, *given.set], given.typed)
     origin = str(given.machine or f"{path}, what it leaves out as measured with four H200s")
-    return Source(
-        title=path.stem,
-        described=described,
-        job=described.job(),
-        machine=with_flags(origin, "machine", given),
-    )
+    return Source(path.stem, described, described.job(), with_flags(origin, "machine", given))
 
 
 def with_flags(what: str, section: str, given: SourceOptions) -> str:

@@ -122,9 +122,7 @@ def install() -> None:
         fuser = importlib.import_module(_FUSER)
         operation = importlib.import_module(_OPERATION).FusibleOperation
     except ImportError as error:
-        raise IntegrationError(
-            f"{error}; run: pip install 'transformer-engine[pytorch]'"
-        ) from error
+        raise IntegrationError(f"{error}; pip install 'transformer-engine[pytorch]'") from error
     names = ("OperationContext", "prepare_for_saving", "OperationFuser")
     missing = [name for name in names if not hasattr(fuser, name)]
     if missing:

@@ -226,19 +226,15 @@ def test_a_comparison_s_folder_shows_what_its_run_has_found(tmp_path, capsys, re
     assert "beside a run's folder there are" in refused("plan", run, "--from", run)
 
 
-def test_bandwidths_come_from_the_doctor_s_file(tmp_path, model):
+def test_bandwidths_come_from_the_doctor_s_file_and_keys_win(tmp_path, model):
     machine = load_model(model, machine=measured(tmp_path)).job.machine
-    assert (machine.d2h_gbps, machine.h2d_gbps, machine.both_gbps) == (
-        *(RATES["d2h_gbps"], RATES["h2d_gbps"], RATES["both_h2d_gbps"]),
-    )
+    rates = RATES["d2h_gbps"], RATES["h2d_gbps"], RATES["both_h2d_gbps"]
+    assert (machine.d2h_gbps, machine.h2d_gbps, machine.both_gbps) == rates
     assert (machine.node_gbps, machine.node_d2h_gbps) == (8 * 50.0, None)
     assert machine.gpus_per_node == 8
     words = ["model.tensor_parallel=4"]
     shared = load_model(model, machine=measured(tmp_path), set=words)
     assert (shared.job.ranks_per_node, shared.job.gpus_per_rank) == (2, 4)
-
-
-def test_keys_win(model):
     words = ["machine.both_gbps=8", "offload.prefetch_bytes=3MiB"]
     source = load_model(model, set=words)
     assert source.job.machine.both_gbps == 8.0

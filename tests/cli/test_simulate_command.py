@@ -53,11 +53,16 @@ def test_what_is_printed_is_what_was_simulated(model, capsys):
     assert "[bold]x" in capsys.readouterr().out, "no markup"
 
 
-def test_what_is_recomputed_is_said_by_a_key(model):
+def test_what_is_recomputed_and_where_is_said_by_keys(model):
     known = ("norm", "mlp_act")
     assert load_model(model).recompute(known) == known, "all that can be"
     source = load_model(model, set=["offload.recompute=[norm, loss]"])
     assert source.recompute(known) == ("norm", "loss")
+    # Likewise a GPU and a host, which else are those of an H200.
+    machine = load_model(model).job.machine
+    assert (machine.device_bytes, machine.host_bytes) == (139 << 30, 2 << 40)
+    given = load_model(model, set=["machine.device_bytes=80GiB"]).job.machine
+    assert (given.device_bytes, given.host_bytes) == (80 << 30, 2 << 40)
 
 
 def test_the_timeline_is_that_of_the_step_with_offload(model, tmp_path, capsys):
@@ -111,13 +116,6 @@ def test_what_fits_neither_gpu_nor_host_is_said_first(model, capsys, command):
         assert re.fullmatch(rf"DOES NOT FIT: \d+\.\d MiB {re.escape(end)}", line)
     assert main(given) == 0
     assert "DOES NOT FIT" not in capsys.readouterr().out
-
-
-def test_a_described_gpu_and_host_are_those_of_an_h200_unless_they_are_given(model):
-    machine = load_model(model).job.machine
-    assert (machine.device_bytes, machine.host_bytes) == (139 << 30, 2 << 40)
-    given = load_model(model, set=["machine.device_bytes=80GiB"]).job.machine
-    assert (given.device_bytes, given.host_bytes) == (80 << 30, 2 << 40)
 
 
 MOVED_BYTES = 8 * (2 * 2 * (12 * 1024**2 + 2 * 1024) + 2001 * 1024)

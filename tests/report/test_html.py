@@ -173,7 +173,7 @@ def test_without_packages_what_installs_them_is_named(monkeypatch, missing):
     for package in missing.split():
         monkeypatch.setitem(sys.modules, package, None)
     names = missing.replace("vl_convert", "vl-convert-python")
-    with pytest.raises(ConfigError, match=f"the HTML report needs .* pip install {names}$"):
+    with pytest.raises(ConfigError, match=f"report needs .* pip install {names}$"):
         render_report(gpu_report())
 
 
