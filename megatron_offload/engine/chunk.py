@@ -13,6 +13,7 @@ from functools import lru_cache
 import torch
 
 from megatron_offload.core.profile import GroupKey
+from megatron_offload.core.units import format_bytes
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import Block, OffloadGroup, Recipes, Rules
 from megatron_offload.engine.marks import (
@@ -31,6 +32,8 @@ from megatron_offload.memory.layout import ALIGNMENT_BYTES, LAYOUTS, layout_of
 _TOO_SMALL = "smaller than what moves (min_tensor_bytes, min_tensor_elements)"
 _IN_PARTS = "made of other tensors, which groups leave whole; OffloadActivations moves parts it can"
 _OF_OTHER_CLASS = "of a class of tensors that doesn't say what it is made of"
+
+_UNSERVED = "saved tensors %s are kept; the first has %s, in group %r. This is said once"
 
 _key_of = lru_cache(1 << 16)(GroupKey)  # one object in all steps is quicker to make and to look up
 
@@ -132,13 +135,37 @@ class ChunkOffloadHandler:
         if is_opted_out(tensor):
             return
         reason = _IN_PARTS if is_wrapper(tensor) else _OF_OTHER_CLASS
-        known = *self.marks.kept(), self._counted_keys
         for inner in inner_tensors([tensor]):
             if self.transfers.backend.owns(inner):
-                key = inner.untyped_storage()._cdata
-                if self.find_block(key) is None and not any(key in keys for keys in known):
-                    self._counted_keys.add(key)
-                    self.transfers.stats.by_name[group.name].keep(inner.nbytes, reason)
+                self._count_once(group.name, inner, inner.nbytes, reason)
+
+    def _count_once(self, name: str, tensor: torch.Tensor, num_bytes: int, reason: str) -> bool:
+        """Count a tensor that is kept, unless that was requested or its storage is counted."""
+        key = tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else -id(tensor)
+        known = *self.marks.kept(), self._counted_keys
+        if any(key in keys for keys in known) or self.find_block(key) is not None:
+            return False
+        self._counted_keys.add(key)
+        self.transfers.stats.by_name[name].keep(num_bytes, reason)
+        return True
+
+    def _count_unserved(self, name: str, tensor: torch.Tensor) -> None:
+        """Count a tensor that the backend can't copy, and warn of its kind once."""
+        kind, values, served = "without bytes of their own", tensor, self.transfers.device
+        if "sparse" in str(tensor.layout):
+            values = tensor._values() if tensor.is_sparse else tensor.values()
+        if tensor.device != served:
+            kind = f"on {tensor.device}, where this context serves {served},"
+        elif tensor.layout is not torch.strided:
+            kind = f"of the layout {tensor.layout}"
+        elif tensor.is_nested:
+            kind = "that are nested without torch.jagged"
+        num_bytes = values.nbytes
+        if torch._C._has_storage(values):  # of what is expanded that has fewer
+            num_bytes = min(num_bytes, values.untyped_storage().nbytes())
+        is_large = num_bytes >= max(self.rules.min_tensor_bytes, 1)
+        if is_large and self._count_once(name, values, num_bytes, f"tensors {kind} are kept"):
+            self.transfers.warn_once(kind, _UNSERVED, kind, format_bytes(num_bytes), name)
 
     def _take_ready_mark(self, tensor: torch.Tensor, record: SavedTensor) -> None:
         marked = tensor.__dict__.pop(READY_MARK, None)  # once: a later write gives another
@@ -151,6 +178,7 @@ class ChunkOffloadHandler:
         """Give a record its block, of which it may be the first; what is kept has none."""
         transfers, alias, rules = self.transfers, record.alias, self.rules
         if not transfers.backend.owns(alias) or alias.is_neg() or alias._is_zerotensor():
+            self._count_unserved(record.group_name, alias)
             return
         storage_key = alias.untyped_storage()._cdata
         kept, everywhere = self.marks.kept()
@@ -158,12 +186,11 @@ class ChunkOffloadHandler:
             return
         layout = LAYOUTS[alias.shape, alias.stride(), alias.storage_offset(), alias.dtype]
         if layout.is_special and not has_own_bytes(alias):
+            self._count_unserved(record.group_name, alias)
             return
         num_bytes = layout.num_bytes
         if num_bytes < rules.min_tensor_bytes or layout.num_elements < rules.min_tensor_elements:
-            if storage_key not in self._counted_keys and self.find_block(storage_key) is None:
-                self._counted_keys.add(storage_key)  # else it was counted, or moves
-                transfers.stats.by_name[record.group_name].keep(num_bytes, _TOO_SMALL)
+            self._count_once(record.group_name, alias, num_bytes, _TOO_SMALL)
             return
         record.layout = layout
         if not record.is_detached:

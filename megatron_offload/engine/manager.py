@@ -176,7 +176,7 @@ class PipelineOffloadManager(Verdicts):
         self.do_offload = config.enabled
         self._packs = []
         self._is_in_step = False
-        self._said, self._has_begun = set(), False
+        self._has_begun = False
         self.decisions = step = Step(self.transfers, self.learner)
         self.commit, self.flush_delayed_groups = step.commit_group, step.flush_delayed_groups
         self.enter_backward, self.leave_backward = step.enter_backward, step.leave_backward

@@ -48,6 +48,11 @@ _CHECKPOINTED = (
     "forward or by Megatron's 'layer_input'. This is said once"
 )
 
+_IN_THREADS = (
+    "what nn.DataParallel's threads save is kept, since a context sees its own thread alone; use "
+    "DistributedDataParallel. This is said once"
+)
+
 
 class Recording:
     """The part of a manager that knows what of a program is recorded, and in which group."""
@@ -62,7 +67,6 @@ class Recording:
     do_offload: bool
     _has_had_rows: bool
     _packs: list[Callable[[torch.Tensor], SavedTensor] | None]
-    _said: set[str]
 
     instance: ClassVar[Any] = None
 
@@ -232,10 +236,13 @@ class Recording:
             self._say_once(_HIDDEN, others)
         return is_hidden
 
+    def note_threads(self, number: int) -> None:
+        """Count calls that a module makes in threads of its own, where no context is entered."""
+        self.transfers.stats.num_hidden_groups += number
+        self._say_once(_IN_THREADS)
+
     def _say_once(self, message: str, *values: object) -> None:
-        if message not in self._said:
-            self._said.add(message)
-            _logger.warning(message, *values)
+        self.transfers.warn_once(message, message, *values)
 
     # Hooks
 

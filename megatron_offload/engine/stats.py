@@ -69,8 +69,8 @@ class StepStats(OldAttributes):
     """Reloads for which the device had no memory at first. All in flight was released then; one
     that was ahead of its time came later where that did not suffice."""
     num_hidden_groups: int = 0
-    """Groups that were not made, because hooks of saved tensors of others were in force: of a
-    checkpoint, or of what compresses."""
+    """Groups that were not made, because hooks of saved tensors of others were in force, of a
+    checkpoint or of what compresses, or because `nn.DataParallel` made them in threads."""
     externally_referenced_bytes: int = 0
     """Released bytes whose storage something else kept alive, so that nothing was freed."""
     peak_host_bytes: int = 0

@@ -39,6 +39,11 @@ _SLAB_SHARE = 16
 larger is allocated piece by piece, which fills slabs better, and copying it takes longer than
 that."""
 
+_INPUT_NOT_SAVED = (
+    "rows: what %r returns is kept: it doesn't save what it takes, so that to recompute it would "
+    "take as much memory"
+)
+
 _Taken: TypeAlias = tuple[Block, HostRegion, torch.Tensor]
 """A block, the host memory of which it has a part, and that part."""
 
@@ -59,6 +64,13 @@ class Transfers(Reloads):
         self._shared_bytes = self.host_pool.slab_bytes // _SLAB_SHARE
         nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._empty = self.backend.empty_device_like(nothing)
+        self.device = self._empty.device
+
+    def warn_once(self, key: str, message: str, *values: object) -> None:
+        """Warn, unless that was done for this key."""
+        if key not in self._said:
+            self._said.add(key)
+            _logger.warning(message, *values)
 
     # To the host
 
@@ -108,13 +120,8 @@ class Transfers(Reloads):
             if refusal:
                 refused = self.stats.refused_recipe_bytes
                 refused[refusal] = refused.get(refusal, 0) + num_bytes
-                if self.by_rows and refusal == INPUT_NOT_SAVED and recipe.unit not in self._said:
-                    self._said.add(recipe.unit)
-                    _logger.warning(
-                        "rows: what %r returns is kept: it doesn't save what it takes, so that "
-                        "to recompute it would take as much memory",
-                        recipe.unit,
-                    )
+                if self.by_rows and refusal == INPUT_NOT_SAVED:
+                    self.warn_once(recipe.unit, _INPUT_NOT_SAVED, recipe.unit)
             if refusal or not group.rules.recomputes:
                 block.recipe = None
                 return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from weakref import WeakKeyDictionary, ref
 
 from torch import nn
@@ -29,6 +30,12 @@ def is_adopted_by(model: nn.Module, manager: PipelineOffloadManager) -> bool:
     """Whether a model's hooks are those that `adopt_model` has set for this manager."""
     found = _adopted.get(model)
     return found is not None and found() is manager
+
+
+def _note_threads(find_manager: FindManager, module: nn.DataParallel, *given: object) -> None:
+    manager = find_manager()
+    if manager is not None:
+        manager.note_threads(len(module.device_ids))
 
 
 def adopt_model(
@@ -65,6 +72,9 @@ def adopt_model(
     for path, module in modules.items():
         hooks_of(NoHooks, module)
         hooks_of(OffloadSite, module)
+        if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
+            note = partial(_note_threads, find_manager)
+            handles += hook_calls(module, note, lambda *_: None, owner=nn.DataParallel)
         row = rows.offloaded.get(path)
         if row is not None:
             largest = LargestTensors.of(module, row.most, rows.units)

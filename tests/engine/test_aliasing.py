@@ -236,21 +236,37 @@ def test_a_mark_for_every_manager_follows_the_storage_until_it_is_undone():
     assert not _everywhere, "it goes with its storage"
 
 
-def test_small_and_unusual_tensors_are_kept_and_reloaded():
+def test_small_and_unusual_tensors_are_kept_each_with_its_reason(caplog):
     manager, seen = make_manager(min_tensor_bytes=4096), []
     manager.begin_chunk()
+    sparse = torch.eye(1024).to_sparse()
     tensors = [
         torch.randn(1023),
-        torch.randn(64, 64).to_sparse(),
+        sparse,
         torch.randn(2048, dtype=torch.complex64).conj(),
         torch.empty(4096, device="meta"),
         torch.randn(4096, dtype=torch.complex64).conj().imag,
         torch._efficientzerotensor(4096),
         torch.quantize_per_tensor(torch.randn(4096), 0.1, 0, torch.qint8),
         torch.empty(0, 4096),
+        (sparse * 2).to_sparse_csr(),
+        torch.randn(2048).to_mkldnn(),
+        sparse.detach(),
     ]
     loss = offload(manager, tensors, seen)
-    assert manager.transfers.stats.offloaded_bytes == 0
+    stats = manager.transfers.stats
+    assert stats.offloaded_bytes == 0
+    (group,) = stats.by_name.values()
+    assert group.kept_bytes_by_reason == {
+        "smaller than what moves (min_tensor_bytes, min_tensor_elements)": 4092,
+        "tensors of the layout torch.sparse_coo are kept": 4096,
+        "tensors without bytes of their own are kept": 16384 + 32768 + 4096,
+        "tensors on meta, where this context serves cpu, are kept": 16384,
+        "tensors of the layout torch.sparse_csr are kept": 4096,
+        "tensors of the layout torch._mkldnn are kept": 8192,
+    }
+    assert caplog.text.count("This is said once") == 5
+    assert "saved tensors on meta, where this context serves cpu, are kept" in caplog.text
     loss.backward()
     assert torch.equal(seen[0][0], tensors[0])
     assert torch.equal(seen[0][2], tensors[2])

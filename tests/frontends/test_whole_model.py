@@ -7,6 +7,7 @@ import gc
 import resource
 import threading
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -225,6 +226,23 @@ def test_a_graph_that_is_kept_for_good_does_not_keep_the_step_from_ending(
     del kept
     offload.end_step()
     assert_nothing_left(offload.manager)
+
+
+def test_threads_of_a_data_parallel_model_are_counted_and_said_once(caplog):
+    class InThreads(nn.DataParallel):
+        def forward(self, x):
+            with ThreadPoolExecutor() as pool:
+                return sum(pool.map(self.module, x.chunk(len(self.device_ids))))
+
+    model = InThreads(nn.Linear(32, 32))
+    model.device_ids = [0, 1]  # of a machine that has two
+    config = OffloadConfig(policy="modules")
+    offload = get_act_offloading_ctx_manager(model, warn_if_no_head=False, config=config)
+    for _ in range(2):
+        with offload:
+            model(torch.ones(8, 32, requires_grad=True)).sum().backward()
+    assert offload.last_step.num_hidden_groups == 4
+    assert caplog.text.count("nn.DataParallel's threads") == 1
 
 
 @pytest.mark.parametrize("settings", [{}, {"checking": True}], ids=str)

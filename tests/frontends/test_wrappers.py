@@ -383,7 +383,9 @@ def nested(layout, read):
 LAYOUTS = {
     "jagged rows": nested(torch.jagged, lambda rows: rows.values()),
     "rows": nested(torch.strided, lambda rows: rows.to_padded_tensor(0.0)),
-    "sparse": lambda model: torch.sparse.mm(torch.eye(64).to_sparse(), model(torch.randn(64, 16))),
+    "sparse": lambda model: torch.sparse.mm(
+        torch.ones(64, 64).to_sparse(), model(torch.ones(64, 16))
+    ),
 }
 
 
@@ -404,6 +406,9 @@ def test_other_layouts_are_reloaded_as_they_were(layout, min_offload_size):
     for _ in range(3):
         assert_same(expected, step(offload))
         assert offload.end_step()
+    reasons = str(offload.last_step.by_name["activations"].kept_bytes_by_reason)
+    kind = {"rows": "nested without torch.jagged", "sparse": "of the layout torch.sparse_coo"}
+    assert kind.get(layout, "") in reasons
 
 
 def test_a_model_without_memory_runs_as_ever():
