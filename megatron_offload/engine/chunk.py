@@ -13,7 +13,6 @@ from functools import lru_cache
 import torch
 
 from megatron_offload.core.profile import GroupKey
-from megatron_offload.core.units import format_bytes
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import Block, OffloadGroup, Recipes, Rules
 from megatron_offload.engine.marks import (
@@ -32,8 +31,6 @@ from megatron_offload.memory.layout import ALIGNMENT_BYTES, LAYOUTS, layout_of
 _TOO_SMALL = "smaller than what moves (min_tensor_bytes, min_tensor_elements)"
 _IN_PARTS = "made of other tensors, which groups leave whole; OffloadActivations moves parts it can"
 _OF_OTHER_CLASS = "of a class of tensors that doesn't say what it is made of"
-
-_UNSERVED = "saved tensors %s are kept; the first has %s, in group %r. This is said once"
 
 _key_of = lru_cache(1 << 16)(GroupKey)  # one object in all steps is quicker to make and to look up
 
@@ -165,7 +162,7 @@ class ChunkOffloadHandler:
             num_bytes = min(num_bytes, values.untyped_storage().nbytes())
         is_large = num_bytes >= max(self.rules.min_tensor_bytes, 1)
         if is_large and self._count_once(name, values, num_bytes, f"tensors {kind} are kept"):
-            self.transfers.warn_once(kind, _UNSERVED, kind, format_bytes(num_bytes), name)
+            self.transfers.warn_once(f"saved tensors {kind} are kept. This is said once")
 
     def _take_ready_mark(self, tensor: torch.Tensor, record: SavedTensor) -> None:
         marked = tensor.__dict__.pop(READY_MARK, None)  # once: a later write gives another

@@ -34,7 +34,7 @@ from megatron_offload.engine.step import Step
 from megatron_offload.engine.transfers import Transfers
 from megatron_offload.engine.verdicts import Verdicts
 from megatron_offload.errors import ConfigError, StateError
-from megatron_offload.machine.job_ranks import num_local_ranks
+from megatron_offload.machine.job_ranks import cap_of_rank
 from megatron_offload.memory.host_pool import HostPool
 
 _logger = logging.getLogger(__name__)
@@ -155,12 +155,11 @@ class PipelineOffloadManager(Verdicts):
             self.close()
         self.config = config
         self.backend = backend or create_backend(config)
+        most = config.host_memory_bytes
         self.host_pool = HostPool(
             self.backend,
             slab_bytes=config.host_slab_bytes,
-            cap_bytes=config.host_memory_bytes,
-            share=config.host_memory_share,
-            num_ranks=num_local_ranks,
+            cap_bytes=cap_of_rank(config.host_memory_share) if most is None else most,
         )
         self.budget = DeviceBudget(config.max_inflight_bytes, config.prefetch_bytes)
         self.guard = Guard(self.backend.sync_copies)
@@ -261,7 +260,7 @@ class PipelineOffloadManager(Verdicts):
         is_over = chunk is not None and chunk.begun_behind not in (None, len(step.backward_order))
         if chunk is None or (is_over and not chunk.open_groups):
             if not self._is_in_step:
-                self._say_once(_NO_CHUNK, name)
+                self.transfers.warn_once(_NO_CHUNK, name)
                 return None
             chunk = self.begin_chunk()
             chunk.begun_behind = len(step.backward_order)
@@ -291,7 +290,7 @@ class PipelineOffloadManager(Verdicts):
             self.host_pool.forget_events()  # of steps before; the caller has waited for them
         if step.is_over():
             if step.backward_order:
-                self._say_once(_NO_END, len(step.entered))
+                self.transfers.warn_once(_NO_END, len(step.entered))
                 self._last_step = step.finish(names_leaks=False)
                 self.learner.learn(step.profile())
             self._begin_step()
@@ -320,7 +319,7 @@ class PipelineOffloadManager(Verdicts):
             elif isinstance(self.config.policy, SolvedConfig) and not (
                 self.learner.is_open or self.rests or not self.config.enabled
             ):
-                self._say_once(_NO_TUNER, self.config.policy.kind)
+                self.transfers.warn_once(_NO_TUNER, self.config.policy.kind)
 
     def end_step_if_over(self) -> bool:
         """End the step if its groups were committed and no graph is left; return whether it was.
@@ -339,7 +338,7 @@ class PipelineOffloadManager(Verdicts):
     def _end_step(self) -> None:
         names = {group.name for chunk in self.decisions.entered for group in chunk.open_groups}
         if names:
-            self._say_once(_NO_COMMIT, ", ".join(map(repr, sorted(names))))
+            self.transfers.warn_once(_NO_COMMIT, ", ".join(map(repr, sorted(names))))
         self._last_step = self.decisions.finish(names_leaks=self.config.checking)
         if self.backend.is_capturing():
             self._last_step.is_captured = True

@@ -66,10 +66,7 @@ def may_be_activation(tensor: torch.Tensor) -> bool:
 
 
 def is_opted_out(tensor: torch.Tensor) -> bool:
-    """Whether a mark on a tensor, or on what it is a view of, says that it is kept.
-
-    So does a parameter of which it is a view.
-    """
+    """Whether a tensor has a mark that it is kept, or is a view of what has one or a parameter."""
     base = tensor._base
     return has_mark(tensor) or (base is not None and (has_mark(base) or is_parameter(base)))
 

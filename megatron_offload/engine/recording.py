@@ -48,11 +48,6 @@ _CHECKPOINTED = (
     "forward or by Megatron's 'layer_input'. This is said once"
 )
 
-_IN_THREADS = (
-    "what nn.DataParallel's threads save is kept, since a context sees its own thread alone; use "
-    "DistributedDataParallel. This is said once"
-)
-
 
 class Recording:
     """The part of a manager that knows what of a program is recorded, and in which group."""
@@ -231,18 +226,10 @@ class Recording:
         if torch.is_grad_enabled() and (is_hidden or is_checkpoint):
             self.transfers.stats.num_hidden_groups += 1
             if is_checkpoint and not self.rows_are_own:
-                self._say_once(_CHECKPOINTED, name)
+                self.transfers.warn_once(_CHECKPOINTED, name)
         if is_hidden and not (is_checkpoint or others.startswith(RECOMPUTE)):
-            self._say_once(_HIDDEN, others)
+            self.transfers.warn_once(_HIDDEN, others)
         return is_hidden
-
-    def note_threads(self, number: int) -> None:
-        """Count calls that a module makes in threads of its own, where no context is entered."""
-        self.transfers.stats.num_hidden_groups += number
-        self._say_once(_IN_THREADS)
-
-    def _say_once(self, message: str, *values: object) -> None:
-        self.transfers.warn_once(message, message, *values)
 
     # Hooks
 

@@ -40,7 +40,7 @@ larger is allocated piece by piece, which fills slabs better, and copying it tak
 that."""
 
 _INPUT_NOT_SAVED = (
-    "rows: what %r returns is kept: it doesn't save what it takes, so that to recompute it would "
+    "rows: what {!r} returns is kept: it doesn't save what it takes, so that to recompute it would "
     "take as much memory"
 )
 
@@ -66,10 +66,10 @@ class Transfers(Reloads):
         self._empty = self.backend.empty_device_like(nothing)
         self.device = self._empty.device
 
-    def warn_once(self, key: str, message: str, *values: object) -> None:
-        """Warn, unless that was done for this key."""
-        if key not in self._said:
-            self._said.add(key)
+    def warn_once(self, message: str, *values: object) -> None:
+        """Warn, unless this was said, with whatever values."""
+        if message not in self._said:
+            self._said.add(message)
             _logger.warning(message, *values)
 
     # To the host
@@ -121,7 +121,7 @@ class Transfers(Reloads):
                 refused = self.stats.refused_recipe_bytes
                 refused[refusal] = refused.get(refusal, 0) + num_bytes
                 if self.by_rows and refusal == INPUT_NOT_SAVED:
-                    self.warn_once(recipe.unit, _INPUT_NOT_SAVED, recipe.unit)
+                    self.warn_once(_INPUT_NOT_SAVED.format(recipe.unit))
             if refusal or not group.rules.recomputes:
                 block.recipe = None
                 return False

@@ -23,6 +23,11 @@ from megatron_offload.model_map.structure import layers_of
 from megatron_offload.model_map.watch import RowWatch
 from megatron_offload.recompute.sites import recompute_modules, sites_of, unit_of
 
+_IN_THREADS = (
+    "what nn.DataParallel's threads save is kept, since a context sees its own thread alone; use "
+    "DistributedDataParallel. This is said once"
+)
+
 _adopted = WeakKeyDictionary[nn.Module, "ref[PipelineOffloadManager]"]()
 
 
@@ -35,7 +40,8 @@ def is_adopted_by(model: nn.Module, manager: PipelineOffloadManager) -> bool:
 def _note_threads(find_manager: FindManager, module: nn.DataParallel, *given: object) -> None:
     manager = find_manager()
     if manager is not None:
-        manager.note_threads(len(module.device_ids))
+        manager.transfers.stats.num_hidden_groups += len(module.device_ids)
+        manager.transfers.warn_once(_IN_THREADS)
 
 
 def adopt_model(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 from weakref import WeakSet
 
 import torch.distributed as dist
 
-from megatron_offload.backends.host_limit import to_int
+from megatron_offload.backends.host_limit import default_cap_bytes, to_int
 from megatron_offload.errors import ConfigError, shorten
 
 _Said = TypeVar("_Said")
@@ -58,6 +58,19 @@ def num_local_ranks(environ: Mapping[str, str] = os.environ) -> int:
         )  # a file keeps counts of jobs before
     except dist.DistError:  # the store has gone
         return num_ranks
+
+
+def cap_of_rank(share: float) -> Callable[[], int]:
+    """Return what says how many bytes this rank may pin, of a share of what is free now.
+
+    It falls or rises as more of the local ranks are known.
+
+    Raises:
+        ConfigError: as `num_local_ranks`.
+    """
+    shared_bytes = default_cap_bytes(share)
+    num_local_ranks()  # which counts this one for the others
+    return lambda: shared_bytes // num_local_ranks()
 
 
 def gather(mine: _Said, group: dist.ProcessGroup | None = None) -> list[_Said]:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from megatron_offload.backends.base import Backend, Event
-from megatron_offload.backends.host_limit import default_cap_bytes
 from megatron_offload.core.units import format_bytes
 from megatron_offload.memory.layout import ALIGNMENT_BYTES, ViewSpec
 
@@ -171,24 +170,13 @@ class HostPool:
     Args:
         backend: pins the slabs and answers whether events are done.
         slab_bytes: slabs are at least this large, as far as the cap allows and such can be pinned.
-        cap_bytes: most bytes that may be pinned; None takes `default_cap_bytes`, 0 allocates
-            nothing.
-        share: what part of the free memory that is, for all local ranks together.
-        num_ranks: says how many those are by now.
+        cap_bytes: most bytes that may be pinned, or what says it; 0 allocates nothing.
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        *,
-        slab_bytes: int,
-        cap_bytes: int | None,
-        share: float = 0.5,
-        num_ranks: Callable[[], int] = lambda: 1,
+        self, backend: Backend, *, slab_bytes: int, cap_bytes: int | Callable[[], int]
     ) -> None:
-        self._cap_bytes = default_cap_bytes(share) if cap_bytes is None else cap_bytes
-        self._num_ranks = num_ranks if cap_bytes is None else lambda: 1
-        self._num_ranks()  # which counts this one, and raises what is wrong
+        self._cap_bytes = cap_bytes
         self.slab_bytes = _aligned(slab_bytes)
         self.alone = Ledger()  # the bytes of it that are nowhere else, and those to be recomputed
         self.stats = HostPoolStats()
@@ -210,8 +198,8 @@ class HostPool:
 
     @property
     def cap_bytes(self) -> int:
-        """Most bytes that may be pinned; falls, or rises, as more of the local ranks are known."""
-        return self._cap_bytes // self._num_ranks()
+        """Most bytes that may be pinned by now."""
+        return self._cap_bytes if isinstance(self._cap_bytes, int) else self._cap_bytes()
 
     def allocate(
         self, num_bytes: int, like: tuple[torch.Size, torch.dtype] | None = None

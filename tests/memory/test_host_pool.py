@@ -9,6 +9,7 @@ import torch
 from megatron_offload.backends.base import Wait
 from megatron_offload.backends.simulated import SimulatedBackend
 from megatron_offload.config import SimulatedConfig
+from megatron_offload.machine import job_ranks
 from megatron_offload.memory.host_pool import ALIGNMENT_BYTES, HostPool, _Piece
 
 KIB = 1024
@@ -257,17 +258,15 @@ def test_closing_waits_for_copies_twice_is_fine_and_late_frees_too(backend):
 # The default cap.
 
 
-def test_without_a_cap_the_pool_takes_a_rank_s_share_of_what_is_free(backend, monkeypatch):
-    where = "megatron_offload.memory.host_pool.default_cap_bytes"
-    monkeypatch.setattr(where, lambda share: int(share * 32 * KIB))
-    ranks, sizes = [1], {"slab_bytes": 4 * KIB, "num_ranks": lambda: ranks[0]}
-    pool = HostPool(backend, cap_bytes=None, share=0.25, **sizes)
-    assert HostPool(backend, cap_bytes=None, **sizes).cap_bytes == 16 * KIB
+def test_a_cap_may_fall_as_more_ranks_are_known(backend, monkeypatch):
+    ranks = [1]
+    monkeypatch.setattr(job_ranks, "default_cap_bytes", lambda share: int(share * 32 * KIB))
+    monkeypatch.setattr(job_ranks, "num_local_ranks", lambda: ranks[0])
+    pool = HostPool(backend, slab_bytes=4 * KIB, cap_bytes=job_ranks.cap_of_rank(0.25))
     assert pool.cap_bytes == 8 * KIB
     assert pool.allocate(KIB)
-    ranks[0] = 4  # the others are known only now
+    ranks[0] = 4
     assert not pool.allocate(4 * KIB)
-    assert HostPool(backend, cap_bytes=7, share=0.25, **sizes).cap_bytes == 7
 
 
 # Everything at once.
