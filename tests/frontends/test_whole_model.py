@@ -323,6 +323,23 @@ def test_an_error_in_forward_leaves_the_next_step_right():
         zoo.assert_exact("transformer", offload, steps=1)
 
 
+def test_a_context_that_is_left_inside_a_backward_leaves_the_next_step_right():
+    offload = make_offload(**TIGHT)
+    model, x = made("transformer")
+    parameters = list(model.eval().parameters())
+    expected = torch.autograd.grad(zoo.loss_of(model, x), parameters)
+    for _ in range(2):
+        offload.__enter__()
+        loss = zoo.loss_of(model, x)
+        loss.register_hook(lambda _: offload.__exit__())
+        assert_same(expected, torch.autograd.grad(loss, parameters))
+        del loss
+    with offload:
+        pass
+    assert_nothing_left(offload.manager)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
 def test_an_error_in_backward_leaves_the_next_step_right():
     offload = make_offload()
     model, inputs = zoo.make("transformer")
