@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from datetime import timedelta
-from types import SimpleNamespace
+from unittest.mock import Mock
 from weakref import WeakSet
 
 import pytest
@@ -15,21 +15,12 @@ from megatron_offload.machine import job_ranks
 from megatron_offload.machine.job_ranks import num_local_ranks
 
 
-@pytest.mark.parametrize(
-    ("said", "num_ranks"),
-    [
-        ({}, 1),
-        ({"LOCAL_WORLD_SIZE": "2", "SLURM_STEP_TASKS_PER_NODE": "8"}, 2),
-        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, 4),
-        ({"MPI_LOCALNRANKS": "4"}, 4),
-        ({"MV2_COMM_WORLD_LOCAL_SIZE": "4"}, 4),
-        ({"SLURM_STEP_TASKS_PER_NODE": "3,4(x12),2"}, 4),
-        ({"LOCAL_SIZE": "4"}, 4),
-        ({"LOCAL_SIZE": "large"}, 1),
-    ],
-)
-def test_each_launcher_says_how_many_ranks_share_a_host(said, num_ranks):
-    assert num_local_ranks(said) == num_ranks
+@pytest.mark.parametrize("name", job_ranks._LOCAL_SIZES)
+def test_each_launcher_says_how_many_ranks_share_a_host(name):
+    slurm = {"SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    assert num_local_ranks({**slurm, name: "4"}) == num_local_ranks({name: "3,4(x12),2"}) == 4
+    assert num_local_ranks({name: "4", "LOCAL_WORLD_SIZE": "2"}) == 2
+    assert num_local_ranks(slurm) == num_local_ranks({name: "large"}) == num_local_ranks({}) == 1
 
 
 @pytest.mark.parametrize("text", ["0", "-2", "two", "", " 8", "8.0", "1_0", "²", "9" * 5000])
@@ -38,22 +29,11 @@ def test_an_unreadable_local_world_size_is_an_error(text):
         num_local_ranks({"LOCAL_WORLD_SIZE": text})
 
 
-class Gone:
-    def add(self, key, amount):
-        raise dist.DistNetworkError("the first rank has exited")
-
-
 def test_ranks_that_no_launcher_counts_count_themselves_and_wait_for_none(monkeypatch):
     store = dist.HashStore()
     store.set_timeout(timedelta(milliseconds=10))  # what waits for another rank fails
-    job = SimpleNamespace(
-        is_available=lambda: True,
-        is_initialized=lambda: True,
-        get_backend=lambda: "gloo",
-        get_world_size=lambda: 4,
-        distributed_c10d=SimpleNamespace(_get_default_store=lambda: store),
-        DistError=dist.DistError,
-    )
+    job = Mock(DistError=dist.DistError, **{"get_world_size.return_value": 4})
+    job.distributed_c10d._get_default_store = lambda: store
     monkeypatch.setattr(job_ranks, "dist", job)
 
     def ask(host, known):
@@ -65,7 +45,7 @@ def test_ranks_that_no_launcher_counts_count_themselves_and_wait_for_none(monkey
     assert [ask(*rank) for rank in ranks] == [4, 4, 2, 2], "who isn't known may be on this host"
     assert [ask(*rank) for rank in ranks] == [2, 2, 2, 2]
     assert [ask("c", WeakSet()) for _ in range(6)][-1] == 4, "a file's counts may be of jobs before"
-    store = Gone()
+    store = Mock(**{"add.side_effect": dist.DistNetworkError("the first rank has exited")})
     assert ask("a", WeakSet()) == 4
-    job.get_backend = lambda: "fake"
+    job.get_backend.return_value = "fake"
     assert ask("a", WeakSet()) == 1
