@@ -90,8 +90,8 @@ class Marks:
             weakref.WeakValueDictionary()
         )
         self._storages: dict[int, StorageRef] = {}
-        self._kept: set[int] = set()
-        """Those, and where parameters are."""
+        self._kept: dict[int, StorageRef] = {}
+        """Those, and where parameters are: their identities, which no other storage gets."""
         self._is_old = False
 
     def add(self, tensor: torch.Tensor) -> None:
@@ -103,8 +103,7 @@ class Marks:
         if tensor.layout is not torch.strided:
             return  # it never moves
         storage = tensor.untyped_storage()
-        self._storages[storage._cdata] = StorageRef(storage)
-        self._kept.add(storage._cdata)
+        self._kept[storage._cdata] = self._storages[storage._cdata] = StorageRef(storage)
 
     def begin_step(self) -> None:
         """Look again where parameters are: they move between steps, hardly within one."""
@@ -117,9 +116,9 @@ class Marks:
                 for key in [key for key, ref in list(storages.items()) if ref.expired()]:
                     storages.pop(key, None)
             found = {
-                x.untyped_storage()._cdata
+                (s := x.untyped_storage())._cdata: self._kept.get(s._cdata) or StorageRef(s)
                 for x in inner_tensors(known() for known in self._parameters.valuerefs())
                 if x.layout is torch.strided and not isinstance(x, UninitializedTensorMixin)
             }  # a lazy one has no memory
-            self._kept, self._is_old = found.union(self._storages), False
+            self._kept, self._is_old = found | self._storages, False
         return self._kept, _everywhere

@@ -17,9 +17,12 @@ from programs import (
 )
 
 from megatron_offload import CPUOffload
+from megatron_offload.engine.marks import Marks
 from megatron_offload.engine.stats import GroupStats, StepStats
 
 ROOMY = {"max_inflight_bytes": 64 * KIB, "prefetch_bytes": 64 * KIB}
+FULL = {"host_memory_bytes": 4 * KIB, "host_slab_bytes": 4 * KIB}
+HALF = {"policy": {"kind": "ratio", "ratio": 0.5}}
 
 
 @pytest.mark.parametrize(
@@ -87,13 +90,7 @@ def test_what_is_expanded_counts_by_the_bytes_that_it_has():
     assert stats.by_name["many"].offloaded_bytes == 4000
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"fraction": 0.0, "recompute": ["norm"]},
-        {"host_memory_bytes": 4 * KIB, "host_slab_bytes": 4 * KIB},
-    ],
-)
+@pytest.mark.parametrize("settings", [{"fraction": 0.0, "recompute": ["norm"]}, FULL])
 def test_storage_that_two_groups_save_is_kept_once(settings):
     shared, other = torch.ones(2048), torch.ones(1536)
     stats = stats_of({"first": [shared[:1280], other], "second": [shared, other]}, **settings)
@@ -117,19 +114,15 @@ def test_what_a_ratio_leaves_has_its_reason():
         assert offload.end_step()
         (group,) = offload.last_step.by_name.values()
         assert group.kept_bytes == group.offloaded_bytes == 4 * 256 * KIB
-        assert group.kept_bytes_by_reason == {
-            "beyond the share that is offloaded": group.kept_bytes
-        }
+        kept = {"beyond the share that is offloaded": group.kept_bytes}
+        assert group.kept_bytes_by_reason == kept
     finally:
         CPUOffload.forget("kept")
 
 
 @pytest.mark.parametrize(
     ("share", "microbatches"),
-    [
-        ({"fraction": 0.5}, (2, 2, 2, 5, 5, 7, 7, 2, 2)),
-        ({"policy": {"kind": "ratio", "ratio": 0.5}}, (2, 2, 2, 5, 5, 7, 7)),
-    ],
+    [({"fraction": 0.5}, (2, 2, 2, 5, 5, 7, 7, 2, 2)), (HALF, (2, 2, 2, 5, 5, 7, 7))],
 )
 def test_a_share_holds_for_other_numbers_of_microbatches_than_were_learned(share, microbatches):
     manager, model = make_manager(**share), make_model()
@@ -139,6 +132,15 @@ def test_a_share_holds_for_other_numbers_of_microbatches_than_were_learned(share
         if number:  # the first shows what there is to share
             assert 0 < stats.offloaded_bytes <= 0.65 * (stats.offloaded_bytes + stats.kept_bytes)
     manager.close()
+
+
+def test_where_a_parameter_was_no_activation_is_taken_for_it():
+    marks, weight = Marks(), torch.nn.Parameter(torch.ones(8))
+    marks.add(weight)
+    kept, _ = marks.kept()
+    weight.data = torch.ones(9)  # within the step, as FSDP1 does
+    others = [torch.ones(8).untyped_storage() for _ in range(100)]
+    assert not any(storage._cdata in kept for storage in others)
 
 
 # What a step's counters say to programs and to people.
