@@ -37,9 +37,11 @@ class TimedMlp(nn.Module):
 class PlainLayer(nn.Module):
     """One that its library doesn't let be recomputed."""
 
+    mlp_type = TimedMlp
+
     def __init__(self, job):
         super().__init__()
-        self.norm, self.mlp, self.job = nn.LayerNorm(WIDTH), TimedMlp(job), (job,)
+        self.norm, self.mlp, self.job = nn.LayerNorm(WIDTH), self.mlp_type(job), (job,)
 
     def forward(self, x):
         (job,) = self.job

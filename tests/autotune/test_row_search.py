@@ -50,12 +50,15 @@ def target(num_bytes):
     return {"kind": "memory_target", "memory_target": num_bytes}
 
 
-def actions_of(plan):
-    return {(row.site, row.offload or "recompute") for row in plan.rows()}
+def found_job(*given, lengths=(16,), **settings):
+    """Return a job that has found its rows."""
+    job = LayeredJob(*given, **settings)
+    job.found(lengths)
+    return job
 
 
-def actions(job):
-    return {(row.site, row.offload or "recompute") for row in job.manager.rows}
+def actions(rows):
+    return {(row.site, row.offload or "recompute") for row in rows}
 
 
 @pytest.mark.parametrize(("gbps", "percent"), [(1.0, 1), (1.0, 20), (0.001, 20), (0.01, 40)])
@@ -68,7 +71,7 @@ def test_what_is_found_frees_memory_and_costs_no_more_than_it_may(gbps, percent,
     assert peak_bytes < 0.8 * FULL_BYTES
     found = search._own.tried[search._own.place][0]
     assert found.low - 0.1 <= slowdown <= found.high + 0.1
-    assert ("layer", "recompute") in actions(job) or gbps == 1.0
+    assert ("layer", "recompute") in actions(job.manager.rows) or gbps == 1.0
     plan, text = caplog.messages
     assert f"policy auto: some 20 steps are looked at, then rows cost at most {percent} %" in plan
     assert text == f"megatron-offload: auto: {search.said}"
@@ -109,8 +112,7 @@ def test_a_search_that_goes_on_or_found_nothing_leaves_no_plan_as_followed(tmp_p
 
 
 def test_where_nothing_pays_no_hook_is_left_and_it_is_said_once(caplog):
-    job = LayeredJob(0.001, policy=auto(1))
-    job.found()
+    job = found_job(0.001, policy=auto(1))
     _, text = caplog.messages
     assert "nothing is offloaded or recomputed: the least that frees anything" in text
     with job.offload:
@@ -133,9 +135,7 @@ class RoutedMlp(torch.nn.Module):
 
 
 class RoutedLayer(GradientCheckpointingLayer):
-    def __init__(self, job):
-        super().__init__(job)
-        self.mlp = RoutedMlp(job)
+    mlp_type = RoutedMlp
 
 
 class AttentiveLayer(GradientCheckpointingLayer):
@@ -151,8 +151,7 @@ class AttentiveLayer(GradientCheckpointingLayer):
 
 @pytest.mark.parametrize(("gbps", "what"), [(1.0, 2), (0.001, "recompute")])
 def test_a_part_that_saves_nothing_is_no_matter(gbps, what):
-    job = LayeredJob(gbps, layer=AttentiveLayer, policy=target("1KiB"))
-    job.found()
+    job = found_job(gbps, layer=AttentiveLayer, policy=target("1KiB"))
     found = {part for all_ in job.search._actions.values() for one in all_ for part in one.parts}
     assert ("attention", what) in found
     assert not any("cross_attention" in path for path in job.search._sites())
@@ -177,9 +176,8 @@ def test_ranks_are_of_one_stage_whatever_their_layers_save():
 
 
 def test_experts_are_recomputed_where_their_routing_can_not_be():
-    job = LayeredJob(0.001, policy=auto(40), layer=RoutedLayer)
-    job.found()
-    assert actions(job) == {("mlp.experts", "recompute")}
+    job = found_job(0.001, policy=auto(40), layer=RoutedLayer)
+    assert actions(job.manager.rows) == {("mlp.experts", "recompute")}
 
 
 @pytest.mark.parametrize("is_host_bound", [False, True])
@@ -190,9 +188,8 @@ def test_large_parts_are_groups_of_their_own_where_the_host_has_time_for_them(
     monkeypatch.setattr(layers, "_PART_US", part_us)
     monkeypatch.setattr(layers.SiteTimes, "host_share", float(is_host_bound))
     monkeypatch.setattr(layers.SiteTimes, "exposed_us", lambda *_: 0.0)
-    job = LayeredJob(1.0, policy=auto(1), layer=PlainLayer)
-    job.found()
-    found = actions(job)
+    job = found_job(1.0, policy=auto(1), layer=PlainLayer)
+    found = actions(job.manager.rows)
     whole, parts = ("mlp", "all"), {("mlp.up", "all"), ("mlp.down", "all")}
     has_parts = not is_host_bound and not part_us
     assert (whole in found) is has_parts
@@ -262,9 +259,7 @@ class SquareMlp(TimedMlp):
 
 
 class SquareLayer(GradientCheckpointingLayer):
-    def __init__(self, job):
-        super().__init__(job)
-        self.mlp = SquareMlp(job)
+    mlp_type = SquareMlp
 
 
 class TupleNet(layered_job.LayeredNet):
@@ -314,18 +309,18 @@ def test_where_long_forwards_are_too_rare_to_be_measured_plans_are_for_all():
     assert "None" not in job.search.said
 
 
+def loss_of(job, length=16):
+    with job.offload:
+        return job.net(torch.randn(length, WIDTH)).square().sum()
+
+
 def step_of_several(job, lengths):
     """Take forwards one after the other, and then their backwards."""
-    losses = []
-    for length in lengths:
-        with job.offload:
-            losses.append(job.net(torch.randn(length, WIDTH)).square().sum())
-    sum(losses).backward()
+    sum([loss_of(job, length) for length in lengths]).backward()
 
 
 def test_several_forwards_before_their_backwards_all_have_rows():
-    job = LayeredJob(0.001, policy=auto(20))
-    job.found(LENGTHS)
+    job = found_job(0.001, policy=auto(20), lengths=LENGTHS)
     assert job.search.plan.min_tokens > 8
     for _ in range(2):
         step_of_several(job, [8] * 4)
@@ -362,8 +357,7 @@ def test_lengths_that_are_all_alike_need_no_choice():
 
 def test_much_longer_steps_are_looked_at_where_nothing_was_found_before(monkeypatch):
     monkeypatch.setattr(layers, "_LEAST_BYTES", 1 << 14)
-    job = LayeredJob(1.0, policy=auto(20), layer=PlainLayer)
-    job.found((2,))
+    job = found_job(1.0, policy=auto(20), layer=PlainLayer, lengths=(2,))
     assert not job.manager.rows
     assert "tensors smaller than 1 MiB" in job.search.said
     for _ in range(60):
@@ -436,9 +430,8 @@ def test_another_model_behind_the_first_steps_lets_the_search_begin_anew():
 
 
 def test_nothing_is_recomputed_where_that_is_said():
-    job = LayeredJob(1.0, policy=auto(40), recompute=())
-    job.found()
-    assert {what for _, what in actions(job)} <= {"all", *range(1, 9)}
+    job = found_job(1.0, policy=auto(40), recompute=())
+    assert {what for _, what in actions(job.manager.rows)} <= {"all", *range(1, 9)}
     assert job.manager.rows
     assert job.manager.last_step.recomputed_bytes == 0
 
@@ -467,16 +460,14 @@ def test_steps_that_grow_for_ever_are_looked_at_three_times():
 
 
 def test_rows_of_which_nothing_leaves_are_not_followed():
-    job = LayeredJob(1.0, policy=auto(20), layer=PlainLayer, num_layers=2)
-    job.found()
+    job = found_job(1.0, policy=auto(20), layer=PlainLayer, num_layers=2)
     assert "needed again at once" in job.search.said
     assert not job.manager.rows
 
 
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
 def test_a_target_is_kept(share):
-    job = LayeredJob(0.01, policy=target(int(share * FULL_BYTES)))
-    job.found()
+    job = found_job(0.01, policy=target(int(share * FULL_BYTES)))
     job.manager.backend.trim_device()
     job.step()
     _, took_us, peak_bytes = job.steps[-1]
@@ -498,8 +489,7 @@ def test_a_target_above_what_is_needed_changes_nothing():
 
 @pytest.mark.parametrize("capacity_bytes", [60_000, 70_000, 80_000])
 def test_a_device_without_room_for_all_gets_through_the_first_steps(capacity_bytes):
-    job = LayeredJob(0.01, capacity_bytes)
-    job.found()
+    job = found_job(0.01, capacity_bytes)
     for _ in range(3):
         job.step()
     assert job.manager.rows, "no step without them would fit"
@@ -535,19 +525,17 @@ def test_where_memory_runs_out_in_a_short_forward_it_has_rows_too():
 
 @pytest.mark.parametrize("gbps", [0.001, 1.0])
 def test_layers_that_no_library_lets_be_recomputed_are_offloaded_alone(gbps):
-    job = LayeredJob(gbps, layer=PlainLayer, policy=auto(40))
-    job.found()
-    assert all(what != "recompute" for _, what in actions(job))
-    assert bool(actions(job)) == (gbps == 1.0)
+    job = found_job(gbps, layer=PlainLayer, policy=auto(40))
+    assert all(what != "recompute" for _, what in actions(job.manager.rows))
+    assert bool(actions(job.manager.rows)) == (gbps == 1.0)
 
 
 def test_a_layer_that_can_not_run_again_is_seen_before_anything_is_dropped(caplog):
     caplog.set_level(logging.INFO, logger="megatron_offload")
-    job = LayeredJob(0.001, layer=RandomLayer, policy=auto(40))
-    job.found()
+    job = found_job(0.001, layer=RandomLayer, policy=auto(40))
     assert "it draws random numbers of Python or numpy" in caplog.text
-    assert ("layer", "recompute") not in actions(job)
-    assert actions(job) == {("mlp", "recompute")}, "what it draws is not in there"
+    assert ("layer", "recompute") not in actions(job.manager.rows)
+    assert actions(job.manager.rows) == {("mlp", "recompute")}, "what it draws is not in there"
 
 
 class Stale(GradientCheckpointingLayer):
@@ -575,7 +563,7 @@ def test_a_layer_with_other_bits_when_it_runs_again_is_kept(caplog):
     while not job.search.is_converged:
         step()
     assert "it can't run again with the same bits" in caplog.text
-    assert ("layer", "recompute") not in actions(job)
+    assert ("layer", "recompute") not in actions(job.manager.rows)
 
 
 def test_a_context_for_the_same_model_goes_on_and_for_another_begins_anew():
@@ -630,8 +618,7 @@ def test_of_a_model_without_layers_all_is_offloaded_or_nothing(gbps, percent, mo
 
 @pytest.mark.parametrize("percent", [1, 20])
 def test_a_forward_that_is_twice_as_long_finds_room(percent):
-    job = LayeredJob(0.001, policy=auto(percent))
-    job.found()
+    job = found_job(0.001, policy=auto(percent))
     assert bool(job.manager.rows) == (percent == 20)
     job.capacity_bytes = 90_000
     job.step(32)
@@ -649,7 +636,7 @@ def test_a_context_that_is_not_given_the_model_finds_it_in_the_first_forward():
     job.step()
     assert isinstance(job.search, RowSearch)
     job.found()
-    assert actions(job) == {("layer", "recompute")}
+    assert actions(job.manager.rows) == {("layer", "recompute")}
     assert not hooks
 
 
@@ -674,26 +661,20 @@ def test_forwards_of_another_model_in_the_same_context_are_no_steps():
         loss.backward()
         job.step()
     assert job.search.is_converged
-    assert actions(job) == {("layer", "recompute")}
+    assert actions(job.manager.rows) == {("layer", "recompute")}
     found = job.search._own.tried[job.search._own.place][0]
     assert found.high - found.low < 0.1
 
 
 def _several(job):
     """Two forwards before their backwards."""
-    losses = []
-    for _ in range(2):
-        with job.offload:
-            losses.append(job.net(torch.ones(16, WIDTH)).square().sum())
-    for loss in losses:
+    for loss in [loss_of(job), loss_of(job)]:
         loss.backward()
 
 
 def _late(job):
     """A backward behind the next forward."""
-    with job.offload:
-        loss = job.net(torch.ones(16, WIDTH)).square().sum()
-    before, job.late = getattr(job, "late", None), loss
+    before, job.late = getattr(job, "late", None), loss_of(job)
     if before is not None:
         before.backward()
 
@@ -701,9 +682,7 @@ def _late(job):
 def _accumulating(job):
     """An optimizer's step behind each fourth."""
     job.number = getattr(job, "number", 0) + 1
-    with job.offload:
-        loss = job.net(torch.ones(16, WIDTH)).square().sum()
-    loss.backward()
+    loss_of(job).backward()
     if job.number % 4 == 0:
         job.backend.advance_compute(5000.0)
 
@@ -777,8 +756,7 @@ def test_a_model_is_not_held():
 
 
 def test_a_target_is_not_left_for_what_an_evaluation_has_reserved(monkeypatch):
-    job = LayeredJob(0.01, policy=target(int(0.7 * FULL_BYTES)))
-    job.found()
+    job = found_job(0.01, policy=target(int(0.7 * FULL_BYTES)))
     rows = job.manager.rows
     for _ in range(4):
         with torch.no_grad(), job.offload:
@@ -801,10 +779,9 @@ def test_a_plan_that_is_not_measured_is_tried_all_the_same():
     job = LayeredJob(0.001, layer=RandomLayer, policy={**auto(60), "measured_plans": 0})
     search = job.found()
     assert "as predicted" in search.said
-    assert actions(job) == {("mlp", "recompute")}
+    assert actions(job.manager.rows) == {("mlp", "recompute")}
     assert not search._own.tried
-    job = LayeredJob(0.001, layer=RandomLayer, policy={**auto(50), "measured_plans": 0})
-    job.found()
+    job = found_job(0.001, layer=RandomLayer, policy={**auto(50), "measured_plans": 0})
     assert {row.layers for row in job.manager.rows} == {"0-4"}, "six tenths of it are trusted"
 
 
@@ -815,7 +792,7 @@ def test_inputs_of_checkpointed_layers_are_offloaded_for_good():
         job.step()
         job.offload = job.context()
     assert job.search.is_converged
-    assert actions_of(job.search.plan) == {("model", "all")}
+    assert actions(job.search.plan.rows()) == {("model", "all")}
     job.step()
     assert job.manager.last_step.offloaded_bytes > 0
 
@@ -825,7 +802,7 @@ def test_layers_of_a_tower_that_is_not_called_are_no_matter():
     job.net.tower = torch.nn.ModuleList(GradientCheckpointingLayer(job) for _ in range(3))
     job.offload = job.context()
     job.found()
-    assert actions(job) == {("layer", "recompute")}
+    assert actions(job.manager.rows) == {("layer", "recompute")}
     assert {row.layers for row in job.manager.rows} == {"0-5"}
 
 
