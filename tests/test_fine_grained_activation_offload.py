@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from programs import assert_same
 
 import megatron_offload
 from megatron_offload import fine_grained_activation_offload as facade
@@ -82,9 +83,14 @@ def reference(x, weight, num_layers=3):
 
 
 def assert_exact(x, weight, num_layers=3):
-    expected = reference(x, weight, num_layers)
-    assert torch.equal(x.grad, expected[0])
-    assert torch.equal(weight.grad, expected[1])
+    assert_same(reference(x, weight, num_layers), [x.grad, weight.grad])
+
+
+def end_exactly(manager, y, x, weight, num_layers):
+    """End a step by its backward, whose gradients are those without offload."""
+    y.sum().backward()
+    manager.reset()
+    assert_exact(x, weight, num_layers)
 
 
 # One manager
@@ -172,14 +178,10 @@ def test_layers_are_exact_and_move(manager, x, weight):
 def test_group_functions_take_tuples_and_lists(manager, x, wrap):
     begin(manager)
     plain = torch.ones(3)
-    started = fine_grained_offloading_group_start(wrap([plain, x, None]), "g")
-    assert type(started) is wrap
-    assert started[0] is plain
-    assert started[1] is x
-    assert started[2] is None
-    ended = fine_grained_offloading_group_commit(wrap([plain, started[1]]), "g")
-    assert type(ended) is wrap
-    assert ended[1] is x
+    # Equal is what has the same tensors: others have no truth value.
+    given = wrap([plain, x, None])
+    assert fine_grained_offloading_group_start(given, "g") == given
+    assert fine_grained_offloading_group_commit(given[:2], "g") == given[:2]
     assert fine_grained_offloading_group_commit(wrap([]), "g") == wrap([])
 
 
@@ -247,9 +249,7 @@ def test_a_marked_tensor_is_kept(manager, x, weight):
     hidden = x * 2
     assert chunk.tensor_need_offloading_checker(hidden)
     FineGrainedActivationOffloadingInterface.mark_not_offload(hidden)
-    assert not chunk.tensor_need_offloading_checker(hidden)
-    assert not chunk.tensor_need_offloading_checker(hidden.view(-1))
-    assert not chunk.tensor_need_offloading_checker(weight)
+    assert not any(map(chunk.tensor_need_offloading_checker, (hidden, hidden.view(-1), weight)))
     FineGrainedActivationOffloadingInterface.mark_not_offloadable(None)
 
 
@@ -262,8 +262,7 @@ def test_forced_release_empties_what_was_copied(manager, x, weight):
     manager.engine.window.drain()
     assert hidden.untyped_storage().nbytes() == 0
     y.sum().backward()
-    expected = reference(x.detach() * 2, weight, 1)
-    assert torch.equal(weight.grad, expected[1])
+    assert torch.equal(weight.grad, reference(x.detach() * 2, weight, 1)[1])
 
 
 # Chunks
@@ -271,10 +270,9 @@ def test_forced_release_empties_what_was_copied(manager, x, weight):
 
 def test_fraction_delta_and_bound_reach_the_policy(manager):
     manager.init_model_chunk_offload_handler(2, 2, 1, 0, 100, 0.5, max_inflight_offloads=3)
-    assert manager.learner.policy.fraction == 0.5
-    assert manager.learner.policy.keep_bytes == 200
-    assert manager.cur_forward_chunk().chunk.rules.max_inflight_groups == 3
-    assert manager.cur_forward_chunk().vpp_rank == 1
+    assert (manager.learner.policy.fraction, manager.learner.policy.keep_bytes) == (0.5, 200)
+    chunk = manager.cur_forward_chunk()
+    assert (chunk.chunk.rules.max_inflight_groups, chunk.vpp_rank) == (3, 1)
 
 
 @pytest.mark.parametrize("bound", [0, 1, 2])
@@ -285,9 +283,7 @@ def test_at_most_so_many_groups_of_a_name_are_in_flight(manager, x, weight, boun
     for i in range(4):
         y = layer(y, weight)
         assert manager.engine.window.num_inflight == min(i + 1, bound)
-    y.sum().backward()
-    manager.reset()
-    assert_exact(x, weight, num_layers=4)
+    end_exactly(manager, y, x, weight, 4)
 
 
 def test_the_bound_counts_each_name_alone(manager, x, weight):
@@ -298,9 +294,7 @@ def test_the_bound_counts_each_name_alone(manager, x, weight):
     y = layer(y, weight, "b")
     # Copies are made in order: whatever was issued before the oldest "b" is done with it.
     assert manager.engine.window.num_inflight == 2
-    y.sum().backward()
-    manager.reset()
-    assert_exact(x, weight, num_layers=4)
+    end_exactly(manager, y, x, weight, 4)
 
 
 # Delayed commits
@@ -323,9 +317,7 @@ def test_the_later_form_delays_only_in_a_replay(manager, x, weight, form):
     assert (group.state is GroupState.RECORDING) == (form != "later")
     FineGrainedActivationOffloadingInterface.flush_delayed_groups()
     assert group.state is not GroupState.RECORDING
-    y.sum().backward()
-    manager.reset()
-    assert_exact(x, weight, num_layers=1)
+    end_exactly(manager, y, x, weight, 1)
     assert manager.last_step.offloaded_bytes > 0
 
 
@@ -565,10 +557,9 @@ def test_debug_messages_are_printed_and_only_when_on(manager, monkeypatch, capsy
 def test_a_handler_that_was_never_initialised_answers_questions_about_tensors(manager):
     handler = ChunkOffloadHandler.__new__(ChunkOffloadHandler)
     handler.min_offloaded_tensor_size = 8
-    assert handler.tensor_need_offloading_checker(torch.randn(8))
-    assert not handler.tensor_need_offloading_checker(torch.randn(7))
-    assert not handler.tensor_need_offloading_checker(torch.nn.Parameter(torch.randn(8)))
     parameter = torch.nn.Parameter(torch.randn(8))
+    tensors = [torch.randn(8), torch.randn(7), parameter]
+    assert [*map(handler.tensor_need_offloading_checker, tensors)] == [True, False, False]
     assert handler.tensor_push(parameter) is parameter
     with pytest.raises(AttributeError, match="'no_such_thing'"):
         handler.no_such_thing  # noqa: B018
@@ -721,9 +712,7 @@ def test_boundaries_are_autograd_functions(manager, x, weight):
         assert FineGrainedOffloadingGroupStartFunction.apply(x, chunk, "g") is x
     assert_exact(x, weight, num_layers=1)
     x.grad = weight.grad = None
-    y.sum().backward()
-    manager.reset()
-    assert_exact(x, weight, num_layers=1)
+    end_exactly(manager, y, x, weight, 1)
 
 
 @pytest.mark.by_default

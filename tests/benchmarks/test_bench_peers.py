@@ -65,14 +65,13 @@ def report_of(runs):
 
 def test_flags_replace_sizes():
     options = parse("--shape", "bitwise", "--vpp", "4", "--dtype", "fp32", "--min-elements", "7")
-    assert (options.sizes["vpp"], options.sizes["dtype"]) == (4, "fp32")
+    assert [options.sizes[key] for key in ("vpp", "dtype", "min_elements")] == [4, "fp32", 7]
     assert parse("--shape", "a", "--positions", "none").sizes["positions"] == "none"
-    assert options.sizes["min_elements"] == 7
-    assert options.deterministic
     assert bench_peers.SHAPES["bitwise"]["vpp"] == 2
-    assert not parse("--shape", "a").deterministic
     assert parse("--shape", "a", "--full-recompute").sizes["full_recompute"]
-    assert not parse("--shape", "a").sizes["full_recompute"]
+    without = parse("--shape", "a")
+    assert (options.deterministic, without.deterministic) == (True, False)
+    assert not without.sizes["full_recompute"]
 
 
 @pytest.mark.parametrize(
@@ -97,38 +96,34 @@ def test_wrong_arguments_end_before_anything_starts(arguments, reason, capsys):
 
 
 def test_a_mode_carries_its_settings():
-    spec = bench_peers.read_mode("ours-all:max_inflight_bytes=1GiB,fraction=0.5")
-    assert spec["kind"] == "ours-all"
-    assert spec["modules"] == list(bench_peers.ALL)
+    read, by_modules = bench_peers.read_mode, "policy.kind=modules"
+    spec = read("ours-all:max_inflight_bytes=1GiB,fraction=0.5")
+    assert (spec["kind"], spec["modules"]) == ("ours-all", [*bench_peers.ALL])
     assert spec["options"][-2:] == ["max_inflight_bytes=1GiB", "fraction=0.5"]
     options = ["prefetch_bytes=3GiB|2GiB|1GiB", "fraction=0.5"]
     for rank, size in ((0, "3GiB"), (1, "2GiB"), (3, "1GiB")):
         found = bench_peers.options_of_rank(options, rank)
         assert found == [f"prefetch_bytes={size}", "fraction=0.5"]
-    spec = bench_peers.read_mode("ours-rows:{site: mlp, offload: 1}, {site: norm, recompute: true}")
+    spec = read("ours-rows:{site: mlp, offload: 1}, {site: norm, recompute: true}")
     assert spec["options"] == ["rows=[{site: mlp, offload: 1}, {site: norm, recompute: true}]"]
     assert bench_peers.named_modules(spec) == {}
-    mode = MODES["recompute-layers"](bench_peers.read_mode("recompute-layers:3"))
+    mode = MODES["recompute-layers"](read("recompute-layers:3"))
     assert mode.transformer_options()["recompute_num_layers"] == 3
-    assert bench_peers.read_mode("ours-five")["modules"] == list(bench_peers.FIVE)
-    assert bench_peers.read_mode("ours", ["mlp_act"])["modules"] == ["mlp_act"]
-    assert bench_peers.read_mode("ours-all", ["mlp_act"])["modules"] == list(bench_peers.ALL)
-    spec = bench_peers.read_mode("ours-auto:policy.most_slowdown_percent=8")
+    assert read("ours-five")["modules"] == [*bench_peers.FIVE]
+    assert read("ours", ["mlp_act"])["modules"] == ["mlp_act"]
+    assert read("ours-all", ["mlp_act"])["modules"] == [*bench_peers.ALL]
+    spec = read("ours-auto:policy.most_slowdown_percent=8")
     assert spec["options"] == ["policy.kind=auto", "policy.most_slowdown_percent=8"]
-    spec = bench_peers.read_mode("ours-recompute:recompute=norm+mlp_act")
-    assert spec["options"] == ["policy.kind=modules", "recompute=[norm, mlp_act]"]
-    assert bench_peers.read_mode("ours:recompute=")["options"] == [
-        "policy.kind=modules",
-        "recompute=[]",
-    ]
-    spec = bench_peers.read_mode("recompute-selective:modules=core_attn")
-    assert spec["modules"] == ["core_attn"]
-    spec = bench_peers.read_mode("ours-whole:max_fwd_stash_size=3,prefetch_bytes=1GiB")
+    spec = read("ours-recompute:recompute=norm+mlp_act")
+    assert spec["options"] == [by_modules, "recompute=[norm, mlp_act]"]
+    assert read("ours:recompute=")["options"] == [by_modules, "recompute=[]"]
+    assert read("recompute-selective:modules=core_attn")["modules"] == ["core_attn"]
+    spec = read("ours-whole:max_fwd_stash_size=3,prefetch_bytes=1GiB")
     assert spec["arguments"] == {"max_fwd_stash_size": 3}
     assert spec["options"] == ["prefetch_bytes=1GiB"]
-    spec = bench_peers.read_mode("ours:modules=mlp_fc1+mlp_act,fraction=0.5")
+    spec = read("ours:modules=mlp_fc1+mlp_act,fraction=0.5")
     assert spec["modules"] == ["mlp_fc1", "mlp_act"]
-    assert spec["options"] == ["policy.kind=modules", "fraction=0.5"]
+    assert spec["options"] == [by_modules, "fraction=0.5"]
 
 
 def test_wrong_settings_of_this_package_end_before_anything_starts():
@@ -147,10 +142,9 @@ def test_environment_of_the_modes(monkeypatch):
     options = parse("--shape", "bitwise", "--modes", "none", "megatron")
     none, megatron = (bench_peers.worker_environment(options, spec) for spec in options.specs)
     assert (none["NVTE_CPU_OFFLOAD_V1"], megatron["NVTE_CPU_OFFLOAD_V1"]) == ("0", "1")
+    names = ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "NCCL_NVLS_ENABLE", "WORLD_SIZE")
+    assert [none[name] for name in names] == ["0", "0", "4"]
     assert none["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    assert none["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
-    assert none["NCCL_NVLS_ENABLE"] == "0"
-    assert none["WORLD_SIZE"] == "4"
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     options = parse("--shape", "c", "--modes", "none")
     timed = bench_peers.worker_environment(options, options.specs[0])
@@ -158,12 +152,9 @@ def test_environment_of_the_modes(monkeypatch):
 
 
 def test_r_is_the_drop_of_the_peak_over_what_the_host_holds():
-    assert returned(30, 26, 4) == 1.0
-    assert returned(30, 31, 4) == -0.25
-    assert returned(None, 26, 4) is None
-    assert returned(30, None, 4) is None
-    assert returned(30, 26, 0) is None
-    assert returned(30, 26, None) is None
+    assert (returned(30, 26, 4), returned(30, 31, 4)) == (1.0, -0.25)
+    for unknown in ((None, 26, 4), (30, None, 4), (30, 26, 0), (30, 26, None)):
+        assert returned(*unknown) is None
 
 
 def test_rows_compare_with_none_of_the_same_repetition():
@@ -174,23 +165,19 @@ def test_rows_compare_with_none_of_the_same_repetition():
         record("none", entry(0, 200.0), entry(1, 190.0), repetition=1),
     ]
     none0, _, ours0, ours1 = rows(runs)
-    assert none0["ratio"] == 1.0
-    assert none0["r_allocated"] is None
+    assert (none0["ratio"], none0["r_allocated"]) == (1.0, None)
     assert ours0["ratio"] == pytest.approx((1.1 + 1.2) / 2)
     assert ours0["step_ms"] == pytest.approx((110 + 240) / 2)
     assert ours0["peak_allocated_bytes"] == 28 * GIB
-    assert ours0["r_allocated"] == 1.0
-    assert ours0["r_reserved"] == 0.5
+    assert (ours0["r_allocated"], ours0["r_reserved"]) == (1.0, 0.5)
     assert ours0["loss"] == ours1["loss"] == (1.25).hex()
-    assert ours1["rank"] == 1
-    assert ours0["bitwise"]
+    assert (ours1["rank"], ours0["bitwise"]) == (1, True)
 
 
 def test_one_differing_step_is_not_bitwise():
     none = record("none", entry(0), entry(1))
     other = record("te", entry(0), entry(1, gradient_hashes=["xx", "bb"]))
-    assert is_bitwise(other, none, 0)
-    assert not is_bitwise(other, none, 1)
+    assert [is_bitwise(other, none, rank) for rank in (0, 1)] == [True, False]
     assert [row["bitwise"] for row in rows([none, other])] == [True, True, True, False]
     assert last_loss(other) == (1.25).hex()
 
@@ -248,8 +235,7 @@ def run_script(tmp_path, monkeypatch, script, *arguments):
 def test_a_crash_is_a_record_with_its_last_line(tmp_path, monkeypatch):
     script = "import os, sys, time\nif os.environ['RANK'] == '0': time.sleep(60)\nsys.exit('boom')"
     found = run_script(tmp_path, monkeypatch, script)
-    assert found["status"] == "failed"
-    assert found["error"] == "rank 1: boom"
+    assert (found["status"], found["error"]) == ("failed", "rank 1: boom")
     assert found["seconds"] < 30
 
 

@@ -102,21 +102,18 @@ def test_exactly_the_chosen_operations_are_kept_inside_an_offloaded_model(kept, 
 def test_the_innermost_setting_wins(manager):
     model = MLP()
     expected = gradients(model)
-    policy.set_activation_offloading(model, True)
-    policy.set_activation_offloading(model.act, False)
-    assert_same(expected, gradients(model))
-    assert end_step(manager).offloaded_bytes == BYTES["fc1"] + BYTES["fc2"]
-    policy.set_activation_offloading(model, False)
-    policy.set_activation_offloading(model.act, True)
-    assert_same(expected, gradients(model))
-    assert end_step(manager).offloaded_bytes == BYTES["act"]
-    policy.set_activation_offloading(model.act, None)
-    assert_same(expected, gradients(model))
-    assert not manager.decisions.groups()
-    policy.set_activation_offloading(model, None)
-    assert policy.activation_offloading(model) is None
-    assert_same(expected, gradients(model))
-    assert not manager.decisions.groups()
+    for outer, inner, moved in (
+        (True, False, BYTES["fc1"] + BYTES["fc2"]),
+        (False, True, BYTES["act"]),
+        (False, None, 0),
+        (None, None, 0),
+    ):
+        policy.set_activation_offloading(model, outer)
+        policy.set_activation_offloading(model.act, inner)
+        assert policy.activation_offloading(model) is outer
+        assert_same(expected, gradients(model))
+        assert bool(manager.decisions.groups()) is bool(moved)
+        assert not moved or end_step(manager).offloaded_bytes == moved
 
 
 def test_a_module_that_is_used_inside_itself(manager):
@@ -197,9 +194,8 @@ def test_an_error_in_forward_restores_what_surrounds_it(manager):
     for broken in (model, model.fc1, model.fc2):
         for prepend in (True, False):
             handle = broken.register_forward_pre_hook(fail, prepend=prepend)
-            with pytest.raises(RuntimeError, match="on purpose"):
+            with handle, pytest.raises(RuntimeError, match="on purpose"):
                 gradients(model)
-            handle.remove()
             assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
             assert not vars(policy._entered).get("stack")
             assert_same(expected, gradients(model))

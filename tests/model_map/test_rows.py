@@ -17,7 +17,7 @@ import torch
 from llama_programs import make_model as make_llama
 from llama_programs import train as train_llama
 from processes import torchrun
-from programs import StepsOf, assert_nothing_left, assert_same, make_manager, take_steps
+from programs import StepsOf, assert_nothing_left, assert_same, in_thread, make_manager, take_steps
 from small_net import WIDTH, Block, Mlp, around, make_net
 from torch import nn
 
@@ -259,9 +259,8 @@ def test_a_short_forward_that_raises_ends_no_group_of_a_long_one():
         with pytest.raises(IndexError):
             net(torch.full((2, 3), 99))
         fail = net.layers[1].mlp.down.register_forward_pre_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
+        with fail, pytest.raises(ZeroDivisionError):
             net(torch.randint(50, (2, 3)))
-        fail.remove()
         last = net(torch.randint(50, (2, 12))).square().mean()
     (long + last).backward()
     context.end_step()
@@ -431,10 +430,8 @@ def test_a_forward_that_raises_leaves_rows_as_they_were(row, error):
     net = make_net()
     context = around(net, row, **AT_ONCE)
     for layer in (net.layers[1].mlp.down, net.head):
-        handle = layer.register_forward_pre_hook(stop)
-        with pytest.raises(error), context:
+        with layer.register_forward_pre_hook(stop), pytest.raises(error), context:
             net(torch.randint(50, (2, 8)))
-        handle.remove()
         assert owner_of_hooks() is None
         assert context.manager.observers == []
     assert_same(expected, take_steps(net, context, (8, 8)))
@@ -506,9 +503,7 @@ def test_another_thread_neither_ends_the_watch_nor_is_in_the_context():
 
     def train_beside(*_):
         if threading.current_thread() is threading.main_thread() and not seen:
-            run = threading.Thread(target=lambda: seen.append(net(torch.randint(50, (1, 4)))))
-            run.start()
-            run.join()
+            in_thread(lambda: seen.append(net(torch.randint(50, (1, 4)))))
 
     net.head.register_forward_pre_hook(train_beside)
     take_steps(net, context)
@@ -628,10 +623,8 @@ def test_an_interrupt_in_such_a_part_leaves_no_hooks_to_a_later_call():
     net = mixed_net()
     context, experts = around(net, THREE, **AT_ONCE), net.layers[0].mlp.experts
     take_steps(net, context, (8,))
-    handle = experts.own.register_forward_hook(stop)
-    with pytest.raises(KeyboardInterrupt), context:
+    with experts.own.register_forward_hook(stop), pytest.raises(KeyboardInterrupt), context:
         net(torch.randint(50, (2, 8)))
-    handle.remove()
     with context:
         for hook in experts._forward_hooks.values():
             hook(experts, (), None)  # as where another's hook raises before the part is called
@@ -667,26 +660,24 @@ def test_parts_that_save_little_have_hooks_where_a_row_is_for_all_as_they_may_sa
 def test_a_thread_that_calls_such_a_part_meanwhile_takes_no_hooks_over():
     def beside(x):
         net.layers[0].mlp.experts(x.detach())
-        in_thread.append(owner_of_hooks())
+        owners.append(owner_of_hooks())
 
     def call_beside(module, args):
         if threading.current_thread() is threading.main_thread():
-            thread = threading.Thread(target=beside, args=args)
-            thread.start()
-            thread.join()
+            in_thread(lambda: beside(*args))
 
     def take_step():
         with manager.step():
             manager.begin_chunk()
             net(torch.randint(50, (2, 8))).sum().backward()
 
-    in_thread = []
+    owners = []
     net, manager = mixed_net(), make_manager(rows=THREE, min_tensor_bytes=0, **AT_ONCE)
     adopt_model(net, manager)
     take_step()
     net.layers[0].mlp.experts.register_forward_pre_hook(call_beside)
     take_step()
-    assert in_thread == [None]
+    assert owners == [None]
     assert all(layer.mlp.experts._forward_hooks for layer in net.layers)
     assert all(type(None) not in layer.mlp.hooks_seen for layer in net.layers)
 
@@ -739,19 +730,15 @@ def test_a_watch_by_hand_ends_with_its_thread_s_forward_or_an_abort():
 
     with offload_modules(net, [], manager=manager):
         handle = net.head.register_forward_pre_hook(interrupt)
-        with pytest.raises(KeyboardInterrupt), manager.step():
+        with handle, pytest.raises(KeyboardInterrupt), manager.step():
             net(torch.randint(50, (2, 8)))
-        handle.remove()
         assert owner_of_hooks() is None, "abort takes it off"
         watches = []
 
         def look(*_):
             if threading.current_thread() is threading.main_thread():
-                run = threading.Thread(target=evaluate_beside)
-                run.start()
-                run.join()
-                watches.append(type(owner_of_hooks()))
-                watches.append(len(manager.observers))
+                in_thread(evaluate_beside)
+                watches.extend((type(owner_of_hooks()), len(manager.observers)))
 
         net.head.register_forward_pre_hook(look)
         with manager.step():
