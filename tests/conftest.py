@@ -113,6 +113,19 @@ def refused(capsys):
     return refused
 
 
+@pytest.fixture
+def prints(capsys):
+    """Run a command line that succeeds; return what it prints."""
+    from megatron_offload.cli.main import main
+
+    def prints(*words):
+        capsys.readouterr()
+        assert main([*map(str, words)]) == 0
+        return capsys.readouterr().out
+
+    return prints
+
+
 @pytest.fixture(autouse=True, scope="module")
 def quick_collections():
     """Collect what a file's tests make, and not what is there before, each time."""

@@ -32,7 +32,6 @@ from megatron_offload.autotune import layers
 from megatron_offload.autotune.row_answers import RowAnswers
 from megatron_offload.autotune.row_search import RowSearch
 from megatron_offload.backends.base import DeviceMemory
-from megatron_offload.cli.main import main
 from megatron_offload.config import OffloadConfig as Config
 from megatron_offload.core.row_config import RowConfig
 from megatron_offload.errors import ConfigError, StateError
@@ -79,14 +78,13 @@ def test_what_is_found_frees_memory_and_costs_no_more_than_it_may(gbps, percent,
     assert Config(rows=rows).rows == job.manager.rows, "what it says can be pasted"
 
 
-def test_what_is_found_is_left_for_the_command_with_the_row_of_a_loss(tmp_path, capsys):
+def test_what_is_found_is_left_for_the_command_with_the_row_of_a_loss(tmp_path, prints):
     job = LayeredJob(0.001, policy=auto(20))
     job.search.loss_is_by_rows = lambda: True
     search = job.found()
     assert search.said.startswith("rows: [{layers: all, site: loss, by_rows: true}, {layers: ")
     search.save(tmp_path / "run")
-    assert main(["plan", "--from", str(tmp_path / "run")]) == 0
-    rows = capsys.readouterr().out.splitlines()[-1]
+    rows = prints("plan", "--from", tmp_path / "run").splitlines()[-1]
     assert Config(**yaml.safe_load(rows)).rows[1:] == job.manager.rows
     assert rows.removesuffix("]") in search.said
 

@@ -56,6 +56,11 @@ class Machine:
         """Return what is found to be free, in bytes."""
         return default_cap_bytes(1.0, root=self.root)
 
+    def free_of_job(self, limit, **accounts):
+        """Return it where this is the limit of the group ``job``."""
+        self.limit_v2("job", limit, **accounts)
+        return self.free()
+
 
 @pytest.fixture
 def machine(tmp_path):
@@ -91,20 +96,13 @@ def test_this_machine_s_accounts_leave_at_most_its_memory():
 
 def test_a_group_s_limit_counts_without_its_page_cache(machine):
     machine.use_v2("/job")
-    machine.limit_v2("job", 1_000_000, used=700_000)
-    assert machine.free() == 300_000
-    machine.limit_v2("job", 1_000_000, used=700_000, cached=100_000)
-    assert machine.free() == 400_000
-    machine.limit_v2("job", 1_000_000, used=700_000, cached=900_000)
-    assert machine.free() == 1_000_000, "a cache larger than all that is used is out of date"
-    machine.limit_v2("job", 500_000, used="much", cached="-1")
-    assert machine.free() == 500_000, "nor do accounts count that make no sense"
-    machine.limit_v2("job", "max", used=700_000)
-    assert machine.free() == FREE
-    machine.limit_v2("job", 100, used=200)
-    assert machine.free() == 0
-    machine.limit_v2("job", 0)
-    assert machine.free() == 0
+    assert machine.free_of_job(1_000_000, used=700_000) == 300_000
+    assert machine.free_of_job(1_000_000, used=700_000, cached=100_000) == 400_000
+    # A cache larger than all that is used is out of date, and nothing that makes no sense counts.
+    assert machine.free_of_job(1_000_000, used=700_000, cached=900_000) == 1_000_000
+    assert machine.free_of_job(500_000, used="much", cached="-1") == 500_000
+    assert machine.free_of_job("max", used=700_000) == FREE
+    assert machine.free_of_job(100, used=200) == machine.free_of_job(0) == 0
 
 
 @pytest.mark.parametrize("tight", ["a", "a/b", "a/b/c"])
@@ -119,10 +117,8 @@ def test_the_tightest_of_a_group_and_those_above_it_counts(machine, tight):
 
 def test_what_slows_a_group_down_counts_as_its_limit(machine):
     machine.use_v2("/job")
-    machine.limit_v2("job", 900_000, used=100_000, high=300_000)
-    assert machine.free() == 200_000
-    machine.limit_v2("job", "max", used=100_000, high=300_000)
-    assert machine.free() == 200_000
+    for limit in (900_000, "max"):
+        assert machine.free_of_job(limit, used=100_000, high=300_000) == 200_000
 
 
 @pytest.mark.parametrize("group", ["/", "/../outside", "/docker/abc"])
@@ -154,8 +150,7 @@ def test_with_both_versions_the_one_with_the_limit_counts(machine):
     machine.write("proc/self/cgroup", "4:memory:/job\n1:name=systemd:/x\n0::/job\n")
     machine.limit_v1("job", 700_000)
     assert machine.free() == 700_000
-    machine.limit_v2("job", 600_000)
-    assert machine.free() == 600_000
+    assert machine.free_of_job(600_000) == 600_000
 
 
 # What makes no sense.

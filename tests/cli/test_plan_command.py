@@ -62,10 +62,9 @@ def found_run(folder, *, num_stages=1, **changes):
         (("--most-slowdown-percent", "2"), "0"),
     ],
 )
-def test_the_plans_that_a_run_has_found_are_printed_to_be_pasted(words, layers, tmp_path, capsys):
+def test_the_plans_that_a_run_has_found_are_printed_to_be_pasted(words, layers, tmp_path, prints):
     found_run(tmp_path)
-    assert plan("--from", tmp_path, *words) == 0
-    *table, said, rows = capsys.readouterr().out.splitlines()
+    *table, said, rows = prints("plan", "--from", tmp_path, *words).splitlines()
     assert said == "found: it was found"
     config = OffloadConfig(**yaml.safe_load(rows))
     assert [(row.site, row.layers) for row in config.rows] == [("loss", "all"), ("mlp", layers)]
@@ -78,10 +77,10 @@ def test_the_plans_that_a_run_has_found_are_printed_to_be_pasted(words, layers, 
     assert [*tmp_path.iterdir()] == [tmp_path / "frontier.json"]
 
 
-def test_rows_of_all_stages_are_pasted_together(tmp_path, capsys):
+def test_rows_of_all_stages_are_pasted_together(tmp_path, prints):
     found_run(tmp_path, num_stages=2)
-    assert plan("--from", tmp_path, "--memory-target", "96MiB", "88MiB") == 0
-    rows = yaml.safe_load(capsys.readouterr().out.splitlines()[-1])["rows"]
+    printed = prints("plan", "--from", tmp_path, "--memory-target", "96MiB", "88MiB")
+    rows = yaml.safe_load(printed.splitlines()[-1])["rows"]
     assert [row.get("layers") for row in rows] == ["all", "0,8-10"]
 
 
@@ -100,9 +99,8 @@ def test_what_can_not_be_said_of_a_run_s_plans_is_refused(words, status, message
     assert message in "".join(capsys.readouterr())
 
 
-def test_a_run_that_has_left_no_plans_or_wrong_ones_is_refused(tmp_path, capsys):
-    assert plan("--from", tmp_path) == 2
-    assert "holds no frontier.json" in capsys.readouterr().err
+def test_a_run_that_has_left_no_plans_or_wrong_ones_is_refused(tmp_path, capsys, refused):
+    assert "holds no frontier.json" in refused("plan", "--from", tmp_path)
     found = found_run(tmp_path)
     for wrong in ({"followed": 99}, {"plans": ()}, {"more": 1}, {"bare_bytes": 10**400}):
         stage = found.stages[0].model_dump() | wrong
@@ -112,13 +110,12 @@ def test_a_run_that_has_left_no_plans_or_wrong_ones_is_refused(tmp_path, capsys)
         assert str(tmp_path / "frontier.json") in capsys.readouterr().err
 
 
-def test_where_memory_was_not_known_no_target_is_answered(tmp_path, capsys):
+def test_where_memory_was_not_known_no_target_is_answered(tmp_path, refused, prints):
     (stage,) = found_run(tmp_path).stages
     found_run(tmp_path, stages=(stage.model_copy(update={"bare_bytes": 0}),))
-    assert plan("--from", tmp_path) == 0
-    assert "not known" in capsys.readouterr().out
-    assert plan("--from", tmp_path / "frontier.json", "--memory-target", "1MiB") == 2
-    assert "isn't known" in capsys.readouterr().err
+    assert "not known" in prints("plan", "--from", tmp_path)
+    words = ("plan", "--from", tmp_path / "frontier.json", "--memory-target", "1MiB")
+    assert "isn't known" in refused(*words)
 
 
 def test_rows_of_stages_with_the_same_layers_can_be_pasted():
@@ -146,10 +143,9 @@ def rows_in(printed):
     return OffloadConfig(**yaml.safe_load(printed.splitlines()[-1])).rows
 
 
-def test_rows_of_a_model_are_printed_and_its_plans_kept_for_another_choice(model, tmp_path, capsys):
+def test_rows_of_a_model_are_printed_and_its_plans_kept_for_another_choice(model, tmp_path, prints):
     output = tmp_path / "new" / "plans.json"
-    assert plan("--model", model, "--most-slowdown-percent", "5%", "--output", output) == 0
-    printed = capsys.readouterr().out
+    printed = prints("plan", "--model", model, "--most-slowdown-percent", "5%", "--output", output)
     rows = rows_in(printed)
     assert rows
     source = load_model(model)
@@ -164,10 +160,9 @@ def test_rows_of_a_model_are_printed_and_its_plans_kept_for_another_choice(model
     assert "predicted by simulation, not measured" in printed
     assert re.search(r"host memory: up to \d+\.\d MiB pinned on a node of 2 GPUs", printed)
     assert f"plans: {output}" in printed
-    assert plan("--from", output) == 0
-    assert rows_in(capsys.readouterr().out) == rows
-    assert plan("--from", output, "--memory-target", "1TiB") == 0
-    assert {row.site for row in rows_in(capsys.readouterr().out)} <= {"norm", "mlp_act"}
+    assert rows_in(prints("plan", "--from", output)) == rows
+    rows = rows_in(prints("plan", "--from", output, "--memory-target", "1TiB"))
+    assert {row.site for row in rows} <= {"norm", "mlp_act"}
 
 
 def test_without_output_a_model_leaves_nothing(model, tmp_path, capsys):
@@ -179,23 +174,22 @@ def test_without_output_a_model_leaves_nothing(model, tmp_path, capsys):
     assert rows_in(printed) == ()
 
 
-def test_a_memory_target_is_kept_by_what_is_printed(model, capsys):
+def test_a_memory_target_is_kept_by_what_is_printed(model, prints):
     source = load_model(model)
     choice = JobChoice(source.job)
     target = peak_of(choice.without) * 7 // 8
-    assert plan("--model", model, "--memory-target", target, 1 << 40) == 0
-    rows = rows_in(capsys.readouterr().out)
+    rows = rows_in(prints("plan", "--model", model, "--memory-target", target, 1 << 40))
     first, second = choice.programs(rows)
     assert first.peak_reserved_bytes <= target < choice.without.ranks[0].peak_reserved_bytes
     assert second.offloaded_bytes == 0
     assert plan("--model", model, "--memory-target", *["1TiB"] * 3) == 2
 
 
-def test_what_may_be_recomputed_is_said_by_a_key(model, capsys, refused):
+def test_what_may_be_recomputed_is_said_by_a_key(model, prints, refused):
     words = ("--model", model, "--most-slowdown-percent", 1000, "--set")
     for given, found in (("[]", set()), ("[norm, mlp]", {"norm", "mlp"})):
-        assert plan(*words, f"offload.recompute={given}") == 0
-        again = {row.site for row in rows_in(capsys.readouterr().out) if row.recompute}
+        rows = rows_in(prints("plan", *words, f"offload.recompute={given}"))
+        again = {row.site for row in rows if row.recompute}
         assert again <= found
         assert bool(again) == bool(found)
     assert "no kind 'nrm'; did you mean 'norm'" in refused(
@@ -216,13 +210,13 @@ def test_a_target_out_of_reach_is_status_1_and_says_by_how_much(model, tmp_path,
     assert output.read_text() == "old"
 
 
-def test_a_comparison_s_folder_shows_what_its_run_has_found(tmp_path, capsys, refused):
+def test_a_comparison_s_folder_shows_what_its_run_has_found(tmp_path, prints, refused):
     run = tmp_path / "compared" / "with_offload"
     run.mkdir(parents=True)
     found_run(run)
     for folder in (run, run.parent):
-        assert plan(folder, "--memory-target", "85MiB") == 0
-        assert [row.layers for row in rows_in(capsys.readouterr().out)] == ["all", "0-3"]
+        rows = rows_in(prints("plan", folder, "--memory-target", "85MiB"))
+        assert [row.layers for row in rows] == ["all", "0-3"]
     assert "beside a run's folder there are" in refused("plan", run, "--from", run)
 
 

@@ -9,7 +9,6 @@ import pytest
 from jobs import load_model
 from processes import ROOT
 
-from megatron_offload.cli.main import main
 from megatron_offload.core.trace import read_traces
 from megatron_offload.core.units import format_bytes
 from megatron_offload.planning.job import RankSettings
@@ -19,10 +18,6 @@ from megatron_offload.planning.simulate import simulate
 pytest.importorskip("simpy")
 
 
-def run(*words):
-    return main(["simulate", *map(str, words)])
-
-
 def rows(printed):
     """Return the cells of all rows, tables one after the other."""
     lines = [line for line in printed.splitlines() if line.startswith("|")]
@@ -30,9 +25,8 @@ def rows(printed):
     return [row for row in cells if row[0].isdigit()]
 
 
-def test_what_is_printed_is_what_was_simulated(model, capsys):
-    assert run("--model", model, "--set", "offload.max_inflight_bytes=8MiB") == 0
-    printed = capsys.readouterr().out
+def test_what_is_printed_is_what_was_simulated(model, prints):
+    printed = prints("simulate", "--model", model, "--set", "offload.max_inflight_bytes=8MiB")
     job = load_model(model).job
     without = simulate(job)
     settings = RankSettings(max_inflight_bytes=8 * 2**20)
@@ -49,8 +43,8 @@ def test_what_is_printed_is_what_was_simulated(model, capsys):
         sizes += [rank.offloaded_bytes, rank.reloaded_bytes, rank.recomputed_bytes]
         assert memory[index] == [str(index), *map(format_bytes, sizes), str(rank.num_late)]
     assert "predicted by simulation, not measured" in printed
-    assert run("--model", model.rename(model.with_name("[bold]x.yaml"))) == 0
-    assert "[bold]x" in capsys.readouterr().out, "no markup"
+    model = model.rename(model.with_name("[bold]x.yaml"))
+    assert "[bold]x" in prints("simulate", "--model", model), "no markup"
 
 
 def test_what_is_recomputed_and_where_is_said_by_keys(model):
@@ -65,10 +59,9 @@ def test_what_is_recomputed_and_where_is_said_by_keys(model):
     assert (given.device_bytes, given.host_bytes) == (80 << 30, 2 << 40)
 
 
-def test_the_timeline_is_that_of_the_step_with_offload(model, tmp_path, capsys):
+def test_the_timeline_is_that_of_the_step_with_offload(model, tmp_path, prints):
     trace = tmp_path / "trace.json"
-    assert run("--model", model, "--trace", trace) == 0
-    assert f"trace: {trace}" in capsys.readouterr().out
+    assert f"trace: {trace}" in prints("simulate", "--model", model, "--trace", trace)
     job = load_model(model).job
     expected = simulate(with_units(job, units_of(job)), RankSettings(), record=True)
     for found, rank in zip(read_traces(trace), expected.ranks, strict=True):
@@ -103,33 +96,29 @@ def test_the_benchmark_job_takes_the_step_that_was_measured():
 
 
 @pytest.mark.parametrize("command", ["simulate", "plan"])
-def test_what_fits_neither_gpu_nor_host_is_said_first(model, capsys, command):
+def test_what_fits_neither_gpu_nor_host_is_said_first(model, prints, command):
     sizes = ["machine.device_bytes=8MiB", "machine.host_bytes=4MiB"]
     words = ["--most-slowdown-percent", "1000"] if command == "plan" else []
-    given = [command, "--model", str(model), *words]
-    assert main([*given, "--set", *sizes]) == 0
-    first, second = capsys.readouterr().out.splitlines()[:2]
+    given = [command, "--model", model, *words]
+    first, second = prints(*given, "--set", *sizes).splitlines()[:2]
     for line, end in (
         (first, "of a GPU, which has 8.0 MiB (machine.device_bytes)"),
         (second, "of a node of 2 GPUs, which has 4.0 MiB (machine.host_bytes)"),
     ):
         assert re.fullmatch(rf"DOES NOT FIT: \d+\.\d MiB {re.escape(end)}", line)
-    assert main(given) == 0
-    assert "DOES NOT FIT" not in capsys.readouterr().out
+    assert "DOES NOT FIT" not in prints(*given)
 
 
 MOVED_BYTES = 8 * (2 * 2 * (12 * 1024**2 + 2 * 1024) + 2001 * 1024)
 """Of two layers, embedding and head, the last norm."""
 
 
-def test_an_optimizer_on_the_host_is_counted(model, capsys):
-    given = ["simulate", "--model", str(model), "--set", "machine.host_bytes=300MiB"]
-    assert main(given) == 0
-    printed = capsys.readouterr().out
+def test_an_optimizer_on_the_host_is_counted(model, prints):
+    given = ["simulate", "--model", model, "--set", "machine.host_bytes=300MiB"]
+    printed = prints(*given)
     assert "optimizer offload" not in printed
     assert "DOES NOT FIT" not in printed
-    assert main([*given, "model.optimizer_host_bytes_per_parameter=8"]) == 0
-    printed = capsys.readouterr().out
+    printed = prints(*given, "model.optimizer_host_bytes_per_parameter=8")
     assert f"optimizer offload: {format_bytes(MOVED_BYTES)} of host memory besides" in printed
     assert f"at least {MOVED_BYTES / 4 / 102e6:.1f} ms of copies" in printed, "two GPUs' 51 GB/s"
     assert re.search(r"DOES NOT FIT: \d+\.\d MiB of a node of 2 GPUs, which has 300.0 MiB", printed)
@@ -145,8 +134,7 @@ def test_an_optimizer_on_the_host_is_counted(model, capsys):
         ("machine.node_h2d_gbps=5", 5),
     ],
 )
-def test_copies_of_an_optimizer_take_as_long_as_the_narrowest_link(model, capsys, limit, gbps):
-    given = ["model.optimizer_host_bytes_per_parameter=8", limit]
-    assert main(["simulate", "--model", str(model), "--set", *given]) == 0
-    found = re.search(r"at least (\S+) ms of copies", capsys.readouterr().out)
+def test_copies_of_an_optimizer_take_as_long_as_the_narrowest_link(model, prints, limit, gbps):
+    given = ["--model", model, "--set", "model.optimizer_host_bytes_per_parameter=8", limit]
+    found = re.search(r"at least (\S+) ms of copies", prints("simulate", *given))
     assert float(found[1]) == pytest.approx(MOVED_BYTES / 4 / gbps / 1e6, rel=0.01)

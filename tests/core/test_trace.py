@@ -257,7 +257,7 @@ def test_a_group_without_a_backward_of_its_start_is_left_by_the_next():
 
 
 class Timed:
-    """A program whose groups save nothing and take virtual time, backward twice as much."""
+    """A chunk whose groups save nothing and take virtual time, backward twice as much."""
 
     def __init__(self):
         config = make_config()
@@ -273,6 +273,7 @@ class Timed:
     def spans(self, program):
         """Trace a step; return kind, group's name and times of the spans of compute."""
         with trace_step(self.manager) as trace, self.manager.step():
+            self.manager.begin_chunk()
             program(torch.ones(1, requires_grad=True) * 1)
         return [
             (span.kind, span.label.partition("[")[0], span.start_us, span.duration_us)
@@ -280,16 +281,18 @@ class Timed:
         ]
 
 
-def test_a_start_without_a_gradient_is_left_where_the_next_boundary_is():
-    timed = Timed()
+@pytest.fixture
+def timed():
+    return Timed()
 
+
+def test_a_start_without_a_gradient_is_left_where_the_next_boundary_is(timed):
     def without_gradient(name):
         run = lambda x: timed.work(x.requires_grad_(), 10)  # noqa: E731
         return in_group(timed.manager, run, torch.ones(1), name)
 
     def program(x):
         advance = timed.backend.advance_compute
-        timed.manager.begin_chunk()
         without_gradient("a").backward()
         advance(1)
         timed.manager.begin_chunk()
@@ -321,12 +324,10 @@ def test_a_start_without_a_gradient_is_left_where_the_next_boundary_is():
     ]
 
 
-def test_a_backward_from_inside_a_group_leaves_what_it_never_entered():
-    timed, inside = Timed(), []
+def test_a_backward_from_inside_a_group_leaves_what_it_never_entered(timed):
+    inside = []
 
     def program(x):
-        timed.manager.begin_chunk()
-
         def run(x):
             inside.append(timed.work(x, 10))
             return timed.work(inside[0], 5)
@@ -363,11 +364,8 @@ def test_a_recompute_that_fails_does_not_go_on_in_what_follows():
     assert kinds.count("recompute") == 4, "in each backward, before a wait and behind it"
 
 
-def test_what_lies_around_a_group_is_not_left_with_it():
-    timed = Timed()
-
+def test_what_lies_around_a_group_is_not_left_with_it(timed):
     def program(x):
-        timed.manager.begin_chunk()
         around = lambda x: timed.work(timed.group(timed.work(x, 1), "inner", 10), 2)  # noqa: E731
         in_group(timed.manager, around, x, "outer").backward()
 
@@ -381,11 +379,8 @@ def test_what_lies_around_a_group_is_not_left_with_it():
     ]
 
 
-def test_a_commit_that_is_put_off_ends_the_forward_where_it_is_called():
-    timed = Timed()
-
+def test_a_commit_that_is_put_off_ends_the_forward_where_it_is_called(timed):
     def program(x):
-        timed.manager.begin_chunk()
         y = timed.work(timed.group(x, "a", 10, delay=True), 7)
         timed.manager.flush_delayed_groups()
         y.backward()
@@ -397,11 +392,8 @@ def test_a_commit_that_is_put_off_ends_the_forward_where_it_is_called():
     ]
 
 
-def test_a_graph_that_is_gone_through_twice_has_its_spans_twice():
-    timed = Timed()
-
+def test_a_graph_that_is_gone_through_twice_has_its_spans_twice(timed):
     def program(x):
-        timed.manager.begin_chunk()
         y = timed.group(timed.group(x, "a", 10), "b", 10)
         y.backward(retain_graph=True)
         y.backward()

@@ -39,10 +39,8 @@ def test_a_wrapper_moves_part_by_part(timing):
     first, second = torch.randn(33, 64).t(), torch.randn(33, 64).t()
     for _ in range(3):
         back = saved_and_back(offload, lambda: TwoTensor(first.clone(), second.clone()))
-        assert type(back) is TwoTensor
-        assert torch.equal(back.a, first)
-        assert torch.equal(back.b, second)
-        assert back.stride() == second.stride()
+        assert_same([first, second], [back.a, back.b])
+        assert (type(back), back.stride()) == (TwoTensor, second.stride())
         by_name = offload.last_step.by_name["activations"]
         assert by_name.offloaded_bytes == by_name.reloaded_bytes == 2 * first.nbytes
     del back
@@ -55,8 +53,7 @@ def test_wrappers_in_wrappers_move_too():
     back = saved_and_back(
         offload, lambda: TwoTensor(TwoTensor(a.clone(), b.clone()), TwoTensor(c.clone(), a.clone()))
     )
-    assert torch.equal(back.a.b, b)
-    assert torch.equal(back.b.a, c)
+    assert_same([b, c], [back.a.b, back.b.a])
     assert offload.last_step.offloaded_bytes == 4 * a.nbytes
 
 
@@ -89,8 +86,7 @@ def test_what_backward_was_handed_outlives_the_release():
         back = saved_and_back(offload, lambda: TwoTensor(full.clone(), full.clone()))
         saved_and_back(offload, lambda: TwoTensor(full.clone(), full.clone()))
         offload.manager.window.drain()
-        assert torch.equal(back.a, full)
-        assert torch.equal(back.b, full)
+        assert_same([full, full], [back.a, back.b])
 
 
 def test_a_wrapper_that_cannot_be_emptied_is_kept_whole(monkeypatch):
@@ -226,8 +222,7 @@ def test_distributed_tensors_move_their_local_part(mesh):
     for placement in (Shard(0), Replicate()):
         back = saved_and_back(offload, lambda p=placement: distribute_tensor(full, mesh, [p]))
         assert isinstance(back, DTensor)
-        assert back.placements == (placement,)
-        assert back.device_mesh == mesh
+        assert (back.placements, back.device_mesh) == ((placement,), mesh)
         assert torch.equal(back.to_local(), full)
 
 
@@ -352,9 +347,8 @@ def test_float8_tensors_of_torchao_are_reloaded_as_they_were():
             data.clone(), torch.tensor(2.0), torch.float32, LinearMMConfig()
         ),
     )
-    assert type(back) is Float8TrainingTensor
+    assert (type(back), back._scale) == (Float8TrainingTensor, 2.0)
     assert torch.equal(back._data.view(torch.uint8), data.view(torch.uint8))
-    assert back._scale == 2.0
     assert offload.last_step.offloaded_bytes >= data.nbytes
 
 

@@ -203,14 +203,13 @@ def test_what_may_run_again_is_said_with_the_reason():
     assert "(2) a part of it has hooks" in lines
 
 
-def test_the_command_maps_a_config_that_is_far_too_large_for_this_machine(tmp_path, capsys):
+def test_the_command_maps_a_config_far_too_large_for_this_machine(tmp_path, refused, prints):
     pytest.importorskip("transformers")
     path = tmp_path / "config.json"
     large = {"hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128}
     large |= {"num_key_value_heads": 8, "num_hidden_layers": 16, "vocab_size": 128256}
     path.write_text(json.dumps({"model_type": "llama", **large}))
-    assert main(["map", str(path), "--batch", "1", "--length", "8192"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = prints("map", path, "--batch", "1", "--length", "8192").splitlines()
     assert max(map(len, lines)) <= 130
     cells = {line.split()[1]: re.split("  +", line) for line in lines}
     names = [line.split()[1] for line in lines]
@@ -223,20 +222,17 @@ def test_the_command_maps_a_config_that_is_far_too_large_for_this_machine(tmp_pa
     kib = (2 * 16384 * 2 + 2 * 8 * 128 * 2 + 128 * 4) / 1024
     assert cells["self_attn"][4:] == [f"{kib} KiB", "5", "search", "other layers, .o_proj"]
     path.write_text('{"model_type": "lama"}')
-    assert main(["map", str(path)]) == 2
-    assert "did you mean 'llama'" in capsys.readouterr().err
+    assert "did you mean 'llama'" in refused("map", path)
 
 
-def test_the_command_says_where_memory_grows_by_more_than_tokens(tmp_path, capsys):
+def test_the_command_says_where_memory_grows_by_more_than_tokens(tmp_path, prints):
     pytest.importorskip("transformers")
     path = tmp_path / "config.json"
     eager = {"attn_implementation": "eager", "n_layer": 2}
     path.write_text(json.dumps({"model_type": "gpt2", **eager}))
-    assert main(["map", str(path), "--length", "128"]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    lines = [line.split() for line in prints("map", path, "--length", "128").splitlines()]
     assert [line[1] for line in lines if "linear" in line[:-2]] == ["attn"]
-    assert main(["map", str(path), "--length", "3"]) == 0
-    assert "per token" not in capsys.readouterr().out
+    assert "per token" not in prints("map", path, "--length", "3")
 
 
 def test_the_command_says_what_is_missing(tmp_path, capsys, monkeypatch):

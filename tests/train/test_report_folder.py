@@ -65,19 +65,17 @@ def test_configuration_and_facts_that_are_missing_are_gaps_that_the_page_names(t
     assert "megatron-offload train" not in page
 
 
-def test_damaged_ones_are_errors(tmp_path, capsys):
+def test_damaged_ones_are_errors(tmp_path, capsys, refused):
     folder = write_run(tmp_path / "run", "modell: {}")
-    assert main(["report", str(folder)]) == 2
-    assert "did you mean 'model'" in capsys.readouterr().err
+    assert "did you mean 'model'" in refused("report", folder)
     (folder / "config.yaml").unlink()
     (folder / "run.json").write_text("[]")
-    assert main(["report", str(folder)]) == 2
+    refused("report", folder)
     (folder / "run.json").unlink()
     for number in ("1e999", "1e99"):  # which no chart can show
         plan = f'{{"rows": [], "freed_bytes": 0, "predicted_percent": {number}}}'
         stage = f'{{"name": "0", "bare_bytes": 1, "plans": [{plan}], "followed": 0}}'
         (folder / "frontier.json").write_text(f'{{"said": "", "stages": [{stage}]}}')
-        capsys.readouterr()
         assert main(["report", str(folder)]) == 2
         assert "_percent" in capsys.readouterr().err
 
@@ -123,10 +121,9 @@ def traced(folder, *ranks):
     return folder
 
 
-def test_timelines_of_all_ranks_are_put_into_one_file(tmp_path, capsys):
+def test_timelines_of_all_ranks_are_put_into_one_file(tmp_path, prints):
     folder = traced(tmp_path / "run", 0, 1)
-    assert main(["trace", str(folder)]) == 0
-    assert f"trace: {folder / 'trace.json'}" in capsys.readouterr().out
+    assert f"trace: {folder / 'trace.json'}" in prints("trace", folder)
     own = [one for rank in (0, 1) for one in read_traces(folder / f"trace_{rank}.json")]
     assert read_traces(folder / "trace.json") == own
 
@@ -136,14 +133,11 @@ def test_a_folder_without_timelines_says_how_to_get_some(tmp_path, refused):
     assert "holds no timelines; set run.trace_step" in error
 
 
-def test_timelines_of_ranks_that_left_none_are_named(tmp_path, capsys):
+def test_timelines_of_ranks_that_left_none_are_named(tmp_path, prints):
     folder = write_run(tmp_path / "run")
     for rank, others in ((0, "trace_1.json"), (1, "trace_0.json")):
         write_traces(folder / f"trace_{rank}.json", [StepTrace(rank, [])])
-        assert main(["trace", str(folder)]) == 0
-        assert f"missing in {folder}: {others}\n" in capsys.readouterr().out
+        assert f"missing in {folder}: {others}\n" in prints("trace", folder)
         (folder / f"trace_{rank}.json").unlink()
-    assert main(["trace", str(traced(tmp_path / "job", 0, 2))]) == 0
-    assert "job: trace_1.json\n" in capsys.readouterr().out
-    assert main(["trace", str(traced(tmp_path / "whole", 0, 1))]) == 0
-    assert "missing" not in capsys.readouterr().out
+    assert "job: trace_1.json\n" in prints("trace", traced(tmp_path / "job", 0, 2))
+    assert "missing" not in prints("trace", traced(tmp_path / "whole", 0, 1))

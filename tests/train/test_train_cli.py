@@ -78,12 +78,11 @@ def test_bad_input_is_status_2_and_starts_nothing(file, words, expected, refused
     assert not (file.parent / "out").exists()
 
 
-def test_a_folder_of_any_name_is_printed_as_it_is(file, tmp_path, monkeypatch, capsys, refused):
+def test_a_folder_of_any_name_is_printed_as_it_is(file, tmp_path, monkeypatch, prints, refused):
     report = SimpleNamespace(peaks=list)
     monkeypatch.setattr("megatron_offload.train.launch.launch", lambda runs: nullcontext([report]))
     output = f'run.output="{tmp_path}/out/[/x]\\x1b[31m"'  # an escape, in YAML
-    assert cli.main(["train", "--config", str(file), "--set", output]) == 0
-    printed = capsys.readouterr().out
+    printed = prints("train", "--config", file, "--set", output)
     assert r"/out/[/x]\x1b[31m/steps.jsonl" in printed
     assert "\x1b" not in printed
     assert r"--\x1b[31m" in refused("train", "--\x1b[31m")
