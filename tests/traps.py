@@ -150,7 +150,7 @@ def is_in_finalizer(frame):
     return False
 
 
-def check_every_position(trap, step, check, *, share, positions=range):
+def check_every_position(trap, step, check, *, share, first=0, stride=1):
     """Let one step after the other fail, each at the next position, and check what follows it.
 
     Returns the number of positions.
@@ -160,14 +160,14 @@ def check_every_position(trap, step, check, *, share, positions=range):
         step: says whether the step that it takes was interrupted.
         check: takes steps that are not, and looks at what they leave.
         share: of the positions that a step has at least, whatever was learned.
-        positions: by their number those that are tried.
+        first, stride: which of them are tried.
     """
     trap.disarm()
     check()
     trap.arm(None)
     assert not step()
     num_positions = trap.num_calls
-    for position in positions(num_positions):
+    for position in range(first, num_positions, stride):
         trap.arm(position)
         if not step():
             # What is learned decides how many calls a step makes: this one had fewer.

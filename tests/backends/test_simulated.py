@@ -48,6 +48,13 @@ def reload(backend, host, target, d2h_done, label="x"):
     return backend.copy([(target, host)], backend.h2d_stream, label)
 
 
+def offload_and_reload(backend, host):
+    """Return what is reloaded of a tensor of sevens, and the events behind the copies."""
+    target = empty_device(backend)
+    d2h_done = offload(backend, filled(7), host)
+    return target, d2h_done, reload(backend, host, target, d2h_done)
+
+
 # One short program for each wait, in which no other wait orders the same two accesses. Each returns
 # the tensor whose value depends on the wait, and what it should be, or None where a program that
 # is its own compute stream can't go wrong.
@@ -67,26 +74,21 @@ def source_is_released(backend):
 
 
 def host_buffer_is_read(backend):
-    host, target = backend.empty_host(NUM_BYTES), empty_device(backend)
-    d2h_done = offload(backend, filled(7), host)
-    reload(backend, host, target, d2h_done)
+    target, *_ = offload_and_reload(backend, backend.empty_host(NUM_BYTES))
     backend.sync_copies()
     return target, 7
 
 
 def reloaded_tensor_is_used(backend):
-    host, target = backend.empty_host(NUM_BYTES), empty_device(backend)
-    d2h_done = offload(backend, filled(7), host)
-    h2d_done = reload(backend, host, target, d2h_done)
+    target, _, h2d_done = offload_and_reload(backend, backend.empty_host(NUM_BYTES))
     backend.wait(backend.compute_stream(), h2d_done, Wait.W4)
     backend.note_consumed(target, "x")
     return target.clone(), 7
 
 
 def host_buffer_is_reused(backend):
-    host, target = backend.empty_host(NUM_BYTES), empty_device(backend)
-    d2h_done = offload(backend, filled(7), host)
-    h2d_done = reload(backend, host, target, d2h_done)
+    host = backend.empty_host(NUM_BYTES)
+    target, _, h2d_done = offload_and_reload(backend, host)
     backend.wait(backend.d2h_stream, h2d_done, Wait.W5)
     offload(backend, filled(8), host, "y")
     backend.sync_copies()
@@ -95,9 +97,7 @@ def host_buffer_is_reused(backend):
 
 def target_is_reused(backend):
     first, second = backend.empty_host(NUM_BYTES), backend.empty_host(NUM_BYTES)
-    target = empty_device(backend)
-    d2h_done = offload(backend, filled(7), first)
-    h2d_done = reload(backend, first, target, d2h_done)
+    target, _, h2d_done = offload_and_reload(backend, first)
     backend.wait(backend.compute_stream(), h2d_done, Wait.W4)
     d2h_done = offload(backend, filled(8), second, "y")
     backend.note_consumed(target, "x")
@@ -274,9 +274,7 @@ def test_a_late_queue_runs_up_to_the_event_and_no_further():
 )
 def test_each_direction_has_its_own_timing(timing, d2h_at_once, h2d_at_once):
     backend = make(timing, without=[Wait.W3])
-    host, target = backend.empty_host(NUM_BYTES), empty_device(backend)
-    d2h_done = offload(backend, filled(7), host)
-    h2d_done = reload(backend, host, target, d2h_done)
+    _, d2h_done, h2d_done = offload_and_reload(backend, backend.empty_host(NUM_BYTES))
     assert (backend.is_done(d2h_done), backend.is_done(h2d_done)) == (d2h_at_once, h2d_at_once)
 
 
@@ -356,9 +354,8 @@ def test_empty_regions_are_never_a_hazard():
 
 def test_it_owns_plain_cpu_tensors():
     backend = make()
-    assert backend.owns(torch.zeros(2, 3).t())
-    assert not backend.owns(torch.zeros(2, 3).to_sparse())
-    assert not backend.owns(torch.empty(2, device="meta"))
+    tensors = torch.zeros(2, 3).t(), torch.zeros(2, 3).to_sparse(), torch.empty(2, device="meta")
+    assert [*map(backend.owns, tensors)] == [True, False, False]
 
 
 def test_the_checks_are_small_over_many_steps():

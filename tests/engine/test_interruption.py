@@ -70,7 +70,7 @@ def run_forwards_and_backwards(model, manager):
             graphs[microbatch] = forward(model, manager, seed=microbatch)
 
 
-def check_every_position(model, manager, trap, *, aborts, positions=range):
+def check_every_position(model, manager, trap, *, aborts, **which):
     """Let one step after the other fail, each at the next position; see the two after it."""
     expected = run_step(model, None, ORDER)
 
@@ -90,7 +90,7 @@ def check_every_position(model, manager, trap, *, aborts, positions=range):
     def step():
         return run_interrupted(model, manager, aborts=aborts)
 
-    return traps.check_every_position(trap, step, check, share=0.7, positions=positions)
+    return traps.check_every_position(trap, step, check, share=0.7, **which)
 
 
 @pytest.mark.parametrize(
@@ -115,21 +115,13 @@ def test_an_error_at_every_boundary(monkeypatch, name, after, aborts):
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("timing", ["late", "random"])
 def test_an_error_at_every_call_of_the_backend(request, monkeypatch, timing, after, aborts):
-    model, manager, trap = (
-        make_model(layers=2, recomputes=True),
-        make_manager(timing, **SETTINGS),
-        Trap(),
-    )
+    model, trap = make_model(layers=2, recomputes=True), Trap()
+    manager = make_manager(timing, **SETTINGS)
     for name in BACKEND_CALLS:
         call = getattr(manager.backend, name)
         monkeypatch.setattr(manager.backend, name, trap.around(call, after=after))
     stride = 3 if request.config.getoption("--quick") else 1
-
-    def positions(count):
-        return range(0, count, stride)
-
-    num_calls = check_every_position(model, manager, trap, aborts=aborts, positions=positions)
-    assert num_calls > 60
+    assert check_every_position(model, manager, trap, aborts=aborts, stride=stride) > 60
 
 
 def test_an_error_while_the_host_pool_grows(monkeypatch):
@@ -160,12 +152,8 @@ def line_trap():
 def test_a_keyboard_interrupt_at_every_line(request, line_trap, aborts):
     stride = request.config.getoption("--every-line")
     model, manager = make_model(layers=2, recomputes=True), make_manager("random", **SETTINGS)
-
-    def positions(count):
-        return range(7 % stride, count, stride)
-
-    num_lines = check_every_position(model, manager, line_trap, aborts=aborts, positions=positions)
-    assert num_lines > 1000
+    which = {"first": 7 % stride, "stride": stride}
+    assert check_every_position(model, manager, line_trap, aborts=aborts, **which) > 1000
     assert line_trap.files >= STEP_FILES
 
 
@@ -432,7 +420,7 @@ def test_every_entry_of_the_backend_is_trapped():
 LIMITS = {"max_inflight_bytes": 8192, "prefetch_bytes": 8192}
 
 
-def check_every_position_without_marks(manager, trap, positions=range):
+def check_every_position_without_marks(manager, trap, **which):
     """Let one step after the other fail, each at the next position; see the two after it."""
     offload = OffloadActivations(max_fwd_stash_size=3, min_offload_size=0, manager=manager)
     expected = zoo.train("views", None, steps=1, order="FFBB")
@@ -453,7 +441,7 @@ def check_every_position_without_marks(manager, trap, positions=range):
             return True
         return False
 
-    return traps.check_every_position(trap, step, check, share=0.8, positions=positions)
+    return traps.check_every_position(trap, step, check, share=0.8, **which)
 
 
 @pytest.mark.slow
@@ -469,10 +457,6 @@ def test_an_error_at_every_call_of_the_backend_without_marks(monkeypatch, timing
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_keyboard_interrupt_at_every_line_without_marks(request, line_trap):
-    stride = request.config.getoption("--every-line")
-
-    def positions(count):
-        return range(5 % stride, count, stride)
-
-    manager = make_manager("random", **LIMITS)
-    assert check_every_position_without_marks(manager, line_trap, positions) > 1000
+    stride, manager = request.config.getoption("--every-line"), make_manager("random", **LIMITS)
+    which = {"first": 5 % stride, "stride": stride}
+    assert check_every_position_without_marks(manager, line_trap, **which) > 1000

@@ -208,12 +208,9 @@ def test_experts_take_as_many_tokens_a_gpu_as_are_chosen():
     groups = job_from_model(describe(**MOE, expert_parallel=4)).stages[1].groups
     by_name = {group.name: group for group in groups}
     assert "mlp_fc1" not in by_name
-    assert by_name["mlp_norm"].num_bytes // MIB == 64
-    assert by_name["expert_fc1"].num_bytes // MIB == 2 * 64
-    assert by_name["moe_act"].num_bytes // MIB == 2 * 64
-    assert by_name["expert_fc2"].num_bytes // MIB == 2 * 32
-    assert not by_name["router"].is_marked
-    assert by_name["router"].kept_bytes // MIB == 64
+    names = ("mlp_norm", "expert_fc1", "moe_act", "expert_fc2")
+    assert [by_name[name].num_bytes // MIB for name in names] == [64, 2 * 64, 2 * 64, 2 * 32]
+    assert (by_name["router"].is_marked, by_name["router"].kept_bytes // MIB) == (False, 64)
     assert [unit.unit for unit in by_name["expert_fc2"].units] == ["moe_act"]
     alone = job_from_model(describe(**MOE)).stages[1].groups
     units = {unit.unit: unit.num_bytes // MIB for group in alone for unit in group.units}

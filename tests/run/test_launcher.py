@@ -148,10 +148,9 @@ def found(request, launch):
 
 def test_a_script_runs_as_python_runs_it_and_our_flags_count_before_it_and_behind(found):
     assert found["version"].startswith("0.16.") == (found["asked"] == "0.16")
-    assert found["name"] == "__main__"
     assert found["argv"] == [*job(found["asked"], *BEHIND)]
-    assert found["path"] == str(PROGRAM.parent)
-    assert found["beside"] == "launcher_beside"
+    names = [found[key] for key in ("name", "path", "beside")]
+    assert names == ["__main__", str(PROGRAM.parent), "launcher_beside"]
     assert found["policy"] == {"kind": "auto", "most_slowdown_percent": 3.0}
     assert found["recompute"] == ["norm"]
     kinds = {type(value) for value in found["plain"].values()}
@@ -160,9 +159,7 @@ def test_a_script_runs_as_python_runs_it_and_our_flags_count_before_it_and_behin
 
 def test_our_names_are_accepted_no_argument_or_variable_stays_changed_and_all_is_undone(found):
     assert found["modules"] == OUR_NAMES[1:]
-    assert found["on"]
-    assert found["unchanged"]
-    assert found["copied"]
+    assert all(found[key] for key in ("on", "unchanged", "copied"))
     assert found["variable"] is None
     assert found["asked"] == "later" or found["seen"] == "1"
     assert found["installed"]
