@@ -97,7 +97,7 @@ def _show_found(given: Given, folder: Path) -> int:
     found = read_frontier(main_folder(folder) if folder.is_dir() else folder)
     targets, out, chosen = _targets(given, len(found.stages)), console(), list[int]()
     if targets and not all(stage.bare_bytes for stage in found.stages):
-        raise ConfigError("what the run had in use isn't known, so no target can be kept")
+        raise ConfigError(f"{folder} doesn't say what was in use, so no target can be kept")
     for number, stage in enumerate(found.stages):
         place: int | None = stage.followed
         if targets:

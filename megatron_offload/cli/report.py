@@ -21,7 +21,6 @@ from pydantic_settings import CliPositionalArg
 
 from megatron_offload.cli.options import Options, writing
 from megatron_offload.config import load_yaml
-from megatron_offload.core.trace import read_traces
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import read_model, validate
 from megatron_offload.files.text import read_text, replace_text
@@ -82,6 +81,8 @@ def read_report(folder: Path) -> Report:
         num_steps, before = len(offloaded.steps), read_steps(folder / FOLDERS[0])
         if len(before) < num_steps:
             raise ConfigError(f"{folder / FOLDERS[0]} ends at step {len(before)} of {num_steps}")
+        if len(before[0].ranks) != len(offloaded.steps[0].ranks):
+            raise ConfigError(f"{folder / FOLDERS[0]} has other ranks than {main}")
         plain = RunReport(before[:num_steps])
     path, facts_path = folder / run_folder.CONFIG_NAME, main / run_folder.FACTS_NAME
     config = validate(TrainConfig, load_yaml(path), str(path)) if path.exists() else None
@@ -103,7 +104,7 @@ def read_report(folder: Path) -> Report:
         config=read_text(path).rstrip() if config else None,
         versions=facts.versions if facts else {},
         findings=comparison.findings if comparison else None,
-        traces=[one for path in run_folder.trace_files(main) for one in read_traces(path)],
+        traces=run_folder.read_timelines(main),
         found=read_frontier(main) if (main / NAME).exists() else None,
     )
 

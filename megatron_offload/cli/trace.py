@@ -17,7 +17,7 @@ from pathlib import Path
 from pydantic_settings import CliPositionalArg
 
 from megatron_offload.cli.options import Options, writing
-from megatron_offload.core.trace import read_traces, write_traces
+from megatron_offload.core.trace import write_traces
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import read_model
 from megatron_offload.report.console import console
@@ -34,15 +34,15 @@ class Given(Options):
 def run(given: Given) -> int:
     """Write ``trace.json``; return 0."""
     folder = run_folder.main_folder(given.folder)
-    paths, facts = run_folder.trace_files(folder), folder / run_folder.FACTS_NAME
-    if not paths:
+    traces, facts = run_folder.read_timelines(folder), folder / run_folder.FACTS_NAME
+    if not traces:
         raise ConfigError(f"{given.folder} holds no timelines; set run.trace_step: 4 and run again")
     num_ranks = read_model(run_folder.RunFacts, facts).ranks if facts.exists() else 0
     with writing(path := given.folder / "trace.json"):
-        write_traces(path, [one for file in paths for one in read_traces(file)])
+        write_traces(path, traces)
     console().print(f"trace: {path}, for https://ui.perfetto.dev")
-    last = int(paths[-1].stem.rpartition("_")[2])
-    names = (f"trace_{rank}.json" for rank in range(max(num_ranks, last + 1)))
-    if missing := [name for name in names if folder / name not in paths]:
+    ranks = [one.rank for one in traces]
+    lacking = (rank for rank in range(max(num_ranks, ranks[-1] + 1)) if rank not in ranks)
+    if missing := [f"trace_{rank}.json" for rank in lacking]:
         console().print(f"missing in {folder}: {', '.join(missing)}", style="yellow")
     return 0

@@ -47,7 +47,7 @@ _MAX_TRACE_BYTES = 1024**3
 """Larger files are no trace of a few steps."""
 
 _Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-_Time = Annotated[_Number, Field(ge=0)]
+_Time = Annotated[_Number, Field(ge=0, le=1e15)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ def read_traces(path: str | Path) -> list[StepTrace]:
                 fields = {"name": event["name"], "time_us": event["ts"], "value": args["bytes"]}
                 trace.counters.append(_COUNTER.validate_python(fields))
     except (AttributeError, KeyError, TypeError, ValidationError) as error:
-        why = shorten(repr(error), 300)
+        why = shorten(" ".join(repr(error).split()), 300)
         raise ConfigError(f"{path} is not a trace of this package: {why}") from error
     return [traces[rank] for rank in sorted(traces)]
 

@@ -11,8 +11,8 @@ from pydantic import AwareDatetime, ByteSize, Field
 
 from megatron_offload.files.strict_model import Bytes, StrictModel
 
-_Bandwidth = Annotated[float, Field(gt=0)]
-_Rate = Annotated[float, Field(gt=0, le=1e6)]
+Rate = Annotated[float, Field(ge=1e-6, le=1e15)]
+"""Others are a slip of the pen, and make a time that is no number."""
 
 
 class Machine(StrictModel):
@@ -22,45 +22,45 @@ class Machine(StrictModel):
     GB/s each, to the device 55, and 25.6 each way when both run, which no single limit explains.
     """
 
-    d2h_gbps: _Bandwidth = 55.0
+    d2h_gbps: Rate = 55.0
     """To the host, one GPU with the host to itself."""
-    h2d_gbps: _Bandwidth = 55.0
+    h2d_gbps: Rate = 55.0
     """Host-to-device bandwidth, GB/s."""
-    both_gbps: _Bandwidth = 51.0
+    both_gbps: Rate = 51.0
     """Each way, when both directions of a GPU run."""
-    node_gbps: _Bandwidth = 205.0
+    node_gbps: Rate = 205.0
     """What all GPUs of a node copy together, in and out added."""
-    node_d2h_gbps: _Bandwidth | None = 164.0
+    node_d2h_gbps: Rate | None = 164.0
     """The most of it that is offloaded; None sets no such bound."""
-    node_h2d_gbps: _Bandwidth | None = None
+    node_h2d_gbps: Rate | None = None
     """The most of it that goes to the devices; None sets no such bound."""
     gpus_per_node: int = Field(default=4, ge=1)
     """GPUs that share what a node's copies get: those of pipeline ranks in order, and of each rank
     all that do the same at the same time, such as a tensor-parallel group."""
-    p2p_gbps: _Bandwidth = 100.0
+    p2p_gbps: Rate = 100.0
     """Between neighbouring stages, in 10^9 bytes a second; messages don't slow each other down."""
     device_bytes: Bytes = ByteSize(139 * 2**30)
     """Memory of a GPU; what doesn't fit is said."""
     host_bytes: Bytes = ByteSize(2 * 2**40)
     """Memory of a node that may be pinned; likewise."""
-    p2p_latency_us: float = Field(default=10.0, ge=0)
+    p2p_latency_us: float = Field(default=10.0, ge=0, le=1e9)
     """Of a message of any size."""
 
 
 class CopyRates(StrictModel):
     """How fast one GPU copies, in 10^9 bytes a second, from and to page-locked memory."""
 
-    d2h_gbps: _Rate
+    d2h_gbps: Rate
     """To the host, alone."""
-    h2d_gbps: _Rate
+    h2d_gbps: Rate
     """To the device, alone."""
-    both_d2h_gbps: _Rate
+    both_d2h_gbps: Rate
     """To the host while as much is reloaded."""
-    both_h2d_gbps: _Rate
+    both_h2d_gbps: Rate
     """To the device meanwhile."""
-    node_d2h_gbps: _Rate
+    node_d2h_gbps: Rate
     """To the host while all GPUs of the job on this machine copy both ways."""
-    node_h2d_gbps: _Rate
+    node_h2d_gbps: Rate
     """To the device meanwhile."""
 
 

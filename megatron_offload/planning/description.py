@@ -108,7 +108,7 @@ class Budgets(StrictModel):
 class MeasuredStep(StrictModel):
     """A step measured on the same kind of GPU, of the job as its file has it or of another one."""
 
-    step_ms: float = Field(gt=0)
+    step_ms: float = Field(gt=0, le=1e9)
     """Of the slowest rank, without offload."""
     model: dict[str, Any] = Field(default={})
     """What was other there than in the section ``model``, such as ``hidden`` and ``ffn``."""

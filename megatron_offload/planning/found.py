@@ -20,6 +20,7 @@ from megatron_offload.planning.row_choice import MOST_DOUBT, RowChoice
 
 NAME = "frontier.json"
 _Size = Annotated[int, Field(ge=0, lt=2**63)]
+_Percent = Annotated[float, Field(ge=-1e12, le=1e12)]
 
 
 class FoundPlan(StrictModel):
@@ -28,9 +29,9 @@ class FoundPlan(StrictModel):
     rows: tuple[RowConfig, ...]
     freed_bytes: _Size
     """Predicted, of what is allocated at most."""
-    predicted_percent: float
+    predicted_percent: _Percent
     """What a step is predicted to take longer."""
-    measured_percent: tuple[float, float, float] | None = None
+    measured_percent: tuple[_Percent, _Percent, _Percent] | None = None
     """Likewise measured, with the ends of its interval; None where it wasn't tried."""
     reserved_bytes: _Size | None = None
     """What was reserved while it was tried."""

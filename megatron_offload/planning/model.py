@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import ByteSize, Field, field_validator, model_validator
 
 from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.files.strict_model import Bytes, Names, StrictModel
+from megatron_offload.machine.profile import Rate
 from megatron_offload.planning.schedule import ScheduleName
 
 LAYER_GROUPS = (
@@ -40,7 +41,7 @@ class ModelDescription(StrictModel):
 
     experts: int = Field(default=0, ge=0, le=_MOST)
     """In place of a dense MLP; 0 for none."""
-    experts_per_token: int = Field(default=2, ge=1)
+    experts_per_token: int = Field(default=2, ge=1, le=_MOST)
     expert_ffn: int | None = Field(default=None, ge=1, le=_MOST)
     """Width of an expert; None for ``ffn``."""
     shared_expert_ffn: int = Field(default=0, ge=0, le=_MOST)
@@ -67,18 +68,18 @@ class ModelDescription(StrictModel):
     """GPUs that share the experts, each whole; a token goes to any GPU with the same chance."""
     schedule: ScheduleName | None = None
     """None: ``interleaved`` with several virtual stages, else ``1f1b``."""
-    stage_layers: tuple[int, ...] | None = None
+    stage_layers: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     """Layers of each stage of the whole pipeline; None: as many everywhere."""
     account_for_embedding_in_pipeline_split: bool = False
     """Whether the embedding takes the place of a layer, as by Megatron's option of this name."""
     account_for_loss_in_pipeline_split: bool = False
     """Likewise the head and the loss."""
 
-    value_bytes: int = Field(default=2, ge=1)
+    value_bytes: int = Field(default=2, ge=1, le=64)
     """Of an activation or a weight; 2 in bf16."""
-    static_bytes_per_parameter: float = Field(default=4.0, ge=0)
+    static_bytes_per_parameter: float = Field(default=4.0, ge=0, le=_MOST)
     """Weight, gradient and this GPU's share of the optimizer's state."""
-    optimizer_host_bytes_per_parameter: float = Field(default=0.0, ge=0)
+    optimizer_host_bytes_per_parameter: float = Field(default=0.0, ge=0, le=_MOST)
     """What optimizer offload keeps on the host instead: with Megatron's Adam 16 bytes (weight, both
     moments and gradient, of which a step copies one each way) times ``optimizer_offload_fraction``,
     divided by the GPUs that share the optimizer."""
@@ -104,16 +105,16 @@ class ModelDescription(StrictModel):
     min_tensor_bytes: Bytes = ByteSize(1024 * 1024)
     """Smaller tensors are kept."""
 
-    peak_tflops: float = Field(gt=0)
+    peak_tflops: Rate
     """Of a GPU, dense."""
-    achieved_share: float = Field(default=0.66, gt=0, le=1)
+    achieved_share: float = Field(default=0.66, ge=1e-6, le=1)
     """The part of it that matrix products get where nothing else runs, and so the least; 0.66 on
     H200s at their limit of power. The section ``measured`` of a job fits it."""
-    memory_gbps: float = Field(gt=0)
+    memory_gbps: Rate
     """Bandwidth of the device's own memory."""
-    host_us_per_launch: float = Field(default=55.0, ge=0)
+    host_us_per_launch: float = Field(default=55.0, ge=0, le=_MOST)
     """What the host takes for a kernel, all that Python does around it included."""
-    host_us_per_group: float = Field(default=350.0, ge=0)
+    host_us_per_group: float = Field(default=350.0, ge=0, le=_MOST)
     """What it takes besides for a group that this package sees."""
 
     @field_validator("modules")

@@ -12,12 +12,16 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from megatron_offload.engine.stats import GroupStats
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import StrictModel, validate
 from megatron_offload.files.text import open_regular, parse_json
+
+_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 LOG_NAME = "steps.jsonl"
 COMPARISON_NAME = "compare.json"
@@ -36,7 +40,7 @@ class RankStep:
     loss: float | None
     """Mean over this rank's microbatches; None where another rank has the last stage."""
     grad_norm: float
-    step_time_s: float
+    step_time_s: _Seconds
     offloaded_bytes: int = 0
     reloaded_bytes: int = 0
     recomputed_bytes: int = 0
@@ -65,7 +69,7 @@ class StepRecord:
     step: int
     loss: float
     grad_norm: float
-    step_time_s: float
+    step_time_s: _Seconds
     tokens: int
     ranks: tuple[RankStep, ...]
 
@@ -108,8 +112,9 @@ class RunReport:
         ranks = [asdict(rank) for rank in steps[-1].ranks]
         for index, rank in enumerate(ranks):
             for key in rank:
-                if key.startswith("peak_") and rank[key] is not None:
-                    rank[key] = max(getattr(step.ranks[index], key) for step in steps)
+                if key.startswith("peak_"):
+                    peaks = (getattr(step.ranks[index], key) for step in steps)
+                    rank[key] = max((x for x in peaks if x is not None), default=None)
         return ranks
 
 
@@ -127,6 +132,9 @@ def read_steps(folder: Path) -> list[StepRecord]:
             record = validate(StepRecord, parse_json(line, source, allow_nan=True), source)
             if record.step != len(records) + 1:
                 raise ConfigError(f"{source} is of step {record.step}, which does not follow")
+            num_ranks = len((records or [record])[0].ranks)
+            if not num_ranks or [one.rank for one in record.ranks] != [*range(num_ranks)]:
+                raise ConfigError(f"{source} has no ranks, or not those of the first step in order")
             records.append(record)
     return records
 

@@ -16,6 +16,7 @@ import yaml
 from filelock import FileLock, Timeout
 from pydantic import Field
 
+from megatron_offload.core.trace import StepTrace, read_traces
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import StrictModel, write_model
 from megatron_offload.files.text import replace_text
@@ -80,7 +81,7 @@ def prepare_folder(config: TrainConfig, gpu: str | None, ranks: int) -> None:
     folder = config.run.output
     folder.mkdir(exist_ok=True)
     (folder / FRONTIER_NAME).unlink(missing_ok=True)
-    for path in trace_files(folder):
+    for path in trace_files(folder).values():
         path.unlink()
     facts = RunFacts(
         device=gpu or f"simulated on {os.cpu_count()} CPU cores",
@@ -107,9 +108,19 @@ def main_folder(folder: Path) -> Path:
     return offloaded if offloaded.is_dir() else folder
 
 
-def trace_files(folder: Path) -> list[Path]:
+def trace_files(folder: Path) -> dict[int, Path]:
     """Return the traces in a run's own folder, by rank."""
     name = re.compile(r"trace_(0|[1-9]\d{0,5})\.json")
     found = {path: name.fullmatch(path.name) for path in folder.glob("trace_*")}
-    ranks = {int(match[1]): path for path, match in found.items() if match}
-    return [ranks[rank] for rank in sorted(ranks)]
+    return dict(sorted((int(match[1]), path) for path, match in found.items() if match))
+
+
+def read_timelines(folder: Path) -> list[StepTrace]:
+    """Read the traces in a run's own folder, by rank; `ConfigError` for a damaged one."""
+    traces: list[StepTrace] = []
+    for rank, path in trace_files(folder).items():
+        found = read_traces(path)
+        if [one.rank for one in found] != [rank]:
+            raise ConfigError(f"{path} must hold the timeline of rank {rank} alone")
+        traces += found
+    return traces

@@ -115,7 +115,7 @@ def test_where_memory_was_not_known_no_target_is_answered(tmp_path, refused, pri
     found_run(tmp_path, stages=(stage.model_copy(update={"bare_bytes": 0}),))
     assert "not known" in prints("plan", "--from", tmp_path)
     words = ("plan", "--from", tmp_path / "frontier.json", "--memory-target", "1MiB")
-    assert "isn't known" in refused(*words)
+    assert "frontier.json doesn't say" in refused(*words)
 
 
 def test_rows_of_stages_with_the_same_layers_can_be_pasted():

@@ -54,6 +54,8 @@ def describe(**changes):
         ({"kv_heads": 7}, "heads 64 is no multiple of 7"),
         ({"modules": ["mlp_fc3"]}, "unknown group 'mlp_fc3'; did you mean 'mlp_fc"),
         ({"achieved_share": 1.5}, "achieved_share"),
+        ({"peak_tflops": 1e308, "memory_gbps": 5e-324}, "peak_tflops(.|\n)*memory_gbps"),
+        ({"static_bytes_per_parameter": 1e308, "stage_layers": [-1]}, "layers.0(.|\n)*static"),
         ({"sequence": 0}, "sequence"),
         ({"layers": 10**6}, "layers"),
         ({"tensor_parallel": 3}, "heads 64 is no multiple of 3"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -65,19 +67,69 @@ def test_configuration_and_facts_that_are_missing_are_gaps_that_the_page_names(t
     assert "megatron-offload train" not in page
 
 
-def test_damaged_ones_are_errors(tmp_path, capsys, refused):
-    folder = write_run(tmp_path / "run", "modell: {}")
-    assert "did you mean 'model'" in refused("report", folder)
-    (folder / "config.yaml").unlink()
-    (folder / "run.json").write_text("[]")
-    refused("report", folder)
-    (folder / "run.json").unlink()
-    for number in ("1e999", "1e99"):  # which no chart can show
-        plan = f'{{"rows": [], "freed_bytes": 0, "predicted_percent": {number}}}'
-        stage = f'{{"name": "0", "bare_bytes": 1, "plans": [{plan}], "followed": 0}}'
-        (folder / "frontier.json").write_text(f'{{"said": "", "stages": [{stage}]}}')
-        assert main(["report", str(folder)]) == 2
-        assert "_percent" in capsys.readouterr().err
+def line(**changes):
+    return replace(step(1, 9), **changes).to_json() + "\n"
+
+
+def frontier(percent):
+    plan = f'{{"rows": [], "freed_bytes": 0, "predicted_percent": {percent}}}'
+    stage = f'{{"name": "0", "bare_bytes": 1, "plans": [{plan}], "followed": 0}}'
+    return f'{{"said": "", "stages": [{stage}]}}'
+
+
+ONE, TWO = step(1, 9).ranks
+SPAN = '"pid": 0, "ph": "X", "tid": 0, "cat": "other", "args": {"bytes": 1%s}, "ts": %s, "dur": 1'
+OFF, ON, TRACE = (
+    "without_offload/steps.jsonl",
+    "with_offload/steps.jsonl",
+    "with_offload/trace_0.json",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("compare.json", "{}", "'findings' is required"),
+        ("compare.json", "[]", "must hold a mapping"),
+        ("config.yaml", "modell: {}", "did you mean 'model'"),
+        ("with_offload/run.json", '{"devicee": "x"}', "did you mean 'device'"),
+        (TRACE, "{", "not plain JSON"),
+        (TRACE, '{"traceEvents": [{"pid": 0}]}', "not a trace"),
+        (TRACE, '{"traceEvents": []}', "the timeline of rank 0 alone"),
+        (TRACE, '{"traceEvents": [{"pid": 1, "ph": "M", "args": {}}]}', "of rank 0 alone"),
+        (TRACE, f'{{"traceEvents": [{{{SPAN % ("", 1e308)}}}]}}', "not a trace"),
+        (TRACE, f'{{"traceEvents": [{{{SPAN % (400 * "0", 1)}}}]}}', "is too large"),
+        (ON, '{"step": 1}\n', "'loss' is required"),
+        (ON, line(ranks=()), "line 1 has no ranks"),
+        (ON, line() + line(step=2, ranks=(ONE,)), "line 2 has no ranks, or not those"),
+        (ON, line(ranks=(TWO, ONE)), "line 1 has no ranks, or not those of the first step"),
+        (ON, line(step_time_s=math.nan), "'step_time_s': input should be a finite number"),
+        (OFF, "", "ends at step 0 of 4"),
+        (OFF, "".join(line(step=1 + n, ranks=(ONE,)) for n in range(4)), "has other ranks than"),
+        ("with_offload/frontier.json", '{"stages": []}', "'said' is required"),
+        ("with_offload/frontier.json", frontier("1e999"), "frontier.json"),
+        ("with_offload/frontier.json", frontier("1e99"), "_percent': input should be less"),
+    ],
+)
+def test_a_damaged_file_is_refused_by_its_name_and_the_last_page_remains(
+    tmp_path, capsys, name, content, expected
+):
+    for folder in ("without_offload", "with_offload"):
+        write_run(tmp_path / folder)
+    (tmp_path / "compare.json").write_text('{"findings": {}}')
+    (tmp_path / "report.html").write_text("last")
+    (tmp_path / name).write_text(content)
+    assert main(["report", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert expected in error
+    assert all(str(tmp_path / name.split("/")[0]) in one for one in error.splitlines())
+    assert (tmp_path / "report.html").read_text() == "last"
+
+
+def test_a_peak_that_a_step_lacks_is_that_of_the_others(tmp_path):
+    lines = [step(1, None), step(2, 7)]
+    (tmp_path / "steps.jsonl").write_text("".join(one.to_json() + "\n" for one in lines))
+    assert report.read_report(tmp_path).memory[0].highest.offloaded == 7
 
 
 def test_the_page_s_folder_is_made(tmp_path):
