@@ -27,12 +27,12 @@ from megatron_offload.cli.train import Given, found_in, read_config
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import write_model
+from megatron_offload.observe.run_report import write_config
 from megatron_offload.report.console import console
 from megatron_offload.report.tables import rank_table
 from megatron_offload.train import records
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.launch import launch
-from megatron_offload.train.run_folder import write_config
 
 
 def run(given: Given) -> int:

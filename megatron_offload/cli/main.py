@@ -25,7 +25,7 @@ COMMANDS = {
     "plan": "choose what is offloaded of a described model, or show what a run has found",
     "map": "print what each site of a model saves, from its config.json",
     "simulate": "predict a step without and with offload, with no GPU",
-    "report": "write one HTML page about a run",
+    "report": "write one HTML page about a run, or about plans",
     "doctor": "say what is wrong with this machine for offload",
     "trace": "put a run's timelines into one file for Perfetto",
 }

@@ -1,8 +1,8 @@
 r"""Choose rows of a described job by simulation, with no GPU, or print those that a run has found.
 
 reads    the YAML of --model; or frontier.json of a run's folder, in its place or by --from: the
-         trainer and --offload-report leave it, and offload.manager.tuner.save(FOLDER) in any
-         program, as does --output here
+         trainer, --offload-report and, in any program, offload.save_report(FOLDER) leave it, as
+         does --output here, whose page 'megatron-offload report FILE' writes
 prints   of every pipeline rank the plans of rows among which was chosen, what each frees, and what
          it is predicted to take or, where a run has tried it, took; of a described job also peak
          memory and step time, predicted and not measured; in the end the rows that were chosen, to

@@ -20,8 +20,9 @@ from megatron_offload.cli.options import Options, writing
 from megatron_offload.core.trace import write_traces
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import read_model
+from megatron_offload.observe.run_report import FACTS_NAME, RunFacts, read_timelines
 from megatron_offload.report.console import console
-from megatron_offload.train import run_folder
+from megatron_offload.train.run_folder import main_folder
 
 
 class Given(Options):
@@ -33,11 +34,11 @@ class Given(Options):
 
 def run(given: Given) -> int:
     """Write ``trace.json``; return 0."""
-    folder = run_folder.main_folder(given.folder)
-    traces, facts = run_folder.read_timelines(folder), folder / run_folder.FACTS_NAME
+    folder = main_folder(given.folder)
+    traces, facts = read_timelines(folder), folder / FACTS_NAME
     if not traces:
         raise ConfigError(f"{given.folder} holds no timelines; set run.trace_step: 4 and run again")
-    num_ranks = read_model(run_folder.RunFacts, facts).ranks if facts.exists() else 0
+    num_ranks = read_model(RunFacts, facts).ranks if facts.exists() else 0
     with writing(path := given.folder / "trace.json"):
         write_traces(path, traces)
     console().print(f"trace: {path}, for https://ui.perfetto.dev")

@@ -61,8 +61,9 @@ def parse_json(text: bytes | str, source: str, *, allow_nan: bool = False) -> An
     """
     try:
         data = from_json(text, allow_inf_nan=allow_nan)  # nested no deeper than it can be read
-        json.loads(text, object_pairs_hook=_once, parse_int=_float_sized)
-    except ValueError as error:
+        # No integer may be too large for a float.
+        json.loads(text, object_pairs_hook=_once, parse_int=lambda digits: int(digits) / 1)
+    except (ValueError, OverflowError) as error:
         raise ConfigError(f"{source} is not plain JSON: {error}") from error
     return data
 
@@ -72,13 +73,6 @@ def _once(pairs: list[tuple[str, Any]]) -> None:
     keys = Counter(key for key, _ in pairs)
     if len(keys) < len(pairs):
         raise ValueError(f"key {shorten(keys.most_common(1)[0][0])!r} is given twice")
-
-
-def _float_sized(text: str) -> int:
-    """Refuse an integer that no float is as large as: no size and no time is."""
-    if len(text) > 300:
-        raise ValueError(f"{shorten(text)} is too large")
-    return int(text)
 
 
 def replace_text(path: str | Path, text: str) -> None:

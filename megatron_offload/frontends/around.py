@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Self
 
 from torch import nn
@@ -15,6 +16,7 @@ from megatron_offload.engine.automatic import AutomaticGroups, unpack
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import ConfigError
+from megatron_offload.observe.run_report import save_report
 
 _ALL_MOVES = "it takes what autograd saves, whatever module that is; offload_modules() goes by name"
 _RATIO = "offload_ratio says what is offloaded; give that, or use OffloadActivations"
@@ -147,6 +149,11 @@ class AroundForwards(saved_tensors_hooks):
     def last_step(self) -> StepStats:
         """Counters of the last step that is over."""
         return self._groups.manager.last_step
+
+    def save_report(self, folder: str | Path) -> None:
+        """Leave in a folder what ``megatron-offload report FOLDER`` shows; each rank calls it."""
+        self.end_step()
+        save_report(self._groups.manager, folder)
 
     def end_step(self) -> bool:
         """End the step now if nothing that it saved is left, and return whether there was one."""

@@ -330,6 +330,9 @@ class NoOffload(contextlib.nullcontext[None]):
         """Return that there was no step."""
         return False
 
+    def save_report(self, folder: object) -> None:
+        """Leave nothing."""
+
     def close(self) -> None:
         """Free nothing."""
 

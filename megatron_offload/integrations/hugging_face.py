@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import cached_property, partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -38,6 +39,9 @@ class OffloadMixin:
 
     offload_all_counters = False
     """Likewise: whether all counters are logged, as by `StepStats.metrics`."""
+
+    offload_report: str | Path | None = None
+    """Likewise: a folder for what ``megatron-offload report`` shows, once training has ended."""
 
     model: Any
     is_in_offload = False
@@ -80,6 +84,8 @@ def _log(trainer: OffloadMixin, call: Call, logs: dict[str, Any], *args: Any, **
         trainer.offload.end_step()
         step = trainer.offload.last_step
         logs |= step.metrics(all_counters=trainer.offload_all_counters)
+    if "train_runtime" in logs and trainer.offload_report is not None:  # training has ended
+        trainer.offload.save_report(trainer.offload_report)
     return call(logs, *args, **kwargs)
 
 

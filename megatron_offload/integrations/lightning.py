@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -17,11 +19,14 @@ class OffloadCallback(Callback):
 
     Args:
         all_counters: whether all counters are logged, as by `StepStats.metrics`.
+        report: a folder for what ``megatron-offload report`` shows, once ``fit`` has ended.
         options: arguments of `OffloadActivations`, such as ``config``.
     """
 
-    def __init__(self, *, all_counters: bool = False, **options: Any) -> None:
-        self._all_counters = all_counters
+    def __init__(
+        self, *, all_counters: bool = False, report: str | Path | None = None, **options: Any
+    ) -> None:
+        self._all_counters, self._report = all_counters, report
         self._options = {"warn_if_no_head": False, **options}
         self._patches = PatchStack()
         self.offload: Any = None
@@ -38,6 +43,8 @@ class OffloadCallback(Callback):
 
         self._patches.wrap(trainer.strategy, "training_step", offloaded)
         self._patches.on_undo(self.offload.close)
+        if self._report is not None:
+            self._patches.on_undo(partial(self.offload.save_report, self._report))
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Give the loggers this batch's counters where Lightning gives them what it logs."""

@@ -80,7 +80,7 @@ def gather(mine: _Said, group: dist.ProcessGroup | None = None) -> list[_Said]:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return [mine]
-    said = [mine] * dist.get_world_size(group)
+    said = [mine] * num_ranks(group)
     dist.all_gather_object(said, mine, group=group)
     return said
 
@@ -88,3 +88,8 @@ def gather(mine: _Said, group: dist.ProcessGroup | None = None) -> list[_Said]:
 def rank_in(group: dist.ProcessGroup | None = None) -> int:
     """Return this process's place in what `gather` returns."""
     return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
+
+
+def num_ranks(group: dist.ProcessGroup | None = None) -> int:
+    """Return how many `gather` returns."""
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1

@@ -152,8 +152,7 @@ def read_frontier(folder: Path) -> RunFrontier:
     path = folder if folder.name == NAME or folder.is_file() else folder / NAME
     if not os.path.lexists(path):
         raise ConfigError(
-            f"{folder} holds no {NAME}: where rows are found the trainer leaves it in run.output "
-            "(of a comparison in with_offload/), a Megatron job with --offload-report FOLDER, any "
-            "other program by offload.manager.tuner.save(FOLDER)"
+            f"{folder} holds no {NAME}: where rows are found the trainer leaves it in run.output, "
+            "a Megatron job with --offload-report, others by offload.save_report(FOLDER)"
         )
     return read_model(RunFrontier, path)

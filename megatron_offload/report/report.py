@@ -22,6 +22,7 @@ from megatron_offload.core.trace import StepTrace
 from megatron_offload.core.units import format_bytes, format_us
 from megatron_offload.errors import require
 from megatron_offload.files.text import read_text
+from megatron_offload.observe.run_report import RunFacts
 from megatron_offload.planning.found import RunFrontier
 from megatron_offload.report.tables import found_rows
 
@@ -44,6 +45,9 @@ class Pair(NamedTuple):
         return self.offloaded / self.without - 1
 
 
+_UNKNOWN = Pair(None, None)
+
+
 class MemoryKind(NamedTuple):
     """A way to measure device memory, such as "reserved memory", and each rank's peak in bytes."""
 
@@ -59,33 +63,25 @@ class MemoryKind(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One run, or the two runs of a comparison."""
+    """One run, the two runs of a comparison, or plans of rows alone."""
 
     title: str
-    num_steps: int
-    device: str
-    is_simulated: bool
-    date: str
-    memory: Sequence[MemoryKind]
+    facts: RunFacts | None = None
+    """None where none were left."""
+    num_steps: int = 0
+    """0 where the last step alone is known."""
+    memory: Sequence[MemoryKind] = ()
     """What was measured, the one that counts most first."""
-    ranks: Sequence[Mapping[str, Any]]
+    ranks: Sequence[Mapping[str, Any]] = ()
     """What each rank moved in the last step, in all and in its ``groups``: numbers by name."""
-    step_time_s: Pair
-    config: str | None
+    step_time_s: Pair = _UNKNOWN
+    config: str | None = None
     """As YAML, what was given of it; None where the run has left none."""
-    versions: Mapping[str, str]
-    """Empty where the run has left none."""
     findings: Mapping[str, bool] | None = None
     """What was compared, and whether it was equal; None where there was one run only."""
     traces: Sequence[StepTrace] = ()
     found: RunFrontier | None = None
-    """The plans of rows among which the run chose."""
-
-    @property
-    def lacking_timelines(self) -> list[int]:
-        """The ranks of which there is none, where there are some of others."""
-        found = {trace.rank for trace in self.traces}
-        return [rank["rank"] for rank in self.ranks if found and rank["rank"] not in found]
+    """The plans of rows among which was chosen."""
 
     @property
     def groups(self) -> list[dict[str, Any]]:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_offload.config import LAYER_INPUT, OffloadConfig
-from megatron_offload.core.trace import write_traces
 from megatron_offload.core.units import format_bytes
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.patches import Call, PatchStack, around
@@ -23,6 +22,7 @@ from megatron_offload.errors import ConfigError, is_installed
 from megatron_offload.integrations import megatron_core
 from megatron_offload.integrations.megatron_search import MegatronSearch
 from megatron_offload.machine.job_ranks import rank_in
+from megatron_offload.observe.run_report import save_report
 from megatron_offload.observe.trace_step import trace_step
 from megatron_offload.report.console import console
 from megatron_offload.run.flags import add_flags, read_flags
@@ -153,13 +153,8 @@ class ReportedSearch(MegatronSearch):
             while not _is_over(manager):
                 yield  # an evaluation
         stats, pinned = manager.last_step, manager.host_pool.stats.slab_bytes_total
-        if folder is not None and trace is not None:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                write_traces(folder / f"trace_{rank}.json", [trace])
-                self.save(folder)
-            except (OSError, ConfigError) as error:
-                _logger.warning("no report in %s: %s", folder, error)
+        if folder is not None:
+            save_report(manager, folder, trace)
         if rank == 0:
             sizes = {name: group.offloaded_bytes for name, group in stats.by_name.items()}
             moved = [f"{name} {format_bytes(size)}" for name, size in sizes.items() if size]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,12 +25,13 @@ from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.integrations import megatron_core
 from megatron_offload.machine.job_ranks import gather, rank_in
 from megatron_offload.observe.live_bytes import LiveActivationMeter
+from megatron_offload.observe.run_report import LOG_NAME
 from megatron_offload.observe.trace_step import trace_step
 from megatron_offload.report.console import console
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.data import TextSource, digest
 from megatron_offload.train.model import build_chunks, build_optimizer, open_model_parallel
-from megatron_offload.train.records import LOG_NAME, RankStep, RunReport, StepRecord
+from megatron_offload.train.records import RankStep, RunReport, StepRecord, counters_of
 from megatron_offload.train.run_folder import prepare_folder
 
 
@@ -82,8 +83,7 @@ class _Trainer:
         is_owner, on_gpu = rank_in() == 0, self._device.type == "cuda"
         report = RunReport()
         if is_owner:
-            gpu = torch.cuda.get_device_name(self._device) if on_gpu else None
-            prepare_folder(self._config, gpu, torch.distributed.get_world_size())
+            prepare_folder(self._config, is_simulated=not on_gpu)
         with contextlib.ExitStack() as stack:
             if is_owner:
                 log = stack.enter_context((run.output / LOG_NAME).open("w", buffering=1))
@@ -159,7 +159,8 @@ class _Trainer:
             peak_reserved_bytes=torch.cuda.max_memory_reserved(self._device) if on_gpu else None,
             gradients=digested,
             is_planned_by=is_planning,
-            **counters_of(manager),
+            pinned_host_bytes=manager.host_pool.stats.slab_bytes_total if manager else 0,
+            **(counters_of(manager.last_step) if manager else {}),
         )
         ranks = gather(mine, self._group)
         if trace is not None:  # only now: rank 0 has cleared the folder for sure
@@ -217,18 +218,6 @@ def forward_step(iterator: Iterator[dict[str, torch.Tensor]], model: Any) -> tup
         return loss, {"loss": loss.detach().clone()}  # the schedule divides its copy in place
 
     return output, mean_loss
-
-
-def counters_of(manager: PipelineOffloadManager | None) -> dict[str, Any]:
-    """Return the counters of the last step under the names of `RankStep`; without offload none."""
-    if manager is None:
-        return {}
-    stats = manager.last_step
-    return {
-        **{x.name: getattr(stats, x.name) for x in fields(RankStep) if hasattr(stats, x.name)},
-        "pinned_host_bytes": manager.host_pool.stats.slab_bytes_total,
-        "groups": tuple(stats.by_name.values()),
-    }
 
 
 @contextlib.contextmanager

@@ -10,20 +10,20 @@ import json
 import os
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from megatron_offload.engine.stats import GroupStats
+from megatron_offload.engine.stats import GroupStats, StepStats
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import StrictModel, validate
 from megatron_offload.files.text import open_regular, parse_json
+from megatron_offload.observe.run_report import LOG_NAME
 
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
-LOG_NAME = "steps.jsonl"
 COMPARISON_NAME = "compare.json"
 
 FOLDERS = ("without_offload", "with_offload")
@@ -60,6 +60,12 @@ class RankStep:
     groups: tuple[GroupStats, ...] = ()
     is_planned_by: bool = False
     """Whether it came before the run had found what to offload."""
+
+
+def counters_of(step: StepStats) -> dict[str, Any]:
+    """Return the counters of a step under the names of `RankStep`."""
+    names = (x.name for x in fields(RankStep) if hasattr(step, x.name))
+    return {**{name: getattr(step, name) for name in names}, "groups": tuple(step.by_name.values())}
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,9 +32,11 @@ from megatron_offload.autotune import layers
 from megatron_offload.autotune.row_answers import RowAnswers
 from megatron_offload.autotune.row_search import RowSearch
 from megatron_offload.backends.base import DeviceMemory
+from megatron_offload.cli.report import write_page
 from megatron_offload.config import OffloadConfig as Config
 from megatron_offload.core.row_config import RowConfig
 from megatron_offload.errors import ConfigError, StateError
+from megatron_offload.observe.run_report import save_report
 from megatron_offload.planning.found import read_frontier
 from megatron_offload.planning.frontier import KEEP, Action, to_plain
 
@@ -83,7 +85,10 @@ def test_what_is_found_is_left_for_the_command_with_the_row_of_a_loss(tmp_path, 
     job.search.loss_is_by_rows = lambda: True
     search = job.found()
     assert search.said.startswith("rows: [{layers: all, site: loss, by_rows: true}, {layers: ")
-    search.save(tmp_path / "run")
+    save_report(job.manager, tmp_path / "run")
+    page = write_page(tmp_path / "run").read_text()
+    assert page.index('id="plan"') < page.index('id="memory"'), "plans are the first picture"
+    assert "<dt>Memory of the plan</dt>" in page
     rows = prints("plan", "--from", tmp_path / "run").splitlines()[-1]
     assert Config(**yaml.safe_load(rows)).rows[1:] == job.manager.rows
     assert rows.removesuffix("]") in search.said

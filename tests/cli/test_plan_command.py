@@ -161,6 +161,11 @@ def test_rows_of_a_model_are_printed_and_its_plans_kept_for_another_choice(model
     assert re.search(r"host memory: up to \d+\.\d MiB pinned on a node of 2 GPUs", printed)
     assert f"plans: {output}" in printed
     assert rows_in(prints("plan", "--from", output)) == rows
+    prints("report", output)
+    page = output.with_suffix(".html").read_text()
+    assert re.findall('<h2 id="(.*?)"', page) == ["plan"]
+    assert 'class="missing"' not in page
+    assert "rows of a described job, chosen by simulation for at most 5 %" in page
     rows = rows_in(prints("plan", "--from", output, "--memory-target", "1TiB"))
     assert {row.site for row in rows} <= {"norm", "mlp_act"}
 

@@ -20,6 +20,7 @@ from llama_programs import (
 from programs import MOVING, assert_nothing_left, assert_same
 
 from megatron_offload import OffloadActivations
+from megatron_offload.cli.report import read_report
 from megatron_offload.integrations.hugging_face import OffloadMixin
 
 
@@ -62,7 +63,8 @@ def train_by_trainer(folder, *bases, model=None, accumulated=1):
     generator = torch.Generator().manual_seed(2)
     lengths = [length for length in (64, LENGTH, 32) for _ in range(accumulated * BATCH)]
     words = [torch.randint(WORDS, (length,), generator=generator) for length in lengths]
-    trainer = type("Own", bases, {"offload_config": MOVING})(
+    own = {"offload_config": MOVING, "offload_report": folder / "report"}
+    trainer = type("Own", bases, own)(
         model=model or make_model({"use_reentrant": False}),
         args=transformers.TrainingArguments(
             folder,
@@ -123,3 +125,5 @@ def test_a_trainer_logs_each_step_s_own_counters_beside_the_same_losses(tmp_path
         model.load_state_dict(state)
         found = train_by_trainer(tmp_path, OffloadMixin, trainer, model=model, accumulated=2)
         assert_same_training(plain, found)
+        (rank,) = read_report(tmp_path / "report").ranks
+        assert rank["offloaded_bytes"] > 0

@@ -11,6 +11,8 @@ import torch
 from programs import MOVING, assert_same
 from torch import nn
 
+from megatron_offload.cli.report import read_report
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
@@ -59,10 +61,9 @@ def make_model():
     return Model
 
 
-def make_callback():
-    return importlib.import_module("megatron_offload.integrations.lightning").OffloadCallback(
-        config=MOVING
-    )
+def make_callback(**options):
+    found = importlib.import_module("megatron_offload.integrations.lightning")
+    return found.OffloadCallback(config=MOVING, **options)
 
 
 def fit(model, *callbacks, accumulated=1, epochs=2, batches=None, log_every=1):
@@ -114,6 +115,13 @@ def test_a_module_keeps_its_bits_and_logs_what_each_step_saves(options, more, ro
     assert "training_step" not in vars(trainer.strategy)
     assert callback.offload.manager.host_pool.is_closed
     fit(make_model(**options), callback, **more)  # and a second time
+
+
+def test_a_fit_leaves_its_report(make_model, tmp_path):
+    callback = make_callback(report=tmp_path)
+    fit(make_model(), callback, epochs=1, batches=1)
+    (rank,) = read_report(tmp_path).ranks
+    assert rank["offloaded_bytes"] == callback.offload.last_step.offloaded_bytes > 0
 
 
 def test_a_step_that_fails_leaves_nothing_behind(make_model):

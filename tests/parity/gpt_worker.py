@@ -20,7 +20,7 @@ from megatron_offload.files.strict_model import validate
 from megatron_offload.machine.job_ranks import gather
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.launch import open_process_group
-from megatron_offload.train.loop import counters_of, forward_step, open_offload
+from megatron_offload.train.loop import forward_step, open_offload
 from megatron_offload.train.model import build_chunks, open_model_parallel
 
 ATTENTION = ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"]
@@ -156,8 +156,8 @@ def run(name, device, *, enabled):
                         micro_batch_size=1,
                         forward_only=step is None,
                     )
-                if step is not None:
-                    moved += counters_of(manager).get("reloaded_bytes", 0)
+                if step is not None and manager:
+                    moved += manager.last_step.reloaded_bytes
                 gradients = [p.main_grad.clone() for c in chunks for p in c.parameters()]
                 results.append(([entry["loss"] for entry in losses], gradients))
         held, recomputed, rows = 0, {}, []

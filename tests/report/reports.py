@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 from megatron_offload.core.row_config import RowConfig
 from megatron_offload.core.trace import ByteCount, Counter, Span, StepTrace
-from megatron_offload.engine.stats import GroupStats
+from megatron_offload.engine.stats import GroupStats, StepStats
+from megatron_offload.observe.run_report import RunFacts
 from megatron_offload.planning.description import job_from_model, load_description
 from megatron_offload.planning.found import FoundPlan, FoundStage, RunFrontier
 from megatron_offload.planning.job import RankSettings
@@ -31,6 +33,18 @@ def trace(rank):
         ],
         [Counter(name, at_us, at_us * 1e6) for name in names for at_us in (0, 700, 1800)],
     )
+
+
+def facts(**changes):
+    found = {
+        "device": "NVIDIA H200",
+        "is_simulated": False,
+        "ranks": 2,
+        "plan": HOSTILE,
+        "step": StepStats(why=HOSTILE),
+    }
+    date = datetime(2026, 11, 21, 20, tzinfo=UTC)
+    return RunFacts(**found | {"date": date, "versions": {"torch": HOSTILE}} | changes)
 
 
 def gpu_report(**changes):
@@ -61,15 +75,12 @@ def gpu_report(**changes):
     ]
     report = Report(
         title=HOSTILE,
+        facts=facts(),
         num_steps=5,
-        device="NVIDIA H200",
-        is_simulated=False,
-        date="2026-11-21 20:00 UTC",
         memory=memory,
         ranks=ranks,
         step_time_s=Pair(1.4844, 1.4903),
         config=HOSTILE,
-        versions={"torch": HOSTILE},
         findings={"losses of 5 steps": True},
         traces=[trace(0), trace(1)],
         found=RunFrontier(said=HOSTILE, stages=tuple(stages)),
@@ -92,7 +103,7 @@ def many_ranks():
     reserved = tuple(Pair(None, one.peak_reserved_bytes) for one in found)
     return gpu_report(
         title="64 ranks",
-        is_simulated=True,
+        facts=facts(is_simulated=True),
         memory=[MemoryKind("reserved memory", reserved)],
         ranks=ranks,
         findings=None,
@@ -105,8 +116,7 @@ def bare_report(**changes):
     ranks = [dict.fromkeys(gpu_report().ranks[0], 0) | {"groups": ()}]
     return gpu_report(
         title="bare",
-        device="simulated on 2 CPU cores",
-        is_simulated=True,
+        facts=facts(device="simulated on 2 CPU cores", is_simulated=True),
         memory=(),
         ranks=ranks,
         step_time_s=Pair(None, None),

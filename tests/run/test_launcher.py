@@ -22,6 +22,7 @@ from torch import nn
 
 from megatron_offload import OffloadConfig, PipelineOffloadManager
 from megatron_offload.cli import main as cli
+from megatron_offload.cli.report import read_report
 from megatron_offload.core.row_config import RowConfig
 from megatron_offload.errors import ConfigError, IntegrationError
 from megatron_offload.frontends.adopt import adopt_model
@@ -319,12 +320,14 @@ def searching(report):
 
 def test_what_is_converged_is_said_once_and_one_step_is_reported(tmp_path, capsys):
     with searching(tmp_path / "report") as (manager, _, take_steps):
-        search, _ = manager.tuner, [*take_steps()]
+        search, (*_, stats) = manager.tuner, take_steps()
         assert manager.tuner is search
     said = capsys.readouterr().out
     assert said.count("megatron-offload: a step of rank 0 offloads *") == 1
     files = {path.name for path in (tmp_path / "report").iterdir()}
-    assert files == {"trace_0.json"}
+    assert files == {"config.yaml", "run.json", "trace_0.json"}
+    (rank,) = read_report(tmp_path / "report").ranks
+    assert f"\n{rank['groups'][0]['name']} " in f"\n{stats}"
     assert cli.main(["trace", str(tmp_path / "report")]) == 0
 
 

@@ -12,6 +12,7 @@ import pytest
 from pretrain_runs import MOVING, ON_CPU, SMALL, pretrain
 
 from megatron_offload.cli import main as cli
+from megatron_offload.cli.report import read_report
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -84,9 +85,10 @@ def test_a_pipeline_is_resumed_with_the_launcher_where_it_was_saved(tmp_path):
     printed = pretrain(*flags, *save, ranks=2, launched=report)
     check_same(printed, expected)
     assert set(printed.moved) == FIVE
-    traces = {f"trace_{rank}.json" for rank in range(2)}
-    assert {path.name for path in (tmp_path / "report").iterdir()} == traces
+    files = {"config.yaml", "run.json", "trace_0.json", "trace_1.json"}
+    assert {path.name for path in (tmp_path / "report").iterdir()} == files
     assert cli.main(["trace", str(tmp_path / "report")]) == 0
+    assert len(read_report(tmp_path / "report").traces) == 2
 
     load = ("--load", tmp_path / "saved", "--ckpt-step", "2")
     resumed = pretrain(*flags, *load, ranks=2, launched=MODULES)

@@ -15,9 +15,9 @@ from megatron_offload.cli.train import found_in
 from megatron_offload.core.trace import Span, StepTrace, read_traces, write_traces
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import write_model
+from megatron_offload.observe.run_report import RunFacts
 from megatron_offload.planning.found import RunFrontier
 from megatron_offload.train.records import RankStep, StepRecord
-from megatron_offload.train.run_folder import RunFacts
 
 pytest.importorskip("jinja2")
 
@@ -93,12 +93,13 @@ OFF, ON, TRACE = (
         ("compare.json", "[]", "must hold a mapping"),
         ("config.yaml", "modell: {}", "did you mean 'model'"),
         ("with_offload/run.json", '{"devicee": "x"}', "did you mean 'device'"),
+        ("with_offload/run.json", '{"step": {"by_name": {"x": 1}}}', "'step.by_name.x'"),
         (TRACE, "{", "not plain JSON"),
         (TRACE, '{"traceEvents": [{"pid": 0}]}', "not a trace"),
         (TRACE, '{"traceEvents": []}', "the timeline of rank 0 alone"),
         (TRACE, '{"traceEvents": [{"pid": 1, "ph": "M", "args": {}}]}', "of rank 0 alone"),
         (TRACE, f'{{"traceEvents": [{{{SPAN % ("", 1e308)}}}]}}', "not a trace"),
-        (TRACE, f'{{"traceEvents": [{{{SPAN % (400 * "0", 1)}}}]}}', "is too large"),
+        (TRACE, f'{{"traceEvents": [{{{SPAN % (400 * "0", 1)}}}]}}', "too large"),
         (ON, '{"step": 1}\n', "'loss' is required"),
         (ON, line(ranks=()), "line 1 has no ranks"),
         (ON, line() + line(step=2, ranks=(ONE,)), "line 2 has no ranks, or not those"),

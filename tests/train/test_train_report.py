@@ -38,8 +38,8 @@ def test_compare_ends_with_the_page_and_where_it_is(compared):
 def test_the_report_says_what_the_run_did(compared):
     found = report.read_report(compared[0])
     assert all(found.findings.values())
-    assert found.is_simulated
-    assert found.device.startswith("simulated on ")
+    assert found.facts.is_simulated
+    assert found.facts.device.startswith("simulated on ")
     assert (found.num_steps, [row["rank"] for row in found.ranks]) == (4, [0, 1])
     assert [trace.rank for trace in found.traces] == [0, 1]
     assert {row["name"] for row in found.groups} == {"core_attn", "mlp_act"}
@@ -53,7 +53,7 @@ def test_the_report_says_what_the_run_did(compared):
     without, offloaded = found.memory[0].highest
     assert 0 < offloaded < without
     assert all(row["pinned_host_bytes"] >= row["peak_host_bytes"] > 0 for row in found.ranks)
-    assert found.versions.keys() >= {"python", "torch", "megatron-core"}
+    assert found.facts.versions.keys() >= {"python", "torch", "megatron-core"}
 
 
 def test_the_written_configuration_is_the_one_that_was_given(compared):

@@ -1,0 +1,63 @@
+"""What any program leaves is a page: its last step, its configuration, and nothing of others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from programs import MOVING
+from torch import nn
+
+from megatron_offload import OffloadActivations, OffloadConfig
+from megatron_offload.cli.report import read_report, write_page
+from megatron_offload.config import load_yaml
+from megatron_offload.core.trace import StepTrace, write_traces
+from megatron_offload.observe.run_report import save_report
+
+pytest.importorskip("jinja2")
+
+
+@pytest.fixture
+def offload():
+    """A context in which a step has passed."""
+    context = OffloadActivations(config=MOVING)
+    with context:
+        loss = nn.Sequential(nn.Linear(64, 64), nn.GELU())(torch.randn(64, 64)).sum()
+    loss.backward()
+    return context
+
+
+def test_a_context_leaves_its_last_step_and_nothing_of_an_earlier_run(tmp_path, offload):
+    for rank in (0, 3):
+        write_traces(tmp_path / f"trace_{rank}.json", [StepTrace(rank)])
+    (tmp_path / "frontier.json").write_text("old")
+    offload.save_report(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "run.json"}
+    found, page = read_report(tmp_path), write_page(tmp_path).read_text()
+    (rank,) = found.ranks
+    assert rank["offloaded_bytes"] == offload.last_step.offloaded_bytes > 0
+    assert rank["pinned_host_bytes"] >= rank["peak_host_bytes"] > 0
+    assert "without offload over the last step on 1 rank." in page
+    assert f"The last step: {offload.last_step.verdict}<" in page
+    assert OffloadConfig(**load_yaml(tmp_path / "config.yaml")) == offload.manager.config
+    path = tmp_path / "run.json"
+    path.write_text(path.read_text().replace('"ranks": 1', '"ranks": 2'))
+    assert "on 1 rank of 2." in write_page(tmp_path).read_text()
+
+
+def test_other_ranks_leave_their_timelines_alone(tmp_path, offload, monkeypatch):
+    monkeypatch.setattr("megatron_offload.machine.job_ranks.num_ranks", lambda: 2)
+    save_report(offload.manager, tmp_path, StepTrace(0))
+    monkeypatch.setattr("megatron_offload.machine.job_ranks.rank_in", lambda: 1)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    save_report(offload.manager, tmp_path, StepTrace(1))
+    assert [one.rank for one in read_report(tmp_path).traces] == [0, 1]
+    (tmp_path / "trace_1.json").unlink()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("name", ["steps.jsonl", "file"])
+def test_a_report_that_can_not_be_left_is_a_warning(tmp_path, offload, caplog, name):
+    (tmp_path / name).write_text("")
+    offload.save_report(tmp_path if name == "steps.jsonl" else tmp_path / name)
+    assert f"no report in {tmp_path}" in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == [name]
