@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -124,6 +125,15 @@ def prints(capsys):
         return capsys.readouterr().out
 
     return prints
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    """Let this process be the only one of a group."""
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -6,7 +6,6 @@ import time
 
 import pytest
 import torch
-import torch.distributed as dist
 from layered_job import WIDTH, LayeredJob, auto
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from virtual_clock import Tick
@@ -54,13 +53,6 @@ def test_marked_modules_are_offloaded_if_that_keeps_the_promise(gbps, moves):
         assert (job.manager.last_step.offloaded_bytes > 0) == moves
         assert job.manager.rests != moves
         assert took_us <= 1.03 * BARE_US
-
-
-@pytest.fixture
-def one_rank(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("gbps", "percent"), [(0.1, 3), (0.001, 40)])

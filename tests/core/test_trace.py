@@ -70,8 +70,7 @@ def values_of(trace, name):
 
 def test_the_sums_are_those_of_the_spans():
     trace = small_trace()
-    assert trace.duration_us == 30
-    assert trace.stall_us == {"W2": 4}
+    assert (trace.duration_us, trace.stall_us) == (30, {"W2": 4})
     assert trace.num_bytes == {"d2h": 12000, "h2d": 8000}
     assert trace.facts() == [
         "step 30.0 µs",

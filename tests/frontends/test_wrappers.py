@@ -6,7 +6,6 @@ import contextlib
 
 import pytest
 import torch
-import torch.distributed as dist
 import zoo
 from programs import TWO_TIMINGS, Keep, assert_nothing_left, assert_same, make_manager
 from test_whole_model import TIGHT, make_offload
@@ -208,12 +207,9 @@ def test_a_subclass_that_says_nothing_of_its_parts_is_kept():
 
 
 @pytest.fixture
-def mesh(tmp_path):
+def mesh(one_rank):
     """One process that is a mesh of its own."""
-    assert not dist.is_initialized()
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
+    return init_device_mesh("cpu", (1,))
 
 
 def test_distributed_tensors_move_their_local_part(mesh):

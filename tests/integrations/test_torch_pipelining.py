@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from processes import found_by, torchrun
-from programs import TWO_TIMINGS, make_manager
+from programs import TWO_TIMINGS, assert_same, make_manager
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
@@ -42,11 +41,8 @@ def findings():
 def test_every_bit_is_the_same(findings, case):
     ranks = findings[case]
     assert len(ranks) == 2
-    for rank in ranks:
-        assert rank["same"]
-        assert rank["num_results"] > 0
-        assert rank["gradients_are_real"]
-        assert rank["reloaded_bytes"] > 0
+    needed = ("same", "num_results", "gradients_are_real", "reloaded_bytes")
+    assert all(rank[key] > 0 for rank in ranks for key in needed), ranks
 
 
 @pytest.mark.slow
@@ -62,14 +58,11 @@ def test_a_learned_order_leaves_no_late_reload_where_backward_is_split():
 
 
 @pytest.fixture
-def schedule(tmp_path):
-    assert not dist.is_initialized()
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+def schedule(one_rank):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
     stage = PipelineStage(module, 0, 1, torch.device("cpu"))
-    yield ScheduleGPipe(stage, n_microbatches=2, loss_fn=lambda y, t: (y - t).square().mean())
-    dist.destroy_process_group()
+    return ScheduleGPipe(stage, n_microbatches=2, loss_fn=lambda y, t: (y - t).square().mean())
 
 
 def test_an_error_in_a_step_leaves_the_next_one_right(schedule):
@@ -81,16 +74,14 @@ def test_an_error_in_a_step_leaves_the_next_one_right(schedule):
     with offload_pipeline(schedule, manager=manager) as offload:
         for broken in (module[2], module[0]):
             handle = broken.register_forward_pre_hook(lambda *_: 1 / 0)
-            with pytest.raises(RuntimeError, match="failed to run forward"):
+            with handle, pytest.raises(RuntimeError, match="failed to run forward"):
                 schedule.step(x, target=target)
-            handle.remove()
             assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
             assert not any(manager.state_of().values())
             module.zero_grad()
             schedule.step(x, target=target)
             assert offload.last_step.offloaded_bytes > 0
-            for parameter, gradient in zip(module.parameters(), expected, strict=True):
-                assert torch.equal(parameter.grad, gradient)
+            assert_same(expected, [parameter.grad for parameter in module.parameters()])
 
 
 def test_groups_are_named_by_stage_and_evaluation_moves_nothing(schedule):

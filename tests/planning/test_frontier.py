@@ -11,6 +11,15 @@ from megatron_offload.core.row_config import ranges
 from megatron_offload.planning.frontier import KEEP, Action, frontier
 
 
+def plans_of(layers, *link_bytes):
+    """Return the frontier, of which each plan frees more than the one before and takes longer."""
+    plans = frontier(layers, *link_bytes)
+    for before, after in itertools.pairwise(plans):
+        assert after.freed_bytes > before.freed_bytes
+        assert after.us > before.us
+    return plans
+
+
 def some_actions(draw, most):
     number = draw.randint(1, most)
     return tuple(
@@ -24,14 +33,11 @@ def test_no_plan_frees_as_much_for_less_but_for_one_move(seed):
     draw = random.Random(seed)
     kinds = [some_actions(draw, 4) for _ in range(2)]
     layers = {number: draw.choice(kinds) for number in range(5)}
-    plans = frontier(layers)
+    plans = plans_of(layers)
     every = [
         (sum(one.freed_bytes for one in chosen), sum(one.us for one in chosen))
         for chosen in itertools.product(*((KEEP, *actions) for actions in layers.values()))
     ]
-    for before, after in itertools.pairwise(plans):
-        assert after.freed_bytes > before.freed_bytes
-        assert after.us > before.us
     for plan in plans:
         assert plan.freed_bytes == sum(one.freed_bytes for one in plan.actions.values())
         assert plan.us == pytest.approx(sum(one.us for one in plan.actions.values()))
@@ -57,7 +63,7 @@ def test_no_more_is_offloaded_than_can_be_copied_before_it_is_needed(seed):
     kinds = [copying_actions(draw, 4) for _ in range(2)]
     layers = {number: draw.choice(kinds) for number in range(5)}
     link_bytes = {number: draw.randint(10, 60) * (4 - number) for number in layers}
-    plans = frontier(layers, link_bytes)
+    plans = plans_of(layers, link_bytes)
 
     def fits(chosen):
         sizes = [one.copied_bytes for one in chosen]
@@ -68,9 +74,6 @@ def test_no_more_is_offloaded_than_can_be_copied_before_it_is_needed(seed):
     assert all(fits([plan.actions[number] for number in layers]) for plan in plans)
     most_bytes = max(action.freed_bytes for actions in kinds for action in actions)
     assert plans[-1].freed_bytes >= max(can) - most_bytes
-    for before, after in itertools.pairwise(plans):
-        assert after.freed_bytes > before.freed_bytes
-        assert after.us > before.us
 
 
 def test_the_link_is_left_to_what_can_not_be_recomputed():
@@ -83,7 +86,7 @@ def test_the_link_is_left_to_what_can_not_be_recomputed():
         for x in (mlp, again)
     )
     layers = dict.fromkeys(range(8), (attention, mlp, again, *both))
-    plans = frontier(layers, {number: 20 * (8 - number) for number in layers})
+    plans = plans_of(layers, {number: 20 * (8 - number) for number in layers})
     assert plans[-1].freed_bytes == 8 * 80
     assert plans[-1].us == pytest.approx(8 * 10.0)
 
@@ -104,13 +107,10 @@ def test_functions_run_again_in_all_layers_or_in_none(seed):
     draw = random.Random(seed)
     kinds = [with_functions(draw, 3), with_functions(draw, 3), copying_actions(draw, 2)]
     layers = {number: draw.choice(kinds) for number in range(4)}
-    plans = frontier(layers)
+    plans = plans_of(layers)
     can = [number for number, actions in layers.items() if any(x.has_units for x in actions)]
     seen = [{plan.actions[number].has_units for number in can} for plan in plans]
     assert all(len(kinds_of_plan) <= 1 for kinds_of_plan in seen)
-    for before, after in itertools.pairwise(plans):
-        assert after.freed_bytes > before.freed_bytes
-        assert after.us > before.us
     every = itertools.product(*((KEEP, *actions) for actions in layers.values()))
     alike = [x for x in every if len({x[number].has_units for number in can}) <= 1]
     assert plans[-1].freed_bytes == max(sum(one.freed_bytes for one in x) for x in alike)
@@ -131,11 +131,9 @@ def test_functions_run_again_beside_what_the_link_carries():
 
 
 def test_layers_run_again_as_a_whole_beside_others_whose_functions_do():
-    act, layer = (
-        Action((("mlp_act", "recompute"),), 5, 1.0),
-        Action((("layer", "recompute"),), 20, 30.0),
-    )
-    plans = frontier(dict.fromkeys(range(2), (act, layer)))
+    act = Action((("mlp_act", "recompute"),), 5, 1.0)
+    layer = Action((("layer", "recompute"),), 20, 30.0)
+    plans = plans_of(dict.fromkeys(range(2), (act, layer)))
     assert [plan.freed_bytes for plan in plans] == [0, 10, 20, 25, 40]
     assert [plan.us for plan in plans] == [0.0, 2.0, 30.0, 31.0, 60.0]
 
@@ -149,7 +147,7 @@ def test_what_the_last_layer_saves_is_recomputed_where_it_can_not_be_copied_in_t
 def test_what_frees_more_takes_the_place_of_what_was_there():
     mlp = Action((("mlp", "recompute"),), 4, 1.0)
     layer = Action((("layer", "recompute"),), 6, 2.0)
-    plans = frontier(dict.fromkeys(range(2), (mlp, layer)))
+    plans = plans_of(dict.fromkeys(range(2), (mlp, layer)))
     assert [plan.freed_bytes for plan in plans] == [0, 4, 8, 10, 12]
     assert [str(row) for row in plans[3].rows()] == [
         "{layers: 0, site: layer, recompute: true}",

@@ -64,9 +64,8 @@ def test_stages_take_moves_that_cost_as_much_as_the_slowest_s():
     stages = {"slow": stage(us=40.0), "quick": stage(us=10.0), "empty": Stage({})}
     choice = RowChoice(auto(10), stages, BARE_US)
     searched(choice, lambda one: slowest_us(one) / BARE_US * 100)
-    assert stages["slow"].place == 2
-    assert stages["quick"].place == 8
-    assert stages["empty"].place == 0
+    places = {name: one.place for name, one in stages.items()}
+    assert places == {"slow": 2, "quick": 8, "empty": 0}
 
 
 def test_a_doubtful_plan_that_surely_takes_too_long_is_followed_by_a_lighter_one():
