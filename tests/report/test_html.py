@@ -72,6 +72,8 @@ def test_every_section_is_there_and_every_element_is_closed(page):
     assert all(b <= a + 1 for a, b in itertools.pairwise(levels)), "no level is skipped"
     ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
     assert len(ids) == len(set(ids))
+    links = [a["href"] for a in page.of("a")]
+    assert links == 2 * [f"#{name}" for name in sections], "beside the page, and folded"
 
 
 def test_no_attribute_holds_markup(page):
@@ -80,11 +82,6 @@ def test_no_attribute_holds_markup(page):
             assert name.replace("-", "").isalpha()
             if name not in ("aria-label", "title"):
                 assert not set(value or "") & set('"<>'), (name, value)
-
-
-def test_the_table_of_contents_names_every_section(page):
-    links = [a["href"] for a in page.of("a")]
-    assert links == 2 * [f"#{h['id']}" for h in page.of("h2")], "beside the page, and folded"
 
 
 def test_nothing_is_loaded_and_one_script_may_run(page):
@@ -147,9 +144,6 @@ def test_what_is_missing_is_named_with_the_way_to_get_it():
     for way in ways:
         assert way in text
     assert 'class="missing"' not in render_report(gpu_report())
-
-
-def test_a_rank_without_a_timeline_is_named_where_others_have_one():
     text = render_report(gpu_report(traces=[trace(1)]))
     assert "The folder holds no <code>trace_0.json</code>, which" in text
     assert text.count('class="missing"') == 1
