@@ -13,9 +13,7 @@ from megatron_offload.frontends.whole_model import get_act_offloading_ctx_manage
 
 
 class OffloadCallback(Callback):
-    """Moves what ``training_step`` saves for backward, and logs what that has brought.
-
-    That is every ``log_every_n_steps``, as all that Lightning logs.
+    """Moves what ``training_step`` saves, and logs its sizes every ``log_every_n_steps``.
 
     Args:
         all_counters: whether all counters are logged, as by `StepStats.metrics`.

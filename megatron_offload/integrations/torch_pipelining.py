@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -37,7 +36,9 @@ class PipelineOffload(PatchStack):
         if manager.config.tuned_policy is not None:
             hook = partial(_hook, models, manager)
             search = manager.tuner = RowSearch(models, manager, hook)
-            self.on_undo(partial(_leave, search, hook))
+            self.on_undo(hook)
+            self.on_undo(manager.follow_rows, ())
+            self.on_undo(search.close)
         for place, stage in enumerate(stages):
             self.remove_later(adopt_model(stage.submod, manager, is_part=True))
             where = {"vp_stage": place, "pp_rank": stage.group_rank}
@@ -58,12 +59,6 @@ def _hook(models: list[nn.Module], manager: PipelineOffloadManager) -> None:
     """Set the hooks of the rows that are followed."""
     for model in models:
         adopt_model(model, manager, is_part=True)
-
-
-def _leave(search: RowSearch, hook: Callable[[], None]) -> None:
-    search.close()
-    search.manager.follow_rows(())
-    hook()
 
 
 def _run_forward(

@@ -54,9 +54,8 @@ def test_metric_old_name_is_read():
     stats = StepStats()
     stats.by_name["mlp"].recomputed_bytes = 7
     for old, said in (("remade", "'offload/remade_bytes'"), ("recomputed", "all_counters=True")):
-        with pytest.warns(DeprecationWarning, match=said) as caught:
+        with pytest.warns(DeprecationWarning, match=said):
             assert stats.metrics()[f"offload/{old}_bytes"] == 7
-        assert caught[0].filename == __file__
         assert f"offload/{old}_bytes" not in stats.metrics()
 
 

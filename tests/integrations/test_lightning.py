@@ -67,7 +67,6 @@ def make_callback(**options):
 
 
 def fit(model, *callbacks, accumulated=1, epochs=2, batches=None, log_every=1):
-    """Train a module; return the trainer, and what its logger was given of offload, by step."""
     lightning, logged = importlib.import_module("lightning.pytorch"), []
 
     class Logger(lightning.loggers.logger.DummyLogger):
@@ -84,8 +83,7 @@ def fit(model, *callbacks, accumulated=1, epochs=2, batches=None, log_every=1):
         log_every_n_steps=log_every,
         num_sanity_val_steps=1,
         logger=Logger(),
-        enable_checkpointing=False,
-        enable_progress_bar=False,
+        **dict.fromkeys(("enable_checkpointing", "enable_progress_bar"), False),
         enable_model_summary=False,
     )
     rows = torch.randn(4 * 256 - 128, 64)
