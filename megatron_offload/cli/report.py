@@ -88,7 +88,7 @@ def read_report(folder: Path) -> Report:
         held = facts.model_dump(include={"pinned_host_bytes", "peak_reserved_bytes"})
         step = RankStep(0, 0, 0, None, 0.0, 0.0, **held, **counters_of(facts.step))
         ranks = [asdict(step)]
-    if not (ranks or found):
+    if not (offloaded.steps if main != folder else ranks or found):
         raise ConfigError(f"{main} holds no whole step of a run, and no plans; give another folder")
     if main != folder:
         comparison = read_model(Comparison, folder / COMPARISON_NAME)

@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,9 +45,6 @@ class Pair(NamedTuple):
         return self.offloaded / self.without - 1
 
 
-_UNKNOWN = Pair(None, None)
-
-
 class MemoryKind(NamedTuple):
     """A way to measure device memory, such as "reserved memory", and each rank's peak in bytes."""
 
@@ -74,7 +71,7 @@ class Report:
     """What was measured, the one that counts most first."""
     ranks: Sequence[Mapping[str, Any]] = ()
     """What each rank moved in the last step, in all and in its ``groups``: numbers by name."""
-    step_time_s: Pair = _UNKNOWN
+    step_time_s: Pair = field(default=Pair(None, None))
     config: str | None = None
     """As YAML, what was given of it; None where the run has left none."""
     findings: Mapping[str, bool] | None = None

@@ -101,6 +101,7 @@ OFF, ON, TRACE = (
         (ON, line() + line(step=2, ranks=(ONE,)), "line 2 has no ranks, or not those"),
         (ON, line(ranks=(TWO, ONE)), "line 1 has no ranks, or not those of the first step"),
         (ON, line(step_time_s=math.nan), "'step_time_s': input should be a finite number"),
+        (ON, "", "holds no whole step of a run"),
         (OFF, "", "ends at step 0 of 4"),
         (OFF, "".join(line(step=1 + n, ranks=(ONE,)) for n in range(4)), "has other ranks than"),
         ("with_offload/frontier.json", '{"stages": []}', "'said' is required"),
@@ -113,6 +114,7 @@ def test_a_damaged_file_is_refused_by_its_name_and_the_last_page_remains(
 ):
     for folder in ("without_offload", "with_offload"):
         write_run(tmp_path / folder)
+    (tmp_path / "with_offload/frontier.json").write_text(frontier(0))
     (tmp_path / "compare.json").write_text('{"findings": {}}')
     (tmp_path / "report.html").write_text("last")
     (tmp_path / name).write_text(content)
