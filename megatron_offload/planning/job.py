@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron_offload.machine.profile import Machine
-from megatron_offload.planning.schedule import Pass, PassKind, Schedule
+from megatron_offload.planning.schedule import Pass, Schedule
 
 
 class UnitWork(NamedTuple):
@@ -103,10 +103,6 @@ class StageWork:
     host_us_per_group: float = 0.0
     """What it takes besides for a marked group, where there is an engine."""
 
-    def with_recompute(self, names: Collection[str]) -> StageWork:
-        """Return the same work with some units recomputed."""
-        return replace(self, groups=tuple(group.with_recompute(names) for group in self.groups))
-
     def slowness(self, *, has_engine: bool) -> float:
         """Return by how much the host draws out the stage's passes: the slower of two counts."""
         host_us = self.host_us
@@ -152,10 +148,6 @@ class Job:
     optimizer_host_bytes: tuple[int, ...] = ()
     """Per pipeline rank: what optimizer offload keeps on the host; none for nothing."""
 
-    def with_recompute(self, names: Collection[str]) -> Job:
-        """Return the same step with some units recomputed."""
-        return replace(self, stages=tuple(stage.with_recompute(names) for stage in self.stages))
-
     @property
     def ranks_per_node(self) -> int:
         """Pipeline ranks, in order, whose GPUs share a node; one whose GPUs take several too."""
@@ -181,7 +173,7 @@ def pending_bytes(job: Job, rank: int, passes: Iterable[Pass]) -> Iterator[int]:
         num_launched += stages[one.stage].num_launches
         # A forward is the last to need what it sends. A backward is so of its input, of the
         # gradient that has come and of that which it sends; each is as large as its output.
-        num_inputs = 0 if one.kind is PassKind.FORWARD else 2
+        num_inputs = 0 if one.kind == "F" else 2
         for other, number in ((one.stage + 1, 1), (one.stage - 1, num_inputs)):
             if 0 <= other < len(stages) and other not in own_stages:
                 num_bytes = number * stages[min(one.stage, other)].output_bytes

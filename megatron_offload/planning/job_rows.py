@@ -11,7 +11,6 @@ from megatron_offload.core.row_config import UNITS, RowConfig
 from megatron_offload.planning.frontier import KEEP, Action, Part, Plan, total
 from megatron_offload.planning.job import GroupWork, Job, StageWork
 from megatron_offload.planning.model_cost import run_again, with_parents
-from megatron_offload.planning.schedule import PassKind
 from megatron_offload.planning.simulate import fair_rates
 
 WHOLE_SITES = ("attention", "mlp.experts", "mlp", "layer")
@@ -43,7 +42,12 @@ def units_of(job: Job) -> tuple[str, ...]:
 
 def with_units(job: Job, units: Collection[str]) -> Job:
     """Return the step with units recomputed in all layers, and all else as it was."""
-    return job.with_recompute({name for unit in units for name in _names(unit)})
+    names = {name for unit in units for name in _names(unit)}
+    stages = (
+        replace(stage, groups=tuple(group.with_recompute(names) for group in stage.groups))
+        for stage in job.stages
+    )
+    return replace(job, stages=tuple(stages))
 
 
 def with_rows(job: Job, rows: Sequence[RowConfig], stages: Collection[int] | None = None) -> Job:
@@ -133,7 +137,7 @@ def inflight(job: Job, rank: int) -> Counter[int]:
     held, most, most_bytes = Counter[int](), Counter[int](), -1
     sizes = {x: sum(g.saved_bytes for g in job.stages[x].groups) for x in range(len(job.stages))}
     for one in job.schedule.ranks[rank]:
-        held[one.stage] += 1 if one.kind is PassKind.FORWARD else -1
+        held[one.stage] += 1 if one.kind == "F" else -1
         num_bytes = sum(sizes[stage] * number for stage, number in held.items())
         if num_bytes > most_bytes:
             most, most_bytes = held.copy(), num_bytes

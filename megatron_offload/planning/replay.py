@@ -21,7 +21,7 @@ from megatron_offload.core.step import StepDecisions
 from megatron_offload.core.trace import ByteCount
 from megatron_offload.core.window import InFlightWindow
 from megatron_offload.planning.job import GroupWork, Job, RankSettings, pending_bytes
-from megatron_offload.planning.schedule import Pass, PassKind
+from megatron_offload.planning.schedule import Pass
 
 _SEGMENT_BYTES = 2 * 1024**2
 """PyTorch's caching allocator takes large memory from the device in multiples of this."""
@@ -125,15 +125,14 @@ class _Replay:
         needed_at_bytes: dict[GroupKey, int] = {}
         seen_bytes = 0
         for one in self._passes:
-            place, is_forward = (one.stage, one.microbatch), one.kind is PassKind.FORWARD
+            place, is_forward = (one.stage, one.microbatch), one.kind == "F"
             if is_forward:
                 self._chunks[place] = self._parts(one.stage)
             seen = [group for _, group in self._chunks[place] if group is not None]
             for group in seen if is_forward else reversed(seen):
                 key, num_bytes = group.key, group.num_bytes
                 if is_forward:
-                    known = (key, group.name, num_bytes, seen_bytes, group.needs)
-                    groups.append(GroupProfile(*known))
+                    groups.append(GroupProfile(key, group.name, num_bytes, seen_bytes, group.needs))
                     self._budget.add_saved(num_bytes, num_bytes, is_learned=True)
                 else:
                     needed_at_bytes[key] = seen_bytes
@@ -156,7 +155,7 @@ class _Replay:
     def run(self) -> RankProgram:
         pending_of = pending_bytes(self._job, self._rank, self._passes)
         for one, pending in zip(self._passes, pending_of, strict=True):
-            self._pending_bytes, self._is_backward = pending, one.kind is PassKind.BACKWARD
+            self._pending_bytes, self._is_backward = pending, one.kind == "B"
             if (message := self._message(one, sends=False)) is not None:
                 self._add(OpKind.RECEIVE, message)
             if self._is_backward:
@@ -177,7 +176,7 @@ class _Replay:
 
     def _message(self, one: Pass, *, sends: bool) -> int | None:
         """Return the number of what a pass sends to another rank, or receives, if it does."""
-        num_stages, is_forward = self._job.schedule.num_stages, one.kind is PassKind.FORWARD
+        num_stages, is_forward = self._job.schedule.num_stages, one.kind == "F"
         other = one.stage + (1 if sends == is_forward else -1)
         if not 0 <= other < num_stages or other in self._own_stages:
             return None

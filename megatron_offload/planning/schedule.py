@@ -7,20 +7,10 @@ arXiv:2104.04473).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from itertools import chain
 from typing import Literal, TypeAlias
 
 from megatron_offload.errors import ConfigError
-
-
-class PassKind(StrEnum):
-    """What a pass computes; the letters are those of torch's pipelining."""
-
-    FORWARD = "F"
-    BACKWARD = "B"
-    """Gradients of inputs and weights in one."""
-
 
 _MOST_PASSES = 10_000_000  # of a schedule
 
@@ -30,7 +20,9 @@ class Pass:
     """One pass of one microbatch through one stage of the whole pipeline, as in ``2F0``."""
 
     stage: int
-    kind: PassKind
+    kind: Literal["F", "B"]
+    """Forward, or backward: gradients of inputs and weights in one. The letters are those of
+    torch's pipelining."""
     microbatch: int
 
 
@@ -83,8 +75,6 @@ def make_schedule(
         raise ConfigError(
             f"schedule {name!r} has no virtual stages, got {num_virtual}, in groups of {group_size}"
         )
-    if min(num_ranks, num_microbatches, num_virtual) < 1:
-        raise ConfigError("a schedule has at least one rank, one stage and one microbatch")
     if num_ranks * num_microbatches * num_virtual * 2 > _MOST_PASSES:
         raise ConfigError(f"a schedule has at most {_MOST_PASSES} passes")
     size = group_size or num_ranks
@@ -104,10 +94,8 @@ def make_schedule(
     ]
     ranks = []
     for rank in range(num_ranks):
-        forwards = [Pass(v * num_ranks + rank, PassKind.FORWARD, m) for v, m in table]
-        backwards = [
-            Pass((num_virtual - 1 - v) * num_ranks + rank, PassKind.BACKWARD, m) for v, m in table
-        ]
+        forwards = [Pass(v * num_ranks + rank, "F", m) for v, m in table]
+        backwards = [Pass((num_virtual - 1 - v) * num_ranks + rank, "B", m) for v, m in table]
         num_later = num_ranks - rank - 1
         num_warmup = 2 * num_later + (num_virtual - 1) * size if is_interleaved else num_later
         num_warmup = len(table) if name == "gpipe" else min(num_warmup, len(table))

@@ -15,7 +15,7 @@ from megatron_offload.planning.job import (
     pending_bytes,
 )
 from megatron_offload.planning.replay import replay
-from megatron_offload.planning.schedule import Pass, PassKind, make_schedule
+from megatron_offload.planning.schedule import Pass, make_schedule
 from megatron_offload.planning.simulate import simulate
 
 SIZES = (100, 10, 1)
@@ -35,7 +35,7 @@ def counts(job, rank, *passes):
 
 
 def passes_of(stage, kinds):
-    return [Pass(stage, PassKind(kind), number) for number, kind in enumerate(kinds)]
+    return [Pass(stage, kind, number) for number, kind in enumerate(kinds)]
 
 
 @pytest.mark.parametrize(

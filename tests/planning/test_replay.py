@@ -11,8 +11,9 @@ from megatron_offload.planning.job import (
     StageWork,
     UnitWork,
 )
+from megatron_offload.planning.job_rows import with_units
 from megatron_offload.planning.replay import OpKind, replay
-from megatron_offload.planning.schedule import Pass, PassKind, Schedule, make_schedule
+from megatron_offload.planning.schedule import Pass, Schedule, make_schedule
 
 
 def work(num_bytes, **more):
@@ -30,7 +31,7 @@ def kinds(program):
 def test_chunks_and_groups_that_the_engine_does_not_see_take_no_position():
     unseen = work(5, is_marked=False)
     order = [(0, "F"), (1, "F"), (1, "B"), (0, "B")]
-    passes = tuple(Pass(stage, PassKind(kind), 0) for stage, kind in order)
+    passes = tuple(Pass(stage, kind, 0) for stage, kind in order)
     schedule = Schedule("any", 2, 1, (passes,))
     job = Job(schedule, (StageWork((unseen,)), StageWork((unseen, work(7)))), (0,))
     labels = replay(job, 0, RankSettings(), records=True).labels
@@ -62,12 +63,12 @@ def test_labels_and_memory_are_kept_only_where_they_are_asked_for():
 def test_what_is_recomputed_is_there_in_its_own_forward_and_backward_alone():
     norm = (UnitWork("norm", 6, 0.5),)
     job = one_rank(work(10, units=norm), work(1000, is_marked=False))
-    job = job.with_recompute({"norm", "other"})
+    job = with_units(job, {"norm", "other"})
     program = replay(job, 0, NO_OFFLOAD)
     assert program.peak_device_bytes == 1004
     assert program.arguments == [1.0, 1.0, 2.0, 2.5]
     assert (program.recomputed_bytes, program.recompute_us) == (6, 0.5)
-    alone = replay(one_rank(work(10, units=norm)).with_recompute({"norm"}), 0, NO_OFFLOAD)
+    alone = replay(with_units(one_rank(work(10, units=norm)), {"norm"}), 0, NO_OFFLOAD)
     assert alone.peak_device_bytes == 10
     moving = replay(job, 0, RankSettings(max_inflight_bytes=0, prefetch_bytes=0))
     assert moving.offloaded_bytes == 4
@@ -78,5 +79,5 @@ def test_what_it_is_made_from_is_reloaded_before():
     job = one_rank(work(10), work(20, units=units), work(10, is_marked=False))
     settings = RankSettings(max_inflight_bytes=0, prefetch_bytes=0)
     # The second's backward makes from the first group what it needs, so both are reloaded before.
-    assert kinds(replay(job.with_recompute({"act"}), 0, settings)) == "COACOARC" + "CRAACC"
+    assert kinds(replay(with_units(job, {"act"}), 0, settings)) == "COACOARC" + "CRAACC"
     assert kinds(replay(job, 0, settings)) == "COACOARC" + "CACRAC"

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.job import GroupWork, Job, StageWork
-from megatron_offload.planning.schedule import Pass, PassKind, make_schedule
+from megatron_offload.planning.schedule import Pass, make_schedule
 from megatron_offload.planning.simulate import simulate
 
 NAMES = ("gpipe", "1f1b", "interleaved")
@@ -44,7 +44,7 @@ def test_every_size_is_whole_and_can_run(name, num_ranks):
     ):
         schedule = make(name, num_ranks, num_virtual, factor)
         wanted = itertools.product(
-            range(schedule.num_stages), PassKind, range(schedule.num_microbatches)
+            range(schedule.num_stages), "FB", range(schedule.num_microbatches)
         )
         found = [one for passes in schedule.ranks for one in passes]
         assert len(found) == len(set(found))
@@ -71,16 +71,16 @@ def test_interleaved_is_megatron_core_s_own(num_ranks, num_virtual, num_microbat
     job = Job(schedule, (stage,) * schedule.num_stages, (0,) * num_ranks)
     assert simulate(job).step_us > 0, "no rank waits for ever"
     for rank in range(num_ranks):
-        forwards = [one for one in schedule.ranks[rank] if one.kind is PassKind.FORWARD]
+        forwards = [one for one in schedule.ranks[rank] if one.kind == "F"]
         assert [(one.microbatch, one.stage // num_ranks) for one in forwards] == table
-        backwards = [one for one in schedule.ranks[rank] if one.kind is PassKind.BACKWARD]
+        backwards = [one for one in schedule.ranks[rank] if one.kind == "B"]
         assert [
             (one.microbatch, num_virtual - 1 - one.stage // num_ranks) for one in backwards
         ] == table
         total = num_microbatches * num_virtual
         warmup = min(2 * (num_ranks - rank - 1) + (num_virtual - 1) * size, total)
         kinds = [one.kind for one in schedule.ranks[rank]]
-        first = kinds.index(PassKind.BACKWARD)
+        first = kinds.index("B")
         assert first == min(warmup + 1, total)
         assert schedule.stages_of(rank) == tuple(range(rank, num_ranks * num_virtual, num_ranks))
 
@@ -108,15 +108,12 @@ def test_1f1b_is_torch_s_own():
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("1f1b", 0, 2), "at least one rank"),
-        (("gpipe", 2, 0), "at least one rank"),
         (("1f1b", 2, 2, 2), "no virtual stages"),
         (("interleaved", 4, 6, 2), "4 leave 2; give more microbatches"),
         (("interleaved", 4, 10, 2, 3), "10 microbatches in groups of at least its 4 ranks"),
         (("interleaved", 4, 10, 2, 12), "another microbatch_group_size_per_vp_stage"),
         (("interleaved", 4, 3, 2), "4 leave 3; give more microbatches"),
         (("1f1b", 4, 8, 1, 4), "no virtual stages, got 1, in groups of 4"),
-        (("interleaved", 2, 2, 0), "at least one rank"),
         (("gpipe", 10_000, 10_000), "at most"),
     ],
 )

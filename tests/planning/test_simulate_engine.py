@@ -21,8 +21,9 @@ from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Observer
 from megatron_offload.observe.live_bytes import LiveActivationMeter
+from megatron_offload.planning import job_rows
 from megatron_offload.planning.job import GroupWork, Job, RankSettings, StageWork, UnitWork
-from megatron_offload.planning.schedule import Pass, PassKind, Schedule
+from megatron_offload.planning.schedule import Pass, Schedule
 from megatron_offload.planning.simulate import RELEASE, RELOAD, simulate
 from megatron_offload.recompute.recipes import add_recipe
 
@@ -154,7 +155,7 @@ def run_step(manager, job, passes, recompute):
     graphs = {}
     with manager.step():
         for one in passes:
-            if one.kind is PassKind.FORWARD:
+            if one.kind == "F":
                 manager.begin_chunk(vp_stage=one.stage)
                 own, groups = [], job.stages[one.stage].groups
                 x = torch.ones(1, requires_grad=True) * 1.0
@@ -212,7 +213,7 @@ def random_job(rng, *, with_units=False):
     depth = rng.randint(1, num_microbatches)
     passes, open_ones = [], []
     for microbatch in range(num_microbatches):
-        passes += [Pass(stage, PassKind.FORWARD, microbatch) for stage in range(num_stages)]
+        passes += [Pass(stage, "F", microbatch) for stage in range(num_stages)]
         open_ones.append(microbatch)
         if len(open_ones) >= depth:
             passes += backward_of(num_stages, open_ones.pop(0))
@@ -230,7 +231,7 @@ def with_units_of(group, units):
 
 
 def backward_of(num_stages, microbatch):
-    return [Pass(stage, PassKind.BACKWARD, microbatch) for stage in reversed(range(num_stages))]
+    return [Pass(stage, "B", microbatch) for stage in reversed(range(num_stages))]
 
 
 def random_settings(rng, room):
@@ -248,7 +249,7 @@ def random_step(seed, *, with_units=False, room=1):
 
 def both(seed, host_slab_bytes=ROOMY_BYTES, **options):
     job, settings, recompute = random_step(seed, **options)
-    simulation = simulate(job.with_recompute(recompute), settings, record=True)
+    simulation = simulate(job_rows.with_units(job, recompute), settings, record=True)
     return run_engine(job, settings, recompute, host_slab_bytes), simulation, job
 
 

@@ -12,7 +12,7 @@ from megatron_offload.core.trace import PIPELINE_WAIT
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.job import GroupWork, Job, Machine, StageWork
 from megatron_offload.planning.replay import OpKind, RankProgram
-from megatron_offload.planning.schedule import Pass, PassKind, Schedule, make_schedule
+from megatron_offload.planning.schedule import Pass, Schedule, make_schedule
 from megatron_offload.planning.simulate import fair_rates, simulate, simulate_programs
 
 KB = 1000
@@ -64,7 +64,7 @@ def test_who_sends_goes_on_at_once():
 def test_a_schedule_whose_ranks_wait_in_a_circle_is_refused():
     orders = (["F0", "B0", "F1", "B1"], ["F1", "B1", "F0", "B0"])
     ranks = tuple(
-        tuple(Pass(stage, PassKind(word[0]), int(word[1])) for word in order)
+        tuple(Pass(stage, word[0], int(word[1])) for word in order)
         for stage, order in enumerate(orders)
     )
     stage = StageWork((GroupWork("g", 0, 100.0, 200.0),))
