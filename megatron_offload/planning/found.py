@@ -61,9 +61,7 @@ class FoundStage(StrictModel):
 
     def needed_bytes(self) -> list[int]:
         """Return what each plan was seen to reserve, or is predicted to by what others were."""
-        allocated = [self.bare_bytes - plan.freed_bytes for plan in self.plans]
-        reserved = [plan.reserved_bytes for plan in self.plans]
-        pairs = list(zip(allocated, reserved, strict=True))
+        pairs = [(self.bare_bytes - one.freed_bytes, one.reserved_bytes) for one in self.plans]
         more_bytes = max((seen - size for size, seen in pairs if seen), default=0)
         return [seen or size + max(0, more_bytes) for size, seen in pairs]
 
@@ -99,20 +97,17 @@ class RunFrontier(StrictModel):
         """Make it of the plans among which a run has chosen, and may follow none in the end."""
         stages = []
         for name, stage in choice.stages.items():
-            plans = []
-            for place, plan in enumerate(stage.plans):
-                found, size = stage.tried.get(place, (None, 0))
-                plans.append(
-                    FoundPlan(
-                        rows=plan.rows(),
-                        freed_bytes=int(stage.num_inflight * plan.freed_bytes),
-                        predicted_percent=100 * plan.us / max(1.0, choice.bare_us),
-                        measured_percent=found
-                        if found and all(map(math.isfinite, found))
-                        else None,
-                        reserved_bytes=size or None,
-                    )
+            seen = (stage.tried.get(place, (None, 0)) for place in range(len(stage.plans)))
+            plans = (
+                FoundPlan(
+                    rows=plan.rows(),
+                    freed_bytes=int(stage.num_inflight * plan.freed_bytes),
+                    predicted_percent=100 * plan.us / max(1.0, choice.bare_us),
+                    measured_percent=found if found and all(map(math.isfinite, found)) else None,
+                    reserved_bytes=size or None,
                 )
+                for plan, (found, size) in zip(stage.plans, seen, strict=True)
+            )
             stages.append(
                 FoundStage(
                     name=name,

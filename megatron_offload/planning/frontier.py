@@ -18,11 +18,7 @@ from megatron_offload.core.row_config import MODEL, UNITS, RowConfig, ranges
 Part: TypeAlias = tuple[str, int | Literal["all", "recompute"]]
 """A site, and what is done there: it is recomputed, or so many of its tensors are offloaded."""
 
-
 _NUM_PRICES = 4
-
-_Worth: TypeAlias = tuple[float, int]
-"""What a move frees for its time, and what it frees."""
 
 
 class Action(NamedTuple):
@@ -179,29 +175,23 @@ def _moves(
         for number, action in taken.items():
             first.setdefault((id(choices[number]), action), number)
         most = dict(zip(choices, accumulate((left[x] for x in choices), min), strict=True))
-        best: tuple[_Worth, int, Action] = (0.0, 0), -1, KEEP
+        best, move = (0.0, 0), (-1, KEEP)  # what it frees for its time, and what it frees
         for (_, before), number in first.items():
             for after in choices[number]:
-                if after.copied_bytes - before.copied_bytes > max(0.0, most[number]):
+                freed_bytes = after.freed_bytes - before.freed_bytes
+                copied_bytes = after.copied_bytes - before.copied_bytes
+                if freed_bytes <= 0 or copied_bytes > max(0.0, most[number]):
                     continue
-                worth = _worth(before, after, price)
-                if worth > best[0]:
-                    best = worth, number, after
-        _, number, after = best
+                us = after.us - before.us + price * copied_bytes
+                worth = (freed_bytes / us if us > 0 else math.inf), freed_bytes
+                if worth > best:
+                    best, move = worth, (number, after)
+        number, after = move
         if number < 0:
             return plans
         more_bytes = after.copied_bytes - taken[number].copied_bytes
         left |= {x: left[x] - more_bytes for x in choices if x <= number}
         taken = taken | {number: after}
-
-
-def _worth(before: Action, after: Action, price: float) -> _Worth:
-    """Return how good a move is; nothing where it frees nothing."""
-    freed_bytes = after.freed_bytes - before.freed_bytes
-    if freed_bytes <= 0:
-        return 0.0, 0
-    us = after.us - before.us + price * (after.copied_bytes - before.copied_bytes)
-    return (freed_bytes / us if us > 0 else math.inf), freed_bytes
 
 
 def _worthy(actions: Sequence[Action]) -> list[Action]:

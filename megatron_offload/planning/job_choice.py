@@ -69,11 +69,6 @@ class _Ranks(NamedTuple):
     frontiers: tuple[Sequence[Plan], ...]
     places: tuple[int, ...]
 
-    @property
-    def plans(self) -> list[Plan]:
-        pairs = zip(self.frontiers, self.places, strict=True)
-        return [plans[place] for plans, place in pairs]
-
     def changed(self, rank: int, plans: Sequence[Plan], place: int) -> _Ranks:
         frontiers, places = list(self.frontiers), list(self.places)
         frontiers[rank], places[rank] = plans, place
@@ -359,7 +354,8 @@ class _Search:
         return self._programs[key]
 
     def _programs_of(self, ranks: _Ranks) -> list[RankProgram]:
-        return [self._program(rank, ranks.units, plan) for rank, plan in enumerate(ranks.plans)]
+        pairs = enumerate(zip(ranks.frontiers, ranks.places, strict=True))
+        return [self._program(rank, ranks.units, plans[place]) for rank, (plans, place) in pairs]
 
     def _peak(self, rank: int, units: tuple[str, ...], plan: Plan) -> int:
         return self._program(rank, units, plan).peak_reserved_bytes

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_offload.core.policy_config import AutoConfig
 from megatron_offload.core.row_config import EXPERTS, MODEL, MOE_ACT, UNITS
@@ -35,9 +36,6 @@ _MARGIN_SHARE = 96  # of a target, what is left to spare
 _SHORT_SHARE = 0.98  # of what the longest forward needs with a plan, what others need without
 _MOST_FITS = 6  # so many plans are followed until a target is kept
 
-_Places: TypeAlias = tuple[int, ...]
-"""Of each stage the place of its plan in its frontier."""
-
 
 class Slowdown(NamedTuple):
     """By how much rows make steps longer, in percent of the time without."""
@@ -50,6 +48,7 @@ class Slowdown(NamedTuple):
         return f"{self.percent:+.1f} % ({self.low:+.1f} to {self.high:+.1f})"
 
 
+@dataclass(eq=False)
 class Stage:
     """Ranks that have the same layers.
 
@@ -70,22 +69,18 @@ class Stage:
         tried: by the place of each that was followed, what it has cost, and what was reserved.
     """
 
-    def __init__(
-        self,
-        actions: Mapping[int, Sequence[Action]],
-        link_bytes: Mapping[int, float] | None = None,
-        num_inflight: float = 1.0,
-        bare_bytes: int = 0,
-        reserved_bytes: int | None = 0,
-        target_bytes: int | None = None,
-        tokens: Sequence[float] = (),
-        saved_bytes: int = 0,
-        growth: float = 1.0,
-    ) -> None:
-        self._tokens, self._saved_bytes, self._growth = tokens, saved_bytes, growth
-        self._actions, self._link_bytes, self._refused = actions, link_bytes, set[Part]()
-        self.num_inflight, self.bare_bytes = num_inflight, bare_bytes
-        self._reserved_bytes, self.target_bytes = reserved_bytes, target_bytes
+    actions: Mapping[int, Sequence[Action]]
+    link_bytes: Mapping[int, float] | None = None
+    num_inflight: float = 1.0
+    bare_bytes: int = 0
+    reserved_bytes: int | None = 0
+    target_bytes: int | None = None
+    tokens: Sequence[float] = ()
+    saved_bytes: int = 0
+    growth: float = 1.0
+
+    def __post_init__(self) -> None:
+        self._refused = set[Part]()
         self.refuse(())
 
     def refuse(self, parts: Iterable[Part]) -> None:
@@ -94,9 +89,9 @@ class Stage:
         plans = frontier(
             {
                 number: [one for one in actions if self._refused.isdisjoint(one.parts)]
-                for number, actions in self._actions.items()
+                for number, actions in self.actions.items()
             },
-            self._link_bytes,
+            self.link_bytes,
         )
         self.plans = [self._when_long(plan) for plan in plans]
         self.place, self.tried = 0, dict[int, tuple[Slowdown | None, int]]()
@@ -106,12 +101,14 @@ class Stage:
 
         What it takes is then that of all forwards together.
         """
-        parts = {site for action in plan.actions.values() for site, _ in action.parts}
-        if not (self._tokens and plan.freed_bytes) or any(map(_has_no_length, parts)):
+        sites = {site for action in plan.actions.values() for site, _ in action.parts}
+        # What is in no layer, or is given what has been routed to it, has no length.
+        has_length = not any(x in (MODEL, *UNITS) or x.endswith((EXPERTS, MOE_ACT)) for x in sites)
+        if not (self.tokens and plan.freed_bytes and has_length):
             return plan
-        share = max(0.0, 1 - plan.freed_bytes / max(1, self._saved_bytes))
-        min_tokens = int(_SHORT_SHARE * share * max(self._tokens))
-        busy = busy_share(self._tokens, min_tokens, self._growth)
+        share = max(0.0, 1 - plan.freed_bytes / max(1, self.saved_bytes))
+        min_tokens = int(_SHORT_SHARE * share * max(self.tokens))
+        busy = busy_share(self.tokens, min_tokens, self.growth)
         return plan if busy == 1 else plan._replace(us=busy * plan.us, min_tokens=min_tokens)
 
     @property
@@ -132,7 +129,7 @@ class Stage:
         )
         highest = (len(self.plans) if good is None else good) - 1
         if self.tried:
-            freed_bytes = self._freed_bytes(self.place) + sizes[self.place] - wanted_bytes
+            freed_bytes = self.freed_bytes(self.place) + sizes[self.place] - wanted_bytes
             is_near = good is not None and sizes[good] >= target_bytes - target_bytes // 24
             if is_near or lowest > highest or len(self.tried) >= _MOST_FITS:
                 if good is None:  # what frees no more than a lighter plan isn't worth its time
@@ -146,23 +143,19 @@ class Stage:
                 cost = f"; a step takes {found}" if found else ""
                 size, target = (format_bytes(x, 2) for x in (sizes[place], target_bytes))
                 return place, True, f"{size} are reserved, at most {target} is wanted{cost}"
-        elif self._reserved_bytes is None:
+        elif self.reserved_bytes is None:
             return 0, True, "what this device has in use isn't known, so no target can be kept"
         else:
-            freed_bytes = max(self._reserved_bytes, self.bare_bytes) - wanted_bytes
+            freed_bytes = max(self.reserved_bytes, self.bare_bytes) - wanted_bytes
             if freed_bytes <= 0:
                 return 0, True, "all fits"
         places = range(len(self.plans))
-        wanted = next((p for p in places if self._freed_bytes(p) >= freed_bytes), highest)
+        wanted = next((p for p in places if self.freed_bytes(p) >= freed_bytes), highest)
         return min(max(lowest, wanted), highest), False, ""
 
-    def _freed_bytes(self, place: int) -> float:
+    def freed_bytes(self, place: int) -> float:
+        """Return what a plan frees of all microbatches that are held."""
         return self.num_inflight * self.plans[place].freed_bytes
-
-
-def _has_no_length(site: str) -> bool:
-    """Whether a site is in no layer, or is given what has been routed to it."""
-    return site in (MODEL, *UNITS) or site.endswith((EXPERTS, MOE_ACT))
 
 
 def busy_share(tokens: Sequence[float], min_tokens: float, growth: float = 1.0) -> float:
@@ -242,8 +235,7 @@ class RowChoice:
             places: Iterable[int] = self._ladder[self._rung]
         else:
             answers = [stage.next_place() for stage in self.stages.values()]
-            open_ones = [one for one in answers if not one[1]]
-            is_final = not open_ones
+            is_final = all(one[1] for one in answers)
             # What is said is of the stage that does most.
             places, text = [one[0] for one in answers], max(answers)[2]
         for place, stage in zip(places, self.stages.values(), strict=True):
@@ -252,11 +244,8 @@ class RowChoice:
 
     def _next_rung(self, policy: AutoConfig) -> tuple[int, bool, str]:
         limit, stages = policy.most_slowdown_percent, self.stages.values()
-        rungs = [
-            [stage.plans[place] for place, stage in zip(places, stages, strict=True)]
-            for places in self._ladder
-        ]
-        us_of = [max(plan.us for plan in plans) for plans in rungs]
+        rungs = [list(zip(stages, places, strict=True)) for places in self._ladder]
+        us_of = [max(stage.plans[place].us for stage, place in rung) for rung in rungs]
         points = {0: (0.0, 0.0)}
         for rung, found in self._tried.items():
             is_known = found is not None and (found.low > limit or not _is_doubtful(found, limit))
@@ -277,11 +266,7 @@ class RowChoice:
             else:  # as much again at most as it seems to take
                 most_us = us * min(4.0, aim / max(percent, 0.05))
                 most_us = most_us or aim / 100 * self.bare_us
-            held = [stage.num_inflight for stage in stages]
-            freed = [
-                sum(plan.freed_bytes * number for plan, number in zip(plans, held, strict=True))
-                for plans in rungs
-            ]
+            freed = [sum(stage.freed_bytes(place) for stage, place in rung) for rung in rungs]
             bare_bytes = sum(stage.bare_bytes for stage in stages)
             tries = [(most_us, _LEAST_GAIN_SHARE)]
             if slow == len(us_of) and policy.measured_plans:  # it may cost less than is predicted
@@ -313,7 +298,7 @@ class RowChoice:
         return 0, True, f"{least}, and at most {limit:g} % is wanted"
 
 
-def ladder(stages: Sequence[Sequence[Plan]]) -> list[_Places]:
+def ladder(stages: Sequence[Sequence[Plan]]) -> list[tuple[int, ...]]:
     """Return the places of all stages' plans from rung to rung, in the order of what they take."""
     moves = sorted(
         (plan.us, place, number)
