@@ -128,8 +128,8 @@ class _Queue:
     def __init__(self, rank: _Streams, name: str) -> None:
         self.rank = rank
         self.name = name
-        self.waiting: deque[tuple[int, int]] = deque()  # copies, each with its op's position
-        self.copy: tuple[int, int] | None = None  # the one that is under way
+        # Copies, each with its op's position; the first is under way.
+        self.copies: deque[tuple[int, int]] = deque()
         self.rest_bytes = self.rate = self.start_us = self.since_us = 0.0
         self.end: simpy.Event | None = None  # when it will be over, as things are
 
@@ -217,10 +217,9 @@ class _Step:
                 flight.callbacks.append(self._ends[number].trigger)
             else:
                 queue = rank.d2h if kind == OpKind.OFFLOAD else rank.h2d
-                queue.waiting.append((number, position))
-                if queue.copy is None:
-                    self._begin_copy(queue)
-                    self._share_anew(node)
+                queue.copies.append((number, position))
+                if len(queue.copies) == 1:
+                    self._begin_copy(queue, node)
         yield environment.timeout(joined_us)
         rank.result.end_us = environment.now
         if trace:
@@ -231,35 +230,30 @@ class _Step:
 
     # Copies
 
-    def _begin_copy(self, queue: _Queue) -> None:
-        queue.copy = queue.waiting.popleft() if queue.waiting else None
-        if queue.copy is not None:
-            queue.rest_bytes, queue.rate = queue.rank.result.copy_bytes[queue.copy[0]], 0.0
+    def _begin_copy(self, queue: _Queue, node: list[_Streams]) -> None:
+        """Begin a queue's next copy, if there is one, and share the node's bandwidth anew."""
+        if queue.copies:
+            queue.rest_bytes, queue.rate = queue.rank.result.copy_bytes[queue.copies[0][0]], 0.0
             queue.start_us = queue.since_us = self.environment.now
+        busy = [(bool(rank.d2h.copies), bool(rank.h2d.copies)) for rank in node]
+        ways = ((True, False), (False, True), (True, True))
+        rates = self._rates(*map(busy.count, ways))
+        for rank in node:
+            d2h, h2d = rank.d2h, rank.h2d
+            if d2h.copies:
+                self._set_rate(d2h, rates[2 if h2d.copies else 0], node)
+            if h2d.copies:
+                self._set_rate(h2d, rates[3 if d2h.copies else 1], node)
 
     def _end_copy(self, queue: _Queue, node: list[_Streams], end: simpy.Event) -> None:
         """End a queue's copy, unless its rate has changed since this end was set."""
         if end is not queue.end:
             return
-        assert queue.copy is not None
-        rank, (number, position), start_us = queue.rank, queue.copy, queue.start_us
+        rank, (number, position), start_us = queue.rank, queue.copies.popleft(), queue.start_us
         us, num_bytes = self.environment.now - start_us, rank.result.copy_bytes[number]
         rank.add_span(queue.name, queue.name, position, start_us, us, num_bytes=num_bytes)
-        self._begin_copy(queue)
-        self._share_anew(node)
+        self._begin_copy(queue, node)
         self._ends[rank.index, number].succeed(RELEASE if queue is rank.d2h else RELOAD)
-
-    def _share_anew(self, node: list[_Streams]) -> None:
-        """Share a node's bandwidth among the copies that run now."""
-        busy = [(rank.d2h.copy is not None, rank.h2d.copy is not None) for rank in node]
-        ways = ((True, False), (False, True), (True, True))
-        rates = self._rates(*map(busy.count, ways))
-        for rank in node:
-            d2h, h2d = rank.d2h, rank.h2d
-            if d2h.copy is not None:
-                self._set_rate(d2h, rates[0 if h2d.copy is None else 2], node)
-            if h2d.copy is not None:
-                self._set_rate(h2d, rates[1 if d2h.copy is None else 3], node)
 
     def _set_rate(self, queue: _Queue, rate: float, node: list[_Streams]) -> None:
         if rate == queue.rate:
