@@ -35,10 +35,9 @@ class DeviceBudget:
         if max_inflight_bytes is not None and prefetch_bytes is not None:
             share_bytes = (max_inflight_bytes + prefetch_bytes) // _GROUP_SHARE
             self.most_group_bytes = min(share_bytes, _MOST_GROUP_BYTES)
-        self._default = 0, 0
-        self._choose_limits()
         self.inflight_bytes = self.held_bytes = 0
         self._saved_bytes = self._peak_saved_bytes = self._largest_bytes = 0
+        self._follow_step(0)
         self.is_warming_up = False
 
     # Who sets the limits
@@ -48,24 +47,14 @@ class DeviceBudget:
         self._peak_saved_bytes = self._saved_bytes
 
     def _follow_step(self, seen_bytes: int) -> None:
-        """Let the default follow a step that has saved so much at its peak."""
-        if not self._follows_any:
-            return
-        share_bytes = seen_bytes // _AUTO_SHARE
-        largest_bytes = self._largest_bytes
-        # Two of the largest may be reloaded: one does while the one before it is in use.
-        default = max(largest_bytes, share_bytes), max(2 * largest_bytes, share_bytes)
-        if default != self._default:
-            self._default = default
-            self._choose_limits()
-
-    def _choose_limits(self) -> None:
-        """Put the limits in force that count: the one place that knows whose word does."""
+        """Put the user's limits in force, or what a step asks for that has saved so much."""
+        share_bytes, largest_bytes = seen_bytes // _AUTO_SHARE, self._largest_bytes
         inflight_bytes, prefetch_bytes = self._user
-        self._follows_step = inflight_bytes is None
-        self._follows_any = inflight_bytes is None or prefetch_bytes is None
-        self.max_inflight_bytes = self._default[0] if inflight_bytes is None else inflight_bytes
-        self.prefetch_bytes = self._default[1] if prefetch_bytes is None else prefetch_bytes
+        if inflight_bytes is None:
+            inflight_bytes = max(largest_bytes, share_bytes)
+        if prefetch_bytes is None:  # two: one of them is in use while the next is reloaded
+            prefetch_bytes = max(2 * largest_bytes, share_bytes)
+        self.max_inflight_bytes, self.prefetch_bytes = inflight_bytes, prefetch_bytes
         self.total_bytes = total = self.max_inflight_bytes + self.prefetch_bytes
         self.lookahead_bytes = min(2 * self.prefetch_bytes or total, total)
 
@@ -75,7 +64,7 @@ class DeviceBudget:
 
         Until a step's first backward only where the limits follow the step.
         """
-        return self._follows_step or not self.is_warming_up
+        return self._user[0] is None or not self.is_warming_up
 
     def is_exceeded(self) -> bool:
         """Whether something in flight has to be released."""

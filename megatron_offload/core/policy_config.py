@@ -53,14 +53,12 @@ class MemoryTargetConfig(SolvedConfig):
             ConfigError: there are several, and not as many as ranks.
         """
         target = self.memory_target
-        if isinstance(target, int):
-            return (int(target),) * num_ranks
-        if len(target) != num_ranks:
+        if not isinstance(target, int) and len(target) != num_ranks:
             raise ConfigError(
                 f"{len(target)} memory targets are given for {num_ranks} pipeline ranks; give one "
                 "for all, or one for each"
             )
-        return tuple(map(int, target))
+        return tuple(map(self.target_of, range(num_ranks)))
 
     def target_of(self, rank: int) -> int:
         """Return the target of one pipeline rank."""

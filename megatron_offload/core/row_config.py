@@ -55,9 +55,6 @@ def ranges(numbers: Iterable[int]) -> str:
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in ends)
 
 
-Layers = Annotated[str, BeforeValidator(_ranges)]
-
-
 class RowConfig(StrictModel):
     """One site of some layers, and one of three actions: offload, recompute, by_rows."""
 
@@ -66,7 +63,7 @@ class RowConfig(StrictModel):
     for the layer itself; ``mlp`` and ``attention`` under whatever name; ``loss``; or ``model`` for
     all that is saved or, where the program marks groups, marked."""
 
-    layers: Converted[Layers, int | str] = default("all")
+    layers: Converted[Annotated[str, BeforeValidator(_ranges)], int | str] = default("all")
     """Which layers: ``all``, or numbers from 0 over the whole model, such as ``0-13,20``."""
 
     offload: Annotated[int, Field(strict=True, ge=1)] | Literal["all"] | None = None

@@ -43,9 +43,6 @@ class ByteCount(StrEnum):
     is still in flight."""
 
 
-_MAX_TRACE_BYTES = 1024**3
-"""Larger files are no trace of a few steps."""
-
 _Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 _Time = Annotated[_Number, Field(ge=0, le=1e15)]
 
@@ -149,7 +146,8 @@ _RANK, _SPAN, _COUNTER = TypeAdapter(StrictInt), TypeAdapter(Span), TypeAdapter(
 def read_traces(path: str | Path) -> list[StepTrace]:
     """Read what `write_traces` wrote, in the order of ranks; `ConfigError` for any other file."""
     traces: dict[int, StepTrace] = {}
-    data = read_json(path, limit_bytes=_MAX_TRACE_BYTES)
+    # Larger files are no trace of a few steps.
+    data = read_json(path, limit_bytes=1024**3)
     try:
         for event in data["traceEvents"]:
             rank, args = _RANK.validate_python(event["pid"]), event["args"]

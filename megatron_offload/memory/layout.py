@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+from operator import mul
 from typing import TypeAlias
 
 import torch
@@ -51,21 +53,12 @@ class TensorLayout:
         last = sum((many - 1) * step for many, step in zip(size, stride, strict=True))
         self.high = self.low + (last + 1) * dtype.itemsize if num_elements else self.low
         self.num_bytes = min(num_elements * dtype.itemsize, self.high - self.low)
-        fresh = _fresh_strides(size)
+        fresh = tuple(accumulate(size[:0:-1], mul, initial=1))[::-1][: len(size)]
         pairs = zip(size, stride, fresh, strict=True)
         self.is_contiguous = 0 in size or all(many == 1 or a == b for many, a, b in pairs)
         is_whole = self.is_contiguous and self.low % ALIGNMENT_BYTES == 0
         self.spec: ViewSpec | None = (self.num_bytes, (size, dtype)) if is_whole else None
         self.fresh_spec = self.spec if stride == fresh else None
-
-
-def _fresh_strides(size: torch.Size) -> tuple[int, ...]:
-    """Return the strides of fresh memory of a size."""
-    strides, step = [], 1
-    for many in reversed(size):
-        strides.append(step)
-        step *= many
-    return tuple(reversed(strides))
 
 
 class _Layouts(dict[LayoutKey, TensorLayout]):
