@@ -80,13 +80,8 @@ BytesField = Converted[Bytes, int | str]
 OptionalBytesField = Converted[Bytes | None, int | str | None]
 
 
-def one_or_more(value: Any) -> Any:
-    """Return a list; one text is a list of it."""
-    return (value,) if isinstance(value, str) else value
-
-
-Names = Annotated[tuple[str, ...], BeforeValidator(one_or_more)]
-"""A list of names."""
+Names = Annotated[tuple[str, ...], BeforeValidator(lambda x: (x,) if isinstance(x, str) else x)]
+"""A list of names; one text is a list of it."""
 
 NamesField = Converted[Names, list[str] | tuple[str, ...] | str]
 

@@ -76,10 +76,6 @@ class LargestTensors:
         self.chosen = frozenset(range(num_saved)) - numbers if numbers else None
         self.num_saved = num_saved
 
-    def choose_anew(self) -> None:
-        """Let the next call choose: other tensors are seen, or recomputed, from here on."""
-        self.chosen = None
-
     def begin(self) -> _Call:
         """Return the `Pick` of a call that begins."""
         return _Call(self)
@@ -207,7 +203,9 @@ class NoHooks:
         manager = self._find_manager()
         if manager is not None and self._lifted and self._lifted[-1][0] == get_ident():
             _, hooks = self._lifted.pop()
-            _put_below([both for both in hooks if manager.has_pack(both[0])])
+            own = [both for both in hooks if manager.has_pack(both[0])]
+            for both in (*own, *_lift(lambda _: True)):  # below what was put on since
+                _push_saved_tensors_default_hooks(*both)
 
 
 def _lift(is_one: Callable[[Any], bool]) -> list[Any]:
@@ -220,16 +218,6 @@ def _lift(is_one: Callable[[Any], bool]) -> list[Any]:
         _pop_saved_tensors_default_hooks()
         lifted.insert(0, hooks)
     return lifted
-
-
-def _put_below(lifted: list[Any]) -> None:
-    """Put hooks on again, below what was put on since."""
-    others: list[Any] = []
-    while (hooks := _top_saved_tensors_default_hooks(True)) is not None:
-        _pop_saved_tensors_default_hooks()
-        others.insert(0, hooks)
-    for both in (*lifted, *others):
-        _push_saved_tensors_default_hooks(*both)
 
 
 class LayerClock:

@@ -112,12 +112,7 @@ def _missing(
         return "no repeated layers were found in this model, so there are no sites"
     if not numbered:
         return f"there are layers {min(layers.values())} to {max(layers.values())}"
-    starts = tuple(f"{layer}." for layer in numbered)
-    inner = {path: next((x for x in starts if path.startswith(x)), "") for path in modules}
-    known = {path.removeprefix(start) for path, start in inner.items() if start}
-    names = {
-        "layer",
-        *(kind for kind in PARTS if modules_within(numbered[0], kind, modules)),
-        *known,
-    }
+    names = {"layer", *(kind for kind in PARTS if modules_within(numbered[0], kind, modules))}
+    for start in (f"{layer}." for layer in numbered):
+        names |= {path.removeprefix(start) for path in modules if path.startswith(start)}
     return f"no layer has a site {row.site!r}{did_you_mean(row.site, names)}"

@@ -13,9 +13,6 @@ from megatron_offload.engine.module_hooks import expression_of
 _LAYERS = ("TransformerLayer", "GradientCheckpointingLayer")
 """Classes, by their own name or that of a base, whose owners let them be recomputed."""
 
-_AROUND = ("MultiTokenPredictionLayer",)
-"""Classes that have a layer as their part."""
-
 _NOTHING = {
     ("torch.nn.modules.linear", "Identity"),
     ("megatron.core.transformer.identity_op", "IdentityOp"),
@@ -79,7 +76,7 @@ def _number_of(path: str, modules: Mapping[str, nn.Module]) -> int:
 def _may_be_layer(module: nn.Module | None) -> bool:
     """Whether a member of a list has parts, and is called itself."""
     is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict))
-    is_called = not is_list and type(module).__name__ not in _AROUND
+    is_called = not is_list and type(module).__name__ != "MultiTokenPredictionLayer"  # has a layer
     return is_called and module is not None and next(module.children(), None) is not None
 
 

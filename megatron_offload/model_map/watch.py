@@ -202,10 +202,9 @@ class SavedMemory(Observer):
                     "nothing would be freed; let rows offload those too, or one row what is around "
                     "them all"
                 )
-        site_of = self.made
         dropped = {
-            path: site_of[made]
-            for made in (key for key in savers if key in site_of)
+            path: self.made[made]
+            for made in (key for key in savers if key in self.made)
             for path in savers[made]
             if path not in rows.recomputed and not rows.place_of(path)
         }
@@ -231,7 +230,7 @@ class SavedMemory(Observer):
             if not bare.isdisjoint(parts):
                 changed.add(call.path)
             else:
-                is_named = key in site_of if call.path in dropped else not (key and others[key])
+                is_named = key in self.made if call.path in dropped else not (key and others[key])
                 numbers[call.path][is_named].add(counts[call])
                 counts[call] += 1
         for path, row in rows.offloaded.items():
@@ -240,7 +239,8 @@ class SavedMemory(Observer):
                 num_saved = max((n for call, n in counts.items() if call.path == path), default=0)
                 LargestTensors.of(modules[path], None).leave_out(left_out, num_saved)
             elif path in changed or not keys_of[path].isdisjoint(self.made):
-                LargestTensors.of(modules[path], row.most).choose_anew()
+                # The next call chooses: other tensors are seen, or recomputed, from here on.
+                LargestTensors.of(modules[path], row.most).chosen = None
         return _Shown(
             {
                 path: (name, LargestTensors(0, frozenset(numbers[path][True])))
