@@ -9,7 +9,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 from statistics import mean, median
 from typing import Any, Literal, NamedTuple
 
@@ -138,7 +138,10 @@ class LayerWatch(SavedMemory):
             num_saved.update(call.path for call in calls)
         all_inside: defaultdict[str, dict[int, bool]] = defaultdict(dict)
         for key, paths in savers.items():
-            around = [{*_prefixes(path)} & self._sites.keys() for path in paths]
+            around = [
+                {*accumulate(path.split("."), "{}.{}".format)} & self._sites.keys()
+                for path in paths
+            ]
             for path in set().union(*around):
                 all_inside[path][key] = all(path in one for one in around)
         readers = Counter(
@@ -215,13 +218,6 @@ class LayerWatch(SavedMemory):
             parts: list[Part] = [(site.name, what)]
             parts += [(part, "all") for part in large if what == "all"]
             yield Action(tuple(parts), num_bytes, us, num_bytes)
-
-
-def _prefixes(path: str) -> Iterator[str]:
-    """Yield a dotted name and those of what is around it."""
-    while path:
-        yield path
-        path = path.rpartition(".")[0]
 
 
 def _part(site: Site, path: str, saver: str) -> str:

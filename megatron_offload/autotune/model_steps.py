@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import nn
 
 from megatron_offload.engine.boundary import hook_backward
-from megatron_offload.engine.module_hooks import hook_calls, hooks_of, tensors_in, tokens_of
+from megatron_offload.engine.module_hooks import hook_calls, tensors_in, tokens_of
 
 _MOST_FORWARDS = 16  # a backward that never comes, or always late, ends no step
 
@@ -45,16 +44,13 @@ class ModelSteps:
         self._is_inside = False
         self._called: nn.Module | None = None
         self.num_forwards = self._num_pending = self.most_pending = self._number = 0
-        layers = list(first_layers)
-        self._layers = [ref(layer) for layer in layers]
-        for layer in layers:
-            hook_calls(layer, self._begin, self._end, owner=ModelSteps)
+        hooked = (hook_calls(x, self._begin, self._end, owner=ModelSteps) for x in first_layers)
+        self._handles = [handle for handles in hooked for handle in handles]
 
     def close(self) -> None:
         """Count no more."""
-        for layer in (layer() for layer in self._layers):
-            if layer is not None:
-                hooks_of(ModelSteps, layer)
+        for handle in self._handles:
+            handle.remove()
 
     def is_over(self) -> bool:
         """Whether the step is, now that another forward is about to begin."""

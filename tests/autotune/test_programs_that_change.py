@@ -12,6 +12,7 @@ from programs import assert_same
 from torch import nn
 
 from megatron_offload import OffloadActivations, OffloadConfig, get_act_offloading_ctx_manager
+from megatron_offload.autotune.model_steps import ModelSteps
 from megatron_offload.autotune.row_search import RowSearch
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError
@@ -126,6 +127,13 @@ def test_a_search_ends_whatever_layers_are_given_and_return(make, num_forwards, 
     assert search.is_converged
     assert search._clock.most_pending == num_forwards
     assert "aren't called" not in search.said
+
+
+def test_steps_that_are_counted_no_more_leave_the_hooks_of_others():
+    layer = nn.Linear(2, 2)
+    first, _ = (ModelSteps([layer], lambda: None, print) for _ in range(2))
+    first.close()
+    assert len(layer._forward_hooks) == len(layer._forward_pre_hooks) == 1
 
 
 def test_a_tower_that_is_not_called_is_no_matter_for_the_steps():
