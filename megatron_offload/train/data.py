@@ -5,6 +5,7 @@ A microbatch depends on (seed, step, microbatch, data-parallel rank) and on noth
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import pydoc_data
@@ -18,47 +19,41 @@ from megatron_offload.engine.checking import checksum
 from megatron_offload.train.config import TrainConfig
 
 
-class TextSource:
-    """Sequences cut out of Python's own text at places that a counter-based generator draws."""
-
-    def __init__(self, config: TrainConfig) -> None:
-        self._text = np.frombuffer(_text_of_python(), dtype=np.uint8)
-        self._seed = config.run.seed
-        self._micro_batch_size = config.data.micro_batch_size
-        self._length = config.model.sequence_length + 1
-
-    def tokens(self, step: int, microbatch: int, dp_rank: int) -> torch.Tensor:
-        """Return int64 tokens of shape [micro_batch_size, sequence_length + 1]."""
-        # The 0 keeps the tokens of a seed what they were in every run that was measured.
-        random = np.random.default_rng([self._seed, 0, step, microbatch, dp_rank])
-        starts = random.integers(0, len(self._text) - self._length + 1, self._micro_batch_size)
-        rows = [self._text[start : start + self._length] for start in starts]
-        return torch.from_numpy(np.stack(rows).astype(np.int64))
-
-    def microbatches(
-        self, step: int, count: int, dp_rank: int, device: torch.device
-    ) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield one step's microbatches.
-
-        Each holds ``tokens`` and ``labels`` of shape [micro_batch_size, sequence_length] and
-        ``position_ids`` of the same shape, int64, on ``device``.
-        """
-        for index in range(count):
-            rows = self.tokens(step, index, dp_rank).to(device)
-            positions = torch.arange(rows.shape[1] - 1, device=device).expand(rows.shape[0], -1)
-            yield {
-                "tokens": rows[:, :-1].contiguous(),
-                "labels": rows[:, 1:].contiguous(),
-                "position_ids": positions,
-            }
+def tokens(config: TrainConfig, step: int, microbatch: int, dp_rank: int) -> torch.Tensor:
+    """Return int64 tokens of shape [micro_batch_size, sequence_length + 1], cut out of a text."""
+    text, length = _text_of_python(), config.model.sequence_length + 1
+    # The 0 keeps the tokens of a seed what they were in every run that was measured.
+    random = np.random.default_rng([config.run.seed, 0, step, microbatch, dp_rank])
+    starts = random.integers(0, len(text) - length + 1, config.data.micro_batch_size)
+    rows = [text[start : start + length] for start in starts]
+    return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
-def _text_of_python() -> bytes:
+def microbatches(
+    config: TrainConfig, step: int, dp_rank: int, device: torch.device
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield one step's microbatches.
+
+    Each holds ``tokens`` and ``labels`` of shape [micro_batch_size, sequence_length] and
+    ``position_ids`` of the same shape, int64, on ``device``.
+    """
+    for index in range(config.data.microbatches):
+        rows = tokens(config, step, index, dp_rank).to(device)
+        positions = torch.arange(rows.shape[1] - 1, device=device).expand(rows.shape[0], -1)
+        yield {
+            "tokens": rows[:, :-1].contiguous(),
+            "labels": rows[:, 1:].contiguous(),
+            "position_ids": positions,
+        }
+
+
+@functools.cache
+def _text_of_python() -> np.ndarray:
     """Return 4 MiB of what every Python brings: help topics, the standard library's sources."""
     paths = [Path(pydoc_data.__path__[0]) / "topics.py"]
     paths += sorted(Path(os.__file__).parent.glob("*.py"))
     text = b"\n".join(path.read_bytes() for path in paths if path.is_file())
-    return text[: 4 * 1024**2]
+    return np.frombuffer(text[: 4 * 1024**2], dtype=np.uint8)
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:

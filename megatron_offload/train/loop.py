@@ -29,7 +29,7 @@ from megatron_offload.observe.run_report import LOG_NAME
 from megatron_offload.observe.trace_step import trace_step
 from megatron_offload.report.console import console
 from megatron_offload.train.config import TrainConfig
-from megatron_offload.train.data import TextSource, digest
+from megatron_offload.train.data import digest, microbatches
 from megatron_offload.train.model import build_chunks, build_optimizer, open_model_parallel
 from megatron_offload.train.records import RankStep, RunReport, StepRecord, counters_of
 from megatron_offload.train.run_folder import prepare_folder
@@ -73,7 +73,6 @@ class _Trainer:
             names = {name for chunk in self._chunks for name in named_modules(chunk.module)}
             check_patterns(config.offload, set().union(*gather(names, self._group)))
         self._optimizer = build_optimizer(config, self._chunks)
-        self._source = TextSource(config)
         live = config.run.measure_live_bytes
         self._meter = LiveActivationMeter(self._parameters()) if live else None
 
@@ -177,8 +176,8 @@ class _Trainer:
     def _pass_over_microbatches(self, step: int) -> float | None:
         """Run megatron-core's schedule; return the mean loss on the last stage, else None."""
         data, virtual = self._config.data, self._config.parallel.virtual
-        which = (step, data.microbatches, parallel_state.get_data_parallel_rank(), self._device)
-        iterators = [self._source.microbatches(*which) for _ in range(virtual)]
+        which = self._config, step, parallel_state.get_data_parallel_rank(), self._device
+        iterators = [microbatches(*which) for _ in range(virtual)]
         losses = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators if virtual > 1 else iterators[0],

@@ -8,34 +8,27 @@ import itertools
 import torch
 
 from megatron_offload.train.config import TrainConfig
-from megatron_offload.train.data import TextSource, digest
+from megatron_offload.train.data import digest, microbatches, tokens
 
 
-def source(seed=1):
-    return TextSource(
-        TrainConfig.model_validate(
-            {
-                "model": {"sequence_length": 16},
-                "data": {"micro_batch_size": 2},
-                "run": {"seed": seed},
-            }
-        )
-    )
+def config(seed=1):
+    data = {"micro_batch_size": 2, "microbatches": 3}
+    model, run = {"sequence_length": 16}, {"seed": seed}
+    return TrainConfig.model_validate({"model": model, "data": data, "run": run})
 
 
 def test_the_same_microbatch_is_the_same_tokens_in_any_order():
     keys = list(itertools.product((1, 2), (0, 1), (0, 1)))
-    forwards, backwards = source(), source()
-    first = {key: forwards.tokens(*key) for key in keys}
+    first = {key: tokens(config(), *key) for key in keys}
     for key in reversed(keys):
-        assert torch.equal(backwards.tokens(*key), first[key])
+        assert torch.equal(tokens(config(), *key), first[key])
     different = {tensor.numpy().tobytes() for tensor in first.values()}
     assert len(different) == len(keys)
-    assert not torch.equal(source(2).tokens(*keys[0]), first[keys[0]])
+    assert not torch.equal(tokens(config(2), *keys[0]), first[keys[0]])
 
 
 def test_labels_are_the_tokens_one_place_on():
-    batches = list(source().microbatches(1, 3, 0, torch.device("cpu")))
+    batches = list(microbatches(config(), 1, 0, torch.device("cpu")))
     assert len(batches) == 3
     for batch in batches:
         assert batch["tokens"].shape == batch["labels"].shape == (2, 16)
