@@ -45,7 +45,7 @@ def install_by_flags(given: Mapping[str, Any], *setting: str) -> OffloadConfig:
         raise ConfigError(f"the report goes to a folder, and {report} is none; name another")
     if _captures_steps(given):
         config = config.model_copy(update={"whole_step_graph": True})
-    megatron_core.install(config, partial(ReportedSearch, report=report or None))
+    megatron_core.install(config, partial(ReportedSearch, report=report))
     return config
 
 
@@ -134,7 +134,7 @@ def _going_on(bind: Callable[[], None]) -> None:
 class ReportedSearch(MegatronSearch):
     """Says once on the first rank what is on, and leaves a step of every rank in ``report``."""
 
-    def __init__(self, manager: PipelineOffloadManager, report: str | None = None) -> None:
+    def __init__(self, manager: PipelineOffloadManager, report: Path | None = None) -> None:
         super().__init__(manager)
         self._report = report
         self._reporting: Generator[None, None, None] | None = None
