@@ -9,7 +9,7 @@ import itertools
 from collections import Counter as Tally
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,17 +20,15 @@ from megatron_offload.engine.group import Block, OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Direction, Observer
 
-_Place: TypeAlias = tuple[Literal["forward", "backward", "other"], OffloadGroup | None]
-"""A pass of a group; neither where the program is in none."""
-
 
 class _Turn(NamedTuple):
     """What the compute stream does from a time on."""
 
     time: Any
-    place: _Place
-    lost_by: Literal["", "wait", "recompute"] = ""
-    """Why it does no work of the program's own, if it doesn't."""
+    kind: str
+    """As `Span.kind`."""
+    group: OffloadGroup | None
+    """None where the program is in none."""
     wait: str = ""
 
 
@@ -67,9 +65,9 @@ class _Tracer(Observer):
     def __init__(self, manager: PipelineOffloadManager) -> None:
         self._manager, self._backend = manager, manager.backend
         self._turns: list[_Turn] = []
-        self._recomputing: list[_Place] = []
+        self._recomputing: list[OffloadGroup] = []
         self._copies: list[_Copy] = []
-        self._open: list[tuple[Literal["forward", "backward"], OffloadGroup]] = []
+        self._open: list[tuple[str, OffloadGroup]] = []
         """The passes and groups that the program is in, innermost last."""
         self._live_bytes: dict[GroupKey, int] = {}
         self._inflight: Tally[OffloadGroup] = Tally()
@@ -80,12 +78,12 @@ class _Tracer(Observer):
 
     def _turn(self) -> None:
         """Note what the compute stream does from now on."""
+        kind, group = self._place()
         if self._recomputing:
-            self._turns.append(_Turn(self._now(), self._recomputing[-1], "recompute"))
-        else:
-            self._turns.append(_Turn(self._now(), self._place()))
+            kind, group = "recompute", self._recomputing[-1]
+        self._turns.append(_Turn(self._now(), kind, group))
 
-    def _place(self) -> _Place:
+    def _place(self) -> tuple[str, OffloadGroup | None]:
         return self._open[-1] if self._open else ("other", None)
 
     def _now(self) -> Any:
@@ -137,7 +135,7 @@ class _Tracer(Observer):
                 self.backward_leaves(group)
 
     def recompute_starts(self, block: Block) -> None:
-        self._recomputing.append(("backward", block.group))
+        self._recomputing.append(block.group)
         self._turn()
 
     def recomputed(self, block: Block, made: torch.Tensor) -> None:
@@ -161,7 +159,7 @@ class _Tracer(Observer):
         return backend.timestamp(backend.d2h_stream if direction == "d2h" else backend.h2d_stream)
 
     def wait_starts(self) -> None:
-        self._turns.append(_Turn(self._now(), self._place(), "wait"))
+        self._turns.append(_Turn(self._now(), "stall", self._place()[1]))
         self._sample(self._turns[-1].time)
 
     def wait_issued(self, why: Wait, group: OffloadGroup) -> None:
@@ -209,10 +207,8 @@ class _Tracer(Observer):
                 trace.spans.append(span)
 
         for turn, until in itertools.pairwise(self._turns):
-            place, group = turn.place
-            kind = {"": place, "wait": "stall", "recompute": "recompute"}[turn.lost_by]
-            label = group.label if group else ""
-            add("compute", turn.time, until.time, kind, label, wait=turn.wait)
+            label = turn.group.label if turn.group else ""
+            add("compute", turn.time, until.time, turn.kind, label, wait=turn.wait)
         for stream, label, start, end, num_bytes in self._copies:
             add(stream, start, end, stream, label, num_bytes=num_bytes)
         trace.counters = [
