@@ -14,10 +14,13 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from operator import eq
 from threading import get_ident
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 from weakref import ref
 
 import torch
+import torch.utils.checkpoint
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 
 from megatron_offload.core.group import GroupState
 from megatron_offload.engine.chunk import ChunkOffloadHandler
@@ -34,6 +37,7 @@ from megatron_offload.engine.hooks import (
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_opted_out
 from megatron_offload.engine.modes import apart, has_modes, is_traced
+from megatron_offload.engine.patches import PatchStack
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.subclasses import SavedWrapper, hollow, inner_tensors, is_wrapper
 
@@ -41,6 +45,15 @@ _LEAST_GROUP_BYTES = 1 << 20
 _GROUP_SHARE = 32
 """A group ends when it has this fraction of what its forward has saved so far: each costs the
 host as much as several tensors."""
+
+Cache: Any = getattr(torch.utils.checkpoint, "_CachingTorchDispatchMode", None)
+"""The mode in which a selective checkpoint caches what its policy saves."""
+
+_CACHED = "in the cache of a selective checkpoint, which hooks of saved tensors don't see"
+_NOT_SEEN = (
+    "what selective checkpoints save in their cache isn't offloaded: pass "
+    "respect_saved_tensors_hooks=True to checkpoint() (torch 2.14 or later). This is said once"
+)
 
 
 class Watch(Protocol):
@@ -120,6 +133,7 @@ class AutomaticGroups:
     _forwards: list[_Forward | None] = field(default_factory=list, init=False)
     """None of one that began while the manager rests."""
     _reached: dict[OffloadGroup, None] = field(default_factory=dict, init=False)
+    _patches: PatchStack = field(default_factory=PatchStack, init=False)
 
     @graph_break
     def begin(
@@ -151,15 +165,18 @@ class AutomaticGroups:
             pack = self.pack
             put_on(pack, unpack)
         self._forwards.append(_Forward(chunk, pack, name or self.name))
+        if Cache and "__exit__" not in vars(Cache):  # else another context notices
+            self._patches.wrap(Cache, "__exit__", self._note_unseen)
+            self._patches.wrap(saved_tensors_hooks, "__enter__", self._note_unseen)
         if self.watch is not None and len(self._forwards) == 1:
             self.watch.begin()
 
     @graph_break
     def end(self, *, has_failed: bool = False) -> None:
         """Undo the last `begin`; what was saved since a failure's last group is kept."""
+        forward = self._forwards.pop() if self._forwards else None
         if not self._forwards:
-            return
-        forward = self._forwards.pop()
+            self._patches.undo()
         if forward is None:
             return
         if forward.pack is not None:
@@ -180,16 +197,9 @@ class AutomaticGroups:
             self.watch.end(has_failed=has_failed)
 
     @property
-    def chunk(self) -> ChunkOffloadHandler | None:
-        """The chunk of the innermost forward."""
-        forward = self._forwards[-1] if self._forwards else None
-        return None if forward is None else forward.chunk
-
-    @property
     def is_entered(self) -> bool:
         """Whether a forward is under way in this thread that may be recorded."""
-        forwards = self._forwards
-        return bool(forwards) and forwards[-1] is not None and self._thread == get_ident()
+        return self.is_inside and self._forwards[-1] is not None
 
     @property
     def is_inside(self) -> bool:
@@ -252,6 +262,19 @@ class AutomaticGroups:
         forward.num_bytes += saved.layout.num_bytes
         forward.total_bytes += saved.layout.num_bytes
         return _Saved(self, group, saved)
+
+    @graph_break
+    def _note_unseen(self, call: Callable[..., Any], context: Any, *exception: object) -> None:
+        """Note in a forward what its hooks don't see: a cache, and what is under hooks inside."""
+        call(context, *exception)
+        forward = self._forwards[-1] if self.is_inside and not is_in_backward() else None
+        if forward is not None and type(context) is not Cache:
+            self.manager.is_hidden(forward.name, is_group=False)
+        elif forward is not None:
+            for leaf in tree_leaves(context.storage):
+                if isinstance(tensor := getattr(leaf, "val", None), torch.Tensor):
+                    forward.chunk.count_kept(forward.name, tensor, _CACHED)
+                    self.manager.transfers.warn_once(_NOT_SEEN)
 
     def _is_full(self, forward: _Forward) -> bool:
         num_tensors, num_bytes = forward.num_tensors, forward.num_bytes

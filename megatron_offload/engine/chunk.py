@@ -114,7 +114,7 @@ class ChunkOffloadHandler:
         if (pick is not None and not pick.takes()) or is_traced():
             return record
         if not is_plain:
-            self._count_kept(group, tensor)
+            self.count_kept(group.name, tensor)
             return record
         marks, base = tensor.__dict__, tensor._base
         if (marks or base is not None) and not may_be_activation(tensor):
@@ -127,14 +127,14 @@ class ChunkOffloadHandler:
             self._take_ready_mark(tensor, record)
         return record
 
-    def _count_kept(self, group: OffloadGroup, tensor: torch.Tensor) -> None:
-        """Count a tensor of a class of its own, which is kept, unless that was requested."""
+    def count_kept(self, name: str, tensor: torch.Tensor, reason: str = "") -> None:
+        """Count a tensor that is kept, for its own class if for nothing else, unless requested."""
         if is_opted_out(tensor):
             return
-        reason = _IN_PARTS if is_wrapper(tensor) else _OF_OTHER_CLASS
+        reason = reason or (_IN_PARTS if is_wrapper(tensor) else _OF_OTHER_CLASS)
         for inner in inner_tensors([tensor]):
             if self.transfers.backend.owns(inner):
-                self._count_once(group.name, inner, inner.nbytes, reason)
+                self._count_once(name, inner, inner.nbytes, reason)
 
     def _count_once(self, name: str, tensor: torch.Tensor, num_bytes: int, reason: str) -> bool:
         """Count a tensor that is kept, unless that was requested or its storage is counted."""

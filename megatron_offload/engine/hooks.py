@@ -25,7 +25,7 @@ def is_in_backward() -> bool:
 
 
 def others_hooks() -> str:
-    """Return whose module has set the hooks of saved tensors in force, if they are not of groups.
+    """Return whose hooks of saved tensors are in force, module and class, if not of groups.
 
     A checkpoint counts what is saved inside it in forward and again in its rerun, another may
     compress; what they rely on isn't known, so nothing is taken from under them.
@@ -36,6 +36,7 @@ def others_hooks() -> str:
     pack = hooks[0]
     pack = pack.func if isinstance(pack, partial) else pack
     owner = getattr(pack, "__module__", None) or "something"
+    owner += "." + getattr(pack, "__qualname__", type(pack).__name__).partition(".")[0]
     is_ours = owner.startswith("megatron_offload.") and not owner.startswith(RECOMPUTE)
     return "" if is_ours else owner
 
@@ -48,8 +49,7 @@ def is_recording(*, needs_grad: bool = True) -> bool:
     """
     if _current_graph_task_id() != -1 or (needs_grad and not is_grad_enabled()):
         return False
-    has_none = _top_saved_tensors_default_hooks(True) is None or not others_hooks()
-    return has_none and _saved_tensors_hooks_is_enabled()
+    return not others_hooks() and _saved_tensors_hooks_is_enabled()
 
 
 def owner_of_hooks() -> Any:
@@ -79,9 +79,8 @@ def take_off(is_one: Callable[[Any], bool], *, all_of_them: bool = False) -> Non
         _push_saved_tensors_default_hooks(*both)
 
 
-def put_on(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
-    """Put a pack and an unpack hook in force."""
-    _push_saved_tensors_default_hooks(pack, unpack)
+put_on = _push_saved_tensors_default_hooks
+"""Put a pack and an unpack hook in force."""
 
 
 def take_off_all(transfers: object) -> None:

@@ -38,8 +38,8 @@ from megatron_offload.errors import StateError
 _logger = logging.getLogger(__name__)
 
 _HIDDEN = (
-    "hooks of saved tensors that %s has set are in force, so what is saved inside "
-    "them is kept: what they rely on isn't known. This is said once"
+    "hooks of saved tensors of %s are in force: what is saved under them is left to "
+    "them and isn't offloaded here. Switch one of the two off. This is said once"
 )
 
 _CHECKPOINTED = (
@@ -218,14 +218,14 @@ class Recording:
         """Return the chunk whose forward runs, where it matters how its tensors are made."""
         return self.decisions.chunk if self.do_offload and is_recording(needs_grad=False) else None
 
-    def is_hidden(self, name: str) -> bool:
+    def is_hidden(self, name: str, *, is_group: bool = True) -> bool:
         """Whether hooks of others are in force; a reentrant checkpoint shows in its rerun alone."""
         others, in_backward = others_hooks(), is_in_backward()
         is_checkpoint = not others if in_backward else others.startswith("torch.utils.checkpoint")
         is_hidden = bool(others) and not in_backward
         if torch.is_grad_enabled() and (is_hidden or is_checkpoint):
-            self.transfers.stats.num_hidden_groups += 1
-            if is_checkpoint and not self.rows_are_own:
+            self.transfers.stats.num_hidden_groups += is_group
+            if is_checkpoint and is_group and not self.rows_are_own:
                 self.transfers.warn_once(_CHECKPOINTED, name)
         if is_hidden and not (is_checkpoint or others.startswith(RECOMPUTE)):
             self.transfers.warn_once(_HIDDEN, others)

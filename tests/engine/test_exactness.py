@@ -10,7 +10,6 @@ from programs import in_group, make_manager
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_offload.engine.boundary import start_group
 from megatron_offload.frontends.modules import offload_modules
 
 SIZE = 64
@@ -270,11 +269,3 @@ def test_a_graph_that_goes_runs_nothing_that_swallows_an_interrupt():
     ours = [code for code in called if "megatron_offload" in code.co_filename]
     assert ours == []
     assert manager.state_of()["host bytes"] == 0
-
-
-def test_hooks_of_others_around_a_start_make_it_none():
-    manager = make_manager()
-    manager.begin_chunk()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-        start_group(manager, torch.ones(2, requires_grad=True), "g")
-    assert not manager.cur_forward_chunk().open_groups

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
@@ -18,14 +19,20 @@ from llama_programs import (
     transformers,
 )
 from programs import MOVING, assert_nothing_left, assert_same
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from megatron_offload import OffloadActivations
 from megatron_offload.cli.report import read_report
+from megatron_offload.engine.automatic import _CACHED, Cache
 from megatron_offload.integrations.hugging_face import OffloadMixin
 
+CACHING = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+SELECTIVE = {"use_reentrant": False, "context_fn": CACHING}
+NAMES = ["none", "not reentrant", "reentrant", "selective"]
 
-@pytest.mark.parametrize("checkpointing", KINDS, ids=["none", "not reentrant", "reentrant"])
-def test_a_llama_keeps_its_bits_and_moves_what_it_saves(checkpointing):
+
+@pytest.mark.parametrize("checkpointing", [*KINDS, SELECTIVE], ids=NAMES)
+def test_a_llama_keeps_its_bits_and_moves_what_it_saves(checkpointing, caplog):
     model, offload = make_model(checkpointing), OffloadActivations(config=MOVING)
     expected = train(model, contextlib.nullcontext())
     for _ in range(3):
@@ -38,6 +45,13 @@ def test_a_llama_keeps_its_bits_and_moves_what_it_saves(checkpointing):
     else:  # the layers' inputs, and what norm, head and loss save
         head_bytes = 3 * BATCH * LENGTH * WORDS * 4 + 3 * STATE_BYTES
         assert LAYERS * STATE_BYTES <= moved_bytes <= LAYERS * STATE_BYTES + head_bytes
+    cached = 10 * LAYERS * STATE_BYTES if checkpointing is SELECTIVE else 0  # of matrix products
+    kept = offload.last_step.by_name["activations"].kept_bytes_by_reason
+    assert (kept.get(_CACHED, 0), caplog.text.count("selective checkpoints")) == (
+        cached,
+        cached > 0,
+    )
+    assert "__exit__" not in vars(Cache)
     offload.close()
 
 
