@@ -19,6 +19,7 @@ from weakref import ref
 
 import torch
 import torch.utils.checkpoint
+from torch._C import DispatchKey, _dispatch_tls_is_dispatch_key_excluded
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
@@ -236,13 +237,12 @@ class AutomaticGroups:
     @graph_break
     def pack(self, tensor: torch.Tensor) -> Packed:
         """Record a tensor that autograd saves; the pack hook."""
-        if has_modes():
+        if has_modes() or _dispatch_tls_is_dispatch_key_excluded(DispatchKey.ADInplaceOrView):
             return apart(self.pack, tensor)
         forward = self._forwards[-1] if self._forwards else None  # between two lines of `begin`
         if forward is None or forward.pack is None:
             return SavedTensor(tensor, self.name)
-        is_needed_at_once = is_in_backward()  # a recompute
-        if is_needed_at_once or torch.compiler.is_compiling() or is_traced():
+        if is_in_backward() or torch.compiler.is_compiling() or is_traced():  # first: a recompute
             return SavedTensor(tensor, self.name)
         if self._is_full(forward):  # not before: a kernel may fill what it saves behind that
             self._commit(forward)

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
-from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C import DispatchKey, _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -38,7 +38,8 @@ def has_modes() -> bool:
 
 
 def leave_modes(undo: ExitStack) -> None:
-    """Leave all modes that are entered, until ``undo`` enters them again."""
+    """Leave all modes that are entered, until ``undo`` enters them again; aliases count changes."""
+    undo.enter_context(torch._C._SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False))
     if _len_torch_dispatch_stack():
         undo.enter_context(_disable_current_modes())
     for _ in range(_len_torch_function_stack()):

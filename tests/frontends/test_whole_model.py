@@ -614,7 +614,7 @@ def test_a_model_without_a_head_warns_unless_it_is_expected_or_off(recwarn):
     assert not recwarn
 
 
-def test_a_context_that_does_nothing_can_be_asked_what_it_moved():
+def test_a_context_that_does_nothing_can_be_asked_and_refuses_what_no_context_takes():
     model = nn.Linear(3, 3)
     with get_act_offloading_ctx_manager(model, False, config=OffloadConfig()) as entered:
         model(torch.ones(2, 3)).sum().backward()
@@ -624,10 +624,6 @@ def test_a_context_that_does_nothing_can_be_asked_what_it_moved():
     assert off.last_step.metrics()
     assert not off.end_step()
     off.close()
-
-
-def test_what_no_context_takes_is_refused_where_it_does_nothing_too():
-    model = nn.Linear(3, 3)
     with pytest.raises(TypeError, match="bogus"):
         get_act_offloading_ctx_manager(model, False, bogus=3)
     with pytest.raises(ConfigError, match="enable_activation_offloading is True or False"):
@@ -845,6 +841,12 @@ def test_it_is_a_pair_of_saved_tensors_hooks():
         z = x.sin()  # not entered: what is saved stays
     z.sum().backward()
     assert torch.equal(x.grad, x.cos())
+    key = torch._C.DispatchKey.ADInplaceOrView
+    with offload, torch._C._SetExcludeDispatchKeyGuard(key, True):  # as selective checkpoints do
+        packed = offload.pack_hook(y)
+    y.add_(1)
+    with pytest.raises(InPlaceModificationError):
+        offload.unpack_hook(packed)
 
 
 class MixesThree(torch.autograd.Function):
