@@ -160,8 +160,9 @@ class ChunkOffloadHandler:
         num_bytes = values.nbytes
         if torch._C._has_storage(values):  # of what is expanded that has fewer
             num_bytes = min(num_bytes, values.untyped_storage().nbytes())
-        is_large = num_bytes >= max(self.rules.min_tensor_bytes, 1)
-        if is_large and self._count_once(name, values, num_bytes, f"tensors {kind} are kept"):
+        if num_bytes >= max(self.rules.min_tensor_bytes, 1) and self._count_once(
+            name, values, num_bytes, f"tensors {kind} are kept"
+        ):
             self.transfers.warn_once(f"saved tensors {kind} are kept. This is said once")
 
     def _take_ready_mark(self, tensor: torch.Tensor, record: SavedTensor) -> None:

@@ -328,8 +328,10 @@ class PipelineOffloadManager(Verdicts):
         """
         call = self.last_call
         has_begun = bool(self.decisions.committed) or call is not None
-        is_left = not (self.decisions.is_idle() or self.decisions.is_held())
-        is_over = has_begun and not is_left and (call is None or call() is None)
+        step = self.decisions
+        is_idle = has_begun and step.is_idle()
+        step.names_leaks = has_begun and not is_idle and step.is_held()
+        is_over = (is_idle or step.names_leaks) and (call is None or call() is None)
         if is_over:
             self.reset()
         return is_over

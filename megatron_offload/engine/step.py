@@ -39,7 +39,10 @@ class Step(StepDecisions[OffloadGroup]):
         chunk: the one whose forward runs, if any.
         entered: the chunks that have groups, in order.
         delayed: groups whose commits were put off.
+        names_leaks: whether it ends although graphs hold memory, which are to be named.
     """
+
+    names_leaks = False
 
     def __init__(self, transfers: Transfers, learner: Learner) -> None:
         super().__init__(transfers, transfers.window, transfers.budget)
@@ -53,7 +56,7 @@ class Step(StepDecisions[OffloadGroup]):
 
     def begin(self) -> None:
         """Forget the last step's groups and count from zero."""
-        self.chunk = None
+        self.chunk, self.names_leaks = None, False
         for chunk in self.entered:
             chunk.forget_groups()
         self.entered.clear()
@@ -90,7 +93,7 @@ class Step(StepDecisions[OffloadGroup]):
         """Release what is in flight and return the counters; may warn of what holds memory."""
         self.window.drain()
         stats = self._transfers.counted()
-        if names_leaks or self.is_held():
+        if names_leaks or self.names_leaks:
             stats.leaks = leaks_of(self.groups())
             if stats.leaks:
                 found = "\n".join(stats.leaks)

@@ -38,8 +38,7 @@ def is_adopted_by(model: nn.Module, manager: PipelineOffloadManager) -> bool:
 
 
 def _note_threads(find_manager: FindManager, module: nn.DataParallel, *given: object) -> None:
-    manager = find_manager()
-    if manager is not None:
+    if (manager := find_manager()) is not None:
         manager.transfers.stats.num_hidden_groups += len(module.device_ids)
         manager.transfers.warn_once(_IN_THREADS)
 

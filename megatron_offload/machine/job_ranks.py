@@ -35,10 +35,10 @@ def num_local_ranks(environ: Mapping[str, str] = os.environ) -> int:
     """
     given = environ.get("LOCAL_WORLD_SIZE")
     if given is not None:
-        if not to_int(given):
-            given = shorten(repr(given))
-            raise ConfigError(f"LOCAL_WORLD_SIZE must be an integer of 1 or more, got {given}")
-        return int(given)
+        if num_ranks := to_int(given):
+            return num_ranks
+        given = shorten(repr(given))
+        raise ConfigError(f"LOCAL_WORLD_SIZE must be an integer of 1 or more, got {given}")
     said = re.sub(r"\(x\d+\)", "", ",".join(environ.get(name, "") for name in _LOCAL_SIZES))
     num_launched = max(to_int(word) or 1 for word in said.split(","))
     has_group = dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake"
@@ -61,12 +61,9 @@ def num_local_ranks(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def cap_of_rank(share: float) -> Callable[[], int]:
-    """Return what says how many bytes this rank may pin, of a share of what is free now.
+    """Return what says how many bytes this rank may pin, by then, of a share of what is free now.
 
-    It falls or rises as more of the local ranks are known.
-
-    Raises:
-        ConfigError: as `num_local_ranks`.
+    Errors are those of `num_local_ranks`.
     """
     shared_bytes = default_cap_bytes(share)
     num_local_ranks()  # which counts this one for the others
