@@ -7,7 +7,7 @@ import re
 import socket
 from collections.abc import Callable, Mapping
 from typing import TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -22,7 +22,8 @@ _LOCAL_SIZES = (
 )
 """Where OpenMPI, MPICH, MVAPICH, DeepSpeed and SLURM (``4(x2),3``) say how many a host has."""
 
-_counted_in: WeakSet[dist.Store] = WeakSet()
+_counted: WeakKeyDictionary[dist.Store, int] = WeakKeyDictionary()
+"""Stores in which this rank is counted, and what all have made of it; 0 while some haven't."""
 
 
 def num_local_ranks(environ: Mapping[str, str] = os.environ) -> int:
@@ -45,17 +46,19 @@ def num_local_ranks(environ: Mapping[str, str] = os.environ) -> int:
     store = dist.distributed_c10d._get_default_store() if has_group else None
     if num_launched > 1 or store is None:  # one that was launched may have started others
         return num_launched
+    if known := _counted.get(store):
+        return known
     everywhere, num_ranks = "megatron_offload/ranks", dist.get_world_size()
     here = f"{everywhere}/{socket.gethostname()}"
     try:
-        if store not in _counted_in:
+        if store not in _counted:
             store.add(here, 1)
             store.add(everywhere, 1)
-            _counted_in.add(store)
         num_unknown = max(num_ranks - store.add(everywhere, 0), 0)  # each may be on this host
-        return min(
-            num_unknown + store.add(here, 0), num_ranks
-        )  # a file keeps counts of jobs before
+        # A file keeps the counts of jobs before.
+        found = min(num_unknown + store.add(here, 0), num_ranks)
+        _counted[store] = 0 if num_unknown else found
+        return found
     except dist.DistError:  # the store has gone
         return num_ranks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from datetime import timedelta
 from unittest.mock import Mock
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch.distributed as dist
@@ -38,14 +38,16 @@ def test_ranks_that_no_launcher_counts_count_themselves_and_wait_for_none(monkey
 
     def ask(host, known):
         monkeypatch.setattr(socket, "gethostname", lambda: host)
-        monkeypatch.setattr(job_ranks, "_counted_in", known)
+        monkeypatch.setattr(job_ranks, "_counted", known)
         return num_local_ranks({"SLURM_STEP_TASKS_PER_NODE": "1"})
 
-    ranks = [("a", WeakSet()), ("a", WeakSet()), ("b", WeakSet()), ("b", WeakSet())]
+    ranks = [(host, WeakKeyDictionary()) for host in "aabb"]
     assert [ask(*rank) for rank in ranks] == [4, 4, 2, 2], "who isn't known may be on this host"
     assert [ask(*rank) for rank in ranks] == [2, 2, 2, 2]
-    assert [ask("c", WeakSet()) for _ in range(6)][-1] == 4, "a file's counts may be of jobs before"
+    assert [*ranks[0][1].values()] == [2], "the store isn't asked again"
+    more = [ask("c", WeakKeyDictionary()) for _ in range(6)]
+    assert more[-1] == 4, "a file's counts may be of jobs before"
     store = Mock(**{"add.side_effect": dist.DistNetworkError("the first rank has exited")})
-    assert ask("a", WeakSet()) == 4
+    assert ask("a", WeakKeyDictionary()) == 4
     job.get_backend.return_value = "fake"
-    assert ask("a", WeakSet()) == 1
+    assert ask("a", WeakKeyDictionary()) == 1
