@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from operator import call
 from typing import Any
 
 import torch
@@ -54,11 +55,8 @@ def apart(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _vmap_level() -> int:
-    try:
-        torch._C._vmapmode_increment_nesting()
-    finally:  # an interrupt may come in between
-        level = torch._C._vmapmode_decrement_nesting()
-    return level
+    both = torch._C._vmapmode_increment_nesting, torch._C._vmapmode_decrement_nesting
+    return [*map(call, both)][1]  # in C, so that no interrupt comes in between
 
 
 def outside_vmap() -> AbstractContextManager[None]:
