@@ -198,6 +198,12 @@ class AutomaticGroups:
             self.watch.end(has_failed=has_failed)
 
     @property
+    def chunk(self) -> ChunkOffloadHandler | None:
+        """The chunk of the innermost forward."""
+        forward = self._forwards[-1] if self._forwards else None
+        return None if forward is None else forward.chunk
+
+    @property
     def is_entered(self) -> bool:
         """Whether a forward is under way in this thread that may be recorded."""
         return self.is_inside and self._forwards[-1] is not None

@@ -52,7 +52,7 @@ def test_of_a_layer_no_more_is_offloaded_than_its_backward_reloads(times, share)
         layer.forward = lambda x, us=us: Tick.apply(
             x, job.backend.advance_compute, us, times * 50 / us
         )
-    x = job.net.head.weight
+    x = job.net.head.weight * 1
     timing = SiteTimes(sites_of_layers(job.net), job.backend)
     timing.scale = 7.0
     timing.begin()
