@@ -1,8 +1,8 @@
 """Write one HTML page about a run or plans: bits, memory, time, groups, timelines, found rows.
 
 reads    run.output of a train or a compare run, what save_report() or --offload-report has left
-         of any other program, or plans (frontier.json, or those of plan --output); a missing file is
-         a gap that the page names, a damaged one an error
+         of any other program, or plans, such as frontier.json; a file that is missing is
+         a gap that the page names, a damaged one is an error
 prints   where the page is
 writes   report.html in the folder, or beside a file of plans; needs the extra 'report'
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+from collections import Counter
 from typing import Any
 from weakref import WeakSet
 
@@ -18,6 +19,7 @@ from megatron_offload.planning.policy import ModulesPolicy
 
 _logger = logging.getLogger(__name__)
 
+_MOST_ALIKE = 2  # managers of one plan that speak: there may be one for each layer
 _NUM_FIRST = 4  # steps, of which the first show what budgets follow
 
 _UNFINISHED = (
@@ -34,7 +36,7 @@ class Verdicts(Recording):
     step_number: int
     _last_step: StepStats | None
     _speaks = False
-    """Whether this is the first rank, once it has begun."""
+    """Whether this is the first rank, and one of the first managers with its plan."""
 
     @property
     def last_step(self) -> StepStats:
@@ -88,11 +90,13 @@ class Verdicts(Recording):
         return f"{self.plan}\n{self.last_step}"
 
     def _say_plan(self) -> None:
-        self._speaks = rank_in() == 0  # at the end there may be no group of ranks any more
+        plan = self.plan
+        _plans[plan] += 1
+        # At the end there may be no group of ranks any more.
+        self._speaks = rank_in() == 0 and _plans[plan] <= _MOST_ALIKE
         _begun.add(self)
-        if self.plan not in _plans:  # other contexts of the process may have the same
-            _plans.add(self.plan)
-            self._say(self.plan)
+        if _plans[plan] == 1:
+            self._say(plan)
 
     def _say(self, text: str) -> None:
         if self._speaks:
@@ -113,7 +117,8 @@ class Verdicts(Recording):
 
 
 _begun: WeakSet[Verdicts] = WeakSet()
-_plans: set[str] = set()  # that were said
+_plans = Counter[str]()
+"""How many managers of the process have begun with each plan."""
 
 
 @atexit.register
