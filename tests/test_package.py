@@ -27,11 +27,7 @@ MODELS = sorted(path.stem for path in (ROOT / "configs" / "models").glob("*.yaml
 
 WITHOUT_MEGATRON = """
 import sys
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("megatron", "transformer_engine"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Absent())
+sys.modules.update(dict.fromkeys(("megatron", "transformer_engine")))
 """
 
 

@@ -247,21 +247,6 @@ def test_a_training_step_is_compiled_whole():
     assert manager.last_step.offloaded_bytes > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ["marked first", "compiled first"])
-def test_a_compiled_model_s_head_is_kept(order):
-    expected = train(torch.compile(make_model(), backend="aot_eager"))
-    model, manager = make_model(), make_manager()
-    if order == "compiled first":
-        model = torch.compile(model, backend="aot_eager")
-    offload = get_act_offloading_ctx_manager(model, min_offload_size=0, manager=manager)
-    if order == "marked first":
-        model = torch.compile(model, backend="aot_eager")
-    assert_same(expected, train(model, context=offload))
-    offload.end_step()
-    assert offload.last_step.offloaded_bytes > 0
-
-
 class Inline(Model):
     """Has the loop over its layers in its forward: graphs end within, at hooks."""
 
@@ -273,13 +258,19 @@ class Inline(Model):
 
 
 @pytest.mark.slow
-def test_a_first_forward_is_watched_whose_model_is_compiled_later():
-    expected = train(torch.compile(make_model(Inline), backend="aot_eager"), rows=(16,))
-    model = make_model(Inline)
-    manager = make_manager(rows=[{"layers": 1, "site": "mlp", "offload": "all"}])
+@pytest.mark.parametrize("order", ["marked first", "compiled first", "first forward is watched"])
+def test_a_context_is_given_a_model_that_is_compiled_before_or_later(order):
+    kind, rows = Model, None
+    if order == "first forward is watched":
+        kind, rows = Inline, [{"layers": 1, "site": "mlp", "offload": "all"}]
+    expected = train(torch.compile(make_model(kind), backend="aot_eager"))
+    model, manager = make_model(kind), make_manager(rows=rows)
+    if order == "compiled first":
+        model = torch.compile(model, backend="aot_eager")
     offload = get_act_offloading_ctx_manager(model, min_offload_size=0, manager=manager)
-    compiled = torch.compile(model, backend="aot_eager")
-    assert_same(expected, train(compiled, context=offload, rows=(16,)))
+    if order != "compiled first":
+        model = torch.compile(model, backend="aot_eager")
+    assert_same(expected, train(model, context=offload))
     offload.end_step()
     assert offload.last_step.offloaded_bytes > 0
 

@@ -74,15 +74,15 @@ def moved_sizes(offload):
     return moved
 
 
-def test_a_ratio_follows_the_smallest_size_that_was_set():
-    def moved(**settings):
-        CPUOffload.forget("a tag")
-        config = OffloadConfig(backend="simulated", host_slab_bytes=1 << 20, **settings)
-        return moved_sizes(CPUOffload(1.0, "a tag", config))
-
-    assert min(moved()) == 256
-    assert min(moved(min_tensor_bytes=4096)) == 4096
-    assert min(moved(min_tensor_elements=4096)) == 4 * 4096
+@pytest.mark.parametrize(
+    ("settings", "smallest"),
+    [({}, 256), ({"min_tensor_bytes": 4096}, 4096), ({"min_tensor_elements": 4096}, 4 * 4096)],
+)
+def test_the_smallest_size_in_the_configuration_is_what_moves(settings, smallest):
+    config = OffloadConfig(backend="simulated", host_slab_bytes=1 << 20, **settings)
+    assert min(moved_sizes(CPUOffload(1.0, "a tag", config))) == smallest
+    if "min_tensor_bytes" in settings:
+        assert min(moved_sizes(OffloadActivations(config=config))) == smallest
 
 
 @pytest.mark.parametrize(
@@ -103,11 +103,6 @@ def test_a_set_key_counts_where_the_argument_is_left_out(key, value, argument, o
         with pytest.raises(ConfigError, match=f"{argument} is {other}, and OffloadConfig.{key}"):
             OffloadActivations(config=make_config(**{key: value}), **{argument: other})
     OffloadActivations(config=make_config(**{key: value}), **{argument: value})
-
-
-def test_a_smallest_size_in_the_configuration_is_what_moves():
-    config = OffloadConfig(backend="simulated", host_slab_bytes=1 << 20, min_tensor_bytes=4096)
-    assert min(moved_sizes(OffloadActivations(config=config))) == 4096
 
 
 def test_arguments_that_a_given_manager_contradicts_are_refused():

@@ -57,22 +57,15 @@ def test_wrappers_in_wrappers_move_too():
 
 
 def test_a_wrapper_that_was_opted_out_is_kept_with_its_parts():
-    offload = make_offload(**TIGHT)
-    made, seen = [], []
+    offload, full = make_offload(**TIGHT), torch.randn(40, 40)
 
     def make(mark):
-        tensor = TwoTensor(torch.randn(40, 40), torch.randn(40, 40))
+        tensor = TwoTensor(full.clone(), torch.randn(40, 40))
         mark(tensor)
-        made[:] = [tensor.a.clone()]
         return tensor
 
     for mark in (lambda tensor: setattr(tensor, "_do_not_offload", True), mark_not_offload):
-        with offload:
-            y = Keep.apply(torch.ones(3, requires_grad=True), seen, make(mark))
-        y.sum().backward()
-        assert torch.equal(seen.pop()[0].a, made[0])
-        del y
-        offload.end_step()
+        assert torch.equal(saved_and_back(offload, lambda mark=mark: make(mark)).a, full)
         assert offload.last_step.offloaded_bytes == 0
     tensor = make(mark_not_offload)
     assert all(part._do_not_offload for part in (tensor, tensor.a, tensor.b))
@@ -239,40 +232,36 @@ def distributed_program(mesh, around):
             loss = y.to_local().square().mean()
         results += [loss.detach(), *torch.autograd.grad(loss, [x, *weights])]
         del y, loss
-    return [r.to_local() if isinstance(r, DTensor) else r for r in results]
+    return results
 
 
-def test_a_program_of_distributed_tensors_is_bitwise_the_same(mesh):
-    expected = distributed_program(mesh, contextlib.nullcontext())
-    offload = make_offload(**TIGHT)
-    assert_same(expected, distributed_program(mesh, offload))
-    assert offload.end_step()
-    assert offload.last_step.reloaded_bytes > 0
-    assert_nothing_left(offload.manager)
+def sharded(model, layers, mesh):
+    for part in (*layers, model):
+        fully_shard(part, mesh=mesh)
+    return model
 
 
-def sharded(model, mesh):
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+def fully_sharded_program(mesh, around):
+    """Train a model of the zoo that is sharded."""
+
+    def make(name, **options):
+        model, inputs = zoo_make(name, **options)
+        return sharded(model, model.layers, mesh), inputs
+
+    zoo_make = zoo.make
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zoo, "make", make)
+        return zoo.train("transformer", around, order="FFBB")
 
 
-@pytest.mark.parametrize("timing", ["late", "random"])
-def test_fully_sharded_models_are_bitwise_the_same(mesh, timing, monkeypatch):
-    make = zoo.make
-    monkeypatch.setattr(
-        zoo,
-        "make",
-        lambda name, **options: (sharded(make(name, **options)[0], mesh), make(name)[1]),
-    )
+@pytest.mark.parametrize("timing", TWO_TIMINGS)
+@pytest.mark.parametrize("program", [distributed_program, fully_sharded_program])
+def test_a_program_of_distributed_tensors_is_bitwise_the_same(mesh, program, timing):
+    def numbers(around):
+        results = program(mesh, around)
+        return [r.to_local() if isinstance(r, DTensor) else r for r in results]
 
-    def numbers(context):
-        return [
-            r.to_local() if isinstance(r, DTensor) else r
-            for r in zoo.train("transformer", context, order="FFBB")
-        ]
-
-    expected = numbers(None)
+    expected = numbers(contextlib.nullcontext())
     offload = make_offload(timing, **TIGHT)
     assert_same(expected, numbers(offload))
     assert offload.end_step()
@@ -285,8 +274,7 @@ def test_gathered_weights_are_kept(mesh):
     for shard in (False, True):
         model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(3)])
         if shard:
-            for part in (*model, model):
-                fully_shard(part, mesh=mesh)
+            sharded(model, model, mesh)
         offload = make_offload(**TIGHT)
         for _ in range(2):
             with offload:
