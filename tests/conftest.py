@@ -9,6 +9,8 @@ to name), and of a test that is marked ``sampled`` the first case, or so many of
 from __future__ import annotations
 
 import gc
+import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -134,6 +136,31 @@ def one_rank(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    """A browser without a window, which keeps what it says and what it asks for.
+
+    Needs selenium, Chromium, its driver (Debian: ``apt-get install chromium chromium-driver``).
+    """
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    program = shutil.which("chromium") or shutil.which("google-chrome")
+    driver = shutil.which("chromedriver")
+    if not (program and driver):
+        pytest.skip("no chromium and chromedriver on the PATH")
+    options = webdriver.ChromeOptions()
+    options.binary_location = program
+    quiet = ("background-networking", "component-update", "sync", "gpu", "quic")
+    for word in ("headless", "hide-scrollbars", "no-first-run", *(f"disable-{x}" for x in quiet)):
+        options.add_argument(f"--{word}")
+    options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('browser')}")
+    if os.geteuid() == 0:  # Chromium's sandbox refuses to run as root
+        options.add_argument("--no-sandbox")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    yield browser
+    browser.quit()
 
 
 @pytest.fixture(autouse=True, scope="module")

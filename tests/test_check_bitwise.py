@@ -14,6 +14,7 @@ from check_bitwise import finish, judge, summary
 from megatron_offload.config import MODULES
 
 ON_CPU = ("--device", "cpu", "--tiny")
+FP32 = ("--vpp", "2", "--dtypes", "fp32")
 
 PLAN = """
 import os, time
@@ -53,8 +54,7 @@ def parse(*arguments):
 
 
 def one(name="layer", **more):
-    chosen = ("--vpp", "2", "--dtypes", "fp32", "--only", f"dense:{name}")
-    return parse(*ON_CPU, *chosen).todo[0] | more
+    return parse(*ON_CPU, *FP32, "--only", f"dense:{name}").todo[0] | more
 
 
 def found(first=None, moved=2**20, offloaded=2**20, left=None, recomputed=2**20, held=0):
@@ -226,8 +226,7 @@ def test_a_later_megatron_core_says_yes(tmp_path):
 def test_one_bit_of_a_reloaded_tensor_is_a_no(tmp_path):
     # The second counts the evaluation.
     do = "if steps == 2: tensor.as_strided((1,), (1,)).view(__import__('torch').uint8)[2] ^= 64"
-    chosen = ("--vpp", "2", "--dtypes", "fp32", "--only", "dense:mlp_act")
-    code, rows, printed = run(tmp_path, *chosen, do=do)
+    code, rows, printed = run(tmp_path, *FP32, "--only", "dense:mlp_act", do=do)
     assert code == 1
     assert "bitwise identical: no (1 differs)" in printed
     ranks = rows["vpp2 fp32 dense:mlp_act 0/0"]["ranks"]
@@ -240,8 +239,7 @@ def test_what_hangs_or_raises_is_a_row_and_the_rest_is_checked(tmp_path):
     do = """if self.group_name == "core_attn": time.sleep(1000)
             if self.group_name == "mlp_act": raise ValueError("boom")"""
     only = ("--only", "dense:core_attn", "dense:mlp_act", "dense:layer")
-    chosen = ("--vpp", "2", "--dtypes", "fp32", *only, "--deadline", "10")
-    code, rows, printed = run(tmp_path, *chosen, do=do)
+    code, rows, printed = run(tmp_path, *FP32, *only, "--deadline", "10", do=do)
     assert code == 1
     assert "bitwise identical: no (2 failed, 1 equal)" in printed
     # Rank 1 sleeps and rank 0 waits for it: which one's time ends first is open.
@@ -254,8 +252,7 @@ def test_what_hangs_or_raises_is_a_row_and_the_rest_is_checked(tmp_path):
 
 @pytest.mark.slow
 def test_without_time_left_nothing_is_a_yes(tmp_path):
-    chosen = ("--vpp", "2", "--dtypes", "fp32", "--only", "dense:layer", "--limit", "0")
-    code, rows, _ = run(tmp_path, *chosen)
+    code, rows, _ = run(tmp_path, *FP32, "--only", "dense:layer", "--limit", "0")
     assert code == 1
     row = rows["vpp2 fp32 dense:layer 16KiB/24KiB"]
     assert (row["status"], row["reason"]) == ("not run", "no time left")

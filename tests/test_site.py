@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import runpy
-import shutil
 import threading
 from functools import partial
 from html import unescape
@@ -107,48 +105,24 @@ def address(site):
     server.server_close()
 
 
-@pytest.fixture
-def phone(tmp_path):
-    """A browser as wide as a phone, which keeps what it says and what it asks for."""
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-    program, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if not (program and driver):
-        pytest.skip("no chromium and chromedriver on the PATH")
-    options = webdriver.ChromeOptions()
-    options.binary_location = program
-    words = (
-        "headless",
-        "disable-gpu",
-        "hide-scrollbars",
-        "no-first-run",
-        f"user-data-dir={tmp_path}",
-    )
-    for word in words + (("no-sandbox",) if os.geteuid() == 0 else ()):
-        options.add_argument(f"--{word}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-    size = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    yield browser
-    browser.quit()
-
-
 @pytest.mark.slow
 @needs_mkdocs
 @pytest.mark.timeout(300)
-def test_pages_fit_a_phone_say_no_error_and_are_searched_without_a_network(site, address, phone):
+def test_pages_fit_a_phone_say_no_error_and_are_searched_without_a_network(browser, site, address):
     from selenium.webdriver.support.wait import WebDriverWait
 
+    size = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     for page in sorted(site.rglob("index.html")):
-        phone.get(f"{address}{page.relative_to(site).as_posix()}")
+        browser.get(f"{address}{page.relative_to(site).as_posix()}")
         wide = "return [document.scrollingElement.scrollWidth, innerWidth]"
-        assert phone.execute_script(wide) == [390, 390], page
-    phone.get(f"{address}index.html?q=host_slab_bytes")
+        assert browser.execute_script(wide) == [390, 390], page
+    browser.get(f"{address}index.html?q=host_slab_bytes")
     found = "return [...document.querySelectorAll('.md-search-result a')].map(link => link.href)"
-    links = WebDriverWait(phone, 20).until(lambda browser: browser.execute_script(found))
+    links = WebDriverWait(browser, 20).until(lambda browser: browser.execute_script(found))
     assert any("reference/configuration/" in link for link in links), links
-    assert phone.get_log("browser") == []
-    asked = [json.loads(entry["message"])["message"] for entry in phone.get_log("performance")]
+    assert browser.get_log("browser") == []
+    asked = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     sent = [one["params"] for one in asked if one["method"] == "Network.requestWillBeSent"]
     urls = [one["request"]["url"] for one in sent]
     assert [url for url in urls if url.startswith(("http", "ws")) and address not in url] == []

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from jobs import described
+from jobs import SMALL
 
 
 @pytest.fixture
 def model(tmp_path):
     """Return the description of a small job."""
-    return described(tmp_path)
+    path = tmp_path / "job.yaml"
+    path.write_text(SMALL)
+    return path

@@ -37,13 +37,6 @@ RATES = {
 }
 
 
-def described(folder, text=SMALL):
-    """Write a description; return its path."""
-    path = folder / "job.yaml"
-    path.write_text(text)
-    return path
-
-
 def load_model(path, **options):
     """Return what ``plan`` knows of a described model."""
     return load_source(SourceOptions(model=path, **options))

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import resource
 import threading
-from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -14,6 +13,7 @@ import pytest
 import torch
 import zoo
 from programs import KIB, TWO_TIMINGS, assert_nothing_left, assert_same, make_config, make_manager
+from test_compile import Model
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -526,6 +526,7 @@ def test_noop_switches_surrounding_hooks_off_and_keeps_the_check():
         z.backward()
 
 
+@pytest.mark.usefixtures("no_collector")
 def test_noop_keeps_no_graph_alive():
     class Watched(torch.autograd.Function):
         @staticmethod
@@ -538,15 +539,11 @@ def test_noop_keeps_no_graph_alive():
         def backward(ctx, grad):
             return grad
 
-    gc.disable()
-    try:
-        with NoOpManager():
-            y = Watched.apply(torch.randn(8, requires_grad=True))
-        reference = torch.multiprocessing.reductions.StorageWeakRef(y.untyped_storage())
-        del y
-        assert reference.expired()
-    finally:
-        gc.enable()
+    with NoOpManager():
+        y = Watched.apply(torch.randn(8, requires_grad=True))
+    reference = torch.multiprocessing.reductions.StorageWeakRef(y.untyped_storage())
+    del y
+    assert reference.expired()
 
 
 class Wrapped(nn.Module):
@@ -919,21 +916,11 @@ def test_arguments_of_another_type_or_that_contradict_each_other_are_refused(giv
         OffloadActivations(**given)
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(16), nn.Sequential(nn.Linear(16, 16), nn.GELU())
-
-    def forward(self, x):
-        return x + self.mlp(self.norm(x))
-
-
 @pytest.mark.parametrize(
     "what", [{"site": "mlp", "offload": "all"}, {"site": "mlp", "recompute": True}]
 )
 def test_of_two_contexts_for_one_model_each_frees_memory_in_its_own_forwards(what):
-    model = nn.Sequential(OrderedDict(layers=nn.Sequential(*(Block() for _ in range(3)))))
-    x = torch.randn(8, 16)
+    model, x = Model(), torch.randn(8, 32)
     expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
     contexts = [
         get_act_offloading_ctx_manager(

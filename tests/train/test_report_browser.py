@@ -1,13 +1,9 @@
 """A browser opens pages of real and simulated runs: no errors, nothing wider than the screen, all
 there; wheels zoom, what is pointed at says what it is, links lead to their sections.
-
-Needs Chromium and its driver (Debian: ``apt-get install chromium chromium-driver``) and selenium.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -25,13 +21,7 @@ webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not in
 waits = pytest.importorskip("selenium.webdriver.support.wait")
 ScrollOrigin = pytest.importorskip("selenium.webdriver.common.actions.wheel_input").ScrollOrigin
 
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not (BROWSER and DRIVER), reason="no chromium and chromedriver on the PATH"),
-]
+pytestmark = pytest.mark.slow
 
 SECTIONS = ["memory", "groups", "plan", "timeline", "bits", "setup"]
 WIDTHS = {390: 844, 1440: 900}
@@ -59,22 +49,6 @@ for (const element of document.querySelectorAll('body *')) {
 }
 return seen;
 """
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    options = webdriver.ChromeOptions()
-    options.binary_location = BROWSER
-    quiet = ("background-networking", "component-update", "sync", "gpu", "quic")
-    for word in ("headless", "hide-scrollbars", "no-first-run", *(f"disable-{x}" for x in quiet)):
-        options.add_argument(f"--{word}")
-    options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('browser')}")
-    if os.geteuid() == 0:  # Chromium's sandbox refuses to run as root
-        options.add_argument("--no-sandbox")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    yield driver
-    driver.quit()
 
 
 @pytest.fixture(scope="module")

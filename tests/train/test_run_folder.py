@@ -33,11 +33,9 @@ def test_a_folder_is_locked_while_a_run_writes_into_it(tmp_path):
 
 def test_a_folder_that_can_not_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with (
-        pytest.raises(ConfigError, match="can't be written: Not a directory"),
-        locked(tmp_path / "file" / "run"),
-    ):
-        pass
+    with pytest.raises(ConfigError, match="can't be written: Not a directory"):
+        with locked(tmp_path / "file" / "run"):
+            pass
 
 
 def test_an_earlier_run_is_not_replaced_without_a_word(tmp_path):

@@ -42,13 +42,9 @@ def test_flags_win_over_the_file(file):
     assert (config.run.steps, config.run.seed, config.model.layers) == (5, 9, 4)
 
 
-def without_fraction(file):
-    """Leave out what a policy may not be given beside."""
-    file.write_text(file.read_text().replace(", fraction: 0.25", ""))
-
-
 def test_a_key_is_a_flag_too(file):
-    without_fraction(file)
+    # A policy may not be given beside it.
+    file.write_text(file.read_text().replace(", fraction: 0.25", ""))
     words = ("--offload.min_tensor_bytes", "5", "--offload.modules", "mlp_act", "core_attn")
     more = ("--offload.policy.kind", "memory_target", "--offload.policy.memory_target", "3GiB")
     config = config_of("train", "--config", str(file), *words, *more, "--set", "run.steps=5")

@@ -29,18 +29,11 @@ def record(step=1, loss=0.1, grad_norm=2.0):
     return StepRecord.merge(step, 64, ranks)
 
 
-@pytest.mark.parametrize("loss", [0.1, math.pi, 5e-324, math.inf])
+@pytest.mark.parametrize("loss", [0.1, math.pi, 5e-324, math.inf, math.nan])
 def test_a_line_round_trips_as_its_record(loss, tmp_path):
-    (tmp_path / "steps.jsonl").write_text(record(loss=loss).to_json() + "\n")
-    assert read_steps(tmp_path) == [record(loss=loss)]
-
-
-def test_a_run_that_diverged_is_still_read(tmp_path):
-    line = record(loss=math.nan, grad_norm=math.nan).to_json()
-    (tmp_path / "steps.jsonl").write_text(line + "\n")
-    (found,) = read_steps(tmp_path)
-    assert math.isnan(found.loss)
-    assert math.isnan(found.ranks[1].loss)
+    written = record(loss=loss, grad_norm=loss)
+    (tmp_path / "steps.jsonl").write_text(written.to_json() + "\n")
+    assert repr(read_steps(tmp_path)) == repr([written]), "as text: NaN doesn't equal itself"
 
 
 def test_a_run_without_a_step_has_no_peaks():
