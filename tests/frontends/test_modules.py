@@ -68,8 +68,7 @@ def make_model():
 
 def gradients(model, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        parameter.grad = None
+    model.zero_grad()
     for _ in range(2):
         model(torch.randn(2, 8, 16, generator=generator)).square().mean().backward()
     return [p.grad.clone() for p in model.parameters()]
@@ -95,7 +94,7 @@ def gradients(model, seed=0):
 def test_gradients_are_those_of_the_untouched_model(names, timing):
     model = make_model()
     expected = gradients(model)
-    manager = make_manager(timing, prefetch_bytes=0)
+    manager = make_manager(timing)
     with offload_modules(model, names, manager=manager):
         for _ in range(3):
             assert_same(expected, gradients(model))
@@ -117,7 +116,7 @@ def test_wrappers_are_looked_through_to_the_activation_of_a_dense_mlp():
         def forward(self, x):
             return self.module(x)
 
-    model, manager = make_model(), make_manager(prefetch_bytes=0)
+    model, manager = make_model(), make_manager()
     expected = gradients(model)
     with offload_modules(Wrapper(Wrapper(model)), ["mlp_act"], manager=manager) as handle:
         assert handle.groups == {"mlp_act": ["layers.0.mlp", "layers.1.mlp"]}
@@ -129,7 +128,7 @@ def test_wrappers_are_looked_through_to_the_activation_of_a_dense_mlp():
 
 @pytest.mark.parametrize("names", [["mlp_act"], ["layer", "mlp_fc1"]], ids=",".join)
 def test_hooks_are_taken_off_the_stack_where_a_forward_raises(names):
-    model, manager = make_model(), make_manager(prefetch_bytes=0)
+    model, manager = make_model(), make_manager()
     expected = gradients(model)
     with offload_modules(model, names, manager=manager):
         with pytest.raises(FloatingPointError), manager.step():
@@ -301,13 +300,13 @@ def test_a_name_of_a_group_that_the_model_lacks_may_be_a_child_s():
 @pytest.mark.parametrize("other_manager", [False, True])
 def test_modules_that_are_marked_again_are_groups_of_the_last_call_alone(other_manager):
     names = ["mlp_act", "layers.*.attention"]
-    model, manager = make_model(), make_manager(prefetch_bytes=0)
+    model, manager = make_model(), make_manager()
     expected = gradients(model)
     first = offload_modules(model, names, manager=manager)
     assert_same(expected, gradients(model))
     manager.reset()
     once = manager.last_step
-    last = make_manager(prefetch_bytes=0) if other_manager else manager
+    last = make_manager() if other_manager else manager
     second = offload_modules(model, names, manager=last)
     for _ in range(2):
         assert_same(expected, gradients(model))
@@ -325,7 +324,7 @@ def test_modules_that_are_marked_again_are_groups_of_the_last_call_alone(other_m
 
 
 def test_a_call_that_fails_leaves_the_marks_of_an_earlier_one():
-    model, manager = make_model(), make_manager(prefetch_bytes=0)
+    model, manager = make_model(), make_manager()
     offload_modules(model, ["mlp_act"], manager=manager)
     with pytest.raises(ConfigError, match="no module matches"):
         offload_modules(model, ["mlp_act", "layers.*.nothing"], manager=manager)
@@ -335,7 +334,7 @@ def test_a_call_that_fails_leaves_the_marks_of_an_earlier_one():
 
 
 def test_the_pipeline_rank_is_what_was_registered_where_none_is_given():
-    model, manager = make_model(), make_manager(prefetch_bytes=0)
+    model, manager = make_model(), make_manager()
     register_pipeline_rank(lambda: 3)
     try:
         offload_modules(model, "layer", manager=manager)
