@@ -63,20 +63,20 @@ def owner_of(pack: Callable[..., Any]) -> Any:
     return getattr(pack.func if isinstance(pack, partial) else pack, "__self__", None)
 
 
-def take_off(is_one: Callable[[Any], bool], *, all_of_them: bool = False) -> None:
-    """Take hooks of saved tensors off, wherever they lie by now: the last, or all.
+def take_off(is_one: Callable[[Any], bool], *, all_of_them: bool = False) -> list[Any]:
+    """Take hooks of saved tensors off, wherever they lie by now: the last, or all; return them.
 
     Others are kept as they are, and in their order. ``is_one`` is asked with pack hooks.
     """
-    others: list[Any] = []
+    found, others = list[Any](), list[Any]()
     while (hooks := _top_saved_tensors_default_hooks(True)) is not None:
         _pop_saved_tensors_default_hooks()
-        if not is_one(hooks[0]):
-            others.append(hooks)
-        elif not all_of_them:
+        (found if is_one(hooks[0]) else others).insert(0, hooks)
+        if found and not all_of_them:
             break
-    for both in reversed(others):
-        _push_saved_tensors_default_hooks(*both)
+    for both in others:
+        put_on(*both)
+    return found
 
 
 put_on = _push_saved_tensors_default_hooks

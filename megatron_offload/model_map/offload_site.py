@@ -8,15 +8,11 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from torch import nn
-from torch._C._autograd import (
-    _pop_saved_tensors_default_hooks,
-    _push_saved_tensors_default_hooks,
-    _top_saved_tensors_default_hooks,
-)
 from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.engine.boundary import commit_group, start_group, tick
 from megatron_offload.engine.group import OffloadGroup, Record
+from megatron_offload.engine.hooks import put_on, take_off
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.module_hooks import EagerHook, hooks_of
 
@@ -196,7 +192,7 @@ class NoHooks:
         if self._lifted:
             has_pack = manager.has_pack
             self._lifted = [one for one in self._lifted if any(has_pack(x) for x, _ in one[1])]
-        if hooks := _lift(manager.has_pack):
+        if hooks := take_off(manager.has_pack, all_of_them=True):
             self._lifted.append((get_ident(), hooks))
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -204,20 +200,8 @@ class NoHooks:
         if manager is not None and self._lifted and self._lifted[-1][0] == get_ident():
             _, hooks = self._lifted.pop()
             own = [both for both in hooks if manager.has_pack(both[0])]
-            for both in (*own, *_lift(lambda _: True)):  # below what was put on since
-                _push_saved_tensors_default_hooks(*both)
-
-
-def _lift(is_one: Callable[[Any], bool]) -> list[Any]:
-    """Take hooks off as long as they are the uppermost, and return them.
-
-    ``is_one`` is asked with pack hooks. Those of groups have none of others below.
-    """
-    lifted: list[Any] = []
-    while (hooks := _top_saved_tensors_default_hooks(True)) is not None and is_one(hooks[0]):
-        _pop_saved_tensors_default_hooks()
-        lifted.insert(0, hooks)
-    return lifted
+            for both in (*own, *take_off(lambda _: True, all_of_them=True)):
+                put_on(*both)  # below what was put on since
 
 
 class LayerClock:
