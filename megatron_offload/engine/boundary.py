@@ -23,7 +23,7 @@ from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import Pick
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_parameter
-from megatron_offload.engine.module_hooks import tensors_in
+from megatron_offload.engine.module_hooks import first_tensor
 
 Tensors = TypeVar("Tensors")
 Hook = Callable[[Any], None]
@@ -39,7 +39,7 @@ def start_group(
     A ``pick`` says which of its tensors are offloaded; None: all that can be.
 
     Returns:
-        ``tensors`` itself, the group's inputs: one tensor, or what holds some (`tensors_in`).
+        ``tensors`` itself, the group's inputs: one tensor, or what holds some (`first_tensor`).
     """
     chunk = manager.chunk_to_record(name, is_marked=pick is None)
     if chunk is None:
@@ -72,7 +72,7 @@ def commit_group(
 
     Args:
         manager: whose current chunk holds the group.
-        tensors: the group's outputs: one tensor, or what holds some (`tensors_in`).
+        tensors: the group's outputs: one tensor, or what holds some (`first_tensor`).
         name: the group's name; None closes the group that was started last.
         forced_released_tensors: tensors that something else keeps alive and that are not read
             again: their storage is emptied at the release, if it is copied.
@@ -115,18 +115,14 @@ def _first_activation(tensors: Any) -> torch.Tensor | None:
     base: to ask for the view's node would make it now, before others that come before it.
     """
     flat = tensors if isinstance(tensors, (tuple, list)) else (tensors,)
-    for tensor in flat:
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not is_parameter(tensor):
-            break
-    else:
-        nested = (x for x in tensors_in(flat) if x.requires_grad and not is_parameter(x))
-        tensor = next(nested, None)
-        if tensor is None:
-            return None
-    base = tensor._base
-    if base is None or not tensor._version:
+    tensor = first_tensor(flat, _needs_grad)
+    if tensor is None or tensor._base is None or not tensor._version:
         return tensor
-    return base if base.requires_grad and not is_parameter(base) else None
+    return tensor._base if _needs_grad(tensor._base) else None
+
+
+def _needs_grad(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and not is_parameter(tensor)
 
 
 def hook_backward(tensors: Any, hook: Hook) -> bool:

@@ -59,10 +59,7 @@ def may_be_activation(tensor: torch.Tensor) -> bool:
 
     No parameter, nor a subclass (fake, functional, quantised, distributed).
     """
-    if type(tensor) is not torch.Tensor or (tensor.__dict__ and has_mark(tensor)):
-        return False
-    base = tensor._base
-    return base is None or not (has_mark(base) or is_parameter(base))
+    return type(tensor) is torch.Tensor and not is_opted_out(tensor)
 
 
 def is_opted_out(tensor: torch.Tensor) -> bool:

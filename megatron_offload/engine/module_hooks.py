@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -102,15 +102,22 @@ def tensors_in(tree: Any, around: tuple[int, ...] = ()) -> Iterator[torch.Tensor
             yield from tensors_in(parts, (*around, id(leaf)))
 
 
+def first_tensor(
+    given: Sequence[Any], is_one: Callable[[torch.Tensor], bool] = lambda _: True
+) -> torch.Tensor | None:
+    """Return the first tensor of which that is so: what is at hand is soon looked through."""
+    for x in given:
+        if isinstance(x, torch.Tensor) and is_one(x):
+            return x
+    return next(filter(is_one, tensors_in(given)), None)
+
+
 def tokens_of(args: Any, kwargs: Any) -> float:
     """Return the elements of the first tensor that a module is given, but for its last dimension.
 
     Infinity where it is given none.
     """
-    given = (*args, *kwargs.values())
-    tensor = next((x for x in given if isinstance(x, torch.Tensor)), None)
-    if tensor is None:  # what is at hand is soon looked through
-        tensor = next(tensors_in(given), None)
+    tensor = first_tensor((*args, *kwargs.values()))
     if tensor is None:
         return math.inf
     return tensor.shape[:-1].numel() if tensor.dim() > 1 else tensor.numel()
