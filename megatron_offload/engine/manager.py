@@ -345,8 +345,7 @@ class PipelineOffloadManager(Verdicts):
         if self.backend.is_capturing():
             self._last_step.is_captured = True
             if self.decisions.committed:  # else an evaluation; the graph gets what its copies use
-                is_looking = self.tuner is not None and not self.tuner.is_converged
-                if self._is_looked_at or is_looking:
+                if self._is_looked_at or self.is_searching:
                     raise StateError(_CAPTURED_TOO_EARLY)
                 self.transfers.wait_reloads(self.decisions.committed)  # of what is unread too
                 self.host_pool.leave_to_graph()

@@ -46,7 +46,8 @@ class Verdicts(Recording):
         return step
 
     @property
-    def _is_searching(self) -> bool:
+    def is_searching(self) -> bool:
+        """Whether steps are still looked at, to find what is offloaded."""
         return self.tuner is not None and not self.tuner.is_converged
 
     @property
@@ -58,7 +59,7 @@ class Verdicts(Recording):
     def _why_nothing(self) -> str:
         if not self.do_offload:
             return "nothing is offloaded: it is switched off"
-        if self._is_searching:
+        if self.is_searching:
             return "nothing is offloaded yet: the first steps are looked at"
         return self._found or ("nothing is offloaded: no row says so" if self.rests else "")
 
@@ -66,7 +67,7 @@ class Verdicts(Recording):
     def plan(self) -> str:
         """In one line what is done by which version, and when that is decided."""
         config, device = self.config, "" if self.backend.name == "cuda" else " without a GPU"
-        is_open = self.learner.is_open or self._is_searching
+        is_open = self.learner.is_open or self.is_searching
         if config.policy is None and self.learner.policy != ModulesPolicy():
             is_open = False  # the model's own settings say what is kept
         policy = config.tuned_policy if is_open else None
@@ -110,7 +111,7 @@ class Verdicts(Recording):
     def say_last(self) -> None:
         """Say at the end of the program what the last step has won, or that it was too short."""
         step = self.last_step
-        if self._is_searching:
+        if self.is_searching:
             self._say(f"megatron-offload: {_UNFINISHED}")
         elif self.step_number > _NUM_FIRST and (step.offloaded_bytes or step.recomputed_bytes):
             self._say(f"megatron-offload: of what the last step has saved, {step.verdict}")

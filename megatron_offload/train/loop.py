@@ -170,8 +170,7 @@ class _Trainer:
         return StepRecord.merge(step, tokens, ranks)
 
     def _is_planning(self) -> bool:
-        tuner = None if self._manager is None else self._manager.tuner
-        return tuner is not None and not tuner.is_converged
+        return self._manager is not None and self._manager.is_searching
 
     def _pass_over_microbatches(self, step: int) -> float | None:
         """Run megatron-core's schedule; return the mean loss on the last stage, else None."""
