@@ -78,10 +78,9 @@ def gather(mine: _Said, group: dist.ProcessGroup | None = None) -> list[_Said]:
 
     Without `torch.distributed` that is ``mine`` alone.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        return [mine]
     said = [mine] * num_ranks(group)
-    dist.all_gather_object(said, mine, group=group)
+    if len(said) > 1:
+        dist.all_gather_object(said, mine, group=group)
     return said
 
 

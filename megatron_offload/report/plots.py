@@ -12,13 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import altair as alt
+
 from megatron_offload.core.trace import PIPELINE_WAIT, STREAMS, ByteCount, Counter, Span, StepTrace
 from megatron_offload.core.units import byte_unit, format_bytes, format_us
-from megatron_offload.errors import require
 from megatron_offload.planning.found import FoundStage
-
-require("drawing a chart", "altair", "vl_convert")
-import altair as alt  # noqa: E402 - what is missing was said
 
 # Okabe and Ito's colours, and greys that no colour vision takes for one of them.
 _KINDS = {
