@@ -13,7 +13,7 @@ from megatron_offload.errors import ConfigError, IntegrationError, did_you_mean
 from megatron_offload.run.launch import install_by_flags
 
 _PREFIX = "MEGATRON_OFFLOAD_"
-_KNOWN = [_PREFIX + name for name in ("CONFIG", "SET", "REPORT")]
+_KNOWN = [_PREFIX + name for name in ("CONFIG", "SET", "REPORT", "LOG")]
 
 for _name in os.environ:
     if _name.startswith(_PREFIX) and _name not in _KNOWN:

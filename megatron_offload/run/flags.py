@@ -14,7 +14,7 @@ from megatron_offload.files.strict_model import validate
 _FLAGS: dict[str, tuple[str, Any, str]] = {
     "policy": ("KIND", str, "auto, memory_target, modules, ratio; auto unless something is set"),
     "memory-target": ("SIZE[,SIZE]", str, "most a rank reserves, such as 60GiB; or one for each"),
-    "most-slowdown-percent": ("P", float, "of the step's time, which auto may cost; 1 unless set"),
+    "most-slowdown-percent": ("P", float, "of the step's time, which auto may cost; 3 unless set"),
     "recompute": ("KIND[,KIND]", str, "recomputed, or none; unless set norm,mlp_act"),
     "config": ("FILE", str, "YAML with any keys of OffloadConfig; flags win"),
     "set": ("KEY=VALUE", str, "one more of these keys; may be given again"),

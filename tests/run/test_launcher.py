@@ -351,7 +351,7 @@ def plugged(monkeypatch):
     """Import the plug-in anew in an environment; return the process's manager."""
 
     def plug(**environment):
-        for name in ("CONFIG", "SET", "REPORT"):
+        for name in ("CONFIG", "SET", "REPORT", "LOG"):
             monkeypatch.delenv(f"MEGATRON_OFFLOAD_{name}", raising=False)
         for name, value in environment.items():
             monkeypatch.setenv(f"MEGATRON_OFFLOAD_{name}", str(value))
@@ -370,7 +370,7 @@ def test_importing_the_plug_in_installs_by_the_environment_and_else_the_defaults
     path = tmp_path / "offload.yaml"
     path.write_text("policy: {kind: ratio, ratio: 0.5}\nprefetch_bytes: 2MiB\n")
     settings = "policy.ratio=0.25 recompute=[norm]"
-    manager = plugged(CONFIG=path, SET=settings, REPORT=tmp_path / "report")
+    manager = plugged(CONFIG=path, SET=settings, REPORT=tmp_path / "report", LOG="info")
     assert megatron_core.is_installed()
     assert manager.config.policy.ratio == 0.25
     assert manager.config.recompute == ("norm",)
