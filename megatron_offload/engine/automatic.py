@@ -191,8 +191,7 @@ class AutomaticGroups:
                 self._open_group(forward)
                 self._commit(forward)
             for block in forward.incomplete:
-                group_stats = self.manager.transfers.stats.by_name[forward.name]
-                group_stats.keep(block.num_bytes, "a collective may still be writing it")
+                self.manager.transfers.count_kept(block, "a collective may still be writing it")
         forward.chunk.forget_recipes()  # they hold what they are bound to
         if self.watch is not None and not self._forwards:
             self.watch.end(has_failed=has_failed)

@@ -96,7 +96,7 @@ class Transfers(Reloads):
             if block.is_kept or drops_only:
                 if group.pick is None:  # else the next call doesn't even see it
                     group.kept_bytes += block_bytes
-                self._count_kept(block, "beyond the share that is offloaded")
+                self.count_kept(block, "beyond the share that is offloaded")
                 continue
             block.counted_bytes = block_bytes
             if is_others:
@@ -151,10 +151,10 @@ class Transfers(Reloads):
         """Leave a group whose forward is over on the device."""
         moving, group.moving = group.moving, ()
         for block in moving:
-            self._count_kept(block, reason)
+            self.count_kept(block, reason)
         group.advance(RESIDENT)
 
-    def _count_kept(self, block: Block, reason: str) -> None:
+    def count_kept(self, block: Block, reason: str) -> None:
         """Count a block as kept, but for what was counted of it before."""
         num_bytes = block.num_bytes - block.kept_bytes
         if num_bytes:
@@ -251,7 +251,7 @@ class Transfers(Reloads):
             if found is None:
                 self.stats.num_refused_blocks += 1
                 self.stats.refused_bytes += block.num_bytes - block.kept_bytes
-                self._count_kept(block, "the host memory is full")
+                self.count_kept(block, "the host memory is full")
                 continue
             found.owners = owners
             taken.append((block, found, found.tensor))
