@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from operator import eq
-from threading import get_ident
+from threading import RLock, get_ident
 from typing import Any, Protocol, TypeAlias
 from weakref import ref
 
@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_offload.core.group import GroupState
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.graph_break import graph_break
-from megatron_offload.engine.group import Block, OffloadGroup
+from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.hooks import (
     is_in_backward,
     owner_of,
@@ -40,7 +40,7 @@ from megatron_offload.engine.marks import is_opted_out
 from megatron_offload.engine.modes import apart, has_modes, is_traced
 from megatron_offload.engine.patches import PatchStack
 from megatron_offload.engine.saved_tensor import SavedTensor
-from megatron_offload.engine.subclasses import SavedWrapper, hollow, inner_tensors, is_wrapper
+from megatron_offload.engine.subclasses import SavedWrapper, hollow, is_wrapper
 
 _LEAST_GROUP_BYTES = 1 << 20
 _GROUP_SHARE = 32
@@ -79,11 +79,6 @@ class _Forward:
     num_bytes: int = 0
     total_bytes: int = 0
     """Of all its groups."""
-    writers: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    """What collectives may yet write, and the identities of its storages."""
-
-    incomplete: list[Block] = field(default_factory=list)
-    """What was left out of the last group, since a collective might still have been writing it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -134,7 +129,6 @@ class AutomaticGroups:
     _forwards: list[_Forward | None] = field(default_factory=list, init=False)
     """None of one that began while the manager rests."""
     _reached: dict[OffloadGroup, None] = field(default_factory=dict, init=False)
-    _patches: PatchStack = field(default_factory=PatchStack, init=False)
 
     @graph_break
     def begin(
@@ -166,9 +160,7 @@ class AutomaticGroups:
             pack = self.pack
             put_on(pack, unpack)
         self._forwards.append(_Forward(chunk, pack, name or self.name))
-        if Cache and "__exit__" not in vars(Cache):  # else another context notices
-            self._patches.wrap(Cache, "__exit__", self._note_unseen)
-            self._patches.wrap(saved_tensors_hooks, "__enter__", self._note_unseen)
+        _watch_others(ref(self))
         if self.watch is not None and len(self._forwards) == 1:
             self.watch.begin()
 
@@ -177,7 +169,7 @@ class AutomaticGroups:
         """Undo the last `begin`; what was saved since a failure's last group is kept."""
         forward = self._forwards.pop() if self._forwards else None
         if not self._forwards:
-            self._patches.undo()
+            _watch_others(None)
         if forward is None:
             return
         if forward.pack is not None:
@@ -187,11 +179,6 @@ class AutomaticGroups:
             forward.chunk.close_group(forward.name)
         else:
             self._commit(forward)
-            if forward.incomplete:
-                self._open_group(forward)
-                self._commit(forward)
-            for block in forward.incomplete:
-                self.manager.transfers.count_kept(block, "a collective may still be writing it")
         forward.chunk.forget_recipes()  # they hold what they are bound to
         if self.watch is not None and not self._forwards:
             self.watch.end(has_failed=has_failed)
@@ -206,6 +193,11 @@ class AutomaticGroups:
     def is_entered(self) -> bool:
         """Whether a forward is under way in this thread that may be recorded."""
         return self.is_inside and self._forwards[-1] is not None
+
+    @property
+    def has_forward(self) -> bool:
+        """Whether a forward is under way, in whichever thread."""
+        return bool(self._forwards)
 
     @property
     def is_inside(self) -> bool:
@@ -254,11 +246,10 @@ class AutomaticGroups:
         if is_wrapper(tensor) and not is_opted_out(tensor):
             alias = hollow(tensor)
             if alias is not None:
-                if hasattr(tensor, "trigger_wait"):
-                    parts = inner_tensors([tensor])
-                    forward.writers += ((tensor, x.untyped_storage()._cdata) for x in parts)
                 return SavedWrapper(tensor, alias, self.pack)
-        group = forward.group or self._open_group(forward)
+        group = forward.group
+        if group is None:
+            group = forward.group = self.manager.start_group(forward.chunk, forward.name)
         saved = forward.chunk.pack(group, tensor)
         if saved.block is None:  # it is kept
             return saved
@@ -268,11 +259,9 @@ class AutomaticGroups:
         forward.total_bytes += saved.layout.num_bytes
         return _Saved(self, group, saved)
 
-    @graph_break
-    def _note_unseen(self, call: Callable[..., Any], context: Any, *exception: object) -> None:
+    def note_unseen(self, context: Any) -> None:
         """Note in a forward what its hooks don't see: a cache, and what is under hooks inside."""
-        call(context, *exception)
-        forward = self._forwards[-1] if self.is_inside and not is_in_backward() else None
+        forward = self._forwards[-1] if self._forwards and not is_in_backward() else None
         if forward is not None and type(context) is not Cache:
             self.manager.is_hidden(forward.name, is_group=False)
         elif forward is not None:
@@ -291,29 +280,10 @@ class AutomaticGroups:
         most_bytes = self.manager.budget.most_group_bytes
         return num_bytes >= min(forward.total_bytes // _GROUP_SHARE, most_bytes)
 
-    def _open_group(self, forward: _Forward) -> OffloadGroup:
-        group = forward.group = self.manager.start_group(forward.chunk, forward.name)
-        for block in forward.incomplete:
-            block.group, block.index = group, len(group.references)
-            group.references.append(ref(block))
-        forward.incomplete = []
-        return group
-
-    def _leave_out_incomplete(self, forward: _Forward, group: OffloadGroup) -> None:
-        """Leave to the next group what the program hasn't waited for."""
-        complete = {key for one, key in forward.writers if getattr(one, "completed", False)}
-        forward.writers = [one for one in forward.writers if one[1] not in complete]
-        left = {key for _, key in forward.writers}
-        blocks = [one for one in group.blocks() if one.storage_key in left and one.is_before_copy]
-        group.references[:] = [one for one in group.references if one() not in blocks]
-        forward.incomplete = blocks
-
     def _commit(self, forward: _Forward) -> None:
         group, forward.group = forward.group, None
         forward.num_tensors = forward.num_bytes = 0
         if group is not None:
-            if forward.writers:
-                self._leave_out_incomplete(forward, group)
             forward.chunk.close_group(forward.name)
             self.manager.commit(group)
 
@@ -333,6 +303,31 @@ class AutomaticGroups:
         for group in [group for group in self._reached if group.is_spent]:
             if self._reached.pop(group, self) is None:
                 self.manager.leave_backward(group)
+
+
+_watching: list[ref[AutomaticGroups]] = []
+"""Contexts that have a forward under way, while torch's two methods are patched."""
+_patches, _lock = PatchStack(), RLock()
+
+
+def _watch_others(begun: ref[AutomaticGroups] | None) -> None:
+    """Patch torch as long as any context has a forward under way: one has begun, or ended one."""
+    with _lock:
+        under_way = [one for one in _watching if (groups := one()) and groups.has_forward]
+        _watching[:] = {*under_way, begun} if begun else {*under_way}
+        if not _watching:
+            _patches.undo()
+        elif not _patches and Cache is not None:
+            _patches.wrap(Cache, "__exit__", _note_unseen)
+            _patches.wrap(saved_tensors_hooks, "__enter__", _note_unseen)
+
+
+@graph_break
+def _note_unseen(call: Callable[..., Any], context: Any, *exception: object) -> None:
+    call(context, *exception)
+    for groups in [one() for one in _watching]:
+        if groups is not None and groups.is_inside:
+            groups.note_unseen(context)
 
 
 @graph_break

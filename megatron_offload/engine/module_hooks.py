@@ -11,13 +11,17 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import SUPPORTED_NODES
 from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.engine.graph_break import graph_break
 
 _GLOBS = {".**": r"(?:\.[^.]+)*", "**.": r"(?:[^.]+\.)*", "**": ".*", "*": "[^.]*", "?": "[^.]"}
 """What stands for something else in a pattern over dotted names."""
+
+
+_PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
+"""Classes of what modules take besides, in which nothing lies."""
 
 
 class ModuleHook:
@@ -87,19 +91,31 @@ def hook_calls(
     return handles
 
 
-def tensors_in(tree: Any, around: tuple[int, ...] = ()) -> Iterator[torch.Tensor]:
-    """Yield the tensors in any nesting of dictionaries, dataclasses and what torch's pytree knows.
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in any nesting of containers, dataclasses and what torch's pytree knows.
 
-    ``around`` are the identities of what the tree lies in, which may lie in it too.
+    Each is looked into once, wherever it lies; code of its own, as of a property, isn't run.
     """
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif id(leaf) not in around:
-            fields = getattr(type(leaf), "__dataclass_fields__", ())
-            of_fields = [getattr(leaf, name, None) for name in fields]
-            parts = [*leaf.values()] if isinstance(leaf, dict) else of_fields
-            yield from tensors_in(parts, (*around, id(leaf)))
+    left, seen = [tree], set[int]()
+    while left:
+        one = left.pop()
+        kind = type(one)
+        if isinstance(one, torch.Tensor):
+            yield one
+        elif kind not in _PLAIN and id(one) not in seen:
+            seen.add(id(one))
+            parts: Iterable[Any] = ()
+            if isinstance(one, (tuple, list)):
+                parts = one
+            elif isinstance(one, dict):
+                parts = dict.values(one)
+            elif hasattr(kind, "__dataclass_fields__"):
+                fields = kind.__dataclass_fields__
+                own = [x for x in fields if not isinstance(getattr(kind, x, None), property)]
+                parts = [getattr(one, name, None) for name in own]
+            elif kind in SUPPORTED_NODES:
+                parts, _ = SUPPORTED_NODES[kind].flatten_fn(one)
+            left += reversed([*parts])
 
 
 def first_tensor(

@@ -15,13 +15,17 @@ from megatron_offload.engine.saved_tensor import SavedTensor, changed_in_place
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor can be taken apart: a subclass with parts that is no parameter."""
+    """Whether a tensor can be taken apart: a subclass with parts that is no parameter.
+
+    A tensor that some collective is still writing isn't: its parts are not there yet.
+    """
     kind = type(tensor)
     return (
         kind is not torch.Tensor
         and not isinstance(tensor, torch.nn.Parameter)
         and hasattr(kind, "__tensor_flatten__")
         and hasattr(kind, "__tensor_unflatten__")
+        and not hasattr(kind, "trigger_wait")
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 from collections import Counter
 from typing import Any
@@ -101,7 +102,8 @@ class Verdicts(Recording):
 
     def _say(self, text: str) -> None:
         if self._speaks:
-            _logger.warning("%s", text)
+            with contextlib.suppress(Exception):  # a line that can't be written ends no program
+                _logger.warning("%s", text)
 
     def _say_first(self) -> None:
         """Say once what steps win that follow the settings alone; a search says its own."""

@@ -7,9 +7,9 @@ import logging
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import cached_property, partial
+from functools import cached_property, wraps
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, MethodType
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_offload.config import OffloadConfig
+from megatron_offload.engine.module_hooks import hook_calls
 from megatron_offload.engine.patches import Call, PatchStack
 from megatron_offload.errors import ConfigError, IntegrationError, did_you_mean, shorten
 from megatron_offload.frontends.whole_model import get_act_offloading_ctx_manager
@@ -49,7 +50,13 @@ class OffloadMixin:
     def __getattribute__(self, name: str) -> Any:
         """Return three methods wrapped, whichever class has them: it may call none behind it."""
         found = super().__getattribute__(name)
-        return partial(_RUNS[name], self, found) if name in _RUNS else found
+        if name not in _RUNS:
+            return found
+
+        def run(self: OffloadMixin, *args: Any, **kwargs: Any) -> Any:
+            return _RUNS[name](self, found, *args, **kwargs)
+
+        return MethodType(wraps(found)(run), self)
 
     @cached_property
     def offload(self) -> Any:
@@ -68,14 +75,28 @@ def _compute_loss(trainer: OffloadMixin, call: Call, *args: Any, **kwargs: Any) 
 def _training_step(
     trainer: OffloadMixin, call: Call, model: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
-    def forward(original: Call, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():  # it generates
+    entered: list[Any] = []
+
+    def begin(*_: Any) -> None:
+        if torch.is_grad_enabled() and not trainer.is_in_offload:  # else it generates
+            trainer.offload.__enter__()
+            entered.append(trainer.offload)
+
+    def end(module: nn.Module, given: Any, output: Any) -> None:
+        if entered:
+            error = sys.exc_info() if output is None else (None, None, None)
+            entered.pop().__exit__(*error)
+
+    def compiled(original: Call, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
             return original(*args, **kwargs)
         return _compute_loss(trainer, original, *args, **kwargs)
 
     with PatchStack() as patches:
-        is_eager = model._compiled_call_impl is None
-        patches.wrap(model, "forward" if is_eager else "_compiled_call_impl", forward)
+        if model._compiled_call_impl is None:
+            patches.remove_later(hook_calls(model, begin, end, is_outer=True))
+        else:  # hooks would be part of its graph
+            patches.wrap(model, "_compiled_call_impl", compiled)
         return call(model, *args, **kwargs)
 
 
