@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from functools import partial
 
 import pytest
@@ -63,6 +64,7 @@ class OwnLoss:
 
 class OwnStep:
     def training_step(self, model, inputs, num_items_in_batch=None):
+        assert "forward" not in vars(copy.deepcopy(model)), "a copy runs its own weights"
         loss = model(**inputs, num_items_in_batch=num_items_in_batch).loss
         self.accelerator.backward(loss)
         return loss.detach()
