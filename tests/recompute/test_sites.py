@@ -656,8 +656,15 @@ def second_put():
     return lambda name, event, _: (event, name) == ("call", "ModuleLayout.put") and next(calls) == 1
 
 
-def test_an_interrupt_in_a_rerun_leaves_modules_as_they_were():
-    net, is_then = make_net(), second_put()
+def entered_vmap():
+    return lambda _, event, what: (
+        (event, what) == ("c_return", torch._C._vmapmode_increment_nesting)
+    )
+
+
+@pytest.mark.parametrize("make", [second_put, entered_vmap])
+def test_an_interrupt_in_a_rerun_leaves_modules_and_vmap_as_they_were(make):
+    net, is_then = make_net(), make()
     for layer in net.layers:
         layer.notes = [0.5]
     own = [layer.notes for layer in net.layers]
