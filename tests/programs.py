@@ -126,13 +126,16 @@ class Capturing(SimulatedBackend):
 
 
 def make_manager(
-    timing="late", *, seed=0, removed_waits=frozenset(), backend_type=None, **settings
+    timing="late", *, seed=0, removed_waits=(), backend_type=None, begins_chunk=False, **settings
 ):
     config = make_config(timing, seed=seed, **settings)
     backend = (backend_type or SimulatedBackend)(config.simulated)
     if removed_waits:
         backend = Forgetful(config.simulated, removed_waits=removed_waits)
-    return PipelineOffloadManager(config, backend=backend)
+    manager = PipelineOffloadManager(config, backend=backend)
+    if begins_chunk:
+        manager.begin_chunk()
+    return manager
 
 
 def open_group(name="g", **settings):
@@ -257,8 +260,7 @@ def run_step(model, manager, order, *, rows=16, seed=1, inputs=None, place=None)
 
     With ``place``, each forward and backward is within what it returns for it.
     """
-    for parameter in model.parameters():
-        parameter.grad = None
+    model.zero_grad()
     if inputs is None:
         shape = 1 + max(m for _, m in order), rows, model[0].norm.normalized_shape[0]
         generator = torch.Generator().manual_seed(seed)

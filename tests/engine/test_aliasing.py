@@ -40,8 +40,7 @@ def make_views():
 @pytest.mark.parametrize("timing", TIMINGS)
 @pytest.mark.parametrize("name", make_views())
 def test_a_view_is_reloaded_with_its_layout_and_values(name, timing):
-    manager, seen = make_manager(timing), []
-    manager.begin_chunk()
+    manager, seen = make_manager(timing, begins_chunk=True), []
     expected = make_views()[name]
     loss = offload(manager, [make_views()[name]], seen)
     loss.backward()
@@ -55,8 +54,7 @@ def test_a_view_is_reloaded_with_its_layout_and_values(name, timing):
 
 @pytest.mark.parametrize("timing", TIMINGS)
 def test_views_of_one_storage_are_copied_once_and_alias_again(timing):
-    manager, seen = make_manager(timing), []
-    manager.begin_chunk()
+    manager, seen = make_manager(timing, begins_chunk=True), []
     expected = make_views()
     storage_bytes = 4096 * 4
     loss = offload(manager, list(make_views().values()), seen)
@@ -74,8 +72,7 @@ def test_views_of_one_storage_are_copied_once_and_alias_again(timing):
 
 
 def test_only_the_bytes_between_the_first_and_the_last_view_move():
-    manager, seen = make_manager(), []
-    manager.begin_chunk()
+    manager, seen = make_manager(begins_chunk=True), []
     large = torch.randn(64 * KIB)
     loss = offload(manager, [large[1024:2048], large[3072:4096]], seen)
     assert manager.transfers.stats.offloaded_bytes == 3072 * 4
@@ -91,8 +88,7 @@ def test_only_the_bytes_between_the_first_and_the_last_view_move():
 @pytest.mark.parametrize("first", [(0,), (0, 2)])
 def test_parts_with_version_counters_of_their_own_may_be_written_after_a_copy(timing, dim, first):
     """As the cells of recurrent networks do on a CPU: equal versions say nothing there."""
-    manager, seen = make_manager(timing, prefetch_bytes=0), []
-    manager.begin_chunk()
+    manager, seen = make_manager(timing, prefetch_bytes=0, begins_chunk=True), []
     parts = torch.randn(48, 48).unsafe_chunk(3, dim)
     for index in first:
         parts[index].sigmoid_()
@@ -108,8 +104,7 @@ def test_parts_with_version_counters_of_their_own_may_be_written_after_a_copy(ti
 
 @pytest.mark.parametrize("is_view", [True, False])
 def test_what_is_copied_with_a_view_is_not_copied_again(is_view):
-    manager, seen = make_manager(prefetch_bytes=0), []
-    manager.begin_chunk()
+    manager, seen = make_manager(prefetch_bytes=0, begins_chunk=True), []
     whole = torch.randn(48, 48)
     parts = whole.chunk(3, dim=1) if is_view else [whole.view(24, 96), whole, whole.t()]
     expected = [spec.clone() for spec in parts]
@@ -126,8 +121,7 @@ def test_what_is_copied_with_a_view_is_not_copied_again(is_view):
 @pytest.mark.parametrize("parts", [(1024, 1024, 4096), (1000, 500, 4096), (4000, 8, 100)])
 @pytest.mark.parametrize("keep_alive", [False, True])
 def test_two_groups_may_share_a_storage(timing, inflight_bytes, parts, keep_alive):
-    manager, seen = make_manager(timing, max_inflight_bytes=inflight_bytes), []
-    manager.begin_chunk()
+    manager, seen = make_manager(timing, max_inflight_bytes=inflight_bytes, begins_chunk=True), []
     x = torch.randn(4096)
     first, second = x[: parts[0]], x[parts[1] : parts[2]]
     expected = [first.clone(), second.clone()]
@@ -145,8 +139,7 @@ def test_two_groups_may_share_a_storage(timing, inflight_bytes, parts, keep_aliv
 
 
 def test_groups_may_nest():
-    manager = make_manager()
-    manager.begin_chunk()
+    manager = make_manager(begins_chunk=True)
     saved = {"outer": torch.randn(1024), "inner": torch.randn(2048), "late": torch.randn(512)}
     expected = {name: tensor.clone() for name, tensor in saved.items()}
     seen = {name: [] for name in saved}
@@ -170,8 +163,7 @@ def test_groups_may_nest():
 
 
 def test_parameters_and_their_views_never_move():
-    manager, seen = make_manager(), []
-    manager.begin_chunk()
+    manager, seen = make_manager(begins_chunk=True), []
     weight = torch.nn.Parameter(torch.randn(64, 64))
     flat = torch.randn(4096)
     in_flat_buffer = torch.nn.Parameter(flat[:2048].view(32, 64))
@@ -237,8 +229,7 @@ def test_a_mark_for_every_manager_follows_the_storage_until_it_is_undone():
 
 
 def test_small_and_unusual_tensors_are_kept_each_with_its_reason(caplog):
-    manager, seen = make_manager(min_tensor_bytes=4096), []
-    manager.begin_chunk()
+    manager, seen = make_manager(min_tensor_bytes=4096, begins_chunk=True), []
     sparse = torch.eye(1024).to_sparse()
     tensors = [
         torch.randn(1023),
@@ -283,8 +274,7 @@ def test_small_and_unusual_tensors_are_kept_each_with_its_reason(caplog):
     ],
 )
 def test_bits_survive_whatever_the_dtype(dtype):
-    manager, seen = make_manager(), []
-    manager.begin_chunk()
+    manager, seen = make_manager(begins_chunk=True), []
     bits = torch.randint(0, 256, (8192,), dtype=torch.uint8)
     if dtype is torch.bool:
         bits &= 1
@@ -319,8 +309,7 @@ def test_a_change_in_place_after_saving_is_the_error_that_autograd_gives(what, w
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         program(None).backward()
-    manager = make_manager(timing, max_inflight_bytes=inflight_bytes)
-    manager.begin_chunk()
+    manager = make_manager(timing, max_inflight_bytes=inflight_bytes, begins_chunk=True)
     with pytest.raises(InPlaceModificationError, match="modified by an inplace operation"):
         program(manager).backward()
     manager.abort()
@@ -343,8 +332,7 @@ def test_a_parameter_whose_data_is_replaced_counts_with_what_it_has_then():
 
 def test_a_storage_that_was_emptied_and_refilled_by_recompute_is_not_taken_from_the_host():
     # Megatron's recompute frees an output's storage and fills it again just before backward.
-    manager, seen = make_manager(max_inflight_bytes=64 * KIB), []
-    manager.begin_chunk()
+    manager, seen = make_manager(max_inflight_bytes=64 * KIB, begins_chunk=True), []
     x = torch.randn(1024)
     expected = x.clone()
     loss = offload(manager, [x], seen)
@@ -358,8 +346,7 @@ def test_a_storage_that_was_emptied_and_refilled_by_recompute_is_not_taken_from_
 
 
 def test_boundaries_leave_the_graph_as_it_is():
-    manager = make_manager()
-    manager.begin_chunk()
+    manager = make_manager(begins_chunk=True)
     x = torch.randn(8, requires_grad=True).clone()
     node = x.grad_fn
     assert start_group(manager, x, "g") is x

@@ -89,8 +89,7 @@ def test_a_missing_wait_is_caught_by_its_bits_too():
 
 
 def test_what_lies_between_saved_parts_may_change():
-    manager = make_manager(checking=True, max_inflight_bytes=4096 * KIB)
-    manager.begin_chunk()
+    manager = make_manager(checking=True, max_inflight_bytes=4096 * KIB, begins_chunk=True)
     storage = torch.zeros(4096)
     left, right = (torch.randn(64, requires_grad=True) for _ in range(2))
     parts = [storage.detach()[:64], storage.detach()[2048:2112]]

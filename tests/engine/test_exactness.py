@@ -256,8 +256,7 @@ def test_a_copy_that_fails_is_tried_once():
 
 
 def test_a_graph_that_goes_runs_nothing_that_swallows_an_interrupt():
-    manager = make_manager(max_inflight_bytes=0, prefetch_bytes=0)
-    manager.begin_chunk()
+    manager = make_manager(max_inflight_bytes=0, prefetch_bytes=0, begins_chunk=True)
     x = torch.randn(SIZE, requires_grad=True)
     y = in_group(manager, lambda x: x.exp().sin(), x)
     called = []

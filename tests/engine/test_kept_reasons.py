@@ -51,8 +51,7 @@ def test_every_kept_byte_has_its_reason(settings, reasons):
 
 def stats_of(saved, **settings):
     """Return the counters of a step whose groups save these tensors."""
-    manager = make_manager(**settings)
-    manager.begin_chunk()
+    manager = make_manager(**settings, begins_chunk=True)
     y = torch.ones(1, requires_grad=True) * 1.0
     for name, tensors in saved.items():
         y = in_group(manager, lambda y, tensors=tensors: Keep.apply(y, [], *tensors), y, name)

@@ -162,8 +162,7 @@ def test_a_leaf_that_outlives_its_graphs_keeps_no_hooks():
 
 
 def test_a_checkpoint_inside_a_group_has_its_inputs_moved():
-    manager = make_manager()
-    manager.begin_chunk()
+    manager = make_manager(begins_chunk=True)
     linear = torch.nn.Linear(64, 64)
     x = torch.randn(64, 64, requires_grad=True).clone()
 
@@ -179,8 +178,7 @@ def test_a_checkpoint_inside_a_group_has_its_inputs_moved():
 
 @pytest.mark.parametrize("flushes", [True, False])
 def test_delayed_groups_move_when_flushed_unless_their_backward_came_first(flushes):
-    manager = make_manager()
-    manager.begin_chunk()
+    manager = make_manager(begins_chunk=True)
     x = torch.randn(1024, requires_grad=True)
     y = in_group(manager, lambda y: (y * 2).exp(), x, delay=True)
     assert manager.transfers.stats.offloaded_bytes == 0
@@ -211,8 +209,7 @@ def test_over_the_host_cap_tensors_are_kept_and_are_counted(cap_bytes, timing):
 
 
 def test_forced_release_empties_only_what_was_copied():
-    manager = make_manager(min_tensor_bytes=2048)
-    manager.begin_chunk()
+    manager = make_manager(min_tensor_bytes=2048, begins_chunk=True)
     kept_alive = torch.randn(1024, requires_grad=True).clone()
     small = torch.randn(16, requires_grad=True).clone()
     in_group(manager, lambda y: y.exp() * small[:1].exp(), kept_alive, "g", [kept_alive, small])
@@ -248,8 +245,7 @@ def test_a_forced_release_counts_where_the_group_that_asks_for_it_moves(monkeypa
 
 
 def test_a_forced_release_counts_for_what_a_group_before_has_copied():
-    manager = make_manager(max_inflight_bytes=64 * KIB)
-    manager.begin_chunk()
+    manager = make_manager(max_inflight_bytes=64 * KIB, begins_chunk=True)
     x, y = torch.randn(1024, requires_grad=True), torch.randn(1024)
     expected = torch.autograd.grad((x * y * y).sum(), x)
     z = in_group(manager, lambda x: x * y, x)

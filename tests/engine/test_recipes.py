@@ -131,8 +131,7 @@ def test_the_summary_counts_what_is_recomputed_until_its_backward():
 
 
 def test_its_memory_is_free_from_the_commit_on():
-    manager = make_manager()
-    manager.begin_chunk()
+    manager = make_manager(begins_chunk=True)
     x = rows() * 1.0
     y = in_group(manager, lambda x: make(manager, F.gelu, save(x, x)), x, "act")
     before = y.untyped_storage()._weak_ref()
@@ -315,8 +314,7 @@ def test_what_was_changed_before_the_commit_is_moved():
 @pytest.mark.parametrize("what", ["output", "input"])
 @pytest.mark.parametrize("max_inflight_bytes", [0, None])
 def test_what_is_changed_after_the_commit_is_noticed(what, max_inflight_bytes):
-    manager = make_manager(max_inflight_bytes=max_inflight_bytes)
-    manager.begin_chunk()
+    manager = make_manager(max_inflight_bytes=max_inflight_bytes, begins_chunk=True)
     tensors = {}
 
     def inner(x):
@@ -563,8 +561,7 @@ def test_each_stream_recomputes_for_itself():  # none is ordered behind what ano
         calls.append(x)
         return x.cos()
 
-    manager = make_manager()
-    manager.begin_chunk()
+    manager = make_manager(begins_chunk=True)
     x = rows()
     y = in_group(manager, lambda x: make(manager, counted, save(x, x)), x, "maker")
     one = in_group(manager, lambda y: save(y, y), y, "one")
@@ -716,8 +713,7 @@ def test_an_error_of_the_function_is_the_program_s_and_harms_nothing():
 
 
 def test_what_went_with_an_aborted_step_is_said():
-    manager = make_manager()
-    manager.begin_chunk()
+    manager = make_manager(begins_chunk=True)
     y = of(torch.cos)(manager, rows() * 1.0)
     manager.abort()
     with pytest.raises(StateError, match="run the forward again"):
@@ -770,8 +766,7 @@ def test_what_the_program_keeps_is_not_recomputed_and_next_time_not_dropped():
 
 def test_a_parameter_without_memory_is_named():
     weight = torch.nn.Parameter(torch.ones(1 << 19))  # more than is copied
-    manager = make_manager()
-    manager.begin_chunk()
+    manager = make_manager(begins_chunk=True)
 
     def scale(x, weight):
         return x * weight[:WIDTH]

@@ -42,8 +42,7 @@ def test_what_is_read_before_the_groups_end_is_not_emptied(is_leaf):
 
 def test_what_was_emptied_before_the_groups_end_is_kept():
     # As recompute does: the storage of a view is emptied, and filled again before backward.
-    manager = make_manager()
-    manager.begin_chunk()
+    manager = make_manager(begins_chunk=True)
     x, other, third = torch.randn(16, 32, requires_grad=True), torch.randn(32, 16), torch.randn(32)
     expected = torch.autograd.grad((x * other.t() * third).sum(), x)
     values = other.clone()

@@ -157,9 +157,8 @@ def test_each_that_reads_waits(monkeypatch):  # where nothing is watched, a wait
 
 
 def test_what_is_recomputed_may_read_what_is_kept_of_another_stream(monkeypatch):
-    manager = make_manager("eager", max_inflight_bytes=1 << 20)
+    manager = make_manager("eager", max_inflight_bytes=1 << 20, begins_chunk=True)
     backend, read = manager.backend, []
-    manager.begin_chunk()
     x = torch.randn(512, requires_grad=True)
     y = start_group(manager, x, "g")
     with manager:
