@@ -335,6 +335,12 @@ def assert_same(expected, actual):
         assert torch.equal(a, b), f"result {index} of shape {tuple(a.shape)} differs"
 
 
+def twice(loss):
+    """Run a backward twice."""
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
 def in_thread(function):
     """Return what a function returns in another thread."""
     with ThreadPoolExecutor(1, thread_name_prefix="other") as pool:

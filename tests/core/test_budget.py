@@ -72,9 +72,6 @@ def test_the_clock_runs_until_the_first_backward_only_where_limits_follow_the_st
     assert budget.clock_runs == in_warmup
     budget.is_warming_up = False
     assert budget.clock_runs
-    budget = DeviceBudget()
-    budget.begin_step()
-    assert budget.clock_runs
 
 
 def test_one_group_may_always_be_reloaded():

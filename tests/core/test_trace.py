@@ -55,12 +55,12 @@ def small_trace(rank=0):
     )
 
 
-def traced_step(manager, order=ORDER, num_before=3, **settings):
-    model = make_model()
+def traced_step(manager, num_before=3, **settings):
+    model = make_model(**settings)
     for _ in range(num_before):
-        run_step(model, manager, order, **settings)
+        run_step(model, manager, ORDER)
     with trace_step(manager) as trace:
-        results = run_step(model, manager, order, **settings)
+        results = run_step(model, manager, ORDER)
     return results, trace
 
 
@@ -420,17 +420,13 @@ class Untimed(SimulatedBackend):
 
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_what_is_recomputed_has_spans_of_its_own(recomputes):
-    manager = make_manager(backend_type=Untimed)
-    with trace_step(manager) as trace:
-        run_step(make_model(recomputes=recomputes), manager, ORDER)
+    _, trace = traced_step(make_manager(backend_type=Untimed), 0, recomputes=recomputes)
     spans = [span for span in trace.of("compute") if span.kind == "recompute"]
     assert {span.label.split("[")[0] for span in spans} == ({"mlp"} if recomputes else set())
 
 
 def test_a_backend_without_timing_gives_the_times_of_issue():
-    manager = make_manager(backend_type=Untimed)
-    with trace_step(manager) as trace:
-        run_step(make_model(), manager, ORDER)
+    _, trace = traced_step(make_manager(backend_type=Untimed), 0)
     for stream in ("d2h", "h2d"):
         spans = trace.of(stream)
         assert 0 <= spans[0].start_us <= spans[-1].end_us <= trace.of("compute")[-1].end_us

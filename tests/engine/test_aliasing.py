@@ -79,8 +79,7 @@ def test_only_the_bytes_between_the_first_and_the_last_view_move():
     expected = large.clone()
     del large
     loss.backward()
-    assert torch.equal(seen[0][0], expected[1024:2048])
-    assert torch.equal(seen[0][1], expected[3072:4096])
+    assert_same([expected[1024:2048], expected[3072:4096]], seen[0])
 
 
 @pytest.mark.parametrize("timing", TIMINGS)
@@ -131,9 +130,8 @@ def test_two_groups_may_share_a_storage(timing, inflight_bytes, parts, keep_aliv
     if not keep_alive:
         del x, first, second
     (a + b + filler).backward()
-    restored = sorted((t for (t,) in seen), key=lambda t: -t.numel())
-    for tensor, reference in zip(restored, sorted(expected, key=lambda t: -t.numel()), strict=True):
-        assert torch.equal(tensor, reference)
+    restored = [tensor for (tensor,) in seen]
+    assert_same(*(sorted(found, key=torch.numel) for found in (expected, restored)))
     is_moved_by_both = parts[0] < parts[2]
     assert (manager.transfers.stats.by_name["b"].offloaded_bytes > 0) == is_moved_by_both
 

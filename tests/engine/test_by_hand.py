@@ -34,8 +34,7 @@ def loss_of(mlps, manager, seed):
 
 def train(mlps, manager, order):
     """Run forwards and backwards in the order of ``order``, as in ``FFBB``; return all results."""
-    for parameter in mlps.parameters():
-        parameter.grad = None
+    mlps.zero_grad()
     waiting, results = [], []
     for seed, action in enumerate(order):
         if action == "F":
@@ -172,8 +171,7 @@ def test_a_program_that_never_ends_a_step_has_counters_and_is_reported(monkeypat
 def test_a_group_may_begin_and_end_with_nothing(nothing):
     mlps, manager = make_mlps(), make_manager()
     expected = train(mlps, None, "FB")
-    for parameter in mlps.parameters():
-        parameter.grad = None
+    mlps.zero_grad()
     with manager.step():
         assert start_group(manager, nothing, "all") is nothing
         with manager:

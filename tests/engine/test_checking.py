@@ -3,6 +3,7 @@ leaks."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 
@@ -30,22 +31,24 @@ from megatron_offload.errors import CorruptionError
 ORDER = one_forward_one_backward(3, depth=2)
 
 
+def flip_a_bit(monkeypatch, backend, direction, position, number):
+    """Let the copy of this number in a direction flip a bit of the byte at a position."""
+    copy, numbers = backend.copy, itertools.count(1)
+
+    def copy_badly(pairs, stream, label):
+        event = copy(pairs, stream, label)
+        if stream is getattr(backend, direction) and next(numbers) == number:
+            pairs[0][0].view(-1).view(torch.uint8)[position] ^= 1
+        return event
+
+    monkeypatch.setattr(backend, "copy", copy_badly)
+
+
 @pytest.mark.parametrize("direction", ["d2h_stream", "h2d_stream"])
 @pytest.mark.parametrize("position", [0, 4, -1])
 def test_one_flipped_bit_stops_the_step_and_is_named(monkeypatch, direction, position):
     model, manager = make_model(), make_manager("eager", checking=True)
-    copy, num_copies = manager.backend.copy, 0
-
-    def copy_badly(pairs, stream, label):
-        nonlocal num_copies
-        event = copy(pairs, stream, label)
-        if stream is getattr(manager.backend, direction):
-            num_copies += 1
-            if num_copies == 5:
-                pairs[0][0].view(-1).view(torch.uint8)[position] ^= 1
-        return event
-
-    monkeypatch.setattr(manager.backend, "copy", copy_badly)
+    flip_a_bit(monkeypatch, manager.backend, direction, position, number=5)
     with pytest.raises(CorruptionError) as caught, manager.step():
         run_step(model, manager, ORDER)
     assert re.search(
@@ -59,22 +62,13 @@ def test_one_flipped_bit_stops_the_step_and_is_named(monkeypatch, direction, pos
 
 @pytest.mark.parametrize("part", [0, 1])
 def test_a_bit_of_any_tensor_that_a_storage_holds_counts(monkeypatch, part):
-    manager = make_manager("eager", checking=True)
-    copy = manager.backend.copy
-
-    def copy_badly(pairs, stream, label):
-        event = copy(pairs, stream, label)
-        if stream is manager.backend.d2h_stream:
-            pairs[0][0].view(-1).view(torch.uint8)[part * 8192] ^= 1
-        return event
-
-    monkeypatch.setattr(manager.backend, "copy", copy_badly)
+    manager = make_manager("eager", checking=True, begins_chunk=True)
+    flip_a_bit(monkeypatch, manager.backend, "d2h_stream", part * 8192, number=1)
 
     def run(x):
         base = torch.randn(4096)
         return x * base[:64] * base[2048:2112]
 
-    manager.begin_chunk()
     y = in_group(manager, run, torch.ones(64, requires_grad=True))
     manager.join_offloads()
     with pytest.raises(CorruptionError, match="a region of"):

@@ -26,13 +26,13 @@ from programs import (
     make_model,
     num_pending,
     one_forward_one_backward,
+    open_group,
     run_step,
 )
 from traps import InjectedError, LineTrap, Trap
 
 from megatron_offload.backends.base import Backend
 from megatron_offload.engine import boundary, transfers
-from megatron_offload.engine.boundary import start_group
 from megatron_offload.engine.observer import Observer
 from megatron_offload.errors import StateError
 from megatron_offload.frontends.whole_model import OffloadActivations
@@ -359,9 +359,7 @@ def test_a_step_that_ends_after_a_failed_call_teaches_nothing(monkeypatch):
 
 
 def test_hooks_that_nobody_took_off_are_gone_with_the_next_chunk():
-    manager = make_manager()
-    manager.begin_chunk()
-    start_group(manager, torch.randn(4, requires_grad=True), "g")
+    manager, *_ = open_group()
     manager.__enter__()
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     manager.begin_chunk()
@@ -374,9 +372,7 @@ def test_no_hooks_are_in_force_that_the_manager_does_not_know():
         def append(self, item):
             raise KeyboardInterrupt
 
-    manager = make_manager()
-    manager.begin_chunk()
-    start_group(manager, torch.randn(4, requires_grad=True), "g")
+    manager, *_ = open_group()
     manager._packs = Interrupting()
     with pytest.raises(KeyboardInterrupt):
         manager.__enter__()

@@ -132,8 +132,7 @@ def test_groups_inside_a_checkpoint_are_recomputed_and_counted(use_reentrant, ti
         x = model[0](x, manager)
         x = checkpoint(model[1], x, manager, use_reentrant=use_reentrant)
         x = model[2](x, manager)
-        for p in model.parameters():
-            p.grad = None
+        model.zero_grad()
         x.square().mean().backward()
         return [p.grad for p in model.parameters()]
 
@@ -329,10 +328,9 @@ def test_several_models_take_turns_in_one_step(num_managers, timing):
 
 def test_an_offloaded_step_never_makes_the_host_wait(monkeypatch):
     model, manager = make_model(), make_manager()
-    order = one_forward_one_backward(4, depth=2)
     for _ in range(3):
-        run_step(model, manager, order)
+        run_step(model, manager, ORDER)
     monkeypatch.setattr(manager.backend, "sync_copies", lambda: pytest.fail("the host waits"))
     for _ in range(2):
-        run_step(model, manager, order)
+        run_step(model, manager, ORDER)
     assert manager.last_step.offloaded_bytes > 0

@@ -36,14 +36,19 @@ def names(noting):
     return [name for name, *_ in noting.events]
 
 
-def test_every_event_of_one_group_comes_in_its_order():
+def noted(run):
+    """Return what a step of one group notes, which runs ``run(manager, x)``."""
     manager, noting = make_manager(max_inflight_bytes=0, prefetch_bytes=0), Noting()
     with manager.observed_by(noting), manager.step():
-        manager.begin_chunk()
         x = torch.ones(64, requires_grad=True) * 1
-        y = in_group(manager, lambda x: x.exp() * 1, x).sum()
+        y = in_group(manager, lambda x: run(manager, x), x).sum()
         del x
         y.backward()
+    return noting
+
+
+def test_every_event_of_one_group_comes_in_its_order():
+    noting = noted(lambda _, x: x.exp() * 1)
     assert names(noting) == [
         *("group_starts", "tensor_saved", "group_commits"),
         *("block_offloads", "copy_starts", "copy_issued", "wait_starts", "wait_issued"),
@@ -57,15 +62,7 @@ def test_every_event_of_one_group_comes_in_its_order():
 
 
 def test_what_is_recomputed_is_reported_in_its_place():
-    manager, noting = make_manager(max_inflight_bytes=0, prefetch_bytes=0), Noting()
-
-    def run(x):
-        return recomputable(torch.cos, x.exp(), manager=manager).sin()
-
-    with manager.observed_by(noting), manager.step():
-        manager.begin_chunk()
-        x = torch.ones(64, requires_grad=True) * 1
-        in_group(manager, run, x).sum().backward()
+    noting = noted(lambda manager, x: recomputable(torch.cos, x.exp(), manager=manager).sin())
     assert names(noting)[:8] == [
         *("group_starts", *["tensor_saved"] * 3, "group_commits"),
         *("block_offloads", "block_offloads", "copy_starts"),

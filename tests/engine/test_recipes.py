@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from programs import TIMINGS, Times, assert_nothing_left, assert_same, in_group, make_manager
+from programs import TIMINGS, Times, assert_nothing_left, assert_same, in_group, make_manager, twice
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -40,8 +40,6 @@ def run(manager, forward, *, backward=torch.Tensor.backward):
     torch.manual_seed(1)
     leaf = rows()
     with manager.step() if manager else nullcontext():
-        if manager:
-            manager.begin_chunk()
         loss = forward(manager, leaf * 1.0).square().mean()
         torch.manual_seed(2)  # backward has other random numbers before it than forward had
         backward(loss)
@@ -125,7 +123,6 @@ def test_the_summary_counts_what_is_recomputed_until_its_backward():
         assert stats.peak_released_bytes < stats.offloaded_bytes + stats.recomputed_bytes
         assert manager.host_pool.alone.total_bytes == 0
     with manager.step():
-        manager.begin_chunk()
         norm_then_linear(manager, rows() * 1.0)  # a backward that never comes
     assert manager.host_pool.alone.total_bytes == 0
 
@@ -526,7 +523,6 @@ def test_what_was_noted_and_not_saved_keeps_nothing_through_backward():
         return y @ weight + make(manager, lambda y: y * 2.0, y).sum()  # which nobody saves
 
     with manager.step():
-        manager.begin_chunk()
         y = in_group(manager, norm_of, rows() * 1.0, "norm")
         in_group(manager, mlp, y, "mlp").sum().backward()
         del y
@@ -662,11 +658,6 @@ def test_nothing_is_noted_inside_a_checkpoint_or_its_recompute(reentrant):
     assert (stats.recomputed_bytes, stats.refused_recipe_bytes) == (0, {})
 
 
-def backward_twice(loss):
-    loss.backward(retain_graph=True)
-    loss.backward()
-
-
 def backward_of_backward(loss):
     (leaf,) = set(leaves_of(loss.grad_fn))
     (grad,) = torch.autograd.grad(loss, leaf, create_graph=True)
@@ -681,7 +672,7 @@ def leaves_of(node):
             yield from leaves_of(following)
 
 
-@pytest.mark.parametrize("backward", [backward_twice, backward_of_backward])
+@pytest.mark.parametrize("backward", [twice, backward_of_backward])
 @pytest.mark.parametrize("timing", TIMINGS)
 def test_a_graph_that_is_gone_through_again_has_the_same_bits(timing, backward):
     @one_group

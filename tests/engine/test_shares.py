@@ -164,11 +164,8 @@ def run_net(net, x, offload):
     meter = LiveActivationMeter(net.parameters())
     manager = CPUOffload._tags[offload.tag].groups.manager if offload is not None else None
     with meter, manager.observed_by(meter) if manager else nullcontext():
-        if offload is None:
+        with offload or nullcontext():
             y = net(x)
-        else:
-            with offload:
-                y = net(x)
         off_bytes = off_the_device(manager) if offload is not None else 0
         loss = y.square().mean()
         del y

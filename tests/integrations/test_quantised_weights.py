@@ -8,7 +8,7 @@ import types
 
 import pytest
 import torch
-from programs import TWO_TIMINGS, assert_nothing_left, make_manager
+from programs import TWO_TIMINGS, assert_nothing_left, assert_same, make_manager
 
 from megatron_offload.frontends.whole_model import OffloadActivations
 from megatron_offload.recompute import transformer_engine
@@ -91,8 +91,7 @@ def test_only_the_activation_moves(modules, timing, kind):
     manager = make_manager(timing)
     offload = OffloadActivations(min_offload_size=0, manager=manager)
     for _ in range(2):
-        for one, other in zip(gradients(module, offload), expected, strict=True):
-            assert torch.equal(one, other)
+        assert_same(expected, gradients(module, offload))
         assert offload.end_step()
         assert offload.last_step.offloaded_bytes == BYTES
         assert_nothing_left(manager)

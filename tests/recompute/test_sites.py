@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from programs import assert_same, take_steps
+from programs import assert_same, take_steps, twice
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -136,11 +136,6 @@ def test_sites_are_recomputed_where_nothing_is_offloaded_too(kind):
         loss = net(tokens).sum()
     assert context.last_step.by_name[kind].recomputed_bytes > 0
     assert net.layers[0].inside.expired() == (kind == "layer")
-    loss.backward()
-
-
-def twice(loss):
-    loss.backward(retain_graph=True)
     loss.backward()
 
 
@@ -405,13 +400,11 @@ def test_a_site_that_writes_to_its_buffers_is_kept_from_its_second_call_on(is_la
     for has_context in (False, True):
         net = make_net()
         norms = [Norm() for _ in net.layers]
-        if not is_late:
-            for layer, norm in zip(net.layers, norms, strict=True):
-                layer.mlp.append(norm)
-        context = around(net, "layer") if has_context else None
-        if is_late:
-            for layer, norm in zip(net.layers, norms, strict=True):
-                layer.mlp.append(norm)
+        context = around(net, "layer") if has_context and is_late else None
+        for layer, norm in zip(net.layers, norms, strict=True):
+            layer.mlp.append(norm)
+        if has_context and not is_late:
+            context = around(net, "layer")
         found.append([*take_steps(net, context), *net.buffers(), *(norm.count for norm in norms)])
     assert_same(*found)
     assert "writes to its buffers or other tensors" in caplog.text
