@@ -53,13 +53,10 @@ ROWS = [
     {"site": "moe_act", "layers": "1-2", "recompute": True},
 ]
 IN_ROWS = {**MOE, "num_layers": 4, "rows": ROWS}
-INPUTS = {
-    "num_layers": 4,
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-    "offload_modules": ["layer_input"],
-}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+INPUTS = {**FULL, "num_layers": 4, "offload_modules": ["layer_input"]}
+SELECTIVE = {"recompute_granularity": "selective"}
+EXPERTS = {**MOE, "offload_modules": ["expert_fc1", "moe_act"]}
 
 CASES = {
     "dense": {},
@@ -67,21 +64,9 @@ CASES = {
     "moe": MOE,
     "names-beyond": {"offload_modules": [*ATTENTION, "mlp_fc1", "**.linear_fc2", "router"]},
     "names-beyond-alone": {"offload_modules": ["mlp_fc1"]},
-    "moe-recompute-act": {
-        **MOE,
-        "offload_modules": ["expert_fc1", "moe_act"],
-        "recompute_granularity": "selective",
-        "recompute_modules": ["moe_act"],
-    },
-    "selective-recompute": {
-        "recompute_granularity": "selective",
-        "recompute_modules": ["layernorm", "core_attn"],
-    },
-    "full-recompute": {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
+    "moe-recompute-act": {**EXPERTS, **SELECTIVE, "recompute_modules": ["moe_act"]},
+    "selective-recompute": {**SELECTIVE, "recompute_modules": ["layernorm", "core_attn"]},
+    "full-recompute": FULL,
     "inputs": INPUTS,
     "inputs-of-two-layers": {**INPUTS, "recompute_num_layers": 2},
     "inputs-of-some-layers": {
@@ -136,11 +121,7 @@ CASES = {
             {"site": "mlp_act", "layers": "1,3", "recompute": True},
         ],
     },
-    "delayed": {
-        **MOE,
-        "offload_modules": ["expert_fc1", "moe_act"],
-        "delay_offload_until_cuda_graph": True,
-    },
+    "delayed": {**EXPERTS, "delay_offload_until_cuda_graph": True},
 }
 
 

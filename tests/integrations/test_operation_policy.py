@@ -21,15 +21,16 @@ WIDTH, ROWS = 32, 24
 
 
 @pytest.fixture
-def manager():
-    yield make_groups()
-    policy.reset_operation_groups()
+def timing():
+    return "late"
 
 
-def make_groups(timing="late"):
-    """Begin anew with operations' groups on another manager, and return that."""
+@pytest.fixture
+def manager(timing):
+    """A manager of operations' groups that begin anew."""
     policy.reset_operation_groups()
-    return policy.operation_groups(manager=make_manager(timing)).manager
+    yield policy.operation_groups(manager=make_manager(timing)).manager
+    policy.reset_operation_groups()
 
 
 def end_step(manager):
@@ -66,8 +67,7 @@ def gradients(model, *, around=None):
     "chosen", [(), ("fc1",), ("act",), ("fc2",), ("fc1", "act", "fc2"), ("fc1", "fc2")]
 )
 @pytest.mark.parametrize("timing", TWO_TIMINGS)
-def test_exactly_the_chosen_operations_move(chosen, timing):
-    manager = make_groups(timing)
+def test_exactly_the_chosen_operations_move(chosen, manager):
     model = MLP()
     expected = gradients(model)
     for name in chosen:
@@ -79,7 +79,6 @@ def test_exactly_the_chosen_operations_move(chosen, timing):
             continue
         step = end_step(manager)
         assert step.offloaded_bytes == sum(BYTES[name] for name in chosen)
-    policy.reset_operation_groups()
 
 
 @pytest.mark.parametrize("kept", [(), ("fc1",), ("act",), ("fc2",), ("fc1", "act", "fc2")])
@@ -136,9 +135,7 @@ def test_a_module_that_is_used_inside_itself(manager):
 
 @pytest.mark.parametrize("name", zoo.ZOO)
 @pytest.mark.parametrize("timing", TWO_TIMINGS)
-def test_every_model_of_the_zoo(name, timing):
-    manager = make_groups(timing)
-
+def test_every_model_of_the_zoo(name, manager):
     def context(model):
         for index, module in enumerate(model.modules()):
             if index:
@@ -147,7 +144,6 @@ def test_every_model_of_the_zoo(name, timing):
 
     assert_same(zoo.train(name, order="FFBB"), zoo.train(name, context, order="FFBB"))
     assert end_step(manager).reloaded_bytes > 0
-    policy.reset_operation_groups()
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -325,14 +321,12 @@ def test_start_offload_does_nothing_where_nothing_moves():
     assert not vars(tensor)
 
 
+@pytest.mark.usefixtures("manager")
 def test_bad_arguments():
     with pytest.raises(TypeError, match="expected a module"):
         policy.set_activation_offloading(torch.relu, True)
     with pytest.raises(TypeError, match="True, False or None"):
         policy.set_activation_offloading(nn.Linear(2, 2), 1)
-    policy.reset_operation_groups()
-    policy.operation_groups(manager=make_manager())
     with pytest.raises(ValueError, match="exist"):
         policy.operation_groups(manager=make_manager())
-    policy.reset_operation_groups()
     policy.reset_operation_groups()

@@ -18,13 +18,12 @@ from megatron_programs import build_config, build_model, load_megatron, one_proc
 
 HIDDEN, FFN, EXPERT_FFN, SEQUENCE, MICROBATCH = 256, 1024, 384, 64, 2
 EXPERTS, CHOSEN, HEADS = 4, 2, 4
+GATED = {"gated_linear_unit": True, "activation_func": F.silu, "bias_activation_fusion": True}
 CASES = {
     "dense": {},
-    "gated": {"gated_linear_unit": True, "activation_func": F.silu, "bias_activation_fusion": True},
+    "gated": GATED,
     "experts": {
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "bias_activation_fusion": True,
+        **GATED,
         "num_moe_experts": EXPERTS,
         "moe_router_topk": CHOSEN,
         "moe_ffn_hidden_size": EXPERT_FFN,

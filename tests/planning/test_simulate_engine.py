@@ -202,12 +202,7 @@ def random_job(rng, *, with_units=False):
     )
     if with_units:
         stages = tuple(
-            StageWork(
-                tuple(
-                    with_units_of(group, random_units(rng, sizes, index == 0))
-                    for index, group in enumerate(stage.groups)
-                )
-            )
+            StageWork(tuple(add_units(rng, sizes, *one) for one in enumerate(stage.groups)))
             for stage in stages
         )
     depth = rng.randint(1, num_microbatches)
@@ -225,7 +220,8 @@ def random_job(rng, *, with_units=False):
     return Job(schedule, stages, (0,), machine)
 
 
-def with_units_of(group, units):
+def add_units(rng, sizes, index, group):
+    units = random_units(rng, sizes, index == 0)
     num_bytes = group.num_bytes + sum(unit.num_bytes for unit in units)
     return replace(group, num_bytes=num_bytes, units=units)
 
