@@ -19,7 +19,6 @@ from weakref import ref
 
 import torch
 import torch.utils.checkpoint
-from torch._C import DispatchKey, _dispatch_tls_is_dispatch_key_excluded
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
@@ -37,7 +36,7 @@ from megatron_offload.engine.hooks import (
 )
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_opted_out
-from megatron_offload.engine.modes import apart, has_modes, is_traced
+from megatron_offload.engine.modes import apart, is_traced, must_be_apart
 from megatron_offload.engine.patches import PatchStack
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.subclasses import SavedWrapper, hollow, is_wrapper
@@ -234,7 +233,7 @@ class AutomaticGroups:
     @graph_break
     def pack(self, tensor: torch.Tensor) -> Packed:
         """Record a tensor that autograd saves; the pack hook."""
-        if has_modes() or _dispatch_tls_is_dispatch_key_excluded(DispatchKey.ADInplaceOrView):
+        if must_be_apart():
             return apart(self.pack, tensor)
         forward = self._forwards[-1] if self._forwards else None  # between two lines of `begin`
         if forward is None or forward.pack is None:
@@ -325,9 +324,14 @@ def _watch_others(begun: ref[AutomaticGroups] | None) -> None:
 @graph_break
 def _note_unseen(call: Callable[..., Any], context: Any, *exception: object) -> None:
     call(context, *exception)
-    for groups in [one() for one in _watching]:
-        if groups is not None and groups.is_inside:
-            groups.note_unseen(context)
+    try:
+        for groups in [one() for one in _watching]:
+            if groups is not None and groups.is_inside:
+                groups.note_unseen(context)
+    except BaseException:  # an interrupt: the program's own `with` is not entered
+        if type(context) is not Cache:
+            context.__exit__()
+        raise
 
 
 @graph_break

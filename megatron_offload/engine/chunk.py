@@ -22,7 +22,7 @@ from megatron_offload.engine.marks import (
     is_parameter,
     may_be_activation,
 )
-from megatron_offload.engine.modes import apart, has_modes, is_traced
+from megatron_offload.engine.modes import apart, is_traced, must_be_apart
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.subclasses import inner_tensors, is_wrapper
 from megatron_offload.engine.transfers import Transfers
@@ -103,7 +103,7 @@ class ChunkOffloadHandler:
         Returns:
             The record that autograd keeps; `SavedTensor.unpack` gives the tensor back.
         """
-        if has_modes():
+        if must_be_apart():
             return apart(self.pack, group, tensor)
         record, pick = SavedTensor(tensor, group.name), group.pick
         is_plain = type(tensor) is torch.Tensor

@@ -8,7 +8,12 @@ from operator import call
 from typing import Any
 
 import torch
-from torch._C import DispatchKey, _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C import (
+    DispatchKey,
+    _dispatch_tls_is_dispatch_key_excluded,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -36,6 +41,11 @@ def has_modes() -> bool:
         return not is_traced()  # else all of it belongs to the graph
     num_functions = _len_torch_function_stack()
     return num_functions > 0 and (num_functions > 1 or device_context() is None)
+
+
+def must_be_apart() -> bool:
+    """Whether a mode is entered, or what runs is below autograd, where aliases count no changes."""
+    return has_modes() or _dispatch_tls_is_dispatch_key_excluded(DispatchKey.ADInplaceOrView)
 
 
 def leave_modes(undo: ExitStack) -> None:

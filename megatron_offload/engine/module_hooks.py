@@ -5,23 +5,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.utils._pytree import SUPPORTED_NODES
 from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.engine.graph_break import graph_break
 
 _GLOBS = {".**": r"(?:\.[^.]+)*", "**.": r"(?:[^.]+\.)*", "**": ".*", "*": "[^.]*", "?": "[^.]"}
 """What stands for something else in a pattern over dotted names."""
-
-
-_PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
-"""Classes of what modules take besides, in which nothing lies."""
 
 
 class ModuleHook:
@@ -92,30 +87,29 @@ def hook_calls(
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in any nesting of containers, dataclasses and what torch's pytree knows.
+    """Yield the tensors in any nesting of tuples, lists, dictionaries and dataclasses.
 
-    Each is looked into once, wherever it lies; code of its own, as of a property, isn't run.
+    Each is looked into once, wherever it lies. Code of its own, as of a property, isn't run.
     """
     left, seen = [tree], set[int]()
     while left:
         one = left.pop()
-        kind = type(one)
         if isinstance(one, torch.Tensor):
             yield one
-        elif kind not in _PLAIN and id(one) not in seen:
+        elif id(one) not in seen:
             seen.add(id(one))
-            parts: Iterable[Any] = ()
-            if isinstance(one, (tuple, list)):
-                parts = one
+            parts: list[Any] = []
+            if isinstance(one, tuple):
+                parts = [*tuple.__iter__(one)]
+            elif isinstance(one, list):
+                parts = [*list.__iter__(one)]
             elif isinstance(one, dict):
-                parts = dict.values(one)
-            elif hasattr(kind, "__dataclass_fields__"):
-                fields = kind.__dataclass_fields__
-                own = [x for x in fields if not isinstance(getattr(kind, x, None), property)]
-                parts = [getattr(one, name, None) for name in own]
-            elif kind in SUPPORTED_NODES:
-                parts, _ = SUPPORTED_NODES[kind].flatten_fn(one)
-            left += reversed([*parts])
+                parts = [*dict.values(one)]
+            elif hasattr(type(one), "__dataclass_fields__"):
+                with suppress(AttributeError):  # it has slots
+                    own = object.__getattribute__(one, "__dict__")
+                    parts = [*map(own.get, type(one).__dataclass_fields__)]
+            left += reversed(parts)
 
 
 def first_tensor(

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import cached_property, wraps
 from pathlib import Path
+from threading import get_ident
 from types import MappingProxyType, MethodType
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_offload.config import OffloadConfig
+from megatron_offload.engine.hooks import is_recording
 from megatron_offload.engine.module_hooks import hook_calls
 from megatron_offload.engine.patches import Call, PatchStack
 from megatron_offload.errors import ConfigError, IntegrationError, did_you_mean, shorten
@@ -56,7 +58,7 @@ class OffloadMixin:
         def run(self: OffloadMixin, *args: Any, **kwargs: Any) -> Any:
             return _RUNS[name](self, found, *args, **kwargs)
 
-        return MethodType(wraps(found)(run), self)
+        return MethodType(wraps(getattr(found, "__func__", found))(run), self)
 
     @cached_property
     def offload(self) -> Any:
@@ -75,15 +77,16 @@ def _compute_loss(trainer: OffloadMixin, call: Call, *args: Any, **kwargs: Any) 
 def _training_step(
     trainer: OffloadMixin, call: Call, model: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
-    entered: list[Any] = []
+    entered, offload, thread = list[Any](), trainer.offload, get_ident()
 
     def begin(*_: Any) -> None:
-        if torch.is_grad_enabled() and not trainer.is_in_offload:  # else it generates
-            trainer.offload.__enter__()
-            entered.append(trainer.offload)
+        is_step = is_recording() and not trainer.is_in_offload  # else it generates, or transforms
+        if is_step and thread == get_ident():
+            offload.__enter__()
+            entered.append(offload)
 
     def end(module: nn.Module, given: Any, output: Any) -> None:
-        if entered:
+        if entered and thread == get_ident():
             error = sys.exc_info() if output is None else (None, None, None)
             entered.pop().__exit__(*error)
 

@@ -31,7 +31,7 @@ def inputs(args: Any, kwargs: Any) -> Sequence[Any]:
 def outputs(args: Any, output: Any) -> Sequence[Any]:
     """Return what a module has returned, of what its hook was given."""
     if isinstance(output, dict):
-        return tuple(output.values())
+        return tuple(dict.values(output))
     return output if isinstance(output, (tuple, list)) else (output,)
 
 

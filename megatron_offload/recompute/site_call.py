@@ -329,7 +329,7 @@ class SiteCall(ModuleCall):
         if _shows_parameter(tensor):
             self._parameters.append(number)
             return SavedTensor(tensor, self.site.path)
-        self._num_bytes += tensor.nbytes
+        self._num_bytes += tensor.nbytes if tensor.layout is torch.strided else 0
         return number
 
     @graph_break

@@ -7,6 +7,7 @@ import gc
 import resource
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -827,12 +828,14 @@ def test_it_is_a_pair_of_saved_tensors_hooks():
         z = x.sin()  # not entered: what is saved stays
     z.sum().backward()
     assert torch.equal(x.grad, x.cos())
-    key = torch._C.DispatchKey.ADInplaceOrView
-    with offload, torch._C._SetExcludeDispatchKeyGuard(key, True):  # as selective checkpoints do
-        packed = offload.pack_hook(y)
-    y.add_(1)
-    with pytest.raises(InPlaceModificationError):
-        offload.unpack_hook(packed)
+    key, manager = torch._C.DispatchKey.ADInplaceOrView, make_manager(begins_chunk=True)
+    chunk = manager.cur_forward_chunk()
+    for pack in (offload.pack_hook, partial(chunk.pack, manager.start_group(chunk, "group"))):
+        with offload, torch._C._SetExcludeDispatchKeyGuard(key, True):  # as selective checkpoints
+            packed = pack(y)
+        y.add_(1)
+        with pytest.raises(InPlaceModificationError):
+            packed.unpack()
 
 
 class MixesThree(torch.autograd.Function):
