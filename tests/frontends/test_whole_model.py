@@ -831,6 +831,7 @@ def test_it_is_a_pair_of_saved_tensors_hooks():
     key, manager = torch._C.DispatchKey.ADInplaceOrView, make_manager(begins_chunk=True)
     chunk = manager.cur_forward_chunk()
     for pack in (offload.pack_hook, partial(chunk.pack, manager.start_group(chunk, "group"))):
+        y = x * 2
         with offload, torch._C._SetExcludeDispatchKeyGuard(key, True):  # as selective checkpoints
             packed = pack(y)
         y.add_(1)
