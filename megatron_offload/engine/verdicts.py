@@ -80,8 +80,9 @@ class Verdicts(Recording):
             what = "what is marked, or saved in a context, is offloaded from the first step on"
         else:
             if isinstance(policy, MemoryTargetConfig):
-                target_bytes = policy.target_of(self.learner.pp_rank or 0)
-                limit = f"let at most {format_bytes(target_bytes)} be reserved"
+                target = policy.memory_target  # which may have too few ranks; others refuse that
+                sizes = map(format_bytes, [target] if isinstance(target, int) else target)
+                limit = f"let at most {', '.join(sizes)} be reserved"
             else:
                 limit = f"cost at most {policy.most_slowdown_percent:g} % of a step"
             what = f"policy {policy.kind}: some 20 steps are looked at, then rows {limit}"

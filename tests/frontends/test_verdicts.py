@@ -27,8 +27,8 @@ for _ in range(6):
         ({"rows": []}, "rows: []", "nothing is offloaded: no row says so"),
         ({"policy": "auto"}, "then rows cost at most 3 % of a step", "has ended before rows"),
         (
-            {"policy": {"kind": "memory_target", "memory_target": "1GiB"}},
-            "then rows let at most 1.0 GiB be reserved",
+            {"policy": {"kind": "memory_target", "memory_target": ["1GiB", "2GiB"]}},
+            "then rows let at most 1.0 GiB, 2.0 GiB be reserved",
             "nothing is offloaded yet: the first steps",
         ),
         ({"enabled": False}, "nothing is offloaded: it is switched off", "it is switched off"),
