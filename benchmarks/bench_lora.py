@@ -52,9 +52,14 @@ MODES = {
         for x in (30, 24, 18, 14)
     },
     "checkpoint": None,
+    "trl": None,
+    "compile": None,
+    "compile-default": {},
+    **{f"compile:{x}": None for x in (0.8, 0.5, 0.2)},
 }
 """By mode the settings of the context around each forward: none without one. ``checkpoint`` is
-that of transformers, layer by layer."""
+that of transformers, layer by layer; ``trl`` TRL's context; ``compile`` compiles the layers, with
+torch's budget for what they save, a share of all."""
 
 
 def make_step():
@@ -97,6 +102,15 @@ def context_of(mode, model):
     from megatron_offload import OffloadConfig, get_act_offloading_ctx_manager
 
     settings = MODES[mode]
+    if mode.startswith("compile"):
+        budget = float(mode.partition(":")[2] or 1)
+        torch._functorch.config.activation_memory_budget = budget
+        for layer in model.get_base_model().model.layers:
+            layer.compile(dynamic=True)
+    if mode == "trl":
+        from trl.models.activation_offloading import get_act_offloading_ctx_manager as of_trl
+
+        return of_trl(model)
     if settings is not None:
         return get_act_offloading_ctx_manager(model, config=OffloadConfig(**settings))
     if mode == "checkpoint":
