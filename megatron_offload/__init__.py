@@ -24,7 +24,7 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 if _level := os.environ.get("MEGATRON_OFFLOAD_LOG", ""):
     _logger = logging.getLogger(__name__)
