@@ -84,11 +84,12 @@ _SETTINGS = "tests/integrations/test_trainer_pages.py runs what it sets"
 _PARSED = "its own parser takes its flags, in tests/test_documents.py"
 
 NOT_RUN = {
+    "pip install ": "changes the environment; tests/test_package.py installs what it builds",
     "make quickstart": "makes an environment; the command in which it ends is run in its place",
     "make test": "runs this test",
     "make format": "changes the sources",
     "make docs": "makes an environment; tests/test_site.py builds the site",
-    ".venv/bin/python -m pytest tests/fuzz ": "tests; takes minutes",
+    ".venv/bin/python -m pytest ": "tests; takes minutes",
     "accelerate launch ": "starts one process where there is no GPU; the next line starts two",
     "torchrun --nproc-per-node 8 -m megatron_offload.run pretrain_gpt.py --cuda-graph-impl ": (
         "captures a CUDA graph, as tests/gpu/test_pretrain_on_gpus.py does; its flags are read in "

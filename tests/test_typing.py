@@ -58,10 +58,11 @@ def test_mypy_accepts_the_forms_that_settings_take_and_refuses_others(folder, te
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_mypy_accepts_the_readme_s_own_calls(folder):
+def test_mypy_accepts_the_calls_of_readme_and_guides(folder):
     names = ("data", "embed", "layers", "loss", "model", "model_chunks", "optimizer", "train_step")
     presupposed = "from typing import Any\n" + "".join(f"{name}: Any\n" for name in names)
-    snippets = [b.text for b in blocks() if b.page == "README.md" and b.language == "python"]
+    pages = ("README.md", "docs/megatron.md")
+    snippets = [b.text for b in blocks() if b.page in pages and b.language == "python"]
     assert len(snippets) >= 3
     # Each is a program of its own: they give one name several meanings.
     for text in snippets:
