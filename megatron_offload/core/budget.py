@@ -7,6 +7,11 @@ Both share one total: what the latter leave of it, bytes in flight may take.
 
 from __future__ import annotations
 
+# [Note: limits that don't fall] A default limit follows the largest step so far. A step of fewer or
+# shorter microbatches may fit into it whole, and offloads nothing then: it holds no more than the
+# larger one does, so the run's peak is what it was, and it has no copies to wait for. Limits that
+# fell with it would have the next large step wait in its first microbatches.
+
 _AUTO_SHARE = 8
 """A limit that is not set is this fraction of what a step has saved at its peak."""
 
