@@ -23,8 +23,8 @@ from megatron_offload.planning.frontier import KEEP, Action, Plan
 from megatron_offload.planning.job import Job
 from megatron_offload.planning.job_choice import JobChoice, Planned, replayed, unit_rows
 from megatron_offload.planning.job_rows import WHOLE_SITES, actions_of, units_of, with_units
-from megatron_offload.planning.replay import RankProgram
-from megatron_offload.planning.simulate import simulate_programs
+from megatron_offload.planning.replay import RankStep
+from megatron_offload.planning.simulate import simulate_ranks
 
 MODELS = Path(__file__).resolve().parent.parent / "configs" / "models"
 TARGETS = (0.3, 0.5, 0.75)
@@ -70,7 +70,7 @@ class Search:
         self.most_bytes = [rank.peak_reserved_bytes for rank in planned.step.ranks]
         self.units = units_of(job)
         self.actions: dict[tuple[str, ...], list[dict[int, tuple[Action, ...]]]] = {}
-        self.programs: dict[object, RankProgram] = {}
+        self.programs: dict[object, RankStep] = {}
         self.layers = [[*actions] for actions in self.actions_with(())]
         done: dict[int, tuple] = {}
         for rank, stage in enumerate(planned.found.stages):
@@ -102,7 +102,7 @@ class Search:
             if programs[-1].peak_reserved_bytes > self.most_bytes[rank]:
                 return None
         self.tried += 1
-        return simulate_programs(self.job, programs).step_us
+        return simulate_ranks(self.job, programs).step_us
 
     def changed(self, units, done, most: int):
         done, rng = dict(done), self.rng

@@ -22,10 +22,10 @@ from megatron_offload.planning.description import (
     job_from_model,
     load_description,
 )
-from megatron_offload.planning.job import NO_OFFLOAD, RankSettings
+from megatron_offload.planning.job import RankSettings
 from megatron_offload.planning.model import LAYER_GROUPS, ModelDescription
 from megatron_offload.planning.replay import replay
-from megatron_offload.planning.simulate import RELEASE, RELOAD, simulate, simulate_programs
+from megatron_offload.planning.simulate import RELEASE, RELOAD, simulate, simulate_ranks
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "benchmarks" / "h200"
@@ -118,11 +118,11 @@ def compare(file: str) -> list[dict]:
         ):
             continue
         job = job_from_model(marked(run["mode"], model, data["sizes"]), machine)
-        settings = [NO_OFFLOAD] * job.schedule.num_ranks
+        settings: list[RankSettings | None] = [None] * job.schedule.num_ranks
         if run["mode"] != "none":
             settings = [settings_of(rank) for rank in run["ranks"]]
         programs = [replay(job, rank, one) for rank, one in enumerate(settings)]
-        simulation = simulate_programs(job, programs)
+        simulation = simulate_ranks(job, programs)
         rows.append(row_of(file, run, simulation, none_ms, model.achieved_share))
     return rows
 

@@ -24,8 +24,8 @@ class UnitWork(NamedTuple):
     """Part of what the group saves."""
     us: float
     """What recompute takes, in the group's backward."""
-    parents: tuple[int, ...] = ()
-    """The groups that hold what it is made from: so many marked groups before it in its stage."""
+    parents: tuple[str, ...] = ()
+    """The groups of its layer that hold what it is made from, besides its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +120,9 @@ class RankSettings:
     """None follows the step, as in `DeviceBudget`."""
     prefetch_bytes: int | None = None
     """Likewise."""
-    offloads: bool = True
-    """Whether anything may be offloaded."""
 
 
 UNLIMITED = RankSettings()
-NO_OFFLOAD = RankSettings(offloads=False)
 
 
 @dataclass(frozen=True, slots=True)

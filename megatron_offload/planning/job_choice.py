@@ -19,7 +19,7 @@ from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import TargetError
 from megatron_offload.planning.found import FoundPlan, FoundStage, RunFrontier
 from megatron_offload.planning.frontier import KEEP, Action, Plan, frontier, total
-from megatron_offload.planning.job import NO_OFFLOAD, UNLIMITED, Job, RankSettings
+from megatron_offload.planning.job import UNLIMITED, Job, RankSettings
 from megatron_offload.planning.job_rows import (
     WHOLE_SITES,
     actions_of,
@@ -30,14 +30,14 @@ from megatron_offload.planning.job_rows import (
     with_rows,
     with_units,
 )
-from megatron_offload.planning.replay import RankProgram, replay
+from megatron_offload.planning.replay import RankStep, replay
 from megatron_offload.planning.row_choice import ladder
 from megatron_offload.planning.simulate import (
     RELEASE,
     RELOAD,
     Simulation,
     simulate,
-    simulate_programs,
+    simulate_ranks,
 )
 
 RECOMPUTABLE = (*UNITS, *WHOLE_SITES)
@@ -82,13 +82,13 @@ class Planned:
     job: Job
     found: RunFrontier
     rows: tuple[RowConfig, ...]
-    programs: list[RankProgram]
+    programs: list[RankStep]
     """What ranks do with the rows."""
 
     @cached_property
     def step(self) -> Simulation:
         """The step with the rows."""
-        return simulate_programs(self.job, self.programs)
+        return simulate_ranks(self.job, self.programs)
 
 
 class JobChoice:
@@ -145,7 +145,7 @@ class JobChoice:
                 break
         return planned
 
-    def programs(self, rows: Sequence[RowConfig]) -> list[RankProgram]:
+    def programs(self, rows: Sequence[RowConfig]) -> list[RankStep]:
         """Return what ranks do where layers have rows."""
         ranks = range(self._job.schedule.num_ranks)
         return [replayed(self._job, rank, rows, self._settings) for rank in ranks]
@@ -178,7 +178,7 @@ class _Search:
         ]
         self._passed = 0  # of all boundaries
         self._plans = dict[tuple[int, _Candidate], list[Plan]]()
-        self._programs = dict[tuple[object, ...], RankProgram]()
+        self._programs = dict[tuple[object, ...], RankStep]()
         self._steps = dict[tuple[tuple[int, ...], bool], Simulation]()
 
     def under(self, targets: Sequence[int]) -> _Ranks:
@@ -344,7 +344,7 @@ class _Search:
     def _frontiers(self, one: _Candidate) -> tuple[list[Plan], ...]:
         return tuple(self._frontier(rank, one) for rank in self._ranks)
 
-    def _program(self, rank: int, units: tuple[str, ...], plan: Plan) -> RankProgram:
+    def _program(self, rank: int, units: tuple[str, ...], plan: Plan) -> RankStep:
         parts = ((number, action.parts) for number, action in plan.actions.items())
         key = rank, units, tuple(parts)
         if key not in self._programs:
@@ -353,7 +353,7 @@ class _Search:
             self._passed += self._boundaries[rank]
         return self._programs[key]
 
-    def _programs_of(self, ranks: _Ranks) -> list[RankProgram]:
+    def _programs_of(self, ranks: _Ranks) -> list[RankStep]:
         pairs = enumerate(zip(ranks.frontiers, ranks.places, strict=True))
         return [self._program(rank, ranks.units, plans[place]) for rank, (plans, place) in pairs]
 
@@ -372,7 +372,7 @@ class _Search:
         key = tuple(map(id, programs)), is_slow
         if key not in self._steps:
             job = self._slow_job if is_slow else self._job
-            self._steps[key] = simulate_programs(job, programs)
+            self._steps[key] = simulate_ranks(job, programs)
             self._passed += sum(self._boundaries)
         return self._steps[key]
 
@@ -414,9 +414,9 @@ def unit_rows(units: Iterable[str]) -> tuple[RowConfig, ...]:
 
 def replayed(
     job: Job, rank: int, rows: Sequence[RowConfig], limits: RankSettings = UNLIMITED
-) -> RankProgram:
+) -> RankStep:
     """Return what a rank's streams do where its layers have rows, within limits of a user."""
     job = with_rows(job, rows, job.schedule.stages_of(rank))
     own = (job.stages[stage] for stage in job.schedule.stages_of(rank))
     offloads = any(group.is_marked for stage in own for group in stage.groups)
-    return replay(job, rank, limits if offloads else NO_OFFLOAD)
+    return replay(job, rank, limits if offloads else None)

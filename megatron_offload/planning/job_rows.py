@@ -10,7 +10,7 @@ from itertools import groupby, product
 from megatron_offload.core.row_config import UNITS, RowConfig
 from megatron_offload.planning.frontier import KEEP, Action, Part, Plan, total
 from megatron_offload.planning.job import GroupWork, Job, StageWork
-from megatron_offload.planning.model_cost import run_again, with_parents
+from megatron_offload.planning.model_cost import run_again
 from megatron_offload.planning.simulate import fair_rates
 
 WHOLE_SITES = ("attention", "mlp.experts", "mlp", "layer")
@@ -261,4 +261,4 @@ def _with_sites(
             is_offloaded = any(_is_in(group, site) for site in offloaded)
             has_any = left.num_bytes or left.recomputed
             done.append(replace(left, is_marked=bool(is_offloaded and has_any)))
-    return with_parents(done), len(site_of)
+    return done, len(site_of)

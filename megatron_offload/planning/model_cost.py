@@ -5,9 +5,9 @@ The formulas, with their sources and what they were measured against, are in doc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_offload.planning.job import GroupWork, UnitWork
 from megatron_offload.planning.model import ModelDescription
@@ -28,13 +28,15 @@ _GATE_FORWARD, _GATE_BACKWARD = 10.0, 23.0  # of the output of a gated activatio
 _LOSS_FORWARD, _LOSS_BACKWARD = 13.0, 4.6  # of the logits in fp32; fused, 3 and 2
 _SORTED_GRADIENT = 30  # of a microbatch's embeddings, to add up their gradients
 
-_MADE_FROM = {
-    "qkv_linear": "attn_norm",
-    "mlp_fc1": "mlp_norm",
-    "mlp_fc2": "mlp_act",
-    "expert_fc2": "moe_act",
-}
-"""Where a group's unit is made from what another holds, and not from what it holds itself."""
+
+class _Pass(NamedTuple):
+    """Of a group's forward, or backward."""
+
+    product_us: float
+    moved_bytes: float
+    """What it reads and writes besides."""
+    temp_bytes: int
+    """What is there for a while."""
 
 
 class LayerCosts:
@@ -70,96 +72,94 @@ class LayerCosts:
     def _traffic(self, num_bytes: float) -> float:
         return num_bytes / (self.model.memory_gbps * _MEMORY_SHARE * 1e3)
 
-    def _saved(self, *tensor_bytes: int) -> dict[str, Any]:
-        moving = sum(each for each in tensor_bytes if each >= self.model.min_tensor_bytes)
-        return {"num_bytes": moving, "kept_bytes": sum(tensor_bytes) - moving}
+    def _group(
+        self, name: str, saved: Sequence[int], forward: _Pass, backward: _Pass, **more: Any
+    ) -> GroupWork:
+        """Return a group, from the bytes of each tensor that it saves."""
+        moving_bytes = sum(each for each in saved if each >= self.model.min_tensor_bytes)
+        kept_bytes = sum(saved) - moving_bytes + more.pop("kept_bytes", 0)
+        return GroupWork(
+            name,
+            moving_bytes,
+            forward.product_us + self._traffic(forward.moved_bytes),
+            backward.product_us + self._traffic(backward.moved_bytes),
+            kept_bytes,
+            forward.temp_bytes,
+            backward.temp_bytes,
+            **more,
+        )
 
     def _linear(
         self,
         name: str,
         inputs: int,
         outputs: int,
-        saved: tuple[int, ...],
+        saved: Sequence[int] = (),
         *,
         norm_bytes: int = 0,
         residual_bytes: int = 0,
         gathered_bytes: int = 0,
-        units: tuple[UnitWork, ...] = (),
         experts: int | None = None,
+        **more: Any,
     ) -> GroupWork:
-        """Return a linear layer's group, in bytes of each tensor that it saves.
+        """Return a linear layer's group.
 
         ``norm_bytes`` is of the input of a norm that is part of it, ``residual_bytes`` of what is
         added to its output, ``gathered_bytes`` of the input of all GPUs together. A GPU has so many
         ``experts``, whole ones, and each token comes in a copy for each of its own.
         """
-        model = self.model
-        copies = 1 if experts is None else model.experts_per_token
+        copies = 1 if experts is None else self.model.experts_per_token
         flop = 2.0 * copies * self.tokens * inputs * outputs
         least_us = _PRODUCT_US * (experts or 1)
         product_us, again_us, weight_us = (least_us + self._product(flop) for _ in range(3))
         gradient_bytes = self._gradient_bytes(inputs, outputs, experts)
         weight_us += self._traffic(3 * gradient_bytes)
         token_bytes = copies * self.token_bytes
-        return GroupWork(
-            name,
-            **self._saved(*saved),
-            forward_us=product_us + self._traffic(2 * norm_bytes + 3 * residual_bytes),
-            # A norm's gradient is added to that of the residual.
-            backward_us=again_us + weight_us + self._traffic(6 * norm_bytes),
-            forward_temp_bytes=outputs * token_bytes + gathered_bytes,
-            backward_temp_bytes=gradient_bytes + (inputs + outputs) * token_bytes + gathered_bytes,
-            units=tuple(unit for unit in units if unit.num_bytes >= model.min_tensor_bytes),
-        )
+        temp_bytes = outputs * token_bytes + gathered_bytes
+        forward = _Pass(product_us, 2 * norm_bytes + 3 * residual_bytes, temp_bytes)
+        temp_bytes += gradient_bytes + inputs * token_bytes
+        # A norm's gradient is added to that of the residual.
+        backward = _Pass(again_us + weight_us, 6 * norm_bytes, temp_bytes)
+        return self._group(name, saved, forward, backward, **more)
+
+    def _behind(self, norm: str) -> dict[str, Any]:
+        """Return what a linear layer has of the norm in front of it, and of other GPUs' tokens."""
+        hidden, is_fused = self.hidden_bytes, self.model.fused_norm
+        return {
+            "saved": (hidden,) * (1 + is_fused),
+            "norm_bytes": hidden * is_fused,
+            "gathered_bytes": self.gathered_bytes,
+            "units": self._units("norm", hidden, self._traffic(2 * hidden), norm),
+        }
+
+    def _units(self, name: str, num_bytes: int, us: float, parent: str) -> tuple[UnitWork, ...]:
+        is_large = num_bytes >= self.model.min_tensor_bytes
+        return (UnitWork(name, num_bytes, us, (parent,)),) if is_large else ()
 
     def _norm(self, name: str) -> GroupWork:
         """Return a norm's group, where it is one of its own."""
-        hidden = self.hidden_bytes
-        return self._pointwise(name, (hidden,), hidden, 2 * hidden, 6 * hidden)
-
-    def _activation(self, name: str, input_bytes: int, output_bytes: int) -> GroupWork:
-        """Return the group of an activation; an expert's is fused with its probabilities."""
-        read = input_bytes + output_bytes
-        if not self.model.gated_mlp or self.model.fused_kernels or name == "moe_act":
-            moved = _ACTIVATION * read, _ACTIVATION * (read + input_bytes)
-            return self._pointwise(name, (input_bytes,), output_bytes, *moved)
-        # Both halves that are multiplied, one of them from the activation, are new tensors.
-        saved = (input_bytes, output_bytes, output_bytes)
-        moved = _GATE_FORWARD * output_bytes, _GATE_BACKWARD * output_bytes
-        return self._pointwise(name, saved, output_bytes, *moved)
-
-    def _pointwise(
-        self, name: str, saved: tuple[int, ...], output_bytes: int, forward: float, backward: float
-    ) -> GroupWork:
-        return GroupWork(
-            name,
-            **self._saved(*saved),
-            forward_us=self._traffic(forward),
-            backward_us=self._traffic(backward),
-            forward_temp_bytes=output_bytes,
-            backward_temp_bytes=saved[0] + output_bytes,
+        num_bytes = self.hidden_bytes
+        forward, backward = (
+            _Pass(0, 2 * num_bytes, num_bytes),
+            _Pass(0, 6 * num_bytes, 2 * num_bytes),
         )
+        return self._group(name, [num_bytes], forward, backward)
 
     def _attention(self) -> GroupWork:
-        model, hidden = self.model, self.hidden_bytes
+        model, hidden, kv_bytes = self.model, self.hidden_bytes, self.kv_bytes
         work = (1 + _ATTENTION_TOKENS / model.sequence) / _ATTENTION_SHARE
         flop = 2.0 * work * self.tokens * model.sequence * model.hidden
-        forward_us, backward_us = self._product(flop), self._product(2.5 * flop)
-        qkv_bytes = hidden + 2 * self.kv_bytes
-        scores_bytes = 4 * self.tokens * model.heads // model.tensor_parallel
+        rows_bytes = 4 * self.tokens * model.heads // model.tensor_parallel
         num_scores = self.tokens * model.sequence * model.heads // model.tensor_parallel
         rotated = (2 if model.fused_kernels else _ROTATION) if model.rotary else 0
-        rotation_bytes = rotated * (hidden + self.kv_bytes)
-        return GroupWork(
-            "core_attn",
-            **self._saved(hidden, self.kv_bytes, self.kv_bytes, hidden, scores_bytes),
-            # Values are copied, slowly; gradients are put side by side.
-            forward_us=forward_us + self._traffic(rotation_bytes + 5 * self.kv_bytes),
-            backward_us=backward_us + self._traffic(rotation_bytes + 2 * qkv_bytes),
-            forward_temp_bytes=qkv_bytes,
-            backward_temp_bytes=2 * qkv_bytes + hidden,
-            backward_block_bytes=model.deterministic * num_scores * model.value_bytes,
-        )
+        rotation_bytes, qkv_bytes = rotated * (hidden + kv_bytes), hidden + 2 * kv_bytes
+        # Values are copied, slowly; gradients are put side by side.
+        forward = _Pass(self._product(flop), rotation_bytes + 5 * kv_bytes, qkv_bytes)
+        moved_bytes, temp_bytes = rotation_bytes + 2 * qkv_bytes, 2 * qkv_bytes + hidden
+        backward = _Pass(self._product(2.5 * flop), moved_bytes, temp_bytes)
+        saved = hidden, kv_bytes, kv_bytes, hidden, rows_bytes
+        block_bytes = model.deterministic * num_scores * model.value_bytes
+        return self._group("core_attn", saved, forward, backward, backward_block_bytes=block_bytes)
 
     def layer(self, index: int) -> list[GroupWork]:
         """Return the groups of the layer at this place of the model."""
@@ -167,130 +167,105 @@ class LayerCosts:
         groups = [replace(group, layer=index) for group in self._layer(index)]
         if model.recompute == "full":
             return [run_again("layer", groups, self.hidden_bytes)]
-        return with_parents(
-            replace(
-                group, is_marked=group.is_marked and group.name in model.modules
-            ).with_recompute(model.recompute)
-            for group in groups
-        )
+        for place, group in enumerate(groups):
+            is_marked = group.is_marked and group.name in model.modules
+            groups[place] = replace(group, is_marked=is_marked).with_recompute(model.recompute)
+        return groups
 
     def _layer(self, index: int) -> list[GroupWork]:
-        model, hidden = self.model, self.hidden_bytes
-        is_fused, has_experts = model.fused_norm, model.has_experts(index)
-        before: dict[str, Any] = {
-            "norm_bytes": hidden if is_fused else 0,
-            "gathered_bytes": self.gathered_bytes,
-            "units": (UnitWork("norm", hidden, self._traffic(2 * hidden)),),
-        }
-        saved = (hidden, hidden) if is_fused else (hidden,)
-        qkv_width = model.hidden + 2 * model.kv_width
-        groups = [] if is_fused else [self._norm("attn_norm")]
+        model, hidden = self.model, self.model.hidden
+        qkv_width, residual_bytes = hidden + 2 * model.kv_width, self.hidden_bytes
+        groups = [] if model.fused_norm else [self._norm("attn_norm")]
         groups += [
-            self._linear("qkv_linear", model.hidden, qkv_width, saved, **before),
+            self._linear("qkv_linear", hidden, qkv_width, **self._behind("attn_norm")),
             self._attention(),
-            self._linear("attn_proj", model.hidden, model.hidden, (), residual_bytes=hidden),
+            self._linear("attn_proj", hidden, hidden, residual_bytes=residual_bytes),
         ]
-        if has_experts or not is_fused:
+        if model.has_experts(index) or not model.fused_norm:
             groups.append(self._norm("mlp_norm"))
-        return groups + (self._experts() if has_experts else self._mlp(model.ffn, saved, before))
+        if not model.has_experts(index):
+            return groups + self._mlp(model.ffn, **self._behind("mlp_norm"))
+        groups.append(self._router())
+        for group in self._mlp(model.shared_expert_ffn) if model.shared_expert_ffn else ():
+            name = f"shared {group.name}"
+            groups.append(replace(group, name=name, units=(), is_marked=False))
+        experts, ffn = model.experts // model.expert_parallel, model.expert_ffn or model.ffn
+        saved = (model.experts_per_token * self.hidden_bytes,)
+        return groups + self._mlp(ffn, saved=saved, experts=experts)
 
-    def _mlp(self, ffn: int, saved: tuple[int, ...], before: dict[str, Any]) -> list[GroupWork]:
-        hidden, ffn_bytes = self.model.hidden, ffn * self.token_bytes
-        width = ffn * (2 if self.model.gated_mlp else 1)
-        fc1 = self._linear("mlp_fc1", hidden, width, saved, **before)
-        activation = self._activation("mlp_act", width * self.token_bytes, ffn_bytes)
-        behind: dict[str, Any] = {
-            "residual_bytes": self.hidden_bytes,
-            "units": (UnitWork("mlp_act", ffn_bytes, activation.forward_us),),
-        }
-        return [fc1, activation, self._linear("mlp_fc2", ffn, hidden, (ffn_bytes,), **behind)]
-
-    def _experts(self) -> list[GroupWork]:
-        """Return the router with a shared expert, which no group marks, and the experts."""
-        model, hidden = self.model, self.hidden_bytes
-        ffn, copies = model.expert_ffn or model.ffn, model.experts_per_token
+    def _mlp(self, ffn: int, **before: Any) -> list[GroupWork]:
+        """Return an MLP, or that of ``experts``, from what its first linear layer has besides."""
+        model, hidden, experts = self.model, self.model.hidden, before.get("experts")
+        name, act_name, copies, kept_bytes = "mlp", "mlp_act", 1, 0
+        behind: dict[str, Any] = {"residual_bytes": self.hidden_bytes}
+        if experts is not None:  # the activation is fused with the experts' probabilities
+            name, act_name, copies = "expert", "moe_act", model.experts_per_token
+            behind = {"experts": experts}
+            kept_bytes = self.tokens // model.tensor_parallel * copies * model.value_bytes
         width = ffn * (2 if model.gated_mlp else 1)
-        routed, fc1_bytes, act_bytes = (
-            copies * each * self.token_bytes for each in (model.hidden, width, ffn)
+        input_bytes, output_bytes = (copies * each * self.token_bytes for each in (width, ffn))
+        moved = (
+            _ACTIVATION * (input_bytes + output_bytes),
+            _ACTIVATION * (2 * input_bytes + output_bytes),
         )
+        saved = [input_bytes]
+        if model.gated_mlp and not model.fused_kernels and experts is None:
+            # Both halves that are multiplied, one of them from the activation, are new tensors.
+            saved += [output_bytes, output_bytes]
+            moved = _GATE_FORWARD * output_bytes, _GATE_BACKWARD * output_bytes
+        forward = _Pass(0, moved[0], output_bytes)
+        backward = _Pass(0, moved[1], input_bytes + output_bytes)
+        act = self._group(act_name, saved, forward, backward, kept_bytes=kept_bytes)
+        units = self._units(act_name, output_bytes, act.forward_us, act_name)
+        return [
+            self._linear(f"{name}_fc1", hidden, width, **before),
+            act,
+            self._linear(f"{name}_fc2", ffn, hidden, (output_bytes,), units=units, **behind),
+        ]
+
+    def _router(self) -> GroupWork:
+        """Return what sends tokens to experts, which no group marks."""
+        model, hidden = self.model, self.hidden_bytes
+        routed = model.experts_per_token * hidden
         num_tokens = self.tokens // model.tensor_parallel
-        num_choices, experts = num_tokens * copies, model.experts // model.expert_parallel
+        router = self._linear("router", model.hidden, model.experts, residual_bytes=hidden)
         # Each way tokens are copied for their experts, and what experts made is added up.
         moved_us = self._traffic(2 * (hidden + routed))
-        router = self._linear("router", model.hidden, model.experts, (), residual_bytes=hidden)
-        router = replace(
+        # Its input; the indices, in int64, with probabilities, in fp32, and their order; a map.
+        token_bytes = model.experts_per_token * (8 + 4 + 8)
+        token_bytes += model.experts * (1 + model.value_bytes)
+        return replace(
             router,
             forward_us=router.forward_us + moved_us,
             backward_us=router.backward_us + moved_us,
-            # Its input; the indices, in int64, with probabilities, in fp32, and their order; a map.
-            kept_bytes=hidden
-            + num_choices * (8 + 4 + 8)
-            + num_tokens * model.experts * (1 + model.value_bytes),
+            kept_bytes=hidden + num_tokens * token_bytes,
             forward_temp_bytes=routed,
             backward_temp_bytes=2 * routed,
+            is_marked=False,
         )
-        shared = self._mlp(model.shared_expert_ffn, (), {}) if model.shared_expert_ffn else []
-        unmarked = [
-            replace(group, name=f"shared {group.name}", units=(), is_marked=False)
-            for group in shared
-        ]
-        fc1 = self._linear("expert_fc1", model.hidden, width, (routed,), experts=experts)
-        act = self._activation("moe_act", fc1_bytes, act_bytes)
-        units = (UnitWork("moe_act", act_bytes, act.forward_us),)
-        fc2 = self._linear(
-            "expert_fc2", ffn, model.hidden, (act_bytes,), units=units, experts=experts
-        )
-        act = replace(act, kept_bytes=act.kept_bytes + num_choices * model.value_bytes)
-        return [replace(router, is_marked=False), *unmarked, fc1, act, fc2]
 
     def embedding(self) -> GroupWork:
         """Return what the first stage does before its layers."""
+        hidden = self.hidden_bytes
         gradient_bytes = self._gradient_bytes(self.model.vocabulary, self.model.hidden)
-        sorted_bytes = _SORTED_GRADIENT * self.hidden_bytes
-        return GroupWork(
-            "embedding",
-            0,
-            self._traffic(4 * self.hidden_bytes),
-            self._traffic(sorted_bytes + 4 * gradient_bytes),
-            backward_temp_bytes=gradient_bytes + self.hidden_bytes,
-            is_marked=False,
-        )
+        moved_bytes = _SORTED_GRADIENT * hidden + 4 * gradient_bytes
+        forward, backward = _Pass(0, 4 * hidden, 0), _Pass(0, moved_bytes, gradient_bytes + hidden)
+        return self._group("embedding", (), forward, backward, is_marked=False)
 
     def loss(self) -> list[GroupWork]:
         """Return the last norm, the head, and the cross entropy in fp32."""
         model, hidden = self.model, self.hidden_bytes
         logits = 4 * self.tokens * model.vocabulary // model.tensor_parallel
         before: dict[str, Any] = {"norm_bytes": hidden, "gathered_bytes": self.gathered_bytes}
-        head = self._linear("head", model.hidden, model.vocabulary, (hidden, hidden), **before)
-        entropy = GroupWork(
-            "loss",
-            0,
-            forward_us=self._traffic((3 if model.fused_kernels else _LOSS_FORWARD) * logits),
-            backward_us=self._traffic((2 if model.fused_kernels else _LOSS_BACKWARD) * logits),
-            kept_bytes=logits,
-            # The logits before they were widened; the exponential is taken in place.
-            forward_temp_bytes=logits * model.value_bytes // 4,
-            backward_temp_bytes=logits * model.value_bytes // 4,
-            is_marked=False,
-        )
-        return [replace(head, is_marked=False), entropy]
-
-
-def with_parents(groups: Iterable[GroupWork]) -> list[GroupWork]:
-    """Return the groups of a layer, with the places of what their units are made from."""
-    groups = list(groups)
-    marked = [group.name for group in groups if group.is_marked]
-    for place, group in enumerate(groups):
-        name, parent = group.name, _MADE_FROM.get(group.name)
-        parents: tuple[int, ...] = ()
-        if name in marked and parent in marked:
-            parents = (marked.index(name) - marked.index(parent),)
-        units, recomputed = (
-            tuple(unit._replace(parents=parents) for unit in of)
-            for of in (group.units, group.recomputed)
-        )
-        groups[place] = replace(group, units=units, recomputed=recomputed)
-    return groups
+        # The logits before they were widened; the exponential is taken in place.
+        temp_bytes = logits * model.value_bytes // 4
+        moved = (3, 2) if model.fused_kernels else (_LOSS_FORWARD, _LOSS_BACKWARD)
+        forward, backward = (_Pass(0, each * logits, temp_bytes) for each in moved)
+        sizes = model.hidden, model.vocabulary, (hidden, hidden)
+        return [
+            self._linear("head", *sizes, **before, is_marked=False),
+            self._group("loss", (), forward, backward, kept_bytes=logits, is_marked=False),
+        ]
 
 
 def run_again(name: str, groups: Sequence[GroupWork], input_bytes: int) -> GroupWork:

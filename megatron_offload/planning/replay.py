@@ -18,7 +18,7 @@ from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import Group, GroupState
 from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile
 from megatron_offload.core.step import StepDecisions
-from megatron_offload.core.trace import ByteCount
+from megatron_offload.core.trace import ByteCount, StepTrace
 from megatron_offload.core.window import InFlightWindow
 from megatron_offload.planning.job import GroupWork, Job, RankSettings, pending_bytes
 from megatron_offload.planning.schedule import Pass
@@ -39,8 +39,8 @@ class OpKind(IntEnum):
 
 
 @dataclass(slots=True, kw_only=True)
-class RankProgram:
-    """What one rank's streams have to do, what it offloads, and what memory it needs."""
+class RankStep:
+    """What one rank's streams have to do, what memory that needs and, once simulated, its times."""
 
     peak_device_bytes: int = 0
     peak_taken_bytes: int = 0
@@ -57,11 +57,11 @@ class RankProgram:
     """Recomputed in backward, and so neither kept nor offloaded."""
     recompute_us: float = 0.0
     """What that takes, as a part of the compute."""
-    copy_bytes: list[int] = field(default_factory=list)  # by the copy's number, as it was issued
 
     # What the compute stream comes by, in two flat sequences: a large job has millions of them.
     kinds: bytearray = field(default_factory=bytearray)
     arguments: list[float] = field(default_factory=list)
+    copy_bytes: list[int] = field(default_factory=list)  # by the copy's number, as it was issued
 
     # Only where it was asked for.
     labels: list[tuple[str, bool]] = field(default_factory=list)
@@ -69,24 +69,27 @@ class RankProgram:
     memory: list[tuple[int, dict[ByteCount, int]]] = field(default_factory=list)
     """Bytes that hold from the beginning of an op on, and its position."""
 
+    # Of a simulation.
+    end_us: float = 0.0
+    """When its last pass and its last release were over."""
+    compute_us: float = 0.0
+    stall_us: dict[str, float] = field(default_factory=dict)
+    """What the compute stream lost, by cause: waiting for another stage, for a release, for a
+    reload. Waiting for the end of the step's last rank isn't in it."""
+    trace: StepTrace | None = None
+
 
 class WorkGroup(Group):
-    """A group with the indices of its copies in the program.
+    """A group with the numbers of its copies."""
 
-    Attributes:
-        spent_bytes: what a copy to the host still reads of one that backward has left.
-    """
-
-    is_spent = False
-    is_in_window = False
+    is_spent = is_in_window = False
     offload = reload = -1
     spent_bytes = 0
+    """What a copy to the host still reads of one that backward has left."""
 
     def __init__(self, key: GroupKey, work: GroupWork, budget: DeviceBudget) -> None:
         super().__init__(key, work.name, budget)
         self.num_bytes = work.num_bytes
-        parents = {one for unit in work.recomputed for one in unit.parents if one}
-        self.needs = tuple(GroupKey(key.chunk, key.order - one) for one in sorted(parents))
 
 
 _Part: TypeAlias = tuple[GroupWork, WorkGroup | None]
@@ -96,22 +99,18 @@ _Part: TypeAlias = tuple[GroupWork, WorkGroup | None]
 class _Replay:
     """One rank's step, one pass after another; the `Actions` of `StepDecisions`, on paper."""
 
-    def __init__(self, job: Job, rank: int, settings: RankSettings, records: bool) -> None:
+    def __init__(self, job: Job, rank: int, settings: RankSettings | None, records: bool) -> None:
         static_bytes = job.static_bytes[rank]
-        self.program = RankProgram(peak_device_bytes=static_bytes, peak_taken_bytes=static_bytes)
-        self._job, self._rank, self._offloads = job, rank, settings.offloads
-        self._records = records
+        self.step = RankStep(peak_device_bytes=static_bytes, peak_taken_bytes=static_bytes)
+        self._job, self._rank, self._records = job, rank, records
+        self._has_engine = settings is not None
         self._passes = job.schedule.ranks[rank]
-        self._own_stages = job.schedule.stages_of(rank)
-        self._slowness = {
-            stage: job.stages[stage].slowness(has_engine=settings.offloads)
-            for stage in self._own_stages
-        }
         self._chunks: dict[tuple[int, int], list[_Part]] = {}
         self._num_chunks = 0  # forwards that have a group
         self._pending_bytes = self._host_bytes = self._peak_temp_bytes = 0
         self._static_bytes = self._device_bytes = static_bytes
-        self._budget = DeviceBudget(settings.max_inflight_bytes, settings.prefetch_bytes)
+        limits = settings or RankSettings()
+        self._budget = DeviceBudget(limits.max_inflight_bytes, limits.prefetch_bytes)
         self._window: InFlightWindow[WorkGroup] = InFlightWindow(self._release, self._budget)
         self._decisions = StepDecisions(self, self._window, self._budget)
         self._decisions.begin_step(self._learn())
@@ -128,8 +127,9 @@ class _Replay:
             place, is_forward = (one.stage, one.microbatch), one.kind == "F"
             if is_forward:
                 self._chunks[place] = self._parts(one.stage)
-            seen = [group for _, group in self._chunks[place] if group is not None]
-            for group in seen if is_forward else reversed(seen):
+            for _, group in self._chunks[place][:: 1 if is_forward else -1]:
+                if group is None:
+                    continue
                 key, num_bytes = group.key, group.num_bytes
                 if is_forward:
                     groups.append(GroupProfile(key, group.name, num_bytes, seen_bytes, group.needs))
@@ -142,57 +142,60 @@ class _Replay:
 
     def _parts(self, stage: int) -> list[_Part]:
         parts: list[_Part] = []
+        keys: dict[tuple[int | None, str], GroupKey] = {}
         order = 0
         for work in self._job.stages[stage].groups:
             group = None
-            if work.is_marked and self._offloads:
-                group = WorkGroup(GroupKey(self._num_chunks, order), work, self._budget)
-                order += 1
+            if work.is_marked and self._has_engine:
+                key = GroupKey(self._num_chunks, order)
+                group = WorkGroup(key, work, self._budget)
+                parents = ((work.layer, name) for unit in work.recomputed for name in unit.parents)
+                group.needs = tuple({keys[one]: None for one in parents if one in keys})
+                keys[work.layer, work.name], order = key, order + 1
             parts.append((work, group))
         self._num_chunks += order > 0
         return parts
 
-    def run(self) -> RankProgram:
+    def run(self) -> RankStep:
         pending_of = pending_bytes(self._job, self._rank, self._passes)
         for one, pending in zip(self._passes, pending_of, strict=True):
             self._pending_bytes, self._is_backward = pending, one.kind == "B"
-            if (message := self._message(one, sends=False)) is not None:
-                self._add(OpKind.RECEIVE, message)
+            self._stage = self._job.stages[one.stage]
+            self._slowness = self._stage.slowness(has_engine=self._has_engine)
+            self._message(one, sends=False)
             if self._is_backward:
-                self._backward(one)
+                self._backward(self._chunks.pop((one.stage, one.microbatch)))
             else:
-                self._forward(one)
-            if (message := self._message(one, sends=True)) is not None:
-                self._add(OpKind.SEND, message)
+                self._forward(self._chunks[one.stage, one.microbatch])
+            self._message(one, sends=True)
         self._window.drain()
-        budget, program = self._budget, self.program
+        budget, step = self._budget, self.step
         left = (budget.inflight_bytes, budget.held_bytes, self._host_bytes)
         assert (*left, self._device_bytes) == (0, 0, 0, self._static_bytes), left
         # What it reserves and can't use is taken to be as much as the largest temporaries.
-        reserved_bytes = program.peak_taken_bytes + self._peak_temp_bytes
-        program.peak_reserved_bytes = -(-reserved_bytes // _SEGMENT_BYTES) * _SEGMENT_BYTES
+        reserved_bytes = step.peak_taken_bytes + self._peak_temp_bytes
+        step.peak_reserved_bytes = -(-reserved_bytes // _SEGMENT_BYTES) * _SEGMENT_BYTES
         del self._window, self._decisions  # which hold this: no circle of so many groups
-        return program
+        return step
 
-    def _message(self, one: Pass, *, sends: bool) -> int | None:
-        """Return the number of what a pass sends to another rank, or receives, if it does."""
-        num_stages, is_forward = self._job.schedule.num_stages, one.kind == "F"
+    def _message(self, one: Pass, *, sends: bool) -> None:
+        """Write what a pass sends to another rank, or receives, if it does."""
+        schedule, is_forward = self._job.schedule, one.kind == "F"
         other = one.stage + (1 if sends == is_forward else -1)
-        if not 0 <= other < num_stages or other in self._own_stages:
-            return None
-        return (one.microbatch * num_stages + (one.stage if sends else other)) * 2 + is_forward
+        if 0 <= other < schedule.num_stages and other not in schedule.stages_of(self._rank):
+            place = one.microbatch * schedule.num_stages + (one.stage if sends else other)
+            self._add(OpKind.SEND if sends else OpKind.RECEIVE, 2 * place + is_forward)
 
-    def _forward(self, one: Pass) -> None:
-        for work, group in self._chunks[one.stage, one.microbatch]:
+    def _forward(self, chunk: list[_Part]) -> None:
+        for work, group in chunk:
             if group is not None:
                 self._decisions.start(group)
-            self._count(work.num_bytes + work.kept_bytes)  # what it leaves there
-            self._compute(one, group, work.forward_us, work.forward_temp_bytes)
+            self._count(work.saved_bytes)  # what it leaves there
+            self._compute(group, work.forward_us, work.forward_temp_bytes)
             if group is not None:
                 self._decisions.commit(group)
 
-    def _backward(self, one: Pass) -> None:
-        chunk = self._chunks.pop((one.stage, one.microbatch))
+    def _backward(self, chunk: list[_Part]) -> None:
         for work, group in reversed(chunk):
             if group is not None:
                 self._decisions.enter_backward(group)
@@ -201,10 +204,10 @@ class _Replay:
                     if needed is not None and needed.key in group.needs:
                         self._await_reload(needed)
             for unit in work.recomputed:
-                self.program.recomputed_bytes += unit.num_bytes
-                self.program.recompute_us += unit.us
+                self.step.recomputed_bytes += unit.num_bytes
+                self.step.recompute_us += unit.us
             sizes = work.backward_temp_bytes, work.backward_block_bytes
-            self._compute(one, group, work.backward_us, *sizes)
+            self._compute(group, work.backward_us, *sizes)
             # Its memory goes with its graph, unless a copy still reads it.
             is_read = group is not None and group.is_in_window
             self._count(-work.kept_bytes - (0 if is_read else work.num_bytes))
@@ -213,21 +216,25 @@ class _Replay:
                 self._decisions.leave_backward(group)
 
     def _compute(
-        self, one: Pass, group: WorkGroup | None, us: float, temp_bytes: int, block_bytes: int = 0
+        self, group: WorkGroup | None, us: float, temp_bytes: int, block_bytes: int = 0
     ) -> None:
-        temp_bytes += self._job.stages[one.stage].buffer_bytes
+        temp_bytes += self._stage.buffer_bytes
         if temp_bytes > self._peak_temp_bytes:
             self._peak_temp_bytes = temp_bytes
         self._note_peaks(temp_bytes + block_bytes)
-        us *= self._slowness[one.stage]
+        us *= self._slowness
         if us > 0:
             self._add(OpKind.COMPUTE, us, group)
 
     def _add(self, kind: OpKind, argument: float, group: WorkGroup | None = None) -> None:
-        self.program.kinds.append(kind)
-        self.program.arguments.append(argument)
+        step = self.step
         if self._records:
-            self.program.labels.append((group.label if group else "", self._is_backward))
+            step.labels.append((group.label if group else "", self._is_backward))
+        elif kind is OpKind.COMPUTE and step.kinds and step.kinds[-1] == kind:
+            step.arguments[-1] += argument  # there is no observer in between
+            return
+        step.kinds.append(kind)
+        step.arguments.append(argument)
 
     # Actions
 
@@ -237,7 +244,7 @@ class _Replay:
     def offload(self, group: WorkGroup) -> None:
         group.advance(GroupState.OFFLOADING)
         group.offload = self._issue(OpKind.OFFLOAD, group)
-        self.program.offloaded_bytes += group.num_bytes
+        self.step.offloaded_bytes += group.num_bytes
         self._count(host_bytes=group.num_bytes)
         self._budget.inflight_bytes += group.num_bytes
         group.is_in_window = True
@@ -260,12 +267,12 @@ class _Replay:
         self._count(host_bytes=-group.num_bytes)
 
     def reload(self, group: WorkGroup, *, is_late: bool) -> bool:
-        self.program.num_late += is_late
+        self.step.num_late += is_late
         group.advance(GroupState.RELOADING)
         self._count(group.num_bytes)
         self._note_peaks(0)
         group.reload = self._issue(OpKind.RELOAD, group)
-        self.program.reloaded_bytes += group.num_bytes
+        self.step.reloaded_bytes += group.num_bytes
         self._count(host_bytes=-group.num_bytes)
         return True
 
@@ -278,7 +285,7 @@ class _Replay:
     # Counts
 
     def _issue(self, kind: OpKind, group: WorkGroup) -> int:
-        copies = self.program.copy_bytes
+        copies = self.step.copy_bytes
         copies.append(group.num_bytes)
         self._add(kind, len(copies) - 1, group)
         return len(copies) - 1
@@ -287,8 +294,8 @@ class _Replay:
         """Take memory; below 0 free it."""
         self._device_bytes += device_bytes
         self._host_bytes += host_bytes
-        if self._host_bytes > self.program.peak_host_bytes:
-            self.program.peak_host_bytes = self._host_bytes
+        if self._host_bytes > self.step.peak_host_bytes:
+            self.step.peak_host_bytes = self._host_bytes
         if self._records:
             counts = {
                 ByteCount.HELD: self._device_bytes - self._static_bytes,
@@ -296,19 +303,19 @@ class _Replay:
                 ByteCount.PREFETCHED: self._budget.held_bytes,
                 ByteCount.HOST: self._host_bytes,
             }
-            self.program.memory.append((len(self.program.kinds), counts))
+            self.step.memory.append((len(self.step.kinds), counts))
 
     def _note_peaks(self, temp_bytes: int) -> None:
         """Look at what is taken; not where it only falls."""
-        program, device_bytes = self.program, self._device_bytes + temp_bytes
-        if device_bytes > program.peak_device_bytes:
-            program.peak_device_bytes = device_bytes
-        if device_bytes + self._pending_bytes > program.peak_taken_bytes:
-            program.peak_taken_bytes = device_bytes + self._pending_bytes
+        step, device_bytes = self.step, self._device_bytes + temp_bytes
+        step.peak_device_bytes = max(step.peak_device_bytes, device_bytes)
+        step.peak_taken_bytes = max(step.peak_taken_bytes, device_bytes + self._pending_bytes)
 
 
-def replay(job: Job, rank: int, settings: RankSettings, *, records: bool = False) -> RankProgram:
-    """Return what a rank's streams do in a steady step.
+def replay(
+    job: Job, rank: int, settings: RankSettings | None, *, records: bool = False
+) -> RankStep:
+    """Return what a rank's streams do in a steady step; nothing is offloaded without settings.
 
     With ``records`` labels are kept, and memory over the program.
     """

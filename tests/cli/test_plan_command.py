@@ -20,7 +20,7 @@ from megatron_offload.planning.found import FoundPlan, FoundStage, RunFrontier
 from megatron_offload.planning.frontier import Action
 from megatron_offload.planning.job_choice import JobChoice
 from megatron_offload.planning.row_choice import RowChoice, Slowdown, Stage
-from megatron_offload.planning.simulate import simulate_programs
+from megatron_offload.planning.simulate import simulate_ranks
 
 pytest.importorskip("simpy")
 
@@ -150,7 +150,7 @@ def test_rows_of_a_model_are_printed_and_its_plans_kept_for_another_choice(model
     assert rows
     source = load_model(model)
     choice = JobChoice(source.job)
-    step = simulate_programs(source.job, choice.programs(rows))
+    step = simulate_ranks(source.job, choice.programs(rows))
     change = 100 * (step.step_us / choice.without.step_us - 1)
     assert f"{step.step_us / 1e3:.1f} ms with the rows ({change:+.2f} %)" in printed
     assert change <= 5

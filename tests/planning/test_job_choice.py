@@ -16,7 +16,7 @@ from megatron_offload.files.strict_model import validate
 from megatron_offload.planning.description import JobDescription
 from megatron_offload.planning.job import RankSettings
 from megatron_offload.planning.job_choice import SLOW_LINK_SHARE, JobChoice
-from megatron_offload.planning.simulate import simulate_programs
+from megatron_offload.planning.simulate import simulate_ranks
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 CHECK = runpy.run_path(str(BENCHMARKS / "check_choice.py"))
@@ -45,7 +45,7 @@ def test_a_target_is_kept_by_rows_that_read_back_as_the_same_step(choice, share)
     text = f"[{', '.join(map(str, planned.rows))}]"
     rows = OffloadConfig(rows=text).rows
     assert rows == planned.rows
-    again = simulate_programs(planned.job, choice.programs(rows))
+    again = simulate_ranks(planned.job, choice.programs(rows))
     assert (again.step_us, peaks(again)) == (planned.step.step_us, peaks(planned.step))
     for rank, stage in enumerate(planned.found.stages):
         assert stage.needed_bytes()[stage.followed] == peaks(planned.step)[rank]
@@ -58,7 +58,7 @@ def test_a_plan_costs_no_more_than_it_may_with_a_slower_link_too(choice, percent
     rates = {n: x for n, x in planned.job.machine if "gbps" in n and x and "p2p" not in n}
     slow = {name: rate * SLOW_LINK_SHARE for name, rate in rates.items()}
     job = replace(planned.job, machine=planned.job.machine.model_copy(update=slow))
-    assert max(planned.step.step_us, simulate_programs(job, planned.programs).step_us) <= most_us
+    assert max(planned.step.step_us, simulate_ranks(job, planned.programs).step_us) <= most_us
     assert max(peaks(planned.step)) < max(peaks(choice.without))
 
 

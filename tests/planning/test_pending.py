@@ -7,7 +7,6 @@ import math
 import pytest
 
 from megatron_offload.planning.job import (
-    NO_OFFLOAD,
     QUEUED_LAUNCHES,
     GroupWork,
     Job,
@@ -65,8 +64,8 @@ def test_nothing_is_counted_where_launches_are_not_known():
 
 def test_pending_memory_is_reserved_and_not_allocated():
     job = pipeline(1.0, num_bytes=1000)
-    known = replay(job, 0, NO_OFFLOAD)
-    unknown = replay(pipeline(math.inf, num_bytes=1000), 0, NO_OFFLOAD)
+    known = replay(job, 0, None)
+    unknown = replay(pipeline(math.inf, num_bytes=1000), 0, None)
     assert known.peak_device_bytes == unknown.peak_device_bytes == unknown.peak_taken_bytes == 4000
     # The first backward finds four microbatches saved, and four outputs pending.
     assert known.peak_taken_bytes == 4000 + 400

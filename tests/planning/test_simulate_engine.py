@@ -54,7 +54,7 @@ class Work(torch.autograd.Function):
             made = make()
             ctx.is_back = True
             if unit.unit in recompute:
-                parents = [own[distance] for distance in unit.parents]
+                parents = [own[name != work.name] for name in unit.parents]
                 add_recipe(manager, made, make, parents, unit=unit.unit)
             saved.append(made)
         ctx.save_for_backward(*saved)
@@ -165,7 +165,8 @@ def run_step(manager, job, passes, recompute):
                     x = start_group(manager, x, work.name)
                     with manager:
                         y = Work.apply(x, manager, work, own, recompute)
-                    if following is None or not any(1 in unit.parents for unit in following.units):
+                    units = () if following is None else following.units
+                    if not any(work.name in unit.parents for unit in units):
                         own.clear()
                     x = commit_group(manager, y, work.name)
                 graphs[one.stage, one.microbatch] = x
@@ -174,17 +175,20 @@ def run_step(manager, job, passes, recompute):
                 graphs.pop((one.stage, one.microbatch)).sum().backward()
 
 
-def random_units(rng, sizes, is_first):
+def random_units(rng, sizes, index):
     """Return what a group has of one or two units, made from its own or the group before's.
 
     What needs that group comes first: the simulator waits for it before it makes any.
     """
+    own, before = f"g{index}", f"g{index - 1}"
     units = [
-        UnitWork(rng.choice("ab"), rng.choice(sizes), rng.randint(1, 20), tuple(parents))
-        for parents in rng.choices([[], [0], [0, 1], [1]], k=rng.choice([0, 1, 1, 2]))
-        if not (is_first and 1 in parents)
+        UnitWork(rng.choice("ab"), rng.choice(sizes), rng.randint(1, 20), parents)
+        for parents in rng.choices(
+            [(), (own,), (own, before), (before,)], k=rng.choice([0, 1, 1, 2])
+        )
+        if index or before not in parents
     ]
-    return tuple(sorted(units, key=lambda unit: 1 not in unit.parents))
+    return tuple(sorted(units, key=lambda unit: before not in unit.parents))
 
 
 def random_job(rng, *, with_units=False):
@@ -221,7 +225,7 @@ def random_job(rng, *, with_units=False):
 
 
 def add_units(rng, sizes, index, group):
-    units = random_units(rng, sizes, index == 0)
+    units = random_units(rng, sizes, index)
     num_bytes = group.num_bytes + sum(unit.num_bytes for unit in units)
     return replace(group, num_bytes=num_bytes, units=units)
 
@@ -249,12 +253,13 @@ def both(seed, host_slab_bytes=ROOMY_BYTES, **options):
     return run_engine(job, settings, recompute, host_slab_bytes), simulation, job
 
 
-def assert_same_decisions(seen, rank, units=()):
+def assert_same_decisions(seen, rank, groups=()):
     assert [span.label for span in rank.trace.of("d2h")] == seen.d2h
     assert [span.label for span in rank.trace.of("h2d")] == seen.h2d
     assert rank.num_late == seen.num_late
     assert rank.peak_host_bytes == seen.peak_host_bytes
-    if not any(1 in unit.parents for unit in units):  # else the forward itself still has it
+    units = ({*unit.parents} - {group.name} for group in groups for unit in group.units)
+    if not any(units):  # else the forward itself still has what lies before
         assert rank.peak_device_bytes == seen.peak_saved_bytes
 
 
@@ -265,8 +270,8 @@ EARLY = (91, 270, 452)  # backward is over before the window lets a source go
 def check(seed, **options):
     seen, simulation, job = both(seed, **options)
     rank = simulation.ranks[0]
-    units = [unit for stage in job.stages for group in stage.groups for unit in group.units]
-    assert_same_decisions(seen, rank, units)
+    groups = [group for stage in job.stages for group in stage.groups]
+    assert_same_decisions(seen, rank, groups)
     assert rank.recomputed_bytes == seen.recomputed_bytes
     assert simulation.step_us == pytest.approx(seen.step_us, rel=1e-9)
     assert rank.stall_us[RELEASE] == pytest.approx(seen.release_us, abs=1e-6)

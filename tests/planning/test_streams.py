@@ -11,9 +11,9 @@ from problems import plain_machine
 from megatron_offload.core.trace import PIPELINE_WAIT
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.job import GroupWork, Job, Machine, StageWork
-from megatron_offload.planning.replay import OpKind, RankProgram
+from megatron_offload.planning.replay import OpKind, RankStep
 from megatron_offload.planning.schedule import Pass, Schedule, make_schedule
-from megatron_offload.planning.simulate import fair_rates, simulate, simulate_programs
+from megatron_offload.planning.simulate import fair_rates, simulate, simulate_ranks
 
 KB = 1000
 MACHINE = plain_machine(1.0, p2p_latency_us=5.0, p2p_gbps=1.0)
@@ -21,11 +21,11 @@ JOB = Job(make_schedule("gpipe", 1, 1), (StageWork(()),), (0,), MACHINE)
 
 
 def run(*ops, copy_bytes=(), machine=MACHINE):
-    program = RankProgram(copy_bytes=list(copy_bytes))
+    program = RankStep(copy_bytes=list(copy_bytes))
     for kind, argument in ops:
         program.kinds.append(kind)
         program.arguments.append(argument)
-    return simulate_programs(replace(JOB, machine=machine), [program]).ranks[0]
+    return simulate_ranks(replace(JOB, machine=machine), [program]).ranks[0]
 
 
 def test_a_rate_that_changes_on_the_way_counts_from_there_on():
