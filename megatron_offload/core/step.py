@@ -22,7 +22,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import DONE, OFFLOADING, ON_HOST, RECORDING, RESIDENT, Group
-from megatron_offload.core.profile import GroupKey, StepProfile
+from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile
 from megatron_offload.core.window import InFlightWindow
 
 G = TypeVar("G", bound=Group)
@@ -151,6 +151,15 @@ class StepDecisions(Generic[G]):
     def groups(self) -> list[G]:
         """Return all groups of this step."""
         return list(self._groups.values())
+
+    def profile(self) -> StepProfile:
+        """Return what the step has shown."""
+        groups = (
+            GroupProfile(g.key, g.name, g.num_bytes, g.committed_at_bytes, g.needs)
+            for g in self.committed
+        )
+        order, at_bytes = tuple(self.backward_order), tuple(self.backward_at_bytes)
+        return StepProfile(tuple(groups), order, at_bytes)
 
     # Boundaries
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 
 from megatron_offload.core.group import DONE, RECORDING
-from megatron_offload.core.profile import GroupProfile, StepProfile
 from megatron_offload.core.step import StepDecisions
 from megatron_offload.engine.checking import leaks_of
 from megatron_offload.engine.chunk import ChunkOffloadHandler
@@ -106,15 +105,6 @@ class Step(StepDecisions[OffloadGroup]):
         for group in self.groups():
             if group.state is not DONE:
                 group.advance(DONE)
-
-    def profile(self) -> StepProfile:
-        """Return what the step has shown."""
-        groups = (
-            GroupProfile(g.key, g.name, g.num_bytes, g.committed_at_bytes, g.needs)
-            for g in self.committed
-        )
-        order, at_bytes = tuple(self.backward_order), tuple(self.backward_at_bytes)
-        return StepProfile(tuple(groups), order, at_bytes)
 
     # Boundaries
 

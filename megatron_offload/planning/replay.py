@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import Group, GroupState
-from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile
+from megatron_offload.core.profile import GroupKey, StepProfile
 from megatron_offload.core.step import StepDecisions
 from megatron_offload.core.trace import ByteCount, StepTrace
 from megatron_offload.core.window import InFlightWindow
@@ -97,48 +97,52 @@ _Part: TypeAlias = tuple[GroupWork, WorkGroup | None]
 
 
 class _Replay:
-    """One rank's step, one pass after another; the `Actions` of `StepDecisions`, on paper."""
+    """One rank's steps, one pass after another; the `Actions` of `StepDecisions`, on paper."""
 
     def __init__(self, job: Job, rank: int, settings: RankSettings | None, records: bool) -> None:
-        static_bytes = job.static_bytes[rank]
-        self.step = RankStep(peak_device_bytes=static_bytes, peak_taken_bytes=static_bytes)
         self._job, self._rank, self._records = job, rank, records
         self._has_engine = settings is not None
-        self._passes = job.schedule.ranks[rank]
-        self._chunks: dict[tuple[int, int], list[_Part]] = {}
-        self._num_chunks = 0  # forwards that have a group
-        self._pending_bytes = self._host_bytes = self._peak_temp_bytes = 0
-        self._static_bytes = self._device_bytes = static_bytes
+        self._slowness = [one.slowness(has_engine=self._has_engine) for one in job.stages]
         limits = settings or RankSettings()
         self._budget = DeviceBudget(limits.max_inflight_bytes, limits.prefetch_bytes)
         self._window: InFlightWindow[WorkGroup] = InFlightWindow(self._release, self._budget)
         self._decisions = StepDecisions(self, self._window, self._budget)
-        self._decisions.begin_step(self._learn())
 
-    def _learn(self) -> StepProfile:
-        """Return what the engine has seen of such a step, and let the budget follow it.
+    def run(self, profile: StepProfile | None) -> RankStep:
+        """Run a step, along one that was seen, if one was."""
+        job, static_bytes = self._job, self._job.static_bytes[self._rank]
+        self.step = step = RankStep(peak_device_bytes=static_bytes, peak_taken_bytes=static_bytes)
+        self._host_bytes = self._peak_temp_bytes = self._num_chunks = 0
+        self._static_bytes = self._device_bytes = static_bytes
+        self._decisions.begin_step(profile)
+        chunks: dict[tuple[int, int], list[_Part]] = {}
+        passes = job.schedule.ranks[self._rank]
+        pending_of = pending_bytes(job, self._rank, passes)
+        for one, self._pending_bytes in zip(passes, pending_of, strict=True):
+            self._stage, self._is_backward = one.stage, one.kind == "B"
+            self._message(one, sends=False)
+            if self._is_backward:
+                self._backward(chunks.pop((one.stage, one.microbatch)))
+            else:
+                chunks[one.stage, one.microbatch] = parts = self._parts(one.stage)
+                self._forward(parts)
+            self._message(one, sends=True)
+        self._window.drain()
+        left = (self._budget.inflight_bytes, self._budget.held_bytes, self._host_bytes)
+        assert (*left, self._device_bytes) == (0, 0, 0, static_bytes), left
+        # What it reserves and can't use is taken to be as much as the largest temporaries.
+        reserved_bytes = step.peak_taken_bytes + self._peak_temp_bytes
+        step.peak_reserved_bytes = -(-reserved_bytes // _SEGMENT_BYTES) * _SEGMENT_BYTES
+        return step
 
-        It depends on the schedule and on sizes alone, not on what is offloaded.
-        """
-        groups: list[GroupProfile] = []
-        needed_at_bytes: dict[GroupKey, int] = {}
-        seen_bytes = 0
-        for one in self._passes:
-            place, is_forward = (one.stage, one.microbatch), one.kind == "F"
-            if is_forward:
-                self._chunks[place] = self._parts(one.stage)
-            for _, group in self._chunks[place][:: 1 if is_forward else -1]:
-                if group is None:
-                    continue
-                key, num_bytes = group.key, group.num_bytes
-                if is_forward:
-                    groups.append(GroupProfile(key, group.name, num_bytes, seen_bytes, group.needs))
-                    self._budget.add_saved(num_bytes, num_bytes, is_learned=True)
-                else:
-                    needed_at_bytes[key] = seen_bytes
-                    self._budget.drop_saved(num_bytes)
-                seen_bytes += num_bytes
-        return StepProfile(tuple(groups), tuple(needed_at_bytes), tuple(needed_at_bytes.values()))
+    def steady(self) -> RankStep:
+        """Run a step as it is once the engine has seen one; no other where nothing is offloaded."""
+        first = self.run(None)
+        if sizes := [group.num_bytes for group in self._decisions.committed]:
+            self._budget.learn(max(sizes))
+            first = self.run(self._decisions.profile())
+        del self._window, self._decisions  # which hold this: no circle of so many groups
+        return first
 
     def _parts(self, stage: int) -> list[_Part]:
         parts: list[_Part] = []
@@ -155,28 +159,6 @@ class _Replay:
             parts.append((work, group))
         self._num_chunks += order > 0
         return parts
-
-    def run(self) -> RankStep:
-        pending_of = pending_bytes(self._job, self._rank, self._passes)
-        for one, pending in zip(self._passes, pending_of, strict=True):
-            self._pending_bytes, self._is_backward = pending, one.kind == "B"
-            self._stage = self._job.stages[one.stage]
-            self._slowness = self._stage.slowness(has_engine=self._has_engine)
-            self._message(one, sends=False)
-            if self._is_backward:
-                self._backward(self._chunks.pop((one.stage, one.microbatch)))
-            else:
-                self._forward(self._chunks[one.stage, one.microbatch])
-            self._message(one, sends=True)
-        self._window.drain()
-        budget, step = self._budget, self.step
-        left = (budget.inflight_bytes, budget.held_bytes, self._host_bytes)
-        assert (*left, self._device_bytes) == (0, 0, 0, self._static_bytes), left
-        # What it reserves and can't use is taken to be as much as the largest temporaries.
-        reserved_bytes = step.peak_taken_bytes + self._peak_temp_bytes
-        step.peak_reserved_bytes = -(-reserved_bytes // _SEGMENT_BYTES) * _SEGMENT_BYTES
-        del self._window, self._decisions  # which hold this: no circle of so many groups
-        return step
 
     def _message(self, one: Pass, *, sends: bool) -> None:
         """Write what a pass sends to another rank, or receives, if it does."""
@@ -218,11 +200,11 @@ class _Replay:
     def _compute(
         self, group: WorkGroup | None, us: float, temp_bytes: int, block_bytes: int = 0
     ) -> None:
-        temp_bytes += self._stage.buffer_bytes
+        temp_bytes += self._job.stages[self._stage].buffer_bytes
         if temp_bytes > self._peak_temp_bytes:
             self._peak_temp_bytes = temp_bytes
         self._note_peaks(temp_bytes + block_bytes)
-        us *= self._slowness
+        us *= self._slowness[self._stage]
         if us > 0:
             self._add(OpKind.COMPUTE, us, group)
 
@@ -319,4 +301,4 @@ def replay(
 
     With ``records`` labels are kept, and memory over the program.
     """
-    return _Replay(job, rank, settings, records).run()
+    return _Replay(job, rank, settings, records).steady()
