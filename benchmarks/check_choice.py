@@ -22,7 +22,7 @@ from megatron_offload.planning.description import load_description
 from megatron_offload.planning.frontier import KEEP, Action, Plan
 from megatron_offload.planning.job import Job
 from megatron_offload.planning.job_choice import JobChoice, Planned, replayed, unit_rows
-from megatron_offload.planning.job_rows import WHOLE_SITES, actions_of, units_of, with_units
+from megatron_offload.planning.job_rows import WHOLE_SITES, RankLayers, units_of, with_units
 from megatron_offload.planning.replay import RankStep
 from megatron_offload.planning.simulate import simulate_ranks
 
@@ -86,7 +86,7 @@ class Search:
         if key not in self.actions:
             job = with_units(self.job, key)
             ranks = range(job.schedule.num_ranks)
-            self.actions[key] = [actions_of(job, rank, WHOLE_SITES) for rank in ranks]
+            self.actions[key] = [RankLayers(job, rank).actions(WHOLE_SITES) for rank in ranks]
         return self.actions[key]
 
     def step_us(self, units, done) -> float | None:

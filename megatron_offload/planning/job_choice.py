@@ -8,11 +8,11 @@ is replayed for one rank alone; how long the step takes is simulated.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from functools import cache, partial
 from itertools import combinations, product
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, TypeAlias
 
 from megatron_offload.core.row_config import UNITS, RowConfig
 from megatron_offload.core.units import format_bytes
@@ -22,13 +22,9 @@ from megatron_offload.planning.frontier import KEEP, Action, Plan, frontier, tot
 from megatron_offload.planning.job import UNLIMITED, Job, RankSettings
 from megatron_offload.planning.job_rows import (
     WHOLE_SITES,
-    actions_of,
-    inflight,
-    link_bytes,
-    paced,
+    RankLayers,
     units_of,
     with_rows,
-    with_units,
 )
 from megatron_offload.planning.replay import RankStep, replay
 from megatron_offload.planning.row_choice import ladder
@@ -56,16 +52,14 @@ _ALIKE = 5e-4  # of a step: the one that copies less is better
 _TRIES = (1.0, 0.8, 0.5, 0.0)  # of a limit, where the whole job takes more than the short one
 
 
-class _Candidate(NamedTuple):
-    units: tuple[str, ...]
-    share: float
-    """Of what the link carries, as much as copies shall take."""
+_Units: TypeAlias = tuple[str, ...]
+"""That run again in all layers."""
 
 
 class _Ranks(NamedTuple):
     """What all ranks do: of each the frontier, and the place of its plan in that."""
 
-    units: tuple[str, ...]
+    units: _Units
     frontiers: tuple[Sequence[Plan], ...]
     places: tuple[int, ...]
 
@@ -75,20 +69,12 @@ class _Ranks(NamedTuple):
         return _Ranks(self.units, tuple(frontiers), tuple(places))
 
 
-@dataclass(frozen=True)
-class Planned:
-    """Rows of a job."""
+class Planned(NamedTuple):
+    """Rows of a job, and the step with them."""
 
-    job: Job
     found: RunFrontier
     rows: tuple[RowConfig, ...]
-    programs: list[RankStep]
-    """What ranks do with the rows."""
-
-    @cached_property
-    def step(self) -> Simulation:
-        """The step with the rows."""
-        return simulate_ranks(self.job, self.programs)
+    step: Simulation
 
 
 class JobChoice:
@@ -124,8 +110,8 @@ class JobChoice:
         search, wanted = _Search(self._short, self._settings, self._may), targets
         while True:
             planned = self._planned(search, search.under(wanted), "the targets")
-            peaks = [rank.peak_reserved_bytes for rank in planned.programs]
-            over = [max(0, peak - target) for peak, target in zip(peaks, targets, strict=True)]
+            pairs = zip(planned.step.ranks, targets, strict=True)
+            over = [max(0, rank.peak_reserved_bytes - target) for rank, target in pairs]
             if not any(over):
                 return planned
             # In the short job a rank needs a little less.
@@ -145,16 +131,16 @@ class JobChoice:
                 break
         return planned
 
-    def programs(self, rows: Sequence[RowConfig]) -> list[RankStep]:
-        """Return what ranks do where layers have rows."""
+    def step(self, rows: Sequence[RowConfig]) -> Simulation:
+        """Return the step where layers have rows."""
         ranks = range(self._job.schedule.num_ranks)
-        return [replayed(self._job, rank, rows, self._settings) for rank in ranks]
+        replayed_ranks = [replayed(self._job, rank, rows, self._settings) for rank in ranks]
+        return simulate_ranks(self._job, replayed_ranks)
 
     def _planned(self, search: _Search, chosen: _Ranks, what: str) -> Planned:
-        said = f"rows of a described job, chosen by simulation for {what}"
-        found = search.found(chosen, said)
+        found = search.found(chosen, f"rows of a described job, chosen by simulation for {what}")
         rows = found.rows_of(stage.plans[stage.followed] for stage in found.stages)
-        return Planned(self._job, found, rows, self.programs(rows))
+        return Planned(found, rows, self.step(rows))
 
 
 class _Search:
@@ -163,9 +149,9 @@ class _Search:
     def __init__(self, job: Job, settings: RankSettings, may: Collection[str]) -> None:
         self._job, self._settings = job, settings
         self._sites = [site for site in WHOLE_SITES if site in may]
-        units = [unit for unit in units_of(job) if unit in may]
-        sets = dict.fromkeys(((), tuple(units), *((unit,) for unit in units)))
-        self._jobs = {own: with_units(job, own) for own in sets}
+        units = tuple(unit for unit in units_of(job) if unit in may)
+        sets = dict.fromkeys(((), units, *((unit,) for unit in units)))
+        self._candidates = list(product(_LINK_SHARES, sets))
         self._ranks = range(job.schedule.num_ranks)
         self._bare = simulate(job)
         self._bare_us = max(1.0, self._bare.step_us / job.schedule.num_microbatches)
@@ -177,35 +163,36 @@ class _Search:
             for passes in job.schedule.ranks
         ]
         self._passed = 0  # of all boundaries
-        self._plans = dict[tuple[int, _Candidate], list[Plan]]()
-        self._programs = dict[tuple[object, ...], RankStep]()
-        self._steps = dict[tuple[tuple[int, ...], bool], Simulation]()
+        # What was asked before is known.
+        self._layers = cache(partial(RankLayers, job))
+        self._plans = cache(self._frontier)
+        self._steps = dict[tuple[object, ...], RankStep]()
+        self._simulations = dict[tuple[tuple[int, ...], bool], Simulation]()
 
     def under(self, targets: Sequence[int]) -> _Ranks:
         """Return what keeps targets; `TargetError` where nothing does."""
-        found: list[_Ranks] = []
-        order = list(self._ranks)
-        for one in self._candidates():
+        found, order = list[_Ranks](), list(self._ranks)
+        for share, units in self._candidates:
             places: dict[int, int] = {}
             for rank in order if self._has_time(0.5) or not found else ():
-                place = self._fitting(rank, one, targets[rank])
+                place = self._fitting(rank, units, share, targets[rank])
                 if place is None:
                     order.sort(key=rank.__ne__)  # if another candidate fails, it does there
                     break
                 places[rank] = place
             if len(places) == len(order):
                 own = tuple(places[rank] for rank in self._ranks)
-                found.append(_Ranks(one.units, self._frontiers(one), own))
+                found.append(_Ranks(units, self._frontiers(units, share), own))
                 self._simulate(found[-1])
         if not found:
             self._refuse(targets)
         best = self._quickest(found)
         for rank in self._by_losses(best):
-            for one in self._candidates() if self._has_time() else ():
-                if one.units == best.units:
-                    place = self._fitting(rank, one, targets[rank])
+            for share, units in self._candidates if self._has_time() else ():
+                if units == best.units:
+                    place = self._fitting(rank, units, share, targets[rank])
                     if place is not None:
-                        other = best.changed(rank, self._frontier(rank, one), place)
+                        other = best.changed(rank, self._plans(rank, units, share), place)
                         best = self._quickest([best, other])
         last, is_small = None, sum(self._boundaries) < _MOST_BOUNDARIES // 100
         good_us = self._bare.step_us * (1 + _POLISHED_PERCENT / 100)
@@ -218,109 +205,90 @@ class _Search:
     def within(self, percent: float) -> _Ranks:
         """Return what takes so much more of the step at most."""
         limit_us = self._bare.step_us * (1 + percent / 100)
-        nothing = self._frontiers(_Candidate((), 1.0))
+        nothing = self._frontiers((), 1.0)
         found = [_Ranks((), nothing, (0,) * len(nothing))]
-        for one in self._candidates():
+        for share, units in self._candidates:
             if self._has_time(0.5):
-                found += self._climbed(one, limit_us)
+                every = self._frontiers(units, share)
+                rungs = [_Ranks(units, every, places) for places in ladder(every)]
+                us = sorted(plan.us for own in every for plan in own[1:])
+                first = bisect_right(us, percent / 100 * self._bare_us)
+                found += self._climbed(rungs, first, limit_us)[-1:]
         best = min(found, key=self._memory)
         for rank in sorted(self._ranks, key=lambda rank: -self._peaks(best)[rank]):
-            low, high = best.places[rank], len(best.frontiers[rank])
-            while high - low > 1 and self._has_time():
-                place = (low + high) // 2
-                more = best.changed(rank, best.frontiers[rank], place)
-                if self._simulate(more, is_slow=True).step_us <= limit_us:
-                    low, best = place, min(best, more, key=self._memory)
-                else:
-                    high = place
+            plans, now = best.frontiers[rank], best.places[rank]
+            rungs = [best.changed(rank, plans, place) for place in range(now + 1, len(plans))]
+            good = self._climbed(rungs, (len(rungs) - 1) // 2, limit_us)
+            best = min([best, *good], key=self._memory)
         return best
 
     def found(self, chosen: _Ranks, said: str) -> RunFrontier:
         """Return all plans of the frontiers on which the chosen ones are."""
         stages = []
-        for rank, plans in enumerate(chosen.frontiers):
-            units_us, units_bytes = self._units_cost(rank, chosen.units)
+        for rank, (plans, followed) in enumerate(zip(chosen.frontiers, chosen.places, strict=True)):
+            layers = self._layers(rank, chosen.units)
             boundaries = len(plans) * self._boundaries[rank] * len(self._ranks)
-            shown = {chosen.places[rank], *range(0, len(plans), 1 + boundaries // _MOST_SHOWN)}
+            shown = {followed, *range(0, len(plans), 1 + boundaries // _MOST_SHOWN)}
             found = (
                 FoundPlan(
                     rows=plan.rows(),
-                    freed_bytes=units_bytes + plan.freed_bytes,
-                    predicted_percent=100 * (units_us + plan.us) / self._bare_us,
+                    freed_bytes=layers.units_bytes + plan.freed_bytes,
+                    predicted_percent=100 * (layers.units_us + plan.us) / self._bare_us,
                     reserved_bytes=self._peak(rank, chosen.units, plan) if place in shown else None,
                 )
                 for place, plan in enumerate(plans)
             )
+            bare_bytes = self._bare.ranks[rank].peak_reserved_bytes
             stages.append(
                 FoundStage(
-                    name=str(rank),
-                    bare_bytes=self._bare.ranks[rank].peak_reserved_bytes,
-                    plans=tuple(found),
-                    followed=chosen.places[rank],
+                    name=str(rank), bare_bytes=bare_bytes, plans=tuple(found), followed=followed
                 )
             )
         return RunFrontier(said=said, besides=unit_rows(chosen.units), stages=tuple(stages))
 
-    # Candidates
-
-    def _candidates(self) -> Iterator[_Candidate]:
-        for share, units in product(_LINK_SHARES, self._jobs):
-            yield _Candidate(units, share)
-
-    def _fitting(self, rank: int, one: _Candidate, target: int) -> int | None:
+    def _fitting(self, rank: int, units: _Units, share: float, target: int) -> int | None:
         """Return the first plan of a rank that seems to keep a target, if one does."""
-        plans = self._frontier(rank, one)
-        place, low, high = 0, -1, len(plans)
-        while high - low > 1:
-            over_bytes = self._peak(rank, one.units, plans[place]) - target
-            low, high = (place, high) if over_bytes > 0 else (low, place)
-            freed_bytes = plans[place].freed_bytes + over_bytes
-            guess = bisect_left(plans, freed_bytes, key=lambda plan: plan.freed_bytes)
-            place = min(max(guess, low + 1), high - 1)
-        return high if high < len(plans) else None
+        plans = self._plans(rank, units, share)
+        place = bisect_left(plans, True, key=lambda plan: self._peak(rank, units, plan) <= target)
+        return place if place < len(plans) else None
 
-    def _climbed(self, one: _Candidate, limit_us: float) -> list[_Ranks]:
-        """Return the last rung of a candidate's ladder that is within a limit, if one is."""
-        plans = self._frontiers(one)
-        rungs = [_Ranks(one.units, plans, places) for places in ladder(plans)]
-        most_us = (limit_us / self._bare.step_us - 1) * self._bare_us
-        most_us -= max(self._units_cost(rank, one.units)[0] for rank in self._ranks)
-        us = sorted(plan.us for own in plans for plan in own[1:])
-        place, low, high = bisect_right(us, most_us), -1, len(rungs)
+    def _climbed(self, rungs: Sequence[_Ranks], place: int, limit_us: float) -> list[_Ranks]:
+        """Return rungs that take no longer than they may with a slower link, in their order.
+
+        They are found by halving from a place on; behind the last of them it takes too long, as far
+        as there is time to see.
+        """
+        low, high, found = -1, len(rungs), list[_Ranks]()
         while high - low > 1 and self._has_time():
-            is_good = self._simulate(rungs[place], is_slow=True).step_us <= limit_us
-            low, high = (place, high) if is_good else (low, place)
+            if self._simulate(rungs[place], is_slow=True).step_us <= limit_us:
+                low = place
+                found.append(rungs[place])
+            else:
+                high = place
             place = (low + high) // 2
-        return rungs[low : low + 1] if low >= 0 else []
+        return found
 
     def _polished(self, best: _Ranks, rank: int, target: int) -> _Ranks:
         """Let single layers of a rank do something else, or two do what the other did."""
-        actions = actions_of(self._jobs[best.units], rank, self._sites)
+        actions = self._layers(rank, best.units).actions(self._sites)
         changes: list[dict[int, Action | int]] = [
             {number: one} for number, own in actions.items() for one in (KEEP, *own)
         ]
         changes += [{x: y, y: x} for x, y in combinations(actions, 2) if actions[x] == actions[y]]
         for change in changes:
-            if not self._has_time(_POLISHING):
-                break
             plans, place = best.frontiers[rank], best.places[rank]
             now = dict(plans[place].actions)
             after = now | {n: now[x] if isinstance(x, int) else x for n, x in change.items()}
-            if after == now:
-                continue
             plan = Plan(after, *total(after.values())[1:])
-            if self._peak(rank, best.units, plan) <= target:
+            if self._has_time(_POLISHING) and self._peak(rank, best.units, plan) <= target:
                 polished = [*plans[:place], plan, *plans[place + 1 :]]
                 best = self._quickest([best, best.changed(rank, polished, place)])
         return best
 
     def _refuse(self, targets: Sequence[int]) -> NoReturn:
         for rank, target in enumerate(targets):
-            least = min(
-                program.peak_reserved_bytes
-                for (other, *_), program in self._programs.items()
-                if other == rank
-            )
+            own = (step for (other, *_), step in self._steps.items() if other == rank)
+            least = min(step.peak_reserved_bytes for step in own)
             if least > target:
                 sizes = (format_bytes(size, 2) for size in (target, least, least - target))
                 raise TargetError(
@@ -330,51 +298,42 @@ class _Search:
                 )
         raise TargetError("no units that run again in all layers let all ranks keep their targets")
 
-    # What was asked before is known
+    def _frontier(self, rank: int, units: _Units, share: float) -> list[Plan]:
+        layers = self._layers(rank, units)
+        actions = layers.actions(self._sites)
+        plans = frontier(actions, layers.link_bytes(SLOW_LINK_SHARE * share))
+        return [layers.paced(plan, actions) for plan in plans]
 
-    def _frontier(self, rank: int, one: _Candidate) -> list[Plan]:
-        if (rank, one) not in self._plans:
-            job = self._jobs[one.units]
-            actions = actions_of(job, rank, self._sites)
-            slow_share = SLOW_LINK_SHARE * one.share
-            plans = frontier(actions, link_bytes(job, rank, slow_share))
-            self._plans[rank, one] = [paced(job, rank, plan, actions) for plan in plans]
-        return self._plans[rank, one]
+    def _frontiers(self, units: _Units, share: float) -> tuple[list[Plan], ...]:
+        return tuple(self._plans(rank, units, share) for rank in self._ranks)
 
-    def _frontiers(self, one: _Candidate) -> tuple[list[Plan], ...]:
-        return tuple(self._frontier(rank, one) for rank in self._ranks)
-
-    def _program(self, rank: int, units: tuple[str, ...], plan: Plan) -> RankStep:
-        parts = ((number, action.parts) for number, action in plan.actions.items())
-        key = rank, units, tuple(parts)
-        if key not in self._programs:
+    def _replayed(self, rank: int, units: _Units, plan: Plan) -> RankStep:
+        key = rank, units, tuple((number, action.parts) for number, action in plan.actions.items())
+        if key not in self._steps:
             rows = (*unit_rows(units), *plan.rows())
-            self._programs[key] = replayed(self._job, rank, rows, self._settings)
+            self._steps[key] = replayed(self._job, rank, rows, self._settings)
             self._passed += self._boundaries[rank]
-        return self._programs[key]
+        return self._steps[key]
 
-    def _programs_of(self, ranks: _Ranks) -> list[RankStep]:
+    def _peak(self, rank: int, units: _Units, plan: Plan) -> int:
+        return self._replayed(rank, units, plan).peak_reserved_bytes
+
+    def _simulate(self, ranks: _Ranks, *, is_slow: bool = False) -> Simulation:
         pairs = enumerate(zip(ranks.frontiers, ranks.places, strict=True))
-        return [self._program(rank, ranks.units, plans[place]) for rank, (plans, place) in pairs]
-
-    def _peak(self, rank: int, units: tuple[str, ...], plan: Plan) -> int:
-        return self._program(rank, units, plan).peak_reserved_bytes
+        steps = [self._replayed(rank, ranks.units, plans[place]) for rank, (plans, place) in pairs]
+        key = tuple(map(id, steps)), is_slow
+        if key not in self._simulations:
+            self._simulations[key] = simulate_ranks(self._slow_job if is_slow else self._job, steps)
+            self._passed += sum(self._boundaries)
+        return self._simulations[key]
 
     def _peaks(self, ranks: _Ranks) -> list[int]:
-        return [program.peak_reserved_bytes for program in self._programs_of(ranks)]
+        plans = (own[place] for own, place in zip(ranks.frontiers, ranks.places, strict=True))
+        return [self._peak(rank, ranks.units, plan) for rank, plan in enumerate(plans)]
 
     def _memory(self, ranks: _Ranks) -> tuple[int, int]:
         peaks = self._peaks(ranks)
         return max(peaks), sum(peaks)
-
-    def _simulate(self, ranks: _Ranks, *, is_slow: bool = False) -> Simulation:
-        programs = self._programs_of(ranks)
-        key = tuple(map(id, programs)), is_slow
-        if key not in self._steps:
-            job = self._slow_job if is_slow else self._job
-            self._steps[key] = simulate_ranks(job, programs)
-            self._passed += sum(self._boundaries)
-        return self._steps[key]
 
     def _quickest(self, found: Sequence[_Ranks]) -> _Ranks:
         """Return the one whose step is shortest; of those that are alike, which copies least."""
@@ -395,16 +354,6 @@ class _Search:
 
     def _has_time(self, share: float = 1.0) -> bool:
         return self._passed < share * _MOST_BOUNDARIES
-
-    def _units_cost(self, rank: int, units: tuple[str, ...]) -> tuple[float, int]:
-        """Return what units take of a microbatch on a rank, and free where it holds most."""
-        job, us, freed_bytes = self._jobs[units], 0.0, 0
-        for stage, number in inflight(job, rank).items():
-            pairs = zip(self._job.stages[stage].groups, job.stages[stage].groups, strict=True)
-            for before, after in pairs:
-                us += after.backward_us - before.backward_us
-                freed_bytes += number * (before.num_bytes - after.num_bytes)
-        return us, freed_bytes
 
 
 def unit_rows(units: Iterable[str]) -> tuple[RowConfig, ...]:

@@ -61,7 +61,12 @@ def simulate_ranks(job: Job, replayed: Sequence[RankStep]) -> Simulation:
     """Predict a step of which each rank was replayed; recorded ones give a trace."""
     stalls = dict.fromkeys((PIPELINE_WAIT, RELEASE, RELOAD), 0.0)
     ranks = tuple(
-        replace(one, stall_us=stalls.copy(), trace=StepTrace(index) if one.labels else None)
+        replace(
+            one,
+            compute_us=0.0,
+            stall_us=stalls.copy(),
+            trace=StepTrace(index) if one.labels else None,
+        )
         for index, one in enumerate(replayed)
     )
     step, size = _Step(job), job.ranks_per_node

@@ -20,7 +20,6 @@ from megatron_offload.planning.found import FoundPlan, FoundStage, RunFrontier
 from megatron_offload.planning.frontier import Action
 from megatron_offload.planning.job_choice import JobChoice
 from megatron_offload.planning.row_choice import RowChoice, Slowdown, Stage
-from megatron_offload.planning.simulate import simulate_ranks
 
 pytest.importorskip("simpy")
 
@@ -150,7 +149,7 @@ def test_rows_of_a_model_are_printed_and_its_plans_kept_for_another_choice(model
     assert rows
     source = load_model(model)
     choice = JobChoice(source.job)
-    step = simulate_ranks(source.job, choice.programs(rows))
+    step = choice.step(rows)
     change = 100 * (step.step_us / choice.without.step_us - 1)
     assert f"{step.step_us / 1e3:.1f} ms with the rows ({change:+.2f} %)" in printed
     assert change <= 5
@@ -184,7 +183,7 @@ def test_a_memory_target_is_kept_by_what_is_printed(model, prints):
     choice = JobChoice(source.job)
     target = peak_of(choice.without) * 7 // 8
     rows = rows_in(prints("plan", "--model", model, "--memory-target", target, 1 << 40))
-    first, second = choice.programs(rows)
+    first, second = choice.step(rows).ranks
     assert first.peak_reserved_bytes <= target < choice.without.ranks[0].peak_reserved_bytes
     assert second.offloaded_bytes == 0
     assert plan("--model", model, "--memory-target", *["1TiB"] * 3) == 2

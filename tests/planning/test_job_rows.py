@@ -11,9 +11,8 @@ from megatron_offload.planning.description import job_from_model
 from megatron_offload.planning.frontier import Plan
 from megatron_offload.planning.job_rows import (
     WHOLE_SITES,
-    actions_of,
+    RankLayers,
     inflight,
-    paced,
     units_of,
     with_rows,
     with_units,
@@ -59,7 +58,7 @@ def test_without_rows_all_is_kept(job):
 def test_each_action_conserves_bytes_and_frees_what_it_says(job):
     for rank in range(2):
         held, stages = inflight(job, rank), job.schedule.stages_of(rank)
-        for layer, actions in actions_of(job, rank, WHOLE_SITES).items():
+        for layer, actions in RankLayers(job, rank).actions(WHOLE_SITES).items():
             assert {one.parts for one in actions} >= {(("layer", "recompute"),)}
             for action in actions:
                 rows = rows_of(action, layer)
@@ -109,10 +108,11 @@ def test_what_is_recomputed_waits_for_what_it_is_made_from(job):
 
 
 def test_paced_layers_do_the_same_in_another_order(job):
-    actions = actions_of(job, 0, WHOLE_SITES)
+    layers = RankLayers(job, 0)
+    actions = layers.actions(WHOLE_SITES)
     most = {layer: max(own, key=lambda one: one.copied_bytes) for layer, own in actions.items()}
     first = min(actions)
     for plan in (Plan(most, 0, 0.0, 0), Plan(most | {first: actions[first][0]}, 0, 0.0, 0)):
-        found = paced(job, 0, plan, actions).actions
+        found = layers.paced(plan, actions).actions
         assert sorted(found.values()) == sorted(plan.actions.values())
         assert all(found[layer] in (*actions[layer], *plan.actions.values()) for layer in found)
