@@ -163,10 +163,10 @@ def pending_bytes(job: Job, rank: int, passes: Iterable[Pass]) -> Iterator[int]:
     again only some launches later; docs/simulation.md says how many.
     """
     stages, own_stages = job.stages, frozenset(job.schedule.stages_of(rank))
-    num_launched = 0.0
+    num_launched, pending = 0.0, 0
     freed: deque[tuple[float, int]] = deque()  # at how many launches they are back, and bytes
     for one in passes:
-        yield sum(num_bytes for _, num_bytes in freed)
+        yield pending
         num_launched += stages[one.stage].num_launches
         # A forward is the last to need what it sends. A backward is so of its input, of the
         # gradient that has come and of that which it sends; each is as large as its output.
@@ -175,5 +175,6 @@ def pending_bytes(job: Job, rank: int, passes: Iterable[Pass]) -> Iterator[int]:
             if 0 <= other < len(stages) and other not in own_stages:
                 num_bytes = number * stages[min(one.stage, other)].output_bytes
                 freed.append((num_launched + QUEUED_LAUNCHES, num_bytes))
+                pending += num_bytes
         while freed and freed[0][0] <= num_launched:
-            freed.popleft()
+            pending -= freed.popleft()[1]

@@ -211,8 +211,9 @@ class _Search:
             if self._has_time(0.5):
                 every = self._frontiers(units, share)
                 rungs = [_Ranks(units, every, places) for places in ladder(every)]
-                us = sorted(plan.us for own in every for plan in own[1:])
-                first = bisect_right(us, percent / 100 * self._bare_us)
+                most_us = percent / 100 * self._bare_us
+                most_us -= max(self._layers(rank, units).units_us for rank in self._ranks)
+                first = bisect_right(sorted(x.us for own in every for x in own[1:]), most_us)
                 found += self._climbed(rungs, first, limit_us)[-1:]
         best = min(found, key=self._memory)
         for rank in sorted(self._ranks, key=lambda rank: -self._peaks(best)[rank]):

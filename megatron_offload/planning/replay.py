@@ -80,16 +80,11 @@ class RankStep:
 
 
 class WorkGroup(Group):
-    """A group with the numbers of its copies."""
+    """A group with the numbers of its copies, and the groups whose bytes its backward needs."""
 
     is_spent = is_in_window = False
     offload = reload = -1
-    spent_bytes = 0
-    """What a copy to the host still reads of one that backward has left."""
-
-    def __init__(self, key: GroupKey, work: GroupWork, budget: DeviceBudget) -> None:
-        super().__init__(key, work.name, budget)
-        self.num_bytes = work.num_bytes
+    parents: tuple[WorkGroup, ...] = ()
 
 
 _Part: TypeAlias = tuple[GroupWork, WorkGroup | None]
@@ -146,16 +141,17 @@ class _Replay:
 
     def _parts(self, stage: int) -> list[_Part]:
         parts: list[_Part] = []
-        keys: dict[tuple[int | None, str], GroupKey] = {}
+        named: dict[tuple[int | None, str], WorkGroup] = {}
         order = 0
         for work in self._job.stages[stage].groups:
             group = None
             if work.is_marked and self._has_engine:
-                key = GroupKey(self._num_chunks, order)
-                group = WorkGroup(key, work, self._budget)
-                parents = ((work.layer, name) for unit in work.recomputed for name in unit.parents)
-                group.needs = tuple({keys[one]: None for one in parents if one in keys})
-                keys[work.layer, work.name], order = key, order + 1
+                group = WorkGroup(GroupKey(self._num_chunks, order), work.name, self._budget)
+                group.num_bytes = work.num_bytes
+                places = {(work.layer, name) for unit in work.recomputed for name in unit.parents}
+                group.parents = tuple(one for place, one in named.items() if place in places)
+                group.needs = tuple(one.key for one in group.parents)
+                named[work.layer, work.name], order = group, order + 1
             parts.append((work, group))
         self._num_chunks += order > 0
         return parts
@@ -181,10 +177,8 @@ class _Replay:
         for work, group in reversed(chunk):
             if group is not None:
                 self._decisions.enter_backward(group)
-                self._await_reload(group)
-                for _, needed in chunk if group.needs else ():
-                    if needed is not None and needed.key in group.needs:
-                        self._await_reload(needed)
+                for needed in (group, *group.parents):
+                    self._await_reload(needed)
             for unit in work.recomputed:
                 self.step.recomputed_bytes += unit.num_bytes
                 self.step.recompute_us += unit.us
@@ -194,7 +188,6 @@ class _Replay:
             is_read = group is not None and group.is_in_window
             self._count(-work.kept_bytes - (0 if is_read else work.num_bytes))
             if group is not None:
-                group.spent_bytes += work.num_bytes * is_read
                 self._decisions.leave_backward(group)
 
     def _compute(
@@ -239,9 +232,8 @@ class _Replay:
         if group.state is GroupState.OFFLOADING:
             self._budget.inflight_bytes -= group.num_bytes
             group.advance(GroupState.ON_HOST)
-            self._count(-group.num_bytes)
-        else:
-            self._count(-group.spent_bytes)
+        is_cancelled = group.state is GroupState.RESIDENT  # and backward is still to use it
+        self._count(0 if is_cancelled else -group.num_bytes)
 
     def cancel(self, group: WorkGroup, *, is_late: bool) -> None:
         group.advance(GroupState.RESIDENT)
