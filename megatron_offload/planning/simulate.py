@@ -16,7 +16,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import simpy
 
@@ -69,11 +69,9 @@ def simulate_ranks(job: Job, replayed: Sequence[RankStep]) -> Simulation:
         )
         for index, one in enumerate(replayed)
     )
-    step, size = _Step(job), job.ranks_per_node
-    nodes = [_Node(step, ranks[first : first + size]) for first in range(0, len(ranks), size)]
-    processes = [process for node in nodes for process in node.processes]
+    step = _Step(job, ranks)
     step.environment.run()
-    stuck = [str(rank) for rank, process in enumerate(processes) if process.is_alive]
+    stuck = [str(rank) for rank, process in enumerate(step.processes) if process.is_alive]
     if stuck:
         raise ConfigError(
             f"schedule {job.schedule.name!r}: pipeline ranks {', '.join(stuck)} wait for each other"
@@ -89,30 +87,16 @@ def fair_rates(
     They are bytes per microsecond of a copy to the host, of one to the device, and of each with the
     other direction busy. All are raised together, and those that a limit binds stop there.
     """
-    d2h, h2d, both = (gpus_per_rank * number for number in (num_d2h, num_h2d, num_both))
-    numbers = (d2h, h2d, both, both)
-    limits = [
-        ((0,), machine.d2h_gbps * d2h),
-        ((1,), machine.h2d_gbps * h2d),
-        ((2,), min(machine.both_gbps, machine.d2h_gbps) * both),
-        ((3,), min(machine.both_gbps, machine.h2d_gbps) * both),
-        ((0, 2), machine.node_d2h_gbps or math.inf),
-        ((1, 3), machine.node_h2d_gbps or math.inf),
-        ((0, 1, 2, 3), machine.node_gbps),
-    ]
-    rates = [0.0] * 4
-    rising = {kind for kind in range(4) if numbers[kind]}
-    while rising:
-        found = []
-        for kinds, gbps in limits:
-            taken = sum(rates[kind] * numbers[kind] for kind in kinds if kind not in rising)
-            number = sum(numbers[kind] for kind in kinds if kind in rising)
-            if number:
-                found.append(((gbps - taken) / number, kinds))
-        rate, kinds = min(found)
-        for kind in rising.intersection(kinds):
-            rates[kind] = rate
-        rising -= set(kinds)
+    numbers = [gpus_per_rank * number for number in (num_d2h, num_h2d, num_both, num_both)]
+    both_gbps = (min(machine.both_gbps, one) for one in (machine.d2h_gbps, machine.h2d_gbps))
+    rates = [machine.d2h_gbps, machine.h2d_gbps, *both_gbps]
+    limits = ((0, 2), machine.node_d2h_gbps), ((1, 3), machine.node_h2d_gbps)
+    for kinds, gbps in (*limits, (range(4), machine.node_gbps)):
+        left_gbps, left = gbps or math.inf, sum(numbers[kind] for kind in kinds)
+        for kind in sorted(kinds, key=rates.__getitem__):
+            rates[kind] = min(rates[kind], left_gbps / left) if numbers[kind] else 0.0
+            left_gbps -= rates[kind] * numbers[kind]
+            left -= numbers[kind]
     return tuple(rate * 1e3 for rate in rates)
 
 
@@ -127,52 +111,44 @@ class _Queue:
         self.end: simpy.Event | None = None  # when it will be over, as things are
 
 
-class _Step:
-    """What all ranks share: the time, and the messages by their numbers."""
+_Queues: TypeAlias = tuple[_Queue, _Queue]
+"""Of a rank: to the host, and to the device."""
 
-    def __init__(self, job: Job) -> None:
+
+class _Step:
+    """The streams of all ranks, and what they share."""
+
+    def __init__(self, job: Job, ranks: Sequence[RankStep]) -> None:
         self.environment = simpy.Environment()
         machine = job.machine
         gpus_per_rank = min(job.gpus_per_rank, machine.gpus_per_node)
-        self.rates = functools.cache(functools.partial(fair_rates, machine, gpus_per_rank))
+        self._rates = functools.cache(functools.partial(fair_rates, machine, gpus_per_rank))
         us_per_byte = 1e-3 / machine.p2p_gbps
         output_us = [machine.p2p_latency_us + s.output_bytes * us_per_byte for s in job.stages]
         # By number, less the microbatch. A gradient is as large as what the stage before has sent.
         self._transfer_us = [
             us for stage in range(len(output_us)) for us in (output_us[stage - 1], output_us[stage])
         ]
-        self.messages: dict[int, simpy.Event] = defaultdict(self.environment.event)
+        self._messages: dict[int, simpy.Event] = defaultdict(self.environment.event)
+        queues = [(_Queue(one, "d2h", RELEASE), _Queue(one, "h2d", RELOAD)) for one in ranks]
+        size = job.ranks_per_node
+        nodes = [queues[first : first + size] for first in range(0, len(ranks), size)]
+        streams = (self._compute_stream(own, node) for node in nodes for own in node)
+        self.processes = [*map(self.environment.process, streams)]
 
-    def after(
+    def _after(
         self, us: float, what: Callable[[simpy.Event], None], value: Any = None
     ) -> simpy.Event:
-        """Let something happen so much later."""
         event = self.environment.timeout(us, value)
         assert event.callbacks is not None
         event.callbacks.append(what)
         return event
 
-    def send(self, number: int) -> None:
-        """Let a message be there when it has been transferred."""
-        us = self._transfer_us[number % len(self._transfer_us)]
-        self.after(us, self.messages[number].trigger, PIPELINE_WAIT)
-
-
-class _Node:
-    """Ranks that share a host: what their streams do, and the copies."""
-
-    def __init__(self, step: _Step, ranks: Sequence[RankStep]) -> None:
-        self._step, self._environment = step, step.environment
-        self._queues = [(_Queue(x, "d2h", RELEASE), _Queue(x, "h2d", RELOAD)) for x in ranks]
-        self.processes = [
-            self._environment.process(self._compute_stream(*both))
-            for both in zip(ranks, self._queues, strict=True)
-        ]
-
     def _compute_stream(
-        self, rank: RankStep, queues: tuple[_Queue, _Queue]
+        self, queues: _Queues, node: Sequence[_Queues]
     ) -> Generator[simpy.Event, Any, None]:
-        environment, messages, trace = self._environment, self._step.messages, rank.trace
+        rank = queues[0].rank
+        environment, messages, trace = self.environment, self._messages, rank.trace
         ends: dict[int, simpy.Event] = {}  # of copies, by their numbers
         begun_us: list[float] = []
         for position, (kind, argument) in enumerate(zip(rank.kinds, rank.arguments, strict=True)):
@@ -196,13 +172,14 @@ class _Node:
                         _add_span(rank, "compute", "stall", position, now_us, lost_us, wait=cause)
                 del (messages if kind == OpKind.RECEIVE else ends)[number]
             elif kind == OpKind.SEND:
-                self._step.send(number)
+                us = self._transfer_us[number % len(self._transfer_us)]
+                self._after(us, messages[number].trigger, PIPELINE_WAIT)
             else:
                 queue, end = queues[kind == OpKind.RELOAD], environment.event()
                 ends[number] = end
                 queue.copies.append((rank.copy_bytes[number], position, end))
                 if len(queue.copies) == 1:
-                    self._begin_copy(queue)
+                    self._begin_copy(queue, node)
         rank.end_us = environment.now
         if trace:
             begun_us.append(rank.end_us)
@@ -210,36 +187,36 @@ class _Node:
                 for name, num_bytes in counts.items():
                     trace.counters.append(Counter(name, begun_us[position], num_bytes))
 
-    def _begin_copy(self, queue: _Queue) -> None:
+    def _begin_copy(self, queue: _Queue, node: Sequence[_Queues]) -> None:
         """Begin a queue's next copy, if there is one, and share the node's bandwidth anew."""
         if queue.copies:
             queue.rest_bytes, queue.rate = queue.copies[0][0], 0.0
-            queue.start_us = queue.since_us = self._environment.now
-        busy = [(bool(d2h.copies), bool(h2d.copies)) for d2h, h2d in self._queues]
+            queue.start_us = queue.since_us = self.environment.now
+        busy = [(bool(d2h.copies), bool(h2d.copies)) for d2h, h2d in node]
         ways = ((True, False), (False, True), (True, True))
-        rates = self._step.rates(*map(busy.count, ways))
-        for queues, has_copies in zip(self._queues, busy, strict=True):
+        rates = self._rates(*map(busy.count, ways))
+        for queues, has_copies in zip(node, busy, strict=True):
             own_rates = rates[2:] if all(has_copies) else rates[:2]
             for one, rate in zip(queues, own_rates, strict=True):
                 if one.copies and rate != one.rate:
-                    self._set_rate(one, rate)
+                    self._set_rate(one, rate, node)
 
-    def _set_rate(self, queue: _Queue, rate: float) -> None:
-        now_us = self._environment.now
+    def _set_rate(self, queue: _Queue, rate: float, node: Sequence[_Queues]) -> None:
+        now_us = self.environment.now
         queue.rest_bytes -= queue.rate * (now_us - queue.since_us)
         queue.rate, queue.since_us = rate, now_us
-        end_copy = functools.partial(self._end_copy, queue)
-        queue.end = self._step.after(max(0.0, queue.rest_bytes) / rate, end_copy)
+        end_copy = functools.partial(self._end_copy, queue, node)
+        queue.end = self._after(max(0.0, queue.rest_bytes) / rate, end_copy)
 
-    def _end_copy(self, queue: _Queue, end: simpy.Event) -> None:
+    def _end_copy(self, queue: _Queue, node: Sequence[_Queues], end: simpy.Event) -> None:
         """End a queue's copy, unless its rate has changed since this end was set."""
         if end is queue.end:
             (num_bytes, position, done), start_us = queue.copies.popleft(), queue.start_us
-            us = self._environment.now - start_us
+            us = self.environment.now - start_us
             _add_span(
                 queue.rank, queue.name, queue.name, position, start_us, us, num_bytes=num_bytes
             )
-            self._begin_copy(queue)
+            self._begin_copy(queue, node)
             done.succeed(queue.cause)
 
 
