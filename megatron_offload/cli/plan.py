@@ -69,7 +69,7 @@ def run(given: Given) -> int:
     with console(stderr=True).status("planning"):
         source = load_source(given)
         short, may = source.described.short_job(), source.recompute(RECOMPUTABLE)
-        choice = JobChoice(source.job, short, source.limits, may)
+        choice = JobChoice(source.job, short, source.described.offload, may)
         if targets := _targets(given, source.job.schedule.num_ranks):
             planned = choice.under(targets)
         else:

@@ -43,7 +43,7 @@ def run(given: Given) -> int:
         source = load_source(given)
         without = simulate(source.job)
         job = with_units(source.job, source.recompute(units_of(source.job)))
-        offloaded = simulate(job, source.limits, record=given.trace is not None)
+        offloaded = simulate(job, source.described.offload, record=given.trace is not None)
     source.show(without, offloaded, "with it", _tables(source, without, offloaded))
     what = with_flags("everything that can be offloaded", "offload", given)
     console().print(f"with offload: {what}")

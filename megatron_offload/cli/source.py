@@ -24,7 +24,7 @@ from megatron_offload.files.strict_model import validate
 from megatron_offload.files.text import read_json
 from megatron_offload.machine.profile import MachineProfile
 from megatron_offload.planning.description import JobDescription, load_description
-from megatron_offload.planning.job import Job, RankSettings
+from megatron_offload.planning.job import Job
 from megatron_offload.planning.simulate import Simulation, fair_rates
 from megatron_offload.report.console import console
 
@@ -38,12 +38,6 @@ class Source:
     job: Job
     machine: str
     """Where the bandwidths come from, in words."""
-
-    @property
-    def limits(self) -> RankSettings:
-        """The budgets of copies, for a rank that offloads all that it can."""
-        budgets = self.described.offload
-        return RankSettings(budgets.max_inflight_bytes, budgets.prefetch_bytes)
 
     def recompute(self, known: Sequence[str]) -> Sequence[str]:
         """Return what may be recomputed: of what is known all, unless the description says what."""

@@ -11,9 +11,9 @@ from pydantic import Field
 
 from megatron_offload.config import apply_overrides, load_yaml
 from megatron_offload.errors import ConfigError
-from megatron_offload.files.strict_model import Bytes, NamesField, StrictModel, default, validate
+from megatron_offload.files.strict_model import StrictModel, validate
 from megatron_offload.machine.profile import Machine
-from megatron_offload.planning.job import Job, StageWork
+from megatron_offload.planning.job import Job, RankSettings, StageWork
 from megatron_offload.planning.model import ModelDescription
 from megatron_offload.planning.model_cost import LayerCosts
 from megatron_offload.planning.schedule import make_schedule
@@ -94,17 +94,6 @@ def fit_achieved_share(model: ModelDescription, step_us: float, machine: Machine
     raise ConfigError(f"no achieved_share up to 1 makes a step of {step_us:g} us of this model")
 
 
-class Budgets(StrictModel):
-    """The device memory of copies, as in ``OffloadConfig``."""
-
-    max_inflight_bytes: Bytes | None = None
-    """Device memory for groups on their way out. None leaves it to the package."""
-    prefetch_bytes: Bytes | None = None
-    """Device memory for groups that are back ahead of their use. None leaves it to the package."""
-    recompute: NamesField = default(())
-    """The units, and the sites of rows, that may be recomputed; unless set, all."""
-
-
 class MeasuredStep(StrictModel):
     """A step measured on the same kind of GPU, of the job as its file has it or of another one."""
 
@@ -118,7 +107,7 @@ class JobDescription(StrictModel):
     """A model and what stands around it: machine and budgets."""
 
     machine: Machine = Machine()
-    offload: Budgets = Budgets()
+    offload: RankSettings = RankSettings()
     model: ModelDescription
     measured: MeasuredStep | None = None
     """Fits ``achieved_share``, which counts only without it."""

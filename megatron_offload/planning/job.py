@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from megatron_offload.files.strict_model import Bytes, NamesField, StrictModel, default
 from megatron_offload.machine.profile import Machine
 from megatron_offload.planning.schedule import Pass, Schedule
 
@@ -112,14 +113,15 @@ class StageWork:
         return max(1.0, host_us / device_us) if device_us else 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class RankSettings:
-    """How much device memory a rank's copies may take; see `OffloadConfig`."""
+class RankSettings(StrictModel):
+    """The device memory of a rank's copies, as in ``OffloadConfig``, and what may be recomputed."""
 
-    max_inflight_bytes: int | None = None
-    """None follows the step, as in `DeviceBudget`."""
-    prefetch_bytes: int | None = None
-    """Likewise."""
+    max_inflight_bytes: Bytes | None = None
+    """Device memory for groups on their way out. None leaves it to the package."""
+    prefetch_bytes: Bytes | None = None
+    """Device memory for groups that are back ahead of their use. None leaves it to the package."""
+    recompute: NamesField = default(())
+    """The units, and the sites of rows, that may be recomputed; unless set, all."""
 
 
 UNLIMITED = RankSettings()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from megatron_offload.planning.job import GroupWork, UnitWork
 from megatron_offload.planning.model import ModelDescription
@@ -29,14 +29,8 @@ _LOSS_FORWARD, _LOSS_BACKWARD = 13.0, 4.6  # of the logits in fp32; fused, 3 and
 _SORTED_GRADIENT = 30  # of a microbatch's embeddings, to add up their gradients
 
 
-class _Pass(NamedTuple):
-    """Of a group's forward, or backward."""
-
-    product_us: float
-    moved_bytes: float
-    """What it reads and writes besides."""
-    temp_bytes: int
-    """What is there for a while."""
+_Pass: TypeAlias = tuple[float, int]
+"""Of a group's forward, or backward: its microseconds, and bytes that are there for a while."""
 
 
 class LayerCosts:
@@ -78,16 +72,8 @@ class LayerCosts:
         """Return a group, from the bytes of each tensor that it saves."""
         moving_bytes = sum(each for each in saved if each >= self.model.min_tensor_bytes)
         kept_bytes = sum(saved) - moving_bytes + more.pop("kept_bytes", 0)
-        return GroupWork(
-            name,
-            moving_bytes,
-            forward.product_us + self._traffic(forward.moved_bytes),
-            backward.product_us + self._traffic(backward.moved_bytes),
-            kept_bytes,
-            forward.temp_bytes,
-            backward.temp_bytes,
-            **more,
-        )
+        us, temp_bytes = (forward[0], backward[0]), (forward[1], backward[1])
+        return GroupWork(name, moving_bytes, *us, kept_bytes, *temp_bytes, **more)
 
     def _linear(
         self,
@@ -116,11 +102,12 @@ class LayerCosts:
         weight_us += self._traffic(3 * gradient_bytes)
         token_bytes = copies * self.token_bytes
         temp_bytes = outputs * token_bytes + gathered_bytes
-        forward = _Pass(product_us, 2 * norm_bytes + 3 * residual_bytes, temp_bytes)
+        forward_us = product_us + self._traffic(2 * norm_bytes + 3 * residual_bytes)
+        forward = forward_us, temp_bytes
         temp_bytes += gradient_bytes + inputs * token_bytes
         # A norm's gradient is added to that of the residual.
-        backward = _Pass(again_us + weight_us, 6 * norm_bytes, temp_bytes)
-        return self._group(name, saved, forward, backward, **more)
+        backward_us = again_us + weight_us + self._traffic(6 * norm_bytes)
+        return self._group(name, saved, forward, (backward_us, temp_bytes), **more)
 
     def _behind(self, norm: str) -> dict[str, Any]:
         """Return what a linear layer has of the norm in front of it, and of other GPUs' tokens."""
@@ -138,12 +125,9 @@ class LayerCosts:
 
     def _norm(self, name: str) -> GroupWork:
         """Return a norm's group, where it is one of its own."""
-        num_bytes = self.hidden_bytes
-        forward, backward = (
-            _Pass(0, 2 * num_bytes, num_bytes),
-            _Pass(0, 6 * num_bytes, 2 * num_bytes),
-        )
-        return self._group(name, [num_bytes], forward, backward)
+        size = self.hidden_bytes
+        passes = (self._traffic(2 * size), size), (self._traffic(6 * size), 2 * size)
+        return self._group(name, [size], *passes)
 
     def _attention(self) -> GroupWork:
         model, hidden, kv_bytes = self.model, self.hidden_bytes, self.kv_bytes
@@ -154,12 +138,12 @@ class LayerCosts:
         rotated = (2 if model.fused_kernels else _ROTATION) if model.rotary else 0
         rotation_bytes, qkv_bytes = rotated * (hidden + kv_bytes), hidden + 2 * kv_bytes
         # Values are copied, slowly; gradients are put side by side.
-        forward = _Pass(self._product(flop), rotation_bytes + 5 * kv_bytes, qkv_bytes)
-        moved_bytes, temp_bytes = rotation_bytes + 2 * qkv_bytes, 2 * qkv_bytes + hidden
-        backward = _Pass(self._product(2.5 * flop), moved_bytes, temp_bytes)
+        forward_us = self._product(flop) + self._traffic(rotation_bytes + 5 * kv_bytes)
+        backward_us = self._product(2.5 * flop) + self._traffic(rotation_bytes + 2 * qkv_bytes)
+        passes = (forward_us, qkv_bytes), (backward_us, 2 * qkv_bytes + hidden)
         saved = hidden, kv_bytes, kv_bytes, hidden, rows_bytes
         block_bytes = model.deterministic * num_scores * model.value_bytes
-        return self._group("core_attn", saved, forward, backward, backward_block_bytes=block_bytes)
+        return self._group("core_attn", saved, *passes, backward_block_bytes=block_bytes)
 
     def layer(self, index: int) -> list[GroupWork]:
         """Return the groups of the layer at this place of the model."""
@@ -213,8 +197,8 @@ class LayerCosts:
             # Both halves that are multiplied, one of them from the activation, are new tensors.
             saved += [output_bytes, output_bytes]
             moved = _GATE_FORWARD * output_bytes, _GATE_BACKWARD * output_bytes
-        forward = _Pass(0, moved[0], output_bytes)
-        backward = _Pass(0, moved[1], input_bytes + output_bytes)
+        forward = self._traffic(moved[0]), output_bytes
+        backward = self._traffic(moved[1]), input_bytes + output_bytes
         act = self._group(act_name, saved, forward, backward, kept_bytes=kept_bytes)
         units = self._units(act_name, output_bytes, act.forward_us, act_name)
         return [
@@ -248,9 +232,9 @@ class LayerCosts:
         """Return what the first stage does before its layers."""
         hidden = self.hidden_bytes
         gradient_bytes = self._gradient_bytes(self.model.vocabulary, self.model.hidden)
-        moved_bytes = _SORTED_GRADIENT * hidden + 4 * gradient_bytes
-        forward, backward = _Pass(0, 4 * hidden, 0), _Pass(0, moved_bytes, gradient_bytes + hidden)
-        return self._group("embedding", (), forward, backward, is_marked=False)
+        backward_us = self._traffic(_SORTED_GRADIENT * hidden + 4 * gradient_bytes)
+        passes = (self._traffic(4 * hidden), 0), (backward_us, gradient_bytes + hidden)
+        return self._group("embedding", (), *passes, is_marked=False)
 
     def loss(self) -> list[GroupWork]:
         """Return the last norm, the head, and the cross entropy in fp32."""
@@ -260,11 +244,11 @@ class LayerCosts:
         # The logits before they were widened; the exponential is taken in place.
         temp_bytes = logits * model.value_bytes // 4
         moved = (3, 2) if model.fused_kernels else (_LOSS_FORWARD, _LOSS_BACKWARD)
-        forward, backward = (_Pass(0, each * logits, temp_bytes) for each in moved)
+        passes = ((self._traffic(each * logits), temp_bytes) for each in moved)
         sizes = model.hidden, model.vocabulary, (hidden, hidden)
         return [
             self._linear("head", *sizes, **before, is_marked=False),
-            self._group("loss", (), forward, backward, kept_bytes=logits, is_marked=False),
+            self._group("loss", (), *passes, kept_bytes=logits, is_marked=False),
         ]
 
 

@@ -237,7 +237,7 @@ def test_bandwidths_come_from_the_doctor_s_file_and_keys_win(tmp_path, model):
     source = load_model(model, set=words)
     assert source.job.machine.both_gbps == 8.0
     assert source.job.machine.d2h_gbps == Machine().d2h_gbps
-    assert source.limits.prefetch_bytes == 3 * 2**20
+    assert source.described.offload.prefetch_bytes == 3 * 2**20
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,8 @@ def random_step(seed):
     static_bytes = tuple(rng.randint(0, 500) * MIB for _ in range(num_ranks))
     machine = Machine(both_gbps=rng.uniform(5, 60), gpus_per_node=rng.randint(1, 4))
     limits = [None, 0, 50 * MIB, 150 * MIB]
-    settings = RankSettings(rng.choice(limits), rng.choice(limits))
+    most, prefetch = rng.choice(limits), rng.choice(limits)
+    settings = RankSettings(max_inflight_bytes=most, prefetch_bytes=prefetch)
     return Job(schedule, stages, static_bytes, machine), settings
 
 
