@@ -16,7 +16,7 @@ import megatron_offload.recompute.transformer_engine  # noqa: F401 - for its eff
 from megatron_offload.backends.base import Event, Stream
 from megatron_offload.engine.boundary import Tensors, commit_group, start_group
 from megatron_offload.engine.manager import PipelineOffloadManager as Engine
-from megatron_offload.frontends.megatron_manager import ChunkOffloadHandler as ChunkOffloadHandler
+from megatron_offload.frontends.megatron_handler import ChunkOffloadHandler as ChunkOffloadHandler
 from megatron_offload.frontends.megatron_manager import PipelineOffloadManager
 from megatron_offload.machine.job_ranks import rank_in
 from megatron_offload.memory.tensor_pool import GPUTensorPool as GPUTensorPool
@@ -123,7 +123,7 @@ class FineGrainedOffloadingGroupStartFunction(_Boundary):
         """Return an alias of ``tensor`` that is no view."""
         with torch.enable_grad():
             ctx.group = cpu_offload_handler.on_group_start_forward(name)
-        ctx.passes = cpu_offload_handler.manager.engine.leave_backward
+        ctx.passes = cpu_offload_handler.engine.leave_backward
         return tensor.detach()
 
 
@@ -142,7 +142,7 @@ class FineGrainedOffloadingGroupCommitFunction(_Boundary):
         """Return an alias of ``tensor`` that is no view."""
         with torch.enable_grad():
             ctx.group = cur_forward_chunk.commit(name, forced_released_tensors, delay=delay_offload)
-        ctx.passes = cur_forward_chunk.manager.engine.enter_backward
+        ctx.passes = cur_forward_chunk.engine.enter_backward
         return tensor.detach()
 
 

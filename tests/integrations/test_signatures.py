@@ -14,11 +14,9 @@ import pytest
 from processes import LATER, later
 
 from megatron_offload import fine_grained_activation_offload as facade
-from megatron_offload.frontends import megatron_manager as forms
+from megatron_offload.frontends.megatron_manager import chunk_arguments
 
 SOURCE = Path("megatron/core/pipeline_parallel/fine_grained_activation_offload.py")
-
-READERS = frozenset(forms.FORMS)
 
 VALUES = {
     "pp_rank": 0,  # so that three bare positions are a form of their own
@@ -142,21 +140,16 @@ def test_every_call_form_of_megatrons_module_binds(version):
 
 
 @pytest.mark.parametrize("version", ["0.16", "later"])
-def test_two_era_callables_read_every_argument_by_its_right_name(version):
-    seen = set()
-    for _, name, signature in definitions(source_of(version)):
-        if name not in READERS:
-            continue
-        seen.add(name)
-        for args, kwargs, expected in calls(signature):
-            found = forms.read_arguments(name, args, kwargs)
-            assert {key: found[key] for key in expected} == expected, (name, args, kwargs)
-    assert seen == READERS
+def test_a_chunk_s_arguments_are_read_by_their_right_names(version):
+    found = {name: signature for _, name, signature in definitions(source_of(version))}
+    for args, kwargs, expected in calls(found["init_model_chunk_offload_handler"]):
+        found = chunk_arguments(*args, **kwargs)
+        assert {key: found[key] for key in expected} == expected, (args, kwargs)
 
 
 @pytest.mark.parametrize("args", [(None, None, 64), (1, 0, 0), (2, 1, 1024), (4, None, 0)])
 def test_three_positions_in_the_documented_form(args):
-    found = forms.read_arguments("init_model_chunk_offload_handler", args, {})
+    found = chunk_arguments(*args)
     names = ("vp_size", "vp_stage", "min_offloaded_tensor_size")
     assert tuple(found[name] for name in names) == args
     assert "pp_rank" not in found
@@ -164,14 +157,14 @@ def test_three_positions_in_the_documented_form(args):
 
 @pytest.mark.parametrize("args", [(0, 1, 0), (1, 1, 0), (1, 2, 1), (3, 4, 3), (0, None, 0)])
 def test_three_positions_that_only_the_later_form_allows(args):
-    found = forms.read_arguments("init_model_chunk_offload_handler", args, {})
+    found = chunk_arguments(*args)
     assert tuple(found[name] for name in ("pp_rank", "vp_size", "vp_stage")) == args
     assert found["min_offloaded_tensor_size"] == 1024 * 1024
 
 
 def test_arguments_of_no_form_name_both():
-    with pytest.raises(TypeError, match=r"\(1, size=2\) fits none.*\(vp_size.* or \w+\(pp_rank"):
-        forms.read_arguments("init_model_chunk_offload_handler", (1,), {"size": 2})
+    with pytest.raises(TypeError, match=r"\(1, size=2\) fits none.*\(vp_size.* or \(pp_rank"):
+        chunk_arguments(1, size=2)
 
 
 def test_later_spellings_beyond_0_19_bind():
