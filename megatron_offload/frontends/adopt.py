@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from weakref import WeakKeyDictionary, ref
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.manager import PipelineOffloadManager
@@ -21,6 +21,7 @@ from megatron_offload.model_map.offload_site import (
 from megatron_offload.model_map.rows import find_rows
 from megatron_offload.model_map.structure import layers_of
 from megatron_offload.model_map.watch import RowWatch
+from megatron_offload.recompute.site_call import Site
 from megatron_offload.recompute.sites import recompute_modules, sites_of, unit_of
 
 _IN_THREADS = (
@@ -28,13 +29,26 @@ _IN_THREADS = (
     "DistributedDataParallel. This is said once"
 )
 
-_adopted = WeakKeyDictionary[nn.Module, "ref[PipelineOffloadManager]"]()
+_HOOKS = NoHooks, OffloadSite, LayerClock, RowWatch, nn.DataParallel
+"""Whose hooks `adopt_model` sets, beside those of `Site`: these know what they have proven."""
+
+_adopted = WeakKeyDictionary[nn.Module, "list[ref[PipelineOffloadManager]]"]()
+"""By model whose hooks it has: a list of one, the last call's."""
 
 
 def is_adopted_by(model: nn.Module, manager: PipelineOffloadManager) -> bool:
     """Whether a model's hooks are those that `adopt_model` has set for this manager."""
-    found = _adopted.get(model)
-    return found is not None and found() is manager
+    return any(found() is manager for found in _adopted.get(model, ()))
+
+
+def _leave(model: ref[nn.Module], adopted: object) -> None:
+    """Take off what one call has set, and a watched forward behind it, but no later call's."""
+    found = model()
+    if found is not None and _adopted.get(found) is adopted:
+        del _adopted[found]
+        for module in found.modules():
+            for owner in (*_HOOKS, Site):
+                hooks_of(owner, module)
 
 
 def _note_threads(find_manager: FindManager, module: nn.DataParallel, *given: object) -> None:
@@ -50,10 +64,11 @@ def adopt_model(
     *,
     groups: AutomaticGroups | None = None,
     is_part: bool = False,
-) -> list[RemovableHandle]:
+) -> Callable[[], None]:
     """Keep a model's parameters and buffers, and hook what is recomputed, or named by rows.
 
-    The hooks of an earlier call go.
+    The hooks of an earlier call go. What is returned takes off all that are there, unless a later
+    call has set them.
 
     Args:
         model: a model, or one of its chunks.
@@ -65,7 +80,7 @@ def adopt_model(
     Raises:
         ConfigError: as `find_rows`.
     """
-    _adopted[model] = ref(manager)
+    _adopted[model] = adopted = [ref(manager)]
     for tensor in (*model.parameters(), *model.buffers()):
         manager.mark_not_offload(tensor)
     modules, find_manager = named_modules(model), find_manager or (lambda: manager)
@@ -73,31 +88,27 @@ def adopt_model(
     sites = {path: (row.site, row.min_tokens) for path, row in rows.recomputed.items()}
     if manager.rows is None:
         sites = {path: (unit, 0) for path, unit in sites_of(modules, manager.recompute).items()}
-    handles = recompute_modules(modules, sites, find_manager)
+    recompute_modules(modules, sites, find_manager)
     for path, module in modules.items():
-        hooks_of(NoHooks, module)
-        hooks_of(OffloadSite, module)
+        for owner in _HOOKS:
+            hooks_of(owner, module)
         if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
             note = partial(_note_threads, find_manager)
-            handles += hook_calls(module, note, lambda *_: None, owner=nn.DataParallel)
+            hook_calls(module, note, lambda *_: None, owner=nn.DataParallel)
         row = rows.offloaded.get(path)
         if row is not None:
             largest = LargestTensors.of(module, row.most, rows.units)
             site = OffloadSite(row.site, find_manager, largest, min_tokens=row.min_tokens)
-            handles += hook_calls(module, site.begin, site.end, owner=OffloadSite)
+            hook_calls(module, site.begin, site.end, owner=OffloadSite)
     clock = LayerClock(find_manager)
-    is_clocked = rows.offloaded or (is_part and any(row.offload for row in manager.rows or ()))
-    for path in layers_of(modules):
-        layer = modules[path]
-        hooks_of(LayerClock, layer)
-        if is_clocked:
-            handles += hook_calls(layer, clock.begin, clock.end, owner=LayerClock, is_outer=True)
-    watch = None
-    if any(rows):
-        watch = RowWatch(model, rows, find_manager)
-        handles += watch.hook_savers()
+    if rows.offloaded or (is_part and any(row.offload for row in manager.rows or ())):
+        for path in layers_of(modules):
+            hook_calls(modules[path], clock.begin, clock.end, owner=LayerClock, is_outer=True)
+    watch = RowWatch(model, rows, find_manager) if any(rows) else None
+    if watch is not None:
+        watch.hook_savers()
         if groups is None:
-            handles += watch.hook()
+            watch.hook()
     if groups is not None:
         groups.watch = watch
-    return handles
+    return partial(_leave, ref(model), adopted)

@@ -116,7 +116,7 @@ def offload_modules(
         for name, kind in sorted(kinds.items(), key=lambda item: item[1].between is not None):
             result.groups[name] = [p for found in modules for p in _mark(result, found, name, kind)]
         for chunk in () if is_part else chunks:
-            result.remove_later(adopt_model(chunk, manager))
+            result.on_undo(adopt_model(chunk, manager))
         if isinstance(manager.config.policy, SolvedConfig) and not is_part:
             _measure(chunks, result)
     except BaseException:

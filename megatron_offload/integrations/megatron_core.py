@@ -30,7 +30,7 @@ from megatron_offload.core.policy_config import MemoryTargetConfig
 from megatron_offload.engine.group import SOURCES
 from megatron_offload.engine.learning import register_pipeline_rank
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.module_hooks import hooks_of, tensors_in
+from megatron_offload.engine.module_hooks import tensors_in
 from megatron_offload.engine.patches import Call, PatchStack, around
 from megatron_offload.errors import ConfigError, IntegrationError
 from megatron_offload.frontends.adopt import adopt_model
@@ -45,7 +45,6 @@ from megatron_offload.integrations.megatron_rows import (
 )
 from megatron_offload.integrations.megatron_search import MegatronSearch
 from megatron_offload.memory.host_pool import HostPool
-from megatron_offload.model_map.offload_site import OffloadSite
 
 _MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 _PREPARE = "preprocess_for_fine_grained_offloading"
@@ -307,7 +306,7 @@ def _marking(original: Callable[[Any], None], self: Any) -> None:
             )
         marked = offload_modules(self, filter(_is_ours, names), manager=manager, is_part=True)
         patches.on_undo(marked.remove)
-        patches.on_undo(partial(_unhook, ref(self)))
+        patches.on_undo(partial(_unmark, ref(self)))
         if manager.config.enabled:
             given = manager.config.rows or ()
             refuse_rows(given, self, notes=self in _notes_on_weights)
@@ -340,14 +339,11 @@ def _hook_rows(model: nn.Module, marked: ModuleOffload) -> None:
     """Hook what rows name in a model, or is recomputed, in place of an earlier call's hooks."""
     find_manager = PipelineOffloadManager.get_instance
     mark_layers(model, marked.manager.rows or ())
-    marked.remove_later(adopt_model(model, marked.manager, find_manager, is_part=True))
+    marked.on_undo(adopt_model(model, marked.manager, find_manager, is_part=True))
 
 
-def _unhook(model: ref[nn.Module]) -> None:
-    """Take off the hooks that a watched forward has set, and let layers mark what they did."""
+def _unmark(model: ref[nn.Module]) -> None:
     found = model()
-    for module in () if found is None else found.modules():
-        hooks_of(OffloadSite, module)
     if found is not None:
         unmark_layers(found)
 

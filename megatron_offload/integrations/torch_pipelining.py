@@ -33,14 +33,12 @@ class PipelineOffload(PatchStack):
         models = [stage.submod for stage in stages]
         groups = AutomaticGroups(manager, "stage", finds_steps=False)
         self.on_undo(manager.close)
+        hook = partial(self._hook, models)
         if manager.config.tuned_policy is not None:
-            hook = partial(_hook, models, manager)
             search = manager.tuner = RowSearch(models, manager, hook)
-            self.on_undo(hook)
-            self.on_undo(manager.follow_rows, ())
             self.on_undo(search.close)
+        hook()
         for place, stage in enumerate(stages):
-            self.remove_later(adopt_model(stage.submod, manager, is_part=True))
             where = {"vp_stage": place, "pp_rank": stage.group_rank}
             name = f"stage {stage.stage_index}"
             context = AroundForwards(groups, stage.submod, name=name, **where)
@@ -54,11 +52,10 @@ class PipelineOffload(PatchStack):
         """Counters of the last step."""
         return self.manager.last_step
 
-
-def _hook(models: list[nn.Module], manager: PipelineOffloadManager) -> None:
-    """Set the hooks of the rows that are followed."""
-    for model in models:
-        adopt_model(model, manager, is_part=True)
+    def _hook(self, models: list[nn.Module]) -> None:
+        """Set the hooks of the rows that are followed."""
+        for model in models:
+            self.on_undo(adopt_model(model, self.manager, is_part=True))
 
 
 def _run_forward(
