@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from operator import is_
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+import torch
 from torch import nn
 
 from megatron_offload.engine.automatic import AutomaticGroups
+from megatron_offload.engine.graph_break import graph_break
+from megatron_offload.engine.hooks import others_hooks, owner_of_hooks, put_on, take_off
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.module_hooks import hook_calls, hooks_of, named_modules
+from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.model_map.offload_site import (
     FindManager,
     LargestTensors,
@@ -28,6 +34,14 @@ _IN_THREADS = (
     "what nn.DataParallel's threads save is kept, since a context sees its own thread alone; use "
     "DistributedDataParallel. This is said once"
 )
+
+HEADS = ("output", "lm_head", "output_layer", "embed_out", "score", "classifier", "head")
+"""What libraries call the layer that makes logits: torchtune; Hugging Face and litgpt; Megatron;
+GPT-NeoX; Hugging Face's classifiers; timm."""
+
+_WRAPPED = ("module", "_orig_mod", "base_model", "model")
+"""Where wrappers hold the model: data parallelism, ``torch.compile``, adapters."""
+
 
 _HOOKS = NoHooks, OffloadSite, LayerClock, RowWatch, nn.DataParallel
 """Whose hooks `adopt_model` sets, beside those of `Site`: these know what they have proven."""
@@ -112,3 +126,39 @@ def adopt_model(
     if groups is not None:
         groups.watch = watch
     return partial(_leave, ref(model), adopted)
+
+
+def keep_head(model: nn.Module) -> bool:
+    """Keep what a model's output head saves, unless hooks of others do that; False without one."""
+    head = _find_head(model)
+    if head is None:
+        return False
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if owner_of_hooks() is not None and not others_hooks():
+            put_on(_keep_head, SavedTensor.unpack)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        take_off(partial(is_, _keep_head), all_of_them=True)  # with what an interrupt has left
+
+    hook_calls(head, enter, leave, owner=keep_head)
+    return True
+
+
+def _find_head(model: nn.Module) -> nn.Module | None:
+    candidates = [model]
+    for candidate in candidates:
+        for name in HEADS:
+            head = getattr(candidate, name, None)
+            if not isinstance(head, nn.Module):
+                head = getattr(head, "linear", None)  # a tied one is no module, and holds one
+            if isinstance(head, nn.Module):
+                return head
+        inner = (getattr(candidate, name, None) for name in _WRAPPED)
+        candidates += [x for x in inner if isinstance(x, nn.Module) and x not in candidates]
+    return None
+
+
+@graph_break
+def _keep_head(tensor: torch.Tensor) -> SavedTensor:
+    return SavedTensor(tensor, "head")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -81,6 +82,32 @@ def followed(
     return manager, config.without_offload() if takes_all else config
 
 
+def with_policy(
+    config: OffloadConfig | None,
+    policy: str | Mapping[str, Any] | None,
+    most: float | None,
+    target: int | str | None,
+) -> OffloadConfig:
+    """Return a configuration with the policy that the arguments mean together."""
+    if not isinstance(policy, (str, Mapping, type(None))):
+        raise ConfigError(f"policy is a name or a mapping, not a {type(policy).__name__}")
+    if isinstance(most, bool):
+        raise ConfigError(f"most_slowdown_percent is a number, got {most}")
+    given = {} if config is None else config.model_dump(exclude_unset=True)
+    for key in ("policy", "rows"):
+        if given.get(key) is not None:
+            raise ConfigError(f"the config's {key} and the arguments both say what is offloaded")
+    found: dict[str, Any] = {"kind": policy} if isinstance(policy, str) else dict(policy or {})
+    wanted = ("auto", "most_slowdown_percent", most), ("memory_target", "memory_target", target)
+    for kind, key, value in wanted:
+        if value is None:
+            continue
+        if found.setdefault("kind", kind) != kind or key in found:
+            raise ConfigError(f"{key} is for the policy {kind!r}, and policy={found!r} besides")
+        found[key] = value
+    return OffloadConfig(**{**given, "policy": found})
+
+
 def refuse_unserved(door: str, config: OffloadConfig) -> None:
     """Refuse with a `ConfigError` what is to be recomputed and this front door can't."""
     if any(row.by_rows for row in config.rows or ()) and door not in _KNOW_LOSS:
@@ -89,6 +116,14 @@ def refuse_unserved(door: str, config: OffloadConfig) -> None:
         served = _KNOW_LOSS if name == LOSS else _KNOW_MODULES
         if door not in served:
             raise ConfigError(f"{door} can't recompute {name!r}; {' and '.join(served)} can")
+
+
+def begin_anew(manager: PipelineOffloadManager) -> None:
+    """Forget what was found for another model; keep all that there is room for until one comes."""
+    manager.follow_rows(manager.config.rows)
+    manager.tuner = None
+    if manager.config.tuned_policy is not None:
+        manager.learner.open()
 
 
 class AroundForwards(saved_tensors_hooks):

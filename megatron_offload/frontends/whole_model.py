@@ -9,7 +9,6 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from operator import is_
 from typing import Any, Self
 from weakref import ref
 
@@ -23,15 +22,18 @@ from megatron_offload.backends import current_device
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.graph_break import graph_break
-from megatron_offload.engine.hooks import others_hooks, owner_of_hooks, put_on, take_off
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.module_hooks import hook_calls
 from megatron_offload.engine.patches import PatchStack
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import ConfigError
-from megatron_offload.frontends.adopt import adopt_model, is_adopted_by
-from megatron_offload.frontends.around import AroundForwards, followed
+from megatron_offload.frontends.adopt import HEADS, adopt_model, is_adopted_by, keep_head
+from megatron_offload.frontends.around import (
+    AroundForwards,
+    begin_anew,
+    followed,
+    with_policy,
+)
 from megatron_offload.recompute import loss_kernel
 from megatron_offload.recompute.model_loss import (
     causal_loss,
@@ -42,14 +44,6 @@ from megatron_offload.recompute.model_loss import (
 )
 
 _logger = logging.getLogger(__name__)
-
-_HEADS = ("output", "lm_head", "output_layer", "embed_out", "score", "classifier", "head")
-"""What libraries call the layer that makes logits: torchtune; Hugging Face and litgpt; Megatron;
-GPT-NeoX; Hugging Face's classifiers; timm."""
-
-_WRAPPED = ("module", "_orig_mod", "base_model", "model")
-"""Where wrappers hold the model: data parallelism, ``torch.compile``, adapters."""
-
 
 _NO_MODULE = (
     "megatron-offload: nothing is offloaded: no module was called inside the context, so that no "
@@ -113,7 +107,7 @@ class OffloadActivations(AroundForwards):
         if (policy, most_slowdown_percent, memory_target) != (None, None, None):
             if manager is not None:
                 raise ConfigError("a manager is given, whose config says what is offloaded")
-            config = _with_policy(config, policy, most_slowdown_percent, memory_target)
+            config = with_policy(config, policy, most_slowdown_percent, memory_target)
         manager, settings = followed(self._door, config, manager)
         model = self._find_model()
 
@@ -137,19 +131,17 @@ class OffloadActivations(AroundForwards):
         # On the compute stream a copy is done before what comes next, so that nothing need be held.
         sizes = self.min_tensor_size_bytes, max_fwd_stash_size if self.use_streams else 0
         if manager is not None:
-            tuner = manager.tuner
-            if isinstance(tuner, RowSearch) and not (model and tuner.is_of(model)):
-                _begin_anew(manager)
             groups = _make(manager, *sizes)
         else:
             given = settings.model_dump(exclude_unset=True)
             given |= {"pin_memory": self.use_pin_memory, "copy_streams": self.use_streams}
             groups = _allocate(self, model, OffloadConfig.model_validate(given), *sizes)
-        self.manager = groups.manager
-        tuner = self.manager.tuner
-        is_orphan = isinstance(tuner, RowSearch) and tuner.is_orphan
-        if is_orphan or (tuner is None and not self.manager.rests):
-            _begin_anew(self.manager)
+        self.manager, tuner = groups.manager, groups.manager.tuner
+        is_others = isinstance(tuner, RowSearch) and (
+            not (model and tuner.is_of(model)) if manager is not None else tuner.is_orphan
+        )
+        if is_others or (tuner is None and not self.manager.rests):
+            begin_anew(self.manager)
         super().__init__(groups)
         is_open = self.manager.tuner is None and self.manager.config.tuned_policy is not None
         self._seeks_model = model is None and is_open
@@ -188,7 +180,7 @@ class OffloadActivations(AroundForwards):
                 self._seeks_model = False
                 handle.remove()
                 if self.manager.rests:
-                    _begin_anew(self.manager)
+                    begin_anew(self.manager)
                 _search_rows(module, self._groups)
 
         self._num_committed = len(self.manager.decisions.committed)
@@ -197,32 +189,6 @@ class OffloadActivations(AroundForwards):
     def close(self) -> None:
         """Free all memory; a second call does nothing more."""
         self.manager.close()
-
-
-def _with_policy(
-    config: OffloadConfig | None,
-    policy: str | Mapping[str, Any] | None,
-    most: float | None,
-    target: int | str | None,
-) -> OffloadConfig:
-    """Return a configuration with the policy that the arguments mean together."""
-    if not isinstance(policy, (str, Mapping, type(None))):
-        raise ConfigError(f"policy is a name or a mapping, not a {type(policy).__name__}")
-    if isinstance(most, bool):
-        raise ConfigError(f"most_slowdown_percent is a number, got {most}")
-    given = {} if config is None else config.model_dump(exclude_unset=True)
-    for key in ("policy", "rows"):
-        if given.get(key) is not None:
-            raise ConfigError(f"the config's {key} and the arguments both say what is offloaded")
-    found: dict[str, Any] = {"kind": policy} if isinstance(policy, str) else dict(policy or {})
-    wanted = ("auto", "most_slowdown_percent", most), ("memory_target", "memory_target", target)
-    for kind, key, value in wanted:
-        if value is None:
-            continue
-        if found.setdefault("kind", kind) != kind or key in found:
-            raise ConfigError(f"{key} is for the policy {kind!r}, and policy={found!r} besides")
-        found[key] = value
-    return OffloadConfig(**{**given, "policy": found})
 
 
 class _OffloadModel(OffloadActivations):
@@ -267,14 +233,6 @@ def _make(
     return AutomaticGroups(
         manager, "activations", min_tensor_bytes=min_tensor_bytes, max_inflight_tensors=most_tensors
     )
-
-
-def _begin_anew(manager: PipelineOffloadManager) -> None:
-    """Forget what was found for another model; keep all that there is room for until one comes."""
-    manager.follow_rows(manager.config.rows)
-    manager.tuner = None
-    if manager.config.tuned_policy is not None:
-        manager.learner.open()
 
 
 _allocated: dict[ref[object], AutomaticGroups] = {}
@@ -375,18 +333,15 @@ def get_act_offloading_ctx_manager(
     except ConfigError:
         if not context.manager.rows_are_own:
             raise
-        _begin_anew(context.manager)  # the model has changed since
+        begin_anew(context.manager)  # the model has changed since
         hook()
     _search_rows(model, context._groups)
     if context._search is not None and context._owners:
         context._search.loss_is_by_rows = is_by_rows
-    head = _find_head(model)
-    if head is not None:
-        _keep_on_device(head)
-    elif warn_if_no_head:
+    if not keep_head(model) and warn_if_no_head:
         warnings.warn(
             "no output head was found in the model, so what it saves is offloaded too, and is "
-            f"reloaded at once; heads are called {', '.join(_HEADS)}. Run the layer that makes "
+            f"reloaded at once; heads are called {', '.join(HEADS)}. Run the layer that makes "
             "the model's output inside NoOpManager(), or say warn_if_no_head=False",
             stacklevel=2,
         )
@@ -413,39 +368,7 @@ def _entered(groups: ref[AutomaticGroups]) -> PipelineOffloadManager | None:
     return found.manager if found is not None and found.is_entered else None
 
 
-def _find_head(model: nn.Module) -> nn.Module | None:
-    candidates = [model]
-    for candidate in candidates:
-        for name in _HEADS:
-            head = getattr(candidate, name, None)
-            if not isinstance(head, nn.Module):
-                head = getattr(head, "linear", None)  # a tied one is no module, and holds one
-            if isinstance(head, nn.Module):
-                return head
-        inner = (getattr(candidate, name, None) for name in _WRAPPED)
-        candidates += [x for x in inner if isinstance(x, nn.Module) and x not in candidates]
-    return None
-
-
-def _keep_on_device(module: nn.Module) -> None:
-    """Run every forward of a module as inside `NoOpManager`, but for hooks of others."""
-
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if owner_of_hooks() is not None and not others_hooks():
-            put_on(_keep_head, SavedTensor.unpack)
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        take_off(partial(is_, _keep_head), all_of_them=True)  # with what an interrupt has left
-
-    hook_calls(module, enter, leave, owner=NoOpManager)
-
-
 @graph_break
 def _keep(tensor: torch.Tensor) -> SavedTensor:
     # Not the tensor itself: one that its own node saves would never be freed.
     return SavedTensor(tensor, "kept")
-
-
-@graph_break
-def _keep_head(tensor: torch.Tensor) -> SavedTensor:
-    return SavedTensor(tensor, "head")
