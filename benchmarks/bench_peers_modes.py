@@ -140,7 +140,7 @@ class Ours(Marked):
         from megatron_offload.frontends.modules import offload_modules
 
         if self.hooked and not self.core:  # else Megatron's configuration names them
-            offload_modules(chunks, self.hooked, pp_rank=pp_rank)
+            offload_modules(chunks, self.hooked)
 
     def take_step(self, step):
         """Take as many steps as the search for rows needs, of the same microbatches."""

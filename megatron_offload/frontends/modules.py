@@ -65,14 +65,28 @@ class ModuleOffload(PatchStack):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.manager,)  # of a copied model, whose hooks do nothing
 
+    def mark(
+        self, chunks: Iterable[nn.Module], names: str | Iterable[str], *, is_part: bool = False
+    ) -> None:
+        """Make groups of modules, as `offload_modules` does; with an error nothing is marked.
+
+        ``is_part``: what matches no module may be in another part, so that this only warns.
+        """
+        modules = [named_modules(chunk, all_names=True) for chunk in chunks]
+        wanted = dict.fromkeys([names] if isinstance(names, str) else names)
+        kinds = {name: kind for name in wanted if (kind := _kind_of(name, modules, is_part))}
+        # Spans last: their ends lie inside the boundaries of the modules beside them.
+        for name, kind in sorted(kinds.items(), key=lambda item: item[1].between is not None):
+            self.groups[name] = [
+                path for found in modules for path in _mark(self, found, name, kind)
+            ]
+
 
 def offload_modules(
     model: nn.Module | Sequence[nn.Module],
     names: str | Iterable[str],
     *,
     manager: PipelineOffloadManager | None = None,
-    pp_rank: int | None = None,
-    is_part: bool = False,
 ) -> ModuleOffload:
     """Make groups of the chosen modules of a model, or of all chunks of a pipeline rank.
 
@@ -86,11 +100,8 @@ def offload_modules(
         names: one or more of: names of `megatron_offload.config.EXTRA_MODULES`; names of the
             model's own children; patterns over dotted module names, where ``*`` stands for anything
             within one part and ``**`` for any number of parts.
-        manager: by default the process's.
-        pp_rank: pipeline rank, for what is said by rank; None is what
+        manager: by default the process's. Its pipeline rank is what
             `megatron_offload.engine.learning.register_pipeline_rank` was given.
-        is_part: whether something else begins the forwards, and notes what is recomputed; what no
-            module matches is then left out, with a warning: it may be in another part.
 
     Raises:
         ConfigError: a name that only Megatron's call sites serve, or that matches no module with a
@@ -98,26 +109,18 @@ def offload_modules(
     """
     chunks = [_unwrap(m) for m in ([model] if isinstance(model, nn.Module) else model)]
     manager = engine_of(manager) or PipelineOffloadManager.get_instance()
-    if not is_part:
-        refuse_unserved("offload_modules", manager.config)
+    refuse_unserved("offload_modules", manager.config)
     result = ModuleOffload(manager)
-    wanted = tuple(dict.fromkeys([names] if isinstance(names, str) else names))
-    if not (wanted or is_part or manager.config.has_rows):
+    result.mark(chunks, names)
+    if not (result.groups or manager.config.has_rows):
         raise ConfigError("offload_modules() was given no names, so nothing would be offloaded")
-    modules = [named_modules(chunk, all_names=True) for chunk in chunks]
-    kinds = {name: kind for name in wanted if (kind := _kind_of(name, modules, is_part))}
     try:
-        for stage, chunk in enumerate(() if is_part else chunks):
+        for stage, chunk in enumerate(chunks):
             own = getattr(chunk, "vp_stage", None)
-            at = stage if own is None else own
-            begin = ModuleHook(partial(_begin, manager, at, pp_rank))
+            begin = ModuleHook(partial(_begin, manager, stage if own is None else own))
             result.remove_later([chunk.register_forward_pre_hook(begin, prepend=True)])
-        # Spans last: their ends lie inside the boundaries of the modules beside them.
-        for name, kind in sorted(kinds.items(), key=lambda item: item[1].between is not None):
-            result.groups[name] = [p for found in modules for p in _mark(result, found, name, kind)]
-        for chunk in () if is_part else chunks:
             result.on_undo(adopt_model(chunk, manager))
-        if isinstance(manager.config.policy, SolvedConfig) and not is_part:
+        if isinstance(manager.config.policy, SolvedConfig):
             _measure(chunks, result)
     except BaseException:
         result.remove()
@@ -125,10 +128,8 @@ def offload_modules(
     return result
 
 
-def _begin(
-    manager: PipelineOffloadManager, stage: int, rank: int | None, module: nn.Module, args: Any
-) -> None:
-    manager.begin_chunk(vp_stage=stage, pp_rank=rank)
+def _begin(manager: PipelineOffloadManager, stage: int, module: nn.Module, args: Any) -> None:
+    manager.begin_chunk(vp_stage=stage)
     if isinstance(manager.tuner, RowSearch):
         manager.tuner.forward_begins(module)
 

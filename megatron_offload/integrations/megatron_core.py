@@ -34,7 +34,7 @@ from megatron_offload.engine.module_hooks import tensors_in
 from megatron_offload.engine.patches import Call, PatchStack, around
 from megatron_offload.errors import ConfigError, IntegrationError
 from megatron_offload.frontends.adopt import adopt_model
-from megatron_offload.frontends.modules import ModuleOffload, offload_modules
+from megatron_offload.frontends.modules import ModuleOffload
 from megatron_offload.integrations.megatron_recompute import PATCHES
 from megatron_offload.integrations.megatron_rows import (
     NOTES,
@@ -304,7 +304,8 @@ def _marking(original: Callable[[Any], None], self: Any) -> None:
                 "only 'layer_input' moves anything",
                 ", ".join(names),
             )
-        marked = offload_modules(self, filter(_is_ours, names), manager=manager, is_part=True)
+        marked = ModuleOffload(manager)
+        marked.mark([self], filter(_is_ours, names), is_part=True)
         patches.on_undo(marked.remove)
         patches.on_undo(partial(_unmark, ref(self)))
         if manager.config.enabled:
