@@ -7,7 +7,7 @@ import inspect
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Self
 from weakref import ref
@@ -83,7 +83,6 @@ class OffloadActivations(AroundForwards):
     """
 
     _door = "OffloadActivations"
-    _find_model: Callable[[], nn.Module | None] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -97,6 +96,7 @@ class OffloadActivations(AroundForwards):
         memory_target: int | str | None = None,
         config: OffloadConfig | None = None,
         manager: PipelineOffloadManager | None = None,
+        _model: nn.Module | None = None,
     ) -> None:
         _check_switch("use_pin_memory", use_pin_memory)
         _check_switch("use_streams", use_streams)
@@ -109,7 +109,6 @@ class OffloadActivations(AroundForwards):
                 raise ConfigError("a manager is given, whose config says what is offloaded")
             config = with_policy(config, policy, most_slowdown_percent, memory_target)
         manager, settings = followed(self._door, config, manager)
-        model = self._find_model()
 
         def choose(argument: str, value: Any, default: Any, key: str) -> Any:
             is_fixed = manager is not None and key != "min_tensor_bytes"
@@ -135,17 +134,41 @@ class OffloadActivations(AroundForwards):
         else:
             given = settings.model_dump(exclude_unset=True)
             given |= {"pin_memory": self.use_pin_memory, "copy_streams": self.use_streams}
-            groups = _allocate(self, model, OffloadConfig.model_validate(given), *sizes)
+            groups = _allocate(self, _model, OffloadConfig.model_validate(given), *sizes)
         self.manager, tuner = groups.manager, groups.manager.tuner
         is_others = isinstance(tuner, RowSearch) and (
-            not (model and tuner.is_of(model)) if manager is not None else tuner.is_orphan
+            tuner.is_orphan if manager is None else _model is None or not tuner.is_of(_model)
         )
         if is_others or (tuner is None and not self.manager.rests):
             begin_anew(self.manager)
         super().__init__(groups)
         is_open = self.manager.tuner is None and self.manager.config.tuned_policy is not None
-        self._seeks_model = model is None and is_open
+        self._seeks_model = _model is None and is_open
         self._seeking: RemovableHandle | None = None
+        self._owners, self._patched = list[ref[nn.Module]](), list[PatchStack]()
+        self._of_model = None if _model is None else ref(_model)
+        if _model is not None:
+            self._take_up(_model)
+
+    def _take_up(self, model: nn.Module) -> None:
+        """Let its modules note how they made their outputs, and look for rows in it."""
+        manager, config = self.manager, self.manager.config
+        self._owners = owners_of_loss(model) if config.has_loss_by_rows else []
+        if config.enabled and config.names_loss and not self._owners:
+            _logger.warning("the loss isn't by rows: it is no causal model of transformers")
+        weight = next(model.parameters(), None) if self._owners else None
+        if weight is not None:
+            loss_kernel.prepare(weight.device, weight.dtype)
+        try:
+            _hook(ref(model), ref(self._groups))
+        except ConfigError:
+            if not manager.rows_are_own:
+                raise
+            begin_anew(manager)  # the model has changed since
+            _hook(ref(model), ref(self._groups))
+        _search_rows(model, self._groups)
+        if self._search is not None and self._owners:
+            self._search.loss_is_by_rows = is_by_rows
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy, of a module that has one or out of a file, has memory of its own and no marks.
@@ -154,13 +177,22 @@ class OffloadActivations(AroundForwards):
         return make, (self.use_pin_memory, self.use_streams, *sizes)
 
     def __enter__(self) -> Self:  # type: ignore[override]  # torch's returns nothing
+        model = None if self._of_model is None else self._of_model()
+        if model is not None and not is_adopted_by(model, self.manager):
+            _hook(ref(model), ref(self._groups))  # another context has been made for it since
         super().__enter__()
+        loss = causal_loss if self.manager.config.names_loss else large_causal_loss
+        self._patched.append(patch_loss(self._owners, loss))
         if self._seeks_model and self._depth == 1:
             self._seek_model()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        super().__exit__(*exception)
+        try:
+            if self._patched:
+                self._patched.pop().undo()
+        finally:
+            super().__exit__(*exception)
         if self._seeking is not None:
             self._seeking.remove()
             self._seeking = None
@@ -192,39 +224,9 @@ class OffloadActivations(AroundForwards):
 
 
 class _OffloadModel(OffloadActivations):
-    """The same for a model that is known, whose modules note how they made their outputs."""
+    """The context of a known model, or a copy of one, which can follow rows."""
 
     _door = "get_act_offloading_ctx_manager"
-
-    def __init__(self, *args: Any, model: nn.Module | None = None, **options: Any) -> None:
-        if model is not None:
-            self._find_model = ref(model)
-        super().__init__(*args, **options)
-        config = self.manager.config
-        has_loss = model is not None and config.has_loss_by_rows
-        self._owners = owners_of_loss(model) if model is not None and has_loss else []
-        if has_loss and config.names_loss and not self._owners:
-            _logger.warning("the loss isn't by rows: it is no causal model of transformers")
-        self._loss = causal_loss if config.names_loss else large_causal_loss
-        weight = next(model.parameters(), None) if model is not None and self._owners else None
-        if weight is not None:
-            loss_kernel.prepare(weight.device, weight.dtype)
-        self._patched: list[PatchStack] = []
-
-    def __enter__(self) -> Self:  # type: ignore[override]  # torch's returns nothing
-        model = self._find_model()
-        if model is not None and not is_adopted_by(model, self.manager):
-            _hook(ref(model), ref(self._groups))  # another context has been made for it since
-        super().__enter__()
-        self._patched.append(patch_loss(self._owners, self._loss))
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        try:
-            if self._patched:
-                self._patched.pop().undo()
-        finally:
-            super().__exit__(*exception)
 
 
 def _make(
@@ -326,18 +328,7 @@ def get_act_offloading_ctx_manager(
     if not enable_activation_offloading:
         inspect.signature(OffloadActivations).bind(**options)  # else a wrong one would show later
         return NoOffload()
-    context = _OffloadModel(model=model, **options)
-    hook = partial(_hook, ref(model), ref(context._groups))
-    try:
-        hook()
-    except ConfigError:
-        if not context.manager.rows_are_own:
-            raise
-        begin_anew(context.manager)  # the model has changed since
-        hook()
-    _search_rows(model, context._groups)
-    if context._search is not None and context._owners:
-        context._search.loss_is_by_rows = is_by_rows
+    context = _OffloadModel(**options, _model=model)
     if not keep_head(model) and warn_if_no_head:
         warnings.warn(
             "no output head was found in the model, so what it saves is offloaded too, and is "
