@@ -1,13 +1,25 @@
 """An operation fuser with the names and habits of TransformerEngine's, for tests without a GPU.
 
 What counts here: one autograd node for all operations, contexts made in their order, all tensors
-saved at the end in one list, and quantised tensors that are saved as several.
+saved at the end in one list, and quantised tensors that are saved as several. Beside it modules
+that save the same and run one by one, and what tests of both do.
 """
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
+from programs import assert_nothing_left
 from torch import nn
+
+from megatron_offload.integrations import transformer_engine as policy
+
+ROWS, WIDTH = 24, 32
+BYTES = 4 * ROWS * WIDTH
+"""What each operation saves."""
+NAMES = ("fc1", "act", "fc2")
+CHOICES = [(), ("fc1",), ("act",), ("fc2",), ("fc1", "fc2"), NAMES]
 
 
 class FusibleOperation(nn.Module):
@@ -116,3 +128,57 @@ class Sequential(nn.Module):
 
     def forward(self, x):
         return OperationFuser(list(self.operations))(x)
+
+
+class Mask(nn.Module):
+    """Does what a `FusibleOperation` does, and is none."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.width = width
+
+    def forward(self, x):
+        return x * torch.rand(x.shape[0], self.width)
+
+
+class Modules(Sequential):
+    """Runs each by itself."""
+
+    def forward(self, x):
+        for operation in self.operations:
+            x = operation(x)
+        return x
+
+
+def fused():
+    """Return a model of three operations; the second saves its tensor in two parts."""
+    return Sequential(*(FusibleOperation(WIDTH, in_parts=name == "act") for name in NAMES))
+
+
+def separate():
+    """Return a model of three modules."""
+    return Modules(*(Mask(WIDTH) for _ in NAMES))
+
+
+def choose(model, **settings):
+    for name, setting in settings.items():
+        policy.set_activation_offloading(model.operations[NAMES.index(name)], setting)
+
+
+def gradient(model, around=None):
+    torch.manual_seed(0)
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    with around or contextlib.nullcontext():
+        y = model(x * 1.0)
+    x.grad = None
+    y.sum().backward()
+    return x.grad
+
+
+def moved(model, expected, around=None):
+    """Compare the gradient, end the step, and return how many operations' bytes have moved."""
+    assert torch.equal(gradient(model, around), expected)
+    groups = policy.operation_groups()
+    is_over = groups.end_step_if_over()
+    assert_nothing_left(groups.manager)
+    return groups.manager.last_step.offloaded_bytes / BYTES if is_over else 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import pickle
 
@@ -10,6 +9,17 @@ import pytest
 import torch
 import zoo
 from programs import TWO_TIMINGS, assert_nothing_left, assert_same, make_manager
+from small_fuser import (
+    BYTES,
+    CHOICES,
+    ROWS,
+    WIDTH,
+    choose,
+    fused,
+    gradient,
+    moved,
+    separate,
+)
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
@@ -17,102 +27,50 @@ from torch.utils.checkpoint import checkpoint
 from megatron_offload.frontends.whole_model import OffloadActivations
 from megatron_offload.integrations import transformer_engine as policy
 
-WIDTH, ROWS = 32, 24
+OF_BOTH = pytest.mark.parametrize("make_model", [separate, fused])
 
 
-@pytest.fixture
-def timing():
-    return "late"
-
-
-@pytest.fixture
-def manager(timing):
-    """A manager of operations' groups that begin anew."""
-    policy.reset_operation_groups()
-    yield policy.operation_groups(manager=make_manager(timing)).manager
-    policy.reset_operation_groups()
-
-
-def end_step(manager):
-    assert policy.operation_groups().end_step_if_over()
-    assert_nothing_left(manager)
-    return manager.last_step
-
-
-class MLP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.fc1 = nn.Linear(WIDTH, 4 * WIDTH)
-        self.act = nn.GELU()
-        self.fc2 = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.fc2(self.act(self.fc1(x * 1.5)))
-
-
-BYTES = {"fc1": ROWS * WIDTH * 4, "act": ROWS * 4 * WIDTH * 4, "fc2": ROWS * 4 * WIDTH * 4}
-
-
-def gradients(model, *, around=None):
-    model.zero_grad()
-    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    with around or contextlib.nullcontext():
-        loss = model(x).square().mean()
-    loss.backward()
-    return [x.grad, *(p.grad.clone() for p in model.parameters())]
-
-
-@pytest.mark.parametrize(
-    "chosen", [(), ("fc1",), ("act",), ("fc2",), ("fc1", "act", "fc2"), ("fc1", "fc2")]
-)
+@OF_BOTH
+@pytest.mark.parametrize("chosen", CHOICES)
 @pytest.mark.parametrize("timing", TWO_TIMINGS)
-def test_exactly_the_chosen_operations_move(chosen, manager):
-    model = MLP()
-    expected = gradients(model)
-    for name in chosen:
-        policy.set_activation_offloading(getattr(model, name), True)
+def test_exactly_the_chosen_operations_move(chosen, make_model, manager):
+    model = make_model()
+    expected = gradient(model)
+    choose(model, **dict.fromkeys(chosen, True))
     for _ in range(3):
-        assert_same(expected, gradients(model))
-        if not chosen:
-            assert not manager.decisions.groups()
-            continue
-        step = end_step(manager)
-        assert step.offloaded_bytes == sum(BYTES[name] for name in chosen)
+        assert moved(model, expected) == len(chosen)
 
 
-@pytest.mark.parametrize("kept", [(), ("fc1",), ("act",), ("fc2",), ("fc1", "act", "fc2")])
-def test_exactly_the_chosen_operations_are_kept_inside_an_offloaded_model(kept, manager):
-    model = MLP()
-    expected = gradients(model)
-    for name in kept:
-        policy.set_activation_offloading(getattr(model, name), False)
+@OF_BOTH
+@pytest.mark.parametrize("kept", CHOICES)
+def test_exactly_the_chosen_operations_are_kept_inside_an_offloaded_model(
+    kept, make_model, manager
+):
+    model = make_model()
+    expected = gradient(model)
+    choose(model, **dict.fromkeys(kept, False))
     offload = OffloadActivations(min_offload_size=0, manager=make_manager())
     for _ in range(2):
-        assert_same(expected, gradients(model, around=offload))
-        assert offload.end_step() or len(kept) == 3
-        # The loss saves its input too.
-        moved = sum(BYTES[name] for name in BYTES if name not in kept) + ROWS * WIDTH * 4
-        recomputed = offload.last_step.by_name["activations"].recomputed_bytes
-        assert offload.last_step.offloaded_bytes + recomputed == moved
+        assert torch.equal(gradient(model, offload), expected)
+        assert offload.end_step() == (len(kept) < 3)
+        assert offload.last_step.offloaded_bytes == (3 - len(kept)) * BYTES
     assert not manager.decisions.groups(), "what moves anyway moves with what surrounds it"
 
 
-def test_the_innermost_setting_wins(manager):
-    model = MLP()
-    expected = gradients(model)
-    for outer, inner, moved in (
-        (True, False, BYTES["fc1"] + BYTES["fc2"]),
-        (False, True, BYTES["act"]),
-        (False, None, 0),
-        (None, None, 0),
-    ):
+@OF_BOTH
+def test_the_innermost_setting_wins(make_model, manager):
+    model = make_model()
+    expected = gradient(model)
+    for outer, inner, number in (
+        (True, False, 2), (False, True, 1), (False, None, 0), (None, None, 0),
+    ):  # fmt: skip
         policy.set_activation_offloading(model, outer)
-        policy.set_activation_offloading(model.act, inner)
+        choose(model, act=inner)
         assert policy.activation_offloading(model) is outer
-        assert_same(expected, gradients(model))
-        assert bool(manager.decisions.groups()) is bool(moved)
-        assert not moved or end_step(manager).offloaded_bytes == moved
+        assert moved(model, expected) == number
+    choose(model, act=True)
+    alone = model.operations[1]
+    assert moved(alone, gradient(alone)) == 1, "called alone"
 
 
 def test_a_module_that_is_used_inside_itself(manager):
@@ -126,11 +84,10 @@ def test_a_module_that_is_used_inside_itself(manager):
             return self(x, depth - 1) if depth else x
 
     model = Recursive()
-    expected = gradients(model)
+    expected = gradient(model)
     policy.set_activation_offloading(model, True)
     for _ in range(2):
-        assert_same(expected, gradients(model))
-        assert end_step(manager).reloaded_bytes > 0
+        assert moved(model, expected) >= 4
 
 
 @pytest.mark.parametrize("name", zoo.ZOO)
@@ -143,63 +100,64 @@ def test_every_model_of_the_zoo(name, manager):
         return torch.enable_grad()
 
     assert_same(zoo.train(name, order="FFBB"), zoo.train(name, context, order="FFBB"))
-    assert end_step(manager).reloaded_bytes > 0
+    assert policy.operation_groups().end_step_if_over()
+    assert_nothing_left(manager)
+    assert manager.last_step.reloaded_bytes > 0
 
 
+@OF_BOTH
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_checkpoint_keeps_what_is_its_own(use_reentrant, manager):
-    model = MLP()
+def test_a_checkpoint_keeps_what_is_its_own(use_reentrant, make_model, manager):
+    model = make_model()
 
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = model
+    def outer(x):
+        return checkpoint(model, x * 2.0, use_reentrant=use_reentrant)
 
-        def forward(self, x):
-            return checkpoint(self.inner, x * 2.0, use_reentrant=use_reentrant)
-
-    outer = Outer()
-    expected = gradients(outer)
-    policy.set_activation_offloading(model.act, True)
+    expected = gradient(outer)
+    choose(model, fc1=False, act=True)
     for _ in range(2):
-        assert_same(expected, gradients(outer))
+        assert moved(outer, expected) == 0
     assert not manager.decisions.groups()
 
 
 def test_a_setting_survives_copies_pickles_and_loaded_weights(manager):
-    model = MLP()
-    expected = gradients(model)
-    policy.set_activation_offloading(model.act, True)
+    model = separate()
+    expected = gradient(model)
+    choose(model, act=True)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301 - ours
         other.load_state_dict(model.state_dict())
-        assert set(model.state_dict()) == set(MLP().state_dict())
-        assert policy.activation_offloading(other.act) is True
-        assert_same(expected, gradients(other))
-        assert end_step(manager).offloaded_bytes == BYTES["act"]
+        assert not model.state_dict()
+        assert policy.activation_offloading(other.operations[1]) is True
+        assert moved(other, expected) == 1
 
 
-def test_an_error_in_forward_restores_what_surrounds_it(manager):
-    model = MLP()
-    expected = gradients(model)
+@OF_BOTH
+def test_an_error_in_forward_restores_what_surrounds_it(make_model, manager):
+    model = make_model()
+    expected = gradient(model)
     policy.set_activation_offloading(model, True)
-    policy.set_activation_offloading(model.fc2, False)
+    choose(model, fc1=True, act=True, fc2=False)
 
     def fail(*_):
         raise RuntimeError("broken on purpose")
 
-    for broken in (model, model.fc1, model.fc2):
-        for prepend in (True, False):
-            handle = broken.register_forward_pre_hook(fail, prepend=prepend)
-            with handle, pytest.raises(RuntimeError, match="on purpose"):
-                gradients(model)
-            assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-            assert not vars(policy._entered).get("stack")
-            assert_same(expected, gradients(model))
-            assert end_step(manager).offloaded_bytes == BYTES["fc1"] + BYTES["act"]
+    hooked = (model, *model.operations) if make_model is separate else (model,)
+    for broken, prepend in ((one, prepend) for one in hooked for prepend in (True, False)):
+        handle = broken.register_forward_pre_hook(fail, prepend=prepend)
+        with handle, pytest.raises(RuntimeError, match="on purpose"):
+            gradient(model)
+        assert moved(model, expected) == 2
+    model.operations[2].width = WIDTH + 1
+    with pytest.raises(RuntimeError, match="must match"):
+        gradient(model)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert not vars(policy._entered).get("stack")
+    model.operations[2].width = WIDTH
+    assert moved(model, expected) == 2
 
 
 def test_without_grad_nothing_is_entered(manager):
-    model = MLP()
+    model = separate()
     policy.set_activation_offloading(model, True)
     with torch.no_grad():
         model(torch.randn(ROWS, WIDTH))
@@ -251,14 +209,12 @@ def test_transformer_engine_s_own_marks_are_honoured():
 
 
 def test_operations_that_save_for_each_other_are_marked_by_their_settings():
-    model = MLP()
-    policy.set_activation_offloading(model.fc1, False)
-    policy.set_activation_offloading(model.fc2, True)
-    a, b, c = torch.randn(64), torch.randn(128), torch.randn(256)
-    policy.maybe_mark_activation_offload(model.fc1, a, None)
-    policy.maybe_mark_activation_offload(model.act, b)
-    policy.maybe_mark_activation_offload(model.fc2, c)
-    assert save(a, b, c) == 4 * (128 + 256)
+    model = separate()
+    choose(model, fc1=False, fc2=True)
+    tensors = torch.randn(64), torch.randn(128), torch.randn(256)
+    for operation, tensor in zip(model.operations, tensors, strict=True):
+        policy.maybe_mark_activation_offload(operation, tensor, None)
+    assert save(*tensors) == 4 * (128 + 256)
 
 
 @pytest.mark.parametrize("tells", [True, False])
