@@ -89,22 +89,19 @@ def with_policy(
     target: int | str | None,
 ) -> OffloadConfig:
     """Return a configuration with the policy that the arguments mean together."""
-    if not isinstance(policy, (str, Mapping, type(None))):
-        raise ConfigError(f"policy is a name or a mapping, not a {type(policy).__name__}")
     if isinstance(most, bool):
         raise ConfigError(f"most_slowdown_percent is a number, got {most}")
     given = {} if config is None else config.model_dump(exclude_unset=True)
     for key in ("policy", "rows"):
         if given.get(key) is not None:
             raise ConfigError(f"the config's {key} and the arguments both say what is offloaded")
-    found: dict[str, Any] = {"kind": policy} if isinstance(policy, str) else dict(policy or {})
-    wanted = ("auto", "most_slowdown_percent", most), ("memory_target", "memory_target", target)
-    for kind, key, value in wanted:
-        if value is None:
-            continue
-        if found.setdefault("kind", kind) != kind or key in found:
-            raise ConfigError(f"{key} is for the policy {kind!r}, and policy={found!r} besides")
-        found[key] = value
+    kind = "auto" if target is None else "memory_target"
+    found: dict[str, Any] = {"kind": policy or kind}
+    if isinstance(policy, Mapping):
+        found = {"kind": kind, **policy}
+    for key, value in (("most_slowdown_percent", most), ("memory_target", target)):
+        if value is not None and found.setdefault(key, value) is not value:
+            raise ConfigError(f"{key} is {value!r}, and policy={found!r} says it too")
     return OffloadConfig(**{**given, "policy": found})
 
 

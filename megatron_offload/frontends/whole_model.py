@@ -281,10 +281,8 @@ class NoOpManager(saved_tensors_hooks):
 class NoOffload(contextlib.nullcontext[None]):
     """Does nothing, and has what a program asks `OffloadActivations` for."""
 
-    @property
-    def last_step(self) -> StepStats:
-        """Counters of nothing."""
-        return StepStats()
+    last_step = StepStats()
+    """Counters of nothing."""
 
     def end_step(self) -> bool:
         """Return that there was no step."""

@@ -1,8 +1,8 @@
-"""Trains megatron-core's GPT as trainers over it do, with what their pages tell a user to write.
+"""Trains megatron-core's GPT as trainers over it do, with the plug-in and what their pages tell.
 
-The argument is JSON: by trainer, what is imported, the settings, and whether they are checked by a
-call of their own. The last line of the output is JSON: by trainer, what was offloaded and what was
-said.
+The arguments are modules to offload. The last line of the output is JSON: of a job that checks its
+configuration as it makes it, and of one that does so by a call of its own, what was offloaded and
+what was said.
 """
 
 from __future__ import annotations
@@ -39,21 +39,22 @@ def make_late(**options):
     return config
 
 
-def plug_in(module, settings, is_late):
-    from megatron_offload import PipelineOffloadManager
+def plug_in(make, expected):
+    from megatron_offload.engine.manager import PipelineOffloadManager as Engine
+    from megatron_offload.fine_grained_activation_offload import PipelineOffloadManager
     from megatron_offload.integrations import megatron_core
 
-    PipelineOffloadManager.instance = None
+    Engine.instance = None
+    sys.modules.pop("megatron_offload.auto", None)
+    settings = {"fine_grained_activation_offloading": True, "offload_modules": sys.argv[1:]}
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        importlib.import_module(module)
-        config = build_config(settings, offload=True, make=make_late if is_late else None)
+        importlib.import_module("megatron_offload.auto")
+        config = build_config(settings, offload=True, make=make)
         found, counts = train(build_model(config), "", PipelineOffloadManager.get_instance())
     megatron_core.uninstall()
-    for name in (module, "megatron_offload.auto"):
-        sys.modules.pop(name, None)
     return {
-        "numbers": found,
+        "equal": all(map(torch.equal, expected, found)),
         "moved": counts[-1]["names"],
         "left": counts[-1]["left"],
         "said": said.getvalue(),
@@ -65,14 +66,10 @@ def main():
     import megatron.core
 
     torch.compiler.set_stance("force_eager")
-    found = {}
     with one_process():
         expected, _ = train(build_model(build_config({}, offload=False)), "")
-        for trainer, plan in json.loads(sys.argv[1]).items():
-            found[trainer] = one = plug_in(**plan)
-            pairs = zip(expected, one.pop("numbers"), strict=True)
-            one["equal"] = all(torch.equal(*pair) for pair in pairs)
-    sys.stdout.write(json.dumps({"version": megatron.core.__version__, "trainers": found}) + "\n")
+        found = [plug_in(make, expected) for make in (None, make_late)]
+    sys.stdout.write(json.dumps({"version": megatron.core.__version__, "jobs": found}) + "\n")
 
 
 if __name__ == "__main__":
