@@ -115,10 +115,18 @@ def refuse_unserved(door: str, config: OffloadConfig) -> None:
             raise ConfigError(f"{door} can't recompute {name!r}; {' and '.join(served)} can")
 
 
+def leave_search(manager: PipelineOffloadManager) -> None:
+    """Look for no more rows, and follow what is configured."""
+    if isinstance(manager.tuner, RowSearch):
+        manager.tuner.close()
+        manager.tuner = None
+        manager.learner.follow_rules()
+    manager.follow_rows(manager.config.rows)
+
+
 def begin_anew(manager: PipelineOffloadManager) -> None:
     """Forget what was found for another model; keep all that there is room for until one comes."""
-    manager.follow_rows(manager.config.rows)
-    manager.tuner = None
+    leave_search(manager)
     if manager.config.tuned_policy is not None:
         manager.learner.open()
 

@@ -26,7 +26,7 @@ from megatron_offload.engine.module_hooks import (
 from megatron_offload.engine.patches import PatchStack
 from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.frontends.adopt import adopt_model
-from megatron_offload.frontends.around import engine_of, refuse_unserved
+from megatron_offload.frontends.around import engine_of, leave_search, refuse_unserved
 from megatron_offload.model_map.offload_site import OffloadSite, inputs, outputs
 from megatron_offload.model_map.structure import has_forward
 
@@ -144,16 +144,8 @@ def _measure(chunks: Sequence[nn.Module], result: ModuleOffload) -> None:
                 search.add(chunk)
     else:
         search = manager.tuner = RowSearch(chunks, manager, lambda: None, has_layers=False)
-        result.on_undo(partial(_leave, manager, search))
+        result.on_undo(leave_search, manager)
     result.remove_later(map(search.hook_end, chunks))
-
-
-def _leave(manager: PipelineOffloadManager, search: RowSearch) -> None:
-    search.close()
-    if manager.tuner is search:
-        manager.tuner = None
-        manager.learner.follow_rules()
-        manager.follow_rows(manager.config.rows)
 
 
 def _kind_of(name: str, modules: Sequence[Mapping[str, nn.Module]], is_part: bool) -> _Kind | None:

@@ -34,6 +34,7 @@ from megatron_offload.engine.module_hooks import tensors_in
 from megatron_offload.engine.patches import Call, PatchStack, around
 from megatron_offload.errors import ConfigError, IntegrationError
 from megatron_offload.frontends.adopt import adopt_model
+from megatron_offload.frontends.around import leave_search
 from megatron_offload.frontends.modules import ModuleOffload
 from megatron_offload.integrations.megatron_recompute import PATCHES
 from megatron_offload.integrations.megatron_rows import (
@@ -133,7 +134,7 @@ def _leave_search() -> None:
     """Look at no more forwards, as Megatron has its own handler again."""
     manager = PipelineOffloadManager.instance
     if manager is not None and isinstance(manager.tuner, MegatronSearch):
-        manager.tuner.close()
+        leave_search(manager)
 
 
 def patch_everywhere(pairs: Iterable[tuple[Any, Any]]) -> None:

@@ -16,7 +16,7 @@ from megatron_offload.engine.patches import Call, PatchStack
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import IntegrationError
 from megatron_offload.frontends.adopt import adopt_model
-from megatron_offload.frontends.around import AroundForwards, followed
+from megatron_offload.frontends.around import AroundForwards, followed, leave_search
 
 
 class PipelineOffload(PatchStack):
@@ -35,8 +35,8 @@ class PipelineOffload(PatchStack):
         self.on_undo(manager.close)
         hook = partial(self._hook, models)
         if manager.config.tuned_policy is not None:
-            search = manager.tuner = RowSearch(models, manager, hook)
-            self.on_undo(search.close)
+            manager.tuner = RowSearch(models, manager, hook)
+            self.on_undo(leave_search, manager)
         hook()
         for place, stage in enumerate(stages):
             where = {"vp_stage": place, "pp_rank": stage.group_rank}
