@@ -27,7 +27,6 @@ from megatron_offload.model_map.offload_site import (
 from megatron_offload.model_map.rows import find_rows
 from megatron_offload.model_map.structure import layers_of
 from megatron_offload.model_map.watch import RowWatch
-from megatron_offload.recompute.site_call import Site
 from megatron_offload.recompute.sites import recompute_modules, sites_of, unit_of
 
 _IN_THREADS = (
@@ -44,7 +43,7 @@ _WRAPPED = ("module", "_orig_mod", "base_model", "model")
 
 
 _HOOKS = NoHooks, OffloadSite, LayerClock, RowWatch, nn.DataParallel
-"""Whose hooks `adopt_model` sets, beside those of `Site`: these know what they have proven."""
+"""Whose hooks `adopt_model` sets, beside those of `recompute_modules`."""
 
 _adopted = WeakKeyDictionary[nn.Module, "list[ref[PipelineOffloadManager]]"]()
 """By model whose hooks it has: a list of one, the last call's."""
@@ -60,8 +59,10 @@ def _leave(model: ref[nn.Module], adopted: object) -> None:
     found = model()
     if found is not None and _adopted.get(found) is adopted:
         del _adopted[found]
-        for module in found.modules():
-            for owner in (*_HOOKS, Site):
+        modules = named_modules(found)
+        recompute_modules(modules, {}, lambda: None)
+        for module in modules.values():
+            for owner in _HOOKS:
                 hooks_of(owner, module)
 
 

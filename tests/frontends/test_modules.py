@@ -9,6 +9,7 @@ import pytest
 import torch
 import zoo
 from programs import KIB, TWO_TIMINGS, assert_nothing_left, assert_same, make_manager
+from test_compile import Model as WithNorms
 from torch import nn
 
 from megatron_offload.engine.learning import register_pipeline_rank
@@ -321,6 +322,15 @@ def test_modules_that_are_marked_again_are_groups_of_the_last_call_alone(other_m
     gradients(model)
     last.reset()
     assert last.last_step.num_groups == 0
+
+
+def test_hooks_that_a_watched_forward_has_set_go_with_the_others():
+    model = WithNorms()
+    manager = make_manager(rows=[{"site": "norm", "recompute": True}])
+    with offload_modules(model, [], manager=manager), manager.step():
+        model(torch.randn(8, 32)).sum().backward()
+        assert model.layers[0].mlp.linear_fc1._forward_hooks, "where the norm's output is saved"
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def test_a_call_that_fails_leaves_the_marks_of_an_earlier_one():
