@@ -6,10 +6,8 @@ of both eras by which a chunk begins.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from inspect import signature
 from typing import Any, ClassVar
@@ -67,17 +65,8 @@ def chunk_arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:
     return readings[0]
 
 
-@dataclass
-class _Order:
-    """What callers by hand have queued in one step of the engine."""
-
-    step_number: int
-    handlers: dict[Chunk, ChunkOffloadHandler] = field(default_factory=dict)
-    queue: deque[ChunkOffloadHandler] = field(default_factory=deque)
-    staged: list[list[ChunkOffloadHandler]] = field(default_factory=list)
-    delayed: list[Callable[[], Any]] = field(default_factory=list)
-    taken: tuple[ChunkOffloadHandler | None, int] = None, 0
-    """The one that was taken from the queue last, and what backward had reached by then."""
+def _with_groups(handlers: Iterable[ChunkOffloadHandler]) -> list[ChunkOffloadHandler]:
+    return [handler for handler in handlers if not handler.is_empty_chunk()]
 
 
 class PipelineOffloadManager:
@@ -99,7 +88,14 @@ class PipelineOffloadManager:
         self.in_replay = False
         """Whether a CUDA graph is being replayed: delayed commits wait for the flush only then."""
         self._pool: HostTensorPool | None = None
-        self._by_hand = _Order(self.engine.step_number)
+        # What callers by hand have. The chunks of a step that is over have no groups.
+        self._handlers: dict[Chunk, ChunkOffloadHandler] = {}
+        self._queue: list[ChunkOffloadHandler] = []
+        self._staged: list[list[ChunkOffloadHandler]] = []
+        self._taken: tuple[ChunkOffloadHandler, int] | None = None
+        """The one that was taken from the queue last, and what backward had reached by then."""
+        self._delayed: list[tuple[int, Callable[[], Any]]] = []
+        """Commits that are put off, with the number of their step."""
 
     @classmethod
     def get_instance(cls) -> PipelineOffloadManager:
@@ -185,75 +181,65 @@ class PipelineOffloadManager:
         """Return the chunk whose forward runs; it is never used up."""
         return self.cur_forward_chunk()
 
-    @property
-    def _order(self) -> _Order:
-        order = self._by_hand
-        if order.step_number != self.engine.step_number:
-            self._by_hand = _Order(self.engine.step_number)
-            # A step that is found to be over ends when the first group of the next has begun.
-            chunk = self.engine.cur_forward_chunk()
-            if chunk in order.handlers:
-                self._by_hand.handlers[chunk] = order.handlers[chunk]
-                self.push(order.handlers[chunk])
-        return self._by_hand
-
     def _handler_of(self, chunk: Chunk) -> ChunkOffloadHandler:
-        handlers, rules = self._order.handlers, chunk.rules
-        if chunk not in handlers:
-            given = rules.min_tensor_elements, self.cpu_tensor_pool, rules.max_inflight_groups
-            handlers[chunk] = ChunkOffloadHandler(*given, engine=self.engine, chunk=chunk)
-        return handlers[chunk]
+        if chunk not in self._handlers:
+            self._handlers = {h.chunk: h for h in _with_groups(self._handlers.values())}
+            given = chunk.rules.min_tensor_elements, self.cpu_tensor_pool
+            handler = ChunkOffloadHandler(
+                *given, chunk.rules.max_inflight_groups, engine=self.engine, chunk=chunk
+            )
+            self._handlers[chunk] = handler
+        return self._handlers[chunk]
 
     # Chunks in backward, for callers who step through them by hand
 
     def _stage(self, handler: ChunkOffloadHandler, num_stages: int) -> None:
         """Queue a chunk of the last stage at once, those before it when their backwards follow."""
-        order = self._order
-        if len(order.staged) != num_stages:
-            order.staged = [[] for _ in range(num_stages)]
+        self._staged = [_with_groups(handlers) for handlers in self._staged]
+        if len(self._staged) != num_stages:
+            self._staged = [[] for _ in range(num_stages)]
         stage = min(handler.vpp_rank, num_stages - 1)
-        order.staged[stage].append(handler)
+        self._staged[stage].append(handler)
         if stage == num_stages - 1:
             self.push(handler)
             self.flush()
 
     def flush(self) -> None:
         """Queue the staged chunks for backward, last stage first, once all had as many forwards."""
-        staged = self._order.staged
-        if len({len(handlers) for handlers in staged}) == 1:
-            for handlers in reversed(staged[:-1]):
-                self._order.queue.extend(handlers)
-            staged.clear()
+        if len({len(handlers) for handlers in self._staged}) == 1:
+            for handlers in reversed(self._staged[:-1]):
+                self._queue += handlers
+            self._staged.clear()
 
     def push(self, handler: ChunkOffloadHandler) -> None:
         """Queue a chunk for backward."""
-        self._order.queue.append(handler)
+        self._queue = [*_with_groups(self._queue), handler]
 
     def front_backward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
         """Return the queued chunk whose backward is next: the first with a group, of this name."""
         reached = {key.chunk for key in self.engine.decisions.backward_order}
-        left = (h for h in self._order.queue if h.chunk.position not in reached)
+        left = (h for h in self._queue if h.chunk.position not in reached)
         return next((h for h in left if not h.is_empty_chunk(name)), None)
 
     def pop_backward_chunk(self, name: str | None = None) -> ChunkOffloadHandler:
         """Make the next queued chunk with a group (of this name) the current one of backward."""
-        handler, order = self.front_backward_chunk(name), self._order
+        handler = self.front_backward_chunk(name)
         if handler is None:
             of_name = "" if name is None else f" of the name {name!r}"
             raise StateError(
                 f"no chunk with a group{of_name} is queued for backward: push() it first"
             )
-        while order.queue.popleft() is not handler:
-            pass
-        order.taken = handler, len(self.engine.decisions.backward_order)
+        self._queue = self._queue[self._queue.index(handler) + 1 :]
+        self._taken = handler, len(self.engine.decisions.backward_order)
         return handler
 
     def cur_backward_chunk(self) -> ChunkOffloadHandler | None:
         """Return the chunk whose backward was entered last in this step, if any."""
-        (taken, num_reached), step = self._order.taken, self.engine.decisions
-        if len(step.backward_order) == num_reached:
+        step, (taken, num_reached) = self.engine.decisions, self._taken or (None, 0)
+        reached = step.backward_order
+        if taken is not None and len(reached) == num_reached and not taken.is_empty_chunk():
             return taken
-        return self._handler_of(step.entered[step.backward_order[-1].chunk])
+        return self._handler_of(step.entered[reached[-1].chunk]) if reached else None
 
     # Hooks
 
@@ -289,15 +275,15 @@ class PipelineOffloadManager:
         if isinstance(handler, ChunkOffloadHandler):
             handler.commit(*(None, *given)[-2:], delay=True)
         else:
-            self._order.delayed.append(partial(group_hook, *given))
+            self._delayed.append((self.engine.step_number, partial(group_hook, *given)))
 
     def flush_delayed_groups(self) -> None:
         """Issue the copies of all groups that were put off, in the order of their commits."""
         self.engine.flush_delayed_groups()
-        order = self._order
-        hooks, order.delayed = order.delayed, []
-        for hook in hooks:
-            hook()
+        delayed, self._delayed = self._delayed, []
+        for step_number, hook in delayed:
+            if step_number == self.engine.step_number:
+                hook()
 
     # The step
 
