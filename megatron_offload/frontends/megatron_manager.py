@@ -6,7 +6,8 @@ of both eras by which a chunk begins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property, partial
 from inspect import signature
@@ -65,8 +66,10 @@ def chunk_arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:
     return readings[0]
 
 
-def _with_groups(handlers: Iterable[ChunkOffloadHandler]) -> list[ChunkOffloadHandler]:
-    return [handler for handler in handlers if not handler.is_empty_chunk()]
+def _forget_spent(handlers: deque[ChunkOffloadHandler]) -> None:
+    """Drop the first ones as long as they have no groups: they are of a step that is over."""
+    while handlers and handlers[0].is_empty_chunk():
+        handlers.popleft()
 
 
 class PipelineOffloadManager:
@@ -88,10 +91,10 @@ class PipelineOffloadManager:
         self.in_replay = False
         """Whether a CUDA graph is being replayed: delayed commits wait for the flush only then."""
         self._pool: HostTensorPool | None = None
-        # What callers by hand have. The chunks of a step that is over have no groups.
-        self._handlers: dict[Chunk, ChunkOffloadHandler] = {}
-        self._queue: list[ChunkOffloadHandler] = []
-        self._staged: list[list[ChunkOffloadHandler]] = []
+        self._begun = deque[ChunkOffloadHandler]()
+        """What callers by hand have, in the order of forwards; then queued for backward."""
+        self._queue = deque[ChunkOffloadHandler]()
+        self._staged: list[deque[ChunkOffloadHandler]] = []
         self._taken: tuple[ChunkOffloadHandler, int] | None = None
         """The one that was taken from the queue last, and what backward had reached by then."""
         self._delayed: list[tuple[int, Callable[[], Any]]] = []
@@ -170,7 +173,7 @@ class PipelineOffloadManager:
             max_inflight_groups=found.get("max_inflight_offloads"),
         )
         if self.engine.records():
-            self._stage(self._handler_of(chunk), found["vp_size"] or 1)
+            self._stage(self._handle(chunk), found["vp_size"] or 1)
 
     def cur_forward_chunk(self) -> ChunkOffloadHandler | None:
         """Return the chunk whose forward runs, if any."""
@@ -182,22 +185,25 @@ class PipelineOffloadManager:
         return self.cur_forward_chunk()
 
     def _handler_of(self, chunk: Chunk) -> ChunkOffloadHandler:
-        if chunk not in self._handlers:
-            self._handlers = {h.chunk: h for h in _with_groups(self._handlers.values())}
-            given = chunk.rules.min_tensor_elements, self.cpu_tensor_pool
-            handler = ChunkOffloadHandler(
-                *given, chunk.rules.max_inflight_groups, engine=self.engine, chunk=chunk
-            )
-            self._handlers[chunk] = handler
-        return self._handlers[chunk]
+        known = (handler for handler in reversed(self._begun) if handler.chunk is chunk)
+        return next(known, None) or self._handle(chunk)
+
+    def _handle(self, chunk: Chunk) -> ChunkOffloadHandler:
+        _forget_spent(self._begun)
+        rules = chunk.rules
+        given = rules.min_tensor_elements, self.cpu_tensor_pool, rules.max_inflight_groups
+        handler = ChunkOffloadHandler(*given, engine=self.engine, chunk=chunk)
+        self._begun.append(handler)
+        return handler
 
     # Chunks in backward, for callers who step through them by hand
 
     def _stage(self, handler: ChunkOffloadHandler, num_stages: int) -> None:
         """Queue a chunk of the last stage at once, those before it when their backwards follow."""
-        self._staged = [_with_groups(handlers) for handlers in self._staged]
+        for handlers in self._staged:
+            _forget_spent(handlers)
         if len(self._staged) != num_stages:
-            self._staged = [[] for _ in range(num_stages)]
+            self._staged = [deque() for _ in range(num_stages)]
         stage = min(handler.vpp_rank, num_stages - 1)
         self._staged[stage].append(handler)
         if stage == num_stages - 1:
@@ -213,7 +219,8 @@ class PipelineOffloadManager:
 
     def push(self, handler: ChunkOffloadHandler) -> None:
         """Queue a chunk for backward."""
-        self._queue = [*_with_groups(self._queue), handler]
+        _forget_spent(self._queue)
+        self._queue.append(handler)
 
     def front_backward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
         """Return the queued chunk whose backward is next: the first with a group, of this name."""
@@ -229,7 +236,8 @@ class PipelineOffloadManager:
             raise StateError(
                 f"no chunk with a group{of_name} is queued for backward: push() it first"
             )
-        self._queue = self._queue[self._queue.index(handler) + 1 :]
+        while self._queue.popleft() is not handler:
+            pass
         self._taken = handler, len(self.engine.decisions.backward_order)
         return handler
 
