@@ -308,7 +308,8 @@ def _marking(original: Callable[[Any], None], self: Any) -> None:
         marked = ModuleOffload(manager)
         marked.mark([self], filter(_is_ours, names), is_part=True)
         patches.on_undo(marked.remove)
-        patches.on_undo(partial(_unmark, ref(self)))
+        model = ref(self)
+        patches.on_undo(lambda: unmark_layers(model()))
         if manager.config.enabled:
             given = manager.config.rows or ()
             refuse_rows(given, self, notes=self in _notes_on_weights)
@@ -342,12 +343,6 @@ def _hook_rows(model: nn.Module, marked: ModuleOffload) -> None:
     find_manager = PipelineOffloadManager.get_instance
     mark_layers(model, marked.manager.rows or ())
     marked.on_undo(adopt_model(model, marked.manager, find_manager, is_part=True))
-
-
-def _unmark(model: ref[nn.Module]) -> None:
-    found = model()
-    if found is not None:
-        unmark_layers(found)
 
 
 def _hook_all_rows(manager: ref[PipelineOffloadManager]) -> None:

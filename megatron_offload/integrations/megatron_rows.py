@@ -149,9 +149,9 @@ def _choose(chosen: LargestTensors, module: nn.Module, args: Any) -> None:
         group.pick = chosen.begin()
 
 
-def unmark_layers(model: nn.Module) -> None:
-    """Let layers mark what they were built to mark."""
-    for module in model.modules():
+def unmark_layers(model: nn.Module | None) -> None:
+    """Let layers mark what they were built to mark; None is a model that has gone."""
+    for module in () if model is None else model.modules():
         keeps_activation.discard(module)
         vars(module).update(_built.pop(module, {}))
         hooks_of(LargestTensors, module)
