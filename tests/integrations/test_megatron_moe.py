@@ -210,27 +210,20 @@ def test_uninstall_puts_back_what_was_found():
         assert dict(vars(DeepepManager)) == before
 
 
-def raises(self, indices, probs):
-    return self.something_new
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda routing_map, probs: routing_map.something_new,
+        lambda routing_map, probs: (routing_map, probs.double()),
+        lambda routing_map, probs: (routing_map, probs.detach() + 0.0 * probs),
+        lambda routing_map, probs: (~routing_map, probs),
+    ],
+    ids=["raises", "other type", "other gradient", "other map"],
+)
+def test_a_step_that_is_not_megatrons_known_one_is_refused(change, monkeypatch):
+    def changed(self, indices, probs):
+        return change(*MEGATRONS(self, indices, probs))
 
-
-def other_dtype(self, indices, probs):
-    routing_map, multihot_probs = MEGATRONS(self, indices, probs)
-    return routing_map, multihot_probs.double()
-
-
-def other_gradient(self, indices, probs):
-    routing_map, multihot_probs = MEGATRONS(self, indices, probs)
-    return routing_map, multihot_probs.detach() + 0.0 * multihot_probs
-
-
-def other_map(self, indices, probs):
-    routing_map, multihot_probs = MEGATRONS(self, indices, probs)
-    return ~routing_map, multihot_probs
-
-
-@pytest.mark.parametrize("changed", [raises, other_dtype, other_gradient, other_map])
-def test_a_step_that_is_not_megatrons_known_one_is_refused(changed, monkeypatch):
     monkeypatch.setattr(DeepepManager, "_indices_to_multihot", changed)
     with pytest.raises(IntegrationError, match=r"not the one that this replaces.*0\.16 to 0"):
         megatron_moe.install()
