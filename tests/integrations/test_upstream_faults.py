@@ -65,22 +65,30 @@ class Stream:
         self.issue(functools.partial(stream.run_to, stream.issued))
 
 
-class LateDevice:
-    """Stands for CUDA where Megatron's handler asks for it; its pinned memory holds NaN at first.
+class Theirs:
+    """Megatron-core's own handler, and what stands for CUDA where it asks for that.
+
+    Pinned memory holds NaN at first.
 
     Attributes:
-        pinned_bytes: all that was asked for.
-        moved_bytes: copied to the host since the last step.
+        host_bytes: all that was asked for.
+        moved_bytes: copied to the host in the last step.
         num_back: copies back to the device.
     """
 
-    has_switch = True
+    name, has_switch = "theirs", True
 
-    def __init__(self, module, *, is_late):
-        self.compute = self.current = Stream(is_late=False)
+    def __init__(self, *, is_late=True):
+        from megatron.core.pipeline_parallel import fine_grained_activation_offload as module
+
+        from megatron_offload.integrations import megatron_core
+
+        megatron_core.uninstall()
+        self.interface = module.FineGrainedActivationOffloadingInterface
+        self.current = Stream(is_late=False)
         self.streams, self.is_late = [], is_late
-        self.pinned, self.pinned_bytes = [], 0
-        self.moved_bytes = self.num_back = 0
+        self.pinned, self.host_bytes = [], 0
+        self.moved_bytes = self.copied_bytes = self.num_back = 0
         self._copy = torch.Tensor.copy_
         self._module = module
 
@@ -101,7 +109,7 @@ class LateDevice:
         if torch.device(device or "cpu").type == "cpu" and tensor.is_floating_point():
             tensor.fill_(torch.nan)
             self.pinned.append(tensor)
-            self.pinned_bytes += tensor.nbytes
+            self.host_bytes += tensor.nbytes
         return tensor
 
     def copy(self, tensor, source, non_blocking):
@@ -110,7 +118,7 @@ class LateDevice:
         if any(source is known for known in self.pinned):
             self.num_back += 1
         else:
-            self.moved_bytes += source.nbytes
+            self.copied_bytes += source.nbytes
             # A copy may read at once what it writes late. Emptied memory may hold anything.
             is_there = source.untyped_storage().nbytes() >= source.nbytes
             source = source.detach().clone() if is_there else torch.full_like(tensor, torch.nan)
@@ -118,9 +126,11 @@ class LateDevice:
         self.current.issue(lambda: self._copy(tensor.data, source.data))
         return tensor
 
-    def synchronize(self):
+    def end_step(self):
+        self.interface.reset()
         for stream in self.streams:
             stream.run_to(stream.issued)
+        self.moved_bytes, self.copied_bytes = self.copied_bytes, 0
 
     @contextlib.contextmanager
     def active(self):
@@ -157,40 +167,28 @@ class LateDevice:
             yield
 
 
+class NoGroup(contextlib.nullcontext):
+    """What a group is without a handler."""
+
+    def __init__(self, offload, tensor, name):
+        super().__init__(tensor)
+
+    def group_offload(self, tensor):
+        return tensor
+
+    init_chunk_handler = mark_not_offload = staticmethod(lambda *_: None)
+
+
 class Without:
     """No handler."""
 
-    name, interface = "without", None
+    name, interface = "without", NoGroup
     active = contextlib.nullcontext
     host_bytes = num_back = 0
     moved_bytes = 1
 
     def end_step(self):
         """Nothing to end."""
-
-
-class Theirs:
-    """Megatron-core's own handler."""
-
-    name, moved_bytes = "theirs", 0
-
-    def __init__(self, *, is_late=True):
-        from megatron.core.pipeline_parallel import fine_grained_activation_offload as module
-
-        from megatron_offload.integrations import megatron_core
-
-        megatron_core.uninstall()
-        self.device = LateDevice(module, is_late=is_late)
-        self.active = self.device.active
-        self.interface = module.FineGrainedActivationOffloadingInterface
-
-    def end_step(self):
-        self.interface.reset()
-        self.device.synchronize()
-        self.moved_bytes, self.device.moved_bytes = self.device.moved_bytes, 0
-
-    host_bytes = property(lambda self: self.device.pinned_bytes)
-    num_back = property(lambda self: self.device.num_back)
 
 
 class Ours:
@@ -240,20 +238,11 @@ class Program:
         self.side, self.outputs, self.gradients = side, {}, []
 
     def begin(self, vp_size=1, vp_stage=0, *, fraction=1.0):
-        if self.side.interface is not None:
-            self.side.interface.init_chunk_handler(0, vp_size, vp_stage, 0, 0, fraction)
+        self.side.interface.init_chunk_handler(0, vp_size, vp_stage, 0, 0, fraction)
 
     def mark(self, name, x):
         """Return what a group's forward enters, to commit it with ``group_offload``."""
-        if self.side.interface is not None:
-            return self.side.interface(True, x, name)
-        nothing = contextlib.nullcontext(x)
-        nothing.group_offload = lambda y: y
-        return nothing
-
-    def mark_not_offload(self, tensor):
-        if self.side.interface is not None:
-            self.side.interface.mark_not_offload(tensor)
+        return self.side.interface(True, x, name)
 
     def group(self, name, function, x):
         mark = self.mark(name, x)
@@ -420,7 +409,7 @@ def discarded_output(*, is_marked=False):
                 mark = program.mark("attn_proj", core)
                 with mark as core:
                     if is_marked:
-                        program.mark_not_offload(core)
+                        program.side.interface.mark_not_offload(core)
                     h = project(core)
                     whole.discard_output_and_register_recompute(h)
                 h = mark.group_offload(h)
@@ -496,7 +485,7 @@ def no_switch():
         program.side.end_step()
         return [x.grad]
 
-    with mock.patch.object(LateDevice, "has_switch", False):
+    with mock.patch.object(Theirs, "has_switch", False):
         return compare(steps)
 
 
