@@ -97,16 +97,6 @@ def traced_inside(context):
     return [traced(torch.randn(32, 32), torch.randn(32, 32))]
 
 
-def of_rows_that_differ(context):
-    model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 3))
-    rows = [torch.randn(4, 32), torch.randn(7, 32)]
-    with context:
-        jagged = model(torch.nested.nested_tensor(rows, layout=torch.jagged))
-        padded = torch.nested.to_padded_tensor(jagged, 0.0)
-    padded.square().mean().backward()
-    return [padded.detach(), *(p.grad for p in model.parameters())]
-
-
 def of_one_array_twice(context):
     model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 3))
     array = np.random.default_rng(0).normal(size=(64, 32)).astype("f4")
@@ -146,7 +136,6 @@ def with_two_backwards(context):
 @pytest.mark.parametrize("program", [
     taken_in_inference_mode,
     traced_inside,
-    of_rows_that_differ,
     of_one_array_twice,
     of_what_is_expanded_to_one_element,
     with_backward_inside,

@@ -351,8 +351,8 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("min_offload_size", [0, 512])
-def test_other_layouts_are_reloaded_as_they_were(layout, min_offload_size):
+@pytest.mark.parametrize("settings", [{}, {"min_offload_size": 512}, {"checking": True}], ids=str)
+def test_other_layouts_are_reloaded_as_they_were(layout, settings):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 16))
 
@@ -363,7 +363,7 @@ def test_other_layouts_are_reloaded_as_they_were(layout, min_offload_size):
         return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
 
     expected = step(contextlib.nullcontext())
-    offload = make_offload(**TIGHT, min_offload_size=min_offload_size)
+    offload = make_offload(**TIGHT, **settings)
     for _ in range(3):
         assert_same(expected, step(offload))
         assert offload.end_step()
