@@ -10,7 +10,7 @@ import pytest
 from processes import ROOT, run_python
 from traps import lose_a_bit
 
-from megatron_offload.recompute.proof import Proofs
+from megatron_offload.recompute.proof import Proof
 
 sys.path.append(str(ROOT / "scripts"))
 
@@ -36,8 +36,8 @@ def test_a_short_soak_finds_nothing(tmp_path):
 def test_a_lost_bit_is_seen(monkeypatch):
     soak = Soak(SHORT)
     lose_a_bit(monkeypatch, "mlp")
-    monkeypatch.setattr(Proofs, "begin", lambda *_: False)  # else what is recomputed of it is seen
-    monkeypatch.setattr(Proofs, "refusal", lambda *_: "")
+    monkeypatch.setattr(Proof, "begin", lambda *_: False)  # else what is recomputed of it is seen
+    monkeypatch.setattr(Proof, "refuse_unseen", lambda *_: "")
     soak.steps()
     assert soak.differences
 

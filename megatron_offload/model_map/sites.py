@@ -149,14 +149,14 @@ def emptied_inside(config: Any, site: str) -> str:
     return f"recompute_modules recomputes {', '.join(inside)} inside it" if inside else ""
 
 
-def parts_refusal(module: nn.Module) -> str:
-    """Return why a module can't run again, of what is inside it."""
-    for part in [*module.modules()][1:]:
+def parts_refusal(parts: Sequence[nn.Module]) -> str:
+    """Return why a module can't run again, of what is inside it; it is the first of the parts."""
+    for part in parts:
         if isinstance(part, torch.jit.ScriptModule):
             return "a part of it is in TorchScript"
-        hooks = *part._forward_hooks.values(), *part._forward_pre_hooks.values()
-        if not all(map(is_own_hook, hooks)):
-            return "a part of it has hooks"
+        for hooks in (part._forward_hooks, part._forward_pre_hooks):
+            if hooks and part is not parts[0] and not all(map(is_own_hook, hooks.values())):
+                return "a part of it has hooks"
     return ""
 
 

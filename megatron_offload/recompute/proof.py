@@ -11,10 +11,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary, proxy
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
+from megatron_offload.engine.checking import checksum
+from megatron_offload.engine.module_hooks import tensors_in
 from megatron_offload.engine.transfers import Transfers
 
 _logger = logging.getLogger(__name__)
@@ -22,8 +25,6 @@ _logger = logging.getLogger(__name__)
 PROVE_EVERY = 256
 _MOST_IN_A_STEP = 256
 """Outputs that are compared for one proof, also where steps never end."""
-
-_books: WeakKeyDictionary[Transfers, Proofs] = WeakKeyDictionary()
 
 
 @dataclass(eq=False, repr=False)
@@ -40,56 +41,62 @@ class Proof:
     """The last of which outputs are compared, of which ``num_left`` may yet be."""
     num_left: int = 0
 
+    def begin(self, step: int) -> bool:
+        """Return whether an output that is made now, in this step, is compared."""
+        if step - self.step >= PROVE_EVERY:
+            self.step, self.num_left = step, _MOST_IN_A_STEP
+        is_seen = self.step == step and self.num_left > 0 and not self.refusal
+        self.num_left -= is_seen
+        return is_seen
 
-class Proofs:
-    """The proofs of one manager, whose ``transfers`` these are."""
-
-    def __init__(self, transfers: Transfers) -> None:
-        self.transfers: Transfers = proxy(transfers)
-        self.of_functions: dict[Hashable, Proof] = {}
-        """By one call of a function in each forward."""
-        self._step, self._stats = 0, transfers.stats
-
-    @classmethod
-    def of(cls, transfers: Transfers) -> Proofs:
-        """Return those of a manager."""
-        book = _books.get(transfers) or _books.setdefault(transfers, cls(transfers))
-        if book._stats is not transfers.stats:
-            book._stats = transfers.stats
-            book._step += 1
-        return book
-
-    def begin(self, proof: Proof) -> bool:
-        """Return whether an output that was made now is compared."""
-        if self._step - proof.step >= PROVE_EVERY:
-            proof.step, proof.num_left = self._step, _MOST_IN_A_STEP
-        is_seen = proof.step == self._step and proof.num_left and not proof.refusal
-        if not is_seen or self.transfers.backend.is_capturing():
-            return False
-        proof.num_left -= 1
-        return True
-
-    def refusal(self, proof: Proof) -> str:
+    def refuse_unseen(self) -> str:
         """Return why an output that isn't compared can't be dropped, or nothing."""
-        if proof.is_known or proof.refusal:
-            return proof.refusal
-        proof.step = -PROVE_EVERY
+        if self.is_known or self.refusal:
+            return self.refusal
+        self.step = -PROVE_EVERY
         return "it is compared in the next step (not in one that is captured)"
 
-    def resolve(self, proof: Proof, are_equal: Sequence[torch.Tensor], num_bytes: int) -> str:
+    def resolve(self, are_equal: Sequence[torch.Tensor]) -> str:
         """Read what comparisons of one output have shown; return why it can't be dropped.
 
         The host waits for the device.
         """
-        self.transfers.stats.proven_bytes += num_bytes
-        if proof.refusal:
-            return proof.refusal
-        if torch.stack([*are_equal]).all():
-            proof.is_known = True
-            return ""
-        proof.refusal = "it was compared when it was recomputed, and had other bits"
-        _logger.warning(
-            "recompute: what %s returns is kept from here on: recomputed it has other bits",
-            proof.name,
-        )
-        return proof.refusal
+        if not self.refusal and torch.stack([*are_equal]).all():
+            self.is_known = True
+        elif not self.refusal:
+            self.refusal = "it was compared when it was recomputed, and had other bits"
+            _logger.warning(
+                "recompute: what %s returns is kept from here on: recomputed it has other bits",
+                self.name,
+            )
+        return self.refusal
+
+
+class Proofs:
+    """The proofs of one manager's functions, by one call of each in a forward."""
+
+    def __init__(self) -> None:
+        self.of_functions: dict[Hashable, Proof] = {}
+        self.step, self._stats = 0, None
+
+    @classmethod
+    def of(cls, transfers: Transfers) -> Proofs:
+        """Return those of a manager, which has these ``transfers``, in its step of now."""
+        book = _books.get(transfers) or _books.setdefault(transfers, cls())
+        if book._stats is not transfers.stats:
+            book._stats = transfers.stats
+            book.step += 1
+        return book
+
+
+_books: WeakKeyDictionary[Transfers, Proofs] = WeakKeyDictionary()
+
+
+def sums_of(output: Any) -> list[torch.Tensor]:
+    """Return checksums of the tensors in what a call has returned, each on its device."""
+    sums = []
+    for leaf in tensors_in(output):
+        if type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.is_nested:
+            flat = leaf.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+            sums.append(checksum(flat.view(torch.uint8)))
+    return sums

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import InitVar, dataclass, field
 from functools import partial
@@ -31,17 +31,19 @@ from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.checking import checksum
 from megatron_offload.engine.group import INPUT_NOT_SAVED, Block, BlockRef, Recipe
 from megatron_offload.engine.marks import is_parameter
-from megatron_offload.engine.modes import has_modes, outside_vmap
+from megatron_offload.engine.modes import outside_vmap
 from megatron_offload.engine.saved_tensor import SavedTensor, changed_in_place
+from megatron_offload.engine.transfers import Transfers
 from megatron_offload.errors import CorruptionError, StateError
 from megatron_offload.memory.layout import bytes_of, layout_of
 from megatron_offload.memory.storage_ref import StorageRef
-from megatron_offload.recompute.call_state import MODES
-from megatron_offload.recompute.proof import Proof, Proofs
+from megatron_offload.recompute.proof import Proof
 from megatron_offload.recompute.random_states import RandomStates
 
-_MOST_IN_A_ROW = 3
+MOST_IN_A_ROW = 3
 """Recipes of which each needs what the one before makes."""
+
+TOO_MANY = f"more than {MOST_IN_A_ROW} recipes in a row"
 
 _MOST_COPIED_BYTES = 1 << 20
 
@@ -171,7 +173,7 @@ class Input(SavedTensor):
         if not block.is_before_copy and not block.has(self):
             return "an input was changed in place"
         if block.recipe is not None and block.recipe.depth >= depth:
-            return f"more than {_MOST_IN_A_ROW} recipes in a row"
+            return TOO_MANY
         self.recipe = None
         return ""
 
@@ -212,26 +214,24 @@ class Input(SavedTensor):
 
 @dataclass(slots=True, eq=False, repr=False)
 class FunctionRecipe:
-    """A function and what it takes: how one tensor, the ``output``, was made."""
+    """How one tensor, the ``output``, was made: by a call that may run again."""
 
-    function: Callable[..., Any]
-    """Returns a tensor that shares memory with none of its inputs."""
+    again: Callable[..., Any]
+    """Runs that, under its own state; returns a tensor that shares memory with no input."""
     parts: Sequence[Any]
-    """Its arguments; each activation that can move as an `Input`."""
+    """What it takes; each activation that can move as an `Input`."""
     constants: Constants
-    """Of them those that never move."""
+    """Of that the tensors that never move."""
     output: InitVar[torch.Tensor]
     unit: str
     """The kind of recipe, by which it is counted, configured and planned."""
     depth: int
     """How many recipes are run one after another to make this; 0 where it can't be used."""
-    book: Proofs
+    transfers: Transfers
     proof: Proof
     """What is known of outputs that are made like this."""
     refusal: str
     """Why it can't be used, or nothing."""
-    call: Callable[..., Any]
-    """Calls the function under the state that it ran under."""
     version: int = field(init=False)
     """Version counter of the output when it was made."""
     form: tuple[Any, ...] = field(init=False)
@@ -241,20 +241,14 @@ class FunctionRecipe:
     compared: Event = None
 
     def __post_init__(self, output: torch.Tensor) -> None:
-        self.version, storage = output._version, output.untyped_storage()
+        self.version = output._version
         self.form = output.shape, output.stride(), output.dtype
-        self.storage_ref = StorageRef(storage)  # as with an `Input`
-        refusal = self.refusal or self.proof.refusal
-        if has_modes():
-            refusal = refusal or MODES
-        taken = (x for x in self.parts if isinstance(x, torch.Tensor))
-        if any(x.layout is not torch.strided for x in taken):
-            refusal = refusal or "it takes a sparse tensor"
-        if output.storage_offset() or storage.nbytes() > layout_of(output).high:
-            refusal = refusal or "its storage holds more"
-        if self.depth > _MOST_IN_A_ROW:
-            refusal = refusal or f"more than {_MOST_IN_A_ROW} recipes in a row"
-        self.refusal, self.depth = refusal, 0 if refusal else self.depth
+        self.storage_ref = StorageRef(output.untyped_storage())  # as with an `Input`
+
+    @property
+    def inputs(self) -> Iterable[Input]:
+        """Those of the parts that can move, each once."""
+        return {id(part): part for part in self.parts if type(part) is Input}.values()
 
     def bind(self, block: Block, *, drops: bool) -> str:
         """Keep the inputs' blocks from here on; return why the block can't be dropped, or nothing.
@@ -267,11 +261,11 @@ class FunctionRecipe:
         if refusal := self.bind_inputs():
             return refusal
         if self.sum is None:
-            return self.book.refusal(self.proof) if drops else ""
-        with self.book.transfers.backend.computing_on(block.stream):
+            return self.proof.refuse_unseen() if drops else ""
+        self.transfers.stats.proven_bytes += block.num_bytes
+        with self.transfers.backend.computing_on(block.stream):
             block.stream.wait_event(self.compared)
-            are_equal = [*self.are_equal, sum_of(block.alias) == self.sum]
-            return self.book.resolve(self.proof, are_equal, block.num_bytes)
+            return self.proof.resolve([*self.are_equal, sum_of(block.alias) == self.sum])
 
     def begin_proof(
         self,
@@ -281,7 +275,7 @@ class FunctionRecipe:
         *,
         runs: bool,
     ) -> None:
-        """Compare an output that was made now, if its function ``runs`` once more.
+        """Compare an output that was made now, if the call ``runs`` once more.
 
         It was ``given`` its arguments; ``sources`` are those of which backward would take what
         other recipes make.
@@ -296,13 +290,13 @@ class FunctionRecipe:
             made = self._call([own.get(id(x), x) for x in given])
             is_alike = self._is_as_before(made)
             self.are_equal.append(sum_of(made) == self.sum if is_alike else self.sum != self.sum)
-        backend = self.book.transfers.backend
+        backend = self.transfers.backend
         self.compared = backend.record(backend.compute_stream())
 
     def copy(self) -> FunctionRecipe:
         """Return one that can be bound by itself."""
         copied = copy.copy(self)
-        copies = {id(part): copy.copy(part) for part in self.parts if type(part) is Input}
+        copies = {id(part): copy.copy(part) for part in self.inputs}
         copied.parts = [copies.get(id(part), part) for part in self.parts]
         return copied
 
@@ -311,13 +305,13 @@ class FunctionRecipe:
         refusal = self.refusal
         if not self.constants.are_unchanged():
             refusal = refusal or "something that it reads was changed in place"
-        for part in {id(part): part for part in self.parts if type(part) is Input}.values():
+        for part in self.inputs:
             refusal = refusal or part.bind(self.depth)
         return refusal
 
     def needs(self) -> set[GroupKey]:
         """Return the groups whose bytes have to be on the device before `run`."""
-        return set().union(*(part.needs() for part in self.parts if type(part) is Input))
+        return set().union(*(part.needs() for part in self.inputs))
 
     def run(self) -> torch.Tensor:
         """Make the tensor again, on the current stream, whatever vmap is entered.
@@ -329,39 +323,37 @@ class FunctionRecipe:
                 other bits.
         """
         with outside_vmap():
-            return self._run()
-
-    def _run(self) -> torch.Tensor:
-        self.constants.check("a tensor", self.unit)
-        given = {id(part): part.as_given() for part in self.parts if type(part) is Input}
-        made = self._call([given.get(id(part), part) for part in self.parts])
-        if not self._is_as_before(made):
-            found: Any = type(made)
-            if found is torch.Tensor:
-                found = f"{list(made.shape)}, {made.stride()}, {made.dtype}"
-            raise CorruptionError(
-                f"a saved tensor was recomputed by {self.function!r} ({self.unit!r}) as {found}, "
-                f"and was {list(self.form[0])}, {self.form[1]}, {self.form[2]} (shape, strides, "
-                "dtype) in forward: the function must make the same tensor each time it is called"
-            )
-        if self.sum is not None and not torch.equal(sum_of(made), self.sum):
-            raise CorruptionError(
-                f"what {self.proof.name} returns was recomputed with other bits than its forward "
-                "had, and gradients would be wrong: it reads what has changed since; leave "
-                f"{self.unit!r} out of recompute"
-            )
-        return made
+            self.constants.check("a tensor", self.unit)
+            given = {id(part): part.as_given() for part in self.inputs}
+            made = self._call([given.get(id(part), part) for part in self.parts])
+            if not self._is_as_before(made):
+                found: Any = type(made)
+                if found is torch.Tensor:
+                    found = f"{list(made.shape)}, {made.stride()}, {made.dtype}"
+                shape, stride, dtype = self.form
+                raise CorruptionError(
+                    f"what {self.proof.name} returns ({self.unit!r}) was recomputed as {found}, "
+                    f"and was {list(shape)}, {stride}, {dtype} (shape, strides, dtype) in forward: "
+                    "it must make the same tensor each time it is called"
+                )
+            if self.sum is not None and not torch.equal(sum_of(made), self.sum):
+                raise CorruptionError(
+                    f"what {self.proof.name} returns was recomputed with other bits than its "
+                    "forward had, and gradients would be wrong: it reads what has changed since; "
+                    f"leave {self.unit!r} out of recompute"
+                )
+            return made
 
     def _call(self, parts: Sequence[Any]) -> torch.Tensor:
-        """Return what the function makes; for a proof no random state is changed."""
-        run = self.call
+        """Return what the call makes; for a proof no random state is changed."""
+        run = self.again
         with ExitStack() as undo:
             if self.sum is not None:
                 devices = {x.device.type for x in parts if isinstance(x, torch.Tensor)}
                 run = partial(RandomStates(devices).run, run)
                 undo.callback(random.setstate, random.getstate())
                 undo.callback(np.random.set_state, np.random.get_state(legacy=False))
-            made: torch.Tensor = run(self.function, *parts)
+            made: torch.Tensor = run(*parts)
         return made.detach() if type(made) is torch.Tensor else made
 
     def _is_as_before(self, made: torch.Tensor) -> bool:

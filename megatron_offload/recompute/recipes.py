@@ -26,10 +26,19 @@ from megatron_offload.engine.modes import has_modes
 from megatron_offload.engine.module_hooks import tensors_in
 from megatron_offload.engine.patches import Call
 from megatron_offload.engine.subclasses import is_wrapper
-from megatron_offload.recompute.call_state import CallState
+from megatron_offload.memory.layout import layout_of
+from megatron_offload.recompute.call_state import MODES, CallState
 from megatron_offload.recompute.proof import Proof, Proofs
 from megatron_offload.recompute.random_states import RandomStates
-from megatron_offload.recompute.recipe import Constants, FunctionRecipe, Input, lasting, taken_apart
+from megatron_offload.recompute.recipe import (
+    MOST_IN_A_ROW,
+    TOO_MANY,
+    Constants,
+    FunctionRecipe,
+    Input,
+    lasting,
+    taken_apart,
+)
 
 T = TypeVar("T")
 
@@ -58,7 +67,7 @@ class Recipes:
         self._recipes.clear()
         self._num_calls.clear()
 
-    def add(
+    def add_function(
         self,
         output: torch.Tensor,
         function: Callable[..., Any],
@@ -66,17 +75,33 @@ class Recipes:
         unit: str,
         *,
         kwargs: Mapping[str, Any] | None = None,
-        proof: Proof | None = None,
-        call: Callable[..., Any] | None = None,
+        state: CallState | None = None,
+        holds: bool = False,
+    ) -> None:
+        """Note by which function a tensor was made, under a ``state``, by default that of now.
+
+        ``holds`` is as in `add`.
+        """
+        again, inputs = taken_apart(function, args, kwargs)
+        run = partial((state or CallState()).run, again)
+        self.add(output, run, inputs, unit, self._proof_of(function, unit), holds=holds)
+
+    def add(
+        self,
+        output: torch.Tensor,
+        again: Callable[..., Any],
+        inputs: Sequence[Any],
+        unit: str,
+        proof: Proof,
+        *,
         runs: bool = True,
         holds: bool = False,
     ) -> None:
         """Note how a tensor was made, so that what saves it need not keep its bytes.
 
-        ``proof`` is what is known of such outputs, by default of this call of the function in each
-        forward; ``call`` calls it under the state of now, by default a `CallState`; ``runs`` says
-        whether it runs once more to be compared; ``holds`` whether it keeps what it takes for its
-        own backward anyway.
+        ``again`` runs the call that has made it, of the same ``inputs``; ``proof`` is what is known
+        of such outputs; ``runs`` says whether it runs once more to be compared; ``holds`` whether
+        it keeps what it takes for its own backward anyway.
         """
         chunk = self._chunk
         is_plain = type(output) is torch.Tensor and chunk.transfers.backend.owns(output)
@@ -85,49 +110,35 @@ class Recipes:
         if output.is_inference():  # nothing saves that
             return
         key = output.untyped_storage()._cdata
-        depth, refusal = 1, ""
-        sources: list[tuple[torch.Tensor, Recipe]] = []
-        parts: list[Any] = []
-        constants: list[torch.Tensor] = []
-        known: dict[int, Any] = {}
-        part: Any
         around = chunk.open_groups[-1].pick if chunk.open_groups else None
         offloads = bool(chunk.open_groups) and not (around and around.drops_only)
         is_held = holds and chunk.transfers.by_rows and not offloads
-        again, inputs = taken_apart(function, args, kwargs)
+        depth, refusal = 1, proof.refusal or (MODES if has_modes() else "")
+        sources: list[tuple[torch.Tensor, Recipe]] = []
+        known: dict[int, Any] = {}
         for given in inputs:
-            if id(given) in known or not isinstance(given, torch.Tensor):
-                parts.append(known.get(id(given), given))  # it is one for the function too
-                continue
-            if given.is_inference():
-                part, refusal = None, "an input is of inference mode"  # which counts no versions
-            elif is_parameter(given):
-                part = given if has_modes() else lasting(given)
-                constants.append(part)
-            elif type(given) is torch.Tensor and (given.is_conj() or given.is_neg()):
-                part, refusal = None, "an input is conjugated or negated lazily"  # no form says it
-            else:
-                part, made = self._input_of(given, unit, is_held=is_held)
-                if part is None:
-                    part = given if has_modes() else lasting(given)
-                    part = part.detach()  # to hold a graph from one of its records is a cycle
-                    constants.append(part)
-                    part = part.requires_grad_(given.requires_grad)
-                    if is_wrapper(given):
-                        refusal = "an input is made of several tensors"
-                elif part.storage_ref.cdata == key:
-                    refusal = "it is a view of an input"
+            if isinstance(given, torch.Tensor) and id(given) not in known:
+                # What is given twice is one for the function too.
+                part, made, why = self._part_of(given, unit, is_held=is_held)
+                known[id(given)] = part
+                if isinstance(part, Input) and part.storage_ref.cdata == key:
+                    why = "it is a view of an input"
+                refusal = refusal or why
                 if made is not None:
                     depth = max(depth, made.depth + 1)
                     sources.append((given, made))
-            parts.append(part)
-            known[id(given)] = part
-        book = Proofs.of(chunk.transfers)
-        if proof is None:
-            proof = self._proof_of(book, function, unit)
-        how = unit, depth, book, proof, refusal, call or CallState().run
-        recipe = FunctionRecipe(again, parts, Constants(constants), output, *how)
-        if recipe.depth and book.begin(proof):
+        constants = Constants([x for x in known.values() if isinstance(x, torch.Tensor)])
+        if any(x.layout is not torch.strided for x in constants.tensors):
+            refusal = refusal or "it takes a sparse tensor"
+        if output.storage_offset() or output.untyped_storage().nbytes() > layout_of(output).high:
+            refusal = refusal or "its storage holds more"
+        if depth > MOST_IN_A_ROW:
+            refusal = refusal or TOO_MANY
+        parts = [known.get(id(x), x) for x in inputs]
+        how = 0 if refusal else depth, chunk.transfers, proof, refusal
+        recipe = FunctionRecipe(again, parts, constants, output, unit, *how)
+        is_due = not (refusal or chunk.transfers.backend.is_capturing())
+        if is_due and proof.begin(Proofs.of(chunk.transfers).step):
             recipe.begin_proof(output, inputs, sources, runs=runs)
         block = chunk.find_block(key)
         if block is None:
@@ -135,34 +146,46 @@ class Recipes:
         elif block.is_before_copy:
             block.recipe = recipe
 
-    def _input_of(
-        self, tensor: torch.Tensor, unit: str, *, is_held: bool
-    ) -> tuple[Input | None, Recipe | None]:
-        """Return a tensor as a recipe's input, with how it was made itself; None: it is kept."""
+    def _part_of(
+        self, given: torch.Tensor, unit: str, *, is_held: bool
+    ) -> tuple[Input | torch.Tensor | None, Recipe | None, str]:
+        """Return a tensor as a part of a recipe, how it was made itself, and why it can't be one.
+
+        It is an `Input`, unless it never moves.
+        """
         chunk, block, recipe = self._chunk, None, None
-        if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
-            key = tensor.untyped_storage()._cdata
+        if given.is_inference():
+            return None, None, "an input is of inference mode"  # which counts no versions
+        if type(given) is torch.Tensor and (given.is_conj() or given.is_neg()):
+            return None, None, "an input is conjugated or negated lazily"  # no form says it
+        if type(given) is torch.Tensor and given.layout is torch.strided:
+            key = given.untyped_storage()._cdata
             block = chunk.find_block(key)
             if block is None:
                 chunk.blocks.pop(key, None)  # nor will one of another storage be found under it
                 recipe = self._recipes.get(key)
-                if recipe is not None and recipe.version != tensor._version:
+                if recipe is not None and recipe.version != given._version:
                     recipe = None  # what it has made was changed in place since
-        if block is None and recipe is None and (is_held or not chunk.may_move(tensor)):
-            return None, None
-        part = Input(tensor, unit, chunk.blocks, recipe)
-        chunk.transfers.empty(part.alias)
-        return part, recipe if block is None else block.recipe
+            if block is not None or recipe is not None or (not is_held and chunk.may_move(given)):
+                part = Input(given, unit, chunk.blocks, recipe)
+                chunk.transfers.empty(part.alias)
+                return part, recipe if block is None else block.recipe, ""
+        kept = given if has_modes() else lasting(given)
+        if is_parameter(given):
+            return kept, None, ""
+        kept = kept.detach()  # to hold a graph from one of its records is a cycle
+        why = "an input is made of several tensors" if is_wrapper(given) else ""
+        return kept.requires_grad_(given.requires_grad), None, why
 
-    def _proof_of(self, book: Proofs, function: Any, unit: str) -> Proof:
+    def _proof_of(self, function: Any, unit: str) -> Proof:
         while isinstance(function, partial):
             function = function.func
         name = getattr(function, "__qualname__", type(function).__qualname__)
         code = self._chunk.vp_stage, unit, name, getattr(function, "__code__", None)
         number = self._num_calls[code]
         self._num_calls[code] = number + 1
-        proof = Proof(f"{name} (call {number} of each forward)")
-        return book.of_functions.setdefault((*code, number), proof)
+        known = Proofs.of(self._chunk.transfers).of_functions
+        return known.setdefault((*code, number), Proof(f"{name} (call {number} of each forward)"))
 
 
 def recipes_of(chunk: ChunkOffloadHandler) -> Recipes:
@@ -191,7 +214,7 @@ def add_recipe(
     """
     chunk = manager.recorded_chunk()
     if chunk is not None:
-        recipes_of(chunk).add(output, function, args, unit, kwargs=kwargs, holds=holds)
+        recipes_of(chunk).add_function(output, function, args, unit, kwargs=kwargs, holds=holds)
 
 
 @graph_break
@@ -235,5 +258,5 @@ def recomputable(
     call_state = CallState(keeps_grad=True, random_states=states)
     output = function(*inputs)
     if isinstance(output, torch.Tensor):
-        recipes_of(chunk).add(output, function, inputs, unit, call=call_state.run)
+        recipes_of(chunk).add_function(output, function, inputs, unit, state=call_state)
     return output

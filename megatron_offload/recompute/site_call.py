@@ -1,4 +1,4 @@
-"""A site: the hooks of its module, one call of that, and how it runs again.
+"""One call of a site, and how it runs again.
 
 The graph is the original one: what the call saves is replaced by numbers, and the first that
 backward asks for runs the call again. A backward inside a backward, as other checkpoints have
@@ -14,10 +14,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from operator import call as call_directly
-from operator import eq
 from threading import RLock
 from typing import Any
 from weakref import ref
@@ -25,36 +23,20 @@ from weakref import ref
 import torch
 from torch import nn
 from torch._C._autograd import _top_saved_tensors_default_hooks
-from torch.autograd import forward_ad
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from megatron_offload.config import RECOMPUTE_SITES
 from megatron_offload.engine.graph_break import graph_break
-from megatron_offload.engine.hooks import (
-    is_in_backward,
-    is_recording,
-    owner_of_hooks,
-    put_on,
-    take_off,
-)
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_parameter
-from megatron_offload.engine.modes import has_modes, is_traced, outside_vmap
+from megatron_offload.engine.modes import outside_vmap
 from megatron_offload.engine.patches import PatchStack
 from megatron_offload.engine.saved_tensor import SavedTensor, changed_in_place
 from megatron_offload.engine.transfers import Transfers
 from megatron_offload.errors import CorruptionError, StateError
-from megatron_offload.model_map.offload_site import FindManager
-from megatron_offload.model_map.sites import call_refusal
-from megatron_offload.model_map.watch import SavedMemory
 from megatron_offload.recompute.call_state import CallState, PackHook, as_it_is
-from megatron_offload.recompute.module_state import ModuleLayout, ModuleState, tables_of
-from megatron_offload.recompute.proof import PROVE_EVERY, Proof
+from megatron_offload.recompute.module_state import ModuleState
+from megatron_offload.recompute.proof import PROVE_EVERY, Proof, sums_of
 from megatron_offload.recompute.random_states import RandomStates, are_captured, other_states
-from megatron_offload.recompute.recipe import taken_apart
-from megatron_offload.recompute.recipes import recipes_of
-from megatron_offload.recompute.rerun import Enough, Rerun, sums_of
-from megatron_offload.recompute.transformer_engine import is_quantising
 
 _logger = logging.getLogger(__name__)
 
@@ -78,7 +60,7 @@ _running = RLock()
 
 
 class Site:
-    """A module whose calls are recomputed, and its hooks.
+    """What is known of a module whose calls are recomputed.
 
     Attributes:
         path: its dotted name.
@@ -89,154 +71,60 @@ class Site:
         refusal: why it is kept from here on, by what a call has shown.
         fills_late: whether a kernel fills what is saved last behind that: a rerun must not end
             there.
+        proof: of what it returns.
         proven_in: the step in which it was proven last, by the training flags of its modules.
     """
 
     def __init__(self, path: str, unit: str, module: nn.Module, *, draws: bool) -> None:
-        self.path, self.unit, self.draws, self._type = path, unit, draws, type(module)
-        is_of_torch = self._type.__module__.startswith("torch.nn.") and not module._modules
+        self.path, self.unit, self.draws, self.type = path, unit, draws, type(module)
+        is_of_torch = self.type.__module__.startswith("torch.nn.") and not module._modules
         self.drops_inside = draws and not is_of_torch
         self.drops_output = unit not in RECOMPUTE_SITES
         self.refusal, self.fills_late = "", False
-        self._layout: ModuleLayout | None = None
-        self._prove_for(lambda: None)
-        self._find_manager: FindManager
-        self._calls: list[ModuleCall | None] = []
-        """Under way, where the inside is kept: no hooks say so."""
+        self.said = set[str]()
+        """Why sites of the model were kept so far."""
+        self.prove_for(lambda: None)
 
-    def serve(self, find_manager: FindManager, said: set[str], min_tokens: int) -> None:
-        """Ask another for the manager; ``said`` is why sites of the model were kept so far."""
-        self._find_manager, self._said, self._min_tokens = find_manager, said, min_tokens
-
-    def _prove_for(self, transfers: Callable[[], Transfers | None]) -> None:
+    def prove_for(self, transfers: Callable[[], Transfers | None]) -> None:
         """Let all be proven anew: what was shown under another manager counts by its steps."""
-        self._transfers = transfers
+        self.transfers = transfers
         self.proven_in: dict[tuple[bool, ...], int] = {}
-        self._proof = Proof(self.path)
-
-    def is_still(self, unit: str, module: nn.Module) -> bool:
-        """Whether what is known of it holds for a module of this unit."""
-        return (self.unit, self._type) == (unit, type(module))
+        self.proof = Proof(self.path)
 
     def warn(self, refusal: str, *, is_asked_for: bool = True) -> None:
         """Say once for each reason that a site is kept; a warning to who has asked for it."""
-        if refusal not in self._said:
-            self._said.add(refusal)
+        if refusal not in self.said:
+            self.said.add(refusal)
             level = logging.WARNING if is_asked_for else logging.INFO
             _logger.log(level, "recompute: %s, and maybe others, is kept: %s", self.path, refusal)
 
-    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note what the call begins with, and replace by numbers what it saves."""
-        if is_in_backward():  # a rerun, which may end without `end`
-            return
-        around = owner_of_hooks()
-        if isinstance(around, SiteCall) and around.site is self:
-            around.depth += 1  # it calls itself
-        call = self._call(module, args, kwargs)
-        if not self.drops_inside:
-            self._calls.append(call)
-        elif isinstance(call, SiteCall):
-            put_on(call.pack, call.unpack)
 
-    def _call(self, module: nn.Module, args: Any, kwargs: Any) -> ModuleCall | None:
-        """Return the call that begins now, if it may run again."""
-        manager = self._find_manager()
-        if manager is None or not manager.do_offload or not is_recording() or is_traced():
-            return None
-        may = manager.may_drop if self.drops_inside else manager.may_recompute
-        if not may(self.unit):
-            return None
-        if manager.is_too_short(self._min_tokens, args, kwargs):
-            return None
-        if self._transfers() is not manager.transfers:
-            self._prove_for(ref(manager.transfers))
-        function, leaves = taken_apart(module.forward, args, kwargs)
-        state = self.refusal or self._refusal(module, leaves) or self._state_of(module)
-        if isinstance(state, str):
-            self.warn(state, is_asked_for=not manager.rows_are_own)
-            return None
-        how = self, manager, state, function, leaves
-        if not self.drops_inside:
-            return ModuleCall(*how)
-        if not manager.rows_are_on_trial:
-            return SiteCall(*how)
-        tried = TriedCall(*how)
-        return tried if tried.proves else None
-
-    def end(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Leave the call, which may have raised."""
-        if is_in_backward():
-            return
-        call = owner_of_hooks() if self.drops_inside else (self._calls or [None]).pop()
-        if not isinstance(call, ModuleCall) or call.site is not self:
-            return
-        if isinstance(call, SiteCall):
-            if call.depth:
-                call.depth -= 1
-                return
-            take_off(partial(eq, call.pack))
-        leaves = call.leaves
-        if not call.close(output) or isinstance(owner_of_hooks(), SavedMemory):
-            return  # in the latter it isn't known yet who saves it
-        chunk = call.manager.recorded_chunk() if self.drops_output else None
-        call.picks_first = isinstance(output, (tuple, list))
-        made = output[0] if call.picks_first else output
-        if chunk is not None and isinstance(made, torch.Tensor):
-            how: dict[str, Any] = {"proof": self._proof, "runs": not self.drops_inside}
-            how |= {"holds": self.drops_inside or not self.draws, "call": call_directly}
-            recipes_of(chunk).add(made, call.output, leaves, self.unit, **how)
-
-    def _state_of(self, module: nn.Module) -> ModuleState | str:
-        """Return what the module has, or why it can't be given that again."""
-        copies, state = self.drops_output, None
-        if self._layout is not None:
-            state = self._layout.state(module, copies=copies)
-        if state is None:
-            parts = [*module.modules()]
-            if any(isinstance(part, torch.jit.ScriptModule) for part in parts):
-                return "a part of it is in TorchScript"
-            self._layout = ModuleLayout(tables_of(parts), parts)
-            state = self._layout.state(module, copies=copies)
-        assert state is not None
-        return state
-
-    def _refusal(self, module: nn.Module, leaves: Sequence[Any]) -> str:
-        if has_modes():
-            return "a mode of dispatch or of functions was entered"
-        if self.drops_inside and is_quantising():
-            return "its quantisers' scales change with every call"
-        if type(module) is not self._type:
-            return "its forward was replaced"
-        if forward_ad._current_level >= 0:
-            return "it runs under forward-mode differentiation"
-        last = next(reversed(module._forward_pre_hooks.values()))
-        first = next(iter(module._forward_hooks.values()))
-        if getattr(last, "hook", None) != self.begin or getattr(first, "hook", None) != self.end:
-            return "another hook of it comes in between"
-        if _global_forward_hooks or _global_forward_pre_hooks:
-            return "there are global hooks of forwards"
-        return call_refusal(module, leaves)
-
-
-@dataclass(eq=False, repr=False)
 class ModuleCall:
-    """A call of a site's module: what it needs to run again, but for the tensors it is given."""
+    """A call of a site's module: what it needs to run again, but for the tensors it is given.
 
-    site: Site
-    manager: PipelineOffloadManager
-    """In whose forward it is."""
-    state: ModuleState
-    function: Callable[..., Any]
-    """Runs the module's forward."""
-    leaves: Sequence[Any]
-    """What that takes; emptied when it is over."""
-    picks_first: bool = False
-    """Whether of what it returns the first is what is recomputed."""
+    Attributes:
+        manager: in whose forward it is.
+        state: what the module has.
+        function: runs the module's forward.
+        leaves: what that takes; emptied when it is over.
+        picks_first: whether of what it returns the first is what is recomputed.
+    """
 
-    def __post_init__(self) -> None:
-        self._tensors = [x for x in self.leaves if isinstance(x, torch.Tensor)]
+    picks_first = False
+
+    def __init__(
+        self,
+        site: Site,
+        manager: PipelineOffloadManager,
+        state: ModuleState,
+        function: Callable[..., Any],
+        leaves: Sequence[Any],
+    ) -> None:
+        self.site, self.manager, self.state, self.function = site, manager, state, function
+        self.leaves = leaves
+        self._tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         self._versions = [x._version for x in self._tensors]
-        self.devices, draws = {x.device.type for x in self._tensors} - {"meta"}, self.site.draws
+        self.devices, draws = {x.device.type for x in self._tensors} - {"meta"}, site.draws
         states = RandomStates(self.devices) if draws and not are_captured(self.devices) else None
         self._call_state = CallState(keeps_grad=draws, random_states=states)
 
@@ -271,15 +159,50 @@ class ModuleCall:
 
         ``pack`` is given what it saves.
         """
-        run = partial(self._call_state.run, function, *args, pack=pack)
         router = sys.modules.get(_ROUTER) if self.site.draws else None  # a norm routes nothing
-        if router is None:
-            return self.state.run(run, self.site.path, self.site.unit)
         with PatchStack() as patches:
             for log in _LOGS:  # an auxiliary loss is not noted twice
                 if hasattr(router, log):
                     patches.replace(router, log, _Muted())
+            run = partial(self._call_state.run, function, *args, pack=pack)
             return self.state.run(run, self.site.path, self.site.unit)
+
+
+class Enough(BaseException):
+    """All that a call had saved was saved again."""
+
+
+@dataclass(slots=True, eq=False)
+class Rerun:
+    """What a call saves when it runs again."""
+
+    num_saved: int
+    """Behind the last of so many it may end."""
+    proves: bool
+    runs_on: bool
+    """Whether it goes to its end."""
+    made: list[Any] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    constants: set[int] = field(default_factory=set)
+    """What autograd could take as a gradient of its own, if nothing else had it."""
+    at_last_save: list[torch.Tensor] = field(default_factory=list)
+
+    @graph_break
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Keep a tensor that is saved; the pack hook."""
+        made = self.made
+        is_constant = not tensor.requires_grad and tensor.is_leaf
+        if is_constant and (tensor.is_floating_point() or tensor.is_complex()):
+            self.constants.add(len(made))
+        kept = tensor.detach()
+        made.append(kept)
+        self.versions.append(tensor._version)
+        if len(made) >= self.num_saved:
+            if self.proves and len(made) == self.num_saved:
+                self.at_last_save = sums_of(made)
+            elif not self.runs_on:
+                raise Enough
+        return kept
 
 
 class SiteCall(ModuleCall):
@@ -291,9 +214,15 @@ class SiteCall(ModuleCall):
         InPlaceModificationError: something that it takes was changed since.
     """
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        site, manager, leaves = self.site, self.manager, self.leaves
+    def __init__(
+        self,
+        site: Site,
+        manager: PipelineOffloadManager,
+        state: ModuleState,
+        function: Callable[..., Any],
+        leaves: Sequence[Any],
+    ) -> None:
+        super().__init__(site, manager, state, function, leaves)
         self.depth = 0
         """How often the site has called itself and has not returned."""
         self.transfers = manager.transfers  # by which hooks that an interrupt has left are found
@@ -305,12 +234,12 @@ class SiteCall(ModuleCall):
         self._template = [(id(x), None) if id(x) in tensors else (0, x) for x in leaves]
         self._is_open, self._step_number = True, manager.step_number
         manager.last_call = ref(self)
-        since = self._step_number - site.proven_in.get(self.state.training, -PROVE_EVERY)
+        since = self._step_number - site.proven_in.get(state.training, -PROVE_EVERY)
         is_due = not 0 < since < PROVE_EVERY or manager.config.checking
         self._is_captured = self._call_state.random_states is None  # and can't be waited for
         self.proves = is_due and not self._is_captured
         if self.proves:
-            self.state.keep_contents()
+            state.keep_contents()
         self._others = other_states()
         self._sums: list[torch.Tensor] = []
         self._states_after: RandomStates | None = None
@@ -324,9 +253,9 @@ class SiteCall(ModuleCall):
     @graph_break
     def pack(self, tensor: torch.Tensor) -> int | SavedTensor:
         """Return a number in place of a saved tensor; the pack hook."""
-        number = len(self._forms)
+        number, base = len(self._forms), tensor._base
         self._forms.append((tensor.shape, tensor.dtype))
-        if _shows_parameter(tensor):
+        if is_parameter(tensor) or (base is not None and is_parameter(base)):
             self._parameters.append(number)
             return SavedTensor(tensor, self.site.path)
         self._num_bytes += tensor.nbytes if tensor.layout is torch.strided else 0
@@ -337,15 +266,17 @@ class SiteCall(ModuleCall):
         """Return a saved tensor; the first of them runs the call again."""
         if isinstance(packed, SavedTensor):
             return packed.unpack()
-        if self._rerun is None or self._rerun.made[packed] is None:
+        rerun = self._rerun
+        if rerun is None or rerun.made[packed] is None:
             self._run_again_as_given()
-        assert self._rerun is not None
-        made, version = self._rerun.made[packed], self._rerun.versions[packed]
+            rerun = self._rerun
+            assert rerun is not None
+        made, version = rerun.made[packed], rerun.versions[packed]
         if made._version != version:
             what = f"a tensor of shape {list(made.shape)} that {self.site.path} saves,"
             raise changed_in_place(what, made._version, version)
-        if packed not in self._rerun.constants:
-            self._rerun.made[packed] = None
+        if packed not in rerun.constants:
+            rerun.made[packed] = None
         return made
 
     def _run_again_as_given(self) -> None:
@@ -385,9 +316,8 @@ class SiteCall(ModuleCall):
     @graph_break
     def _run_again(self, leaves: Sequence[Any], *, needs_output: bool = False) -> Any:
         site, proves = self.site, self.proves and not self._is_open
-        runs_on = needs_output or proves or site.fills_late
-        num_saved = len(self._forms)
-        rerun = Rerun(num_saved, proves=proves, runs_on=runs_on)
+        runs_on, num_saved = needs_output or proves or site.fills_late, len(self._forms)
+        rerun = Rerun(num_saved, proves, runs_on)
         made = rerun.made
 
         def run() -> tuple[Any, bool]:
@@ -458,8 +388,3 @@ class TriedCall(SiteCall):
                 self._fail(f"can't run again with the same bits ({error})")
             self._rerun = None
         return super().unpack(packed)
-
-
-def _shows_parameter(tensor: torch.Tensor) -> bool:
-    base = tensor._base
-    return is_parameter(tensor) or (base is not None and is_parameter(base))

@@ -10,17 +10,37 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from operator import eq
+from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.config import RECOMPUTE_SITES, recompute_patterns
+from megatron_offload.engine.hooks import (
+    is_in_backward,
+    is_recording,
+    owner_of_hooks,
+    put_on,
+    take_off,
+)
+from megatron_offload.engine.modes import has_modes, is_traced
 from megatron_offload.engine.module_hooks import EagerHook, compiled_parts, expression_of, hooks_of
 from megatron_offload.model_map.offload_site import FindManager
+from megatron_offload.model_map.sites import call_refusal, parts_refusal
 from megatron_offload.model_map.structure import find_sites, layers_of
-from megatron_offload.recompute.site_call import Site
+from megatron_offload.model_map.watch import SavedMemory
+from megatron_offload.recompute.module_state import ModulePlaces, ModuleState
+from megatron_offload.recompute.recipe import taken_apart
+from megatron_offload.recompute.recipes import recipes_of
+from megatron_offload.recompute.site_call import ModuleCall, Site, SiteCall, TriedCall
+from megatron_offload.recompute.transformer_engine import is_quantising
 
 _logger = logging.getLogger(__name__)
 
@@ -73,6 +93,105 @@ def sites_of(modules: Mapping[str, nn.Module], units: Collection[str]) -> dict[s
     return found
 
 
+class SiteHooks:
+    """The hooks of a site's module: what begins a call of it, and ends that.
+
+    ``find_manager`` returns whose forward it is; None where it is no manager's. Calls of fewer than
+    ``min_tokens`` are recomputed only while rows are on trial.
+    """
+
+    def __init__(self, site: Site, find_manager: FindManager, min_tokens: int) -> None:
+        self.site, self._find_manager, self._min_tokens = site, find_manager, min_tokens
+        self._places = ModulePlaces()
+        self._calls: list[ModuleCall | None] = []
+        """Under way, where the inside is kept: no hooks say so."""
+
+    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note what the call begins with, and replace by numbers what it saves."""
+        if is_in_backward():  # a rerun, which may end without `end`
+            return
+        around = owner_of_hooks()
+        if isinstance(around, SiteCall) and around.site is self.site:
+            around.depth += 1  # it calls itself
+        call = self._call(module, args, kwargs)
+        if not self.site.drops_inside:
+            self._calls.append(call)
+        elif isinstance(call, SiteCall):
+            put_on(call.pack, call.unpack)
+
+    def _call(self, module: nn.Module, args: Any, kwargs: Any) -> ModuleCall | None:
+        """Return the call that begins now, if it may run again."""
+        site, manager = self.site, self._find_manager()
+        if manager is None or not manager.do_offload or not is_recording() or is_traced():
+            return None
+        may = manager.may_drop if site.drops_inside else manager.may_recompute
+        if not may(site.unit) or manager.is_too_short(self._min_tokens, args, kwargs):
+            return None
+        if site.transfers() is not manager.transfers:
+            site.prove_for(ref(manager.transfers))
+        function, leaves = taken_apart(module.forward, args, kwargs)
+        parts = [*module.modules()]
+        refusal = site.refusal or self._refusal(module, leaves) or parts_refusal(parts)
+        if refusal:
+            site.warn(refusal, is_asked_for=not manager.rows_are_own)
+            return None
+        state = ModuleState(parts, self._places, copies=site.drops_output)
+        how = site, manager, state, function, leaves
+        if not site.drops_inside:
+            return ModuleCall(*how)
+        if not manager.rows_are_on_trial:
+            return SiteCall(*how)
+        tried = TriedCall(*how)
+        return tried if tried.proves else None
+
+    def end(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Leave the call, which may have raised."""
+        site = self.site
+        if is_in_backward():
+            return
+        call = owner_of_hooks() if site.drops_inside else (self._calls or [None]).pop()
+        if not isinstance(call, ModuleCall) or call.site is not site:
+            return
+        if isinstance(call, SiteCall):
+            if call.depth:
+                call.depth -= 1
+                return
+            take_off(partial(eq, call.pack))
+        leaves = call.leaves
+        if not call.close(output) or isinstance(owner_of_hooks(), SavedMemory):
+            return  # in the latter it isn't known yet who saves it
+        chunk = call.manager.recorded_chunk() if site.drops_output else None
+        call.picks_first = isinstance(output, (tuple, list))
+        made = output[0] if call.picks_first else output
+        if chunk is not None and isinstance(made, torch.Tensor):
+            recipes_of(chunk).add(
+                made,
+                call.output,
+                leaves,
+                site.unit,
+                site.proof,
+                runs=not site.drops_inside,
+                holds=site.drops_inside or not site.draws,
+            )
+
+    def _refusal(self, module: nn.Module, leaves: Sequence[Any]) -> str:
+        if has_modes():
+            return "a mode of dispatch or of functions was entered"
+        if self.site.drops_inside and is_quantising():
+            return "its quantisers' scales change with every call"
+        if type(module) is not self.site.type:
+            return "its forward was replaced"
+        if forward_ad._current_level >= 0:
+            return "it runs under forward-mode differentiation"
+        last = next(reversed(module._forward_pre_hooks.values()))
+        first = next(iter(module._forward_hooks.values()))
+        if getattr(last, "hook", None) != self.begin or getattr(first, "hook", None) != self.end:
+            return "another hook of it comes in between"
+        if _global_forward_hooks or _global_forward_pre_hooks:
+            return "there are global hooks of forwards"
+        return call_refusal(module, leaves)
+
+
 def recompute_modules(
     modules: Mapping[str, nn.Module],
     sites: Mapping[str, tuple[str, int]],
@@ -80,29 +199,28 @@ def recompute_modules(
 ) -> list[RemovableHandle]:
     """Let modules be recomputed, by their dotted name that of their unit and the fewest tokens.
 
-    The hooks of an earlier call on the same modules go. ``find_manager`` returns whose forward it
-    is when one of them runs; None where it is no manager's. Calls of fewer tokens run again only
-    while rows are on trial.
+    The hooks of an earlier call on the same modules go. ``find_manager`` is as in `SiteHooks`.
     """
     layers, compiled = layers_of(modules), compiled_parts(modules.values())
     handles, said = [], set[str]()
     for path, module in modules.items():
         if isinstance(module, torch.jit.ScriptModule):
             continue  # no hook of it runs
-        site, own = _site_of(module), hooks_of(Site, module)
+        site, own = _site_of(module), hooks_of(SiteHooks, module)
         if path not in sites:
             continue
         unit, min_tokens = sites[path]
-        if site is None or not site.is_still(unit, module):
+        if site is None or (site.unit, site.type) != (unit, type(module)):
             site = Site(path or type(module).__name__, unit, module, draws=unit_of(module) is None)
-        site.serve(find_manager, said, min_tokens)
+        site.said = said
         if module in compiled:  # a hook would be part of its graph, and change its random numbers
             site.warn("it is compiled")
             continue
         # A layer's output is what the next one is given, and runs again from.
         site.drops_output &= path not in layers
-        own.append(module.register_forward_pre_hook(EagerHook(site.begin), with_kwargs=True))
-        own.append(module.register_forward_hook(EagerHook(site.end), always_call=True))
+        hooks = SiteHooks(site, find_manager, min_tokens)
+        own.append(module.register_forward_pre_hook(EagerHook(hooks.begin), with_kwargs=True))
+        own.append(module.register_forward_hook(EagerHook(hooks.end), always_call=True))
         for handle, last in zip(own, (True, False), strict=True):
             _share_id(handle, last=last)
         handles += own
@@ -116,12 +234,9 @@ def unproven_sites(modules: Mapping[str, nn.Module]) -> list[str]:
 
 
 def _site_of(module: nn.Module) -> Site | None:
-    """Return the site whose hooks a module has, and so what is known of it."""
-    for hook in module._forward_pre_hooks.values():
-        site = getattr(getattr(hook, "hook", None), "__self__", None)
-        if isinstance(site, Site):
-            return site
-    return None
+    """Return what is known of a module that has the hooks of a site."""
+    hook = getattr(module._forward_pre_hooks.get(_SHARED_ID), "hook", None)
+    return None if hook is None else hook.__self__.site
 
 
 def _share_id(handle: RemovableHandle, *, last: bool) -> None:

@@ -99,7 +99,9 @@ def _note(output: Any, function: Callable[..., Any], *inputs: Any, unit: str) ->
     if chunk is None or unit not in chunk.rules.configured or is_in_backward():
         return
     if type(output) is torch.Tensor:
-        recipes_of(chunk).add(output, function, inputs, unit, holds=bool(chunk.open_groups))
+        recipes_of(chunk).add_function(
+            output, function, inputs, unit, holds=bool(chunk.open_groups)
+        )
 
 
 def _normalize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

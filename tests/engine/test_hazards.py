@@ -24,7 +24,7 @@ from megatron_offload.backends.base import Wait
 from megatron_offload.backends.simulated import SimulatedBackend
 from megatron_offload.config import SimulatedConfig
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.recompute.proof import Proofs
+from megatron_offload.recompute.proof import Proof
 
 ENGINE_WAITS = [wait for wait in Wait if wait is not Wait.W3]
 """H2D is behind the compute stream (W6), which has waited for D2H at the release (W2)."""
@@ -40,8 +40,8 @@ SETTINGS = {
 @pytest.mark.parametrize("wait", ENGINE_WAITS, ids=lambda wait: wait.name)
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_a_missing_wait_is_named(wait, timing, recomputes, monkeypatch):
-    monkeypatch.setattr(Proofs, "begin", lambda *_: False)  # else other bits are an error first
-    monkeypatch.setattr(Proofs, "refusal", lambda *_: "")
+    monkeypatch.setattr(Proof, "begin", lambda *_: False)  # else other bits are an error first
+    monkeypatch.setattr(Proof, "refuse_unseen", lambda *_: "")
     manager = make_manager(timing, removed_waits={wait}, **SETTINGS.get(wait, {}))
     model = make_model(recomputes=recomputes)
     for _ in range(3):
