@@ -73,6 +73,7 @@ def hook_calls(
     *,
     owner: Hashable = None,
     is_outer: bool = False,
+    kind: type[ModuleHook] = ModuleHook,
 ) -> list[RemovableHandle]:
     """Call ``begin(module, args, kwargs)`` before each call of a module, behind it ``end``.
 
@@ -80,9 +81,10 @@ def hook_calls(
     What ``is_outer`` begins before all hooks that there are. An ``owner`` has them by `hooks_of`.
     """
     handles = [] if owner is None else hooks_of(owner, module)
-    begin, end = ModuleHook(begin), ModuleHook(end)
-    handles.append(module.register_forward_pre_hook(begin, prepend=is_outer, with_kwargs=True))
-    handles.append(module.register_forward_hook(end, always_call=True))
+    handles += [
+        module.register_forward_pre_hook(kind(begin), prepend=is_outer, with_kwargs=True),
+        module.register_forward_hook(kind(end), always_call=True),
+    ]
     return handles
 
 

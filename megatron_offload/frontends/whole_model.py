@@ -34,7 +34,6 @@ from megatron_offload.frontends.around import (
     followed,
     with_policy,
 )
-from megatron_offload.recompute import loss_kernel
 from megatron_offload.recompute.model_loss import (
     causal_loss,
     is_by_rows,
@@ -156,9 +155,6 @@ class OffloadActivations(AroundForwards):
         self._owners = owners_of_loss(model) if config.has_loss_by_rows else []
         if config.enabled and config.names_loss and not self._owners:
             _logger.warning("the loss isn't by rows: it is no causal model of transformers")
-        weight = next(model.parameters(), None) if self._owners else None
-        if weight is not None:
-            loss_kernel.prepare(weight.device, weight.dtype)
         try:
             _hook(ref(model), ref(self._groups))
         except ConfigError:

@@ -14,7 +14,7 @@ from megatron_offload.engine.boundary import commit_group, start_group, tick
 from megatron_offload.engine.group import OffloadGroup, Record
 from megatron_offload.engine.hooks import put_on, take_off
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.module_hooks import EagerHook, hooks_of
+from megatron_offload.engine.module_hooks import EagerHook, hook_calls
 
 FindManager = Callable[[], PipelineOffloadManager | None]
 """Returns whose forward it is; None where it is no manager's."""
@@ -180,12 +180,9 @@ class NoHooks:
 
     def hook(self, module: nn.Module) -> list[RemovableHandle]:
         """Hook the part; in a compiled graph, whose parts they would be, the hooks do nothing."""
-        own = hooks_of(NoHooks, module)
-        own.append(module.register_forward_pre_hook(EagerHook(self._begin)))
-        own.append(module.register_forward_hook(EagerHook(self._end), always_call=True))
-        return own
+        return hook_calls(module, self._begin, self._end, owner=NoHooks, kind=EagerHook)
 
-    def _begin(self, module: nn.Module, args: Any) -> None:
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         manager = self._find_manager()
         if manager is None:
             return

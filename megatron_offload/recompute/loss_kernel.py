@@ -8,7 +8,6 @@ a version of torch offers that; its bits are compared with torch's before they a
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -111,30 +110,8 @@ def _key(logits: Tensor) -> tuple[Any, ...]:
     return logits.device, logits.dtype, logits.shape[-1]
 
 
-def prepare(device: torch.device, dtype: torch.dtype) -> None:
-    """Compile what logits of this dtype will need in a thread: it takes a second."""
-    if device.type == "cuda" and dtype in _DTYPES:
-        threading.Thread(target=_compile_beside, args=(device, dtype), daemon=True).start()
-
-
-def _compile_beside(device: torch.device, dtype: torch.dtype) -> None:
-    # A call of the runtime gives a new thread the device's context.
-    torch.get_device_module(device).mem_get_info(device)
-    with _compiling:
-        if _compile(device, dtype) is None:
-            _compile.cache_clear()  # the next call tries again
-
-
-def _compiled(device: torch.device, dtype: torch.dtype) -> Callable[..., None] | None:
-    with _compiling:
-        return _compile(device, dtype)
-
-
-_compiling = threading.Lock()
-
-
 @functools.cache
-def _compile(device: torch.device, dtype: torch.dtype) -> Callable[..., None] | None:
+def _compiled(device: torch.device, dtype: torch.dtype) -> Callable[..., None] | None:
     home = torch.get_device_module(device)
     compile_kernel = getattr(home, "_compile_kernel", None)
     if compile_kernel is None or torch.version.hip is not None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import chain
+from operator import getitem, itemgetter, setitem
 from typing import Any, TypeVar
 
 import torch
@@ -15,72 +16,97 @@ from torch import nn
 from megatron_offload.errors import StateError
 from megatron_offload.recompute.recipe import Constants, lasting
 
-_OF_ALL = frozenset(vars(nn.Module()))
-"""The names of what each module has: none of it is a state of its forward that changes."""
+_TABLES = ("_parameters", "_buffers", "_modules")
+_UNREAD = frozenset(vars(nn.Module())) - {"training", *_TABLES}
+"""What each module has that no forward reads."""
 
 _CONTAINERS = (list, dict, set, deque)
+_CHANGING = (torch.Tensor, torch.Generator, *_CONTAINERS)
+"""Classes of what is a tensor, or may change of itself."""
 
 _Table = dict[str, Any]
 T = TypeVar("T")
 
 
-class ModulePlaces:
-    """Where a module and its parts have what may change of itself: tensors and containers.
+class ModuleLayout:
+    """Where a module and its parts have what their forward reads: tables, names and classes.
 
-    It is looked for once, and again where names or classes are others. Of the modules nothing is
-    kept.
+    It is seen once, and holds until any of that is another. Of the modules nothing is kept.
+
+    Attributes:
+        changing: the positions of values that are tensors, or may change of themselves.
+        parameters: the positions of parameters.
     """
 
-    def __init__(self) -> None:
-        self._names: list[list[str]] = []
-        self._types: list[type] = []
-        self._found: list[tuple[int, str]] = []
+    def __init__(self, tables: Sequence[_Table]) -> None:
+        self._sizes = [*map(len, tables)]
+        places = [(i, x) for i, table in enumerate(tables) for x in table if x not in _UNREAD]
+        self._numbers, self._names = zip(*places, strict=True)
+        self._owners = itemgetter(*self._numbers)
+        values = [*map(getitem, self._owners(tables), self._names)]
+        self._types = [*map(type, values)]
+        ends = [bisect(self._numbers, i * len(tables) // 4 - 1) for i in (1, 2, 3)]
+        self.parameters = slice(*ends[:2])
+        self.changing = [
+            i
+            for i in (*range(ends[0]), *range(*ends[1:]))
+            if self._names[i] not in _TABLES and issubclass(self._types[i], _CHANGING)
+        ]
 
-    def of(self, tables: Sequence[_Table]) -> list[tuple[int, str]]:
-        """Return the places in these tables, each by the table's number and its name there."""
-        names = [*map(list, tables)]
-        types = [*map(type, chain.from_iterable(map(dict.values, tables)))]
-        if names != self._names or types != self._types:
-            self._names, self._types = names, types
-            self._found = [
-                (i, name)
-                for i, table in enumerate(tables)
-                for name, value in table.items()
-                if name not in _OF_ALL
-                and isinstance(value, (torch.Tensor, torch.Generator, *_CONTAINERS))
-            ]
-        return self._found
+    def read(self, tables: Sequence[_Table]) -> list[Any] | None:
+        """Return the values in these tables; None where their names or classes are others."""
+        if [*map(len, tables)] != self._sizes:
+            return None
+        try:
+            values = [*map(getitem, self._owners(tables), self._names)]
+        except KeyError:
+            return None
+        return values if [*map(type, values)] == self._types else None
+
+    def put(self, tables: Sequence[_Table], values: Sequence[Any]) -> None:
+        """Give the tables these values, and nothing besides."""
+        # These are put first, so that an interrupt leaves no empty module.
+        deque(map(setitem, self._owners(tables), self._names, values), maxlen=0)
+        if [*map(len, tables)] != self._sizes:
+            known = {*zip(self._numbers, self._names, strict=True)}
+            for i, table in enumerate(tables):
+                for name in [x for x in table if x not in _UNREAD and (i, x) not in known]:
+                    del table[name]
+
+
+def _read(tables: Sequence[_Table], layout: ModuleLayout | None) -> tuple[ModuleLayout, list[Any]]:
+    """Return where values are in these tables, as in a known layout if that holds, and these."""
+    values = None if layout is None else layout.read(tables)
+    if layout is None or values is None:
+        layout = ModuleLayout(tables)
+        values = layout.read(tables)
+        assert values is not None
+    return layout, values
 
 
 class ModuleState:
-    """What a module and its parts have when this is made, in the tables of their attributes.
+    """What a module and its parts have when this is made, by the positions of a layout.
 
     ``copies`` says whether small parameters are copied, in case they are written to unseen.
     """
 
-    def __init__(self, parts: Sequence[nn.Module], places: ModulePlaces, *, copies: bool) -> None:
-        owns, count = [vars(part) for part in parts], len(parts)
+    def __init__(
+        self, parts: Sequence[nn.Module], known: ModuleLayout | None, *, copies: bool
+    ) -> None:
+        owns = [vars(part) for part in parts]
+        tables = [*owns, *[own[name] for name in _TABLES for own in owns]]
+        layout, values = _read(tables, known)
+        self.layout, self._tables, self._values = layout, tables, values
         self.training = tuple([bool(own.get("training")) for own in owns])
-        # Attributes, buffers, parameters and children; what a library has in place of a dict too.
-        self._tables: list[_Table] = [
-            *owns,
-            *[own["_buffers"] for own in owns],
-            *[own["_parameters"] for own in owns],
-            *[own["_modules"] for own in owns],
-        ]
-        self._then = [{**table} for table in self._tables]
-        self._changing = places.of(self._then[: 2 * count])
         known: dict[int, Any] = {}
         tensors: list[torch.Tensor] = []
-        for i, name in self._changing:
-            self._then[i][name] = _copy_of(self._then[i][name], known, tensors)
-        given = self._then[2 * count : 3 * count]
-        own_parameters = {id(x): x for table in given for x in table.values() if x is not None}
+        for i in layout.changing:
+            values[i] = _copy_of(values[i], known, tensors)
+        given = values[layout.parameters]
         if copies:
-            own_parameters = {key: lasting(x) for key, x in own_parameters.items()}
-            for table in given:
-                table.update({name: own_parameters.get(id(x)) for name, x in table.items()})
-        self._given = Constants([*own_parameters.values()])
+            own = {id(x): lasting(x) for x in given if x is not None}
+            values[layout.parameters] = given = [own.get(id(x)) for x in given]
+        self._given = Constants([x for x in given if x is not None])
         self._tensors = Constants(tensors)
         self._contents: list[torch.Tensor] | None = None
 
@@ -109,29 +135,19 @@ class ModuleState:
                 )
             for x, content in zip(self._tensors.tensors, self._contents, strict=True):
                 copies[id(x)] = content.clone().requires_grad_(x.requires_grad)
-        now = [{**table} for table in self._tables]
+        values = [*self._values]
+        for i in self.layout.changing:  # it writes to copies, each time that it runs
+            values[i] = _copy_of(values[i], copies)
+        layout, now = _read(self._tables, self.layout)
         try:
-            _put(self._tables, self._then)
-            for i, name in self._changing:  # it writes to copies, each time that it runs
-                self._tables[i][name] = _copy_of(self._then[i][name], copies)
+            self.layout.put(self._tables, values)
             return function()
         finally:
             try:
-                _put(self._tables, now)
+                layout.put(self._tables, now)
             except BaseException:  # an interrupt has come meanwhile
-                _put(self._tables, now)
+                layout.put(self._tables, now)
                 raise
-
-
-def _put(tables: Sequence[_Table], values: Sequence[_Table]) -> None:
-    """Give tables these values, and nothing besides."""
-    # These are put first, so that an interrupt leaves no empty module.
-    for table, own in zip(tables, values, strict=True):
-        table.update(own)
-        if len(table) != len(own):
-            for name in [*table]:
-                if name not in own:
-                    del table[name]
 
 
 def _copy_of(value: Any, known: dict[int, Any], tensors: list[torch.Tensor] | None = None) -> Any:

@@ -178,10 +178,13 @@ class Rerun:
 
     num_saved: int
     """Behind the last of so many it may end."""
+    parameters: set[int]
+    """Of what is saved: an alias of one would keep memory that is to be freed."""
     proves: bool
     runs_on: bool
     """Whether it goes to its end."""
     made: list[Any] = field(default_factory=list)
+    forms: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     constants: set[int] = field(default_factory=set)
     """What autograd could take as a gradient of its own, if nothing else had it."""
@@ -190,11 +193,13 @@ class Rerun:
     @graph_break
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """Keep a tensor that is saved; the pack hook."""
-        made = self.made
-        is_constant = not tensor.requires_grad and tensor.is_leaf
-        if is_constant and (tensor.is_floating_point() or tensor.is_complex()):
-            self.constants.add(len(made))
-        kept = tensor.detach()
+        made, kept = self.made, None
+        self.forms.append((tensor.shape, tensor.dtype))
+        if len(made) not in self.parameters:
+            is_constant = not tensor.requires_grad and tensor.is_leaf
+            if is_constant and (tensor.is_floating_point() or tensor.is_complex()):
+                self.constants.add(len(made))
+            kept = tensor.detach()
         made.append(kept)
         self.versions.append(tensor._version)
         if len(made) >= self.num_saved:
@@ -202,7 +207,7 @@ class Rerun:
                 self.at_last_save = sums_of(made)
             elif not self.runs_on:
                 raise Enough
-        return kept
+        return tensor if kept is None else kept
 
 
 class SiteCall(ModuleCall):
@@ -247,7 +252,7 @@ class SiteCall(ModuleCall):
         """Of each tensor that was saved."""
         self._num_bytes = 0
         self._rerun: Rerun | None = None
-        self._parameters: list[int] = []
+        self._parameters = set[int]()
         """Of what is saved."""
 
     @graph_break
@@ -256,7 +261,7 @@ class SiteCall(ModuleCall):
         number, base = len(self._forms), tensor._base
         self._forms.append((tensor.shape, tensor.dtype))
         if is_parameter(tensor) or (base is not None and is_parameter(base)):
-            self._parameters.append(number)
+            self._parameters.add(number)
             return SavedTensor(tensor, self.site.path)
         self._num_bytes += tensor.nbytes if tensor.layout is torch.strided else 0
         return number
@@ -317,7 +322,7 @@ class SiteCall(ModuleCall):
     def _run_again(self, leaves: Sequence[Any], *, needs_output: bool = False) -> Any:
         site, proves = self.site, self.proves and not self._is_open
         runs_on, num_saved = needs_output or proves or site.fills_late, len(self._forms)
-        rerun = Rerun(num_saved, proves, runs_on)
+        rerun = Rerun(num_saved, self._parameters, proves, runs_on)
         made = rerun.made
 
         def run() -> tuple[Any, bool]:
@@ -335,7 +340,7 @@ class SiteCall(ModuleCall):
             return output, is_same
 
         output, is_same = self.run(run, pack=rerun.keep)
-        if [(x.shape, x.dtype) for x in made] != self._forms:
+        if rerun.forms != self._forms:
             raise StateError(
                 f"{site.path} saved other tensors when it was recomputed: its forward must do "
                 f"the same each time; leave {site.unit!r} out of recompute"
@@ -353,8 +358,6 @@ class SiteCall(ModuleCall):
             )
         if proves:
             self.proves, site.proven_in[self.state.training] = False, self._step_number
-        for i in self._parameters:
-            made[i] = None  # an alias would keep memory that is to be freed
         self._rerun = rerun
         return output
 

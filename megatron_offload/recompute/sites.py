@@ -31,12 +31,18 @@ from megatron_offload.engine.hooks import (
     take_off,
 )
 from megatron_offload.engine.modes import has_modes, is_traced
-from megatron_offload.engine.module_hooks import EagerHook, compiled_parts, expression_of, hooks_of
+from megatron_offload.engine.module_hooks import (
+    EagerHook,
+    compiled_parts,
+    expression_of,
+    hook_calls,
+    hooks_of,
+)
 from megatron_offload.model_map.offload_site import FindManager
 from megatron_offload.model_map.sites import call_refusal, parts_refusal
 from megatron_offload.model_map.structure import find_sites, layers_of
 from megatron_offload.model_map.watch import SavedMemory
-from megatron_offload.recompute.module_state import ModulePlaces, ModuleState
+from megatron_offload.recompute.module_state import ModuleLayout, ModuleState
 from megatron_offload.recompute.recipe import taken_apart
 from megatron_offload.recompute.recipes import recipes_of
 from megatron_offload.recompute.site_call import ModuleCall, Site, SiteCall, TriedCall
@@ -102,7 +108,7 @@ class SiteHooks:
 
     def __init__(self, site: Site, find_manager: FindManager, min_tokens: int) -> None:
         self.site, self._find_manager, self._min_tokens = site, find_manager, min_tokens
-        self._places = ModulePlaces()
+        self._layout: ModuleLayout | None = None
         self._calls: list[ModuleCall | None] = []
         """Under way, where the inside is kept: no hooks say so."""
 
@@ -135,7 +141,8 @@ class SiteHooks:
         if refusal:
             site.warn(refusal, is_asked_for=not manager.rows_are_own)
             return None
-        state = ModuleState(parts, self._places, copies=site.drops_output)
+        state = ModuleState(parts, self._layout, copies=site.drops_output)
+        self._layout = state.layout
         how = site, manager, state, function, leaves
         if not site.drops_inside:
             return ModuleCall(*how)
@@ -206,7 +213,7 @@ def recompute_modules(
     for path, module in modules.items():
         if isinstance(module, torch.jit.ScriptModule):
             continue  # no hook of it runs
-        site, own = _site_of(module), hooks_of(SiteHooks, module)
+        site, _ = _site_of(module), hooks_of(SiteHooks, module)
         if path not in sites:
             continue
         unit, min_tokens = sites[path]
@@ -219,8 +226,7 @@ def recompute_modules(
         # A layer's output is what the next one is given, and runs again from.
         site.drops_output &= path not in layers
         hooks = SiteHooks(site, find_manager, min_tokens)
-        own.append(module.register_forward_pre_hook(EagerHook(hooks.begin), with_kwargs=True))
-        own.append(module.register_forward_hook(EagerHook(hooks.end), always_call=True))
+        own = hook_calls(module, hooks.begin, hooks.end, owner=SiteHooks, kind=EagerHook)
         for handle, last in zip(own, (True, False), strict=True):
             _share_id(handle, last=last)
         handles += own

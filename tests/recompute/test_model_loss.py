@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
-import threading
-import time
 import warnings
 from types import SimpleNamespace
 
@@ -20,7 +17,7 @@ from torch import nn
 
 from megatron_offload import OffloadConfig, get_act_offloading_ctx_manager
 from megatron_offload.recompute import loss as rows
-from megatron_offload.recompute import loss_kernel, model_loss
+from megatron_offload.recompute import model_loss
 
 ROWS = BATCH * LENGTH
 utils = importlib.import_module(f"{transformers.__name__}.loss.loss_utils")
@@ -253,25 +250,3 @@ def test_a_device_capturing_a_graph_is_not_asked_for_a_proof(monkeypatch, calls)
 def test_a_program_without_transformers_has_no_loss_to_exchange(monkeypatch):
     monkeypatch.delitem(model_loss.sys.modules, "transformers.loss.loss_utils")
     assert model_loss.owners_of_loss(nn.Linear(3, 3)) == []
-
-
-def test_a_kernel_that_a_thread_could_not_compile_is_compiled_where_it_is_needed(monkeypatch):
-    made, threads = [None, "kernel"], []
-
-    @functools.cache
-    def compile_for(device, dtype):
-        threads.append(threading.current_thread())
-        return made.pop(0)
-
-    monkeypatch.setattr(loss_kernel, "_compile", compile_for)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 0))
-    loss_kernel.prepare(torch.device("cpu"), torch.bfloat16)
-    loss_kernel.prepare(torch.device("cuda"), torch.int64)
-    assert not threads
-    loss_kernel.prepare(torch.device("cuda"), torch.bfloat16)
-    while len(made) == 2 or compile_for.cache_info().currsize:
-        time.sleep(0.001)
-    for _ in range(2):
-        assert loss_kernel._compiled(torch.device("cuda"), torch.bfloat16) == "kernel"
-    assert threads[1:] == [threading.current_thread()]
-    assert threads[0] is not threads[1]

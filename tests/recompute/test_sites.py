@@ -646,7 +646,7 @@ def test_under_another_manager_outputs_are_proven_from_its_first_steps_on(monkey
 
 def second_put():
     calls = iter(range(1000))
-    return lambda name, event, _: (event, name) == ("call", "_put") and next(calls) == 1
+    return lambda name, event, _: (event, name) == ("call", "ModuleLayout.put") and next(calls) == 1
 
 
 def entered_vmap():
