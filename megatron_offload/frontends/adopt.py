@@ -19,7 +19,6 @@ from megatron_offload.engine.module_hooks import hook_calls, hooks_of, named_mod
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.model_map.offload_site import (
     FindManager,
-    LargestTensors,
     LayerClock,
     NoHooks,
     OffloadSite,
@@ -104,6 +103,7 @@ def adopt_model(
     if manager.rows is None:
         sites = {path: (unit, 0) for path, unit in sites_of(modules, manager.recompute).items()}
     recompute_modules(modules, sites, find_manager)
+    watch = RowWatch(model, rows, find_manager) if any(rows) else None
     for path, module in modules.items():
         for owner in _HOOKS:
             hooks_of(owner, module)
@@ -111,19 +111,16 @@ def adopt_model(
             note = partial(_note_threads, find_manager)
             hook_calls(module, note, lambda *_: None, owner=nn.DataParallel)
         row = rows.offloaded.get(path)
-        if row is not None:
-            largest = LargestTensors.of(module, row.most, rows.units)
+        if row is not None and watch is not None:
+            largest = watch.largest[path]
             site = OffloadSite(row.site, find_manager, largest, min_tokens=row.min_tokens)
             hook_calls(module, site.begin, site.end, owner=OffloadSite)
     clock = LayerClock(find_manager)
     if rows.offloaded or (is_part and any(row.offload for row in manager.rows or ())):
         for path in layers_of(modules):
             hook_calls(modules[path], clock.begin, clock.end, owner=LayerClock, is_outer=True)
-    watch = RowWatch(model, rows, find_manager) if any(rows) else None
     if watch is not None:
-        watch.hook_savers()
-        if groups is None:
-            watch.hook()
+        watch.hook(is_called=groups is None)
     if groups is not None:
         groups.watch = watch
     return partial(_leave, ref(model), adopted)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -51,21 +51,6 @@ class LargestTensors:
     def __init__(self, most: int | None, chosen: frozenset[int] | None = None) -> None:
         self.most, self.chosen = most, chosen
         self.num_saved = self.num_others = 0
-        self._units: Collection[str] | None = None
-
-    @classmethod
-    def of(
-        cls, module: nn.Module, most: int | None, units: Collection[str] | None = None
-    ) -> LargestTensors:
-        """Return what is known of a module, for hooks that are set anew.
-
-        ``units`` are recomputed everywhere: what was chosen under others doesn't count.
-        """
-        known = _known.get(module)
-        if known is None or known.most != most or units not in (None, known._units):
-            known = _known[module] = cls(most)
-            known._units = units
-        return known
 
     def leave_out(self, numbers: set[int], num_saved: int) -> None:
         """Choose all but these, of so many; whatever was chosen under other rows."""
@@ -75,9 +60,6 @@ class LargestTensors:
     def begin(self) -> _Call:
         """Return the `Pick` of a call that begins."""
         return _Call(self)
-
-
-_known: WeakKeyDictionary[nn.Module, LargestTensors] = WeakKeyDictionary()
 
 
 class _Call:

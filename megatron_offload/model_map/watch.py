@@ -55,7 +55,9 @@ _LEAST_KEPT = 4  # tensors that a module saves and no row takes, for which hooks
 class _Shown(NamedTuple):
     """What a watched forward has shown."""
 
-    savers: dict[str, tuple[str, LargestTensors]]
+    largest: Mapping[str, LargestTensors]
+    """By module that rows offload, which of its tensors that is."""
+    savers: Mapping[str, tuple[str, LargestTensors]]
     """By module, the site that it saves an output of, and which of its tensors that is."""
     bare: frozenset[str]
     """Modules inside sites, in which no row takes anything."""
@@ -171,7 +173,7 @@ class SavedMemory(Observer):
                 found.setdefault(key, []).append(calls[-1].path)
         return found
 
-    def choose(self, modules: Mapping[str, nn.Module]) -> _Shown:
+    def choose(self, largest: Mapping[str, LargestTensors]) -> _Shown:
         """Choose which of the tensors that rows name are offloaded, and which are to be dropped.
 
         Of a row for all that a site saves some may be others' too, which is kept from here on.
@@ -192,10 +194,10 @@ class SavedMemory(Observer):
         taken = set(self.made)
         for path, row in rows.offloaded.items():
             copied = keys_of[path] - self.made.keys()
-            largest = sorted(copied, key=lambda key: -self.sizes[key])[: row.most]
-            shared = [key for key in largest if others[key]]
-            taken.update(key for key in largest if not others[key])
-            if shared and (row.most is not None or len(shared) == len(largest)):
+            named = sorted(copied, key=lambda key: -self.sizes[key])[: row.most]
+            shared = [key for key in named if others[key]]
+            taken.update(key for key in named if not others[key])
+            if shared and (row.most is not None or len(shared) == len(named)):
                 raise ConfigError(
                     f"row {row}: {', '.join(others[shared[0]])} also save "
                     f"{format_bytes(self.sizes[shared[0]], 1)} of what {path} would offload, so "
@@ -237,23 +239,24 @@ class SavedMemory(Observer):
             if row.most is None:
                 left_out = numbers[path][False] - numbers[path][True]
                 num_saved = max((n for call, n in counts.items() if call.path == path), default=0)
-                LargestTensors.of(modules[path], None).leave_out(left_out, num_saved)
+                largest[path].leave_out(left_out, num_saved)
             elif path in changed or not keys_of[path].isdisjoint(self.made):
                 # The next call chooses: other tensors are seen, or recomputed, from here on.
-                LargestTensors.of(modules[path], row.most).chosen = None
-        return _Shown(
-            {
-                path: (name, LargestTensors(0, frozenset(numbers[path][True])))
-                for path, name in dropped.items()
-            },
-            frozenset(bare),
-        )
+                largest[path].chosen = None
+        savers_of_made = {
+            path: (name, LargestTensors(0, frozenset(numbers[path][True])))
+            for path, name in dropped.items()
+        }
+        return _Shown(largest, savers_of_made, frozenset(bare))
 
 
 class RowWatch:
     """Watches the first forward of a model that is recorded, and refuses rows that free nothing.
 
     Behind it hooks stand where outputs are saved that rows recompute.
+
+    Attributes:
+        largest: by module that rows offload, which of its tensors that is.
     """
 
     def __init__(self, root: nn.Module, rows: FoundRows, find_manager: FindManager) -> None:
@@ -265,28 +268,30 @@ class RowWatch:
             rows_then, parts, shown = _watched[root]
             is_same = [part() for part in parts] == [*self._modules().values()]
             self._shown = shown if is_same and rows_then == self._rows else None
+        largest = {path: LargestTensors(row.most) for path, row in rows.offloaded.items()}
+        self.largest = largest if self._shown is None else self._shown.largest
 
-    def hook_savers(self) -> list[RemovableHandle]:
-        """Hook what saves outputs that rows recompute, and parts of which rows take nothing.
-
-        Where that is known: else none.
-        """
-        if self._shown is None:
-            return []
+    def _hook_savers(self, shown: _Shown) -> list[RemovableHandle]:
+        """Hook what saves outputs that rows recompute, and parts of which rows take nothing."""
         modules, handles, rows = self._modules(), list[RemovableHandle](), self._rows
-        for path in self._shown.bare:
+        for path in shown.bare:
             handles += NoHooks(self._find_manager).hook(modules[path])
-        for path, (name, tensors) in self._shown.savers.items():
+        for path, (name, tensors) in shown.savers.items():
             tokens = (row.min_tokens for row in rows.recomputed.values() if row.site == name)
             site = OffloadSite(name, self._find_manager, tensors, min_tokens=min(tokens, default=0))
             handles += hook_calls(modules[path], site.begin, site.end, owner=OffloadSite)
         return handles
 
-    def hook(self) -> list[RemovableHandle]:
-        """Hook the model itself, each call of which is a forward; the hooks of another watch go."""
+    def hook(self, *, is_called: bool) -> list[RemovableHandle]:
+        """Hook what a forward has shown; if none was watched, the model, where a call of it is one.
+
+        The hooks of another watch go.
+        """
         root = self._modules()[""]
         handles = hooks_of(RowWatch, root)
-        if self._shown is None:
+        if self._shown is not None:
+            return self._hook_savers(self._shown)
+        if is_called:
             handles += hook_calls(
                 root,
                 lambda *_: self.begin(),  # behind what begins a chunk
@@ -332,10 +337,10 @@ class RowWatch:
         if self._seen is None or self._thread != get_ident():
             return
         seen, modules = self._stop(), self._modules()
-        manager, shown = seen.manager, _Shown({}, frozenset())
+        manager, shown = seen.manager, _Shown(self.largest, {}, frozenset())
         if manager is not None and seen.saves and not has_failed:
             try:
-                shown = seen.choose(modules)
+                shown = seen.choose(self.largest)
             except ConfigError as error:
                 if not manager.rows_are_own:
                     raise
@@ -344,7 +349,7 @@ class RowWatch:
             self._shown = shown
             _watched[modules[""]] = self._rows, [*map(ref, modules.values())], shown
             hooks_of(RowWatch, modules[""])
-            self.hook_savers()
+            self._hook_savers(shown)
 
     def _warn_of_units(self, manager: PipelineOffloadManager, seen: SavedMemory) -> None:
         """Say which rows have no effect, where there are none but of functions that weren't met."""
