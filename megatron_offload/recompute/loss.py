@@ -4,6 +4,12 @@ Owns how a block is computed. Every row goes through torch's own kernels, which 
 itself, and the mean through torch's own over as many rows as there are: so all bits are torch's.
 Blocks begin at multiples of 16 rows, where rows lie as they would in the whole tensor: kernels go
 by how an address is aligned. What isn't known to give the same bits is torch's own function.
+
+On a GPU one kernel makes the gradient, from the logits and two numbers of each row:
+``exp(logit - top - log_sum) * factor`` in float32, as torch's own kernels compute it one after the
+other; only the logits are read and only the gradient is written. Compiled with torch's NVRTC where
+a version of torch offers that; its bits are compared with torch's before they are relied on.
+
 What replaces a model's loss by this one: `megatron_offload.recompute.model_loss`.
 """
 
@@ -11,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -24,8 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_offload.engine.hooks import is_in_backward, others_hooks
 from megatron_offload.engine.saved_tensor import SavedTensor
-from megatron_offload.recompute import loss_kernel
-from megatron_offload.recompute.random_states import are_captured
+from megatron_offload.recompute.call_state import are_captured
 
 _BLOCK_BYTES = {"cuda": 512 * 1024**2, "cpu": 4 * 1024**2}
 """Of a block as it is computed, at most, on a CPU for each thread; three are alive at a time.
@@ -39,6 +44,57 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 _aten = torch.ops.aten
+
+_SOURCE = r"""
+#if BITS == 32
+typedef unsigned int word;
+__device__ __forceinline__ float widen(word x) { return __uint_as_float(x); }
+__device__ __forceinline__ word narrow(float x) { return __float_as_uint(x); }
+#else
+typedef unsigned short word;
+#if IS_BFLOAT16
+__device__ __forceinline__ float widen(word x) { return __uint_as_float((unsigned int)x << 16); }
+#define NARROW "cvt.rn.bf16.f32 %0, %1;"
+#else
+__device__ __forceinline__ float widen(word x) {
+    float wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x));
+    return wide;
+}
+#define NARROW "cvt.rn.f16.f32 %0, %1;"
+#endif
+__device__ __forceinline__ word narrow(float x) {
+    word narrowed;
+    asm(NARROW : "=h"(narrowed) : "f"(x));
+    return narrowed;
+}
+#endif
+#define VECTOR (128 / BITS)
+#define OF(x) narrow(expf(widen(x) - top - log_sum) * factor)
+
+extern "C" __global__ void gradient(const word* logits, const float* tops, const float* log_sums,
+                                    const float* factors, word* result, int columns) {
+    const long long row = blockIdx.x;
+    const float top = tops[row], log_sum = log_sums[row], factor = factors[row];
+    const word* from = logits + row * columns;
+    word* to = result + row * columns;
+    const bool is_aligned = ((unsigned long long)from | (unsigned long long)to) % 16 == 0;
+    const int vectors = is_aligned ? columns / VECTOR : 0;
+    for (int i = threadIdx.x; i < vectors; i += blockDim.x) {
+        uint4 vector = ((const uint4*)from)[i];
+        word* words = (word*)&vector;
+        #pragma unroll
+        for (int k = 0; k < VECTOR; ++k) words[k] = OF(words[k]);
+        ((uint4*)to)[i] = vector;
+    }
+    for (int i = vectors * VECTOR + threadIdx.x; i < columns; i += blockDim.x) to[i] = OF(from[i]);
+}
+"""
+_NUM_THREADS = 512
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_proven: dict[tuple[Any, ...], bool] = {}
+"""Whether the kernel's bits are torch's, by device, dtype and number of classes."""
 
 
 def cross_entropy(
@@ -137,11 +193,11 @@ class _ByRows(torch.autograd.Function):
     ) -> Tensor:
         blocks: list[Tensor] = []
         log_sums: list[Tensor] = []
-        has_kernel = loss_kernel.serves(logits, dtype)
-        top, place = logits.max(1, keepdim=True) if has_kernel else (logits, logits)
+        is_one_kernel = has_kernel(logits, dtype)
+        top, place = logits.max(1, keepdim=True) if is_one_kernel else (logits, logits)
         for rows, chances in _log_softmax(logits, dtype):
             blocks.append(_aten.nll_loss_forward(chances, target[rows], None, 0, ignored)[0])
-            if has_kernel:
+            if is_one_kernel:
                 # Of the largest logit the logarithm is that of the sum, negated.
                 log_sums.append(-chances.gather(1, place[rows]))
         loss = torch.cat(blocks)
@@ -150,7 +206,7 @@ class _ByRows(torch.autograd.Function):
             # Their negatives are what torch adds up, row by row: as of one class, with no others.
             only = torch.where(target == ignored, _IGNORED, 0)
             loss, total = _aten.nll_loss_forward(-loss[:, None], only, None, reduction, _IGNORED)
-        of_rows = (top.to(dtype), torch.cat(log_sums)) if has_kernel else ()
+        of_rows = (top.to(dtype), torch.cat(log_sums)) if is_one_kernel else ()
         ctx.save_for_backward(logits, target, total, *of_rows)
         ctx.how = dtype, reduction, ignored
         return loss
@@ -177,13 +233,13 @@ class _ByRows(torch.autograd.Function):
             only = torch.where(target == ignored, _IGNORED, 0)
             of = only, None, reduction, _IGNORED, total
             own = _aten.nll_loss_backward(gradient, torch.empty_like(top), *of)
-            found = loss_kernel.run(logits, top, log_sum, 0 - own)
+            found = _run_kernel(logits, top, log_sum, 0 - own)
             place = torch.where(target == ignored, 0, target)[:, None]
             chance = logits.gather(1, place).to(dtype) - top - log_sum
             at_target = _aten._log_softmax_backward_data(own, chance, 1, dtype)
             found.scatter_(1, place, at_target.to(found.dtype))
             blocks = (of_block(*one) for one in _log_softmax(logits, dtype))
-            if loss_kernel.has_bits_of(found, partial(next, blocks)):
+            if _has_bits_of(found, partial(next, blocks)):
                 return found, *(None,) * 4
         result = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         for rows, chances in _log_softmax(logits, dtype):
@@ -228,3 +284,61 @@ def have_same_bits(
         return False
     unequal = [(a.view(_BITS[a.itemsize]) != b.view(_BITS[b.itemsize])).any() for a, b in pairs]
     return not bool(torch.stack(unequal).any())
+
+
+def has_kernel(logits: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a gradient of these logits, taken in this dtype, may be the kernel's."""
+    is_known = dtype is torch.float32 and logits.dtype in _KERNEL_DTYPES and logits.is_contiguous()
+    if logits.device.type != "cuda" or not is_known:
+        return False
+    known = _proven.get(_key(logits))
+    if known is None and are_captured({logits.device.type}):
+        return False
+    return known is not False and _compiled(logits.device, logits.dtype) is not None
+
+
+def _run_kernel(logits: Tensor, top: Tensor, log_sum: Tensor, factor: Tensor) -> Tensor:
+    """Return the gradient at all classes but the targets.
+
+    ``top``, ``log_sum`` and ``factor`` are float32, of one number for each row.
+    """
+    kernel = _compiled(logits.device, logits.dtype)
+    assert kernel is not None
+    result = torch.empty_like(logits)
+    with torch.get_device_module(logits.device).device(logits.device):
+        grid, block = (len(logits), 1, 1), (_NUM_THREADS, 1, 1)
+        kernel(grid, block, (logits, top, log_sum, factor, result, logits.shape[1]))
+    return result
+
+
+def _has_bits_of(gradient: Tensor, torchs: Callable[[], Tensor]) -> bool:
+    """Whether a gradient has torch's bits, as far as one of its kind was compared.
+
+    ``torchs`` computes the first rows. It is called once for each kind, and the host waits for the
+    result.
+    """
+    key = _key(gradient)
+    if key not in _proven:
+        expected, bits = torchs(), _BITS[gradient.itemsize]
+        _proven[key] = torch.equal(expected.view(bits), gradient[: len(expected)].view(bits))
+    return _proven[key]
+
+
+def _key(logits: Tensor) -> tuple[Any, ...]:
+    return logits.device, logits.dtype, logits.shape[-1]
+
+
+@cache
+def _compiled(device: torch.device, dtype: torch.dtype) -> Callable[..., None] | None:
+    home = torch.get_device_module(device)
+    compile_kernel = getattr(home, "_compile_kernel", None)
+    if compile_kernel is None or torch.version.hip is not None:
+        return None
+    defines = (
+        f"#define BITS {8 * dtype.itemsize}\n#define IS_BFLOAT16 {dtype == torch.bfloat16:d}\n"
+    )
+    try:
+        with home.device(device):
+            return compile_kernel(defines + _SOURCE, "gradient")
+    except (RuntimeError, OSError):  # no NVRTC here, or a device older than its instructions
+        return None

@@ -21,8 +21,13 @@ from torch import Tensor, nn
 from megatron_offload.engine.module_hooks import compiled_parts
 from megatron_offload.engine.patches import PatchStack
 from megatron_offload.machine.job_ranks import rank_in
-from megatron_offload.recompute import loss_kernel
-from megatron_offload.recompute.loss import block_rows, cross_entropy, have_same_bits, may_compare
+from megatron_offload.recompute.loss import (
+    block_rows,
+    cross_entropy,
+    has_kernel,
+    have_same_bits,
+    may_compare,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -100,7 +105,7 @@ def large_causal_loss(logits: Any, labels: Any, *args: Any, **kwargs: Any) -> An
     """As `causal_loss`, by rows where that takes no more time: large logits, in one kernel."""
     is_plain = not torch.compiler.is_compiling() and type(logits) is Tensor
     is_large = is_plain and 4 * logits.numel() >= _LARGE_BYTES
-    if is_large and loss_kernel.serves(logits, torch.float32):
+    if is_large and has_kernel(logits, torch.float32):
         return causal_loss(logits, labels, *args, **kwargs)
     return _transformers().ForCausalLMLoss(logits, labels, *args, **kwargs)
 

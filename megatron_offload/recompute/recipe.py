@@ -37,8 +37,8 @@ from megatron_offload.engine.transfers import Transfers
 from megatron_offload.errors import CorruptionError, StateError
 from megatron_offload.memory.layout import bytes_of, layout_of
 from megatron_offload.memory.storage_ref import StorageRef
+from megatron_offload.recompute.call_state import RandomStates
 from megatron_offload.recompute.proof import Proof
-from megatron_offload.recompute.random_states import RandomStates
 
 MOST_IN_A_ROW = 3
 """Recipes of which each needs what the one before makes."""

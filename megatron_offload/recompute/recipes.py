@@ -27,9 +27,8 @@ from megatron_offload.engine.module_hooks import tensors_in
 from megatron_offload.engine.patches import Call
 from megatron_offload.engine.subclasses import is_wrapper
 from megatron_offload.memory.layout import layout_of
-from megatron_offload.recompute.call_state import MODES, CallState
+from megatron_offload.recompute.call_state import MODES, CallState, RandomStates
 from megatron_offload.recompute.proof import Proof, Proofs
-from megatron_offload.recompute.random_states import RandomStates
 from megatron_offload.recompute.recipe import (
     MOST_IN_A_ROW,
     TOO_MANY,

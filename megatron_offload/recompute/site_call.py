@@ -33,10 +33,16 @@ from megatron_offload.engine.patches import PatchStack
 from megatron_offload.engine.saved_tensor import SavedTensor, changed_in_place
 from megatron_offload.engine.transfers import Transfers
 from megatron_offload.errors import CorruptionError, StateError
-from megatron_offload.recompute.call_state import CallState, PackHook, as_it_is
+from megatron_offload.recompute.call_state import (
+    CallState,
+    PackHook,
+    RandomStates,
+    are_captured,
+    as_it_is,
+    other_states,
+)
 from megatron_offload.recompute.module_state import ModuleState
 from megatron_offload.recompute.proof import PROVE_EVERY, Proof, sums_of
-from megatron_offload.recompute.random_states import RandomStates, are_captured, other_states
 
 _logger = logging.getLogger(__name__)
 
@@ -99,32 +105,25 @@ class Site:
             _logger.log(level, "recompute: %s, and maybe others, is kept: %s", self.path, refusal)
 
 
+@dataclass(eq=False, repr=False)
 class ModuleCall:
-    """A call of a site's module: what it needs to run again, but for the tensors it is given.
+    """A call of a site's module: what it needs to run again, but for the tensors it is given."""
 
-    Attributes:
-        manager: in whose forward it is.
-        state: what the module has.
-        function: runs the module's forward.
-        leaves: what that takes; emptied when it is over.
-        picks_first: whether of what it returns the first is what is recomputed.
-    """
+    site: Site
+    manager: PipelineOffloadManager
+    """In whose forward it is."""
+    state: ModuleState
+    function: Callable[..., Any]
+    """Runs the module's forward."""
+    leaves: Sequence[Any]
+    """What that takes; emptied when it is over."""
+    picks_first: bool = False
+    """Whether of what it returns the first is what is recomputed."""
 
-    picks_first = False
-
-    def __init__(
-        self,
-        site: Site,
-        manager: PipelineOffloadManager,
-        state: ModuleState,
-        function: Callable[..., Any],
-        leaves: Sequence[Any],
-    ) -> None:
-        self.site, self.manager, self.state, self.function = site, manager, state, function
-        self.leaves = leaves
-        self._tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+    def __post_init__(self) -> None:
+        self._tensors = [x for x in self.leaves if isinstance(x, torch.Tensor)]
         self._versions = [x._version for x in self._tensors]
-        self.devices, draws = {x.device.type for x in self._tensors} - {"meta"}, site.draws
+        self.devices, draws = {x.device.type for x in self._tensors} - {"meta"}, self.site.draws
         states = RandomStates(self.devices) if draws and not are_captured(self.devices) else None
         self._call_state = CallState(keeps_grad=draws, random_states=states)
 
@@ -219,15 +218,9 @@ class SiteCall(ModuleCall):
         InPlaceModificationError: something that it takes was changed since.
     """
 
-    def __init__(
-        self,
-        site: Site,
-        manager: PipelineOffloadManager,
-        state: ModuleState,
-        function: Callable[..., Any],
-        leaves: Sequence[Any],
-    ) -> None:
-        super().__init__(site, manager, state, function, leaves)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        site, manager = self.site, self.manager
         self.depth = 0
         """How often the site has called itself and has not returned."""
         self.transfers = manager.transfers  # by which hooks that an interrupt has left are found
@@ -236,15 +229,15 @@ class SiteCall(ModuleCall):
         pack, self._unpack = hooks or own
         tensors = {id(x): x for x in self._tensors}
         self._inputs = {key: (pack(x), x.requires_grad) for key, x in tensors.items()}
-        self._template = [(id(x), None) if id(x) in tensors else (0, x) for x in leaves]
+        self._template = [(id(x), None) if id(x) in tensors else (0, x) for x in self.leaves]
         self._is_open, self._step_number = True, manager.step_number
         manager.last_call = ref(self)
-        since = self._step_number - site.proven_in.get(state.training, -PROVE_EVERY)
+        since = self._step_number - site.proven_in.get(self.state.training, -PROVE_EVERY)
         is_due = not 0 < since < PROVE_EVERY or manager.config.checking
         self._is_captured = self._call_state.random_states is None  # and can't be waited for
         self.proves = is_due and not self._is_captured
         if self.proves:
-            state.keep_contents()
+            self.state.keep_contents()
         self._others = other_states()
         self._sums: list[torch.Tensor] = []
         self._states_after: RandomStates | None = None

@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from megatron_offload.recompute.random_states import RandomStates
+from megatron_offload.recompute.call_state import RandomStates
 
 
 class Tracker:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -121,8 +120,7 @@ def test_a_loss_is_left_alone_where_other_kinds_are_named(settings):
 def test_a_loss_that_is_not_named_is_by_rows_where_one_kernel_serves(
     is_served, is_large, monkeypatch, calls
 ):
-    kernel = SimpleNamespace(serves=lambda *_: is_served)
-    monkeypatch.setattr(model_loss, "loss_kernel", kernel)
+    monkeypatch.setattr(model_loss, "has_kernel", lambda *_: is_served)
     monkeypatch.setattr(model_loss, "_LARGE_BYTES", 0 if is_large else 1 << 40)
     expected = train(make_model(None), contextlib.nullcontext())
     model = make_model(None)
