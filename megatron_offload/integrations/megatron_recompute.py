@@ -41,7 +41,9 @@ def _noting(original: Call, *args: Any, **kwargs: Any) -> Any:
     if "mlp_act" in _manager().recompute and not _kept:
         # For its own backward each saves its input, unless a flag says in fp8 or on the host.
         holds = not any(one is True for one in (*args, *kwargs.values()))
-        add_recipe(_manager(), output, original, args, kwargs, unit="mlp_act", holds=holds)
+        add_recipe(
+            _manager().recorded_chunk(), output, original, args, kwargs, unit="mlp_act", holds=holds
+        )
     return output
 
 

@@ -66,25 +66,6 @@ class Recipes:
         self._recipes.clear()
         self._num_calls.clear()
 
-    def add_function(
-        self,
-        output: torch.Tensor,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        unit: str,
-        *,
-        kwargs: Mapping[str, Any] | None = None,
-        state: CallState | None = None,
-        holds: bool = False,
-    ) -> None:
-        """Note by which function a tensor was made, under a ``state``, by default that of now.
-
-        ``holds`` is as in `add`.
-        """
-        again, inputs = taken_apart(function, args, kwargs)
-        run = partial((state or CallState()).run, again)
-        self.add(output, run, inputs, unit, self._proof_of(function, unit), holds=holds)
-
     def add(
         self,
         output: torch.Tensor,
@@ -176,7 +157,8 @@ class Recipes:
         why = "an input is made of several tensors" if is_wrapper(given) else ""
         return kept.requires_grad_(given.requires_grad), None, why
 
-    def _proof_of(self, function: Any, unit: str) -> Proof:
+    def proof_of(self, function: Any, unit: str) -> Proof:
+        """Return what is known of this call of a function in each forward."""
         while isinstance(function, partial):
             function = function.func
         name = getattr(function, "__qualname__", type(function).__qualname__)
@@ -197,23 +179,25 @@ def recipes_of(chunk: ChunkOffloadHandler) -> Recipes:
 
 @graph_break
 def add_recipe(
-    manager: PipelineOffloadManager,
-    output: torch.Tensor,
+    chunk: ChunkOffloadHandler | None,
+    output: Any,
     function: Call,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     *,
     unit: str,
+    state: CallState | None = None,
     holds: bool = False,
 ) -> None:
     """Let backward recompute an output that ``function(*args, **kwargs)`` has made.
 
-    Does nothing unless a forward is recorded. Arguments that hold tensors are taken apart.
-    ``holds`` is as in `Recipes.add`.
+    Arguments that hold tensors are taken apart. ``state`` is what the function ran under, by
+    default that of now; ``holds`` is as in `Recipes.add`. Does nothing without a chunk.
     """
-    chunk = manager.recorded_chunk()
-    if chunk is not None:
-        recipes_of(chunk).add_function(output, function, args, unit, kwargs=kwargs, holds=holds)
+    if chunk is not None and isinstance(output, torch.Tensor):
+        again, inputs = taken_apart(function, args, kwargs)
+        run, recipes = partial((state or CallState()).run, again), recipes_of(chunk)
+        recipes.add(output, run, inputs, unit, recipes.proof_of(function, unit), holds=holds)
 
 
 @graph_break
@@ -256,6 +240,5 @@ def recomputable(
     states = RandomStates(devices) if preserve_rng_state else None
     call_state = CallState(keeps_grad=True, random_states=states)
     output = function(*inputs)
-    if isinstance(output, torch.Tensor):
-        recipes_of(chunk).add_function(output, function, inputs, unit, state=call_state)
+    add_recipe(chunk, output, function, inputs, unit=unit, state=call_state)
     return output

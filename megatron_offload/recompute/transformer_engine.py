@@ -27,7 +27,7 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import mark_everywhere
 from megatron_offload.engine.patches import PatchStack, around
 from megatron_offload.engine.subclasses import inner_tensors
-from megatron_offload.recompute.recipes import recipes_of
+from megatron_offload.recompute.recipes import add_recipe
 
 _MODULES = tuple(
     f"transformer_engine.pytorch.module.{name}"
@@ -98,10 +98,7 @@ def _note(output: Any, function: Callable[..., Any], *inputs: Any, unit: str) ->
     chunk = owner if isinstance(owner, ChunkOffloadHandler) else getattr(owner, "chunk", None)
     if chunk is None or unit not in chunk.rules.configured or is_in_backward():
         return
-    if type(output) is torch.Tensor:
-        recipes_of(chunk).add_function(
-            output, function, inputs, unit, holds=bool(chunk.open_groups)
-        )
+    add_recipe(chunk, output, function, inputs, unit=unit, holds=bool(chunk.open_groups))
 
 
 def _normalize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -149,7 +149,7 @@ def test_a_wrong_recipe_costs_no_bit_and_is_named(wrong, settings, caplog):
     def forward(manager, x):
         y = F.dropout(F.layer_norm(save(x, x), (WIDTH,), eps=1e-5), 0.3)
         if manager:
-            add_recipe(manager, y, wrong, [x], unit="norm")
+            add_recipe(manager.recorded_chunk(), y, wrong, [x], unit="norm")
         return save(y, y) + torch.rand(())  # which a proof draws nothing before
 
     manager = make_manager(**settings)
@@ -201,7 +201,9 @@ def test_another_kind_of_tensor_is_kept_or_an_error():
     def forward(manager, x):
         y = F.gelu(save(x, x))
         if manager:
-            add_recipe(manager, y, lambda x: F.gelu(x).to(kinds[-1]), [x], unit="act")
+            add_recipe(
+                manager.recorded_chunk(), y, lambda x: F.gelu(x).to(kinds[-1]), [x], unit="act"
+            )
         return save(y, y)
 
     assert refusals(make_manager(), forward) == {OTHER_BITS: TENSOR_BYTES}
@@ -317,7 +319,9 @@ def test_what_is_changed_after_the_commit_is_noticed(what, max_inflight_bytes):
     def inner(x):
         tensors["input"] = torch.full((ROWS, WIDTH), 0.5)
         y = F.layer_norm(tensors["input"], (WIDTH,)).detach()
-        add_recipe(manager, y, F.layer_norm, [tensors["input"], (WIDTH,)], unit="norm")
+        add_recipe(
+            manager.recorded_chunk(), y, F.layer_norm, [tensors["input"], (WIDTH,)], unit="norm"
+        )
         tensors["output"] = y
         # Who saves the input is left out of the backward below: of itself it would notice.
         return save(x, y), save(x, tensors["input"])
@@ -764,7 +768,7 @@ def test_a_parameter_without_memory_is_named():
 
     def inner(x):
         y = scale(x.detach(), weight.detach())
-        add_recipe(manager, y, scale, [x.detach(), weight], unit="scale")
+        add_recipe(manager.recorded_chunk(), y, scale, [x.detach(), weight], unit="scale")
         return save(save(x, x), y)
 
     y = in_group(manager, inner, rows() * 1.0)

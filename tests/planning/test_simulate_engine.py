@@ -55,7 +55,7 @@ class Work(torch.autograd.Function):
             ctx.is_back = True
             if unit.unit in recompute:
                 parents = [own[name != work.name] for name in unit.parents]
-                add_recipe(manager, made, make, parents, unit=unit.unit)
+                add_recipe(manager.recorded_chunk(), made, make, parents, unit=unit.unit)
             saved.append(made)
         ctx.save_for_backward(*saved)
         ctx.backend, ctx.work = backend, work
