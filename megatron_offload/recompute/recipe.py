@@ -131,7 +131,7 @@ class Input(SavedTensor):
     The alias is the caller's to empty: what counts of it is the version.
     """
 
-    __slots__ = ("_blocks", "_requires_grad", "recipe", "storage_ref")
+    __slots__ = ("_blocks", "recipe", "requires_grad", "storage_ref")
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class Input(SavedTensor):
             self.detach()
             self.leaf = None  # what a function takes isn't handed to autograd
         self.base = id(tensor._base)
-        self._requires_grad = tensor.requires_grad
+        self.requires_grad = tensor.requires_grad
         self._blocks: Mapping[int, BlockRef] | None = blocks
         # While this is held no other storage has the identity by which the block is found.
         self.storage_ref = StorageRef(tensor.untyped_storage())
@@ -186,15 +186,8 @@ class Input(SavedTensor):
             return block.recipe.needs()
         return {block.group.key}
 
-    def as_given(self) -> torch.Tensor:
-        """Return the input as the function was given it, recomputed or reloaded where it has to be.
-
-        By what needs a gradient a product of matrices chooses its kernel, even where grad is off.
-        """
-        return self.unpack().requires_grad_(self._requires_grad)
-
     def unpack(self) -> torch.Tensor:
-        """As `as_given`, without saying whether it needs a gradient."""
+        """Return the input, recomputed or reloaded where it has to be."""
         block = self.block
         if block is not None and block.released:
             return super().unpack()
@@ -324,7 +317,8 @@ class FunctionRecipe:
         """
         with outside_vmap():
             self.constants.check("a tensor", self.unit)
-            given = {id(part): part.as_given() for part in self.inputs}
+            # By what needs one a product of matrices chooses its kernel, even where grad is off.
+            given = {id(x): x.unpack().requires_grad_(x.requires_grad) for x in self.inputs}
             made = self._call([given.get(id(part), part) for part in self.parts])
             if not self._is_as_before(made):
                 found: Any = type(made)
