@@ -37,7 +37,6 @@ from megatron_offload.recompute.call_state import (
     CallState,
     PackHook,
     RandomStates,
-    are_captured,
     as_it_is,
     other_states,
 )
@@ -79,6 +78,7 @@ class Site:
             there.
         proof: of what it returns.
         proven_in: the step in which it was proven last, by the training flags of its modules.
+        drawn_in: the flags under which random numbers were drawn in a proof.
     """
 
     def __init__(self, path: str, unit: str, module: nn.Module, *, draws: bool) -> None:
@@ -95,6 +95,7 @@ class Site:
         """Let all be proven anew: what was shown under another manager counts by its steps."""
         self.transfers = transfers
         self.proven_in: dict[tuple[bool, ...], int] = {}
+        self.drawn_in = set[tuple[bool, ...]]()
         self.proof = Proof(self.path)
 
     def warn(self, refusal: str, *, is_asked_for: bool = True) -> None:
@@ -117,6 +118,8 @@ class ModuleCall:
     """Runs the module's forward."""
     leaves: Sequence[Any]
     """What that takes; emptied when it is over."""
+    is_captured: bool = False
+    """Whether a graph is captured: random states can't be read, and nothing can be waited for."""
     picks_first: bool = False
     """Whether of what it returns the first is what is recomputed."""
 
@@ -124,7 +127,7 @@ class ModuleCall:
         self._tensors = [x for x in self.leaves if isinstance(x, torch.Tensor)]
         self._versions = [x._version for x in self._tensors]
         self.devices, draws = {x.device.type for x in self._tensors} - {"meta"}, self.site.draws
-        states = RandomStates(self.devices) if draws and not are_captured(self.devices) else None
+        states = RandomStates(self.devices) if draws and not self.is_captured else None
         self._call_state = CallState(keeps_grad=draws, random_states=states)
 
     def output(self, *leaves: Any) -> Any:
@@ -234,8 +237,7 @@ class SiteCall(ModuleCall):
         manager.last_call = ref(self)
         since = self._step_number - site.proven_in.get(self.state.training, -PROVE_EVERY)
         is_due = not 0 < since < PROVE_EVERY or manager.config.checking
-        self._is_captured = self._call_state.random_states is None  # and can't be waited for
-        self.proves = is_due and not self._is_captured
+        self.proves = is_due and not self.is_captured
         if self.proves:
             self.state.keep_contents()
         self._others = other_states()
@@ -304,10 +306,13 @@ class SiteCall(ModuleCall):
         if self._others != other_states():
             if not self.manager.rows_are_own or isinstance(self, TriedCall):
                 self._fail("draws random numbers of Python or numpy")
-            self.proves = not self._is_captured  # or a thread has: bits will say
+            self.proves = not self.is_captured  # or a thread has: bits will say
         if self.proves:
             self._sums = sums_of(output)
             self._states_after = RandomStates(self.devices)
+            states = self._call_state.random_states
+            if states is not None and not states.are_current():
+                site.drawn_in.add(self.state.training)
         self.transfers.stats.by_name[site.unit].recomputed_bytes += self._num_bytes
         return may_run
 

@@ -42,6 +42,7 @@ from megatron_offload.model_map.offload_site import FindManager
 from megatron_offload.model_map.sites import call_refusal, parts_refusal
 from megatron_offload.model_map.structure import find_sites, layers_of
 from megatron_offload.model_map.watch import SavedMemory
+from megatron_offload.recompute.call_state import are_captured
 from megatron_offload.recompute.module_state import ModuleLayout, ModuleState
 from megatron_offload.recompute.recipe import taken_apart
 from megatron_offload.recompute.recipes import recipes_of
@@ -143,7 +144,12 @@ class SiteHooks:
             return None
         state = ModuleState(parts, self._layout, copies=site.drops_output)
         self._layout = state.layout
-        how = site, manager, state, function, leaves
+        devices = {x.device.type for x in leaves if isinstance(x, torch.Tensor)}
+        is_captured = site.draws and are_captured(devices - {"meta"})
+        if is_captured and state.training not in site.proven_in.keys() - site.drawn_in:
+            site.warn("it draws random numbers, or may, and a graph is captured")
+            return None
+        how = site, manager, state, function, leaves, is_captured
         if not site.drops_inside:
             return ModuleCall(*how)
         if not manager.rows_are_on_trial:

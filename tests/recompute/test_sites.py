@@ -25,7 +25,7 @@ from megatron_offload.errors import CorruptionError, InPlaceModificationError, S
 from megatron_offload.frontends.adopt import adopt_model
 from megatron_offload.memory.storage_ref import StorageRef
 from megatron_offload.model_map.structure import find_sites
-from megatron_offload.recompute import proof
+from megatron_offload.recompute import proof, sites
 
 WIDTH = 32
 KINDS = (("layer",), ("mlp",), ("attention",), ("mlp", "attention"), ("layer", "mlp", "norm"))
@@ -463,6 +463,21 @@ def test_a_site_of_unusual_layers_keeps_its_bits(kind):
 @pytest.mark.by_default
 def test_nested_sites_are_right_while_steps_are_looked_at():
     check(make_net, ["layer", "mlp"], lengths=3 * (8, 11))
+
+
+@pytest.mark.parametrize("draws", [True, False])
+@pytest.mark.parametrize("kind", ["layer", "layers.*.mlp.2"])
+def test_in_a_captured_graph_only_what_draws_nothing_is_recomputed(kind, draws, monkeypatch):
+    """A rerun would draw other numbers there: no state of them can be read or set."""
+    nets = make_net(), make_net()
+    for layer in (layer for net in nets for layer in net.layers):
+        layer.mlp[2].p = layer.attn.dropout = 0.1 * draws
+    context = around(nets[1], kind, policy="modules")
+    assert_same(take_steps(nets[0], None, (8,)), take_steps(nets[1], context, (8,)))
+    monkeypatch.setattr(sites, "are_captured", lambda devices: True)
+    assert_same(take_steps(nets[0], None, (8,)), take_steps(nets[1], context, (8,)))
+    context.end_step()
+    assert bool(context.last_step.recomputed_bytes) is (kind == "layer" and not draws)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
