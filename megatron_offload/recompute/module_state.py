@@ -98,10 +98,10 @@ class ModuleState:
         layout, values = _read(tables, known)
         self.layout, self._tables, self._values = layout, tables, values
         self.training = tuple([bool(own.get("training")) for own in owns])
-        known: dict[int, Any] = {}
+        copied: dict[int, Any] = {}
         tensors: list[torch.Tensor] = []
         for i in layout.changing:
-            values[i] = _copy_of(values[i], known, tensors)
+            values[i] = _copy_of(values[i], copied, tensors)
         given = values[layout.parameters]
         if copies:
             own = {id(x): lasting(x) for x in given if x is not None}

@@ -77,7 +77,8 @@ class Proofs:
 
     def __init__(self) -> None:
         self.of_functions: dict[Hashable, Proof] = {}
-        self.step, self._stats = 0, None
+        self.step = 0
+        self._stats: object = None
 
     @classmethod
     def of(cls, transfers: Transfers) -> Proofs:
