@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import socket
+from functools import partial
 from pathlib import Path
 
+import torch
 from processes import run_python
 
 from megatron_offload.train import launch
@@ -37,13 +38,8 @@ def words(output, *settings):
 
 def be_the_rank(patch):
     """Let a run of one rank take place in this process, as its launcher would start it."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
-    for key, value in {**rank, "MASTER_PORT": str(port)}.items():
-        patch.setenv(key, value)
-    patch.setattr(launch, "_start_ranks", lambda runs, kind, _: launch._rank_main(runs, kind))
+    alone = {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
+    patch.setattr(launch, "_start_ranks", partial(launch.train_runs, **alone))
 
 
 def environment(**more):

@@ -63,6 +63,12 @@ def run(given: Given) -> int:
             f"{given.config} says offload.enabled: false, and the command line says how to "
             f"offload; add --fine-grained-activation-offloading, or leave the rest out"
         )
+    if config.run.trace_step and not config.offload.enabled:
+        raise ConfigError(
+            f"run.trace_step {config.run.trace_step}: without offload there are no groups to look "
+            "at; add a section offload: (--fine-grained-activation-offloading), or set "
+            "run.trace_step: 0"
+        )
     from megatron_offload.report.tables import rank_table
     from megatron_offload.train.launch import launch
 

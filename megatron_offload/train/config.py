@@ -84,6 +84,11 @@ class ParallelConfig(StrictModel):
     virtual: int = Field(default=1, ge=1)
     """Model chunks on each pipeline rank (VPP); more than one is the interleaved schedule."""
 
+    @property
+    def num_ranks(self) -> int:
+        """Processes that are started."""
+        return self.ranks or self.pipeline
+
 
 class DataConfig(StrictModel):
     """How many tokens make a step."""
@@ -131,6 +136,9 @@ class TrainConfig(StrictModel):
     def model_post_init(self, _: Any, /) -> None:
         """Refuse sections that don't fit one another."""
         modules = self.offload.modules if self.offload.enabled else ()
+        pipeline, virtual = self.parallel.pipeline, self.parallel.virtual
+        layers, microbatches = self.model.layers, self.data.microbatches
+        chunks, num_ranks = pipeline * virtual, self.parallel.num_ranks
         if LAYER_INPUT in modules and self.model.recompute != "full":
             raise ConfigError("offload.modules layer_input needs model.recompute: full")
         if "attn_proj" in modules and "core_attn" not in modules:
@@ -138,40 +146,27 @@ class TrainConfig(StrictModel):
                 "offload.modules names attn_proj without core_attn: the projection saves the core "
                 "attention's output, which only its group can free; add core_attn"
             )
+        if num_ranks % pipeline:
+            raise ConfigError(
+                f"{num_ranks} ranks can't be divided by parallel.pipeline {pipeline}; start a "
+                f"multiple of {pipeline} ranks"
+            )
+        if virtual > 1 and pipeline == 1:
+            raise ConfigError(
+                "parallel.virtual needs a pipeline: set it to 1, or parallel.pipeline to 2"
+            )
+        if layers % chunks:
+            raise ConfigError(
+                f"parallel.pipeline {pipeline} x parallel.virtual {virtual} = {chunks} chunks "
+                f"don't divide model.layers {layers}; set model.layers to a multiple of {chunks}"
+            )
+        if virtual > 1 and microbatches % pipeline:
+            raise ConfigError(
+                f"the interleaved schedule takes data.microbatches in multiples of "
+                f"parallel.pipeline {pipeline}, got {microbatches}"
+            )
 
     @property
     def traced_step(self) -> int:
         """The step of which a timeline is taken; 0 for none."""
         return min(self.run.trace_step, self.run.steps)
-
-
-def check_ranks(config: TrainConfig, world_size: int) -> None:
-    """Check what depends on the number of ranks."""
-    pipeline, virtual = config.parallel.pipeline, config.parallel.virtual
-    layers, microbatches = config.model.layers, config.data.microbatches
-    chunks = pipeline * virtual
-    if world_size % pipeline:
-        raise ConfigError(
-            f"{world_size} ranks can't be divided by parallel.pipeline {pipeline}; start a "
-            f"multiple of {pipeline} ranks"
-        )
-    if virtual > 1 and pipeline == 1:
-        raise ConfigError(
-            "parallel.virtual needs a pipeline: set it to 1, or parallel.pipeline to 2"
-        )
-    if layers % chunks:
-        raise ConfigError(
-            f"parallel.pipeline {pipeline} x parallel.virtual {virtual} = {chunks} chunks don't "
-            f"divide model.layers {layers}; set model.layers to a multiple of {chunks}"
-        )
-    if virtual > 1 and microbatches % pipeline:
-        raise ConfigError(
-            f"the interleaved schedule takes data.microbatches in multiples of parallel.pipeline "
-            f"{pipeline}, got {microbatches}"
-        )
-    if config.run.trace_step and not config.offload.enabled:
-        raise ConfigError(
-            f"run.trace_step {config.run.trace_step}: without offload there are no groups to look "
-            "at; add a section offload: (--fine-grained-activation-offloading), or set "
-            "run.trace_step: 0"
-        )

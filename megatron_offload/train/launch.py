@@ -1,8 +1,6 @@
-"""Starts the ranks of a run on this machine, and hands back their reports.
+"""Starts the ranks of a run on this machine, and waits for them.
 
-A signal ends a rank at once, but for SIGINT while it starts, which waits until torch is imported.
-Torch's launcher forwards what it gets to its ranks; where it is killed itself, the system sends its
-ranks SIGINT.
+A signal to the command ends all ranks; where it is killed, the system sends them SIGINT.
 """
 
 from __future__ import annotations
@@ -13,19 +11,18 @@ import multiprocessing
 import os
 import re
 import signal
-import threading
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from megatron_offload.errors import ConfigError, OffloadError, TargetError, require
+from megatron_offload.errors import ConfigError, OffloadError, require
 from megatron_offload.report.console import console
-from megatron_offload.train.config import TrainConfig, check_ranks
-from megatron_offload.train.records import COMPARISON_NAME, RunReport
+from megatron_offload.train.config import TrainConfig
+from megatron_offload.train.records import COMPARISON_NAME, RunReport, StepRecord, read_steps
 from megatron_offload.train.run_folder import check_output, locked
 
 if TYPE_CHECKING:
@@ -34,10 +31,7 @@ if TYPE_CHECKING:
 Runs = Sequence[tuple[str, TrainConfig]]
 """Runs to take one after the other in the same processes, each with its title."""
 
-# What torch's launcher handles while ranks run, and ever after.
-_HANDLED = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
-# What only ranks can find wrong, by the name in the launcher.
-_OF_INPUT = {error.__name__: error for error in (ConfigError, TargetError)}
+_STOPPING = signal.SIGTERM, signal.SIGINT
 
 
 class RankFailedError(OffloadError, RuntimeError):
@@ -57,10 +51,10 @@ def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunRepor
     """Take every run in turn on all ranks; their folders are locked inside this context.
 
     The runs agree in ``parallel`` and in the device; ``comparison`` is the folder of the comparison
-    that they are for, if they are. Yields a report of each.
+    that they are for, if they are. Yields what each has left.
 
     Raises:
-        ConfigError: a run that can't be started; nothing was.
+        ConfigError: a run that can't be started, or that a rank has found wrong.
         RankFailedError: a rank failed.
         StoppedError: a signal ended the run.
     """
@@ -71,10 +65,7 @@ def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunRepor
             "program of your own, under 'megatron-offload run'"
         )
     first = runs[0][1]
-    ranks = first.parallel.ranks or first.parallel.pipeline
-    for _, config in runs:
-        check_ranks(config, ranks)
-    kind = _check_device(first, ranks)
+    kind = _check_device(first)
     folder = comparison or first.run.output
     with locked(folder):
         check_output(folder, is_for_comparison=comparison is not None)
@@ -88,99 +79,91 @@ def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunRepor
         if comparison is not None and (comparison / COMPARISON_NAME).exists():
             (comparison / COMPARISON_NAME).unlink()
             out.print(f"compare: replaces the comparison in {comparison}")
-        yield _start_ranks(runs, kind, ranks)
+        _start_ranks(runs, kind)
+        yield [RunReport(read_steps(config.run.output)) for _, config in runs]
 
 
-def _start_ranks(runs: Runs, kind: str, ranks: int) -> list[RunReport]:
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+def _start_ranks(runs: Runs, kind: str) -> None:
+    from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, spawn
 
     if kind == "cpu":
         # The ranks inherit it: megatron-core and the offload backend both look for a device.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id="train",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-    )
-    handlers = {number: signal.getsignal(number) for number in _HANDLED}
-    logging.disable(logging.ERROR)  # of what torch logs here, the error that it raises says all
+    num_ranks = runs[0][1].parallel.num_ranks
+    refusals: Any = multiprocessing.get_context("spawn").SimpleQueue()
+    processes: Sequence[multiprocessing.Process] = ()
+    # What is ignored here is in ranks too, while they start: no traceback from amid their imports.
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _STOPPING}
+    logging.disable(logging.WARNING)  # of what torch logs here, the error that it raises says all
     try:
-        with _interrupts_wait_in_ranks():
-            reports: list[RunReport] = elastic_launch(config, _rank_main)(runs, kind)[0]
-    except ChildFailedError as error:
-        # The launcher may see that ranks have ended before it gets a signal that all were sent.
-        codes = {-failure.exitcode for failure in error.failures.values()}
-        if len(codes) == 1 and codes <= {signal.SIGTERM, signal.SIGINT}:
-            raise StoppedError(codes.pop()) from error
-        said: Any = error.get_first_failure()[1].message  # a text where a signal has ended it
-        name, _, text = (said if isinstance(said, str) else said["message"]).partition(": ")
-        if name in _OF_INPUT:
-            raise _OF_INPUT[name](text) from error
-        raise RankFailedError(f"a rank failed:\n{error}") from error
-    except SignalException as error:
-        raise StoppedError(error.sigval) from error
+        with tempfile.TemporaryDirectory() as folder:
+            given = runs, kind, f"file://{folder}/store", num_ranks, refusals
+            started = spawn(_rank_main, given, num_ranks, join=False)
+            processes = started.processes
+            for number in _STOPPING:
+                signal.signal(number, _stop)
+            while not started.join():
+                pass
+    except ProcessRaisedException as error:
+        if not refusals.empty():
+            raise refusals.get() from error
+        raise RankFailedError(f"a rank failed: {error}") from error
+    except ProcessExitedException as error:
+        # Ranks may have ended before this process gets a signal that all were sent.
+        if -error.exit_code in _STOPPING:
+            raise StoppedError(-error.exit_code) from error
+        raise RankFailedError(f"a rank failed: {error}") from error
     finally:
+        for process in processes:
+            process.kill()
+            process.join()
         logging.disable(logging.NOTSET)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    return reports
 
 
-@contextlib.contextmanager
-def _interrupts_wait_in_ranks() -> Iterator[None]:
-    """Let processes that start inside put SIGINT off until they ask for it; a thread takes ours.
-
-    Else one that comes while a rank still imports torch ends it with a traceback.
-    """
-    resource_tracker.ensure_running()  # the start of this, with the first rank, lets SIGINT through
-    is_over = threading.Event()
-    threading.Thread(target=is_over.wait, daemon=True).start()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        is_over.set()
+def _stop(number: int, _: object) -> NoReturn:
+    raise StoppedError(number)
 
 
-def _rank_main(runs: Runs, kind: str) -> list[RunReport]:
-    """Be one rank, from the environment that the launcher set; an error ends all of them."""
+def _rank_main(rank: int, runs: Runs, kind: str, store: str, num_ranks: int, refusals: Any) -> None:
+    """Be one rank; an error ends all of them, and one of input goes to ``refusals``."""
+    for number in _STOPPING:
+        signal.signal(number, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        # A Ctrl-C or the end of the launcher ends a rank at once, and without its traceback.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        if not parent.is_alive():
-            raise SystemExit(128 + signal.SIGINT)
+    if parent is None or not parent.is_alive():
+        return
+    try:
+        train_runs(runs, kind, rank=rank, world_size=num_ranks, init_method=store)
+    except ConfigError as error:
+        refusals.put(error)
+        raise
+
+
+def train_runs(runs: Runs, kind: str, **place: Any) -> None:
+    """Take every run as one rank; ``place`` is which, as for `open_process_group`."""
     # megatron-core says on every import which optional libraries it does without.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
-    reports: list[RunReport] = []
-    with open_process_group(kind, runs[0][1].run.timeout_s) as device:
+    before: Sequence[StepRecord] = ()
+    with open_process_group(kind, runs[0][1].run.timeout_s, **place) as device:
         # Only now: TransformerEngine, which it imports, looks at the environment and the device.
         from megatron_offload.train.loop import run_training
 
         try:
             for title, config in runs:
-                before = reports if len(reports) == len(runs) - 1 else None
-                reports.append(run_training(config, device, title, before))
+                is_last = config is runs[-1][1]
+                before = run_training(config, device, title, before if is_last else None)
         except RuntimeError as error:
             if re.search("gloo|NCCL|onnection", str(error)):
                 time.sleep(3.0)  # another rank has failed: the launcher must see it first
             raise
-    return reports
 
 
-def _check_device(config: TrainConfig, ranks: int) -> str:
-    """Return ``"cuda"`` or ``"cpu"`` for a run of so many processes on this machine."""
+def _check_device(config: TrainConfig) -> str:
+    """Return ``"cuda"`` or ``"cpu"`` for a run on this machine."""
     import torch
 
-    wanted = config.run.device
+    wanted, ranks = config.run.device, config.parallel.num_ranks
     found = torch.cuda.device_count()
     if wanted == "auto":
         wanted = "cuda" if found else "cpu"
@@ -193,25 +176,22 @@ def _check_device(config: TrainConfig, ranks: int) -> str:
 
 
 @contextlib.contextmanager
-def open_process_group(kind: str, timeout_s: float = 600.0) -> Iterator[torch.device]:
-    """Join all ranks, from the environment that a launcher set; leaves the group at the end.
+def open_process_group(kind: str, timeout_s: float = 600.0, **place: Any) -> Iterator[torch.device]:
+    """Join all ranks, by what `torch.distributed.init_process_group` is to be given beside.
 
-    Yields this rank's device.
+    Yields this rank's device; leaves the group at the end.
     """
     import torch
 
-    local_rank = int(os.environ["LOCAL_RANK"])
     # cuBLAS and TransformerEngine read these once; without them equal runs may differ in bits.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    device = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
+    device = torch.device("cpu")
     if kind == "cuda":
+        device = place["device_id"] = torch.device("cuda", place["rank"])
         torch.cuda.set_device(device)
-    torch.distributed.init_process_group(
-        "nccl" if kind == "cuda" else "gloo",
-        timeout=timedelta(seconds=timeout_s),
-        device_id=device if kind == "cuda" else None,
-    )
+    backend, timeout = "nccl" if kind == "cuda" else "gloo", timedelta(seconds=timeout_s)
+    torch.distributed.init_process_group(backend, timeout=timeout, **place)
     torch.set_num_threads(1)  # ranks share the cores, and sums on a CPU hang on the number
     yield device
     # Not behind an error: others would fail of that, and might be reported, before it is written.

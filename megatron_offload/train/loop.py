@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,102 +30,91 @@ from megatron_offload.report.console import console
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.data import digest, microbatches
 from megatron_offload.train.model import build_chunks, build_optimizer, open_model_parallel
-from megatron_offload.train.records import RankStep, RunReport, StepRecord, counters_of
+from megatron_offload.train.records import RankStep, StepRecord, counters_of
 from megatron_offload.train.run_folder import prepare_folder
 
 
 def run_training(
-    config: TrainConfig, device: torch.device, title: str, before: Sequence[RunReport] | None
-) -> RunReport:
-    """Train as ``config``, checked by `check_ranks`, says; collective.
+    config: TrainConfig, device: torch.device, title: str, before: Sequence[StepRecord] | None
+) -> list[StepRecord]:
+    """Train as ``config`` says, and return what happened in each step on all ranks; collective.
 
-    Every step is said, and whether it is that of a run ``before``; of a run that has none, but will
-    be one, how many there are.
+    Every step is said, and whether it is that of a run ``before``; of a run that others will be
+    compared with, where that is None, how many there are.
     """
     with open_model_parallel(config, device) as group, open_offload(config) as manager:
-        out = console(stderr=True, quiet=rank_in() != 0)
-
-        def say(line: str) -> None:
-            out.print(f"{title}: {line}")
-
+        trainer = _Trainer(config, device, group, manager)
+        out, folder = console(stderr=True, quiet=rank_in() != 0), config.run.output
+        num_steps, records = config.run.steps, list[StepRecord]()
         if before is None:
-            say(f"{config.run.steps} steps, to compare with")
-        report = _Trainer(config, device, group, manager, say, before).run()
+            out.print(f"{title}: {num_steps} steps, to compare with")
+        with contextlib.ExitStack() as stack:
+            if rank_in() == 0:
+                prepare_folder(config, is_simulated=device.type != "cuda")
+                log = stack.enter_context((folder / LOG_NAME).open("w", buffering=1))
+            if manager and trainer.meter:
+                stack.enter_context(manager.observed_by(trainer.meter))
+            for step in range(1, num_steps + 1):
+                records.append(record := trainer.train_step(step))
+                if rank_in() == 0:
+                    log.write(record.to_json() + "\n")
+                if before is not None:
+                    plain = before[step - 1] if before else None
+                    out.print(f"{title}: step {step}/{num_steps}  {_line(record, device, plain)}")
+                was_searching = record.ranks[rank_in()].is_planned_by
+                if manager and manager.tuner and was_searching and not manager.is_searching:
+                    manager.tuner.save(folder)
+        if manager and manager.is_searching:
+            said = "the run ended before it had found its rows; raise run.steps, such as to 150"
+            out.print(f"{title}: {said}")
     torch.cuda.empty_cache()  # nothing where CUDA was not used
-    return report
+    return records
 
 
-@dataclass(eq=False)
+def _line(record: StepRecord, device: torch.device, plain: StepRecord | None) -> str:
+    """Return what is said of a step; of its time only on a device that is not simulated."""
+    line = f"loss {record.loss:.6f}  grad norm {record.grad_norm:.4f}"
+    if device.type == "cuda":
+        tokens = record.tokens / max(record.step_time_s, 1e-9)
+        line += f"  {1e3 * record.step_time_s:.0f} ms  {tokens:,.0f} tokens/s"
+    if plain:
+        pairs = ((record.loss, plain.loss), (record.grad_norm, plain.grad_norm))
+        is_same = all(repr(a) == repr(b) for a, b in pairs)  # which has every bit
+        different = f"DIFFERENT: without, loss {plain.loss!r}"
+        line += f"  {'the same bits as without' if is_same else different}"
+    return line
+
+
 class _Trainer:
-    _config: TrainConfig
-    _device: torch.device
-    _group: torch.distributed.ProcessGroup
-    _manager: PipelineOffloadManager | None
-    _say: Callable[[str], None]
-    _before: Sequence[RunReport] | None
+    """One rank's model and optimizer, what watches them, and how a step is taken."""
 
-    def __post_init__(self) -> None:
-        config = self._config
-        self._synchronize = torch.get_device_module(self._device).synchronize
-        self._chunks = build_chunks(config, self._device)
-        if self._manager:
+    def __init__(
+        self,
+        config: TrainConfig,
+        device: torch.device,
+        group: torch.distributed.ProcessGroup,
+        manager: PipelineOffloadManager | None,
+    ) -> None:
+        self._config, self._device, self._group, self._manager = config, device, group, manager
+        self._synchronize = torch.get_device_module(device).synchronize
+        self._chunks = build_chunks(config, device)
+        if manager:
             names = {name for chunk in self._chunks for name in named_modules(chunk.module)}
-            check_patterns(config.offload, set().union(*gather(names, self._group)))
+            check_patterns(config.offload, set().union(*gather(names, group)))
         self._optimizer = build_optimizer(config, self._chunks)
         live = config.run.measure_live_bytes
-        self._meter = LiveActivationMeter(self._parameters()) if live else None
+        self.meter = LiveActivationMeter(self._parameters()) if live else None
 
-    def run(self) -> RunReport:
-        """Take every step; report what happened on all ranks."""
-        run, manager, say = self._config.run, self._manager, self._say
-        is_owner, on_gpu = rank_in() == 0, self._device.type == "cuda"
-        report = RunReport()
-        if is_owner:
-            prepare_folder(self._config, is_simulated=not on_gpu)
-        with contextlib.ExitStack() as stack:
-            if is_owner:
-                log = stack.enter_context((run.output / LOG_NAME).open("w", buffering=1))
-            if manager and self._meter:
-                stack.enter_context(manager.observed_by(self._meter))
-            for step in range(1, run.steps + 1):
-                was_planning = self._is_planning()
-                record = self._train_step(step)
-                report.steps.append(record)
-                if is_owner:
-                    log.write(record.to_json() + "\n")
-                if self._before is not None:
-                    say(self._line(record))
-                if manager and manager.tuner and was_planning and not self._is_planning():
-                    manager.tuner.save(run.output)
-        if self._is_planning():
-            say("the run ended before it had found its rows; raise run.steps, such as to 150")
-        report.parameters = tuple(gather(digest(self._parameters()), self._group))
-        return report
-
-    def _line(self, record: StepRecord) -> str:
-        """Return what is said of a step; of its time only on a device that is not simulated."""
-        line = f"step {record.step}/{self._config.run.steps}  loss {record.loss:.6f}"
-        line += f"  grad norm {record.grad_norm:.4f}"
-        if self._device.type == "cuda":
-            tokens = record.tokens / max(record.step_time_s, 1e-9)
-            line += f"  {1e3 * record.step_time_s:.0f} ms  {tokens:,.0f} tokens/s"
-        if self._before:
-            plain = self._before[0].steps[record.step - 1]
-            pairs = ((record.loss, plain.loss), (record.grad_norm, plain.grad_norm))
-            is_same = all(repr(a) == repr(b) for a, b in pairs)  # which has every bit
-            different = f"DIFFERENT: without, loss {plain.loss!r}"
-            line += f"  {'the same bits as without' if is_same else different}"
-        return line
-
-    def _train_step(self, step: int) -> StepRecord:
-        config, run = self._config, self._config.run
-        manager, is_planning = self._manager, self._is_planning()
-        rank, on_gpu = rank_in(), self._device.type == "cuda"
+    def train_step(self, step: int) -> StepRecord:
+        """Take a step; return what happened on all ranks."""
+        config, manager, meter = self._config, self._manager, self.meter
+        rank, on_gpu, is_last = rank_in(), self._device.type == "cuda", step == config.run.steps
+        is_planning = manager is not None and manager.is_searching
         self._synchronize()
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self._device)
-        if self._meter is not None:
-            self._meter.reset_peak()
+        if meter is not None:
+            meter.reset_peak()
         start = time.perf_counter()
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
@@ -135,12 +123,12 @@ class _Trainer:
         with contextlib.ExitStack() as looking:
             if manager and step == config.traced_step:
                 trace = looking.enter_context(trace_step(manager, rank))
-            if self._meter is not None:
-                looking.enter_context(self._meter)
+            if meter is not None:
+                looking.enter_context(meter)
             loss = self._pass_over_microbatches(step)
         self._synchronize()
         step_time_s = time.perf_counter() - start
-        digested = digest(p.main_grad for p in self._parameters()) if step == run.steps else None
+        gradients = digest(p.main_grad for p in self._parameters()) if is_last else None
         start = time.perf_counter()
         _, grad_norm, _ = self._optimizer.step()
         self._synchronize()
@@ -153,24 +141,22 @@ class _Trainer:
             loss=loss,
             grad_norm=float(grad_norm),
             step_time_s=step_time_s,
-            peak_live_activation_bytes=None if self._meter is None else self._meter.peak_bytes,
+            peak_live_activation_bytes=None if meter is None else meter.peak_bytes,
             peak_allocated_bytes=torch.cuda.max_memory_allocated(self._device) if on_gpu else None,
             peak_reserved_bytes=torch.cuda.max_memory_reserved(self._device) if on_gpu else None,
-            gradients=digested,
+            gradients=gradients,
+            parameters=digest(self._parameters()) if is_last else None,
             is_planned_by=is_planning,
             pinned_host_bytes=manager.host_pool.stats.slab_bytes_total if manager else 0,
             **(counters_of(manager.last_step) if manager else {}),
         )
         ranks = gather(mine, self._group)
         if trace is not None:  # only now: rank 0 has cleared the folder for sure
-            write_traces(run.output / f"trace_{rank}.json", [trace])
+            write_traces(config.run.output / f"trace_{rank}.json", [trace])
         sequences = config.data.microbatches * config.data.micro_batch_size
         tokens = sequences * config.model.sequence_length
         tokens *= parallel_state.get_data_parallel_world_size()
         return StepRecord.merge(step, tokens, ranks)
-
-    def _is_planning(self) -> bool:
-        return self._manager is not None and self._manager.is_searching
 
     def _pass_over_microbatches(self, step: int) -> float | None:
         """Run megatron-core's schedule; return the mean loss on the last stage, else None."""

@@ -16,7 +16,7 @@ from megatron_offload.train.loop import _Trainer
 
 FAILURE = json.loads(os.environ["FAILURE"])
 
-_train_step = _Trainer._train_step
+_train_step = _Trainer.train_step
 
 
 def train_step(self, step, *arguments):
@@ -27,7 +27,7 @@ def train_step(self, step, *arguments):
     return _train_step(self, step, *arguments)
 
 
-_Trainer._train_step = train_step
+_Trainer.train_step = train_step
 
 if __name__ == "__main__":
     sys.exit(cli.main(sys.argv[1:]))

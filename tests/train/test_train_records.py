@@ -99,10 +99,10 @@ def test_a_step_before_rows_are_found_counts_for_no_peak_and_no_time():
 
 def report(loss=1.0, grad_norm=2.0, gradients="g", parameters="p"):
     ranks = [
-        RankStep(0, 0, 0, None, grad_norm, 0.1, gradients="same"),
-        RankStep(1, 1, 0, loss, grad_norm, 0.1, gradients=gradients),
+        RankStep(0, 0, 0, None, grad_norm, 0.1, gradients="same", parameters="same"),
+        RankStep(1, 1, 0, loss, grad_norm, 0.1, gradients=gradients, parameters=parameters),
     ]
-    return RunReport([StepRecord.merge(1, 64, ranks)], ("q", parameters))
+    return RunReport([StepRecord.merge(1, 64, ranks)])
 
 
 @pytest.mark.parametrize(
@@ -115,6 +115,7 @@ def report(loss=1.0, grad_norm=2.0, gradients="g", parameters="p"):
         ({}, {"parameters": "r"}, False),
         ({}, {"loss": math.nan}, False),
         ({"gradients": None}, {"gradients": None}, False),  # no digest is no proof
+        ({"parameters": None}, {"parameters": None}, False),
     ],
 )
 def test_the_smallest_difference_anywhere_counts(one, other, is_identical):
