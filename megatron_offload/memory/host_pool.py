@@ -31,40 +31,33 @@ class Ledger:
     """Bytes by name: now, and when there were most of them."""
 
     def __init__(self) -> None:
-        self._is_at_peak = False
-        self.clear()
-        self.restart_peak()
-
-    def clear(self) -> None:
-        """Count from zero; the peak remains."""
-        self._keep_peak()
         self.by_name: Counter[str] = Counter()
         self.total_bytes = 0
+        self.restart_peak()
 
     def restart_peak(self) -> None:
         """Let the peak begin with what there is now."""
-        self.peak_bytes = self.total_bytes
-        self._is_at_peak = True
+        self._peak_bytes = self.total_bytes
+        self._at_peak: Counter[str] | None = None  # as long as that is now
 
     def peak(self) -> tuple[int, dict[str, int]]:
         """Return the most bytes since the peak was restarted, and those by name."""
-        self._keep_peak()
-        return self.peak_bytes, self._peak_by_name
-
-    def _keep_peak(self) -> None:
-        if self._is_at_peak:
-            self._is_at_peak = False
-            self._peak_by_name = dict(+self.by_name)  # without zeros
+        found = self.by_name if self._at_peak is None else self._at_peak
+        return self._peak_bytes, dict(+found)  # without zeros
 
     def add(self, name: str, num_bytes: int) -> None:
         """Count bytes, or count them no more where ``num_bytes`` is negative."""
-        if num_bytes < 0 and self._is_at_peak:
-            self._keep_peak()
+        if num_bytes < 0 and self._at_peak is None:
+            self._at_peak = self.by_name.copy()
         self.by_name[name] += num_bytes
         self.total_bytes += num_bytes
-        if self.total_bytes > self.peak_bytes:
-            self.peak_bytes = self.total_bytes
-            self._is_at_peak = True
+        if self.total_bytes > self._peak_bytes:
+            self._peak_bytes, self._at_peak = self.total_bytes, None
+
+    def clear(self) -> None:
+        """Count from zero; the peak remains."""
+        self._at_peak = self.by_name if self._at_peak is None else self._at_peak
+        self.by_name, self.total_bytes = Counter(), 0
 
 
 @dataclass(slots=True)
@@ -378,7 +371,7 @@ class HostPool:
         if not self.stats.in_use_bytes:
             self._coalesce()  # a step of other sizes begins, for which pieces of the last are small
         piece = self._cut_best_fit(size_bytes)
-        if piece is None and self._may_coalesce:
+        if piece is None:
             self._coalesce()
             piece = self._cut_best_fit(size_bytes)
         if piece is None and self._add_slab(size_bytes):
@@ -386,10 +379,11 @@ class HostPool:
         return piece
 
     def _cut_best_fit(self, size_bytes: int) -> _Piece | None:
-        sizes = (size for size, pieces in self._free.items() if pieces and size >= size_bytes)
-        found_bytes = min(sizes, default=0)
-        piece = self._free[found_bytes].popleft() if found_bytes else None
-        if piece is not None and found_bytes > size_bytes:
+        sizes = [size for size, pieces in self._free.items() if pieces and size >= size_bytes]
+        if not sizes:
+            return None
+        piece = self._free[min(sizes)].popleft()
+        if piece.num_bytes > size_bytes:
             rest = piece.cut(size_bytes)
             self._free[rest.num_bytes].append(rest)
         return piece
