@@ -348,7 +348,7 @@ def in_thread(function):
 
 
 def num_pending(backend):
-    """Return how many copies and waits a simulated device has queued and not run, both ways."""
+    """Return how many copies a simulated device has queued and not run, both ways."""
     return len(backend.d2h_stream._queue) + len(backend.h2d_stream._queue)
 
 

@@ -19,8 +19,9 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -31,6 +32,9 @@ from megatron_offload.errors import HazardError
 _POISON = 0xFF
 
 _INDEX = {"compute": 0, "d2h": 1, "h2d": 2, "side": 3}
+
+Clock: TypeAlias = tuple[int, ...]
+"""By stream, the number of its last access that is ordered before what has this clock."""
 
 
 class Access(NamedTuple):
@@ -100,19 +104,17 @@ class Shadow:
             uses[access.stream, access.writes] = access
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class SimulatedEvent:
     """A point in a simulated stream."""
 
-    stream: SimulatedStream
-    position: int
-    clock: tuple[int, ...]
+    clock: Clock
     time_us: float
     """Virtual time at which the work before the event has finished."""
 
 
 class SimulatedStream:
-    """A queue of waits (events) and copies, with its vector clock and its virtual time."""
+    """A queue of copies, with its vector clock and its virtual time."""
 
     def __init__(
         self, name: str, backend: SimulatedBackend, is_lazy: bool = False, us_per_byte: float = 0.0
@@ -123,14 +125,24 @@ class SimulatedStream:
         self._index = _INDEX[name]
         self._is_lazy = is_lazy
         self._us_per_byte = us_per_byte
-        self._executed = 0
-        self._queue: deque[SimulatedEvent | Pair] = deque()
-        # The number of the last access of each stream that is ordered before this stream's next.
-        self._clock = (0,) * len(_INDEX)
+        # Copies that haven't run, with the clock behind them: what has to run first, and they.
+        self._queue: deque[tuple[Clock, Sequence[Pair]]] = deque()
+        self._clock: Clock = (0,) * len(_INDEX)
 
-    def merge(self, clock: tuple[int, ...]) -> None:
+    def merge(self, clock: Clock) -> None:
         """Order all later work after what ``clock`` covers."""
         self._clock = tuple(map(max, self._clock, clock))
+
+    def tick(self) -> int:
+        """Do something; return its number, which is higher than all before of any stream."""
+        clock = list(self._clock)
+        clock[self._index] = number = next(self._backend.numbers)
+        self._clock = tuple(clock)
+        return number
+
+    def is_behind(self, clock: Clock) -> bool:
+        """Whether something that ``clock`` covers hasn't run."""
+        return bool(self._queue) and self._queue[0][0][self._index] <= clock[self._index]
 
     # As a CUDA stream's methods do.
 
@@ -174,7 +186,7 @@ class SimulatedBackend(Backend):
         self._poison = config.poison
         self._check = config.check_hazards
         self.observes = self._poison or self._check
-        self._num_accesses = 0
+        self.numbers = count(1)
         self._device = Shadow()
         self._host = Shadow()
         self.stall_us: dict[Wait, float] = dict.fromkeys(Wait, 0.0)
@@ -207,8 +219,7 @@ class SimulatedBackend(Backend):
             self._readers.setdefault(tensor.untyped_storage().data_ptr(), set()).add(stream)
 
     def record(self, stream: SimulatedStream) -> SimulatedEvent:
-        position = stream._executed + len(stream._queue)
-        event = SimulatedEvent(stream, position, stream._clock, stream.time_us)
+        event = SimulatedEvent(stream._clock, stream.time_us)
         self._run_some()
         return event
 
@@ -223,14 +234,10 @@ class SimulatedBackend(Backend):
 
     def order(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
         """Do what `wait` does for a wait that is none of the engine's own."""
-        if self._check:
-            stream.merge(event.clock)
+        stream.merge(event.clock)
         stream.time_us = max(stream.time_us, event.time_us)
-        if event.stream._executed < event.position:
-            if stream._is_lazy:
-                stream._queue.append(event)
-            else:
-                self._run_to(event.stream, event.position)
+        if not stream._is_lazy:
+            self._run_to(event.clock)
         self._run_some()
 
     def copy(self, pairs: Sequence[Pair], stream: SimulatedStream, label: str) -> SimulatedEvent:
@@ -239,11 +246,13 @@ class SimulatedBackend(Backend):
         for destination, source in pairs if self._check else ():
             self._access(read, source, stream, False, label)
             self._access(written, destination, stream, True, label)
+        stream.tick()
         destinations, sources = zip(*pairs, strict=True)
         num_bytes = sum([destination.nbytes for destination in destinations])
         if stream._is_lazy:
             # The engine may empty the source's tensor, not its storage, before the copy runs.
-            stream._queue += [(to, source.detach()) for to, source in pairs]
+            queued = [(to, source.detach()) for to, source in pairs]
+            stream._queue.append((stream._clock, queued))
         else:
             torch._foreach_copy_(list(map(_bytes, destinations)), list(map(_bytes, sources)))
         stream.time_us += num_bytes * stream._us_per_byte
@@ -252,14 +261,14 @@ class SimulatedBackend(Backend):
 
     def is_done(self, event: SimulatedEvent) -> bool:
         self._run_some()
-        if event.stream._executed < event.position:
+        if any(stream.is_behind(event.clock) for stream in (self.d2h_stream, self.h2d_stream)):
             return False
         self._order_host_after(event.clock)  # it knows, so all that it queues comes later
         return True
 
     def sync_copies(self) -> None:
         for stream in (self.d2h_stream, self.h2d_stream):
-            self._run_to(stream, stream._executed + len(stream._queue))
+            self._run_to(stream._clock)
             self._order_host_after(stream._clock)
             self._compute.time_us = max(self._compute.time_us, stream.time_us)
 
@@ -314,37 +323,21 @@ class SimulatedBackend(Backend):
 
     # When queued work runs.
 
-    def _run_to(self, stream: SimulatedStream, position: int) -> None:
-        """Execute ``stream``'s queue up to ``position``, and first what its waits ask for."""
-        if stream._executed >= position:
-            return
-        unfinished = [(stream, position)]
-        while unfinished:
-            stream, position = unfinished[-1]
-            while stream._executed < position:
-                if not stream._queue:  # an interrupt has kept one from being counted
-                    stream._executed = position
-                    break
-                operation: Any = stream._queue[0]
-                is_wait = isinstance(operation, SimulatedEvent)
-                if is_wait and operation.stream._executed < operation.position:
-                    unfinished.append((operation.stream, operation.position))
-                    break
-                stream._queue.popleft()  # first: a copy that fails does so once
-                stream._executed += 1
-                if not is_wait:
-                    _copy(*operation)
-            else:
-                unfinished.pop()
+    def _run_to(self, clock: Clock) -> None:
+        """Run the copies that a clock covers, in the order in which they were queued."""
+        streams = self.d2h_stream, self.h2d_stream
+        while behind := [stream for stream in streams if stream.is_behind(clock)]:
+            first = min(behind, key=lambda stream: stream._queue[0][0][stream._index])
+            _, pairs = first._queue.popleft()  # first: a copy that fails does so once
+            for pair in pairs:
+                _copy(*pair)
 
     def _run_some(self) -> None:
         """Let the seed decide how much of each queue runs now."""
-        rng = self._rng
-        if rng is None:
-            return
-        for stream in (self.d2h_stream, self.h2d_stream):
-            if stream._queue and rng.random() >= self._laziness[stream._index]:
-                self._run_to(stream, stream._executed + rng.randint(0, len(stream._queue)))
+        for stream in (self.d2h_stream, self.h2d_stream) if self._rng else ():
+            if stream._queue and self._rng.random() >= self._laziness[stream._index]:
+                clock, _ = self._rng.choice(stream._queue)
+                self._run_to(clock)
 
     # Which wait is missing.
 
@@ -367,18 +360,15 @@ class SimulatedBackend(Backend):
         earlier_uses = used.earlier_uses(start, end)
         if not home:  # that of who has it
             home = earlier_uses[-1].home if earlier_uses else self._compute.name
-        clock = list(stream._clock)
         unordered = [
             earlier
             for earlier in earlier_uses
             if (writes or earlier.writes)
             and earlier.stream != stream.name
             and earlier.home == home
-            and clock[_INDEX[earlier.stream]] < earlier.order
+            and stream._clock[_INDEX[earlier.stream]] < earlier.order
         ]
-        self._num_accesses = clock[stream._index] = self._num_accesses + 1
-        stream._clock = tuple(clock)
-        access = Access(self._num_accesses, stream.name, writes, label, home)
+        access = Access(stream.tick(), stream.name, writes, label, home)
         found: dict[Wait, Hazard] = {}
         for earlier in () if is_past else unordered:
             missing = self._missing_wait(used is self._host, earlier, access)

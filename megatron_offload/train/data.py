@@ -19,31 +19,25 @@ from megatron_offload.engine.checking import checksum
 from megatron_offload.train.config import TrainConfig
 
 
-def tokens(config: TrainConfig, step: int, microbatch: int, dp_rank: int) -> torch.Tensor:
-    """Return int64 tokens of shape [micro_batch_size, sequence_length + 1], cut out of a text."""
-    text, length = _text_of_python(), config.model.sequence_length + 1
-    # The 0 keeps the tokens of a seed what they were in every run that was measured.
-    random = np.random.default_rng([config.run.seed, 0, step, microbatch, dp_rank])
-    starts = random.integers(0, len(text) - length + 1, config.data.micro_batch_size)
-    rows = [text[start : start + length] for start in starts]
-    return torch.from_numpy(np.stack(rows).astype(np.int64))
-
-
 def microbatches(
     config: TrainConfig, step: int, dp_rank: int, device: torch.device
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield one step's microbatches.
+    """Yield one step's microbatches, cut out of a text.
 
     Each holds ``tokens`` and ``labels`` of shape [micro_batch_size, sequence_length] and
     ``position_ids`` of the same shape, int64, on ``device``.
     """
+    text, length = _text_of_python(), config.model.sequence_length
     for index in range(config.data.microbatches):
-        rows = tokens(config, step, index, dp_rank).to(device)
-        positions = torch.arange(rows.shape[1] - 1, device=device).expand(rows.shape[0], -1)
+        # The 0 keeps the tokens of a seed what they were in every run that was measured.
+        random = np.random.default_rng([config.run.seed, 0, step, index, dp_rank])
+        starts = random.integers(0, len(text) - length, config.data.micro_batch_size)
+        pieces = np.stack([text[start : start + length + 1] for start in starts])
+        rows = torch.from_numpy(pieces.astype(np.int64)).to(device)
         yield {
             "tokens": rows[:, :-1].contiguous(),
             "labels": rows[:, 1:].contiguous(),
-            "position_ids": positions,
+            "position_ids": torch.arange(length, device=device).expand(len(starts), -1),
         }
 
 

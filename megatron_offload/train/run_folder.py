@@ -26,14 +26,12 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()
-    except Timeout as error:
-        raise ConfigError(
-            f"run.output {folder}: another run writes into it; wait until it is done, or "
-            f"choose another run.output"
-        ) from error
     except OSError as error:
+        is_in_use = isinstance(error, Timeout)
+        why = "another run writes into it" if is_in_use else f"can't be written: {error.strerror}"
+        advice = "wait until it is done, or " if is_in_use else ""
         raise ConfigError(
-            f"run.output {folder} can't be written: {error.strerror}; choose another one"
+            f"run.output {folder}: {why}; {advice}choose another run.output"
         ) from error
     try:
         yield
@@ -43,14 +41,14 @@ def locked(folder: Path) -> Iterator[None]:
 
 def check_output(folder: Path, *, is_for_comparison: bool = False) -> None:
     """Check that no other run has left anything in a folder; a comparison replaces another."""
-    other = f"choose another run.output, or remove {folder} to start over"
-    logs = [folder / name / LOG_NAME for name in FOLDERS]
-    is_compared = any(os.path.lexists(path) for path in (folder / COMPARISON_NAME, *logs))
-    if is_compared and not is_for_comparison:
-        raise ConfigError(f"run.output {folder} holds a comparison; {other}")
-    log = folder / LOG_NAME  # a run that failed before its first step is none
-    if log.stat().st_size > 0 if log.is_file() else os.path.lexists(log):
-        raise ConfigError(f"run.output {folder} holds an earlier run; {other}")
+    names = (LOG_NAME, COMPARISON_NAME, *(f"{name}/{LOG_NAME}" for name in FOLDERS))
+    for name in names[:1] if is_for_comparison else names:
+        path = folder / name  # a run that failed before its first step is none
+        if path.stat().st_size > 0 if path.is_file() else os.path.lexists(path):
+            raise ConfigError(
+                f"run.output {folder} holds an earlier run ({name}); choose another run.output, "
+                f"or remove {folder} to start over"
+            )
 
 
 def prepare_folder(config: TrainConfig, *, is_simulated: bool) -> None:

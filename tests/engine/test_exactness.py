@@ -249,7 +249,8 @@ def test_a_model_inside_a_group_leaves_no_hook_of_it_in_force():
 def test_a_copy_that_fails_is_tried_once():
     manager = make_manager()
     backend = manager.backend
-    backend.d2h_stream._queue.append((torch.empty(4), torch.empty(8)))
+    copies = [(torch.empty(4), torch.empty(8))]
+    backend.d2h_stream._queue.append((backend.d2h_stream._clock, copies))
     with pytest.raises(RuntimeError, match="size"):
         backend.sync_copies()
     backend.sync_copies()

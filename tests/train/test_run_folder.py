@@ -41,7 +41,9 @@ def test_a_folder_that_can_not_be_made_is_refused(tmp_path):
 def test_an_earlier_run_is_not_replaced_without_a_word(tmp_path):
     check_output(tmp_path)
     leave_run(tmp_path, 4)
-    with pytest.raises(ConfigError, match=r"holds an earlier run; choose another run\.output"):
+    with pytest.raises(
+        ConfigError, match=r"holds an earlier run \(steps\.jsonl\); choose another run"
+    ):
         check_output(tmp_path)
 
 
@@ -62,7 +64,7 @@ def test_a_log_that_is_no_file_is_refused(tmp_path, make):
 def test_a_run_does_not_write_into_a_comparison(tmp_path, name):
     (tmp_path / "with_offload").mkdir()
     (tmp_path / name).write_text("x")
-    with pytest.raises(ConfigError, match=r"holds a comparison; choose another run\.output"):
+    with pytest.raises(ConfigError, match=f"holds an earlier run .{name}.; choose another"):
         check_output(tmp_path)
     check_output(tmp_path, is_for_comparison=True)
 
