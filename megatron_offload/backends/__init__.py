@@ -16,11 +16,11 @@ def current_device(config: OffloadConfig) -> Hashable:
 
     None is the simulated one, or a CUDA device that isn't there, which `create_backend` refuses.
     """
-    return cuda.current_index() if cuda.is_available() and _takes_cuda(config) else None
+    return cuda.current_index() if _takes_cuda(config) else None
 
 
 def _takes_cuda(config: OffloadConfig) -> bool:
-    return config.backend == "cuda" or (config.backend == "auto" and cuda.is_available())
+    return config.backend == "cuda" or (config.backend == "auto" and cuda.current_index() is not None)
 
 
 def create_backend(config: OffloadConfig, device_index: int | None = None) -> Backend:

@@ -33,19 +33,14 @@ _DROP_S = 0.1
 _logger = logging.getLogger(__name__)
 
 
-def is_available() -> bool:
-    """Whether this process can use a CUDA device."""
-    return torch.cuda.is_available()
-
-
-def current_index() -> int:
-    """Return the number of the device that is current for this thread."""
-    return torch.cuda.current_device()
+def current_index() -> int | None:
+    """Return the number of the device that is current for this thread; None where there is none."""
+    return torch.cuda.current_device() if torch.cuda.is_available() else None
 
 
 def visible_devices() -> tuple[str, ...]:
     """Name the devices that this process can use; makes no context on any of them."""
-    indexes = range(torch.cuda.device_count() if is_available() else 0)
+    indexes = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     return tuple(torch.cuda.get_device_properties(index).name for index in indexes)
 
 
@@ -64,7 +59,7 @@ class CudaBackend(Backend):
         self, config: OffloadConfig | None = None, device_index: int | None = None
     ) -> None:
         config = config or OffloadConfig()
-        if not is_available():
+        if not torch.cuda.is_available():
             raise IntegrationError(
                 "backend 'cuda' needs a CUDA device and torch sees none; "
                 "use backend: simulated, or auto"

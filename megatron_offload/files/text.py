@@ -38,14 +38,11 @@ def read_text(path: str | Path, *, limit_bytes: int = MAX_TEXT_BYTES) -> str:
 def open_regular(path: str | Path) -> BufferedReader:
     """Open a regular file for reading bytes; anything else is a `ConfigError`."""
     try:
-        # Opening a pipe would wait for its writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        if stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for its writer
+            return open(path, "rb")
     except (OSError, ValueError) as error:
         raise ConfigError(f"can't read {path}: {error}") from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise ConfigError(f"can't read {path}: not a regular file")
-    return open(descriptor, "rb")
+    raise ConfigError(f"can't read {path}: not a regular file")
 
 
 def read_json(path: str | Path, *, limit_bytes: int = MAX_TEXT_BYTES) -> Any:
@@ -91,8 +88,3 @@ def replace_text(path: str | Path, text: str) -> None:
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # its names, over a loss of power too
-    finally:
-        os.close(folder)

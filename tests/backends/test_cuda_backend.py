@@ -189,12 +189,12 @@ def test_a_device_says_what_it_is_and_an_old_torch_not_where(monkeypatch):
     properties = SimpleNamespace(name="GPU", pci_domain_id=1, pci_bus_id=0xDC, pci_device_id=2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert cuda.visible_devices() == ("GPU",)
     assert cuda._pci_address(0) == "0001:dc:02.0"
     del properties.pci_domain_id
     assert cuda._pci_address(0) is None
-    monkeypatch.setattr(cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cuda.visible_devices() == ()
 
 

@@ -436,7 +436,7 @@ def test_nvtx_ranges_carry_the_groups_name(monkeypatch):
     # Stands in for a device: what is looked at is which ranges are open around which copies.
     ranges = []
 
-    monkeypatch.setattr(cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="GPU"))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
