@@ -73,7 +73,7 @@ def test_wheel_and_source_hold_what_a_user_has_of_them_and_ask_for_no_more(wheel
     needed = [r for r in metadata.get_all("Requires-Dist") if "extra ==" not in r]
     names = {re.match(r"[\w-]+", requirement)[0] for requirement in needed}
     # Offload that finds by its own steps what moves simulates them, by simpy.
-    known = "torch numpy pydantic pydantic-settings pyyaml rich filelock simpy"
+    known = "torch numpy pydantic pydantic-settings pyyaml rich simpy"
     assert names <= {*known.split()}
 
 

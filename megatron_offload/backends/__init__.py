@@ -20,7 +20,9 @@ def current_device(config: OffloadConfig) -> Hashable:
 
 
 def _takes_cuda(config: OffloadConfig) -> bool:
-    return config.backend == "cuda" or (config.backend == "auto" and cuda.current_index() is not None)
+    return config.backend == "cuda" or (
+        config.backend == "auto" and cuda.current_index() is not None
+    )
 
 
 def create_backend(config: OffloadConfig, device_index: int | None = None) -> Backend:

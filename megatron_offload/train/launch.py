@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from megatron_offload.errors import ConfigError, OffloadError, require
 from megatron_offload.report.console import console
@@ -31,19 +31,9 @@ if TYPE_CHECKING:
 Runs = Sequence[tuple[str, TrainConfig]]
 """Runs to take one after the other in the same processes, each with its title."""
 
-_STOPPING = signal.SIGTERM, signal.SIGINT
-
 
 class RankFailedError(OffloadError, RuntimeError):
     """A training process ended with an error; the text holds its traceback."""
-
-
-class StoppedError(OffloadError, RuntimeError):
-    """A run was stopped by a signal."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.exit_status = 128 + number
 
 
 @contextlib.contextmanager
@@ -56,7 +46,6 @@ def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunRepor
     Raises:
         ConfigError: a run that can't be started, or that a rank has found wrong.
         RankFailedError: a rank failed.
-        StoppedError: a signal ended the run.
     """
     require("training", "megatron.core")
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -90,53 +79,42 @@ def _start_ranks(runs: Runs, kind: str) -> None:
         # The ranks inherit it: megatron-core and the offload backend both look for a device.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     num_ranks = runs[0][1].parallel.num_ranks
-    refusals: Any = multiprocessing.get_context("spawn").SimpleQueue()
+    refused, refusals = multiprocessing.Pipe(duplex=False)
     processes: Sequence[multiprocessing.Process] = ()
-    # What is ignored here is in ranks too, while they start: no traceback from amid their imports.
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _STOPPING}
     logging.disable(logging.WARNING)  # of what torch logs here, the error that it raises says all
     try:
         with tempfile.TemporaryDirectory() as folder:
             given = runs, kind, f"file://{folder}/store", num_ranks, refusals
-            started = spawn(_rank_main, given, num_ranks, join=False)
-            processes = started.processes
-            for number in _STOPPING:
-                signal.signal(number, _stop)
+            # Ranks ignore it too, while they start: no traceback from amid their imports.
+            interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+            try:
+                started = spawn(_rank_main, given, num_ranks, join=False)
+                processes = started.processes
+            finally:
+                signal.signal(signal.SIGINT, interrupt)
             while not started.join():
                 pass
-    except ProcessRaisedException as error:
-        if not refusals.empty():
-            raise refusals.get() from error
-        raise RankFailedError(f"a rank failed: {error}") from error
-    except ProcessExitedException as error:
-        # Ranks may have ended before this process gets a signal that all were sent.
-        if -error.exit_code in _STOPPING:
-            raise StoppedError(-error.exit_code) from error
+    except (ProcessExitedException, ProcessRaisedException) as error:
+        if refused.poll():
+            raise refused.recv() from error
         raise RankFailedError(f"a rank failed: {error}") from error
     finally:
         for process in processes:
             process.kill()
             process.join()
         logging.disable(logging.NOTSET)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
-def _stop(number: int, _: object) -> NoReturn:
-    raise StoppedError(number)
 
 
 def _rank_main(rank: int, runs: Runs, kind: str, store: str, num_ranks: int, refusals: Any) -> None:
     """Be one rank; an error ends all of them, and one of input goes to ``refusals``."""
-    for number in _STOPPING:
-        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # at once, and without a traceback
     parent = multiprocessing.parent_process()
     if parent is None or not parent.is_alive():
         return
     try:
         train_runs(runs, kind, rank=rank, world_size=num_ranks, init_method=store)
     except ConfigError as error:
-        refusals.put(error)
+        refusals.send(error)
         raise
 
 

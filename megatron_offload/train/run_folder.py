@@ -6,11 +6,10 @@ What is refused is left as it was.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
-
-from filelock import FileLock, Timeout
 
 from megatron_offload.errors import ConfigError
 from megatron_offload.observe.run_report import LOG_NAME, trace_files, write_facts
@@ -22,21 +21,21 @@ from megatron_offload.train.records import COMPARISON_NAME, FOLDERS
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Make a folder, and lock it inside this context; the lock ends with the process, too."""
-    lock = FileLock(folder / ".lock", blocking=False)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except OSError as error:
-        is_in_use = isinstance(error, Timeout)
-        why = "another run writes into it" if is_in_use else f"can't be written: {error.strerror}"
-        advice = "wait until it is done, or " if is_in_use else ""
+        file = open(folder / ".lock", "w")  # noqa: SIM115 - stays open inside
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
         raise ConfigError(
-            f"run.output {folder}: {why}; {advice}choose another run.output"
+            f"run.output {folder}: another run writes into it; wait until it is done, or choose "
+            "another run.output"
         ) from error
-    try:
+    except OSError as error:
+        raise ConfigError(
+            f"run.output {folder} can't be written: {error.strerror}; choose another one"
+        ) from error
+    with file:
         yield
-    finally:
-        lock.release()
 
 
 def check_output(folder: Path, *, is_for_comparison: bool = False) -> None:

@@ -1,6 +1,5 @@
 """Flags keep Megatron's names and win over the file; bad input is exit status 2."""
 
-import signal
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -136,12 +135,3 @@ def test_a_machine_without_a_device_is_said_once(file, device, is_said, capsys, 
     with launch.launch([("train", config)]):
         pass
     assert capsys.readouterr().err.count("there is no CUDA device") == is_said
-
-
-def test_signals_are_handled_as_before_once_ranks_are_done(file, monkeypatch):
-    started = SimpleNamespace(processes=[], join=lambda: True)
-    monkeypatch.setattr("torch.multiprocessing.spawn", lambda *_, **__: started)
-    config = config_of("train", "--config", str(file), "--set", "run.device=cpu")
-    before = signal.getsignal(signal.SIGINT)
-    with launch.launch([("train", config)]):
-        assert signal.getsignal(signal.SIGINT) is before
