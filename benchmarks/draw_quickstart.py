@@ -7,12 +7,15 @@ Reads the steps that both runs have left; writes docs/images/quickstart.png.
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 import altair
 
-from megatron_offload.train.records import FOLDERS, RunReport, read_steps
+from megatron_offload.files.strict_model import read_model
+from megatron_offload.observe.run_report import RunSummary
+from megatron_offload.train.records import FOLDERS
 
 ROOT = Path(__file__).parent.parent
 # Okabe and Ito's blue beside a grey; lines differ in width and dashes as well.
@@ -21,13 +24,14 @@ COLORS = {"without offload": "#9aa3ad", "with offload": "#0072b2"}
 
 def main() -> None:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "runs" / "quickstart")
-    reports = [RunReport(read_steps(folder / name)) for name in FOLDERS]
     steps, peaks = [], []
-    for name, report in zip(COLORS, reports, strict=True):
-        steps += [{"run": name, "step": one.step, "loss": one.loss} for one in report.steps]
-        for rank in report.peaks():
-            size = rank["peak_live_activation_bytes"] / 2**20
-            row = {"run": name, "rank": f"rank {rank['rank']}", "MiB": size}
+    for name, inside in zip(COLORS, FOLDERS, strict=True):
+        lines = (folder / inside / "steps.jsonl").read_text().splitlines()
+        for one in map(json.loads, lines):
+            steps.append({"run": name, "step": one["step"], "loss": one["loss"]})
+        for rank in read_model(RunSummary, folder / inside / "summary.json").ranks:
+            size = rank.peak_live_activation_bytes / 2**20
+            row = {"run": name, "rank": f"rank {rank.rank}", "MiB": size}
             peaks.append({**row, "text": f"{name}: {size:.1f} MiB"})
     scale = altair.Scale(domain=list(COLORS), range=list(COLORS.values()))
     color = altair.Color("run:N", scale=scale, title=None, legend=altair.Legend(orient="bottom"))

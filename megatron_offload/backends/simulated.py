@@ -334,9 +334,10 @@ class SimulatedBackend(Backend):
 
     def _run_some(self) -> None:
         """Let the seed decide how much of each queue runs now."""
-        for stream in (self.d2h_stream, self.h2d_stream) if self._rng else ():
-            if stream._queue and self._rng.random() >= self._laziness[stream._index]:
-                clock, _ = self._rng.choice(stream._queue)
+        rng = self._rng
+        for stream in (self.d2h_stream, self.h2d_stream):
+            if rng and stream._queue and rng.random() >= self._laziness[stream._index]:
+                clock, _ = rng.choice(stream._queue)
                 self._run_to(clock)
 
     # Which wait is missing.

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from pydantic_settings import CliPositionalArg
 
@@ -30,15 +29,7 @@ from megatron_offload.planning.found import NAME, read_frontier
 from megatron_offload.report.console import console
 from megatron_offload.report.report import MemoryKind, Pair, Report, render_report
 from megatron_offload.train.config import TrainConfig
-from megatron_offload.train.records import (
-    COMPARISON_NAME,
-    FOLDERS,
-    Comparison,
-    RankStep,
-    RunReport,
-    counters_of,
-    read_steps,
-)
+from megatron_offload.train.records import COMPARISON_NAME, FOLDERS, Comparison
 from megatron_offload.train.run_folder import main_folder
 
 _MEMORY = {
@@ -82,48 +73,44 @@ def read_report(folder: Path) -> Report:
     found = read_frontier(main) if (main / NAME).exists() else None
     path, facts_path = folder / run_report.CONFIG_NAME, main / run_report.FACTS_NAME
     facts = read_model(run_report.RunFacts, facts_path) if facts_path.exists() else None
-    offloaded, plain, comparison = RunReport(read_steps(main)), RunReport(), None
-    ranks = offloaded.peaks()
-    if facts and facts.step and not ranks:
-        held = facts.model_dump(include={"pinned_host_bytes", "peak_reserved_bytes"})
-        step = RankStep(0, 0, 0, None, 0.0, 0.0, **held, **counters_of(facts.step))
-        ranks = [asdict(step)]
-    if not (offloaded.steps if main != folder else ranks or found):
-        raise ConfigError(f"{main} holds no whole step of a run, and no plans; give another folder")
+    offloaded, plain, comparison = _summary_in(main), None, None
+    if offloaded is None and (found is None or main != folder):
+        raise ConfigError(f"{main} holds no run that has ended, and no plans; give another folder")
     if main != folder:
         comparison = read_model(Comparison, folder / COMPARISON_NAME)
-        num_steps, before = len(offloaded.steps), read_steps(folder / FOLDERS[0])
-        if len(before) < num_steps:
-            raise ConfigError(f"{folder / FOLDERS[0]} ends at step {len(before)} of {num_steps}")
-        if len(before[0].ranks) != len(ranks):
-            raise ConfigError(f"{folder / FOLDERS[0]} has other ranks than {main}")
-        plain = RunReport(before[:num_steps])
-    kind = TrainConfig if offloaded.steps else OffloadConfig
-    config = validate(kind, load_yaml(path), str(path)) if path.exists() else None
-    traced_step = config.traced_step if isinstance(config, TrainConfig) else 0
-    times = Pair(*(run.median_step_time_s(without=traced_step) for run in (plain, offloaded)))
+        plain = _summary_in(folder / FOLDERS[0])
+        if plain is None or offloaded is None or len(plain.ranks) != len(offloaded.ranks):
+            raise ConfigError(f"{folder / FOLDERS[0]} has other ranks than {main}, or none")
+    ranks, num_steps = (offloaded.ranks, offloaded.num_steps) if offloaded else ((), 0)
+    config = TrainConfig if num_steps else OffloadConfig
+    has_config = path.exists() and validate(config, load_yaml(path), str(path))
     return Report(
         title=folder.resolve().name,
         facts=facts,
-        num_steps=len(offloaded.steps),
-        memory=memory_kinds(plain.peaks(), ranks),
-        ranks=ranks,
-        step_time_s=times,
-        config=read_text(path).rstrip() if config else None,
+        num_steps=num_steps,
+        memory=memory_kinds(plain.ranks if plain else (), ranks),
+        ranks=[asdict(rank) for rank in ranks],
+        step_time_s=Pair(*(run.step_time_s if run else None for run in (plain, offloaded))),
+        config=read_text(path).rstrip() if has_config else None,
         findings=comparison.findings if comparison else None,
         traces=run_report.read_timelines(main),
         found=found,
     )
 
 
+def _summary_in(folder: Path) -> run_report.RunSummary | None:
+    path = folder / run_report.SUMMARY_NAME
+    return read_model(run_report.RunSummary, path) if path.exists() else None
+
+
 def memory_kinds(
-    without: Sequence[dict[str, Any]], offloaded: Sequence[dict[str, Any]]
+    without: Sequence[run_report.RankSummary], offloaded: Sequence[run_report.RankSummary]
 ) -> list[MemoryKind]:
     """Return each rank's peaks, of each kind of memory that was measured."""
     found = []
     for name, key in _MEMORY.items():
-        after = [rank[key] for rank in offloaded]
-        before = [rank[key] for rank in without] if without else [None] * len(after)
+        after = [getattr(rank, key) for rank in offloaded]
+        before = [getattr(rank, key) for rank in without] or [None] * len(after)
         if any(value is not None for value in after):
             found.append(MemoryKind(name, tuple(map(Pair, before, after))))
     return found

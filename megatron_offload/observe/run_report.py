@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ import yaml
 from pydantic import BaseModel, Field
 
 from megatron_offload.core.trace import StepTrace, read_traces, write_traces
-from megatron_offload.engine.stats import StepStats
+from megatron_offload.engine.stats import GroupStats
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import StrictModel, write_model
 from megatron_offload.files.text import replace_text
@@ -24,8 +25,9 @@ if TYPE_CHECKING:  # it imports torch
 
 _logger = logging.getLogger(__name__)
 
-CONFIG_NAME, FACTS_NAME, LOG_NAME = "config.yaml", "run.json", "steps.jsonl"
-"""The last is the trainer's, which logs each step."""
+CONFIG_NAME, FACTS_NAME, SUMMARY_NAME = "config.yaml", "run.json", "summary.json"
+LOG_NAME = "steps.jsonl"
+"""Of the trainer, which logs each step."""
 
 
 class RunFacts(StrictModel):
@@ -40,10 +42,51 @@ class RunFacts(StrictModel):
     """Of Python and of the packages that decide what a run computes."""
     plan: str = Field(default="", max_length=100_000)
     """What the first rank has said of it."""
-    step: StepStats | None = None
-    """The last one of the first rank, with what was pinned and reserved as it ended."""
+    verdict: str = Field(default="", max_length=100_000)
+    """Likewise of its last step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSummary:
+    """What a step of one rank has moved, and what memory that took. Sizes in bytes."""
+
+    rank: int
+    pp_rank: int = 0
+    dp_rank: int = 0
+    offloaded_bytes: int = 0
+    reloaded_bytes: int = 0
+    recomputed_bytes: int = 0
+    num_late_reloads: int = 0
+    num_cancelled_offloads: int = 0
+    num_refused_blocks: int = 0
+    num_unpinnable_blocks: int = 0
+    num_memory_shortages: int = 0
+    peak_host_bytes: int = 0
     pinned_host_bytes: int = 0
+    """Host memory that was pinned when the step ended, in use or not."""
+    peak_live_activation_bytes: int | None = None
+    peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
+    groups: tuple[GroupStats, ...] = ()
+
+
+def counters_of(manager: PipelineOffloadManager) -> dict[str, Any]:
+    """Return the counters of a manager's last step under the names of `RankSummary`."""
+    step = manager.last_step
+    found = {x.name: getattr(step, x.name) for x in fields(RankSummary) if hasattr(step, x.name)}
+    pinned_bytes = manager.host_pool.stats.slab_bytes_total
+    return found | {"groups": tuple(step.by_name.values()), "pinned_host_bytes": pinned_bytes}
+
+
+class RunSummary(StrictModel):
+    """What a run comes to."""
+
+    num_steps: int = Field(default=0, ge=0)
+    """0 where the first rank's last step alone is known."""
+    ranks: tuple[RankSummary, ...] = Field(min_length=1)
+    """The last step of each rank, in their order; its peaks are those of all usual steps."""
+    step_time_s: float | None = Field(default=None, ge=0)
+    """Median of usual steps."""
 
 
 def save_report(
@@ -57,12 +100,9 @@ def save_report(
     from megatron_offload.machine.job_ranks import num_ranks, rank_in  # imports torch
 
     folder, rank, search = Path(folder), rank_in(), manager.tuner
-    facts = {
-        "plan": manager.plan,
-        "step": manager.last_step,
-        "pinned_host_bytes": manager.host_pool.stats.slab_bytes_total,
-        "peak_reserved_bytes": manager.backend.memory().reserved_bytes or None,
-    }
+    reserved_bytes = manager.backend.memory().reserved_bytes or None
+    mine = RankSummary(rank=0, peak_reserved_bytes=reserved_bytes, **counters_of(manager))
+    facts = {"plan": manager.plan, "verdict": manager.last_step.verdict}
     try:
         if os.path.lexists(folder / LOG_NAME):
             raise ConfigError("it holds a run of the trainer; name another folder")
@@ -75,6 +115,7 @@ def save_report(
                     path.unlink(missing_ok=True)
             is_simulated = manager.backend.name != "cuda"
             write_facts(folder, manager.config, is_simulated=is_simulated, **facts)
+            write_model(folder / SUMMARY_NAME, RunSummary(ranks=(mine,)))
         if search is not None and search.is_converged:
             search.save(folder)
         elif rank == 0:

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from megatron_offload.core.row_config import RowConfig
 from megatron_offload.core.units import format_bytes
+from megatron_offload.observe.run_report import RankSummary
 from megatron_offload.planning.found import FoundStage
 from megatron_offload.planning.row_choice import Slowdown
 from megatron_offload.report.console import console, plain_table
@@ -64,12 +65,12 @@ def _bytes_table(title: str, ranks: Sequence[Mapping[str, int]]) -> Table:
     return plain_table(title, ["rank", *names, "total"], 1, rows)
 
 
-def rank_table(ranks: Sequence[Mapping[str, Any]], title: str) -> Table:
-    """Return one line for each rank: a mapping with the keys of `_RANK`, on a GPU of `_GPU` too."""
-    on_gpu = any(rank.get("peak_reserved_bytes") is not None for rank in ranks)
+def rank_table(ranks: Sequence[RankSummary], title: str) -> Table:
+    """Return one line for each rank."""
+    on_gpu = any(rank.peak_reserved_bytes is not None for rank in ranks)
     columns, rows = _RANK | _GPU if on_gpu else _RANK, []
     for rank in ranks:
-        cells = ((key, rank[key]) for key in columns.values())
+        cells = ((key, getattr(rank, key)) for key in columns.values())
         rows.append([format_bytes(x) if key.endswith("_bytes") else x for key, x in cells])
     return plain_table(title, list(columns), 0, rows)
 

@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_offload.errors import ConfigError, OffloadError, require
+from megatron_offload.files.strict_model import read_model, write_model
+from megatron_offload.observe.run_report import SUMMARY_NAME, RunSummary
 from megatron_offload.report.console import console
 from megatron_offload.train.config import TrainConfig
-from megatron_offload.train.records import COMPARISON_NAME, RunReport, StepRecord, read_steps
+from megatron_offload.train.records import COMPARISON_NAME, StepRecord, compare_steps
 from megatron_offload.train.run_folder import check_output, locked
 
 if TYPE_CHECKING:
@@ -37,11 +39,11 @@ class RankFailedError(OffloadError, RuntimeError):
 
 
 @contextlib.contextmanager
-def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunReport]]:
+def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunSummary]]:
     """Take every run in turn on all ranks; their folders are locked inside this context.
 
-    The runs agree in ``parallel`` and in the device; ``comparison`` is the folder of the comparison
-    that they are for, if they are. Yields what each has left.
+    The runs agree in ``parallel`` and in the device; ``comparison`` is the folder in which the last
+    two are compared, if they are. Yields what each comes to.
 
     Raises:
         ConfigError: a run that can't be started, or that a rank has found wrong.
@@ -68,11 +70,11 @@ def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunRepor
         if comparison is not None and (comparison / COMPARISON_NAME).exists():
             (comparison / COMPARISON_NAME).unlink()
             out.print(f"compare: replaces the comparison in {comparison}")
-        _start_ranks(runs, kind)
-        yield [RunReport(read_steps(config.run.output)) for _, config in runs]
+        _start_ranks(runs, kind, comparison)
+        yield [read_model(RunSummary, config.run.output / SUMMARY_NAME) for _, config in runs]
 
 
-def _start_ranks(runs: Runs, kind: str) -> None:
+def _start_ranks(runs: Runs, kind: str, comparison: Path | None) -> None:
     from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, spawn
 
     if kind == "cpu":
@@ -84,7 +86,8 @@ def _start_ranks(runs: Runs, kind: str) -> None:
     logging.disable(logging.WARNING)  # of what torch logs here, the error that it raises says all
     try:
         with tempfile.TemporaryDirectory() as folder:
-            given = runs, kind, f"file://{folder}/store", num_ranks, refusals
+            place = {"world_size": num_ranks, "init_method": f"file://{folder}/store"}
+            given = refusals, place, (runs, kind, comparison)
             # Ranks ignore it too, while they start: no traceback from amid their imports.
             interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
             try:
@@ -105,36 +108,39 @@ def _start_ranks(runs: Runs, kind: str) -> None:
         logging.disable(logging.NOTSET)
 
 
-def _rank_main(rank: int, runs: Runs, kind: str, store: str, num_ranks: int, refusals: Any) -> None:
+def _rank_main(rank: int, refusals: Any, place: dict[str, Any], what: Any) -> None:
     """Be one rank; an error ends all of them, and one of input goes to ``refusals``."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # at once, and without a traceback
     parent = multiprocessing.parent_process()
     if parent is None or not parent.is_alive():
         return
     try:
-        train_runs(runs, kind, rank=rank, world_size=num_ranks, init_method=store)
+        train_runs(*what, rank=rank, **place)
     except ConfigError as error:
         refusals.send(error)
         raise
 
 
-def train_runs(runs: Runs, kind: str, **place: Any) -> None:
-    """Take every run as one rank; ``place`` is which, as for `open_process_group`."""
+def train_runs(runs: Runs, kind: str, comparison: Path | None, **place: Any) -> None:
+    """Take every run as one rank, as `launch` says; ``place`` is as for `open_process_group`."""
     # megatron-core says on every import which optional libraries it does without.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
-    before: Sequence[StepRecord] = ()
+    done: list[Sequence[StepRecord]] = [()]
     with open_process_group(kind, runs[0][1].run.timeout_s, **place) as device:
         # Only now: TransformerEngine, which it imports, looks at the environment and the device.
+        from megatron_offload.machine.job_ranks import rank_in
         from megatron_offload.train.loop import run_training
 
         try:
             for title, config in runs:
-                is_last = config is runs[-1][1]
-                before = run_training(config, device, title, before if is_last else None)
+                before = done[-1] if len(done) == len(runs) else None
+                done.append(run_training(config, device, title, before))
         except RuntimeError as error:
             if re.search("gloo|NCCL|onnection", str(error)):
                 time.sleep(3.0)  # another rank has failed: the launcher must see it first
             raise
+        if comparison and rank_in() == 0:
+            write_model(comparison / COMPARISON_NAME, compare_steps(*done[-2:]))
 
 
 def _check_device(config: TrainConfig) -> str:

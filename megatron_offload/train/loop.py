@@ -21,16 +21,17 @@ from megatron_offload.core.trace import write_traces
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.module_hooks import expression_of, named_modules
 from megatron_offload.errors import ConfigError, did_you_mean
+from megatron_offload.files.strict_model import write_model
 from megatron_offload.integrations import megatron_core
 from megatron_offload.machine.job_ranks import gather, rank_in
 from megatron_offload.observe.live_bytes import LiveActivationMeter
-from megatron_offload.observe.run_report import LOG_NAME
+from megatron_offload.observe.run_report import LOG_NAME, SUMMARY_NAME, counters_of
 from megatron_offload.observe.trace_step import trace_step
 from megatron_offload.report.console import console
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.data import digest, microbatches
 from megatron_offload.train.model import build_chunks, build_optimizer, open_model_parallel
-from megatron_offload.train.records import RankStep, StepRecord, counters_of
+from megatron_offload.train.records import RankStep, StepRecord, summarize
 from megatron_offload.train.run_folder import prepare_folder
 
 
@@ -64,6 +65,8 @@ def run_training(
                 was_searching = record.ranks[rank_in()].is_planned_by
                 if manager and manager.tuner and was_searching and not manager.is_searching:
                     manager.tuner.save(folder)
+            if rank_in() == 0:
+                write_model(folder / SUMMARY_NAME, summarize(records, config.traced_step))
         if manager and manager.is_searching:
             said = "the run ended before it had found its rows; raise run.steps, such as to 150"
             out.print(f"{title}: {said}")
@@ -147,8 +150,7 @@ class _Trainer:
             gradients=gradients,
             parameters=digest(self._parameters()) if is_last else None,
             is_planned_by=is_planning,
-            pinned_host_bytes=manager.host_pool.stats.slab_bytes_total if manager else 0,
-            **(counters_of(manager.last_step) if manager else {}),
+            **(counters_of(manager) if manager else {}),
         )
         ranks = gather(mine, self._group)
         if trace is not None:  # only now: rank 0 has cleared the folder for sure

@@ -1,4 +1,4 @@
-"""What a run leaves behind: numbers of every step over all ranks, and whether two runs are equal.
+"""What each step of a run was over all ranks, what all come to, and whether two runs are equal.
 
 Numbers are written with all their bits, as the shortest decimal that is read as the same double.
 What was not measured in both runs counts as different.
@@ -7,22 +7,13 @@ What was not measured in both runs counts as different.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field
-
-from megatron_offload.engine.stats import GroupStats, StepStats
-from megatron_offload.errors import ConfigError
-from megatron_offload.files.strict_model import StrictModel, validate
-from megatron_offload.files.text import open_regular, parse_json
-from megatron_offload.observe.run_report import LOG_NAME
-
-_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+from megatron_offload.files.strict_model import StrictModel
+from megatron_offload.observe.run_report import RankSummary, RunSummary
 
 COMPARISON_NAME = "compare.json"
 
@@ -30,44 +21,20 @@ FOLDERS = ("without_offload", "with_offload")
 """Where the two runs lie in the comparison's own folder."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankStep:
-    """One training step on one rank. Sizes in bytes."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStep(RankSummary):
+    """One training step on one rank."""
 
-    rank: int
-    pp_rank: int
-    dp_rank: int
-    loss: float | None
+    loss: float | None = None
     """Mean over this rank's microbatches; None where another rank has the last stage."""
     grad_norm: float
-    step_time_s: _Seconds
-    offloaded_bytes: int = 0
-    reloaded_bytes: int = 0
-    recomputed_bytes: int = 0
-    num_late_reloads: int = 0
-    num_cancelled_offloads: int = 0
-    num_refused_blocks: int = 0
-    num_unpinnable_blocks: int = 0
-    num_memory_shortages: int = 0
-    peak_host_bytes: int = 0
-    pinned_host_bytes: int = 0
-    """Host memory that was pinned when the step ended, in use or not."""
-    peak_live_activation_bytes: int | None = None
-    peak_allocated_bytes: int | None = None
-    peak_reserved_bytes: int | None = None
+    step_time_s: float
     gradients: str | None = None
     """Digest of this rank's gradients before clipping; of the last step alone."""
     parameters: str | None = None
     """Digest of its parameters behind that step; likewise."""
-    groups: tuple[GroupStats, ...] = ()
     is_planned_by: bool = False
     """Whether it came before the run had found what to offload."""
-
-
-def counters_of(step: StepStats) -> dict[str, Any]:
-    """Return the counters of a step under the names of `RankStep`."""
-    names = (x.name for x in fields(RankStep) if hasattr(step, x.name))
-    return {**{name: getattr(step, name) for name in names}, "groups": tuple(step.by_name.values())}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +44,7 @@ class StepRecord:
     step: int
     loss: float
     grad_norm: float
-    step_time_s: _Seconds
+    step_time_s: float
     tokens: int
     ranks: tuple[RankStep, ...]
 
@@ -99,50 +66,19 @@ class StepRecord:
         return json.dumps(asdict(self))
 
 
-@dataclass(frozen=True, slots=True)
-class RunReport:
-    """A whole run."""
-
-    steps: Sequence[StepRecord] = ()
-
-    def median_step_time_s(self, *, without: int = 0) -> float | None:
-        """Return the median time of a usual step other than the first and ``without``, or None."""
-        usual = [one for one in self.steps if one.is_usual and one.step not in (1, without)]
-        return statistics.median(one.step_time_s for one in usual) if usual else None
-
-    def peaks(self) -> list[dict[str, Any]]:
-        """Return each rank's last numbers with every memory peak's maximum over usual steps."""
-        if not self.steps:
-            return []
-        steps = [step for step in self.steps if step.is_usual] or self.steps
-        ranks = [asdict(rank) for rank in steps[-1].ranks]
-        for index, rank in enumerate(ranks):
-            for key in rank:
-                if key.startswith("peak_"):
-                    peaks = (getattr(step.ranks[index], key) for step in steps)
-                    rank[key] = max((x for x in peaks if x is not None), default=None)
-        return ranks
-
-
-def read_steps(folder: Path) -> list[StepRecord]:
-    """Read the lines of ``steps.jsonl``, but for one that a run is about to write."""
-    path = folder / LOG_NAME
-    records: list[StepRecord] = []
-    if not os.path.lexists(path):
-        return records
-    with open_regular(path) as file:
-        for line in file:
-            if not line.endswith(b"\n"):
-                break
-            source = f"{path} line {len(records) + 1}"
-            record = validate(StepRecord, parse_json(line, source, allow_nan=True), source)
-            if record.step != len(records) + 1:
-                raise ConfigError(f"{source} is of step {record.step}, which does not follow")
-            num_ranks = len((records or [record])[0].ranks)
-            if not num_ranks or [one.rank for one in record.ranks] != [*range(num_ranks)]:
-                raise ConfigError(f"{source} has no ranks, or not those of the first step in order")
-            records.append(record)
-    return records
+def summarize(steps: Sequence[StepRecord], traced_step: int = 0) -> RunSummary:
+    """Return what steps come to; of time neither the first counts nor one that was traced."""
+    usual = [step for step in steps if step.is_usual]
+    times = [step.step_time_s for step in usual if step.step not in (1, traced_step)]
+    ranks = []
+    for same in zip(*(step.ranks for step in usual or steps), strict=True):
+        found = {field.name: getattr(same[-1], field.name) for field in fields(RankSummary)}
+        for name in (name for name in found if name.startswith("peak_")):
+            sizes = (getattr(rank, name) for rank in same)
+            found[name] = max((size for size in sizes if size is not None), default=None)
+        ranks.append(RankSummary(**found))
+    step_time_s = statistics.median(times) if times else None
+    return RunSummary(num_steps=len(steps), ranks=tuple(ranks), step_time_s=step_time_s)
 
 
 class Comparison(StrictModel):
@@ -157,11 +93,11 @@ class Comparison(StrictModel):
         return all(self.findings.values())
 
 
-def compare_reports(without: RunReport, offloaded: RunReport) -> Comparison:
+def compare_steps(without: Sequence[StepRecord], offloaded: Sequence[StepRecord]) -> Comparison:
     """Compare two runs of the same configuration bit by bit."""
-    steps = list(zip(without.steps, offloaded.steps, strict=True))
+    steps = list(zip(without, offloaded, strict=True))
     pairs = [(a, b) for x, y in steps for a, b in zip(x.ranks, y.ranks, strict=True)]
-    last = without.steps[-1].ranks if steps else ()
+    last = without[-1].ranks if steps else ()
 
     def are_same(key: str, compared: Iterable[tuple[Any, Any]]) -> bool:
         # A repr has every bit of a number, and the sign of zero.

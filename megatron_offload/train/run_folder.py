@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_offload.errors import ConfigError
-from megatron_offload.observe.run_report import LOG_NAME, trace_files, write_facts
+from megatron_offload.observe.run_report import LOG_NAME, SUMMARY_NAME, trace_files, write_facts
 from megatron_offload.planning.found import NAME as FRONTIER_NAME
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.records import COMPARISON_NAME, FOLDERS
@@ -23,7 +23,7 @@ def locked(folder: Path) -> Iterator[None]:
     """Make a folder, and lock it inside this context; the lock ends with the process, too."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / ".lock", "w")  # noqa: SIM115 - stays open inside
+        file = open(folder / ".lock", "w")  # noqa: SIM115 - open inside
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise ConfigError(
@@ -54,9 +54,8 @@ def prepare_folder(config: TrainConfig, *, is_simulated: bool) -> None:
     """Write down what is about to run; what an earlier one measured goes."""
     folder = config.run.output
     folder.mkdir(exist_ok=True)
-    (folder / FRONTIER_NAME).unlink(missing_ok=True)
-    for path in trace_files(folder).values():
-        path.unlink()
+    for path in (folder / FRONTIER_NAME, folder / SUMMARY_NAME, *trace_files(folder).values()):
+        path.unlink(missing_ok=True)
     write_facts(folder, config, is_simulated=is_simulated)
 
 

@@ -31,7 +31,8 @@ def test_a_context_leaves_its_last_step_and_nothing_of_an_earlier_run(tmp_path, 
         write_traces(tmp_path / f"trace_{rank}.json", [StepTrace(rank)])
     (tmp_path / "frontier.json").write_text("old")
     offload.save_report(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "run.json"}
+    names = {"config.yaml", "run.json", "summary.json"}
+    assert {path.name for path in tmp_path.iterdir()} == names
     found, page = read_report(tmp_path), write_page(tmp_path).read_text()
     (rank,) = found.ranks
     assert rank["offloaded_bytes"] == offload.last_step.offloaded_bytes > 0

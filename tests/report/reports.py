@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_offload.core.row_config import RowConfig
 from megatron_offload.core.trace import ByteCount, Counter, Span, StepTrace
-from megatron_offload.engine.stats import GroupStats, StepStats
+from megatron_offload.engine.stats import GroupStats
 from megatron_offload.observe.run_report import RunFacts
 from megatron_offload.planning.description import job_from_model, load_description
 from megatron_offload.planning.found import FoundPlan, FoundStage, RunFrontier
@@ -41,7 +41,7 @@ def facts(**changes):
         "is_simulated": False,
         "ranks": 2,
         "plan": HOSTILE,
-        "step": StepStats(why=HOSTILE),
+        "verdict": "w" + HOSTILE,
     }
     date = datetime(2026, 11, 21, 20, tzinfo=UTC)
     return RunFacts(**found | {"date": date, "versions": {"torch": HOSTILE}} | changes)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,32 +13,26 @@ from megatron_offload.cli.train import found_in
 from megatron_offload.core.trace import Span, StepTrace, read_traces, write_traces
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import write_model
+from megatron_offload.observe.run_report import RankSummary, RunSummary
 from megatron_offload.planning.found import RunFrontier
-from megatron_offload.train.records import RankStep, StepRecord
 
 pytest.importorskip("jinja2")
 
 MIB = 2**20
 
 
-def step(number, peak_bytes, **more):
+def summary(num_ranks=2, **changes):
     ranks = [
-        RankStep(rank, rank, 0, 1.0, 1.0, 0.5, peak_live_activation_bytes=peak_bytes, **more)
-        for rank in range(2)
+        RankSummary(rank=rank, pp_rank=rank, peak_live_activation_bytes=9 * MIB)
+        for rank in range(num_ranks)
     ]
-    return StepRecord(number, 1.0, 1.0, 0.5, 64, tuple(ranks))
+    return RunSummary(num_steps=4, ranks=tuple(ranks), step_time_s=0.5).model_copy(update=changes)
 
 
 def write_run(folder, config="", *, facts=True):
-    """Write what a run of four steps on a CPU leaves whose third looked for rows."""
+    """Write what a run of four steps on a CPU leaves."""
     folder.mkdir(parents=True)
-    steps = [
-        step(1, None),
-        step(2, 9 * MIB),
-        step(3, 38 * MIB, is_planned_by=True),
-        step(4, 9 * MIB),
-    ]
-    (folder / "steps.jsonl").write_text("".join(one.to_json() + "\n" for one in steps))
+    write_model(folder / "summary.json", summary())
     if config:
         (folder / "config.yaml").write_text(config)
     if facts:
@@ -63,21 +55,16 @@ def test_configuration_and_facts_that_are_missing_are_gaps_that_the_page_names(t
     assert "megatron-offload train" not in page
 
 
-def line(**changes):
-    return replace(step(1, 9), **changes).to_json() + "\n"
-
-
 def frontier(percent):
     plan = f'{{"rows": [], "freed_bytes": 0, "predicted_percent": {percent}}}'
     stage = f'{{"name": "0", "bare_bytes": 1, "plans": [{plan}], "followed": 0}}'
     return f'{{"said": "", "stages": [{stage}]}}'
 
 
-ONE, TWO = step(1, 9).ranks
 SPAN = '"pid": 0, "ph": "X", "tid": 0, "cat": "other", "args": {"bytes": 1%s}, "ts": %s, "dur": 1'
 OFF, ON, TRACE = (
-    "without_offload/steps.jsonl",
-    "with_offload/steps.jsonl",
+    "without_offload/summary.json",
+    "with_offload/summary.json",
     "with_offload/trace_0.json",
 )
 
@@ -89,21 +76,20 @@ OFF, ON, TRACE = (
         ("compare.json", "[]", "must hold a mapping"),
         ("config.yaml", "modell: {}", "did you mean 'model'"),
         ("with_offload/run.json", '{"devicee": "x"}', "did you mean 'device'"),
-        ("with_offload/run.json", '{"step": {"by_name": {"x": 1}}}', "'step.by_name.x'"),
         (TRACE, "{", "not plain JSON"),
         (TRACE, '{"traceEvents": [{"pid": 0}]}', "not a trace"),
         (TRACE, '{"traceEvents": []}', "the timeline of rank 0 alone"),
         (TRACE, '{"traceEvents": [{"pid": 1, "ph": "M", "args": {}}]}', "of rank 0 alone"),
         (TRACE, f'{{"traceEvents": [{{{SPAN % ("", 1e308)}}}]}}', "not a trace"),
         (TRACE, f'{{"traceEvents": [{{{SPAN % (400 * "0", 1)}}}]}}', "too large"),
-        (ON, '{"step": 1}\n', "'loss' is required"),
-        (ON, line(ranks=()), "line 1 has no ranks"),
-        (ON, line() + line(step=2, ranks=(ONE,)), "line 2 has no ranks, or not those"),
-        (ON, line(ranks=(TWO, ONE)), "line 1 has no ranks, or not those of the first step"),
-        (ON, line(step_time_s=math.nan), "'step_time_s': input should be a finite number"),
-        (ON, "", "holds no whole step of a run"),
-        (OFF, "", "ends at step 0 of 4"),
-        (OFF, "".join(line(step=1 + n, ranks=(ONE,)) for n in range(4)), "has other ranks than"),
+        (ON, '{"ranks": [{}]}', "'ranks.0.rank' is required"),
+        (ON, '{"ranks": [{"rank": 0, "rank_": 1}]}', "'ranks.0.rank_'; did you mean 'rank'"),
+        (ON, '{"ranks": [{"rank": 0, "groups": [{"name": 1}]}]}', "'ranks.0.groups.0.name'"),
+        (ON, '{"ranks": []}', "'ranks'"),
+        (ON, summary(step_time_s=-1.0).model_dump_json(), "'step_time_s'"),
+        (ON, None, "holds no run that has ended"),
+        (OFF, None, "has other ranks than"),
+        (OFF, summary(1).model_dump_json(), "has other ranks than"),
         ("with_offload/frontier.json", '{"stages": []}', "'said' is required"),
         ("with_offload/frontier.json", frontier("1e999"), "frontier.json"),
         ("with_offload/frontier.json", frontier("1e99"), "_percent': input should be less"),
@@ -117,7 +103,9 @@ def test_a_damaged_file_is_refused_by_its_name_and_the_last_page_remains(
     (tmp_path / "with_offload/frontier.json").write_text(frontier(0))
     (tmp_path / "compare.json").write_text('{"findings": {}}')
     (tmp_path / "report.html").write_text("last")
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).unlink(missing_ok=True)
+    if content is not None:
+        (tmp_path / name).write_text(content)
     assert main(["report", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert expected in error

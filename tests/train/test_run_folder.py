@@ -7,16 +7,12 @@ import os
 import pytest
 
 from megatron_offload.errors import ConfigError
-from megatron_offload.train.records import RankStep, StepRecord
 from megatron_offload.train.run_folder import check_output, locked
-
-STEP = RankStep(0, 0, 0, 1.0, 1.0, 0.5)
 
 
 def leave_run(folder, steps):
     folder.mkdir(exist_ok=True)
-    lines = (StepRecord.merge(step, 64, [STEP]).to_json() for step in range(1, steps + 1))
-    (folder / "steps.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    (folder / "steps.jsonl").write_text("{}\n" * steps)
 
 
 def test_a_folder_is_locked_while_a_run_writes_into_it(tmp_path):

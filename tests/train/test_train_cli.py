@@ -73,7 +73,7 @@ def test_bad_input_is_status_2_and_starts_nothing(file, words, expected, refused
 
 
 def test_a_folder_of_any_name_is_printed_as_it_is(file, tmp_path, monkeypatch, prints, refused):
-    report = SimpleNamespace(peaks=list)
+    report = SimpleNamespace(ranks=())
     monkeypatch.setattr("megatron_offload.train.launch.launch", lambda runs: nullcontext([report]))
     output = f'run.output="{tmp_path}/out/[/x]\\x1b[31m"'  # an escape, in YAML
     printed = prints("train", "--config", file, "--set", output)
@@ -130,7 +130,8 @@ def test_ranks_of_torchrun_are_refused(file, refused, monkeypatch):
 @pytest.mark.parametrize(("device", "is_said"), [("auto", True), ("cpu", False)])
 def test_a_machine_without_a_device_is_said_once(file, device, is_said, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(launch, "_start_ranks", lambda *_: [])
+    monkeypatch.setattr(launch, "_start_ranks", lambda *_: None)
+    monkeypatch.setattr(launch, "read_model", lambda *_: None)
     config = config_of("train", "--config", str(file), "--set", f"run.device={device}")
     with launch.launch([("train", config)]):
         pass
