@@ -14,7 +14,7 @@ from pathlib import Path
 import altair
 
 from megatron_offload.files.strict_model import read_model
-from megatron_offload.observe.run_report import RunSummary
+from megatron_offload.observe.run_report import RunFacts
 from megatron_offload.train.records import FOLDERS
 
 ROOT = Path(__file__).parent.parent
@@ -29,7 +29,7 @@ def main() -> None:
         lines = (folder / inside / "steps.jsonl").read_text().splitlines()
         for one in map(json.loads, lines):
             steps.append({"run": name, "step": one["step"], "loss": one["loss"]})
-        for rank in read_model(RunSummary, folder / inside / "summary.json").ranks:
+        for rank in read_model(RunFacts, folder / inside / "run.json").by_rank:
             size = rank.peak_live_activation_bytes / 2**20
             row = {"run": name, "rank": f"rank {rank.rank}", "MiB": size}
             peaks.append({**row, "text": f"{name}: {size:.1f} MiB"})

@@ -22,13 +22,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_offload.cli.report import memory_kinds, write_page
+from megatron_offload.cli.report import write_page
 from megatron_offload.cli.train import Given, found_in, read_config
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import read_model
-from megatron_offload.observe.run_report import RunSummary, write_config
+from megatron_offload.observe.run_report import RunFacts, write_config
 from megatron_offload.report.console import console
+from megatron_offload.report.report import memory_kinds
 from megatron_offload.report.tables import rank_table
 from megatron_offload.train import records
 from megatron_offload.train.config import TrainConfig
@@ -41,18 +42,18 @@ def run(given: Given) -> int:
     folder = config.run.output
     plain, offloaded = (_variant(config, name) for name in records.FOLDERS)
     runs = [("without offload", plain), ("with offload", offloaded)]
-    with launch(runs, comparison=folder) as summaries:
+    with launch(runs, comparison=folder) as facts:
         result = read_model(records.Comparison, folder / records.COMPARISON_NAME)
         out = console()
         title = "With offload: bytes of the last step, peaks over usual steps"
-        out.print(rank_table(summaries[1].ranks, title))
+        out.print(rank_table(facts[1].by_rank, title))
         for name, equal in result.findings.items():
             out.print(f"{name}: {'equal' if equal else 'DIFFERENT'}")
         out.print(f"bitwise identical: {'yes' if result.is_identical else 'no'}", style="bold")
         write_config(config, folder)
         found = found_in(offloaded.run.output)
         files = (*found, f"findings: {folder / records.COMPARISON_NAME}", _report(folder))
-        for line in (*files, *_summary(config, summaries, result)):
+        for line in (*files, *_summary(config, facts, result)):
             out.print(line)
     return 0 if result.is_identical else 1
 
@@ -72,16 +73,16 @@ def _variant(config: TrainConfig, folder: str) -> TrainConfig:
 
 
 def _summary(
-    config: TrainConfig, summaries: Sequence[RunSummary], result: records.Comparison
+    config: TrainConfig, facts: Sequence[RunFacts], result: records.Comparison
 ) -> Iterator[str]:
     """Yield what two runs have shown: bits, memory, on a GPU time as well; and what to do next."""
     same = "the same bits come out" if result.is_identical else "NOT the same bits come out"
     yield f"Shown: {same} of {config.run.steps} training steps without offload and with it."
     text = "The device is simulated, so speed is not judged."
-    if summaries[1].ranks[0].peak_reserved_bytes is not None:
-        off, on = (summary.step_time_s or 0.0 for summary in summaries)
+    if not facts[1].is_simulated:
+        off, on = (run.step_time_s or 0.0 for run in facts)
         text = f"Median step: {1e3 * on:.1f} ms, without {1e3 * off:.1f} ms."
-    for kind in memory_kinds(*(summary.ranks for summary in summaries))[:1]:
+    for kind in memory_kinds(*facts)[:1]:
         was, now = map(format_bytes, kind.highest)
         text = f"{now} of {kind.name} at the peak of the fullest rank, {was} without. {text}"
     yield f"Memory: {text}"

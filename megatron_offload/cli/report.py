@@ -13,8 +13,6 @@ example: megatron-offload report runs/quickstart
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from pydantic_settings import CliPositionalArg
@@ -27,17 +25,10 @@ from megatron_offload.files.text import read_text, replace_text
 from megatron_offload.observe import run_report
 from megatron_offload.planning.found import NAME, read_frontier
 from megatron_offload.report.console import console
-from megatron_offload.report.report import MemoryKind, Pair, Report, render_report
+from megatron_offload.report.report import Report, render_report
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.records import COMPARISON_NAME, FOLDERS, Comparison
 from megatron_offload.train.run_folder import main_folder
-
-_MEMORY = {
-    "reserved memory": "peak_reserved_bytes",
-    "allocated memory": "peak_allocated_bytes",
-    "saved activations": "peak_live_activation_bytes",
-}
-"""What the device really takes counts most, where there is a device."""
 
 
 class Given(Options):
@@ -71,46 +62,22 @@ def read_report(folder: Path) -> Report:
         return Report(folder.stem, found=read_frontier(folder))
     main = main_folder(folder)
     found = read_frontier(main) if (main / NAME).exists() else None
-    path, facts_path = folder / run_report.CONFIG_NAME, main / run_report.FACTS_NAME
-    facts = read_model(run_report.RunFacts, facts_path) if facts_path.exists() else None
-    offloaded, plain, comparison = _summary_in(main), None, None
-    if offloaded is None and (found is None or main != folder):
+    facts, plain, findings = _facts_in(main), None, None
+    if facts is None and (found is None or main != folder):
         raise ConfigError(f"{main} holds no run that has ended, and no plans; give another folder")
     if main != folder:
-        comparison = read_model(Comparison, folder / COMPARISON_NAME)
-        plain = _summary_in(folder / FOLDERS[0])
-        if plain is None or offloaded is None or len(plain.ranks) != len(offloaded.ranks):
+        findings = read_model(Comparison, folder / COMPARISON_NAME).findings
+        plain = _facts_in(folder / FOLDERS[0])
+        if not plain or not facts or len(plain.by_rank) != len(facts.by_rank):
             raise ConfigError(f"{folder / FOLDERS[0]} has other ranks than {main}, or none")
-    ranks, num_steps = (offloaded.ranks, offloaded.num_steps) if offloaded else ((), 0)
-    config = TrainConfig if num_steps else OffloadConfig
-    has_config = path.exists() and validate(config, load_yaml(path), str(path))
-    return Report(
-        title=folder.resolve().name,
-        facts=facts,
-        num_steps=num_steps,
-        memory=memory_kinds(plain.ranks if plain else (), ranks),
-        ranks=[asdict(rank) for rank in ranks],
-        step_time_s=Pair(*(run.step_time_s if run else None for run in (plain, offloaded))),
-        config=read_text(path).rstrip() if has_config else None,
-        findings=comparison.findings if comparison else None,
-        traces=run_report.read_timelines(main),
-        found=found,
-    )
+    path = folder / run_report.CONFIG_NAME
+    kind = TrainConfig if facts and facts.num_steps else OffloadConfig
+    has_config = path.exists() and validate(kind, load_yaml(path), str(path))
+    config = read_text(path).rstrip() if has_config else None
+    traces = run_report.read_timelines(main)
+    return Report(folder.resolve().name, facts, plain, config, findings, traces, found)
 
 
-def _summary_in(folder: Path) -> run_report.RunSummary | None:
-    path = folder / run_report.SUMMARY_NAME
-    return read_model(run_report.RunSummary, path) if path.exists() else None
-
-
-def memory_kinds(
-    without: Sequence[run_report.RankSummary], offloaded: Sequence[run_report.RankSummary]
-) -> list[MemoryKind]:
-    """Return each rank's peaks, of each kind of memory that was measured."""
-    found = []
-    for name, key in _MEMORY.items():
-        after = [getattr(rank, key) for rank in offloaded]
-        before = [getattr(rank, key) for rank in without] or [None] * len(after)
-        if any(value is not None for value in after):
-            found.append(MemoryKind(name, tuple(map(Pair, before, after))))
-    return found
+def _facts_in(folder: Path) -> run_report.RunFacts | None:
+    path = folder / run_report.FACTS_NAME
+    return read_model(run_report.RunFacts, path) if path.exists() else None

@@ -4,9 +4,9 @@ reads    --config, a YAML file (or the name of one in configs/), and the text th
          win over the file
 prints   a line for each step, and in the end what was offloaded on each rank, and the rows that
          the run has found
-writes   run.output: steps.jsonl (a JSON line for each step), summary.json, config.yaml, run.json,
-         timelines with run.trace_step, frontier.json where rows were found (see 'megatron-offload
-         plan --from'); a folder that holds another run is refused
+writes   run.output: steps.jsonl (a JSON line for each step), config.yaml, run.json, timelines with
+         run.trace_step, frontier.json where rows were found (see 'megatron-offload plan --from');
+         a folder that holds another run is refused
 
 starts its own processes, one for each rank, on this machine
 
@@ -72,9 +72,9 @@ def run(given: Given) -> int:
     from megatron_offload.report.tables import rank_table
     from megatron_offload.train.launch import launch
 
-    with launch([("train", config)]) as [summary]:
+    with launch([("train", config)]) as [facts]:
         out, title = console(), "Ranks: bytes of the last step, peaks over usual steps"
-        out.print(rank_table(summary.ranks, title))
+        out.print(rank_table(facts.by_rank, title))
         for line in (*found_in(config.run.output), f"steps: {config.run.output / 'steps.jsonl'}"):
             out.print(line)
     return 0

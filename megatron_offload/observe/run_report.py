@@ -25,25 +25,8 @@ if TYPE_CHECKING:  # it imports torch
 
 _logger = logging.getLogger(__name__)
 
-CONFIG_NAME, FACTS_NAME, SUMMARY_NAME = "config.yaml", "run.json", "summary.json"
-LOG_NAME = "steps.jsonl"
-"""Of the trainer, which logs each step."""
-
-
-class RunFacts(StrictModel):
-    """Where and with what a run was done."""
-
-    device: str = Field(max_length=200)
-    is_simulated: bool
-    """Whether there was no GPU: times then say nothing about one."""
-    ranks: int = Field(ge=1)
-    date: datetime
-    versions: dict[str, str] = Field(max_length=100)
-    """Of Python and of the packages that decide what a run computes."""
-    plan: str = Field(default="", max_length=100_000)
-    """What the first rank has said of it."""
-    verdict: str = Field(default="", max_length=100_000)
-    """Likewise of its last step."""
+CONFIG_NAME, FACTS_NAME, LOG_NAME = "config.yaml", "run.json", "steps.jsonl"
+"""The last is the trainer's, which logs each step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,12 +61,23 @@ def counters_of(manager: PipelineOffloadManager) -> dict[str, Any]:
     return found | {"groups": tuple(step.by_name.values()), "pinned_host_bytes": pinned_bytes}
 
 
-class RunSummary(StrictModel):
-    """What a run comes to."""
+class RunFacts(StrictModel):
+    """Where and with what a run was done, and what it comes to."""
 
+    device: str = Field(max_length=200)
+    is_simulated: bool
+    """Whether there was no GPU: times then say nothing about one."""
+    ranks: int = Field(ge=1)
+    date: datetime
+    versions: dict[str, str] = Field(max_length=100)
+    """Of Python and of the packages that decide what a run computes."""
+    plan: str = Field(default="", max_length=100_000)
+    """What the first rank has said of it."""
+    verdict: str = Field(default="", max_length=100_000)
+    """Likewise of its last step."""
     num_steps: int = Field(default=0, ge=0)
     """0 where the first rank's last step alone is known."""
-    ranks: tuple[RankSummary, ...] = Field(min_length=1)
+    by_rank: tuple[RankSummary, ...] = Field(min_length=1)
     """The last step of each rank, in their order; its peaks are those of all usual steps."""
     step_time_s: float | None = Field(default=None, ge=0)
     """Median of usual steps."""
@@ -102,7 +96,7 @@ def save_report(
     folder, rank, search = Path(folder), rank_in(), manager.tuner
     reserved_bytes = manager.backend.memory().reserved_bytes or None
     mine = RankSummary(rank=0, peak_reserved_bytes=reserved_bytes, **counters_of(manager))
-    facts = {"plan": manager.plan, "verdict": manager.last_step.verdict}
+    facts = {"plan": manager.plan, "verdict": manager.last_step.verdict, "by_rank": (mine,)}
     try:
         if os.path.lexists(folder / LOG_NAME):
             raise ConfigError("it holds a run of the trainer; name another folder")
@@ -115,7 +109,6 @@ def save_report(
                     path.unlink(missing_ok=True)
             is_simulated = manager.backend.name != "cuda"
             write_facts(folder, manager.config, is_simulated=is_simulated, **facts)
-            write_model(folder / SUMMARY_NAME, RunSummary(ranks=(mine,)))
         if search is not None and search.is_converged:
             search.save(folder)
         elif rank == 0:
@@ -125,7 +118,7 @@ def save_report(
 
 
 def write_facts(folder: Path, config: BaseModel, *, is_simulated: bool, **more: Any) -> None:
-    """Write down where and with what a run is done, and how it was configured."""
+    """Write down where and with what a run was done, what it comes to, and its configuration."""
     from megatron_offload.backends import visible_devices  # imports torch, as do these
     from megatron_offload.machine.examine import found_versions
     from megatron_offload.machine.job_ranks import num_ranks

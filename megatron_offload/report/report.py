@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +27,13 @@ from megatron_offload.planning.found import RunFrontier
 from megatron_offload.report.tables import found_rows
 
 _TEMPLATES = Path(__file__).parent / "templates"
+
+_MEMORY = {
+    "reserved memory": "peak_reserved_bytes",
+    "allocated memory": "peak_allocated_bytes",
+    "saved activations": "peak_live_activation_bytes",
+}
+"""What the device really takes counts most, where there is a device."""
 
 _DONE = {"offloaded_bytes": "offloaded", "recomputed_bytes": "recomputed in backward"}
 
@@ -58,20 +65,26 @@ class MemoryKind(NamedTuple):
         return Pair(*(max((x for x in run if x is not None), default=None) for run in runs))
 
 
+def memory_kinds(plain: RunFacts | None, offloaded: RunFacts | None) -> list[MemoryKind]:
+    """Return each rank's peaks without and with offload, of each kind that was measured."""
+    found = []
+    for name, key in _MEMORY.items():
+        after = [getattr(rank, key) for rank in offloaded.by_rank] if offloaded else []
+        before = [getattr(rank, key) for rank in plain.by_rank] if plain else [None] * len(after)
+        if any(value is not None for value in after):
+            found.append(MemoryKind(name, tuple(map(Pair, before, after))))
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """One run, the two runs of a comparison, or plans of rows alone."""
 
     title: str
     facts: RunFacts | None = None
-    """None where none were left."""
-    num_steps: int = 0
-    """0 where the last step alone is known."""
-    memory: Sequence[MemoryKind] = ()
-    """What was measured, the one that counts most first."""
-    ranks: Sequence[Mapping[str, Any]] = ()
-    """What each rank moved in the last step, in all and in its ``groups``: numbers by name."""
-    step_time_s: Pair = field(default=Pair(None, None))
+    """Of the run, in a comparison of that with offload; None where there are plans alone."""
+    plain: RunFacts | None = None
+    """Of the run without offload, where two were compared."""
     config: str | None = None
     """As YAML, what was given of it; None where the run has left none."""
     findings: Mapping[str, bool] | None = None
@@ -81,13 +94,24 @@ class Report:
     """The plans of rows among which was chosen."""
 
     @property
+    def memory(self) -> list[MemoryKind]:
+        """What was measured, the one that counts most first."""
+        return memory_kinds(self.plain, self.facts)
+
+    @property
+    def step_time_s(self) -> Pair:
+        """The median step's time."""
+        return Pair(*(run.step_time_s if run else None for run in (self.plain, self.facts)))
+
+    @property
     def groups(self) -> list[dict[str, Any]]:
         """Add up the groups of one name over all ranks; say what became of their bytes."""
         found: dict[str, tuple[Counter[str], Counter[str]]] = {}
-        for group in (group for rank in self.ranks for group in rank["groups"]):
-            sums, kept = found.setdefault(group["name"], (Counter(), Counter()))
-            sums.update({key: value for key, value in group.items() if isinstance(value, int)})
-            kept.update(group["kept_bytes_by_reason"])
+        for rank in self.facts.by_rank if self.facts else ():
+            for group in rank.groups:
+                sums, kept = found.setdefault(group.name, (Counter(), Counter()))
+                sums.update({key: x for key, x in asdict(group).items() if isinstance(x, int)})
+                kept.update(group.kept_bytes_by_reason)
         rows = []
         for name, (sums, kept) in found.items():
             reasons = [

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_offload.errors import ConfigError, OffloadError, require
 from megatron_offload.files.strict_model import read_model, write_model
-from megatron_offload.observe.run_report import SUMMARY_NAME, RunSummary
+from megatron_offload.observe.run_report import FACTS_NAME, RunFacts
 from megatron_offload.report.console import console
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.records import COMPARISON_NAME, StepRecord, compare_steps
@@ -39,7 +39,7 @@ class RankFailedError(OffloadError, RuntimeError):
 
 
 @contextlib.contextmanager
-def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunSummary]]:
+def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunFacts]]:
     """Take every run in turn on all ranks; their folders are locked inside this context.
 
     The runs agree in ``parallel`` and in the device; ``comparison`` is the folder in which the last
@@ -71,7 +71,7 @@ def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunSumma
             (comparison / COMPARISON_NAME).unlink()
             out.print(f"compare: replaces the comparison in {comparison}")
         _start_ranks(runs, kind, comparison)
-        yield [read_model(RunSummary, config.run.output / SUMMARY_NAME) for _, config in runs]
+        yield [read_model(RunFacts, config.run.output / FACTS_NAME) for _, config in runs]
 
 
 def _start_ranks(runs: Runs, kind: str, comparison: Path | None) -> None:

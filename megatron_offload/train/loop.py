@@ -21,11 +21,10 @@ from megatron_offload.core.trace import write_traces
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.module_hooks import expression_of, named_modules
 from megatron_offload.errors import ConfigError, did_you_mean
-from megatron_offload.files.strict_model import write_model
 from megatron_offload.integrations import megatron_core
 from megatron_offload.machine.job_ranks import gather, rank_in
 from megatron_offload.observe.live_bytes import LiveActivationMeter
-from megatron_offload.observe.run_report import LOG_NAME, SUMMARY_NAME, counters_of
+from megatron_offload.observe.run_report import LOG_NAME, counters_of, write_facts
 from megatron_offload.observe.trace_step import trace_step
 from megatron_offload.report.console import console
 from megatron_offload.train.config import TrainConfig
@@ -51,7 +50,7 @@ def run_training(
             out.print(f"{title}: {num_steps} steps, to compare with")
         with contextlib.ExitStack() as stack:
             if rank_in() == 0:
-                prepare_folder(config, is_simulated=device.type != "cuda")
+                prepare_folder(config)
                 log = stack.enter_context((folder / LOG_NAME).open("w", buffering=1))
             if manager and trainer.meter:
                 stack.enter_context(manager.observed_by(trainer.meter))
@@ -66,7 +65,8 @@ def run_training(
                 if manager and manager.tuner and was_searching and not manager.is_searching:
                     manager.tuner.save(folder)
             if rank_in() == 0:
-                write_model(folder / SUMMARY_NAME, summarize(records, config.traced_step))
+                summary = summarize(records, config.traced_step)
+                write_facts(folder, config, is_simulated=device.type != "cuda", **summary)
         if manager and manager.is_searching:
             said = "the run ended before it had found its rows; raise run.steps, such as to 150"
             out.print(f"{title}: {said}")

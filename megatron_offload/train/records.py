@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from megatron_offload.files.strict_model import StrictModel
-from megatron_offload.observe.run_report import RankSummary, RunSummary
+from megatron_offload.observe.run_report import RankSummary
 
 COMPARISON_NAME = "compare.json"
 
@@ -66,8 +66,11 @@ class StepRecord:
         return json.dumps(asdict(self))
 
 
-def summarize(steps: Sequence[StepRecord], traced_step: int = 0) -> RunSummary:
-    """Return what steps come to; of time neither the first counts nor one that was traced."""
+def summarize(steps: Sequence[StepRecord], traced_step: int = 0) -> dict[str, Any]:
+    """Return what steps come to, for `RunFacts`.
+
+    The first counts for no time, nor does one that was traced.
+    """
     usual = [step for step in steps if step.is_usual]
     times = [step.step_time_s for step in usual if step.step not in (1, traced_step)]
     ranks = []
@@ -78,7 +81,7 @@ def summarize(steps: Sequence[StepRecord], traced_step: int = 0) -> RunSummary:
             found[name] = max((size for size in sizes if size is not None), default=None)
         ranks.append(RankSummary(**found))
     step_time_s = statistics.median(times) if times else None
-    return RunSummary(num_steps=len(steps), ranks=tuple(ranks), step_time_s=step_time_s)
+    return {"num_steps": len(steps), "by_rank": tuple(ranks), "step_time_s": step_time_s}
 
 
 class Comparison(StrictModel):

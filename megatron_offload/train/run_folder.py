@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_offload.errors import ConfigError
-from megatron_offload.observe.run_report import LOG_NAME, SUMMARY_NAME, trace_files, write_facts
+from megatron_offload.observe.run_report import FACTS_NAME, LOG_NAME, trace_files, write_config
 from megatron_offload.planning.found import NAME as FRONTIER_NAME
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.records import COMPARISON_NAME, FOLDERS
@@ -50,13 +50,13 @@ def check_output(folder: Path, *, is_for_comparison: bool = False) -> None:
             )
 
 
-def prepare_folder(config: TrainConfig, *, is_simulated: bool) -> None:
+def prepare_folder(config: TrainConfig) -> None:
     """Write down what is about to run; what an earlier one measured goes."""
     folder = config.run.output
     folder.mkdir(exist_ok=True)
-    for path in (folder / FRONTIER_NAME, folder / SUMMARY_NAME, *trace_files(folder).values()):
+    for path in (folder / FRONTIER_NAME, folder / FACTS_NAME, *trace_files(folder).values()):
         path.unlink(missing_ok=True)
-    write_facts(folder, config, is_simulated=is_simulated)
+    write_config(config, folder)
 
 
 def main_folder(folder: Path) -> Path:

@@ -129,5 +129,5 @@ def test_a_trainer_logs_each_step_s_own_counters_beside_the_same_losses(tmp_path
     for _ in range(2):  # the second goes on with the context's memory, and no counter of the first
         model.load_state_dict(make_model(None).state_dict())
         assert_same_training(plain, train_by_trainer(tmp_path, *bases, model=model, accumulated=2))
-        (rank,) = read_report(tmp_path / "report").ranks
-        assert rank["offloaded_bytes"] > 0
+        (rank,) = read_report(tmp_path / "report").facts.by_rank
+        assert rank.offloaded_bytes > 0

@@ -118,8 +118,8 @@ def test_a_module_keeps_its_bits_and_logs_what_each_step_saves(options, more, ro
 def test_a_fit_leaves_its_report(make_model, tmp_path):
     callback = make_callback(report=tmp_path)
     fit(make_model(), callback, epochs=1, batches=1)
-    (rank,) = read_report(tmp_path).ranks
-    assert rank["offloaded_bytes"] == callback.offload.last_step.offloaded_bytes > 0
+    (rank,) = read_report(tmp_path).facts.by_rank
+    assert rank.offloaded_bytes == callback.offload.last_step.offloaded_bytes > 0
 
 
 def test_a_step_that_fails_leaves_nothing_behind(make_model):

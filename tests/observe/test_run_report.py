@@ -31,12 +31,11 @@ def test_a_context_leaves_its_last_step_and_nothing_of_an_earlier_run(tmp_path, 
         write_traces(tmp_path / f"trace_{rank}.json", [StepTrace(rank)])
     (tmp_path / "frontier.json").write_text("old")
     offload.save_report(tmp_path)
-    names = {"config.yaml", "run.json", "summary.json"}
-    assert {path.name for path in tmp_path.iterdir()} == names
+    assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "run.json"}
     found, page = read_report(tmp_path), write_page(tmp_path).read_text()
-    (rank,) = found.ranks
-    assert rank["offloaded_bytes"] == offload.last_step.offloaded_bytes > 0
-    assert rank["pinned_host_bytes"] >= rank["peak_host_bytes"] > 0
+    (rank,) = found.facts.by_rank
+    assert rank.offloaded_bytes == offload.last_step.offloaded_bytes > 0
+    assert rank.pinned_host_bytes >= rank.peak_host_bytes > 0
     assert "without offload over the last step on 1 rank." in page
     assert f"The last step: {offload.last_step.verdict}<" in page
     assert OffloadConfig(**load_yaml(tmp_path / "config.yaml")) == offload.manager.config

@@ -9,11 +9,10 @@ import itertools
 import json
 import re
 import sys
-from dataclasses import asdict
 from html.parser import HTMLParser
 
 import pytest
-from reports import GIB, HOSTILE, bare_report, facts, gpu_report, many_ranks, trace
+from reports import GIB, HOSTILE, bare_report, facts, gpu_report, many_ranks, ranks_of, trace
 
 from megatron_offload.engine.stats import GroupStats
 from megatron_offload.errors import ConfigError
@@ -199,16 +198,13 @@ def test_the_highest_rank_of_each_run_counts():
 
 def test_groups_are_added_up_and_say_what_moved_and_why_the_rest_was_kept():
     kept = {"why": GIB, "more": GIB + GIB // 2}
-    ranks = [
-        {
-            "groups": [
-                asdict(GroupStats("x", 2, GIB, GIB, GIB, 5 * GIB // 2, kept)),
-                asdict(GroupStats("y")),
-            ]
-        },
-        {"groups": [asdict(GroupStats("x", 2, 2 * GIB))]},
-    ]
-    x, y = gpu_report(ranks=ranks).groups
+    ranks = (
+        *ranks_of(
+            (0, 0), groups=(GroupStats("x", 2, GIB, GIB, GIB, 5 * GIB // 2, kept), GroupStats("y"))
+        ),
+        *ranks_of((0, 0), groups=(GroupStats("x", 2, 2 * GIB),)),
+    )
+    x, y = gpu_report(facts=facts(by_rank=ranks)).groups
     assert (x["name"], x["num_groups"], x["offloaded_bytes"]) == ("x", 4, 3 * GIB)
     moved, recomputed = "3.0 GiB offloaded", "1.0 GiB recomputed in backward"
     assert x["reasons"] == [moved, recomputed, "1.5 GiB kept: more", "1.0 GiB kept: why"]

@@ -326,8 +326,8 @@ def test_what_is_converged_is_said_once_and_one_step_is_reported(tmp_path, capsy
     assert said.count("megatron-offload: a step of rank 0 offloads *") == 1
     files = {path.name for path in (tmp_path / "report").iterdir()}
     assert files == {"config.yaml", "run.json", "trace_0.json"}
-    (rank,) = read_report(tmp_path / "report").ranks
-    assert f"\n{rank['groups'][0]['name']} " in f"\n{stats}"
+    (rank,) = read_report(tmp_path / "report").facts.by_rank
+    assert f"\n{rank.groups[0].name} " in f"\n{stats}"
     assert cli.main(["trace", str(tmp_path / "report")]) == 0
 
 

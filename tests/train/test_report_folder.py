@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from megatron_offload.cli.train import found_in
 from megatron_offload.core.trace import Span, StepTrace, read_traces, write_traces
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import write_model
-from megatron_offload.observe.run_report import RankSummary, RunSummary
+from megatron_offload.observe.run_report import RankSummary, RunFacts
 from megatron_offload.planning.found import RunFrontier
 
 pytest.importorskip("jinja2")
@@ -21,35 +20,29 @@ pytest.importorskip("jinja2")
 MIB = 2**20
 
 
-def summary(num_ranks=2, **changes):
+def facts(num_ranks=2, **changes):
+    """Return what a run of four steps on a CPU comes to, as JSON."""
     ranks = [
         RankSummary(rank=rank, pp_rank=rank, peak_live_activation_bytes=9 * MIB)
         for rank in range(num_ranks)
     ]
-    return RunSummary(num_steps=4, ranks=tuple(ranks), step_time_s=0.5).model_copy(update=changes)
+    found = {"device": "simulated on 2 CPU cores", "is_simulated": True, "ranks": 2, "num_steps": 4}
+    found |= {"date": "2026-11-22T00:00:00Z", "versions": {"torch": "2.13"}, "by_rank": ranks}
+    return RunFacts(**found).model_copy(update=changes).model_dump_json()
 
 
-def write_run(folder, config="", *, facts=True):
-    """Write what a run of four steps on a CPU leaves."""
+def write_run(folder):
     folder.mkdir(parents=True)
-    write_model(folder / "summary.json", summary())
-    if config:
-        (folder / "config.yaml").write_text(config)
-    if facts:
-        found = {"device": "simulated on 2 CPU cores", "is_simulated": True, "ranks": 2}
-        found |= {"date": "2026-11-22T00:00:00Z", "versions": {"torch": "2.13"}}
-        (folder / "run.json").write_text(json.dumps(found))
+    (folder / "run.json").write_text(facts())
     return folder
 
 
-def test_configuration_and_facts_that_are_missing_are_gaps_that_the_page_names(tmp_path):
-    folder = write_run(tmp_path / "run", facts=False)
+def test_a_configuration_that_is_missing_is_a_gap_that_the_page_names(tmp_path):
+    folder = write_run(tmp_path / "run")
     assert main(["report", str(folder)]) == 0
     page = (folder / "report.html").read_text()
     assert "The folder holds no <code>config.yaml</code>" in page
-    assert "The folder holds no <code>run.json</code>" in page
-    assert "device not known" in page
-    assert "not judged" in page, "nothing was reserved, so there was no GPU"
+    assert "not judged" in page, "there was no GPU"
     assert "over its usual steps. Steps in which rows" in page
     assert report.read_report(folder).memory[0].highest.offloaded == 9 * MIB
     assert "megatron-offload train" not in page
@@ -63,8 +56,8 @@ def frontier(percent):
 
 SPAN = '"pid": 0, "ph": "X", "tid": 0, "cat": "other", "args": {"bytes": 1%s}, "ts": %s, "dur": 1'
 OFF, ON, TRACE = (
-    "without_offload/summary.json",
-    "with_offload/summary.json",
+    "without_offload/run.json",
+    "with_offload/run.json",
     "with_offload/trace_0.json",
 )
 
@@ -75,21 +68,21 @@ OFF, ON, TRACE = (
         ("compare.json", "{}", "'findings' is required"),
         ("compare.json", "[]", "must hold a mapping"),
         ("config.yaml", "modell: {}", "did you mean 'model'"),
-        ("with_offload/run.json", '{"devicee": "x"}', "did you mean 'device'"),
+        (ON, '{"devicee": "x"}', "did you mean 'device'"),
         (TRACE, "{", "not plain JSON"),
         (TRACE, '{"traceEvents": [{"pid": 0}]}', "not a trace"),
         (TRACE, '{"traceEvents": []}', "the timeline of rank 0 alone"),
         (TRACE, '{"traceEvents": [{"pid": 1, "ph": "M", "args": {}}]}', "of rank 0 alone"),
         (TRACE, f'{{"traceEvents": [{{{SPAN % ("", 1e308)}}}]}}', "not a trace"),
         (TRACE, f'{{"traceEvents": [{{{SPAN % (400 * "0", 1)}}}]}}', "too large"),
-        (ON, '{"ranks": [{}]}', "'ranks.0.rank' is required"),
-        (ON, '{"ranks": [{"rank": 0, "rank_": 1}]}', "'ranks.0.rank_'; did you mean 'rank'"),
-        (ON, '{"ranks": [{"rank": 0, "groups": [{"name": 1}]}]}', "'ranks.0.groups.0.name'"),
-        (ON, '{"ranks": []}', "'ranks'"),
-        (ON, summary(step_time_s=-1.0).model_dump_json(), "'step_time_s'"),
+        (ON, '{"by_rank": [{}]}', "'by_rank.0.rank' is required"),
+        (ON, '{"by_rank": [{"rank": 0, "ran": 1}]}', "'by_rank.0.ran'; did you mean 'rank'"),
+        (ON, '{"by_rank": [{"rank": 0, "groups": [{"name": 1}]}]}', "'by_rank.0.groups.0.name'"),
+        (ON, '{"by_rank": []}', "'by_rank'"),
+        (ON, facts(step_time_s=-1.0), "'step_time_s'"),
         (ON, None, "holds no run that has ended"),
         (OFF, None, "has other ranks than"),
-        (OFF, summary(1).model_dump_json(), "has other ranks than"),
+        (OFF, facts(1), "has other ranks than"),
         ("with_offload/frontier.json", '{"stages": []}', "'said' is required"),
         ("with_offload/frontier.json", frontier("1e999"), "frontier.json"),
         ("with_offload/frontier.json", frontier("1e99"), "_percent': input should be less"),

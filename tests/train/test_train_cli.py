@@ -73,7 +73,7 @@ def test_bad_input_is_status_2_and_starts_nothing(file, words, expected, refused
 
 
 def test_a_folder_of_any_name_is_printed_as_it_is(file, tmp_path, monkeypatch, prints, refused):
-    report = SimpleNamespace(ranks=())
+    report = SimpleNamespace(by_rank=())
     monkeypatch.setattr("megatron_offload.train.launch.launch", lambda runs: nullcontext([report]))
     output = f'run.output="{tmp_path}/out/[/x]\\x1b[31m"'  # an escape, in YAML
     printed = prints("train", "--config", file, "--set", output)

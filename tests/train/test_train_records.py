@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_offload.files.strict_model import read_model, write_model
-from megatron_offload.observe.run_report import RunSummary
 from megatron_offload.train.records import RankStep, StepRecord, compare_steps, summarize
 
 
@@ -21,19 +19,13 @@ def record(step=1, loss=1.0, grad_norm=2.0, gradients="g", parameters="p", **cha
     return StepRecord.merge(step, 64, ranks)
 
 
-def test_a_summary_is_read_as_it_was_written(tmp_path):
-    found = summarize([record(loss=math.nan, grad_norm=math.inf, peak_live_activation_bytes=7)])
-    write_model(tmp_path / "summary.json", found)
-    assert read_model(RunSummary, tmp_path / "summary.json") == found
-
-
 def test_the_median_leaves_out_the_first_step_and_one_that_was_unlike_the_others():
     times = {1: 100.0, 2: 1.0, 3: 50.0, 4: 2.0, 5: 3.0}
     steps = [record(step, step_time_s=t) for step, t in times.items()]
-    assert summarize(steps, traced_step=3).step_time_s == 2.0
-    assert summarize(steps).step_time_s == 2.5
-    assert summarize(steps[:1]).step_time_s is None
-    assert summarize(steps[:2], traced_step=2).step_time_s is None
+    assert summarize(steps, traced_step=3)["step_time_s"] == 2.0
+    assert summarize(steps)["step_time_s"] == 2.5
+    assert summarize(steps[:1])["step_time_s"] is None
+    assert summarize(steps[:2], traced_step=2)["step_time_s"] is None
 
 
 def test_a_step_before_rows_are_found_counts_for_no_peak_and_no_time():
@@ -41,9 +33,9 @@ def test_a_step_before_rows_are_found_counts_for_no_peak_and_no_time():
     ranks = [replace(rank, is_planned_by=True, peak_host_bytes=9999) for rank in steps[1].ranks]
     steps[1] = replace(steps[1], step_time_s=50.0, ranks=tuple(ranks))
     found = summarize(steps)
-    assert (found.num_steps, found.step_time_s) == (3, 2.0)
-    assert [rank.peak_host_bytes for rank in found.ranks] == [4, 4]
-    assert summarize(steps[1:2]).ranks[0].peak_host_bytes == 9999
+    assert (found["num_steps"], found["step_time_s"]) == (3, 2.0)
+    assert [rank.peak_host_bytes for rank in found["by_rank"]] == [4, 4]
+    assert summarize(steps[1:2])["by_rank"][0].peak_host_bytes == 9999
 
 
 @pytest.mark.parametrize(

@@ -40,19 +40,20 @@ def test_the_report_says_what_the_run_did(compared):
     assert all(found.findings.values())
     assert found.facts.is_simulated
     assert found.facts.device.startswith("simulated on ")
-    assert (found.num_steps, [row["rank"] for row in found.ranks]) == (4, [0, 1])
+    ranks = found.facts.by_rank
+    assert (found.facts.num_steps, [one.rank for one in ranks]) == (4, [0, 1])
     assert [trace.rank for trace in found.traces] == [0, 1]
     assert {row["name"] for row in found.groups} == {"core_attn", "mlp_act"}
     last = json.loads((compared[0] / "with_offload/steps.jsonl").read_text().splitlines()[-1])
     moved = [sum(row["offloaded_bytes"] for row in x) for x in (found.groups, last["ranks"])]
-    assert moved == [sum(row["offloaded_bytes"] for row in found.ranks)] * 2
+    assert moved == [sum(one.offloaded_bytes for one in ranks)] * 2
     assert moved[0] > 0
-    for group in (group for rank in found.ranks for group in rank["groups"]):
-        assert sum(group["kept_bytes_by_reason"].values()) == group["kept_bytes"]
+    for group in (group for one in ranks for group in one.groups):
+        assert sum(group.kept_bytes_by_reason.values()) == group.kept_bytes
     assert sum(row["kept_bytes"] for row in found.groups) > 0
     without, offloaded = found.memory[0].highest
     assert 0 < offloaded < without
-    assert all(row["pinned_host_bytes"] >= row["peak_host_bytes"] > 0 for row in found.ranks)
+    assert all(one.pinned_host_bytes >= one.peak_host_bytes > 0 for one in ranks)
     assert found.facts.versions.keys() >= {"python", "torch", "megatron-core"}
 
 
@@ -69,22 +70,20 @@ def test_a_single_run_has_a_report_too(compared, tmp_path):
     folder = shutil.copytree(compared[0] / "with_offload", tmp_path / "alone")
     found = report.read_report(folder)
     assert found.findings is None
-    assert found.num_steps == 4
+    assert found.facts.num_steps == 4
     assert found.memory[0].by_rank[0].without is None
     assert report.write_page(folder).read_text().count('<figure class="timeline"') == 2
 
 
 def test_on_a_gpu_reserved_memory_and_time_are_reported(folder):
     for name in ("without_offload", "with_offload"):
-        path = folder / name / "summary.json"
+        path = folder / name / "run.json"
         data = json.loads(path.read_text())
         data["step_time_s"] = 1.0 if name == "without_offload" else 1.25
-        for rank in data["ranks"]:
+        for rank in data["by_rank"]:
             rank["peak_reserved_bytes"] = 1000 if name == "without_offload" else 700
             rank["peak_allocated_bytes"] = 600
-        path.write_text(json.dumps(data))
-    path = folder / "with_offload/run.json"
-    path.write_text(path.read_text().replace('"is_simulated": true', '"is_simulated": false'))
+        path.write_text(json.dumps(data | {"is_simulated": False}))
     found = report.read_report(folder)
     assert [kind.name for kind in found.memory][:2] == ["reserved memory", "allocated memory"]
     assert found.memory[0].highest == (1000, 700)

@@ -65,6 +65,5 @@ def test_a_new_run_leaves_nothing_of_an_earlier_one(train, tmp_path):
         "config.yaml",
         "run.json",
         "steps.jsonl",
-        "summary.json",
         "trace_x.json",
     ]
