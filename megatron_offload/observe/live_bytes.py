@@ -6,7 +6,6 @@ lives in counts once, from when it is first seen until it is really freed. None 
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterable
 
@@ -33,7 +32,7 @@ class LiveActivationMeter(Observer, torch.autograd.graph.saved_tensors_hooks):
         self._live_bytes = 0
         self.peak_bytes = 0
         """Most bytes that were alive at one time since the last `reset_peak`."""
-        super().__init__(functools.partial(_pack, weakref.ref(self)), lambda tensor: tensor)
+        super().__init__(self._pack, lambda tensor: tensor)
 
     @property
     def live_bytes(self) -> int:
@@ -53,7 +52,7 @@ class LiveActivationMeter(Observer, torch.autograd.graph.saved_tensors_hooks):
         if key not in self._ignored and key not in self._seen:
             # The Python object of a storage lives as long as the storage itself, even while only
             # C++ holds it, so this fires when the memory is freed and not before.
-            weakref.finalize(storage, _forget, weakref.ref(self), key).atexit = False
+            weakref.finalize(storage, self._forget, key).atexit = False
             self._seen[key] = (weakref.ref(storage), 0)
             self._measure([key])
         if self._emptied:
@@ -78,18 +77,12 @@ class LiveActivationMeter(Observer, torch.autograd.graph.saved_tensors_hooks):
                 self._live_bytes += size - seen[1]
                 (self._emptied.discard if size else self._emptied.add)(key)
 
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Hand on an alias: the tensor itself would keep its own node alive in a cycle."""
+        self.observe(tensor)
+        return tensor.detach()
 
-def _pack(meter: weakref.ref[LiveActivationMeter], tensor: torch.Tensor) -> torch.Tensor:
-    """Hand on an alias: the tensor itself would keep its own node alive in a cycle."""
-    alive = meter()
-    if alive is not None:
-        alive.observe(tensor)
-    return tensor.detach()
-
-
-def _forget(meter: weakref.ref[LiveActivationMeter], key: int) -> None:
-    alive = meter()
-    if alive is not None:
-        _, size = alive._seen.pop(key)
-        alive._live_bytes -= size
-        alive._emptied.discard(key)
+    def _forget(self, key: int) -> None:
+        _, size = self._seen.pop(key)
+        self._live_bytes -= size
+        self._emptied.discard(key)
