@@ -11,16 +11,14 @@ example: megatron-offload doctor --output doctor.json
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from pydantic import TypeAdapter
 from pydantic_settings import CliToggleFlag
 from rich.text import Text
 
 from megatron_offload.cli.options import Options, writing
-from megatron_offload.files.text import replace_text
-from megatron_offload.machine.examine import Examination, examine
+from megatron_offload.files.strict_model import write_model
+from megatron_offload.machine.examine import examine
 from megatron_offload.report.console import console, plain_table
 
 
@@ -44,7 +42,6 @@ def run(given: Given) -> int:
     )
     console().print(plain_table("This machine", ["", "looked at", "found", "what to do"], 4, rows))
     if given.output is not None:
-        data = TypeAdapter(Examination).dump_python(examination, mode="json")
         with writing(given.output):
-            replace_text(given.output, json.dumps({"format": 1, **data}, indent=1) + "\n")
+            write_model(given.output, examination)
     return int(any(finding.level == "error" for finding in examination.findings))

@@ -22,6 +22,7 @@ from megatron_offload.backends.host_limit import default_cap_bytes
 from megatron_offload.config import OffloadConfig
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import shorten
+from megatron_offload.files.strict_model import StrictModel
 from megatron_offload.machine.bandwidth import BandwidthError, measure_gpus
 from megatron_offload.machine.profile import CopyRates, MachineProfile
 
@@ -46,10 +47,10 @@ class Finding:
     """What to do about it; empty where nothing is to be done."""
 
 
-@dataclass(frozen=True, slots=True)
-class Examination:
+class Examination(StrictModel):
     """What was found."""
 
+    format: Literal[1] = 1
     findings: tuple[Finding, ...]
     profile: MachineProfile | None
     """Bandwidths; None where they were not measured."""
@@ -80,7 +81,7 @@ def examine(
         *check_environment(environ),
         Finding("ok", "versions", versions),
     ]
-    return Examination(tuple(findings), profile)
+    return Examination(findings=tuple(findings), profile=profile)
 
 
 def check_devices(names: Sequence[str]) -> Finding:

@@ -28,7 +28,9 @@ def options_of(*words):
 
 @pytest.fixture
 def machine(monkeypatch):
-    machine = SimpleNamespace(examination=Examination((FINE, MARKUP), PROFILE), asked=[])
+    machine = SimpleNamespace(
+        examination=Examination(findings=(FINE, MARKUP), profile=PROFILE), asked=[]
+    )
 
     def examine(*, bandwidth):
         machine.asked.append(bandwidth)
@@ -52,7 +54,7 @@ def test_a_table_shows_every_finding(machine, capsys):
 )
 def test_the_status_is_1_for_an_error_alone(machine, levels, status):
     findings = tuple(Finding(level, "title", "found") for level in levels)
-    machine.examination = Examination(findings, None)
+    machine.examination = Examination(findings=findings, profile=None)
     assert doctor.run(options_of()) == status
 
 
@@ -63,6 +65,6 @@ def test_json_holds_all_that_was_found(machine, tmp_path):
     assert data["format"] == 1
     assert data["findings"] == [asdict(FINE), asdict(MARKUP)]
     assert MachineProfile.model_validate(data["profile"]) == PROFILE
-    machine.examination = Examination((FINE,), None)
+    machine.examination = Examination(findings=(FINE,), profile=None)
     doctor.run(options_of("--output", str(output)))
     assert json.loads(output.read_text())["profile"] is None
