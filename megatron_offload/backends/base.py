@@ -9,7 +9,7 @@ import abc
 import enum
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -23,8 +23,6 @@ Event: TypeAlias = Any
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Destination and source of one copy: contiguous tensors of the same dtype and shape. The source is
 read when it is copied: its storage may move on to other tensors, its bytes not before a wait."""
-
-_HERE = nullcontext()
 
 
 class Wait(enum.Enum):
@@ -71,13 +69,9 @@ class Backend(abc.ABC):
     def compute_stream(self) -> Stream:
         """Return the stream that the calling program computes on now, one object for each."""
 
+    @abc.abstractmethod
     def computing_on(self, stream: Stream) -> AbstractContextManager[object]:
         """Return a context in which ``stream`` is the one that the program computes on."""
-        return _HERE if stream is self.compute_stream() else self._switched_to(stream)
-
-    @abc.abstractmethod
-    def _switched_to(self, stream: Stream) -> AbstractContextManager[object]:
-        """Return one for another stream than that."""
 
     @abc.abstractmethod
     def read_on(self, stream: Stream, tensor: torch.Tensor) -> None:

@@ -30,6 +30,8 @@ _PAUSE_CYCLES = 2_000_000
 _DROP_S = 0.1
 """Between slabs that are unpinned: each holds up the launch of kernels for 15 ms."""
 
+_HERE = contextlib.nullcontext()
+
 _logger = logging.getLogger(__name__)
 
 
@@ -94,8 +96,8 @@ class CudaBackend(Backend):
             stream = self._streams[key] = torch.cuda.current_stream(self.device)
         return stream
 
-    def _switched_to(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
-        return torch.cuda.stream(stream)
+    def computing_on(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
+        return _HERE if stream is self.compute_stream() else torch.cuda.stream(stream)
 
     def read_on(self, stream: torch.cuda.Stream, tensor: torch.Tensor) -> None:
         tensor.record_stream(stream)

@@ -207,7 +207,7 @@ class SimulatedBackend(Backend):
         return self._compute
 
     @contextlib.contextmanager
-    def _switched_to(self, stream: SimulatedStream) -> Iterator[None]:
+    def computing_on(self, stream: SimulatedStream) -> Iterator[None]:
         before, self._compute = self._compute, stream
         try:
             yield
