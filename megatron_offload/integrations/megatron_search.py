@@ -11,7 +11,8 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from megatron_offload.autotune.row_search import ADVICE, RowSearch
+from megatron_offload.autotune.followed import ADVICE
+from megatron_offload.autotune.row_search import RowSearch
 from megatron_offload.core.row_config import EXPERTS, MOE_ACT, RowConfig
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.module_hooks import expression_of, hooks_of, is_own_hook

@@ -23,15 +23,18 @@ NOTHING = (
     "'recompute' or 'rows' name them (docs/rows.md)"
 )
 
-_MOST_MEASURED = 32
-_MOST_HOPEFUL = 96  # where a plan seems to keep the limit, and steps differ too much to be sure
-MOST_DOUBT = 10.0  # in points: an interval that is wider says nothing
-_LEAST_DOUBT = 2.0  # likewise: steps go on until it is narrower
+_MOST_MEASURED = 20  # steps of one plan
+_MOST_UNKNOWN = 40  # of which nothing is known by then
+_LEAST_ERROR = 1.0  # in points, of what is predicted, and in shares of it
+_ERROR_SHARE = 0.5
+_NEAR_SHARE = 0.3  # likewise of what another plan has taken, and this one more or less
+_WIDTH = 2.1  # of standard errors, on both sides, of what is said
+MOST_DOUBT = 10.0  # in points: of an interval that is wider nothing is known
 _AIM_SHARE = 0.9  # of what a step may cost, so that one that costs a little more is kept
 _TRUST = 0.6  # likewise where no step shows what a plan takes
+_HOPE = 1.4  # times of that, what is tried where no plan takes less
 _LEAST_GAIN_SHARE = 64  # plans that differ by less of the memory are the same
-_HOPE = 1.3  # of what a step may cost, what may be predicted of a plan that is tried all the same
-_LARGE_GAIN_SHARE = 16  # of the memory, by how much more such a plan has to free
+_LARGE_GAIN_SHARE = 16  # likewise where one will do already
 _MARGIN_SHARE = 96  # of a target, what is left to spare
 _SHORT_SHARE = 0.98  # of what the longest forward needs with a plan, what others need without
 _MOST_FITS = 6  # so many plans are followed until a target is kept
@@ -43,6 +46,25 @@ class Slowdown(NamedTuple):
     percent: float
     low: float
     high: float
+
+    @classmethod
+    def of(cls, percent: float, error: float) -> Slowdown:
+        """Return what has such a standard error, in points: it lies inside in 19 of 20 cases."""
+        return cls(percent, percent - _WIDTH * error, percent + _WIDTH * error)
+
+    @property
+    def error(self) -> float:
+        """The standard error."""
+        return (self.high - self.low) / (2 * _WIDTH)
+
+    def beside(self, other: Slowdown) -> Slowdown:
+        """Return the mean of both by how sure they are; itself where the other is far off."""
+        together = math.hypot(self.error, other.error)
+        if abs(self.percent - other.percent) >= 2 * together:
+            return self
+        share = (self.error / together) ** 2
+        percent = self.percent + share * (other.percent - self.percent)
+        return Slowdown.of(percent, self.error * other.error / together)
 
     def __str__(self) -> str:
         return f"{self.percent:+.1f} % ({self.low:+.1f} to {self.high:+.1f})"
@@ -61,6 +83,7 @@ class Stage:
         target_bytes: what is to be reserved at most; None where that doesn't matter.
         tokens: of forwards so far, where their lengths may decide what is done in each.
         growth: the power of its tokens by which a forward's time grows.
+        ready_bytes: what the first plan may copy, as far as one does: so much memory is ready.
         saved_bytes: in a forward of the size that ``actions`` are of.
 
     Attributes:
@@ -78,6 +101,7 @@ class Stage:
     tokens: Sequence[float] = ()
     saved_bytes: int = 0
     growth: float = 1.0
+    ready_bytes: float = math.inf
 
     def __post_init__(self) -> None:
         self._refused = set[Part]()
@@ -165,10 +189,6 @@ def busy_share(tokens: Sequence[float], min_tokens: float, growth: float = 1.0) 
     return sum(time for time, is_long in times if is_long) / max(1e-9, sum(x for x, _ in times))
 
 
-def _is_doubtful(found: Slowdown, limit: float) -> bool:
-    return found.high - found.low > max(MOST_DOUBT, 4 * limit)
-
-
 class RowChoice:
     """Chooses a plan for each stage, until what was tried keeps what was promised.
 
@@ -209,20 +229,21 @@ class RowChoice:
         """
         self._num_measured += num_steps
         policy = self._limited
-        limit = math.inf if policy is None else policy.most_slowdown_percent
-        is_hopeful = found is not None and found.percent <= limit and _is_doubtful(found, limit)
-        most = _MOST_HOPEFUL if is_hopeful else _MOST_MEASURED
-        if policy is not None and self._num_measured < most:
-            if found is None:
-                return False
-            doubt = found.high - found.low
-            is_too_slow = found.low > limit and doubt < found.percent
-            if not is_too_slow and (found.high >= limit or doubt >= _LEAST_DOUBT):
+        if policy is not None:
+            limit = policy.most_slowdown_percent
+            most_doubt = max(MOST_DOUBT, 4 * limit)
+            if found is not None and (found.low > limit or found.high - found.low <= most_doubt):
+                found = found.beside(self._expected())
+                is_clear = abs(found.percent - limit) > found.error
+                most = _MOST_MEASURED
+            else:
+                found, is_clear, most = None, False, _MOST_UNKNOWN
+            if not is_clear and self._num_measured < most:
                 return False
         self._num_measured = 0
         self._tried[self._rung] = found
         for name, stage in self.stages.items():
-            stage.tried[stage.place] = found, reserved.get(name, 0)
+            stage.tried[stage.place], stage.ready_bytes = (found, reserved.get(name, 0)), math.inf
         return True
 
     def next(self) -> tuple[bool, str]:
@@ -242,14 +263,31 @@ class RowChoice:
             stage.place = place
         return is_final, text
 
+    def _us_of(self, rung: int) -> float:
+        plans = zip(self.stages.values(), self._ladder[rung], strict=True)
+        return max(stage.plans[place].us for stage, place in plans)
+
+    def _expected(self) -> Slowdown:
+        """Return what a step will take with what is followed, by what the nearest plan has taken.
+
+        Before any was measured it is what is predicted.
+        """
+        us = self._us_of(self._rung)
+        seen = {self._us_of(rung): found for rung, found in self._tried.items() if found}
+        if not seen:
+            percent = 100 * us / self.bare_us
+            return Slowdown.of(percent, max(_LEAST_ERROR, _ERROR_SHARE * percent))
+        near_us = min(seen, key=lambda other_us: abs(other_us - us))
+        found, share = seen[near_us], max(us, 1e-3) / max(near_us, 1e-3)
+        error = math.hypot(share * found.error, _NEAR_SHARE * (share - 1) * found.percent)
+        return Slowdown.of(share * found.percent, error)
+
     def _next_rung(self, policy: AutoConfig) -> tuple[int, bool, str]:
         limit, stages = policy.most_slowdown_percent, self.stages.values()
-        rungs = [list(zip(stages, places, strict=True)) for places in self._ladder]
-        us_of = [max(stage.plans[place].us for stage, place in rung) for rung in rungs]
+        us_of = [self._us_of(rung) for rung in range(len(self._ladder))]
         points = {0: (0.0, 0.0)}
-        for rung, found in self._tried.items():
-            is_known = found is not None and (found.low > limit or not _is_doubtful(found, limit))
-            points[rung] = us_of[rung], found.percent if found and is_known else math.inf
+        for rung, seen in self._tried.items():
+            points[rung] = us_of[rung], math.inf if seen is None else seen.percent + seen.error
         quick = max(rung for rung, (_, percent) in points.items() if percent <= limit)
         slow = min(
             (p for p, (_, percent) in points.items() if percent > limit and p > quick),
@@ -261,39 +299,33 @@ class RowChoice:
             if slow < len(us_of):
                 slow_us, slow_percent = points[slow]
                 most_us = us + (slow_us - us) * max(0.0, aim - percent) / (slow_percent - percent)
-            elif not self._tried:
-                most_us = aim / 100 * self.bare_us
             else:  # as much again at most as it seems to take
-                most_us = us * min(4.0, aim / max(percent, 0.05))
-                most_us = most_us or aim / 100 * self.bare_us
+                most_us = us * min(4.0, aim / max(percent, 0.05)) or aim / 100 * self.bare_us
+            rungs = [list(zip(stages, places, strict=True)) for places in self._ladder]
             freed = [sum(stage.freed_bytes(place) for stage, place in rung) for rung in rungs]
-            bare_bytes = sum(stage.bare_bytes for stage in stages)
-            tries = [(most_us, _LEAST_GAIN_SHARE)]
-            if slow == len(us_of) and policy.measured_plans:  # it may cost less than is predicted
-                hope_us = _HOPE * limit / 100 * self.bare_us
-                seen = self._tried.get(quick)
-                if seen is not None and seen.low > 0:  # at best predictions are off by so much
-                    hope_us *= us / (seen.low / 100 * self.bare_us)
-                tries.append((hope_us, _LARGE_GAIN_SHARE))
-            for most_us, share in tries:
-                least_bytes = freed[quick] + bare_bytes // share
+            share = _LARGE_GAIN_SHARE if quick else _LEAST_GAIN_SHARE
+            least_bytes = freed[quick] + sum(stage.bare_bytes for stage in stages) // share
+            for hope in (1.0, _HOPE) if policy.measured_plans and not self._tried else (1.0,):
                 good = [
                     rung
                     for rung in range(quick + 1, slow)
-                    if us_of[rung] <= most_us and freed[rung] >= least_bytes
+                    if us_of[rung] <= hope * most_us and freed[rung] >= least_bytes
                 ]
-                if good and max(good) not in points:
-                    return max(good), False, ""
+                ready = [
+                    rung
+                    for rung in good
+                    if all(one.plans[p].copied_bytes <= one.ready_bytes for one, p in rungs[rung])
+                ]
+                if good:
+                    return max(ready or good), False, ""
         found = self._tried.get(quick)
         if found is not None:
             return quick, True, f"a step takes {found}, at most {limit:g} % is wanted"
         percent = 100 * min(us_of[1:]) / self.bare_us
         least = f"the least that frees anything is predicted to cost {percent:.2g} %"
         if self._tried:
-            known = [x for rung, x in self._tried.items() if x and points[rung][1] < math.inf]
-            *_, last = self._tried.values()
-            least = f"steps differ too much to see what rows cost ({last})"
-            if known:
+            least = "steps differ too much to see what rows cost"
+            if known := list(filter(None, self._tried.values())):
                 least = f"the least costly plan that was tried takes {min(known)}"
         return 0, True, f"{least}, and at most {limit:g} % is wanted"
 

@@ -120,7 +120,7 @@ def test_a_plan_is_tried_once_its_memory_is_ready_and_the_allocator_is_left_alon
     while not job.search.is_converged:
         job.step()
         kinds.append(job.search._kind)
-    assert kinds[: kinds.index("trying")].count("bare") == 6 + 9
+    assert kinds[: kinds.index("trying")].count("bare") == 9
     assert job.manager.rows
     # At the end: until then steps without rows need that memory.
     assert trims == ["rows"]

@@ -155,7 +155,8 @@ class AttentiveLayer(GradientCheckpointingLayer):
 @pytest.mark.parametrize(("gbps", "what"), [(1.0, 2), (0.001, "recompute")])
 def test_a_part_that_saves_nothing_is_no_matter(gbps, what):
     job = found_job(gbps, layer=AttentiveLayer, policy=target("1KiB"))
-    found = {part for all_ in job.search._actions.values() for one in all_ for part in one.parts}
+    actions_of = job.search._seen.actions.values()
+    found = {part for all_ in actions_of for one in all_ for part in one.parts}
     assert ("attention", what) in found
     assert not any("cross_attention" in path for path in job.search._sites())
     assert job.manager.rows
@@ -210,7 +211,7 @@ def test_what_is_planned_holds_for_long_forwards_whichever_is_looked_at(lengths)
         first_tried.append(next(iter(job.found()._own.tried)))
     assert first_tried[0] == first_tried[1] > 0
     is_soon = lengths.count(4) <= 3
-    assert job.search._watched_size == (16 if is_soon else 4) * WIDTH
+    assert job.search._seen.watched_size == (16 if is_soon else 4) * WIDTH
 
 
 def test_no_more_of_a_layer_is_offloaded_than_its_backward_can_reload():
@@ -224,8 +225,8 @@ def test_of_forwards_of_several_lengths_in_a_step_the_first_is_looked_at():
     job = LayeredJob(1.0, policy=auto(6))
     while job.search._kind != "bare":
         step_of_several(job, (16, 4, 4))
-    assert job.search._watched_size == 16 * WIDTH
-    assert len(job.search._sizes) == 4, "none was looked at in vain"
+    assert job.search._seen.watched_size == 16 * WIDTH
+    assert len(job.search._times.sizes) == 4, "none was looked at in vain"
 
 
 def test_lengths_that_are_drawn_anew_are_one_program():
@@ -413,7 +414,7 @@ def test_the_ranks_of_a_large_job_are_answered_at_once():
 def test_a_job_without_room_to_look_at_its_layers_keeps_what_there_is_room_for():
     job = LayeredJob(policy=auto(3))
     search = RowSearch([job.net], job.manager, mock.Mock())
-    search._search = search._agree("they are too large", "open")
+    search._search = search._agree(refusal="they are too large", kind="open")
     search._take_next()
     assert "only what the device has no room for is offloaded: they are too large" in search.said
     assert job.manager.learner.is_open

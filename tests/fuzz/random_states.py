@@ -33,7 +33,7 @@ from megatron_offload import (
     offload_modules,
     recomputable,
 )
-from megatron_offload.autotune import layers, row_search
+from megatron_offload.autotune import layers, search_steps
 from megatron_offload.backends.simulated import HostTimedBackend
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError, HazardError
@@ -619,7 +619,7 @@ def check(seed):
         expected = run(seed)
         compare(expected, run(seed))  # it repeats itself
         with (
-            mock.patch.multiple(row_search, _NUM_BARE=0),
+            mock.patch.multiple(search_steps, _NUM_BARE=0),
             mock.patch.object(layers, "_LEAST_BYTES", 0),
         ):
             compare(expected, run(seed, door_of(seed)))

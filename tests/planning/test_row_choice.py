@@ -77,18 +77,40 @@ def test_a_doubtful_plan_that_surely_takes_too_long_is_followed_by_a_lighter_one
     assert 0 < choice.stages["a"].place < first
 
 
-def test_steps_go_on_until_what_they_show_is_clear():
-    choice = RowChoice(auto(3), {"a": stage()}, BARE_US)
-    choice.next()
-    doubtful = Slowdown(2.5, 1.0, 4.0)
-    assert [choice.note(doubtful, {"a": 0}, 8) for _ in range(4)] == [False, False, False, True]
-    for clear in (Slowdown(1.0, 0.5, 1.5), Slowdown(9.0, 6.0, 12.0)):
-        choice.next()
-        assert choice.note(clear, {"a": 0}, 8)
-    for wide in (Slowdown(1.0, -0.5, 2.5), Slowdown(9.0, 3.5, 14.5)):
-        assert not choice.note(wide, {"a": 0}, 1)
-    hopeful = [choice.note(Slowdown(2.0, -6.0, 11.0), {"a": 0}, 31) for _ in range(4)]
-    assert hopeful == [False, False, False, True], "but it isn't known what it costs"
+@pytest.mark.parametrize(
+    ("percent", "error", "num_steps", "is_followed"),
+    [
+        (1.5, 0.5, 2, True),
+        (2.4, 0.8, 2, True),  # beside 2 % that were predicted
+        (3.5, 1.0, 20, False),
+        (9.0, 1.5, 2, False),  # whatever was predicted
+        (14.0, 3.5, 2, False),  # even if it is doubtful
+        (1.0, 4.0, 40, False),  # as it isn't known
+    ],
+)
+def test_steps_go_on_until_it_is_clear_whether_the_limit_is_kept(
+    percent, error, num_steps, is_followed
+):
+    choice = RowChoice(auto(3), {"a": stage(num_layers=2)}, BARE_US)
+    assert not choice.next()[0]
+    assert choice.stages["a"].place == 2, "2 % are predicted"
+    found = Slowdown.of(percent, error)
+    while not choice.note(found, {"a": 0}, 2):
+        num_steps -= 2
+    assert num_steps == 2
+    assert choice.next()[0] or not is_followed
+    assert (choice.stages["a"].place == 2) == is_followed
+
+
+def test_the_first_plan_copies_no_more_than_memory_is_ready_for():
+    for ready_bytes, expected in ((3.5 * MIB, 3), (0, 8)):
+        own = Stage(layers(copied=MIB), bare_bytes=8 * MIB, ready_bytes=ready_bytes)
+        choice = RowChoice(auto(9), {"a": own}, BARE_US)
+        assert not choice.next()[0]
+        assert own.place == expected, "where nothing is ready, it is waited for"
+        choice.note(Slowdown.of(1.0, 0.1), {"a": 0}, 2)
+        assert choice.next()[0] == (expected == 8)
+        assert own.place == 8
 
 
 def test_a_plan_is_for_forwards_that_need_more_than_the_longest_does_with_it():
@@ -133,17 +155,6 @@ def test_where_no_plan_keeps_a_target_the_quickest_that_frees_as_much_as_any_is_
     assert [one["a"] for one in tried] == [8]
     own.tried = {place: (None, size * MIB) for place, size in ((5, 95), (6, 93), (8, 93))}
     assert own.next_place()[:2] == (6, True)
-
-
-@pytest.mark.parametrize(("percent", "expected"), [(0.9, 2), (1.4, 1)])
-def test_what_frees_much_more_is_tried_though_somewhat_more_time_is_predicted(percent, expected):
-    light = Action((("mlp", "recompute"),), 10 * MIB, 0.008 * BARE_US)
-    both = Action((("layer", "recompute"),), 17 * MIB, 0.014 * BARE_US)
-    own = Stage({0: (light, both)}, bare_bytes=100 * MIB)
-    choice = RowChoice(auto(1), {"a": own}, BARE_US)
-    _, tried = searched(choice, lambda _: percent if own.place == 2 else 0.8)
-    assert [one["a"] for one in tried] == [1, 2]
-    assert own.place == expected
 
 
 def test_what_is_refused_is_in_no_plan_from_then_on():

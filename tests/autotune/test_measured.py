@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_offload.autotune.slowdown import TimedStep, growth_of, slowdown_of
+from megatron_offload.autotune.measured import TimedStep, growth_of, slowdown_of
 
 
 def steps_of(draw, number, percent, *, noise=0.02, sizes=(512, 2048), outliers=0):

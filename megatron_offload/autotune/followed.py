@@ -1,0 +1,284 @@
+"""What a search follows, what it says of that in the end, and does where memory runs short."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_offload.autotune.model_steps import ModelSteps
+from megatron_offload.autotune.row_answers import RowAnswers
+from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig
+from megatron_offload.core.row_config import LOSS, RowConfig
+from megatron_offload.core.units import format_bytes
+from megatron_offload.engine.automatic import AutomaticGroups
+from megatron_offload.engine.hooks import is_recording
+from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.errors import ConfigError, StateError
+from megatron_offload.files.renames import OldAttributes
+from megatron_offload.files.strict_model import write_model
+from megatron_offload.planning.found import NAME, RunFrontier
+from megatron_offload.planning.frontier import Action, Plan
+from megatron_offload.planning.row_choice import NOTHING, Stage
+
+_logger = logging.getLogger(__name__)
+
+ADVICE = (
+    ". A larger 'most_slowdown_percent' lets it cost more, 'memory_target' says how much memory "
+    "there is, 'rows' name what is offloaded or recomputed and cost nothing "
+    "besides (docs/rows.md), and 'policy: modules' offloads everything"
+)
+_OUTSIDE = (
+    ". Of {1} that a forward saves {0} are outside layers, such as logits and copies, which a loss "
+    "by rows does without (docs/recompute.md)"
+)
+
+_MUCH_LONGER = 4.0  # forwards for which rows are looked for again, where there are none
+_MOST_SEARCHES = 3  # so often at most
+MOST_SHARE = 0.85  # of the device's memory, what plans may reserve where it has no room for all
+_MOST_FILLED = 0.95  # likewise in a forward that is larger than all before
+LEAST_SHARE = 0.25  # of what is saved: where layers save less, all of it frees more
+
+
+@dataclass
+class SeenLayers:
+    """What forwards that were looked at have shown, of one of ``watched_size``.
+
+    Args:
+        actions: by the number of a layer what may be done with it.
+        link_bytes: what of each layer and of those behind it can be copied, in order.
+        saved_bytes: what it saves.
+        layer_share: how much of that in layers.
+        largest_bytes: of one tensor there.
+        saving: dotted names of sites that save something.
+        has_lengths: whether the size of its input is that of all that sites are given.
+        num_inflight: forwards whose backward is still to come, at most, of each model.
+        forward_us: what its layers take.
+        bare_bytes: what is allocated at most in a step without rows.
+    """
+
+    watched_size: float
+    actions: dict[int, tuple[Action, ...]]
+    link_bytes: list[float]
+    saved_bytes: int
+    layer_share: float
+    largest_bytes: int
+    saving: set[str]
+    has_lengths: bool
+    num_inflight: float
+    forward_us: float
+    bare_bytes: int
+
+
+class FollowedRows(OldAttributes):
+    """What a search follows: the plan that is looked at, and then the one that it has found.
+
+    Attributes:
+        plan: what is followed; None where that is nothing.
+        is_converged: whether no more steps are looked at.
+        said: how it has ended, in one line.
+        loss_is_by_rows: asked then whether the loss is, which is a row as well.
+    """
+
+    plan: Plan | None
+    is_converged: bool
+    said: str
+    loss_is_by_rows: Callable[[], bool]
+    _hook: Callable[[], object]
+    _groups: Callable[[], AutomaticGroups | None]
+    _manager: Callable[[], PipelineOffloadManager | None]
+    _policy: AutoConfig | MemoryTargetConfig
+    _answers: RowAnswers
+    _clock: ModelSteps | None
+    _seen: SeenLayers
+    _stage: str
+    """Ranks of one name have the same layers."""
+    _is_alone: bool
+    _speaks: bool
+    """Whether this is the rank that says what all do."""
+    _is_tight: bool
+    """Whether the device has no room for a step without rows."""
+    _has_moved: bool
+    """Whether anything was offloaded while a plan was measured."""
+    _largest: float
+    """Of forwards so far; those of the search had `_size_of_bare` at most."""
+    _size_of_bare: float
+    _num_begun: int
+    _num_ooms: int
+    _num_over: int
+    """Steps on end that reserved more than they may."""
+    _is_outgrown: bool
+
+    @property
+    def manager(self) -> PipelineOffloadManager:
+        """The manager whose forwards these are."""
+        found = self._manager()
+        assert found is not None
+        return found
+
+    @property
+    def _target_bytes(self) -> int | None:
+        """What is to be reserved at most, None where that doesn't matter."""
+        if isinstance(self._policy, MemoryTargetConfig):
+            return self._policy.target_of(self.manager.learner.pp_rank or 0)
+        capacity_bytes = self.manager.backend.capacity_bytes() if self._is_tight else None
+        return None if capacity_bytes is None else int(MOST_SHARE * capacity_bytes)
+
+    def _follow(self, plan: Plan) -> None:
+        """Set the hooks of a plan."""
+        manager = self.manager
+        self.plan = plan
+        manager.follow_rows(plan.rows(), is_own=True)
+        try:
+            self._hook()
+        except ConfigError as error:
+            self._answers = RowAnswers(self._policy)
+            self._stop(f"the model has changed: {error}", "")
+        else:
+            if self._target_bytes is not None:
+                manager.backend.trim_device()  # what is reserved is seen from here on
+
+    def save(self, folder: str | Path) -> None:
+        """Leave the plans among which it has chosen, for ``megatron-offload plan --from FOLDER``.
+
+        Only the rank that answers knows them: others write nothing.
+
+        Raises:
+            StateError: it goes on.
+        """
+        if not self.is_converged:
+            raise StateError("the search for rows goes on; save its plans once it has ended")
+        path, choice = Path(folder) / NAME, self._answers.choice
+        if choice is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            said = self.said.removeprefix("megatron-offload: ")
+            found = RunFrontier.of(choice, said, self._besides, is_followed=self.plan is not None)
+            write_model(path, found)
+        elif self._speaks:
+            path.unlink(missing_ok=True)
+
+    @property
+    def _besides(self) -> tuple[RowConfig, ...]:
+        return (RowConfig(site=LOSS, by_rows=True),) if self.loss_is_by_rows() else ()
+
+    def _finish(self, plan: Plan, text: str, rows: Sequence[RowConfig]) -> None:
+        """Follow a plan to the end; ``rows`` are those of all stages together."""
+        manager = self.manager
+        if not rows:
+            is_costly = isinstance(self._policy, AutoConfig) and text != NOTHING
+            outside = (1 - self._seen.layer_share) * self._seen.saved_bytes
+            if outside > LEAST_SHARE * self._seen.saved_bytes:
+                sizes = (format_bytes(int(size), 2) for size in (outside, self._seen.saved_bytes))
+                text += _OUTSIDE.format(*sizes)
+            self._stop(text, ADVICE if is_costly else "")
+            return
+        has_effect = self._has_moved or any(row.recompute for row in plan.rows())
+        if self._is_alone and self._policy.measured_plans and not has_effect:
+            self._stop("what its rows would offload is needed again at once", "")
+            return
+        self._follow(plan)
+        if self.is_converged:
+            return
+        self.is_converged = True
+        manager.host_pool.prepare(0)
+        manager.backend.trim_device()  # what only other plans, and looking, needed
+        self._say(text, rows)
+
+    def _say(self, text: str, rows_of_all: Sequence[RowConfig] | None = None) -> None:
+        """Say which rows are followed, and why."""
+        assert self.plan is not None
+        own = self.plan.rows() if rows_of_all is None else rows_of_all
+        rows = ", ".join(map(str, (*self._besides, *own)))
+        scale = self._seen.num_inflight * self._size_of_bare / self._seen.watched_size
+        sizes = scale * self.plan.freed_bytes, scale * self._seen.saved_bytes
+        freed, saved = (format_bytes(int(size), 2) for size in sizes)  # what is needed soon is kept
+        pinned = format_bytes(self.manager.host_pool.stats.slab_bytes_total, 2)
+        self.said = f"rows: [{rows}] free up to {freed} of {saved} saved, {pinned} pinned; {text}"
+        if self._speaks:
+            _logger.warning("megatron-offload: %s: %s", self._policy.kind, self.said)
+
+    def _stop(self, why: str, advice: str, *, keeps_open: bool = False) -> None:
+        """Let nothing move from here on but what the device has no room for; say why, once."""
+        manager = self.manager
+        self.is_converged, self.plan = True, None
+        what = "only what the device has no room for is offloaded"
+        if not keeps_open:
+            what = "nothing is offloaded or recomputed"
+            manager.learner.follow_rules()
+            manager.follow_rows((), is_own=True)
+            self._hook()
+            manager.host_pool.prepare(0)
+            manager.trim()  # no step comes that would unpin anything
+        self.said = f"megatron-offload: {what}: {why}{advice}"
+        if self._speaks:
+            _logger.warning("%s", self.said)
+
+    @property
+    def _own(self) -> Stage | None:
+        """The plans of this process, if it decides for itself."""
+        choice = self._answers.choice if self._is_alone else None
+        return None if choice is None else choice.stages.get(self._stage)
+
+    def _see_size(self, size: float) -> None:
+        """Look at a forward that has begun, behind the search."""
+        if size > self._largest and is_recording():
+            self._largest = size
+            self._make_room(size)
+            # What frees nothing, or takes too long, in short steps may pay in such.
+            is_longer = self._is_alone and size >= _MUCH_LONGER * self._size_of_bare
+            self._is_outgrown = is_longer and not self.plan and self._num_begun < _MOST_SEARCHES
+
+    def _see_memory(self) -> None:
+        """Free more, if the step that is over had too little memory, or took more than it may."""
+        clock, stage, is_short, over_bytes = self._clock, self._own, False, 0
+        if clock is None or stage is None:
+            return
+        is_pending = not clock.is_over()
+        if is_pending:  # else it isn't worth asking the allocator with every step
+            num_ooms = self.manager.num_out_of_memory
+            is_short, self._num_ooms = num_ooms > self._num_ooms, num_ooms
+        if isinstance(self._policy, MemoryTargetConfig):
+            over_bytes = (clock.ended or (None, 0))[1] - (self._target_bytes or 0)
+            if over_bytes > 0:  # it may be what something else has left
+                self.manager.backend.trim_device()
+        self._num_over = self._num_over + 1 if over_bytes > 0 else 0
+        clock.restart()
+        if is_short or self._num_over > 1:
+            self._go_deeper(stage)
+        elif is_pending and self.plan and self.plan.min_tokens:  # no longest has the peak alone
+            self._deepen(stage, stage.place, "forwards come before others' backwards")
+
+    def _make_room(self, size: float) -> None:
+        """Follow a plan under which a forward fits that is larger than all before; it has begun."""
+        manager, groups, stage = self.manager, self._groups(), self._own
+        capacity_bytes, memory = manager.backend.capacity_bytes(), manager.backend.memory()
+        if capacity_bytes is None or groups is None or stage is None:
+            return
+        room_bytes = _MOST_FILLED * capacity_bytes - memory.allocated_bytes
+        saved_bytes = (self._seen.bare_bytes - memory.allocated_bytes) * size / self._size_of_bare
+        share, first, place = size / self._seen.watched_size, min(self._seen.actions), stage.place
+        for place in range(stage.place, len(stage.plans)):
+            plan = stage.plans[place]
+            late_bytes = plan.actions[first].freed_bytes if place > stage.place else 0
+            if saved_bytes - share * (plan.freed_bytes - late_bytes) <= room_bytes:
+                break  # the first layer has begun without
+        if place > stage.place:
+            self._deepen(stage, place, "a forward is larger than all before")
+            groups.end()  # it may have begun without any rows
+            groups.begin()
+
+    def _go_deeper(self, stage: Stage) -> None:
+        """Follow the next plan that frees clearly more, if there is one."""
+        plans, place = stage.plans, stage.place
+        least_bytes = plans[place].freed_bytes + plans[-1].freed_bytes // 8
+        places = (p for p in range(place + 1, len(plans)) if plans[p].freed_bytes >= least_bytes)
+        deeper = next(places, len(plans) - 1)
+        if deeper > place or (self.plan and self.plan.min_tokens):
+            self._deepen(stage, deeper, "a step has had too little memory")
+
+    def _deepen(self, stage: Stage, place: int, why: str) -> None:
+        self._is_tight = True  # to try a site takes what there isn't
+        stage.place = place
+        self._follow(stage.plans[place]._replace(min_tokens=0))
+        self._say(why)
