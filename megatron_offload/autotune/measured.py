@@ -128,9 +128,9 @@ def slowdown_of(steps: Sequence[TimedStep]) -> Slowdown | None:
         return None
     us = np.log([max(step.us, 1e-3) for step in steps])
     sizes = np.log([max(step.size, 1.0) for step in steps])
-    num_sizes = len(np.unique(sizes))
+    degree = min(2, len(np.unique(sizes)) - 1, len(us) // 6)
     columns = [np.ones_like(us), has_rows]
-    columns += [(sizes - sizes.mean()) ** power for power in range(1, min(3, num_sizes))]
+    columns += [(sizes - sizes.mean()) ** power for power in range(1, 1 + degree)]
     table = np.stack(columns, axis=1)
     if len(us) <= len(columns):
         return None
@@ -139,7 +139,9 @@ def slowdown_of(steps: Sequence[TimedStep]) -> Slowdown | None:
         roots = np.sqrt(weights)
         found, *_ = np.linalg.lstsq(table * roots[:, None], us * roots, rcond=None)
         off = us - table @ found
-        most = _HUBER * max(1e-9, 1.4826 * np.median(np.abs(off)))
+        # As many lie on the curve as it has terms.
+        usual = np.quantile(np.abs(off), min(1.0, 0.5 + len(columns) / (2 * len(us))))
+        most = _HUBER * max(1e-9, 1.4826 * usual)
         if number < _NUM_ROUNDS // 2:  # at first as medians have it, so that it ends near them
             most = 1e-4
         weights = most / np.maximum(np.abs(off), most)

@@ -58,9 +58,9 @@ class Slowdown(NamedTuple):
         return (self.high - self.low) / (2 * _WIDTH)
 
     def beside(self, other: Slowdown) -> Slowdown:
-        """Return the mean of both by how sure they are; itself where the other is far off."""
+        """Return the mean of both by how sure they are; itself where it is far above the other."""
         together = math.hypot(self.error, other.error)
-        if abs(self.percent - other.percent) >= 2 * together:
+        if not together or self.percent - other.percent > 2 * together:
             return self
         share = (self.error / together) ** 2
         percent = self.percent + share * (other.percent - self.percent)
