@@ -24,8 +24,8 @@ _MOST_ALIKE = 2  # managers of one plan that speak: there may be one for each la
 _NUM_FIRST = 4  # steps, of which the first show what budgets follow
 
 _UNFINISHED = (
-    "the program has ended before rows were found, for which some 20 steps are looked at: only "
-    "what the device had no room for was offloaded. 'rows' and 'policy: modules' look at none"
+    "the program has ended before rows were found, for which some 20 to 50 steps are looked at: "
+    "only what the device had no room for was offloaded. 'rows' and 'policy: modules' look at none"
 )
 
 
@@ -85,7 +85,7 @@ class Verdicts(Recording):
                 limit = f"let at most {', '.join(sizes)} be reserved"
             else:
                 limit = f"cost at most {policy.most_slowdown_percent:g} % of a step"
-            what = f"policy {policy.kind}: some 20 steps are looked at, then rows {limit}"
+            what = f"policy {policy.kind}: some 20 to 50 steps are looked at, then rows {limit}"
         return f"megatron-offload {__version__}{device}: {what}"
 
     def describe(self) -> str:

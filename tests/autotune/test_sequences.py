@@ -13,6 +13,8 @@ import pytest
 import torch
 from layered_job import WIDTH, LayeredJob, auto
 
+from megatron_offload.backends.simulated import SimulatedBackend
+
 LIMIT = 20
 
 
@@ -90,3 +92,23 @@ def test_a_plan_is_followed_soon_keeps_its_promise_and_remains(seed):
     assert search is job.search
     grown_bytes = job.manager.host_pool.stats.slab_bytes_total - pinned_bytes
     assert grown_bytes <= 2 * job.manager.host_pool.slab_bytes
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize(("shortest", "most_steps"), [(32, 50), (8, 70)])
+def test_a_search_ends_soon_though_steps_differ_and_memory_is_ready_late(
+    seed, shortest, most_steps, monkeypatch
+):
+    draw, asked = random.Random(seed), iter(range(1000))
+    ready = property(lambda _: next(asked) > 30)
+    monkeypatch.setattr(SimulatedBackend, "is_host_prepared", ready)
+    job = LayeredJob(draw.choice((0.001, 0.1)), policy=auto(LIMIT))
+    while not job.search.is_converged:
+        job.us_per_row = 10.0 * (1 + draw.gauss(0, draw.uniform(0.02, 0.05)))
+        job.step(draw.randint(shortest, 32))
+    assert len(job.steps) <= most_steps
+    assert job.manager.rows
+    job.us_per_row = 10.0
+    slowdown = 100 * (job.step(32) / (32 * 6 * 3 * 10.0) - 1)
+    assert slowdown <= LIMIT + 4
