@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary, ref
+
+from torch import nn
 
 from megatron_offload.autotune.model_steps import ModelSteps
 from megatron_offload.autotune.row_answers import RowAnswers
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig
-from megatron_offload.core.row_config import LOSS, RowConfig
+from megatron_offload.core.row_config import LOSS, MODEL, RowConfig
 from megatron_offload.core.units import format_bytes
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.hooks import is_recording
@@ -18,6 +22,7 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError, StateError
 from megatron_offload.files.renames import OldAttributes
 from megatron_offload.files.strict_model import write_model
+from megatron_offload.machine.job_ranks import rank_in
 from megatron_offload.planning.found import NAME, RunFrontier
 from megatron_offload.planning.frontier import Action, Plan
 from megatron_offload.planning.row_choice import NOTHING, Stage
@@ -41,38 +46,17 @@ _MOST_FILLED = 0.95  # likewise in a forward that is larger than all before
 LEAST_SHARE = 0.25  # of what is saved: where layers save less, all of it frees more
 
 
-@dataclass
-class SeenLayers:
-    """What forwards that were looked at have shown, of one of ``watched_size``.
-
-    Args:
-        actions: by the number of a layer what may be done with it.
-        link_bytes: what of each layer and of those behind it can be copied, in order.
-        saved_bytes: what it saves.
-        layer_share: how much of that in layers.
-        largest_bytes: of one tensor there.
-        saving: dotted names of sites that save something.
-        has_lengths: whether the size of its input is that of all that sites are given.
-        num_inflight: forwards whose backward is still to come, at most, of each model.
-        forward_us: what its layers take.
-        bare_bytes: what is allocated at most in a step without rows.
-    """
-
-    watched_size: float
-    actions: dict[int, tuple[Action, ...]]
-    link_bytes: list[float]
-    saved_bytes: int
-    layer_share: float
-    largest_bytes: int
-    saving: set[str]
-    has_lengths: bool
-    num_inflight: float
-    forward_us: float
-    bare_bytes: int
-
-
 class FollowedRows(OldAttributes):
     """What a search follows: the plan that is looked at, and then the one that it has found.
+
+    Args:
+        models: the model, or the chunks of it that this rank has.
+        manager: whose forwards these are.
+        hook: sets the hooks of the rows that the manager follows.
+        groups: between whose `begin` and `end` forwards lie, which say where a step begins, by
+            `ModelSteps`. None: the manager's steps are those of the program.
+        has_layers: whether layers may have rows. Else, and where most of what is saved is in no
+            layer, as where the program checkpoints them, there is one plan: all is offloaded.
 
     Attributes:
         plan: what is followed; None where that is nothing.
@@ -81,34 +65,69 @@ class FollowedRows(OldAttributes):
         loss_is_by_rows: asked then whether the loss is, which is a row as well.
     """
 
-    plan: Plan | None
-    is_converged: bool
-    said: str
-    loss_is_by_rows: Callable[[], bool]
-    _hook: Callable[[], object]
-    _groups: Callable[[], AutomaticGroups | None]
-    _manager: Callable[[], PipelineOffloadManager | None]
-    _policy: AutoConfig | MemoryTargetConfig
-    _answers: RowAnswers
-    _clock: ModelSteps | None
-    _seen: SeenLayers
-    _stage: str
-    """Ranks of one name have the same layers."""
-    _is_alone: bool
-    _speaks: bool
-    """Whether this is the rank that says what all do."""
-    _is_tight: bool
-    """Whether the device has no room for a step without rows."""
-    _has_moved: bool
-    """Whether anything was offloaded while a plan was measured."""
-    _largest: float
-    """Of forwards so far; those of the search had `_size_of_bare` at most."""
-    _size_of_bare: float
-    _num_begun: int
-    _num_ooms: int
-    _num_over: int
-    """Steps on end that reserved more than they may."""
-    _is_outgrown: bool
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        manager: PipelineOffloadManager,
+        hook: Callable[[], object],
+        groups: AutomaticGroups | None = None,
+        *,
+        has_layers: bool = True,
+    ) -> None:
+        self._has_layers = has_layers
+        self._models = WeakValueDictionary(enumerate(models))
+        self._may_offload: Callable[[str, str], bool] = lambda *_: True
+        self._has_groups = groups is not None
+        self.loss_is_by_rows: Callable[[], bool] = lambda: False
+        self.begin(manager)
+        self.serve(hook, groups)
+
+    def begin(self, manager: PipelineOffloadManager) -> None:
+        """Begin anew, with what the manager's configuration leaves open."""
+        self._manager, self._num_begun = ref(manager), 0
+        self._begin_anew()
+
+    def serve(self, hook: Callable[[], object], groups: AutomaticGroups | None = None) -> None:
+        """Go on with another context for the same model and manager.
+
+        Its hooks are of what this step follows: nothing, perhaps, where the next has the plan.
+        """
+        self._groups = (lambda: None) if groups is None else ref(groups)
+        self._hook, manager = hook, self.manager
+        if self.plan is not None and not self.is_converged:
+            rows = manager.rows
+            manager.rows = tuple(row for row in self.plan.rows() if row.site != MODEL)
+            try:
+                hook()
+            finally:
+                manager.rows = rows
+
+    def _begin_anew(self) -> None:
+        manager = self.manager
+        self._num_begun += 1
+        self.plan: Plan | None = None
+        self.said = self._stage = ""
+        self._clock: ModelSteps | None = None
+        self._is_alone, self._speaks = True, rank_in() == 0
+        self._is_tight = self._has_moved = self._is_outgrown = False
+        """Whether there is no room for a step without rows; a plan has offloaded anything; rows are
+        to be looked for again."""
+        self._largest, self._size_of_bare = math.inf, 1.0
+        """Of forwards so far; and of those of the search."""
+        self._num_ooms = self._num_over = 0
+        # Of a forward of this size, as it was watched:
+        self._watched_size = self._num_inflight = self._layer_share = 1.0
+        self._saved_bytes = self._bare_bytes = 0
+        self._actions: dict[int, tuple[Action, ...]] = {}
+        policy = manager.config.tuned_policy or AutoConfig(kind="auto")
+        if manager.config.whole_step_graph and isinstance(policy, AutoConfig):
+            # What eager steps take says nothing of replays.
+            policy = policy.model_copy(update={"measured_plans": 0})
+        self._policy, self._answers = policy, RowAnswers(policy)
+        self.is_converged = manager.config.tuned_policy is None
+        if not self.is_converged:
+            manager.follow_rows(None)
+            manager.learner.open()
 
     @property
     def manager(self) -> PipelineOffloadManager:
@@ -124,6 +143,16 @@ class FollowedRows(OldAttributes):
             return self._policy.target_of(self.manager.learner.pp_rank or 0)
         capacity_bytes = self.manager.backend.capacity_bytes() if self._is_tight else None
         return None if capacity_bytes is None else int(MOST_SHARE * capacity_bytes)
+
+    def _now(self) -> tuple[Any, int]:
+        """Return a point of the compute stream, and what is reserved where that matters."""
+        backend = self.manager.backend
+        if backend.is_capturing():
+            return None, 0
+        is_asked = isinstance(self._policy, MemoryTargetConfig)
+        reserved_bytes = backend.memory().reserved_bytes if is_asked else 0
+        mark = None if self.is_converged else backend.timestamp(backend.compute_stream())
+        return mark, reserved_bytes
 
     def _follow(self, plan: Plan) -> None:
         """Set the hooks of a plan."""
@@ -167,9 +196,9 @@ class FollowedRows(OldAttributes):
         manager = self.manager
         if not rows:
             is_costly = isinstance(self._policy, AutoConfig) and text != NOTHING
-            outside = (1 - self._seen.layer_share) * self._seen.saved_bytes
-            if outside > LEAST_SHARE * self._seen.saved_bytes:
-                sizes = (format_bytes(int(size), 2) for size in (outside, self._seen.saved_bytes))
+            outside = (1 - self._layer_share) * self._saved_bytes
+            if outside > LEAST_SHARE * self._saved_bytes:
+                sizes = (format_bytes(int(size), 2) for size in (outside, self._saved_bytes))
                 text += _OUTSIDE.format(*sizes)
             self._stop(text, ADVICE if is_costly else "")
             return
@@ -190,8 +219,8 @@ class FollowedRows(OldAttributes):
         assert self.plan is not None
         own = self.plan.rows() if rows_of_all is None else rows_of_all
         rows = ", ".join(map(str, (*self._besides, *own)))
-        scale = self._seen.num_inflight * self._size_of_bare / self._seen.watched_size
-        sizes = scale * self.plan.freed_bytes, scale * self._seen.saved_bytes
+        scale = self._num_inflight * self._size_of_bare / self._watched_size
+        sizes = scale * self.plan.freed_bytes, scale * self._saved_bytes
         freed, saved = (format_bytes(int(size), 2) for size in sizes)  # what is needed soon is kept
         pinned = format_bytes(self.manager.host_pool.stats.slab_bytes_total, 2)
         self.said = f"rows: [{rows}] free up to {freed} of {saved} saved, {pinned} pinned; {text}"
@@ -256,8 +285,8 @@ class FollowedRows(OldAttributes):
         if capacity_bytes is None or groups is None or stage is None:
             return
         room_bytes = _MOST_FILLED * capacity_bytes - memory.allocated_bytes
-        saved_bytes = (self._seen.bare_bytes - memory.allocated_bytes) * size / self._size_of_bare
-        share, first, place = size / self._seen.watched_size, min(self._seen.actions), stage.place
+        saved_bytes = (self._bare_bytes - memory.allocated_bytes) * size / self._size_of_bare
+        share, first, place = size / self._watched_size, min(self._actions), stage.place
         for place in range(stage.place, len(stage.plans)):
             plan = stage.plans[place]
             late_bytes = plan.actions[first].freed_bytes if place > stage.place else 0

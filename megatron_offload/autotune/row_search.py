@@ -6,25 +6,19 @@ docs/rows.md says in which steps. Exactness depends on nothing here.
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
-from weakref import WeakValueDictionary, ref
+from weakref import WeakValueDictionary
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.autotune.followed import ADVICE
-from megatron_offload.autotune.measured import StepTimes
-from megatron_offload.autotune.row_answers import RowAnswers
 from megatron_offload.autotune.search_steps import SearchSteps, StepKind
-from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig
-from megatron_offload.core.row_config import MODEL, RowConfig
-from megatron_offload.engine.automatic import AutomaticGroups
+from megatron_offload.core.row_config import RowConfig
 from megatron_offload.engine.hooks import is_recording
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.module_hooks import ModuleHook
-from megatron_offload.machine.job_ranks import rank_in
 
 _logger = logging.getLogger(__name__)
 
@@ -32,49 +26,7 @@ _MOST_UNCALLED = 16  # steps without a forward of the layers that are looked at
 
 
 class RowSearch(SearchSteps):
-    """Finds rows by a model's own steps: what `PipelineOffloadManager.tuner` is where it is given.
-
-    Args:
-        models: the model, or the chunks of it that this rank has.
-        manager: whose forwards these are.
-        hook: sets the hooks of the rows that the manager follows.
-        groups: between whose `begin` and `end` forwards lie, which say where a step begins, by
-            `ModelSteps`. None: the manager's steps are those of the program.
-        has_layers: whether layers may have rows. Else, and where most of what is saved is in no
-            layer, as where the program checkpoints them, there is one plan: all is offloaded.
-    """
-
-    def __init__(
-        self,
-        models: Sequence[nn.Module],
-        manager: PipelineOffloadManager,
-        hook: Callable[[], object],
-        groups: AutomaticGroups | None = None,
-        *,
-        has_layers: bool = True,
-    ) -> None:
-        self._has_layers = has_layers
-        self._models = WeakValueDictionary(enumerate(models))
-        self._may_offload: Callable[[str, str], bool] = lambda *_: True
-        self._has_groups = groups is not None
-        self.loss_is_by_rows: Callable[[], bool] = lambda: False
-        self.begin(manager)
-        self.serve(hook, groups)
-
-    def serve(self, hook: Callable[[], object], groups: AutomaticGroups | None = None) -> None:
-        """Go on with another context for the same model and manager.
-
-        Its hooks are of what this step follows: nothing, perhaps, where the next has the plan.
-        """
-        self._groups = (lambda: None) if groups is None else ref(groups)
-        self._hook, manager = hook, self.manager
-        if self.plan is not None and not self.is_converged:
-            rows = manager.rows
-            manager.rows = tuple(row for row in self.plan.rows() if row.site != MODEL)
-            try:
-                hook()
-            finally:
-                manager.rows = rows
+    """Finds rows by a model's own steps: a manager's ``tuner`` where the model is given."""
 
     def is_of(self, model: nn.Module) -> bool:
         """Whether it looks for rows of this model."""
@@ -92,39 +44,14 @@ class RowSearch(SearchSteps):
             self.close()
             self._begin_anew()
 
-    def begin(self, manager: PipelineOffloadManager) -> None:
-        """Begin anew, with what the manager's configuration leaves open."""
-        self._manager, self._num_begun = ref(manager), 0
-        self._begin_anew()
-
     def _begin_anew(self) -> None:
-        manager = self.manager
-        self.plan, self.said = None, ""
-        self._clock, self._times = None, StepTimes(manager.backend.sync_elapsed_us)
-        self._tokens: list[float] = []
-        """Of the forwards of the step."""
+        super()._begin_anew()
         self._kind: StepKind = "open"
         self._mark: Any = None
-        self._looks, self._look_size, self._has_failed = None, 0.0, False
         self._looked: set[nn.Module | None] = set()
         """Whose forward was looked at in this step."""
-        self._rows, self._trained, self._stage = (), set(), ""
         self._takes_part = self._has_begun = False
-        self._is_alone, self._is_tight, self._largest = True, False, math.inf
-        self._is_outgrown = self._has_moved = False
-        self._speaks = rank_in() == 0
-        self._num_begun += 1
-        self._num_measured = self._num_uncalled = self._num_ooms = self._num_over = 0
-        policy = manager.config.tuned_policy or AutoConfig(kind="auto")
-        if manager.config.whole_step_graph and isinstance(policy, AutoConfig):
-            # What eager steps take says nothing of replays.
-            policy = policy.model_copy(update={"measured_plans": 0})
-        self._policy, self._answers = policy, RowAnswers(policy)
-        self._search = self._find()
-        self.is_converged = manager.config.tuned_policy is None
-        if not self.is_converged:
-            manager.follow_rows(None)
-            manager.learner.open()
+        self._num_uncalled = 0
 
     def __call__(self, manager: PipelineOffloadManager) -> None:
         """Look back at the manager's step, where that is the program's: else do nothing."""
@@ -181,16 +108,6 @@ class RowSearch(SearchSteps):
         self._looked.clear()
         self._tokens = []
 
-    def _now(self) -> tuple[Any, int]:
-        """Return a point of the compute stream, and what is reserved where that matters."""
-        backend = self.manager.backend
-        if backend.is_capturing():
-            return None, 0
-        is_asked = isinstance(self._policy, MemoryTargetConfig)
-        reserved_bytes = backend.memory().reserved_bytes if is_asked else 0
-        mark = None if self.is_converged else backend.timestamp(backend.compute_stream())
-        return mark, reserved_bytes
-
     def _take_next(self) -> None:
         """Go on with the search, and follow what the next step is for."""
         kind = next(self._search, None)
@@ -208,13 +125,6 @@ class RowSearch(SearchSteps):
             on_trial = kind == "trying" and not self._is_tight
             self.manager.follow_rows(rows, is_own=True, on_trial=on_trial)
             self._follow_in_library(rows)
-
-    def _layer_begins(self, size: float, tokens: float) -> None:
-        if self.is_converged:
-            self._see_size(size)
-        else:
-            self._tokens.append(min(tokens, size))
-        self._look_size = self._look_size or size  # of several forwards in a step the first
 
     def _follow_in_library(self, rows: Sequence[RowConfig]) -> None:
         """Let a library do in this step what rows leave to it."""

@@ -7,12 +7,11 @@ import json
 import math
 import zlib
 from collections import ChainMap
-from collections.abc import Callable, Generator, MutableMapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch.distributed as dist
-from torch import nn
 
 from megatron_offload.autotune.agree import Ranks, is_alone
 from megatron_offload.autotune.followed import (
@@ -20,7 +19,6 @@ from megatron_offload.autotune.followed import (
     LEAST_SHARE,
     MOST_SHARE,
     FollowedRows,
-    SeenLayers,
 )
 from megatron_offload.autotune.layers import LayerWatch, SiteTimes
 from megatron_offload.autotune.measured import MEASURED_SHARE, StepTimes
@@ -60,31 +58,29 @@ _MOST_SHORT = 3  # so many smaller ones are looked at in vain
 class SearchSteps(FollowedRows):
     """Looks at steps, each for what `_find` says."""
 
-    _models: MutableMapping[int, nn.Module]
-    _has_layers: bool
-    """Whether layers may have rows. Else there is one plan: all is offloaded."""
-    _has_groups: bool
-    _may_offload: Callable[[str, str], bool]
-    _times: StepTimes
-    _span: tuple[Any, Any]
-    """Of the last step."""
-    _looks: LayerWatch | SiteTimes | None
-    _look_size: float
-    """Of the forward that is looked at."""
-    _has_failed: bool
-    _rows: tuple[RowConfig, ...]
-    """Followed until there is a plan."""
-    _trained: set[int]
-    """The models that had a forward with gradients: a teacher's are no part of the step."""
-    _num_measured: int
-    """Steps of the plan that is followed."""
-
-    def _now(self) -> tuple[Any, int]:
-        """Return a point of the compute stream, and what is reserved where that matters."""
-        raise NotImplementedError
+    def _begin_anew(self) -> None:
+        super()._begin_anew()
+        self._search = self._find()
+        self._times = StepTimes(self.manager.backend.sync_elapsed_us)
+        self._tokens: list[float] = []
+        """Of the forwards of the step."""
+        self._span: tuple[Any, Any] = None, None
+        """From the first to the last of the step before."""
+        self._looks: LayerWatch | SiteTimes | None = None
+        self._look_size, self._has_failed = 0.0, False
+        """Of the forward that is looked at."""
+        self._trained = set[int]()
+        """The models that had a forward with gradients: a teacher's are no part of the step."""
+        self._rows: tuple[RowConfig, ...] = ()
+        """Followed until there is a plan."""
+        self._num_measured = 0
 
     def _layer_begins(self, size: float, tokens: float) -> None:
-        raise NotImplementedError
+        if self.is_converged:
+            self._see_size(size)
+        else:
+            self._tokens.append(min(tokens, size))
+        self._look_size = self._look_size or size  # of several forwards in a step the first
 
     def _find(self) -> Generator[StepKind, None, None]:
         manager = self.manager
@@ -115,7 +111,7 @@ class SearchSteps(FollowedRows):
         if not backend.sync_elapsed_us(*self._span):
             self._stop(NO_CLOCK, "")
             return
-        needed_bytes = backend.memory().peak_allocated_bytes + released_bytes
+        needed_bytes = self._bare_bytes = backend.memory().peak_allocated_bytes + released_bytes
         capacity_bytes = backend.capacity_bytes() or math.inf
         self._is_tight = released_bytes > 0 and needed_bytes > MOST_SHARE * capacity_bytes
         if self._is_tight and manager.rows is None:
@@ -133,7 +129,7 @@ class SearchSteps(FollowedRows):
         look = partial(LayerWatch, sites, self._may_move(), manager)
         watch = yield from self._look("watched", look)
         self._rows = self._rows if self._is_tight else ()
-        watched_size = self._look_size
+        watched_size = self._watched_size = self._look_size
         holds_back = manager.config.whole_step_graph
         timing = partial(SiteTimes, sites or timed, backend, holds_back=holds_back)
         times = yield from self._look("timed", timing)
@@ -141,37 +137,29 @@ class SearchSteps(FollowedRows):
         longest = max(self._times.sizes)
         long = [x for x in self._times.sizes if x >= MEASURED_SHARE * longest]
         times.sizes = [1.0] if holds_back else [x / self._look_size for x in long]
-        num_inflight = max(1.0, self._clock.most_pending / len(self._trained))
+        self._num_inflight = max(1.0, self._clock.most_pending / len(self._trained))
+        self._forward_us = times.forward_us
         gbps = measure_link(manager)
         if watch.layer_share < LEAST_SHARE and not self._is_tight:
-            actions = {0: tuple(watch.all_of_it(times, gbps))}
-            link_bytes = [math.inf]
+            self._actions = {0: tuple(watch.all_of_it(times, gbps))}
+            self._link_bytes = [math.inf]
         else:
-            actions = watch.actions(times, gbps, others, self._may_offload)
-            link_bytes = times.link_bytes(gbps, actions, is_pipeline=num_inflight > 1)
-        self._seen = SeenLayers(
-            watched_size,
-            actions,
-            link_bytes,
-            watch.saved_bytes,
-            watch.layer_share,
-            watch.largest_bytes,
-            watch.saving,
-            len(watch.tokens) == 1,
-            num_inflight,
-            times.forward_us,
-            needed_bytes,
-        )
+            self._actions = watch.actions(times, gbps, others, self._may_offload)
+            is_pipeline = self._num_inflight > 1
+            self._link_bytes = times.link_bytes(gbps, self._actions, is_pipeline=is_pipeline)
+        self._saving, self._largest_bytes = watch.saving, watch.largest_bytes
+        self._saved_bytes, self._layer_share = watch.saved_bytes, watch.layer_share
+        self._has_lengths = len(watch.tokens) == 1
         # What ranks have alike that have the same layers.
         seen = sorted((site.layer, x) for x, site in all_sites.items() if x in watch.called)
         self._stage = f"{manager.learner.pp_rank or 0}/{zlib.crc32(repr(seen).encode()):x}"
         del look, timing, sites, all_sites, timed, watch, times, firsts  # no model is held
         has_bare = not (self._is_tight or holds_back)
-        first = RowAnswers(self._policy)([json.dumps(self._words(to_plain(actions)))])
+        first = RowAnswers(self._policy)([json.dumps(self._words(to_plain(self._actions)))])
         plan = plan_of(json.loads(first)[-1][self._stage])
         ready_bytes = yield from self._prepare(plan, _NUM_BARE if has_bare else 0)
         if has_bare:
-            self._seen.bare_bytes = backend.memory().peak_allocated_bytes
+            self._bare_bytes = backend.memory().peak_allocated_bytes
         self._largest = self._size_of_bare = max(self._times.sizes)
         yield from self._agree(ready_bytes)
 
@@ -227,11 +215,11 @@ class SearchSteps(FollowedRows):
         So many steps pass at least. Returned is what a plan may copy of a forward as large as the
         one that was watched, without pinning any that isn't ready.
         """
-        pool, backend, seen = self.manager.host_pool, self.manager.backend, self._seen
+        pool, backend = self.manager.host_pool, self.manager.backend
         for number in itertools.count():
-            size = max(self._times.sizes) / seen.watched_size  # a longer forward may have come
-            share = _SPARE_SHARE * size * seen.num_inflight
-            is_of_use = size * seen.largest_bytes <= pool.slab_bytes and not self._is_tight
+            size = max(self._times.sizes) / self._watched_size  # a longer forward may have come
+            share = _SPARE_SHARE * size * self._num_inflight
+            is_of_use = size * self._largest_bytes <= pool.slab_bytes and not self._is_tight
             wanted_bytes = min(int(share * plan.copied_bytes), pool.cap_bytes) if is_of_use else 0
             missing_bytes = wanted_bytes - pool.stats.slab_bytes_total
             if missing_bytes > 0 and backend.is_host_prepared:
@@ -259,7 +247,7 @@ class SearchSteps(FollowedRows):
             said: dict[str, Any] = {"refusal": refusal}
             if not refusal:
                 is_first = ranks.is_first_of(self._stage)
-                said = self._words(to_plain(self._seen.actions) if is_first else None, ready_bytes)
+                said = self._words(to_plain(self._actions) if is_first else None, ready_bytes)
             while True:
                 found: str | None = None
                 for found in ranks.ask(json.dumps(said), self._answers):
@@ -290,23 +278,23 @@ class SearchSteps(FollowedRows):
 
     def _words(self, actions: list[Any] | None, ready_bytes: float = math.inf) -> dict[str, Any]:
         """Return what this rank has, by which the first makes plans."""
-        seen, times = self._seen, self._times
-        forward_us = times.fit(seen.watched_size)
+        times = self._times
+        forward_us = times.fit(self._watched_size)
         # In a pipeline, and among ranks, what one forward needs isn't the peak of a step.
-        is_of_one = is_alone() and seen.num_inflight <= 1 and not self._is_tight
-        may_be_long = is_of_one and seen.has_lengths and times.has_long
+        is_of_one = is_alone() and self._num_inflight <= 1 and not self._is_tight
+        may_be_long = is_of_one and self._has_lengths and times.has_long
         has = {
-            "num_inflight": seen.num_inflight,
-            "bare_bytes": seen.bare_bytes,
+            "num_inflight": self._num_inflight,
+            "bare_bytes": self._bare_bytes,
             "reserved_bytes": self.manager.backend.memory().reserved_bytes or None,
             "target_bytes": self._target_bytes,
             "tokens": times.tokens if may_be_long else [],
-            "saved_bytes": seen.saved_bytes,
+            "saved_bytes": self._saved_bytes,
             "growth": times.growth,
             "ready_bytes": ready_bytes,
         }
-        bare_us = forward_us * len(self._trained) if forward_us else max(1.0, 3 * seen.forward_us)
-        own = {"stage": self._stage, "actions": actions, "link_bytes": seen.link_bytes}
+        bare_us = forward_us * len(self._trained) if forward_us else max(1.0, 3 * self._forward_us)
+        own = {"stage": self._stage, "actions": actions, "link_bytes": self._link_bytes}
         return {**own, "bare_us": bare_us, "has": has}
 
     def _try(self, plan: Plan) -> Generator[StepKind, None, dict[str, Any]]:
@@ -355,7 +343,7 @@ class SearchSteps(FollowedRows):
         sites, unproven = self._sites(), set[str]()
         for number, model in self._models.items():
             names = (f"{number}.{path}" for path in unproven_sites(named_modules(model)))
-            saving = sites.keys() & self._seen.saving
+            saving = sites.keys() & self._saving
             unproven |= {sites[path].name for path in names if path in saving}
         if not self._is_tight:
             refused += [(row.site, "recompute") for row in rows if row.site in unproven]
