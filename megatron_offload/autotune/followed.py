@@ -274,9 +274,10 @@ class FollowedRows(OldAttributes):
         self._num_over = self._num_over + 1 if over_bytes > 0 else 0
         clock.restart()
         if is_short or self._num_over > 1:
-            self._go_deeper(stage)
+            clearly_bytes = stage.plan.freed_bytes + stage.plans[-1].freed_bytes // 8
+            self._free(stage, clearly_bytes, "a step has had too little memory")
         elif is_pending and self.plan and self.plan.min_tokens:  # no longest has the peak alone
-            self._deepen(stage, stage.place, "forwards come before others' backwards")
+            self._free(stage, 0, "forwards come before others' backwards")
 
     def _make_room(self, size: float) -> None:
         """Follow a plan under which a forward fits that is larger than all before; it has begun."""
@@ -286,28 +287,24 @@ class FollowedRows(OldAttributes):
             return
         room_bytes = _MOST_FILLED * capacity_bytes - memory.allocated_bytes
         saved_bytes = (self._bare_bytes - memory.allocated_bytes) * size / self._size_of_bare
-        share, first, place = size / self._watched_size, min(self._actions), stage.place
+        wanted_bytes = (saved_bytes - room_bytes) * self._watched_size / size
+        if stage.plan.freed_bytes < wanted_bytes:
+            first = min(self._actions)  # the layer that has begun without
+            if self._free(stage, wanted_bytes, "a forward is larger than all before", late=first):
+                groups.end()  # it may have begun without any rows
+                groups.begin()
+
+    def _free(self, stage: Stage, wanted_bytes: float, why: str, late: int | None = None) -> bool:
+        """Follow a plan, in all forwards, that frees so much but in one layer; else the last."""
         for place in range(stage.place, len(stage.plans)):
             plan = stage.plans[place]
-            late_bytes = plan.actions[first].freed_bytes if place > stage.place else 0
-            if saved_bytes - share * (plan.freed_bytes - late_bytes) <= room_bytes:
-                break  # the first layer has begun without
-        if place > stage.place:
-            self._deepen(stage, place, "a forward is larger than all before")
-            groups.end()  # it may have begun without any rows
-            groups.begin()
-
-    def _go_deeper(self, stage: Stage) -> None:
-        """Follow the next plan that frees clearly more, if there is one."""
-        plans, place = stage.plans, stage.place
-        least_bytes = plans[place].freed_bytes + plans[-1].freed_bytes // 8
-        places = (p for p in range(place + 1, len(plans)) if plans[p].freed_bytes >= least_bytes)
-        deeper = next(places, len(plans) - 1)
-        if deeper > place or (self.plan and self.plan.min_tokens):
-            self._deepen(stage, deeper, "a step has had too little memory")
-
-    def _deepen(self, stage: Stage, place: int, why: str) -> None:
-        self._is_tight = True  # to try a site takes what there isn't
-        stage.place = place
-        self._follow(stage.plans[place]._replace(min_tokens=0))
-        self._say(why)
+            late_bytes = 0 if late is None else plan.actions[late].freed_bytes
+            if plan.freed_bytes - late_bytes >= wanted_bytes:
+                break
+        is_other = place > stage.place or bool(self.plan and self.plan.min_tokens)
+        if is_other:
+            self._is_tight = True  # to try a site takes what there isn't
+            stage.place = place
+            self._follow(plan._replace(min_tokens=0))
+            self._say(why)
+        return is_other

@@ -86,21 +86,14 @@ class LayerWatch(SavedMemory):
         self.watch(modules)
 
     @property
-    def layer_share(self) -> float:
-        """How much of what could be offloaded is saved inside layers."""
-        in_layers = sum(self.sizes[key] for key, paths in self.savers.items() if any(paths))
-        return in_layers / max(1, self.saved_bytes)
+    def sizes_in_layers(self) -> list[int]:
+        """Of what could be offloaded and is saved inside layers."""
+        return [self.sizes[key] for key, paths in self.savers.items() if any(paths)]
 
     @property
     def saved_bytes(self) -> int:
         """What could be offloaded, in layers and outside."""
         return sum(self.sizes.values())
-
-    @property
-    def largest_bytes(self) -> int:
-        """Of what is saved inside layers the largest."""
-        in_layers = (self.sizes[key] for key, paths in self.savers.items() if any(paths))
-        return max(in_layers, default=0)
 
     def all_of_it(self, times: SiteTimes, gbps: float) -> Iterator[Action]:
         """Yield what offloads all that is saved, in layers and outside, if anything can be."""
@@ -190,7 +183,7 @@ class LayerWatch(SavedMemory):
                     host_us = (_SITE_US + _GROUP_US) * len(sizes)
                     us = _UNIT_US_PER_BYTE * sum(sizes) + times.exposed_us(host_us)
                     again = total((again, Action(((unit, "recompute"),), sum(sizes), us)))
-                layers[site.layer].append(_SeenSite(site.name, times.us(path), own, again))
+                layers[site.layer].append(_SeenSite(site.name, own, again))
         kinds = found if made else found[:1]
         most_bytes = {number: gbps * 1e3 * us for number, us in times.copied_us().items()}
         given = {
@@ -259,7 +252,6 @@ def _offloads(
 
 class _SeenSite(NamedTuple):
     name: str
-    us: float
     actions: list[Action]
     """What may be done with it, but for what functions have made."""
     again: Action

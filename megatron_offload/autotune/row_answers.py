@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig
-from megatron_offload.planning.frontier import Plan, of_plain, to_plain
+from megatron_offload.planning.frontier import Part, Plan, of_plain, to_plain
 from megatron_offload.planning.row_choice import RowChoice, Slowdown, Stage
 
 
@@ -38,7 +38,7 @@ class RowAnswers:
         if refusal:
             return json.dumps(["refused", refusal, {}])
         if self.choice is None:
-            self.choice = self.choice_of(everyone)
+            self.choice = self._choice_of(everyone)
             is_final, text = self.choice.next()
         else:
             is_final, text = self._hear(self.choice, everyone)
@@ -49,8 +49,7 @@ class RowAnswers:
         phase = "trying" if self._is_trying else "measuring"
         return json.dumps(["final" if is_final else phase, text, plans])
 
-    def choice_of(self, everyone: Sequence[dict[str, Any]]) -> RowChoice:
-        """Return the plans of what ranks have."""
+    def _choice_of(self, everyone: Sequence[dict[str, Any]]) -> RowChoice:
         stages: dict[str, Stage] = {}
         for one in everyone:
             if one["actions"] is not None:
@@ -64,28 +63,23 @@ class RowAnswers:
 
     def _hear(self, choice: RowChoice, everyone: Sequence[dict[str, Any]]) -> tuple[bool, str]:
         """Take what ranks say of the plan that is followed; return whether the next is final."""
-        by_stage = {name: [x for x in everyone if x["stage"] == name] for name in choice.stages}
-        for name, ranks in by_stage.items():
+        refused, reserved = dict[str, list[Part]](), dict[str, int]()
+        for name, stage in choice.stages.items():
+            ranks = [one for one in everyone if one["stage"] == name]
             targets = [one["target_bytes"] for one in ranks if one["target_bytes"] is not None]
-            choice.stages[name].target_bytes = min(targets, default=None)
-        if self._is_trying:
-            refused = {
-                name: [(site, what) for one in ranks for site, what in one["refused"]]
-                for name, ranks in by_stage.items()
-            }
-            if any(refused.values()):
-                choice.refuse(refused)
-                return choice.next()
+            stage.target_bytes = min(targets, default=None)
+            refused[name] = [(site, what) for one in ranks for site, what in one.get("refused", ())]
+            reserved[name] = max((one.get("reserved_bytes", 0) for one in ranks), default=0)
+        if not self._is_trying:
+            costs = (Slowdown(*one["slowdown"]) for one in everyone if one["slowdown"])
+            if not choice.note(max(costs, default=None), reserved, everyone[0]["num_steps"]):
+                return False, ""
+            self._is_trying = True
+        elif any(refused.values()):
+            choice.refuse(refused)
+        else:
             self._is_trying = False
             return not self._policy.measured_plans, "as predicted"
-        costs = (Slowdown(*one["slowdown"]) for one in everyone if one["slowdown"])
-        reserved = {
-            name: max((one["reserved_bytes"] for one in ranks), default=0)
-            for name, ranks in by_stage.items()
-        }
-        if not choice.note(max(costs, default=None), reserved, everyone[0]["num_steps"]):
-            return False, ""
-        self._is_trying = True
         return choice.next()
 
 

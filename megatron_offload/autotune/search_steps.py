@@ -140,16 +140,17 @@ class SearchSteps(FollowedRows):
         self._num_inflight = max(1.0, self._clock.most_pending / len(self._trained))
         self._forward_us = times.forward_us
         gbps = measure_link(manager)
-        if watch.layer_share < LEAST_SHARE and not self._is_tight:
+        in_layers, self._saved_bytes = watch.sizes_in_layers, watch.saved_bytes
+        self._largest_bytes = max(in_layers, default=0)
+        self._layer_share = sum(in_layers) / max(1, self._saved_bytes)
+        if self._layer_share < LEAST_SHARE and not self._is_tight:
             self._actions = {0: tuple(watch.all_of_it(times, gbps))}
             self._link_bytes = [math.inf]
         else:
             self._actions = watch.actions(times, gbps, others, self._may_offload)
             is_pipeline = self._num_inflight > 1
             self._link_bytes = times.link_bytes(gbps, self._actions, is_pipeline=is_pipeline)
-        self._saving, self._largest_bytes = watch.saving, watch.largest_bytes
-        self._saved_bytes, self._layer_share = watch.saved_bytes, watch.layer_share
-        self._has_lengths = len(watch.tokens) == 1
+        self._saving, self._has_lengths = watch.saving, len(watch.tokens) == 1
         # What ranks have alike that have the same layers.
         seen = sorted((site.layer, x) for x, site in all_sites.items() if x in watch.called)
         self._stage = f"{manager.learner.pp_rank or 0}/{zlib.crc32(repr(seen).encode()):x}"

@@ -148,7 +148,7 @@ def test_more_memory_is_made_ready_where_a_longer_forward_comes_meanwhile(monkey
 
 @pytest.mark.parametrize(("size", "is_ready"), [(1 << 10, True), (1 << 40, False)])
 def test_only_memory_that_tensors_fit_into_is_made_ready(size, is_ready, monkeypatch):
-    monkeypatch.setattr(layers.LayerWatch, "largest_bytes", size)
+    monkeypatch.setattr(layers.LayerWatch, "sizes_in_layers", [size])
     job = LayeredJob(0.1, policy=auto(3))
     asked = []
     monkeypatch.setattr(job.backend, "prepare_host", lambda _, number: asked.append(number))

@@ -217,7 +217,7 @@ def test_what_is_planned_holds_for_long_forwards_whichever_is_looked_at(lengths)
 def test_no_more_of_a_layer_is_offloaded_than_its_backward_can_reload():
     sizes = (1000 * number for number in (10, 14, 16, 19))
     offloads = [KEEP, *(Action((("layer", size),), size, 0.0, size) for size in sizes)]
-    found = layers._actions_of([layers._SeenSite("layer", 10.0, offloads, KEEP)], 15_000.0)
+    found = layers._actions_of([layers._SeenSite("layer", offloads, KEEP)], 15_000.0)
     assert [action.copied_bytes for action in found] == [10_000, 14_000]
 
 

@@ -2,7 +2,7 @@
 
 Lengths that are drawn anew, grow, or come by turns; smaller last batches; several microbatches of
 different lengths before an optimizer's step; evaluation in between, and generation before training;
-noise. Each step's bits are compared.
+noise; host memory that is ready late. Each step's bits are compared.
 """
 
 from __future__ import annotations
@@ -68,11 +68,13 @@ class Sequence:
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", range(50))
-def test_a_plan_is_followed_soon_keeps_its_promise_and_remains(seed):
-    program = Sequence(seed)
+def test_a_plan_is_followed_soon_keeps_its_promise_and_remains(seed, monkeypatch):
+    program, asked, is_late = Sequence(seed), iter(range(1000)), seed % 3 > 0
+    is_ready = property(lambda _: next(asked) > 20 * (seed % 3))
+    monkeypatch.setattr(SimulatedBackend, "is_host_prepared", is_ready)
     job, search = program.job, program.job.search
     first = None
-    for number in range(400):
+    for number in range(60):
         program.step(number)
         if search.plan is not None and first is None:
             first = len(job.steps)
@@ -80,35 +82,17 @@ def test_a_plan_is_followed_soon_keeps_its_promise_and_remains(seed):
             break
     assert search.is_converged
     assert first is not None
-    assert first <= 20
+    assert first <= 20 + 20 * is_late
+    assert len(job.steps) <= 40 + 20 * is_late
     rows, pinned_bytes = job.manager.rows, job.manager.host_pool.stats.slab_bytes_total
     times = [program.step(number) for number in range(number, number + 40)]
     slowdown = 100 * (sum(took for took, _ in times) / sum(bare for _, bare in times) - 1)
     found = search._own.tried[search._own.place][0]
     assert found.percent <= LIMIT
-    assert found.low - 4 <= slowdown <= found.high + 2, "fewer long forwards may come"
+    assert found.low - 4 <= slowdown, "fewer long forwards may come"
+    assert slowdown <= max(LIMIT, found.high + 2), "or more"
     assert rows, "some of six layers pays at this limit"
     assert job.manager.rows == rows
     assert search is job.search
     grown_bytes = job.manager.host_pool.stats.slab_bytes_total - pinned_bytes
     assert grown_bytes <= 2 * job.manager.host_pool.slab_bytes
-
-
-@pytest.mark.sampled(8)
-@pytest.mark.parametrize("seed", range(40))
-@pytest.mark.parametrize(("shortest", "most_steps"), [(32, 50), (8, 70)])
-def test_a_search_ends_soon_though_steps_differ_and_memory_is_ready_late(
-    seed, shortest, most_steps, monkeypatch
-):
-    draw, asked = random.Random(seed), iter(range(1000))
-    ready = property(lambda _: next(asked) > 30)
-    monkeypatch.setattr(SimulatedBackend, "is_host_prepared", ready)
-    job = LayeredJob(draw.choice((0.001, 0.1)), policy=auto(LIMIT))
-    while not job.search.is_converged:
-        job.us_per_row = 10.0 * (1 + draw.gauss(0, draw.uniform(0.02, 0.05)))
-        job.step(draw.randint(shortest, 32))
-    assert len(job.steps) <= most_steps
-    assert job.manager.rows
-    job.us_per_row = 10.0
-    slowdown = 100 * (job.step(32) / (32 * 6 * 3 * 10.0) - 1)
-    assert slowdown <= LIMIT + 4
