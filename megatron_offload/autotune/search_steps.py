@@ -115,7 +115,7 @@ class SearchSteps(FollowedRows):
         capacity_bytes = backend.capacity_bytes() or math.inf
         self._is_tight = released_bytes > 0 and needed_bytes > MOST_SHARE * capacity_bytes
         if self._is_tight and manager.rows is None:
-            yield from self._agree(refusal="layers can't be recomputed here unasked", kind="open")
+            yield from self._agree(refusal="layers can't be recomputed here unasked")
             return
         manager.learner.follow_rules()
         others = numbers[:-1] if self._is_tight else []
@@ -235,7 +235,7 @@ class SearchSteps(FollowedRows):
         return math.inf if missing_bytes <= 0 else pool.stats.slab_bytes_total / share
 
     def _agree(
-        self, ready_bytes: float = math.inf, refusal: str = "", kind: StepKind = "bare"
+        self, ready_bytes: float = math.inf, refusal: str = ""
     ) -> Generator[StepKind, None, None]:
         """Follow one plan after the other, as the first rank says, until one is final.
 
@@ -253,7 +253,7 @@ class SearchSteps(FollowedRows):
                 found: str | None = None
                 for found in ranks.ask(json.dumps(said), self._answers):
                     if found is None:
-                        yield kind
+                        yield "open" if refusal else "bare"
                 phase, text, plans = json.loads(found or '["", "", {}]')
                 if phase == "refused":
                     self._stop(text, ADVICE, keeps_open=bool(refusal))

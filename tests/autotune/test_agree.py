@@ -159,7 +159,7 @@ def test_where_numbers_count_within_each_stage_a_rank_says_its_own_rows(layered_
 def test_a_rank_that_can_not_follow_rows_holds_all_of_them_off(layered_jobs, monkeypatch):
     monkeypatch.setattr(layered_jobs[2].search, "_find", lambda: None)
     search = layered_jobs[2].search
-    search._search = search._agree(refusal="it is too full", kind="open")
+    search._search = search._agree(refusal="it is too full")
     search._size_of_bare = 1
     assert None not in rows_found_at(layered_jobs)
     for job in layered_jobs:

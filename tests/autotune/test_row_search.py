@@ -155,8 +155,7 @@ class AttentiveLayer(GradientCheckpointingLayer):
 @pytest.mark.parametrize(("gbps", "what"), [(1.0, 2), (0.001, "recompute")])
 def test_a_part_that_saves_nothing_is_no_matter(gbps, what):
     job = found_job(gbps, layer=AttentiveLayer, policy=target("1KiB"))
-    actions_of = job.search._actions.values()
-    found = {part for all_ in actions_of for one in all_ for part in one.parts}
+    found = {part for all_ in job.search._actions.values() for one in all_ for part in one.parts}
     assert ("attention", what) in found
     assert not any("cross_attention" in path for path in job.search._sites())
     assert job.manager.rows
@@ -354,11 +353,6 @@ def test_a_context_that_is_made_anew_for_each_step_measures_what_it_follows():
     assert f"takes {slowdown:+.1f} %" in job.search.said
 
 
-def test_lengths_that_are_all_alike_need_no_choice():
-    rows = LayeredJob(0.001, policy=auto(20)).found((16,)).plan.rows()
-    assert {row.min_tokens for row in rows} == {0}
-
-
 def test_much_longer_steps_are_looked_at_where_nothing_was_found_before(monkeypatch):
     monkeypatch.setattr(layers, "_LEAST_BYTES", 1 << 14)
     job = found_job(1.0, policy=auto(20), layer=PlainLayer, lengths=(2,))
@@ -414,7 +408,7 @@ def test_the_ranks_of_a_large_job_are_answered_at_once():
 def test_a_job_without_room_to_look_at_its_layers_keeps_what_there_is_room_for():
     job = LayeredJob(policy=auto(3))
     search = RowSearch([job.net], job.manager, mock.Mock())
-    search._search = search._agree(refusal="they are too large", kind="open")
+    search._search = search._agree(refusal="they are too large")
     search._take_next()
     assert "only what the device has no room for is offloaded: they are too large" in search.said
     assert job.manager.learner.is_open

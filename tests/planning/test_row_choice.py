@@ -68,15 +68,6 @@ def test_stages_take_moves_that_cost_as_much_as_the_slowest_s():
     assert places == {"slow": 2, "quick": 8, "empty": 0}
 
 
-def test_a_doubtful_plan_that_surely_takes_too_long_is_followed_by_a_lighter_one():
-    choice = RowChoice(auto(3), {"a": stage(num_layers=60, us=1.0, bare_bytes=60 * MIB)}, BARE_US)
-    assert choice.next() == (False, "")
-    first = choice.stages["a"].place
-    assert choice.note(Slowdown(14.0, 7.0, 22.0), {"a": 0}, 32)
-    assert choice.next() == (False, "")
-    assert 0 < choice.stages["a"].place < first
-
-
 @pytest.mark.parametrize(
     ("percent", "error", "num_steps", "is_followed"),
     [
