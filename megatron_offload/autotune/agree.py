@@ -36,7 +36,6 @@ class Ranks:
 
     Attributes:
         answers: whether this rank does, for all or for itself.
-        is_alone: whether there are no others.
     """
 
     def __init__(self) -> None:
@@ -48,7 +47,6 @@ class Ranks:
             self._store = dist.PrefixStore(name, job)
             self._place = self._store.add("ranks", 1) - 1
         self.answers = self._place == 0
-        self.is_alone = self._store is None
         self._num_ranks = 1
 
     def is_first_of(self, kind: str) -> bool:

@@ -112,11 +112,11 @@ class FollowedRows(OldAttributes):
         self._is_tight = self._has_moved = self._is_outgrown = False
         """Whether there is no room for a step without rows; a plan has offloaded anything; rows are
         to be looked for again."""
-        self._largest, self._size_of_bare = math.inf, 1.0
+        self._longest, self._bare_tokens = math.inf, 1.0
         """Of forwards so far; and of those of the search."""
         self._num_ooms = self._num_over = 0
-        # Of a forward of this size, as it was watched:
-        self._watched_size = self._num_inflight = self._layer_share = 1.0
+        # Of a forward of so many tokens, as it was watched:
+        self._watched_tokens = self._num_inflight = self._layer_share = 1.0
         self._saved_bytes = self._bare_bytes = 0
         self._actions: dict[int, tuple[Action, ...]] = {}
         policy = manager.config.tuned_policy or AutoConfig(kind="auto")
@@ -219,7 +219,7 @@ class FollowedRows(OldAttributes):
         assert self.plan is not None
         own = self.plan.rows() if rows_of_all is None else rows_of_all
         rows = ", ".join(map(str, (*self._besides, *own)))
-        scale = self._num_inflight * self._size_of_bare / self._watched_size
+        scale = self._num_inflight * self._bare_tokens / self._watched_tokens
         sizes = scale * self.plan.freed_bytes, scale * self._saved_bytes
         freed, saved = (format_bytes(int(size), 2) for size in sizes)  # what is needed soon is kept
         pinned = format_bytes(self.manager.host_pool.stats.slab_bytes_total, 2)
@@ -249,45 +249,47 @@ class FollowedRows(OldAttributes):
         choice = self._answers.choice if self._is_alone else None
         return None if choice is None else choice.stages.get(self._stage)
 
-    def _see_size(self, size: float) -> None:
+    def _see_length(self, tokens: float) -> None:
         """Look at a forward that has begun, behind the search."""
-        if size > self._largest and is_recording():
-            self._largest = size
-            self._make_room(size)
+        if tokens > self._longest and is_recording():
+            self._longest = tokens
+            self._make_room(tokens)
             # What frees nothing, or takes too long, in short steps may pay in such.
-            is_longer = self._is_alone and size >= _MUCH_LONGER * self._size_of_bare
+            is_longer = self._is_alone and tokens >= _MUCH_LONGER * self._bare_tokens
             self._is_outgrown = is_longer and not self.plan and self._num_begun < _MOST_SEARCHES
 
     def _see_memory(self) -> None:
         """Free more, if the step that is over had too little memory, or took more than it may."""
         clock, stage, is_short, over_bytes = self._clock, self._own, False, 0
-        if clock is None or stage is None:
+        if clock is None:
             return
-        is_pending = not clock.is_over()
+        is_pending, ended = not clock.is_over(), clock.ended
+        clock.restart()
+        if stage is None:
+            return
         if is_pending:  # else it isn't worth asking the allocator with every step
             num_ooms = self.manager.num_out_of_memory
             is_short, self._num_ooms = num_ooms > self._num_ooms, num_ooms
         if isinstance(self._policy, MemoryTargetConfig):
-            over_bytes = (clock.ended or (None, 0))[1] - (self._target_bytes or 0)
+            over_bytes = (ended or (None, 0))[1] - (self._target_bytes or 0)
             if over_bytes > 0:  # it may be what something else has left
                 self.manager.backend.trim_device()
         self._num_over = self._num_over + 1 if over_bytes > 0 else 0
-        clock.restart()
         if is_short or self._num_over > 1:
             clearly_bytes = stage.plan.freed_bytes + stage.plans[-1].freed_bytes // 8
             self._free(stage, clearly_bytes, "a step has had too little memory")
         elif is_pending and self.plan and self.plan.min_tokens:  # no longest has the peak alone
             self._free(stage, 0, "forwards come before others' backwards")
 
-    def _make_room(self, size: float) -> None:
-        """Follow a plan under which a forward fits that is larger than all before; it has begun."""
+    def _make_room(self, tokens: float) -> None:
+        """Follow a plan under which a forward fits that is longer than all before; it has begun."""
         manager, groups, stage = self.manager, self._groups(), self._own
         capacity_bytes, memory = manager.backend.capacity_bytes(), manager.backend.memory()
         if capacity_bytes is None or groups is None or stage is None:
             return
         room_bytes = _MOST_FILLED * capacity_bytes - memory.allocated_bytes
-        saved_bytes = (self._bare_bytes - memory.allocated_bytes) * size / self._size_of_bare
-        wanted_bytes = (saved_bytes - room_bytes) * self._watched_size / size
+        saved_bytes = (self._bare_bytes - memory.allocated_bytes) * tokens / self._bare_tokens
+        wanted_bytes = (saved_bytes - room_bytes) * self._watched_tokens / tokens
         if stage.plan.freed_bytes < wanted_bytes:
             first = min(self._actions)  # the layer that has begun without
             if self._free(stage, wanted_bytes, "a forward is larger than all before", late=first):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from statistics import median
+from statistics import mean, median
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron_offload.planning.row_choice import Slowdown, busy_share
 
-MEASURED_SHARE = 0.6  # of the most tokens so far: in such forwards a plan is measured, or longer
-_LEAST_LONG_SHARE = 0.25  # of forwards that are so long; where fewer are, plans are for all
+_MEASURED_SHARE = 0.6  # of the most tokens so far: in such forwards a plan is measured, or longer
 _LEAST_STEPS = 3  # of each kind, by which anything is said
 _NUM_ROUNDS = 20
 _HUBER = 1.345
@@ -23,7 +22,7 @@ class TimedStep(NamedTuple):
 
     us: float
     size: float
-    """That of the first layer's input: steps may be of any length."""
+    """In tokens: steps may be of any length."""
     has_rows: float
     """Whether, or in which share of it."""
 
@@ -33,35 +32,31 @@ class _Step(NamedTuple):
     ended: Any
     tokens: list[float]
     """Of each of its forwards."""
-    size: float
     has_rows: bool
 
 
 class StepTimes:
-    """The steps of a search: the sizes of all, and the times of those that count.
+    """The steps of a search: the tokens of all, and the times of those that count.
 
     Args:
         elapsed_us: from one point of the device's time to another, once both are reached.
 
     Attributes:
-        sizes: of the inputs of steps so far, in elements a forward.
         tokens: of all forwards so far.
-        growth: the power of its size by which a forward's time grows, as `fit` has seen it.
+        growth: the power of its tokens by which a forward's time grows, as `fit` has seen it.
     """
 
     def __init__(self, elapsed_us: Callable[[Any, Any], float]) -> None:
         self._elapsed_us = elapsed_us
-        self.sizes: list[float] = []
         self.tokens: list[float] = []
         self.growth = 1.0
         self._steps: list[_Step] = []
 
-    def add(self, span: tuple[Any, Any], tokens: list[float], size: float, kind: str) -> None:
+    def add(self, span: tuple[Any, Any], tokens: list[float], kind: str) -> None:
         """Take a step that is over; its time counts if rows were measured in it, or none stood."""
-        self.sizes.append(size / len(tokens))
         self.tokens += tokens
         if kind in ("bare", "rows"):
-            self._steps.append(_Step(*span, tokens, size, kind == "rows"))
+            self._steps.append(_Step(*span, tokens, kind == "rows"))
 
     def forget_rows(self) -> None:
         """Keep the steps without rows alone: another plan follows."""
@@ -70,23 +65,22 @@ class StepTimes:
     @property
     def measured_tokens(self) -> int:
         """Of a forward in which a plan is measured, at least."""
-        return int(MEASURED_SHARE * max(self.tokens))
+        return int(_MEASURED_SHARE * max(self.tokens))
 
     @property
-    def has_long(self) -> bool:
-        """Whether enough forwards are so long."""
-        num_long = sum(x >= self.measured_tokens for x in self.tokens)
-        return num_long >= _LEAST_LONG_SHARE * len(self.tokens)
+    def long(self) -> list[float]:
+        """The tokens of forwards that are so long."""
+        return [tokens for tokens in self.tokens if tokens >= self.measured_tokens]
 
-    def fit(self, size: float) -> float | None:
-        """See how times grow with sizes; return what a forward of this one takes without rows."""
+    def fit(self, tokens: float) -> float | None:
+        """See how times grow; return what a forward of so many tokens takes without rows."""
         forwards = [
-            TimedStep(self._elapsed_us(x, y) / len(tokens), size / len(tokens), has_rows)
-            for x, y, tokens, size, has_rows in self._steps
+            TimedStep(self._elapsed_us(x, y) / len(tokens), mean(tokens), has_rows)
+            for x, y, tokens, has_rows in self._steps
             if not has_rows
         ]
         self.growth = growth_of(forwards)
-        own = [x.us * (size / x.size) ** self.growth for x in forwards]
+        own = [x.us * (tokens / x.size) ** self.growth for x in forwards]
         return median(own) if own else None
 
     def slowdown(self, measured_tokens: int, min_tokens: int) -> Slowdown | None:
@@ -101,7 +95,7 @@ class StepTimes:
             share = busy_share(step.tokens, measured_tokens, self.growth)
             if share > 0:
                 us = self._elapsed_us(step.began, step.ended)
-                times.append(TimedStep(us, step.size, share * step.has_rows))
+                times.append(TimedStep(us, sum(step.tokens), share * step.has_rows))
         found = slowdown_of(times)
         busy = busy_share(self.tokens, min_tokens, self.growth)
         return found and Slowdown(*(busy * points for points in found))

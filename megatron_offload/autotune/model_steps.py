@@ -6,6 +6,7 @@ are over. Several forwards before their backwards are one step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from megatron_offload.engine.boundary import hook_backward
-from megatron_offload.engine.module_hooks import hook_calls, tensors_in, tokens_of
+from megatron_offload.engine.module_hooks import hook_calls, tokens_of
 
 _MOST_FORWARDS = 16  # a backward that never comes, or always late, ends no step
 
@@ -23,12 +24,11 @@ class ModelSteps:
     """Counts forwards between `enter` and `leave`, by hooks of the first layer of each list.
 
     Of several that a forward calls, such as those of an encoder and a decoder, the first counts:
-    ``layer_begins`` is called with how many elements and tokens (`tokens_of`) it is given.
+    ``layer_begins`` is called with how many tokens it is given (`tokens_of`).
 
     Attributes:
         most_pending: forwards whose backward was still to come, at most, in any step.
-        size: elements of the inputs that first layers had in this step; 0 where no forward of
-            the model was in it.
+        tokens: of each forward of this step; none where it had no forward of the model.
         ended: what ``now`` has returned when the last backward was over: an optimizer's step, data
             and evaluations lie behind it. None where none has.
     """
@@ -37,13 +37,14 @@ class ModelSteps:
         self,
         first_layers: Iterable[nn.Module],
         now: Callable[[], Any],
-        layer_begins: Callable[[float, float], None],
+        layer_begins: Callable[[float], None],
     ) -> None:
-        self.size, self.ended = 0.0, None
+        self.tokens: list[float] = []
+        self.ended: Any = None
         self._now, self._layer_begins = now, layer_begins
         self._is_inside = False
         self._called: nn.Module | None = None
-        self.num_forwards = self._num_pending = self.most_pending = self._number = 0
+        self._num_pending = self.most_pending = self._number = 0
         hooked = (hook_calls(x, self._begin, self._end, owner=ModelSteps) for x in first_layers)
         self._handles = [handle for handles in hooked for handle in handles]
 
@@ -54,18 +55,16 @@ class ModelSteps:
 
     def is_over(self) -> bool:
         """Whether the step is, now that another forward is about to begin."""
-        return not self._num_pending or self.num_forwards >= _MOST_FORWARDS
+        return not self._num_pending or len(self.tokens) >= _MOST_FORWARDS
 
     def restart(self) -> None:
         """Begin a step."""
         self._number += 1
-        self.size, self.ended = 0.0, None
-        self.num_forwards = self._num_pending = 0
+        self.tokens, self.ended, self._num_pending = [], None, 0
 
     def enter(self) -> None:
         """A forward begins."""
         self._is_inside, self._called = True, None
-        self.num_forwards += 1
 
     def leave(self) -> None:
         """It ends."""
@@ -74,9 +73,9 @@ class ModelSteps:
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._is_inside and self._called in (None, module):
             self._called = module
-            size = next((float(x.numel()) for x in tensors_in((args, kwargs))), 1.0)
-            self.size += size
-            self._layer_begins(size, tokens_of(args, kwargs))
+            tokens = tokens_of(args, kwargs)
+            self.tokens.append(tokens if math.isfinite(tokens) else 1.0)
+            self._layer_begins(self.tokens[-1])
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self._is_inside or self._called is not module:

@@ -92,11 +92,11 @@ class RowSearch(SearchSteps):
         if clock is not None:
             ended = clock.ended[0] if clock.ended else None
             self._span = self._mark, self._now()[0] if ended is None else ended
-            if clock.size:  # else it was no forward of this model
-                self._times.add(self._span, self._tokens, clock.size, self._kind)
+            if clock.tokens:  # else it was no forward of this model
+                self._times.add(self._span, clock.tokens, self._kind)
                 if self._kind == "rows":
                     self._has_moved |= self.manager.last_step.offloaded_bytes > 0
-        if clock is None or clock.size:
+        if clock is None or clock.tokens:
             self._take_next()
             self._num_uncalled = 0
         else:
@@ -106,7 +106,6 @@ class RowSearch(SearchSteps):
         if self._clock is not None:
             self._clock.restart()
         self._looked.clear()
-        self._tokens = []
 
     def _take_next(self) -> None:
         """Go on with the search, and follow what the next step is for."""

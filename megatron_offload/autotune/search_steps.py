@@ -21,7 +21,7 @@ from megatron_offload.autotune.followed import (
     FollowedRows,
 )
 from megatron_offload.autotune.layers import LayerWatch, SiteTimes
-from megatron_offload.autotune.measured import MEASURED_SHARE, StepTimes
+from megatron_offload.autotune.measured import StepTimes
 from megatron_offload.autotune.model_steps import ModelSteps
 from megatron_offload.autotune.row_answers import RowAnswers, plan_of
 from megatron_offload.core.row_config import UNITS, RowConfig, ranges
@@ -52,6 +52,7 @@ _NUM_IN_A_ROUND = 2  # steps that are measured until it is asked what comes next
 _NUM_IN_A_LONG_ROUND = 8  # likewise among ranks, where that takes as long, and for a target
 _PROBE_BYTES = 32 << 20  # what one of the copies moves that time the link
 _LONG_SHARE = 0.75  # of the largest forward so far, what says enough of it
+_LEAST_LONG_SHARE = 0.25  # of forwards, by which plans are for long ones alone
 _MOST_SHORT = 3  # so many smaller ones are looked at in vain
 
 
@@ -62,12 +63,10 @@ class SearchSteps(FollowedRows):
         super()._begin_anew()
         self._search = self._find()
         self._times = StepTimes(self.manager.backend.sync_elapsed_us)
-        self._tokens: list[float] = []
-        """Of the forwards of the step."""
         self._span: tuple[Any, Any] = None, None
         """From the first to the last of the step before."""
         self._looks: LayerWatch | SiteTimes | None = None
-        self._look_size, self._has_failed = 0.0, False
+        self._look_tokens, self._has_failed = 0.0, False
         """Of the forward that is looked at."""
         self._trained = set[int]()
         """The models that had a forward with gradients: a teacher's are no part of the step."""
@@ -75,12 +74,10 @@ class SearchSteps(FollowedRows):
         """Followed until there is a plan."""
         self._num_measured = 0
 
-    def _layer_begins(self, size: float, tokens: float) -> None:
+    def _layer_begins(self, tokens: float) -> None:
         if self.is_converged:
-            self._see_size(size)
-        else:
-            self._tokens.append(min(tokens, size))
-        self._look_size = self._look_size or size  # of several forwards in a step the first
+            self._see_length(tokens)
+        self._look_tokens = self._look_tokens or tokens  # of several in a step the first
 
     def _find(self) -> Generator[StepKind, None, None]:
         manager = self.manager
@@ -129,14 +126,13 @@ class SearchSteps(FollowedRows):
         look = partial(LayerWatch, sites, self._may_move(), manager)
         watch = yield from self._look("watched", look)
         self._rows = self._rows if self._is_tight else ()
-        watched_size = self._watched_size = self._look_size
+        self._watched_tokens = self._look_tokens
         holds_back = manager.config.whole_step_graph
         timing = partial(SiteTimes, sites or timed, backend, holds_back=holds_back)
         times = yield from self._look("timed", timing)
-        times.scale = watched_size / self._look_size
-        longest = max(self._times.sizes)
-        long = [x for x in self._times.sizes if x >= MEASURED_SHARE * longest]
-        times.sizes = [1.0] if holds_back else [x / self._look_size for x in long]
+        times.scale = self._watched_tokens / self._look_tokens
+        if not holds_back:
+            times.sizes = [tokens / self._look_tokens for tokens in self._times.long]
         self._num_inflight = max(1.0, self._clock.most_pending / len(self._trained))
         self._forward_us = times.forward_us
         gbps = measure_link(manager)
@@ -161,7 +157,7 @@ class SearchSteps(FollowedRows):
         ready_bytes = yield from self._prepare(plan, _NUM_BARE if has_bare else 0)
         if has_bare:
             self._bare_bytes = backend.memory().peak_allocated_bytes
-        self._largest = self._size_of_bare = max(self._times.sizes)
+        self._longest = self._bare_tokens = max(self._times.tokens)
         yield from self._agree(ready_bytes)
 
     def _sites(self) -> dict[str, Site]:
@@ -201,10 +197,10 @@ class SearchSteps(FollowedRows):
         num_short = 0
         while True:
             look = make()
-            self._looks, self._has_failed, self._look_size = look, False, 0.0
+            self._looks, self._has_failed, self._look_tokens = look, False, 0.0
             yield kind
             self._looks = None
-            is_short = self._look_size < _LONG_SHARE * max(self._times.sizes)
+            is_short = self._look_tokens < _LONG_SHARE * max(self._times.tokens)
             if is_short and num_short < _MOST_SHORT and is_alone():  # ranks go on together
                 num_short += 1
             elif not self._has_failed:
@@ -218,7 +214,7 @@ class SearchSteps(FollowedRows):
         """
         pool, backend = self.manager.host_pool, self.manager.backend
         for number in itertools.count():
-            size = max(self._times.sizes) / self._watched_size  # a longer forward may have come
+            size = max(self._times.tokens) / self._watched_tokens  # a longer forward may have come
             share = _SPARE_SHARE * size * self._num_inflight
             is_of_use = size * self._largest_bytes <= pool.slab_bytes and not self._is_tight
             wanted_bytes = min(int(share * plan.copied_bytes), pool.cap_bytes) if is_of_use else 0
@@ -244,7 +240,7 @@ class SearchSteps(FollowedRows):
         """
         try:
             ranks = Ranks()
-            self._is_alone, self._speaks = ranks.is_alone, ranks.answers
+            self._is_alone, self._speaks = is_alone(), ranks.answers
             said: dict[str, Any] = {"refusal": refusal}
             if not refusal:
                 is_first = ranks.is_first_of(self._stage)
@@ -280,10 +276,11 @@ class SearchSteps(FollowedRows):
     def _words(self, actions: list[Any] | None, ready_bytes: float = math.inf) -> dict[str, Any]:
         """Return what this rank has, by which the first makes plans."""
         times = self._times
-        forward_us = times.fit(self._watched_size)
+        forward_us = times.fit(self._watched_tokens)
         # In a pipeline, and among ranks, what one forward needs isn't the peak of a step.
         is_of_one = is_alone() and self._num_inflight <= 1 and not self._is_tight
-        may_be_long = is_of_one and self._has_lengths and times.has_long
+        are_usual = len(times.long) >= _LEAST_LONG_SHARE * len(times.tokens)
+        may_be_long = is_of_one and self._has_lengths and are_usual
         has = {
             "num_inflight": self._num_inflight,
             "bare_bytes": self._bare_bytes,

@@ -160,7 +160,7 @@ def test_a_rank_that_can_not_follow_rows_holds_all_of_them_off(layered_jobs, mon
     monkeypatch.setattr(layered_jobs[2].search, "_find", lambda: None)
     search = layered_jobs[2].search
     search._search = search._agree(refusal="it is too full")
-    search._size_of_bare = 1
+    search._bare_tokens = 1
     assert None not in rows_found_at(layered_jobs)
     for job in layered_jobs:
         assert "it is too full" in job.search.said

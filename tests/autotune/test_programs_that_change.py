@@ -249,4 +249,4 @@ def test_of_two_lists_that_a_forward_calls_the_first_counts():
     job.offload = job.context()
     job.found()
     assert job.search._clock.most_pending == 1
-    assert job.search._size_of_bare == ROWS * WIDTH
+    assert job.search._bare_tokens == ROWS

@@ -210,7 +210,7 @@ def test_what_is_planned_holds_for_long_forwards_whichever_is_looked_at(lengths)
         first_tried.append(next(iter(job.found()._own.tried)))
     assert first_tried[0] == first_tried[1] > 0
     is_soon = lengths.count(4) <= 3
-    assert job.search._watched_size == (16 if is_soon else 4) * WIDTH
+    assert job.search._watched_tokens == (16 if is_soon else 4)
 
 
 def test_no_more_of_a_layer_is_offloaded_than_its_backward_can_reload():
@@ -224,8 +224,8 @@ def test_of_forwards_of_several_lengths_in_a_step_the_first_is_looked_at():
     job = LayeredJob(1.0, policy=auto(6))
     while job.search._kind != "bare":
         step_of_several(job, (16, 4, 4))
-    assert job.search._watched_size == 16 * WIDTH
-    assert len(job.search._times.sizes) == 4, "none was looked at in vain"
+    assert job.search._watched_tokens == 16
+    assert len(job.search._times.tokens) == 3 * 4, "none was looked at in vain"
 
 
 def test_lengths_that_are_drawn_anew_are_one_program():
