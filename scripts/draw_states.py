@@ -18,7 +18,7 @@ BLOCK = re.compile(r"(?<=<!-- states -->\n).*?(?=<!-- end of states -->)", re.DO
 
 DEVICE, OUT, BACK, HOST = "#56b4e9", "#e69f00", "#2fb890", "#c4c4c4"
 HEAD = """\
-<svg xmlns="http://www.w3.org/2000/svg" class="drawing" role="img" viewBox="0 0 480 474">\
+<svg xmlns="http://www.w3.org/2000/svg" class="drawing" role="img" viewBox="0 0 480 394">\
 <title>The states of a group of saved tensors</title><style>
 svg.drawing { --ink: #24292f; --faint: #6e7781; font: 14px system-ui, sans-serif; }
 @media (prefers-color-scheme: dark) { svg.drawing { --ink: #d8dee4; --faint: #9ba3ac; } }
@@ -39,8 +39,7 @@ PLACES = {
     GroupState.OFFLOADING: (250, 100, OUT, "is copied out"),
     GroupState.ON_HOST: (250, 180, HOST, "only on the host"),
     GroupState.RELOADING: (250, 260, BACK, "is reloaded"),
-    GroupState.RELOADED: (250, 340, DEVICE, "is back, in order"),
-    DONE: (10, 420, HOST, "backward has left it; from any state where a graph is dropped"),
+    DONE: (10, 340, HOST, "backward has left it; from any state where a graph is dropped"),
 }
 """Where a state stands, and what it is in three words; the engine's table has more of them."""
 

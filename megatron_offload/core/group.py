@@ -17,15 +17,14 @@ class GroupState(enum.Enum):
     RESIDENT = "the tensors are kept on the device until backward has used them"
     OFFLOADING = "copies to the host are issued; device memory is still held"
     ON_HOST = "device memory is released; the host holds the data"
-    RELOADING = "copies to the device are issued; host memory is freed behind them"
-    RELOADED = "the compute stream is ordered behind the reload"
+    RELOADING = "copies to the device are issued; who reads a tensor waits for them"
     DONE = "backward has left the group; what is left goes with the autograd graph"
 
     __hash__ = object.__hash__  # members are singletons; enum's own hash is a call into Python
 
 
 # By name, because what a boundary compares it with would else be looked up by Python's enum.
-RECORDING, RESIDENT, OFFLOADING, ON_HOST, RELOADING, RELOADED, DONE = GroupState
+RECORDING, RESIDENT, OFFLOADING, ON_HOST, RELOADING, DONE = GroupState
 
 MOVES: dict[GroupState, frozenset[GroupState]] = {
     RECORDING: frozenset({RESIDENT, OFFLOADING, DONE}),
@@ -33,8 +32,7 @@ MOVES: dict[GroupState, frozenset[GroupState]] = {
     # Back to RESIDENT: backward came before the release, the source is still there.
     OFFLOADING: frozenset({ON_HOST, RESIDENT, DONE}),
     ON_HOST: frozenset({RELOADING, DONE}),
-    RELOADING: frozenset({RELOADED, DONE}),
-    RELOADED: frozenset({DONE}),
+    RELOADING: frozenset({DONE}),
     DONE: frozenset(),
 }
 """The whole state table: from each state, the states it may move to."""
@@ -52,12 +50,12 @@ class Group(abc.ABC):
         num_bytes: bytes that moving the group copies; set at commit.
         kept_bytes: bytes besides that were chosen to be kept; set at commit.
         committed_at_bytes: when its forward ended, by the step's clock.
-        held_bytes: what it takes of the budget just now.
+        held_bytes, inflight_bytes: what it takes of the budget just now.
         needs: other groups whose bytes its backward makes its own from; set at commit.
     """
 
     # Defaults of the class: quicker to make than what each group sets for itself.
-    num_bytes = kept_bytes = committed_at_bytes = held_bytes = 0
+    num_bytes = kept_bytes = committed_at_bytes = held_bytes = inflight_bytes = 0
     needs: tuple[GroupKey, ...] = ()
     state = RECORDING
 
@@ -101,3 +99,9 @@ class Group(abc.ABC):
         """Count its bytes as held no more."""
         self.budget.held_bytes -= self.held_bytes
         self.held_bytes = 0
+
+    def land(self, num_bytes: int) -> None:
+        """Count so much of it, if there is as much, as in flight no more."""
+        num_bytes = min(num_bytes, self.inflight_bytes)
+        self.inflight_bytes -= num_bytes
+        self.budget.inflight_bytes -= num_bytes

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 from megatron_offload.core.budget import DeviceBudget
-from megatron_offload.core.group import Group
+from megatron_offload.core.group import OFFLOADING, ON_HOST, Group
 
 G = TypeVar("G", bound=Group)
 
@@ -50,8 +50,11 @@ class InFlightWindow(Generic[G]):
         """Yield them, from the oldest on."""
         return (group for group, _, _ in self._entries)
 
-    def add(self, group: G, num_blocks: int = 1) -> None:
-        """Note a group whose copies were issued."""
+    def add(self, group: G, num_bytes: int, num_blocks: int = 1) -> None:
+        """Note a group of which copies of so many bytes were issued."""
+        group.advance(OFFLOADING)
+        group.inflight_bytes = num_bytes
+        self._budget.inflight_bytes += num_bytes
         due_bytes = self._past_bytes + self.step_bytes + self._budget.total_bytes
         self._entries.append((group, num_blocks, due_bytes))
 
@@ -90,9 +93,14 @@ class InFlightWindow(Generic[G]):
             self._release_oldest()
 
     def _release_oldest(self) -> tuple[G, int, int]:
-        self._release(self._entries[0][0])
+        group = self._entries[0][0]
+        group.land(group.inflight_bytes)
+        self._release(group)
+        if group.state is OFFLOADING:
+            group.advance(ON_HOST)
         return self._entries.popleft()
 
     def abandon(self) -> None:
         """Forget everything in flight: after a failed step, when no copy is under way."""
         self._entries.clear()
+        self._budget.inflight_bytes = 0

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from megatron_offload.core.group import GroupState
+from megatron_offload.engine.block_state import EXTERNAL, RELOADED
 from megatron_offload.engine.group import NO_BASE, Block, OffloadGroup
 from megatron_offload.engine.observer import Observer
 from megatron_offload.errors import CorruptionError
@@ -37,7 +38,7 @@ class Checker(Observer):
         So may the rest of a row, where a part of it is no view: it has a version of its own.
         """
         parts: _Parts = set()
-        for alias in (block.alias, *block.others):
+        for alias in block.aliases:
             layout = layout_of(alias)
             low, high = layout.low - block.low, layout.high - block.low
             if block.base != NO_BASE or high - low <= layout.num_bytes:
@@ -50,8 +51,7 @@ class Checker(Observer):
         Raises:
             CorruptionError: a bit differs.
         """
-        has_left = block.reload is not None or block.recipe is not None
-        if not has_left or block not in self._left:  # or it was compared
+        if block.state is EXTERNAL or block not in self._left:  # it was compared
             return
         parts, expected = self._left.pop(block)
         actual = _sum_of(target, parts)
@@ -76,9 +76,8 @@ def leaks_of(groups: Iterable[OffloadGroup]) -> tuple[str, ...]:
     found = []
     for group in groups:
         blocks = group.blocks()
-        back = (block for block in blocks if block.reload is not None and block.target is not None)
         host_bytes = sum(block.num_bytes for block in blocks if block.host is not None)
-        device_bytes = sum(block.num_bytes for block in back)
+        device_bytes = sum(block.num_bytes for block in blocks if block.state is RELOADED)
         if host_bytes or device_bytes:
             left = "backward has left it" if group.state is GroupState.DONE else group.state.name
             found.append(

@@ -13,6 +13,7 @@ from functools import lru_cache
 import torch
 
 from megatron_offload.core.profile import GroupKey
+from megatron_offload.engine.block_state import SAVED
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import Block, OffloadGroup, Recipes, Rules
 from megatron_offload.engine.marks import (
@@ -169,7 +170,7 @@ class ChunkOffloadHandler:
         marked = tensor.__dict__.pop(READY_MARK, None)  # once: a later write gives another
         if marked is not None and marked[0] == record.version:
             block = record.block
-            if block is not None and block.alias is record.alias:
+            if block is not None and block.aliases[0] is record.alias:
                 block.ready = marked[1]
 
     def _find_block_of(self, group: OffloadGroup, record: SavedTensor) -> None:
@@ -194,20 +195,18 @@ class ChunkOffloadHandler:
         if not record.is_detached:
             alias = record.detach()
         block, references = self.find_block(storage_key), group.references
-        if block is not None:
-            is_before_copy = block.is_before_copy
-            if is_before_copy or block.has(record):
-                record.block = block
-                if is_before_copy:
-                    block.add(record)
-                    block.ready = None  # given for one of them only, maybe
-                elif block.released:
-                    transfers.empty(alias)
-                else:
-                    block.others += (alias,)
-                if block.group is not group and not any(one() is block for one in references):
-                    references.append(weakref.ref(block))  # the first user reloads it
-                return
+        if block is not None and (block.state is SAVED or block.has(record)):
+            record.block = block
+            if block.state is SAVED:
+                block.add(record)
+                block.ready = None  # given for one of them only, maybe
+            elif block.released:
+                transfers.empty(alias)
+            else:
+                block.aliases.append(alias)
+            if block.group is not group and not any(one() is block for one in references):
+                references.append(weakref.ref(block))  # the first user reloads it
+            return
         low, high, spec = layout.low, layout.high, layout.spec
         if spec is None:
             low -= low % ALIGNMENT_BYTES

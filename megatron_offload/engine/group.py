@@ -7,8 +7,7 @@ the next call of the engine:
     autograd graph -> SavedTensor -> Block -> host region | reload target
     sources in flight -> aliases of the source, until the compute stream has waited for the copy
 
-Invariant: a block is *released* (its source dropped) only after its copy was issued; a released
-block has a host region, a reload target, or a source that something else keeps alive.
+Where a block's bytes are, its state says (`megatron_offload.engine.block_state`).
 """
 
 from __future__ import annotations
@@ -28,6 +27,17 @@ from megatron_offload.backends.base import Event, Stream
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import Group
 from megatron_offload.core.profile import GroupKey
+from megatron_offload.engine.block_state import (
+    BLOCK_MOVES,
+    EXTERNAL,
+    HAVE_SOURCE,
+    IN_FLIGHT,
+    KEPT,
+    LOST,
+    SAVED,
+    BlockState,
+)
+from megatron_offload.errors import StateError
 from megatron_offload.memory.host_pool import HostRegion
 from megatron_offload.memory.layout import ALIGNMENT_BYTES, TensorLayout, ViewSpec, bytes_of
 from megatron_offload.memory.storage_ref import StorageRef
@@ -59,25 +69,7 @@ class Store(Protocol):
         """Return what a released block is reloaded to; the program is ordered behind that."""
 
     def keep_source(self, block: Block) -> None:
-        """Keep a block on the device for a reader who is there before its release."""
-
-    def read(self, block: Block, memory: torch.Tensor) -> None:
-        """Know that the program reads the memory of a block now, on whatever stream."""
-
-
-@dataclass(slots=True, eq=False)
-class Flight:
-    """The copies of one group to the host, from their issue to their release."""
-
-    copies: list[tuple[Lease, Stream, torch.Tensor]]
-    """Of each block its lease, its stream, on which what reuses its memory is queued, and an alias,
-    which keeps its memory even where the graph is dropped before the copy ends."""
-    streams: dict[Stream, None]
-    """Of all of them, each once."""
-    d2h: Event = None
-    """The event behind them, once they are issued."""
-    num_bytes: int = 0
-    """What of it counts as in flight."""
+        """Keep a block's source on the device for a reader, on whatever stream."""
 
 
 @dataclass(slots=True, eq=False)
@@ -93,10 +85,6 @@ class Reload:
     """Whether it has."""
 
 
-def _nothing(lease: Lease) -> None:
-    """Take nothing back: of one whose making was interrupted."""
-
-
 class Lease(weakref.ref["Block"]):
     """What a block has to free, and the sign that the block is dead.
 
@@ -104,18 +92,19 @@ class Lease(weakref.ref["Block"]):
     that comes while a finalizer of its own runs.
 
     Attributes:
-        free: is called with it once the block has gone.
-        group: the block's.
+        free: is called with it once the block has gone; by default, of one whose making was
+            interrupted, that does nothing.
+        group: the one that moves the block.
         region: the host memory that it has a part of.
         reload: the bulk reload by which it has been reloaded.
         target: what it was reloaded to, where the backend observes that.
     """
 
     __hash__ = object.__hash__  # a weak reference's own needs what it refers to
-    free: Callable[[Lease], None] = staticmethod(_nothing)
+    free: Callable[[Lease], object] = bool
     group: OffloadGroup
     region: HostRegion | None = None
-    reload: Reload | None = None
+    reload: Reload = None  # type: ignore[assignment]  # until it is issued
     target: torch.Tensor | None = None
 
 
@@ -136,8 +125,9 @@ class Block:
     """A region of one storage: copied once for all who share it.
 
     Attributes:
+        state: where its bytes are.
         store: who has its bytes.
-        group: the group that saved it first and moves it.
+        group: the group that saved it first.
         stream: what the program computed on when it did.
         index: its place among the blocks of that group.
         storage_key: the storage's identity; 0 once the storage has gone.
@@ -147,23 +137,21 @@ class Block:
             of the region.
         layout, base: of the record with most of its bytes, as ``version``: the first, or a
             contiguous one around that.
-        alias, others: one detached alias per record, sharing storage and version counter with the
-            tensor that was saved. Emptying them is what releases the source.
+        aliases: one detached alias per record, the first's first, sharing storage and version
+            counter with the tensor that was saved. Emptying them is what drops the source.
         version: version counter of the source when that was saved.
         ready: the event behind its producer, where the program has given one.
-        is_kept: whether it was chosen to be kept on the device.
+        is_kept: whether it was chosen to be kept on the device; None until that is asked.
         name: under which its bytes are counted: of the group that moves it, or would.
-        counted_bytes: what of it some group's commit has counted.
         kept_bytes: what of it is counted as kept on the device.
-        flight: the copies to the host that its own was issued with, once it was.
-        address: where the storage lay then.
+        address: where the storage lay when it was copied or dropped.
         lease: what it has to free, from its copy to the host on.
         host: its bytes in host memory.
-        cancelled: whether it is kept although the copy was issued.
         forced_by: tensors that may hold its storage then, which is emptied all the same.
-        storage_ref: the storage, where something else still held it at the release.
+        storage_ref: the storage, where something else still held it when it was dropped.
         was_reached: whether backward has come to a group that has it.
-        target: what it is reloaded to; ``target_version`` when it was read first.
+        target: what it is reloaded to, or where something else keeps it; ``target_version`` when
+            it was read first.
         handed: by layout, what stands for leaves that were saved in it. While the block has it too,
             autograd takes none of them for a gradient that is its own.
         recipe: how it is recomputed, once it was dropped without a copy; till its group's commit,
@@ -172,20 +160,19 @@ class Block:
     """
 
     # Defaults of the class: most blocks are made, saved in and dropped without setting most.
-    address = counted_bytes = kept_bytes = 0
-    others: tuple[torch.Tensor, ...] = ()
+    state = SAVED
+    address = kept_bytes = 0
     ready: Event | None = None
-    flight: Flight | None = None
     host: torch.Tensor | None = None
-    lease: Lease | None = None
-    target: torch.Tensor | None = None
+    lease: Lease = None  # type: ignore[assignment]  # until its copy
+    target: torch.Tensor = None  # type: ignore[assignment]  # until it is reloaded
     target_version: int | None = None
     handed: dict[TensorLayout, torch.Tensor] | None = None
-    reload: Reload | None = None
     storage_ref: StorageRef | None = None
     recipe: Recipe | None = None
     made: tuple[Stream, torch.Tensor] | None = None
-    is_kept = cancelled = released = was_reached = False
+    is_kept: bool | None = None
+    was_reached = False
     forced_by: tuple[weakref.ref[torch.Tensor], ...] = ()
 
     def __init__(
@@ -204,7 +191,7 @@ class Block:
         self.stream = stream
         self.storage_key = storage_key
         self.version = record.version
-        self.alias = record.alias
+        self.aliases = [record.alias]
         self.layout = record.layout
         self.base = record.base
         self.low = low
@@ -214,10 +201,28 @@ class Block:
         self.index = len(group.references)
         self.store = store
 
+    def advance(self, to: BlockState) -> None:
+        """Move to state ``to``; a `StateError`, and nothing has changed: there is no such move."""
+        if to not in BLOCK_MOVES[self.state]:
+            what = f"block {self.index} of group {self.group.label}"
+            raise StateError(f"{what} can't move from {self.state.name} to {to.name}")
+        self.state = to
+
     @property
-    def region(self) -> HostRegion | None:
-        """The host memory that has its bytes, alone or with others."""
-        return None if self.lease is None else self.lease.region
+    def released(self) -> bool:
+        """Whether its source was dropped."""
+        return self.state not in HAVE_SOURCE
+
+    def abandon(self) -> None:
+        """Let go of all but what is on the device without the engine: its step was aborted."""
+        self.host = self.made = self.recipe = None
+        if self.lease is not None:
+            self.lease.region = None
+        if self.state is IN_FLIGHT:
+            self.advance(KEPT)
+        elif self.released and self.state is not EXTERNAL and self.state is not LOST:
+            self.advance(LOST)
+            self.target = None  # type: ignore[assignment]
 
     def take_region(self) -> HostRegion:
         """Return the host memory, which the block has no longer."""
@@ -232,16 +237,11 @@ class Block:
         """What it is called in every step of the same program."""
         return self.group.key, self.index
 
-    @property
-    def is_before_copy(self) -> bool:
-        """Whether it has its source, and no copy was issued."""
-        return self.flight is None and not self.released
-
     def source(self) -> torch.Tensor:
         """Return its bytes, as long as it has its source."""
         if self.spec[1] is not None:
-            return self.alias
-        return bytes_of(self.alias.untyped_storage(), self.low, self.high)
+            return self.aliases[0]
+        return bytes_of(self.aliases[0].untyped_storage(), self.low, self.high)
 
     def live_source(self) -> torch.Tensor | None:
         """Return the flat bytes of a released source that is where it was; resizing moves one."""
@@ -265,7 +265,7 @@ class Block:
         layout, known = record.layout, self.layout
         if self.version != record.version or not self.covers(layout.low, layout.high):
             return False
-        if not all(count_together(alias, record.alias) for alias in (self.alias, *self.others)):
+        if not all(count_together(alias, record.alias) for alias in self.aliases):
             return False
         is_saved = known.is_contiguous and known.low <= layout.low and layout.high <= known.high
         return is_saved or layout is known or (record.base == self.base != NO_BASE)
@@ -277,7 +277,7 @@ class Block:
         self.high = max(self.high, layout.high)
         self.num_bytes = self.high - self.low
         self.spec = self.num_bytes, None
-        self.others += (record.alias,)
+        self.aliases.append(record.alias)
         if layout.is_contiguous and layout.low <= known.low and known.high <= layout.high:
             self.layout, self.version, self.base = layout, record.version, record.base
         elif record.base != self.base:
@@ -368,7 +368,10 @@ class OffloadGroup(Group):
     Attributes:
         moving: between the look at its bytes and the decision, the blocks that can be offloaded,
             alive.
-        flight: its copies to the host, while they are in flight.
+        copies: what it has in flight to the host: of each block its lease, its stream, on which
+            what reuses its memory is queued, and an alias, which keeps its memory even where the
+            graph is dropped before the copy ends.
+        d2h: the event behind them.
         dropped_bytes: what of it is off the device to be recomputed, until backward comes to it,
             by name.
         forced: tensors that something else keeps alive and that are not read again.
@@ -377,7 +380,8 @@ class OffloadGroup(Group):
 
     dropped_bytes: Mapping[str, int] = MappingProxyType({})
     moving: Sequence[Block] = ()
-    flight: Flight | None = None
+    copies: Sequence[tuple[Lease, Stream, torch.Tensor]] = ()
+    d2h: Event = None
     leaf_hook: RemovableHandle | None = None
     forced: tuple[weakref.ref[torch.Tensor], ...] = ()
     pick: Pick | None = None

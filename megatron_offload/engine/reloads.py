@@ -6,6 +6,7 @@ What something else has kept on the device all the time is taken from there.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +15,9 @@ import torch
 
 from megatron_offload.backends.base import Backend, Event, Pair, Stream, Wait
 from megatron_offload.core.budget import DeviceBudget
-from megatron_offload.core.group import ON_HOST, RELOADED, RELOADING
+from megatron_offload.core.group import ON_HOST, RELOADING
 from megatron_offload.core.window import InFlightWindow
+from megatron_offload.engine.block_state import DROPPED, EXTERNAL, LOST, RELEASED, RELOADED
 from megatron_offload.engine.group import Block, Lease, OffloadGroup, Reload
 from megatron_offload.engine.guard import Guard, guarded
 from megatron_offload.engine.observer import Direction, Observer
@@ -64,8 +66,7 @@ class Reloads:
         # Backward is on forward's streams: each gets the memory of what it will read.
         moving: dict[Stream, list[Block]] = {}
         for block in blocks:
-            is_on_host = block.host is not None and block.released
-            if is_on_host and (block.storage_ref is None or not self._revive(block)):
+            if block.state is RELEASED and not self._finds_source(block):
                 moving.setdefault(block.stream, []).append(block)
         targets: dict[Stream, list[torch.Tensor]] = {}
         for stream, same in moving.items():
@@ -112,22 +113,20 @@ class Reloads:
         pairs: list[Any] = [(to, block.host) for block, to in zip(blocks, targets, strict=True)]
         event = self._copy("h2d", pairs, group)
         reload = Reload(event, backend.compute_stream(), targets)
-        num_read: dict[HostRegion, int] = {}
-        by_name = self.stats.by_name
+        num_read = Counter[HostRegion]()
         for block, target in zip(blocks, targets, strict=True):
-            block.target = target  # from here on this is the copy that counts
-            region = block.take_region()
-            num_read[region] = num_read.get(region, 0) + 1
-            assert block.lease is not None
-            block.reload = block.lease.reload = reload
+            lease = block.lease
+            block.target, lease.reload = target, reload
             if backend.observes:
-                block.lease.target = target
-            by_name[block.name].reloaded_bytes += block.num_bytes
+                lease.target = target
+            block.advance(RELOADED)  # from here on the target is read, in whichever thread
+            num_read[block.take_region()] += 1
+            self.stats.by_name[block.name].reloaded_bytes += block.num_bytes
         for region, number in num_read.items():
             self.host_pool.free(region, event, number)
 
-    def _revive(self, block: Block) -> bool:
-        """Take a block's bytes from its source where something else has kept that alive.
+    def _finds_source(self, block: Block) -> bool:
+        """Take a block's bytes from its source, if something else has kept that alive.
 
         They are the bytes that autograd alone would have used, whatever may have written to them
         since.
@@ -136,49 +135,46 @@ class Reloads:
         if source is None:
             return False
         block.target = source
-        self.host_pool.free(block.take_region(), None)
-        self.stats.externally_referenced_bytes += block.num_bytes
+        block.advance(EXTERNAL)
+        if block.host is not None:
+            self.host_pool.free(block.take_region(), None)
+        self.stats.externally_referenced_bytes += source.nbytes
         return True
 
     def wait_reloads(self, groups: Iterable[OffloadGroup]) -> None:
         """Make the compute stream wait for the reloads of these groups that are under way."""
         for group in groups:
             for block in group.blocks():
-                if block.target is not None:
-                    self._wait_reloaded(block)
+                if block.state is RELOADED:
+                    self._wait_reload(block.lease, block.target)
+
+    # What records ask for
 
     def target_of(self, block: Block) -> torch.Tensor:
-        """Return a released block's reload target, ordered before what the program does next.
+        """Return where a released block's bytes are, ordered before what the program does next.
 
         Raises:
             StateError: the data went with a step that was aborted.
             CorruptionError: in checking mode, reloaded bits differ from offloaded ones.
             torch.OutOfMemoryError: the device has no memory for it.
         """
-        target = block.target
-        if target is not None and not self.observers and not self.backend.observes:
-            reload = block.reload  # this takes no lock, because it only looks
-            if reload is None or (
-                reload.is_waited and self.backend.compute_stream() is reload.stream
-            ):
+        if block.state is RELOADED and not self.observers and not self.backend.observes:
+            reload = block.lease.reload  # this takes no lock, because it only looks
+            if reload.is_waited and self.backend.compute_stream() is reload.stream:
+                return block.target
+        if block.made is None:
+            target = self._target_of(block)
+            if target is not None:
                 return target
-        return self._ready_target(block) if block.recipe is None else self._recomputed_target(block)
+        return self._recomputed(block)
 
-    def _recomputed_target(self, block: Block) -> torch.Tensor:
+    def _recomputed(self, block: Block) -> torch.Tensor:
         """Recompute a dropped block, once for all who need it on a stream.
 
-        Its function is the program's, so no lock is held. What something else has kept all the time
-        is taken from there.
+        Its function is the program's, so no lock is held.
         """
         recipe, stream = block.recipe, self.backend.compute_stream()
         assert recipe is not None
-        if block.target is not None:
-            return block.target
-        if block.made is None:
-            block.target = block.live_source()
-            if block.target is not None:
-                self.stats.externally_referenced_bytes += block.target.nbytes
-                return block.target
         if block.made is None or block.made[0] is not stream:
             for observer in self.observers:
                 observer.recompute_starts(block)
@@ -194,78 +190,69 @@ class Reloads:
         return target
 
     @guarded
-    def _ready_target(self, block: Block) -> torch.Tensor:
-        """Reload what is not reloaded yet, the whole group if it is on the host; and wait."""
+    def _target_of(self, block: Block) -> torch.Tensor | None:
+        """Reload what is not reloaded yet, the whole group if it is on the host; and wait.
+
+        None of a dropped block that has to be recomputed.
+        """
         group = block.group
-        if block.target is None:
-            if block.region is None:
-                raise StateError(
-                    f"group {group.label} was saved in a step that was aborted; its data is "
-                    "gone, run the forward again"
-                )
-            if group.state is ON_HOST:
-                self.reload(group, is_late=True)
-            if block.target is None:
-                self._reload(group, [block], may_fail=False)
-        assert block.target is not None
-        self._wait_reloaded(block)
-        if self.backend.observes and block.reload is not None:  # else it is the program's memory
-            self.backend.note_consumed(block.target, group.label)
+        if block.state is RELEASED and group.state is ON_HOST:
+            self.reload(group, is_late=True)
+        if block.state is RELEASED:
+            self._reload(group, [block], may_fail=False)
+        elif block.state is LOST:
+            raise StateError(
+                f"group {group.label} was saved in a step that was aborted; its data is "
+                "gone, run the forward again"
+            )
+        elif block.state is DROPPED and not self._finds_source(block):
+            return None
+        target = block.target
+        if block.state is RELOADED:
+            self._wait_reload(block.lease, target)
+            if self.backend.observes:
+                self.backend.note_consumed(target, group.label)
         for observer in self.observers:
-            observer.block_read(block, block.target)
-        return block.target
+            observer.block_read(block, target)
+        return target
 
-    def _wait_reloaded(self, block: Block) -> None:
-        if block.reload is not None:  # else it never left the device
-            assert block.target is not None
-            self._wait(block.reload, block.group, block.target)
-        if block.group.state is RELOADING:
-            block.group.advance(RELOADED)
-
-    def _wait(self, reload: Reload, group: OffloadGroup, target: torch.Tensor) -> None:
-        """Make the compute stream wait for a reload whose target it reads."""
-        backend = self.backend
-        stream = backend.compute_stream()
+    def _wait_reload(self, lease: Lease, target: torch.Tensor) -> None:
+        """Make the compute stream wait for the reload of a target that it reads."""
+        reload, stream = lease.reload, self.backend.compute_stream()
         is_home = stream is reload.stream
         if is_home and reload.is_waited:
             return
-        for observer in self.observers:
-            observer.wait_starts()
-        backend.wait(stream, reload.event, Wait.W4)
-        for observer in self.observers:
-            observer.wait_issued(Wait.W4, group)
+        self.wait(lease.group, [stream], reload.event, Wait.W4)
         if is_home:
             reload.is_waited, reload.targets = True, ()
         else:
-            backend.read_on(stream, target)
-
-    # What records do with their blocks
-
-    def read(self, block: Block, memory: torch.Tensor) -> None:
-        """Know that the program reads the memory of a block now, on whatever stream."""
-        stream = self.backend.compute_stream()
-        if stream is not block.stream:
-            self.backend.read_on(stream, memory)
+            self.backend.read_on(stream, target)
 
     def free(self, lease: Lease) -> None:
-        """Free what dead blocks have left."""
-        region, reload, target = lease.region, lease.reload, lease.target
-        if region is not None:
-            self.host_pool.free(region, None)
+        """Free what a dead block has left."""
+        backend, reload, target = self.backend, lease.reload, lease.target
+        if lease.region is not None:
+            self.host_pool.free(lease.region, None)
         if reload is not None and (target is not None or not reload.is_waited):
-            self._free_target(lease.group, reload, target)
+            with backend.computing_on(reload.stream):  # to which the memory goes back
+                # Unread it may be there; still the copy must not write into what was handed on.
+                if not reload.is_waited:
+                    self._wait_reload(lease, reload.targets[0])
+                if target is not None:
+                    sole_owner = num_owners(target.untyped_storage()) == 2  # target and the handle
+                    backend.note_freed(target, lease.group.label, sole_owner=sole_owner)
         self._leases.discard(lease)
 
-    def _free_target(
-        self, group: OffloadGroup, reload: Reload, target: torch.Tensor | None
-    ) -> None:
-        with self.backend.computing_on(reload.stream):  # to which the memory goes back
-            if not reload.is_waited:
-                # It is unread there; still the copy must not write into what was handed on.
-                self._wait(reload, group, reload.targets[0])
-            if target is not None:
-                sole_owner = num_owners(target.untyped_storage()) == 2  # target and the handle
-                self.backend.note_freed(target, group.label, sole_owner=sole_owner)
+    # Both ways
+
+    def wait(self, group: OffloadGroup, streams: Iterable[Stream], event: Event, why: Wait) -> None:
+        """Make streams of the program wait for a copy of a group."""
+        for observer in self.observers:
+            observer.wait_starts()
+        for stream in streams:
+            self.backend.wait(stream, event, why)
+        for observer in self.observers:
+            observer.wait_issued(why, group)
 
     def _copy(self, direction: Direction, pairs: Sequence[Pair], group: OffloadGroup) -> Event:
         """Queue copies of a group, named in full only where someone reads it."""

@@ -9,6 +9,7 @@ import weakref
 
 import torch
 
+from megatron_offload.engine.block_state import IN_FLIGHT, RELOADED
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import Block, count_together
 from megatron_offload.engine.modes import apart, has_modes
@@ -95,7 +96,7 @@ class SavedTensor:
         if block.released:
             found = self._in_target(block, block.store.target_of(block))
         else:
-            if block.flight is not None and not block.cancelled:
+            if block.state is IN_FLIGHT:
                 block.store.keep_source(block)
             found = alias.detach()  # the alias itself may be emptied
         return found if self.leaf is None else self._as_leaf(block, found)
@@ -111,7 +112,7 @@ class SavedTensor:
         elif block.target_version != version and self._counts_with(block):
             what = f"a tensor {self._description()}"
             raise changed_in_place(f"{what} by a backward,", version, block.target_version)
-        if block.spec is layout.fresh_spec and block.reload is not None:
+        if block.spec is layout.fresh_spec and block.state is RELOADED:
             return target.detach()  # it is all of the block
         is_whole = target.dtype is layout.dtype and target.shape == layout.size
         if is_whole and target.stride() == layout.stride:
@@ -120,7 +121,7 @@ class SavedTensor:
 
     def _counts_with(self, block: Block) -> bool:
         """Whether a change of any part of a block is one of this; else it may be another's."""
-        return all(count_together(self.alias, one) for one in (block.alias, *block.others))
+        return all(count_together(self.alias, one) for one in block.aliases)
 
     def _as_leaf(self, block: Block, found: torch.Tensor) -> torch.Tensor:
         """Return a tensor that something else has too, if autograd's own would be.

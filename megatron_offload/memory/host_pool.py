@@ -13,7 +13,6 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
 
 import torch
 
@@ -149,7 +148,6 @@ class HostRegion:
     ready_event: Event | None
     num_users: int
     alone_bytes: tuple[tuple[str, int], ...] = ()
-    owners: Sequence[Any] = ()
 
     @property
     def tensor(self) -> torch.Tensor:

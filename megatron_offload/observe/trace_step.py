@@ -16,6 +16,7 @@ import torch
 from megatron_offload.backends.base import Pair, Wait
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.core.trace import STREAMS, ByteCount, Counter, Span, StepTrace
+from megatron_offload.engine.block_state import SAVED
 from megatron_offload.engine.group import Block, OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Direction, Observer
@@ -102,7 +103,7 @@ class _Tracer(Observer):
         if ("forward", group) in self._open:  # a commit that is put off comes twice
             self._open.remove(("forward", group))
             self._pass_boundary()
-        num_bytes = sum(block.num_bytes for block in group.blocks() if block.flight is None)
+        num_bytes = sum(block.num_bytes for block in group.blocks() if block.state is SAVED)
         self._live_bytes[group.key] = num_bytes
 
     def group_committed(self, group: OffloadGroup) -> None:

@@ -217,27 +217,22 @@ class _Replay:
         group.advance(GroupState.RESIDENT)
 
     def offload(self, group: WorkGroup) -> None:
-        group.advance(GroupState.OFFLOADING)
         group.offload = self._issue(OpKind.OFFLOAD, group)
         self.step.offloaded_bytes += group.num_bytes
         self._count(host_bytes=group.num_bytes)
-        self._budget.inflight_bytes += group.num_bytes
         group.is_in_window = True
-        self._window.add(group)
+        self._window.add(group, group.num_bytes)
 
     def _release(self, group: WorkGroup) -> None:
         """Write the wait for a copy to the host, whose source is free then."""
         group.is_in_window = False
         self._add(OpKind.AWAIT, group.offload, group)
-        if group.state is GroupState.OFFLOADING:
-            self._budget.inflight_bytes -= group.num_bytes
-            group.advance(GroupState.ON_HOST)
         is_cancelled = group.state is GroupState.RESIDENT  # and backward is still to use it
         self._count(0 if is_cancelled else -group.num_bytes)
 
     def cancel(self, group: WorkGroup, *, is_late: bool) -> None:
         group.advance(GroupState.RESIDENT)
-        self._budget.inflight_bytes -= group.num_bytes
+        group.land(group.num_bytes)
         self._count(host_bytes=-group.num_bytes)
 
     def reload(self, group: WorkGroup, *, is_late: bool) -> bool:
@@ -252,9 +247,9 @@ class _Replay:
 
     def _await_reload(self, group: WorkGroup) -> None:
         """Write the wait for what is reloaded, where its first tensor is unpacked."""
-        if group.state is GroupState.RELOADING:
+        if group.reload >= 0:
             self._add(OpKind.AWAIT, group.reload, group)
-            group.advance(GroupState.RELOADED)
+            group.reload = -1
 
     # Counts
 

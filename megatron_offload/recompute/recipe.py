@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 
 from megatron_offload.backends.base import Event
 from megatron_offload.core.profile import GroupKey
+from megatron_offload.engine.block_state import SAVED
 from megatron_offload.engine.checking import checksum
 from megatron_offload.engine.group import INPUT_NOT_SAVED, Block, BlockRef, Recipe
 from megatron_offload.engine.marks import is_parameter
@@ -170,7 +171,7 @@ class Input(SavedTensor):
             self.block = None
             self.recipe = self.recipe.copy()  # a block of the input may still take that itself
             return self.recipe.bind_inputs()
-        if not block.is_before_copy and not block.has(self):
+        if block.state is not SAVED and not block.has(self):
             return "an input was changed in place"
         if block.recipe is not None and block.recipe.depth >= depth:
             return TOO_MANY
@@ -195,10 +196,8 @@ class Input(SavedTensor):
             assert self.recipe is not None
             return self.view_in(self.recipe.run(), 0)
         self.check_version()
-        if block.flight is not None and not block.cancelled:
-            block.store.keep_source(block)
-        source, layout = block.alias, self.layout
-        block.store.read(block, source)
+        block.store.keep_source(block)
+        source, layout = block.aliases[0], self.layout
         is_same = source.dtype is layout.dtype and source.storage_offset() == layout.offset
         if is_same and source.shape == layout.size and source.stride() == layout.stride:
             return source.detach()
@@ -249,7 +248,7 @@ class FunctionRecipe:
         What an input is made from counts as its input too. For a proof the host waits for what
         comparisons have shown.
         """
-        if any(alias._version != self.version for alias in (block.alias, *block.others)):
+        if any(alias._version != self.version for alias in block.aliases):
             return "it was changed in place"
         if refusal := self.bind_inputs():
             return refusal
@@ -258,7 +257,8 @@ class FunctionRecipe:
         self.transfers.stats.proven_bytes += block.num_bytes
         with self.transfers.backend.computing_on(block.stream):
             block.stream.wait_event(self.compared)
-            return self.proof.resolve([*self.are_equal, sum_of(block.alias) == self.sum])
+            are_equal = [*self.are_equal, sum_of(block.aliases[0]) == self.sum]
+            return self.proof.resolve(are_equal)
 
     def begin_proof(
         self,

@@ -16,6 +16,7 @@ import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from megatron_offload.engine.automatic import AutomaticGroups
+from megatron_offload.engine.block_state import SAVED
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import Recipe
@@ -123,7 +124,7 @@ class Recipes:
         block = chunk.find_block(key)
         if block is None:
             self._recipes[key] = recipe
-        elif block.is_before_copy:
+        elif block.state is SAVED:
             block.recipe = recipe
 
     def _part_of(

@@ -37,17 +37,15 @@ class Paper:
         self.note(group, GroupState.RESIDENT, f"keep ({reason.split()[0]})")
 
     def offload(self, group):
-        self.note(group, GroupState.OFFLOADING, "offload")
-        self.budget.inflight_bytes += group.num_bytes
-        self.window.add(group)
+        self.window.add(group, group.num_bytes)
+        self.asked.append(f"offload {group.key.order}")
 
     def release(self, group):
         if group.state is GroupState.OFFLOADING:
-            self.budget.inflight_bytes -= group.num_bytes
-            self.note(group, GroupState.ON_HOST, "release")
+            self.asked.append(f"release {group.key.order}")
 
     def cancel(self, group, *, is_late):
-        self.budget.inflight_bytes -= group.num_bytes
+        group.land(group.num_bytes)
         self.note(group, GroupState.RESIDENT, "late cancel" if is_late else "cancel")
 
     def reload(self, group, *, is_late):

@@ -32,7 +32,7 @@ from programs import (
 from traps import InjectedError, LineTrap, Trap
 
 from megatron_offload.backends.base import Backend
-from megatron_offload.engine import boundary, transfers
+from megatron_offload.engine import boundary, releases
 from megatron_offload.engine.observer import Observer
 from megatron_offload.errors import StateError
 from megatron_offload.frontends.whole_model import OffloadActivations
@@ -40,9 +40,8 @@ from megatron_offload.frontends.whole_model import OffloadActivations
 ORDER = one_forward_one_backward(3, depth=2)
 SETTINGS = {"max_inflight_bytes": 12 * KIB, "prefetch_bytes": 12 * KIB, "min_tensor_bytes": 1024}
 
-STEP_FILES = {
-    f"{name}.py" for name in ("manager", "step", "transfers", "reloads", "group", "hooks", "recipe")
-}
+STEP_NAMES = ("manager", "step", "transfers", "releases", "reloads", "group", "hooks", "recipe")
+STEP_FILES = {f"{name}.py" for name in STEP_NAMES}
 BACKEND_CALLS = ("wait_compute", *traps.BACKEND_CALLS)
 BOUNDARY_CALLS = ("commit", "enter_chunk", "enter_backward", "leave_backward", "begin_chunk")
 
@@ -326,8 +325,8 @@ def test_a_graph_that_survives_an_interrupt_or_an_abort_is_still_right(monkeypat
         manager.abort()
     else:
         trap.error = KeyboardInterrupt
-        counts = trap.around(transfers.use_count_of, after=True)
-        monkeypatch.setattr(transfers, "use_count_of", counts)
+        counts = trap.around(releases.use_count_of, after=True)
+        monkeypatch.setattr(releases, "use_count_of", counts)
         trap.arm(position)
         with contextlib.suppress(KeyboardInterrupt):
             manager.join_offloads()

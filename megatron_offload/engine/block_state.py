@@ -1,0 +1,38 @@
+"""Where the bytes of a block are: the whole table, apart from what is done about it."""
+
+from __future__ import annotations
+
+import enum
+
+
+class BlockState(enum.Enum):
+    """Where a block's bytes are."""
+
+    SAVED = "the source has them; no copy was issued"
+    IN_FLIGHT = "a copy to the host is issued; the source is held until its release"
+    KEPT = "the source has them, though a copy was issued"
+    RELEASED = "the source was dropped behind its copy; the host has them"
+    RELOADED = "a copy to the device is issued; who reads them waits for it"
+    DROPPED = "the source was dropped without a copy; a recipe recomputes them"
+    EXTERNAL = "the source was dropped, and lives on where something else keeps it"
+    LOST = "they went with a step that was aborted"
+
+    __hash__ = object.__hash__  # members are singletons; enum's own hash is a call into Python
+
+
+SAVED, IN_FLIGHT, KEPT, RELEASED, RELOADED, DROPPED, EXTERNAL, LOST = BlockState
+
+BLOCK_MOVES: dict[BlockState, frozenset[BlockState]] = {
+    SAVED: frozenset({IN_FLIGHT, DROPPED}),
+    # To KEPT: a reader came before the release, or the source had been emptied by then.
+    IN_FLIGHT: frozenset({RELEASED, KEPT}),
+    KEPT: frozenset(),
+    RELEASED: frozenset({RELOADED, EXTERNAL, LOST}),
+    RELOADED: frozenset({LOST}),
+    DROPPED: frozenset({EXTERNAL, LOST}),
+    EXTERNAL: frozenset(),
+    LOST: frozenset(),
+}
+"""From each state, the states it may move to."""
+
+HAVE_SOURCE = frozenset({SAVED, IN_FLIGHT, KEPT})

@@ -1,0 +1,190 @@
+"""How sources are dropped: behind their copies to the host, or without one to be recomputed.
+
+Release without ``record_stream``: the source of a copy to the host is held until a known later
+point of the program, where the compute stream waits for the copy (W2) and the last reference is
+dropped. The caching allocator can hand the memory on at once, in stream order, and does so the same
+way in every run. What is released when, `megatron_offload.core.window` decides.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from megatron_offload.backends.base import Stream, Wait
+from megatron_offload.core.group import RESIDENT
+from megatron_offload.core.profile import GroupKey
+from megatron_offload.engine.block_state import (
+    DROPPED,
+    EXTERNAL,
+    IN_FLIGHT,
+    KEPT,
+    RELEASED,
+    RELOADED,
+    SAVED,
+)
+from megatron_offload.engine.group import Block, OffloadGroup
+from megatron_offload.engine.guard import guarded
+from megatron_offload.engine.reloads import Reloads
+from megatron_offload.memory.host_pool import HostRegion
+from megatron_offload.memory.layout import bytes_of
+from megatron_offload.memory.storage_ref import StorageRef, has_no_other, num_owners, use_count_of
+
+
+class Releases(Reloads):
+    """Drops sources of one manager's blocks, or keeps them, and knows what something else keeps."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.kept_by_others: set[tuple[GroupKey, int]] = set()
+        """The identities of blocks that something else keeps on the device until their backward."""
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._empty = self.backend.empty_device_like(nothing)
+        self.device = self._empty.device
+
+    def empty(self, alias: torch.Tensor) -> None:
+        """Take the storage out of an alias; its version counter remains, for the in-place check."""
+        alias.data = self._empty
+
+    def release(self, group: OffloadGroup) -> None:
+        """Make what was computed on wait for a group's copies, and drop their sources.
+
+        It is the one whose copies were issued first; one wait covers all before it.
+        """
+        # Not what is current now: the memory goes back to these.
+        streams = dict.fromkeys(stream for _, stream, _ in group.copies)
+        self.wait(group, streams, group.d2h, Wait.W2)
+        num_bytes = Counter[HostRegion]()
+        for lease, stream, alias in group.copies:
+            block = lease()  # None where it is dead
+            self.backend.read_on(stream, alias)  # the program may have allocated it on another
+            if block is None:
+                self._empty_source([alias], stream, group.label)
+            elif block.state is not IN_FLIGHT:
+                continue
+            elif alias.untyped_storage().data_ptr() != block.address:
+                # Someone emptied the storage meanwhile, so the copy may have read memory that
+                # was no longer its own. Its user restores the contents before backward.
+                self._keep(block)
+            else:
+                block.advance(RELEASED)
+                self._drop_source(block, group.label)
+                assert lease.region is not None
+                num_bytes[lease.region] += block.num_bytes
+        for region, region_bytes in num_bytes.items():
+            self.host_pool.count_alone(region, group.name, region_bytes)
+        group.copies = ()
+
+    def drop(self, block: Block, label: str) -> None:
+        """Drop the source of a block that is recomputed, without a copy."""
+        block.address = block.aliases[0].untyped_storage().data_ptr()
+        block.forced_by = ()
+        block.advance(DROPPED)
+        block.num_bytes = 0
+        self.backend.read_on(block.stream, block.aliases[0])
+        self._drop_source(block, label)
+
+    def _drop_source(self, block: Block, label: str) -> None:
+        """Empty a block's aliases, and remember its storage where something else has it."""
+        storage = block.aliases[0].untyped_storage()
+        is_free = self._empty_source(block.aliases, block.stream, label)
+        if not is_free and block.forced_by and has_no_other(storage, block.forced_by):
+            storage.resize_(0)
+            is_free = True
+        if is_free:
+            block.storage_key = 0  # another storage may be found under it from here on
+        else:
+            block.storage_ref = StorageRef(storage)
+
+    def _empty_source(self, aliases: Sequence[torch.Tensor], stream: Stream, label: str) -> bool:
+        """Empty all aliases of a storage; return whether nothing else has it."""
+        backend, storage = self.backend, aliases[0].untyped_storage()
+        for alias in aliases:
+            alias.data = self._empty
+        is_free = use_count_of(storage._cdata) == 1  # the Python handle
+        if backend.observes:
+            sources = (alias for group in self.window for _, _, alias in group.copies)
+            if all(alias.untyped_storage()._cdata != storage._cdata for alias in sources):
+                region = bytes_of(storage)
+                with backend.computing_on(stream):
+                    backend.note_produced(region, label)  # all of it, though parts were copied
+                    backend.note_freed(region, label, sole_owner=is_free)
+        return is_free
+
+    # Sources that are kept
+
+    def cancel(self, group: OffloadGroup, *, is_late: bool) -> None:
+        """Leave a group on the device whose copies are in flight."""
+        self.stats.num_cancelled_offloads += is_late
+        for block in group.blocks():
+            self._keep(block)
+        group.advance(RESIDENT)
+
+    @guarded
+    def keep_source(self, block: Block) -> None:
+        """Keep a block's source on the device for a reader, on whatever stream."""
+        self._keep(block)
+        stream = self.backend.compute_stream()
+        if stream is not block.stream:
+            self.backend.read_on(stream, block.aliases[0])
+
+    def _keep(self, block: Block) -> None:
+        """Keep a block on the device after all, if its copy is in flight.
+
+        Its source is held until the copy is done, its host memory goes back now: the next copy into
+        it is queued on the same stream.
+        """
+        if block.state is IN_FLIGHT:
+            block.advance(KEPT)
+            self.host_pool.free(block.take_region(), None)
+            block.lease.group.land(block.num_bytes)
+
+    # What something else keeps
+
+    def learn_owners(self, group: OffloadGroup) -> None:
+        """See, now that backward is here, which blocks something else keeps on the device.
+
+        Whether a storage has other owners is unknown at the commit, where the frames of the forward
+        still hold it. Those that are kept so aren't moved in the next step: nothing is gained by
+        that. One that was kept for that reason and has no other owner any more is moved again.
+        """
+        others = self.kept_by_others
+        for block in group.blocks():
+            if block.state is RELOADED or block.was_reached:
+                continue  # it left, or what another group has read of it is an owner now
+            block.was_reached = True
+            if block.state is not SAVED or block.identity in others:
+                (others.add if _is_kept_by_others(block) else others.discard)(block.identity)
+
+    # Steps
+
+    def abandon(self, groups: Iterable[OffloadGroup]) -> None:
+        """Take everything from these groups, and count anew what is left: after a failed step.
+
+        Nothing is assumed of the books: any line that changes them may have been the last that ran.
+        A failed backward may leave its graph alive for long: its data goes now.
+        """
+        self.backend.sync_copies()
+        self.window.abandon()
+        for group in groups:
+            group.moving, group.copies, group.dropped_bytes = (), (), {}
+            for block in group.blocks():
+                block.abandon()
+        self._leases = {lease for lease in self._leases if lease() is not None}
+        self.host_pool.recover(Counter(lease.region for lease in self._leases).__getitem__)
+
+
+def _is_kept_by_others(block: Block) -> bool:
+    """Whether something else keeps a block on the device, when backward has come to it."""
+    if block.state is DROPPED:
+        return block.live_source() is not None
+    if block.state is SAVED:
+        own = block.aliases
+    elif block.state is EXTERNAL:  # it was to leave, and its source was still there
+        own = [block.target]
+    else:
+        return False  # it left, or may have
+    own = [*own, *(block.handed or {}).values()]
+    return num_owners(own[0].untyped_storage()) > len(own) + 1  # and this line's handle
