@@ -22,7 +22,7 @@ class BlockState(enum.Enum):
 
 SAVED, IN_FLIGHT, KEPT, RELEASED, RELOADED, DROPPED, EXTERNAL, LOST = BlockState
 
-BLOCK_MOVES: dict[BlockState, frozenset[BlockState]] = {
+MOVES: dict[BlockState, frozenset[BlockState]] = {
     SAVED: frozenset({IN_FLIGHT, DROPPED}),
     # To KEPT: a reader came before the release, or the source had been emptied by then.
     IN_FLIGHT: frozenset({RELEASED, KEPT}),

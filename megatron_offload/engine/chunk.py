@@ -9,13 +9,14 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Protocol
 
 import torch
 
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.block_state import SAVED
 from megatron_offload.engine.graph_break import graph_break
-from megatron_offload.engine.group import Block, OffloadGroup, Recipes, Rules
+from megatron_offload.engine.group import Block, OffloadGroup, Recipe
 from megatron_offload.engine.marks import (
     Marks,
     has_own_bytes,
@@ -24,10 +25,11 @@ from megatron_offload.engine.marks import (
     may_be_activation,
 )
 from megatron_offload.engine.modes import apart, is_traced, must_be_apart
+from megatron_offload.engine.rules import Rules
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.subclasses import inner_tensors, is_wrapper
 from megatron_offload.engine.transfers import Transfers
-from megatron_offload.memory.layout import ALIGNMENT_BYTES, LAYOUTS, layout_of
+from megatron_offload.memory.layout import LAYOUTS, layout_of
 
 _TOO_SMALL = "smaller than what moves (min_tensor_bytes, min_tensor_elements)"
 _IN_PARTS = "made of other tensors, which groups leave whole; OffloadActivations moves parts it can"
@@ -38,6 +40,19 @@ _key_of = lru_cache(1 << 16)(GroupKey)  # one object in all steps is quicker to 
 READY_MARK = "_offload_ready"
 """The attribute of a tensor that holds its version and the event behind its producer, once
 given."""
+
+
+class Recipes(Protocol):
+    """How what a chunk's forward has made, and is not saved yet, is recomputed."""
+
+    def take(self, storage_key: int) -> Recipe | None:
+        """Return the recipe of what a storage holds, which has a block from here on."""
+
+    def unit_of(self, storage_key: int) -> str:
+        """Return the unit of what a storage holds; empty where it has no recipe."""
+
+    def forget(self) -> None:
+        """Let go of what was made and not saved: the forward is over."""
 
 
 @dataclass(eq=False, repr=False)
@@ -207,16 +222,8 @@ class ChunkOffloadHandler:
             if block.group is not group and not any(one() is block for one in references):
                 references.append(weakref.ref(block))  # the first user reloads it
             return
-        low, high, spec = layout.low, layout.high, layout.spec
-        if spec is None:
-            low -= low % ALIGNMENT_BYTES
-            if not layout.is_contiguous:
-                storage_bytes = alias.untyped_storage().nbytes()  # fewer, where it was emptied
-                if high <= storage_bytes <= 2 * (high - layout.low):
-                    low, high = 0, storage_bytes  # its like may be in between: q, k, v
-            spec = high - low, None
         stream = transfers.backend.compute_stream()
-        record.block = block = Block(transfers, group, record, stream, storage_key, low, high, spec)
+        record.block = block = Block(transfers, group, record, stream, storage_key)
         self.blocks[storage_key] = reference = weakref.ref(block)
         references.append(reference)
         if self.recipes is not None:

@@ -19,7 +19,6 @@ from types import MappingProxyType
 from typing import Protocol
 
 import torch
-from torch._C._autograd import _unsafe_set_version_counter
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -27,25 +26,16 @@ from megatron_offload.backends.base import Event, Stream
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import Group
 from megatron_offload.core.profile import GroupKey
-from megatron_offload.engine.block_state import (
-    BLOCK_MOVES,
-    EXTERNAL,
-    HAVE_SOURCE,
-    IN_FLIGHT,
-    KEPT,
-    LOST,
-    SAVED,
-    BlockState,
-)
+from megatron_offload.engine.block_state import HAVE_SOURCE, KEPT, LOST, MOVES, SAVED, BlockState
+from megatron_offload.engine.rules import Rules
 from megatron_offload.errors import StateError
 from megatron_offload.memory.host_pool import HostRegion
-from megatron_offload.memory.layout import ALIGNMENT_BYTES, TensorLayout, ViewSpec, bytes_of
-from megatron_offload.memory.storage_ref import StorageRef
+from megatron_offload.memory.layout import ALIGNMENT_BYTES, TensorLayout, bytes_of
+from megatron_offload.memory.storage_ref import StorageRef, count_together
 
 SOURCES: MutableMapping[torch.Tensor, weakref.ref[torch.Tensor]] = WeakIdKeyDictionary()
 """By detached tensor, from what it was detached, where that is not read again: its node alone is
 needed. Not an attribute of it, with which it couldn't be pickled."""
-
 
 NO_BASE = id(None)
 """`Record.base` of what is no view."""
@@ -108,19 +98,6 @@ class Lease(weakref.ref["Block"]):
     target: torch.Tensor | None = None
 
 
-def count_together(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have one version counter, by which a change of one is one of the other.
-
-    Parts of a storage may have counters of their own: of ``unsafe_chunk``, as cells of recurrent
-    networks use it, or of ``.data``.
-    """
-    version = one._version
-    _unsafe_set_version_counter((one,), (version + 1,))
-    is_same = other._version == version + 1
-    _unsafe_set_version_counter((one,), (version,))
-    return is_same
-
-
 class Block:
     """A region of one storage: copied once for all who share it.
 
@@ -176,34 +153,27 @@ class Block:
     forced_by: tuple[weakref.ref[torch.Tensor], ...] = ()
 
     def __init__(
-        self,
-        store: Store,
-        group: OffloadGroup,
-        record: Record,
-        stream: Stream,
-        storage_key: int,
-        low: int,
-        high: int,
-        spec: ViewSpec,
+        self, store: Store, group: OffloadGroup, record: Record, stream: Stream, storage_key: int
     ) -> None:
-        self.group = group
-        self.name = record.group_name
-        self.stream = stream
-        self.storage_key = storage_key
-        self.version = record.version
-        self.aliases = [record.alias]
-        self.layout = record.layout
-        self.base = record.base
-        self.low = low
-        self.high = high
-        self.num_bytes = spec[0]
-        self.spec = spec
+        alias, layout = record.alias, record.layout
+        low, high, spec = layout.low, layout.high, layout.spec
+        if spec is None:
+            low -= low % ALIGNMENT_BYTES
+            if not layout.is_contiguous:
+                storage_bytes = alias.untyped_storage().nbytes()  # fewer, where it was emptied
+                if high <= storage_bytes <= 2 * (high - layout.low):
+                    low, high = 0, storage_bytes  # its like may be in between: q, k, v
+            spec = high - low, None
+        self.low, self.high, self.num_bytes, self.spec = low, high, spec[0], spec
+        self.layout, self.version, self.base = layout, record.version, record.base
+        self.aliases = [alias]
+        self.store, self.group, self.name = store, group, record.group_name
         self.index = len(group.references)
-        self.store = store
+        self.stream, self.storage_key = stream, storage_key
 
     def advance(self, to: BlockState) -> None:
         """Move to state ``to``; a `StateError`, and nothing has changed: there is no such move."""
-        if to not in BLOCK_MOVES[self.state]:
+        if to not in MOVES[self.state]:
             what = f"block {self.index} of group {self.group.label}"
             raise StateError(f"{what} can't move from {self.state.name} to {to.name}")
         self.state = to
@@ -218,17 +188,14 @@ class Block:
         self.host = self.made = self.recipe = None
         if self.lease is not None:
             self.lease.region = None
-        if self.state is IN_FLIGHT:
-            self.advance(KEPT)
-        elif self.released and self.state is not EXTERNAL and self.state is not LOST:
-            self.advance(LOST)
+        for state in MOVES[self.state] & {KEPT, LOST}:
+            self.advance(state)
+        if self.state is LOST:
             self.target = None  # type: ignore[assignment]
 
     def take_region(self) -> HostRegion:
         """Return the host memory, which the block has no longer."""
-        lease = self.lease
-        assert lease is not None
-        region, self.host, lease.region = lease.region, None, None
+        region, self.host, self.lease.region = self.lease.region, None, None
         assert region is not None
         return region
 
@@ -310,40 +277,6 @@ class Recipe(Protocol):
         """Recompute the tensor, at the beginning of a storage of its own."""
 
 
-class Recipes(Protocol):
-    """How what a chunk's forward has made, and is not saved yet, is recomputed."""
-
-    def take(self, storage_key: int) -> Recipe | None:
-        """Return the recipe of what a storage holds, which has a block from here on."""
-
-    def unit_of(self, storage_key: int) -> str:
-        """Return the unit of what a storage holds; empty where it has no recipe."""
-
-    def forget(self) -> None:
-        """Let go of what was made and not saved: the forward is over."""
-
-
-@dataclass(slots=True)
-class Rules:
-    """What of a chunk's groups moves, and how much of it may be in flight."""
-
-    min_tensor_bytes: int = 0
-    """Smaller tensors are kept on the device."""
-    min_tensor_elements: int = 0
-    """The same in elements; both must hold."""
-    max_inflight_groups: int | None = None
-    """Most groups of one name whose device memory is held for their copies."""
-    max_inflight_blocks: int | None = None
-    """The same for blocks, of all names."""
-    should_offload: Callable[[int], bool] | None = None
-    """Is asked for each new block, with its bytes, whether it is offloaded, be it needed soon or
-    not. None for all, as far as that is of use."""
-    configured: tuple[str, ...] = ()
-    """The units and patterns that the configuration names."""
-    recomputes: bool = True
-    """Whether tensors that have a recipe are recomputed; else they are offloaded."""
-
-
 class Pick(Protocol):
     """Which of the tensors that one group saves are offloaded.
 
@@ -401,11 +334,8 @@ class OffloadGroup(Group):
     @property
     def is_spent(self) -> bool:
         """Whether no record needs any of its own blocks any more."""
-        for found in self.references:
-            block = found()
-            if block is not None and block.group is self:
-                return False
-        return True
+        blocks = (found() for found in self.references)
+        return not any(block is not None and block.group is self for block in blocks)
 
     def blocks(self) -> list[Block]:
         """Return the blocks that some record still needs."""

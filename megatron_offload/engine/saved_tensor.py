@@ -11,10 +11,11 @@ import torch
 
 from megatron_offload.engine.block_state import IN_FLIGHT, RELOADED
 from megatron_offload.engine.graph_break import graph_break
-from megatron_offload.engine.group import Block, count_together
+from megatron_offload.engine.group import Block
 from megatron_offload.engine.modes import apart, has_modes
 from megatron_offload.errors import InPlaceModificationError
 from megatron_offload.memory.layout import TensorLayout
+from megatron_offload.memory.storage_ref import count_together
 
 
 def changed_in_place(what: str, version: int, expected: int) -> InPlaceModificationError:
@@ -114,9 +115,6 @@ class SavedTensor:
             raise changed_in_place(f"{what} by a backward,", version, block.target_version)
         if block.spec is layout.fresh_spec and block.state is RELOADED:
             return target.detach()  # it is all of the block
-        is_whole = target.dtype is layout.dtype and target.shape == layout.size
-        if is_whole and target.stride() == layout.stride:
-            return target.detach()
         return self.view_in(target, block.low)
 
     def _counts_with(self, block: Block) -> bool:

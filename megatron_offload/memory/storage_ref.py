@@ -1,4 +1,4 @@
-"""Who owns a storage, and a weak reference to one, that no interrupt can hurt.
+"""Who owns a storage, and counts its changes, and a weak reference that no interrupt can hurt.
 
 PyTorch's own, ``StorageWeakRef``, gives its handle back in a finalizer in Python, which swallows an
 interrupt that comes while it runs. Here a callback in C notes which handles are left, and the next
@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 
 import torch
+from torch._C._autograd import _unsafe_set_version_counter
 
 
 class _Handle(weakref.ref["StorageRef"]):
@@ -74,3 +75,16 @@ def has_no_other(
         if x._use_count() > 1 + views[key] + has_accumulator:  # type: ignore[attr-defined]
             return False
     return True
+
+
+def count_together(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have one version counter, by which a change of one is one of the other.
+
+    Parts of a storage may have counters of their own: of ``unsafe_chunk``, as cells of recurrent
+    networks use it, or of ``.data``.
+    """
+    version = one._version
+    _unsafe_set_version_counter((one,), (version + 1,))
+    is_same = other._version == version + 1
+    _unsafe_set_version_counter((one,), (version,))
+    return is_same

@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class Recipes:
-    """The recipes of one chunk; the engine's side is `megatron_offload.engine.group.Recipes`."""
+    """The recipes of one chunk; the engine's side is `megatron_offload.engine.chunk.Recipes`."""
 
     def __init__(self, chunk: ChunkOffloadHandler) -> None:
         self._chunk: ChunkOffloadHandler = weakref.proxy(chunk)
