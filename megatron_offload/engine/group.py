@@ -334,8 +334,7 @@ class OffloadGroup(Group):
     @property
     def is_spent(self) -> bool:
         """Whether no record needs any of its own blocks any more."""
-        blocks = (found() for found in self.references)
-        return not any(block is not None and block.group is self for block in blocks)
+        return self not in [block.group for block in self.blocks()]
 
     def blocks(self) -> list[Block]:
         """Return the blocks that some record still needs."""

@@ -54,14 +54,14 @@ class Releases(Reloads):
         It is the one whose copies were issued first; one wait covers all before it.
         """
         # Not what is current now: the memory goes back to these.
-        streams = dict.fromkeys(stream for _, stream, _ in group.copies)
+        streams = {stream: None for _, stream, _ in group.copies}
         self.wait(group, streams, group.d2h, Wait.W2)
-        num_bytes = Counter[HostRegion]()
+        num_bytes: dict[HostRegion, int] = {}
         for lease, stream, alias in group.copies:
             block = lease()  # None where it is dead
             self.backend.read_on(stream, alias)  # the program may have allocated it on another
             if block is None:
-                self._empty_source([alias], stream, group.label)
+                self._drop_source([alias], stream, group)
             elif block.state is not IN_FLIGHT:
                 continue
             elif alias.untyped_storage().data_ptr() != block.address:
@@ -70,26 +70,47 @@ class Releases(Reloads):
                 self._keep(block)
             else:
                 block.advance(RELEASED)
-                self._drop_source(block, group.label)
-                assert lease.region is not None
-                num_bytes[lease.region] += block.num_bytes
+                self._drop_source(block.aliases, stream, group, block)
+                region = lease.region
+                assert region is not None
+                num_bytes[region] = num_bytes.get(region, 0) + block.num_bytes
         for region, region_bytes in num_bytes.items():
             self.host_pool.count_alone(region, group.name, region_bytes)
         group.copies = ()
 
-    def drop(self, block: Block, label: str) -> None:
+    def drop(self, group: OffloadGroup, block: Block) -> None:
         """Drop the source of a block that is recomputed, without a copy."""
         block.address = block.aliases[0].untyped_storage().data_ptr()
         block.forced_by = ()
         block.advance(DROPPED)
         block.num_bytes = 0
         self.backend.read_on(block.stream, block.aliases[0])
-        self._drop_source(block, label)
+        self._drop_source(block.aliases, block.stream, group, block)
 
-    def _drop_source(self, block: Block, label: str) -> None:
-        """Empty a block's aliases, and remember its storage where something else has it."""
-        storage = block.aliases[0].untyped_storage()
-        is_free = self._empty_source(block.aliases, block.stream, label)
+    def _drop_source(
+        self,
+        aliases: Sequence[torch.Tensor],
+        stream: Stream,
+        group: OffloadGroup,
+        block: Block | None = None,
+    ) -> None:
+        """Empty all aliases of a storage, which a block that is alive remembers if others have it.
+
+        ``stream`` is where its memory goes back to.
+        """
+        backend, storage = self.backend, aliases[0].untyped_storage()
+        for alias in aliases:
+            alias.data = self._empty
+        is_free = use_count_of(storage._cdata) == 1  # the Python handle
+        if backend.observes:
+            sources = (alias for one in self.window for _, _, alias in one.copies)
+            if all(alias.untyped_storage()._cdata != storage._cdata for alias in sources):
+                label = group.label
+                with backend.computing_on(stream):
+                    backend.note_produced(bytes_of(storage), label)  # all, though parts were copied
+                    backend.note_freed(bytes_of(storage), label, sole_owner=is_free)
+        if block is None:
+            return
         if not is_free and block.forced_by and has_no_other(storage, block.forced_by):
             storage.resize_(0)
             is_free = True
@@ -97,21 +118,6 @@ class Releases(Reloads):
             block.storage_key = 0  # another storage may be found under it from here on
         else:
             block.storage_ref = StorageRef(storage)
-
-    def _empty_source(self, aliases: Sequence[torch.Tensor], stream: Stream, label: str) -> bool:
-        """Empty all aliases of a storage; return whether nothing else has it."""
-        backend, storage = self.backend, aliases[0].untyped_storage()
-        for alias in aliases:
-            alias.data = self._empty
-        is_free = use_count_of(storage._cdata) == 1  # the Python handle
-        if backend.observes:
-            sources = (alias for group in self.window for _, _, alias in group.copies)
-            if all(alias.untyped_storage()._cdata != storage._cdata for alias in sources):
-                region = bytes_of(storage)
-                with backend.computing_on(stream):
-                    backend.note_produced(region, label)  # all of it, though parts were copied
-                    backend.note_freed(region, label, sole_owner=is_free)
-        return is_free
 
     # Sources that are kept
 

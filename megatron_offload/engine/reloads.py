@@ -6,7 +6,6 @@ What something else has kept on the device all the time is taken from there.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,7 +65,8 @@ class Reloads:
         # Backward is on forward's streams: each gets the memory of what it will read.
         moving: dict[Stream, list[Block]] = {}
         for block in blocks:
-            if block.state is RELEASED and not self._finds_source(block):
+            is_gone = block.storage_ref is None
+            if block.state is RELEASED and (is_gone or not self._finds_source(block)):
                 moving.setdefault(block.stream, []).append(block)
         targets: dict[Stream, list[torch.Tensor]] = {}
         for stream, same in moving.items():
@@ -113,14 +113,15 @@ class Reloads:
         pairs: list[Any] = [(to, block.host) for block, to in zip(blocks, targets, strict=True)]
         event = self._copy("h2d", pairs, group)
         reload = Reload(event, backend.compute_stream(), targets)
-        num_read = Counter[HostRegion]()
+        num_read: dict[HostRegion, int] = {}
         for block, target in zip(blocks, targets, strict=True):
             lease = block.lease
             block.target, lease.reload = target, reload
             if backend.observes:
                 lease.target = target
             block.advance(RELOADED)  # from here on the target is read, in whichever thread
-            num_read[block.take_region()] += 1
+            region = block.take_region()
+            num_read[region] = num_read.get(region, 0) + 1
             self.stats.by_name[block.name].reloaded_bytes += block.num_bytes
         for region, number in num_read.items():
             self.host_pool.free(region, event, number)

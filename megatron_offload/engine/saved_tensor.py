@@ -9,7 +9,7 @@ import weakref
 
 import torch
 
-from megatron_offload.engine.block_state import IN_FLIGHT, RELOADED
+from megatron_offload.engine.block_state import HAVE_SOURCE, IN_FLIGHT, RELOADED
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import Block
 from megatron_offload.engine.modes import apart, has_modes
@@ -94,12 +94,12 @@ class SavedTensor:
         block = self.block
         if block is None:  # it may get one yet
             return alias.detach() if self.is_detached else alias
-        if block.released:
-            found = self._in_target(block, block.store.target_of(block))
-        else:
+        if block.state in HAVE_SOURCE:
             if block.state is IN_FLIGHT:
                 block.store.keep_source(block)
             found = alias.detach()  # the alias itself may be emptied
+        else:
+            found = self._in_target(block, block.store.target_of(block))
         return found if self.leaf is None else self._as_leaf(block, found)
 
     def _in_target(self, block: Block, target: torch.Tensor) -> torch.Tensor:

@@ -109,7 +109,7 @@ class Transfers(Releases):
                 return False
             for observer in self.observers:
                 observer.block_offloads(block, block.source())
-            self.drop(block, group.label)
+            self.drop(group, block)
             if group.pick is not None and group.pick.drops_only:
                 block.name = recipe.unit  # what one call saves may be of several
             name, dropped, by_unit = block.name, group.dropped_bytes, stats.recomputed_bytes_by_unit
@@ -186,7 +186,8 @@ class Transfers(Releases):
         if unready:
             backend.wait_compute(d2h_stream, Wait.W1)
             unready.pop(backend.compute_stream(), None)  # the forward may be over
-            produced.update((backend.record(stream), None) for stream in unready)
+            for stream in unready:
+                produced[backend.record(stream)] = None
         for event in produced:
             backend.wait(d2h_stream, event, Wait.W1)
         for event in reused:
