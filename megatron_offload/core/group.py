@@ -6,7 +6,7 @@ import abc
 import enum
 
 from megatron_offload.core.budget import DeviceBudget
-from megatron_offload.core.profile import GroupKey
+from megatron_offload.core.profile import GroupKey, GroupProfile
 from megatron_offload.errors import StateError
 
 
@@ -73,6 +73,12 @@ class Group(abc.ABC):
     def clock_bytes(self) -> int:
         """What the step's clock counts of it, in forward and in backward."""
         return self.num_bytes + self.kept_bytes
+
+    @property
+    def profile(self) -> GroupProfile:
+        """What it has shown to the next step."""
+        at_bytes = self.committed_at_bytes
+        return GroupProfile(self.key, self.name, self.num_bytes, at_bytes, self.needs)
 
     @property
     @abc.abstractmethod

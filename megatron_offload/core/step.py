@@ -16,13 +16,12 @@ for what is ahead.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import DONE, OFFLOADING, ON_HOST, RECORDING, RESIDENT, Group
-from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile
+from megatron_offload.core.profile import GroupKey, StepProfile
 from megatron_offload.core.window import InFlightWindow
 
 G = TypeVar("G", bound=Group)
@@ -56,7 +55,7 @@ class Actions(Protocol[_Acted]):
 
 
 class Forecast(NamedTuple):
-    """In which order a step will need its groups, if it is as one that was seen to its end."""
+    """In which order groups will be needed, if a step is as one that was seen to its end."""
 
     order: tuple[GroupKey, ...]
     position: dict[GroupKey, int]
@@ -73,7 +72,8 @@ def forecast_of(profile: StepProfile) -> Forecast:
     groups = {group.key: (group.num_bytes, group.needs) for group in profile.groups}
     nothing: tuple[int, tuple[GroupKey, ...]] = (0, ())
     needs = {key: groups.get(key, nothing)[1] for key in profile.backward_order}
-    order = _in_order_of_need(needs.items())
+    # Each once, where its bytes are needed first.
+    order = tuple(dict.fromkeys(one for key in needs for one in (*needs[key], key)))
     sizes = (groups.get(key, nothing)[0] for key in order)
     needed_at_bytes: dict[GroupKey, int] = {}
     for key, at_bytes in zip(profile.backward_order, profile.backward_at_bytes, strict=False):
@@ -83,16 +83,6 @@ def forecast_of(profile: StepProfile) -> Forecast:
     committed_at_bytes = {group.key: group.committed_at_bytes for group in profile.groups}
     bytes_before = list(accumulate(sizes, initial=0))
     return Forecast(order, position, bytes_before, needed_at_bytes, committed_at_bytes)
-
-
-def _in_order_of_need(
-    backwards: Iterable[tuple[GroupKey, Iterable[GroupKey]]],
-) -> tuple[GroupKey, ...]:
-    """Return groups in the order in which their bytes are needed: each once, at its first."""
-    return tuple(dict.fromkeys(one for key, needs in backwards for one in (*needs, key)))
-
-
-_NOTHING_SEEN = forecast_of(StepProfile((), ()))
 
 
 class StepDecisions(Generic[G]):
@@ -115,7 +105,7 @@ class StepDecisions(Generic[G]):
         self._actions = actions
         self._groups: dict[GroupKey, G] = {}
         self._profile: StepProfile | None = None
-        self._forecast = _NOTHING_SEEN
+        self._foretold = forecast_of(StepProfile((), ()))
         self.begin_step(None)
 
     def begin_step(self, profile: StepProfile | None) -> None:
@@ -131,14 +121,11 @@ class StepDecisions(Generic[G]):
         self._pace = 1.0
         self.window.begin_step()
         self.budget.begin_step(is_learned=profile is not None)
-        if profile is None:
-            self._forecast = _NOTHING_SEEN
-        elif profile is not self._profile:
-            self._forecast = forecast_of(profile)
+        if profile is not self._profile:
+            self._foretold = forecast_of(profile or StepProfile((), ()))
         self._profile = profile
-        self._order: Sequence[GroupKey] = self._forecast.order
-        """What is followed: the order foretold, until backward comes to a group outside of it."""
-        self._position = self._forecast.position
+        self._forecast = self._foretold
+        """What is followed, until backward comes to a group outside of it."""
 
     def start(self, group: G) -> None:
         """Take note of a group whose forward has begun."""
@@ -154,12 +141,8 @@ class StepDecisions(Generic[G]):
 
     def profile(self) -> StepProfile:
         """Return what the step has shown."""
-        groups = (
-            GroupProfile(g.key, g.name, g.num_bytes, g.committed_at_bytes, g.needs)
-            for g in self.committed
-        )
-        order, at_bytes = tuple(self.backward_order), tuple(self.backward_at_bytes)
-        return StepProfile(tuple(groups), order, at_bytes)
+        groups = tuple(group.profile for group in self.committed)
+        return StepProfile(groups, tuple(self.backward_order), tuple(self.backward_at_bytes))
 
     # Boundaries
 
@@ -251,14 +234,13 @@ class StepDecisions(Generic[G]):
         has_more_room = behind is not None and behind.held_bytes > 0
         if behind is not None:
             behind.let_go()
-        position = self._position.get(key)
+        position = self._forecast.position.get(key)
         if position is None:
             # Not foreseen: the backwards of the chunk's groups are expected, from the last on.
-            chunk = [other for other in self.committed if other.key.chunk == key.chunk]
-            self._order = _in_order_of_need((one.key, one.needs) for one in reversed(chunk))
-            self._position = {one: index for index, one in enumerate(self._order)}
+            chunk = tuple(one.profile for one in self.committed if one.key.chunk == key.chunk)
+            self._forecast = forecast_of(StepProfile(chunk, tuple(one.key for one in chunk[::-1])))
             self._next = 0
-            position = self._position.get(key)
+            position = self._forecast.position.get(key)
         if position is None:
             return has_more_room
         self._see_pace(self._forecast.needed_at_bytes.get(key, 0))
@@ -273,11 +255,11 @@ class StepDecisions(Generic[G]):
         True where it is near, and its bytes and all that backward needs before it fit into the
         budget.
         """
-        if self._order is not self._forecast.order:
+        position = self._forecast.position.get(group.key)
+        if self._forecast is not self._foretold or position is None:
             return False
-        position = self._position.get(group.key)
-        if position is None or position < self._next:
-            return position is not None
+        if position < self._next:
+            return True
         if not self._is_near(group.key, self.budget.total_bytes):
             return False
         bytes_before = self._forecast.bytes_before
@@ -297,15 +279,14 @@ class StepDecisions(Generic[G]):
 
     def look_ahead(self) -> None:
         """Reload along the order what is near, while the budget lasts."""
-        order, groups, budget = self._order, self._groups, self.budget
+        order, groups, budget = self._forecast.order, self._groups, self.budget
         while self._next < len(order):
             group = groups.get(order[self._next])
             state = RECORDING if group is None else group.state
             if group is None or state is RECORDING:
                 return  # its forward is still to come; nothing behind it is needed sooner
             if state is OFFLOADING or state is ON_HOST:
-                is_foretold = order is self._forecast.order
-                if is_foretold and not self._is_near(group.key, budget.lookahead_bytes):
+                if not self._is_near(group.key, budget.lookahead_bytes):
                     return
                 if state is OFFLOADING:  # what is kept takes no more room
                     if not budget.may_keep(group.num_bytes):

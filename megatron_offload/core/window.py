@@ -82,23 +82,21 @@ class InFlightWindow(Generic[G]):
 
     def limit(self, most: int, count: Callable[[G, int], int]) -> None:
         """Release from the oldest on until no more are in flight, counted by group and blocks."""
-        num_over = sum(count(group, num_blocks) for group, num_blocks, _ in self._entries) - most
-        while num_over > 0:
-            group, num_blocks, _ = self._release_oldest()
-            num_over -= count(group, num_blocks)
+        while sum(count(group, num_blocks) for group, num_blocks, _ in self._entries) > most:
+            self._release_oldest()
 
     def drain(self) -> None:
         """Release everything in flight, in order."""
         while self._entries:
             self._release_oldest()
 
-    def _release_oldest(self) -> tuple[G, int, int]:
+    def _release_oldest(self) -> None:
         group = self._entries[0][0]
         group.land(group.inflight_bytes)
         self._release(group)
         if group.state is OFFLOADING:
             group.advance(ON_HOST)
-        return self._entries.popleft()
+        self._entries.popleft()
 
     def abandon(self) -> None:
         """Forget everything in flight: after a failed step, when no copy is under way."""
