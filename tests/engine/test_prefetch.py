@@ -20,14 +20,6 @@ from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.observer import Observer
 
 
-def test_the_first_step_reloads_within_a_chunk_in_reverse_order():
-    model, manager = make_model(layers=4), make_manager(prefetch_bytes=40 * KIB)
-    run_step(model, manager, [("F", 0), ("B", 0)])
-    # Only the group at the turning point had no backward before it to be issued in; it is late, or
-    # still on the device.
-    assert manager.last_step.num_late_reloads + manager.last_step.num_cancelled_offloads == 1
-
-
 @pytest.mark.parametrize("timing", TIMINGS)
 def test_a_wrong_prediction_is_exact(timing):
     model, manager = make_model(), make_manager(timing, prefetch_bytes=40 * KIB)

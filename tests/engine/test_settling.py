@@ -5,6 +5,8 @@ The latter isn't reloaded, nor copied in the next step.
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from programs import (
@@ -18,8 +20,10 @@ from programs import (
 )
 from programs import save_in_group as offload
 
+from megatron_offload.engine.block_state import MOVES, BlockState
 from megatron_offload.engine.chunk import READY_MARK
-from megatron_offload.errors import InPlaceModificationError
+from megatron_offload.engine.group import Block
+from megatron_offload.errors import InPlaceModificationError, StateError
 
 
 def saved(is_leaf):
@@ -108,19 +112,13 @@ def step(manager, *, holder=None, change=None):
 
 
 @pytest.mark.parametrize("timing", TIMINGS)
-def test_it_is_copied_once_to_find_out_and_then_no_more(timing):
+def test_it_is_copied_once_to_find_out_and_then_no_more_while_it_has_another_owner(timing):
     manager = make_manager(timing)
     assert step(manager, holder=[]) == (4 * KIB, 0)
     for _ in range(2):
         assert step(manager, holder=[]) == (0, 0)
         assert manager.last_step.externally_referenced_bytes >= 4 * KIB
-
-
-def test_it_moves_again_when_no_one_else_keeps_it_any_more():
-    manager = make_manager()
-    for _ in range(2):
-        step(manager, holder=[])
-    step(manager)  # stays once more, and is seen to have no other owner
+    step(manager)  # is kept once more, and is seen to have no other owner
     assert step(manager) == (4 * KIB, 4 * KIB)
 
 
@@ -154,6 +152,40 @@ def test_a_source_that_was_emptied_comes_from_the_host(num_bytes):
 
     for _ in range(2):
         assert step(manager, holder=[], change=change) == (4 * KIB, 4 * KIB)
+
+
+def test_a_block_makes_only_the_moves_of_its_table():
+    _, chunk, group = open_group()
+    record = chunk.pack(group, torch.randn(1024))
+    for here in BlockState:
+        for there in set(BlockState) - MOVES[here]:
+            record.block.state = here
+            with pytest.raises(StateError, match=f"block 0 of group.*{here.name} to {there.name}"):
+                record.block.advance(there)
+            assert record.block.state is here
+
+
+def test_a_reader_in_another_thread_waits_for_a_reload_that_is_being_issued(monkeypatch):
+    manager, chunk, group = open_group()
+    manager.backend.observes = False  # then a reader looks without a lock
+    x, take, found, is_waiting = torch.randn(512), Block.take_region, [], []
+    record = chunk.pack(group, x.clone())
+    reader = threading.Thread(target=lambda: found.append(record.unpack()))
+
+    def take_while_read(block):
+        region = take(block)
+        reader.start()
+        reader.join(0.1)
+        is_waiting.append(reader.is_alive())
+        return region
+
+    manager.commit(group)
+    manager.join_offloads()
+    monkeypatch.setattr(Block, "take_region", take_while_read)
+    manager.enter_backward(group)
+    reader.join()
+    assert is_waiting == [True]
+    assert_same([x], found)
 
 
 def test_another_program_is_learned_anew():
