@@ -5,6 +5,14 @@ that only hands gradients through, would change the order in which the gradients
 several consumers are summed, and with it the last bit of the result. A hook is called when the sum
 is complete, and returns nothing.
 
+A saved tensor enters each file once on its way to the host, and once on its way back:
+
+    pack      chunk -> saved_tensor, group (its block)
+    commit    here -> step -> core/step (decides) -> transfers (copies)
+    release   core/window (when) -> releases (waits, and drops the source)
+    backward  here -> step -> core/step (decides) -> reloads (copies back)
+    unpack    saved_tensor -> reloads (waits)
+
 Outside a chunk, without grad, and inside a checkpoint or its recompute both functions do nothing.
 Inside `PipelineOffloadManager.step` a group that has no chunk begins one.
 """

@@ -70,9 +70,7 @@ class Reload:
     stream: Stream
     """On which its targets were allocated, and are read if backward keeps to forward's streams."""
     targets: Sequence[torch.Tensor]
-    """What it writes to, until that stream has waited for it."""
-    is_waited: bool = False
-    """Whether it has."""
+    """What it writes to, until that stream has waited for it; then none."""
 
 
 class Lease(weakref.ref["Block"]):

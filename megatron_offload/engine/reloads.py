@@ -161,7 +161,7 @@ class Reloads:
         """
         if block.state is RELOADED and not self.observers and not self.backend.observes:
             reload = block.lease.reload  # this takes no lock, because it only looks
-            if reload.is_waited and self.backend.compute_stream() is reload.stream:
+            if not reload.targets and self.backend.compute_stream() is reload.stream:
                 return block.target
         if block.made is None:
             target = self._target_of(block)
@@ -221,11 +221,11 @@ class Reloads:
         """Make the compute stream wait for the reload of a target that it reads."""
         reload, stream = lease.reload, self.backend.compute_stream()
         is_home = stream is reload.stream
-        if is_home and reload.is_waited:
+        if is_home and not reload.targets:
             return
         self.wait(lease.group, [stream], reload.event, Wait.W4)
         if is_home:
-            reload.is_waited, reload.targets = True, ()
+            reload.targets = ()
         else:
             self.backend.read_on(stream, target)
 
@@ -234,10 +234,10 @@ class Reloads:
         backend, reload, target = self.backend, lease.reload, lease.target
         if lease.region is not None:
             self.host_pool.free(lease.region, None)
-        if reload is not None and (target is not None or not reload.is_waited):
+        if reload is not None and (target is not None or reload.targets):
             with backend.computing_on(reload.stream):  # to which the memory goes back
                 # Unread it may be there; still the copy must not write into what was handed on.
-                if not reload.is_waited:
+                if reload.targets:
                     self._wait_reload(lease, reload.targets[0])
                 if target is not None:
                     sole_owner = num_owners(target.untyped_storage()) == 2  # target and the handle
