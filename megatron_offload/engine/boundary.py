@@ -8,7 +8,7 @@ is complete, and returns nothing.
 A saved tensor enters each file once on its way to the host, and once on its way back:
 
     pack      chunk -> saved_tensor, group (its block)
-    commit    here -> step -> core/step (decides) -> transfers (copies)
+    commit    here -> step -> releases (measures) -> core/step (decides) -> transfers (copies)
     release   core/window (when) -> releases (waits, and drops the source)
     backward  here -> step -> core/step (decides) -> reloads (copies back)
     unpack    saved_tensor -> reloads (waits)

@@ -1,5 +1,8 @@
 """How sources are dropped: behind their copies to the host, or without one to be recomputed.
 
+And which are kept, by choice, or because something else keeps them: these aren't copied any more
+from the next step on.
+
 Release without ``record_stream``: the source of a copy to the host is held until a known later
 point of the program, where the compute stream waits for the copy (W2) and the last reference is
 dropped. The caching allocator can hand the memory on at once, in stream order, and does so the same
@@ -8,14 +11,17 @@ way in every run. What is released when, `megatron_offload.core.window` decides.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from weakref import ref
 
 import torch
 
 from megatron_offload.backends.base import Stream, Wait
 from megatron_offload.core.group import RESIDENT
 from megatron_offload.core.profile import GroupKey
+from megatron_offload.core.window import InFlightWindow
 from megatron_offload.engine.block_state import (
     DROPPED,
     EXTERNAL,
@@ -25,12 +31,19 @@ from megatron_offload.engine.block_state import (
     RELOADED,
     SAVED,
 )
-from megatron_offload.engine.group import Block, OffloadGroup
+from megatron_offload.engine.group import INPUT_NOT_SAVED, Block, OffloadGroup, Recipe
 from megatron_offload.engine.guard import guarded
 from megatron_offload.engine.reloads import Reloads
 from megatron_offload.memory.host_pool import HostRegion
 from megatron_offload.memory.layout import bytes_of
 from megatron_offload.memory.storage_ref import StorageRef, has_no_other, num_owners, use_count_of
+
+_logger = logging.getLogger(__name__)
+
+_INPUT_NOT_SAVED = (
+    "rows: what {!r} returns is kept: it doesn't save what it takes, so that to recompute it would "
+    "take as much memory"
+)
 
 
 class Releases(Reloads):
@@ -38,11 +51,105 @@ class Releases(Reloads):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # Weakly, since memory goes with its manager and no cycle may keep that.
+        found = ref(self)
+        self.window = InFlightWindow(lambda group: found().release(group), self.budget)  # type: ignore[union-attr]
         self.kept_by_others: set[tuple[GroupKey, int]] = set()
         """The identities of blocks that something else keeps on the device until their backward."""
+        self.by_rows = False
+        """Whether what no row names is saved without a record."""
+        self._said: set[str] = set()
         nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._empty = self.backend.empty_device_like(nothing)
         self.device = self._empty.device
+
+    def warn_once(self, message: str, *values: object) -> None:
+        """Warn, unless this was said, with whatever values."""
+        if message not in self._said:
+            self._said.add(message)
+            _logger.warning(message, *values)
+
+    # At a commit
+
+    def measure(self, group: OffloadGroup) -> None:
+        """Drop what is recomputed, and see what offloading the rest of a group would copy.
+
+        Counts what is kept by choice, or is kept anyway.
+        """
+        moving: list[Block] = []
+        others, chooses = self.kept_by_others, group.rules.should_offload
+        drops_only = group.pick is not None and group.pick.drops_only
+        num_bytes = 0
+        for block in group.blocks():
+            if block.recipe is not None and self._drops(group, block, block.recipe):
+                continue
+            if block.state is not SAVED:
+                continue
+            is_others = bool(others) and block.identity in others
+            if chooses is not None and block.is_kept is None and not is_others:
+                block.is_kept = not chooses(block.num_bytes)
+            if block.is_kept or drops_only:
+                if group.pick is None:  # else the next call doesn't even see it
+                    group.kept_bytes += block.num_bytes
+                self.count_kept(block, "beyond the share that is offloaded")
+            elif is_others:
+                self.stats.externally_referenced_bytes += block.num_bytes - block.kept_bytes
+                block.kept_bytes = block.num_bytes
+            else:
+                num_bytes += block.num_bytes
+                block.name = group.name
+                block.forced_by = ()  # a group before that has asked for it is kept
+                moving.append(block)
+        group.moving, group.num_bytes = moving, num_bytes
+
+    def _drops(self, group: OffloadGroup, block: Block, recipe: Recipe) -> bool:
+        """Drop a block that has a recipe, if it is to be and can be; say whether."""
+        num_bytes, stats = block.num_bytes, self.stats
+        if block.state is SAVED:  # else it is dropped with a group before this, which shares it
+            refusal = "something else keeps it alive"
+            if block.identity not in self.kept_by_others:
+                refusal = recipe.bind(block, drops=group.rules.recomputes)
+            if refusal:
+                refused = stats.refused_recipe_bytes
+                refused[refusal] = refused.get(refusal, 0) + num_bytes
+                if self.by_rows and refusal == INPUT_NOT_SAVED:
+                    self.warn_once(_INPUT_NOT_SAVED.format(recipe.unit))
+            if refusal or not group.rules.recomputes:
+                block.recipe = None
+                return False
+            for observer in self.observers:
+                observer.block_offloads(block, block.source())
+            source = block.aliases[0]
+            block.address = source.untyped_storage().data_ptr()
+            block.forced_by = ()
+            block.advance(DROPPED)
+            block.num_bytes = 0
+            self.backend.read_on(block.stream, source)
+            self._drop_source(block.aliases, block.stream, group, block)
+            if group.pick is not None and group.pick.drops_only:
+                block.name = recipe.unit  # what one call saves may be of several
+            name, dropped, by_unit = block.name, group.dropped_bytes, stats.recomputed_bytes_by_unit
+            by_unit[recipe.unit] = by_unit.get(recipe.unit, 0) + num_bytes
+            stats.by_name[name].recomputed_bytes += num_bytes
+            group.dropped_bytes = {**dropped, name: dropped.get(name, 0) + num_bytes}
+            self.host_pool.alone.add(name, num_bytes)
+        group.needs = tuple(sorted({*group.needs, *recipe.needs()} - {group.key}))
+        return True
+
+    def count_recomputed(self, group: OffloadGroup) -> None:
+        """Count what was dropped of a group as off the device no more."""
+        for name, num_bytes in group.dropped_bytes.items():
+            self.host_pool.alone.add(name, -num_bytes)
+        group.dropped_bytes = {}
+
+    def count_kept(self, block: Block, reason: str) -> None:
+        """Count a block as kept, but for what was counted of it before."""
+        num_bytes = block.num_bytes - block.kept_bytes
+        if num_bytes:
+            block.kept_bytes = block.num_bytes
+            self.stats.by_name[block.name].keep(num_bytes, reason)
+
+    # Sources that are dropped
 
     def empty(self, alias: torch.Tensor) -> None:
         """Take the storage out of an alias; its version counter remains, for the in-place check."""
@@ -77,15 +184,6 @@ class Releases(Reloads):
         for region, region_bytes in num_bytes.items():
             self.host_pool.count_alone(region, group.name, region_bytes)
         group.copies = ()
-
-    def drop(self, group: OffloadGroup, block: Block) -> None:
-        """Drop the source of a block that is recomputed, without a copy."""
-        block.address = block.aliases[0].untyped_storage().data_ptr()
-        block.forced_by = ()
-        block.advance(DROPPED)
-        block.num_bytes = 0
-        self.backend.read_on(block.stream, block.aliases[0])
-        self._drop_source(block.aliases, block.stream, group, block)
 
     def _drop_source(
         self,

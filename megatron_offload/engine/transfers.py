@@ -1,40 +1,29 @@
-"""What is decided about groups whose forward is over, and their copies to the host.
+"""The copies to the host.
 
 Every copy of the engine is issued here or in `megatron_offload.engine.reloads`; the six waits are
-made there and in `megatron_offload.engine.releases`, each at one place. What something else keeps
-on the device isn't copied any more from the next step on.
+made there and in `megatron_offload.engine.releases`, each at one place.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from itertools import repeat
 from typing import TypeAlias
-from weakref import ref
 
 import torch
 
 from megatron_offload.backends.base import Event, Pair, Stream, Wait
 from megatron_offload.core.group import RESIDENT
-from megatron_offload.core.window import InFlightWindow
-from megatron_offload.engine.block_state import IN_FLIGHT, SAVED
-from megatron_offload.engine.group import INPUT_NOT_SAVED, Block, Lease, OffloadGroup, Recipe
+from megatron_offload.engine.block_state import IN_FLIGHT
+from megatron_offload.engine.group import Block, Lease, OffloadGroup
 from megatron_offload.engine.releases import Releases
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.memory.host_pool import HostRegion
-
-_logger = logging.getLogger(__name__)
 
 _SLAB_SHARE = 16
 """Blocks of a group share a host region where they are at most this fraction of a slab: what is
 larger is allocated piece by piece, which fills slabs better, and copying it takes longer than
 that."""
-
-_INPUT_NOT_SAVED = (
-    "rows: what {!r} returns is kept: it doesn't save what it takes, so that to recompute it would "
-    "take as much memory"
-)
 
 _Taken: TypeAlias = tuple[Block, HostRegion, torch.Tensor]
 """A block, the host memory of which it has a part, and that part."""
@@ -45,86 +34,7 @@ class Transfers(Releases):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Weakly, since memory goes with its manager and no cycle may keep that.
-        found = ref(self)
-        self.window = InFlightWindow(lambda group: found().release(group), self.budget)  # type: ignore[union-attr]
-        self.by_rows = False
-        """Whether what no row names is saved without a record."""
-        self._said: set[str] = set()
         self._shared_bytes = self.host_pool.slab_bytes // _SLAB_SHARE
-
-    def warn_once(self, message: str, *values: object) -> None:
-        """Warn, unless this was said, with whatever values."""
-        if message not in self._said:
-            self._said.add(message)
-            _logger.warning(message, *values)
-
-    # To the host
-
-    def measure(self, group: OffloadGroup) -> None:
-        """Drop what is recomputed, and see what offloading the rest of a group would copy.
-
-        Counts what is kept by choice, or is kept anyway.
-        """
-        moving: list[Block] = []
-        others, chooses = self.kept_by_others, group.rules.should_offload
-        drops_only = group.pick is not None and group.pick.drops_only
-        num_bytes = 0
-        for block in group.blocks():
-            if block.recipe is not None and self._drops(group, block, block.recipe):
-                continue
-            if block.state is not SAVED:
-                continue
-            is_others = bool(others) and block.identity in others
-            if chooses is not None and block.is_kept is None and not is_others:
-                block.is_kept = not chooses(block.num_bytes)
-            if block.is_kept or drops_only:
-                if group.pick is None:  # else the next call doesn't even see it
-                    group.kept_bytes += block.num_bytes
-                self.count_kept(block, "beyond the share that is offloaded")
-            elif is_others:
-                self.stats.externally_referenced_bytes += block.num_bytes - block.kept_bytes
-                block.kept_bytes = block.num_bytes
-            else:
-                num_bytes += block.num_bytes
-                block.name = group.name
-                block.forced_by = ()  # a group before that has asked for it is kept
-                moving.append(block)
-        group.moving, group.num_bytes = moving, num_bytes
-
-    def _drops(self, group: OffloadGroup, block: Block, recipe: Recipe) -> bool:
-        """Drop a block that has a recipe, if it is to be and can be; say whether."""
-        num_bytes, stats = block.num_bytes, self.stats
-        if block.state is SAVED:  # else it is dropped with a group before this, which shares it
-            refusal = "something else keeps it alive"
-            if block.identity not in self.kept_by_others:
-                refusal = recipe.bind(block, drops=group.rules.recomputes)
-            if refusal:
-                refused = stats.refused_recipe_bytes
-                refused[refusal] = refused.get(refusal, 0) + num_bytes
-                if self.by_rows and refusal == INPUT_NOT_SAVED:
-                    self.warn_once(_INPUT_NOT_SAVED.format(recipe.unit))
-            if refusal or not group.rules.recomputes:
-                block.recipe = None
-                return False
-            for observer in self.observers:
-                observer.block_offloads(block, block.source())
-            self.drop(group, block)
-            if group.pick is not None and group.pick.drops_only:
-                block.name = recipe.unit  # what one call saves may be of several
-            name, dropped, by_unit = block.name, group.dropped_bytes, stats.recomputed_bytes_by_unit
-            by_unit[recipe.unit] = by_unit.get(recipe.unit, 0) + num_bytes
-            stats.by_name[name].recomputed_bytes += num_bytes
-            group.dropped_bytes = {**dropped, name: dropped.get(name, 0) + num_bytes}
-            self.host_pool.alone.add(name, num_bytes)
-        group.needs = tuple(sorted({*group.needs, *recipe.needs()} - {group.key}))
-        return True
-
-    def count_recomputed(self, group: OffloadGroup) -> None:
-        """Count what was dropped of a group as off the device no more."""
-        for name, num_bytes in group.dropped_bytes.items():
-            self.host_pool.alone.add(name, -num_bytes)
-        group.dropped_bytes = {}
 
     def keep(self, group: OffloadGroup, reason: str) -> None:
         """Leave a group whose forward is over on the device."""
@@ -132,13 +42,6 @@ class Transfers(Releases):
         for block in moving:
             self.count_kept(block, reason)
         group.advance(RESIDENT)
-
-    def count_kept(self, block: Block, reason: str) -> None:
-        """Count a block as kept, but for what was counted of it before."""
-        num_bytes = block.num_bytes - block.kept_bytes
-        if num_bytes:
-            block.kept_bytes = block.num_bytes
-            self.stats.by_name[block.name].keep(num_bytes, reason)
 
     def offload(self, group: OffloadGroup) -> None:
         """Issue the copies of the blocks that `measure` has found, and put them into the window.
