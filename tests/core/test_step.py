@@ -149,19 +149,17 @@ def test_a_graph_that_outlives_its_step_counts_for_nothing():
 
 
 @pytest.mark.parametrize("here", GroupState, ids=lambda s: s.name)
-@pytest.mark.parametrize("there", GroupState, ids=lambda s: s.name)
-def test_only_moves_in_the_table_are_made(here, there):
-    assert set(MOVES) == set(GroupState)
+def test_only_moves_in_the_table_are_made(here):
     group = PlainGroup(GroupKey(0, 0), "core_attn", DeviceBudget())
-    group.state = here
-    if there in MOVES[here]:
+    for there in MOVES[here]:
+        group.state = here
         group.advance(there)
         assert group.state is there
-        return
-    with pytest.raises(StateError, match="core_attn") as error:
-        group.advance(there)
-    assert group.state is here, "a refused move must change nothing"
-    assert f"from {here.name} to {there.name}" in str(error.value)
+    group.state = here
+    for there in set(GroupState) - MOVES[here]:
+        with pytest.raises(StateError, match=f"core_attn.* from {here.name} to {there.name}"):
+            group.advance(there)
+        assert group.state is here, "a refused move must change nothing"
 
 
 def test_the_same_groups_of_other_sizes():

@@ -5,8 +5,6 @@ The latter isn't reloaded, nor copied in the next step.
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from programs import (
@@ -165,27 +163,34 @@ def test_a_block_makes_only_the_moves_of_its_table():
             assert record.block.state is here
 
 
-def test_a_reader_in_another_thread_waits_for_a_reload_that_is_being_issued(monkeypatch):
+def test_a_reload_that_is_being_issued_is_not_read_without_the_lock(monkeypatch):
     manager, chunk, group = open_group()
-    manager.backend.observes = False  # then a reader looks without a lock
-    x, take, found, is_waiting = torch.randn(512), Block.take_region, [], []
-    record = chunk.pack(group, x.clone())
-    reader = threading.Thread(target=lambda: found.append(record.unpack()))
+    manager.backend.observes = False  # then a reader only looks
+    take, record = Block.take_region, chunk.pack(group, torch.randn(512))
 
     def take_while_read(block):
         region = take(block)
-        reader.start()
-        reader.join(0.1)
-        is_waiting.append(reader.is_alive())
+        with pytest.raises(StateError, match="inside a call"):  # in another thread it waits
+            record.unpack()
         return region
 
     manager.commit(group)
     manager.join_offloads()
     monkeypatch.setattr(Block, "take_region", take_while_read)
     manager.enter_backward(group)
-    reader.join()
-    assert is_waiting == [True]
-    assert_same([x], found)
+
+
+def test_what_is_released_while_a_reader_asks_to_keep_it_is_reloaded(monkeypatch):
+    manager, chunk, group = open_group(max_inflight_bytes=4 * KIB)
+    record, keep = chunk.pack(group, torch.ones(512)), manager.transfers.keep_source
+    manager.commit(group)
+
+    def keep_too_late(block):
+        manager.join_offloads()  # another thread
+        keep(block)
+
+    monkeypatch.setattr(manager.transfers, "keep_source", keep_too_late)
+    assert torch.equal(record.unpack(), torch.ones(512))
 
 
 def test_another_program_is_learned_anew():
