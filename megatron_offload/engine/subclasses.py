@@ -70,9 +70,7 @@ class SavedWrapper:
     ``alias`` is the wrapper's `hollow` one; ``pack`` records an inner tensor.
     """
 
-    __slots__ = (
-        *("_alias", "_context", "_inner", "_kind", "_others", "_size", "_stride", "_version"),
-    )
+    __slots__ = "_alias", "_context", "_inner", "_kind", "_others", "_size", "_stride", "_version"
 
     def __init__(
         self, tensor: torch.Tensor, alias: torch.Tensor, pack: Callable[[torch.Tensor], Any]

@@ -32,10 +32,6 @@ _Taken: TypeAlias = tuple[Block, HostRegion, torch.Tensor]
 class Transfers(Releases):
     """Moves blocks between device and host for all groups of one manager."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._shared_bytes = self.host_pool.slab_bytes // _SLAB_SHARE
-
     def keep(self, group: OffloadGroup, reason: str) -> None:
         """Leave a group whose forward is over on the device."""
         moving, group.moving = group.moving, ()
@@ -111,7 +107,7 @@ class Transfers(Releases):
             block.address = address = block.aliases[0].untyped_storage().data_ptr()
             if address:
                 found.append(block)
-        if found and group.num_bytes <= self._shared_bytes:
+        if found and group.num_bytes * _SLAB_SHARE <= pool.slab_bytes:
             region = pool.allocate_views([block.spec for block in found])
             if region is not None:
                 return list(zip(found, repeat(region), region.views, strict=False))
