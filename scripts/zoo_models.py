@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_offload import OffloadActivations, OffloadConfig, get_act_offloading_ctx_manager
 from megatron_offload.config import RECOMPUTE_SITES
-from megatron_offload.engine.module_hooks import named_modules
 from megatron_offload.errors import OffloadError
+from megatron_offload.model_map.module_hooks import named_modules
 from megatron_offload.model_map.structure import find_sites, layers_of
 
 MODES = ("default", "moved", *RECOMPUTE_SITES, "rows")

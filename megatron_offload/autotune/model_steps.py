@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from megatron_offload.engine.boundary import hook_backward
-from megatron_offload.engine.module_hooks import hook_calls, tokens_of
+from megatron_offload.model_map.module_hooks import hook_calls, tokens_of
 
 _MOST_FORWARDS = 16  # a backward that never comes, or always late, ends no step
 

@@ -18,7 +18,7 @@ from megatron_offload.autotune.search_steps import SearchSteps, StepKind
 from megatron_offload.core.row_config import RowConfig
 from megatron_offload.engine.hooks import is_recording
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.module_hooks import ModuleHook
+from megatron_offload.model_map.module_hooks import ModuleHook
 
 _logger = logging.getLogger(__name__)
 

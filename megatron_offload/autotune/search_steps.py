@@ -26,8 +26,8 @@ from megatron_offload.autotune.model_steps import ModelSteps
 from megatron_offload.autotune.row_answers import RowAnswers, plan_of
 from megatron_offload.core.row_config import UNITS, RowConfig, ranges
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.module_hooks import named_modules
 from megatron_offload.machine.bandwidth import BandwidthError, Link, median_rates
+from megatron_offload.model_map.module_hooks import named_modules
 from megatron_offload.model_map.sites import Site, sites_of_layers
 from megatron_offload.model_map.watch import MayMove
 from megatron_offload.planning.frontier import Part, Plan, to_plain

@@ -13,14 +13,10 @@ from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from operator import eq
-from threading import RLock, get_ident
-from typing import Any, Protocol, TypeAlias
-from weakref import ref
+from threading import get_ident
+from typing import Protocol, TypeAlias
 
 import torch
-import torch.utils.checkpoint
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
 from megatron_offload.core.group import GroupState
 from megatron_offload.engine.chunk import ChunkOffloadHandler
@@ -37,7 +33,6 @@ from megatron_offload.engine.hooks import (
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_opted_out
 from megatron_offload.engine.modes import apart, is_traced, must_be_apart
-from megatron_offload.engine.patches import PatchStack
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.subclasses import SavedWrapper, hollow, is_wrapper
 
@@ -45,15 +40,6 @@ _LEAST_GROUP_BYTES = 1 << 20
 _GROUP_SHARE = 32
 """A group ends when it has this fraction of what its forward has saved so far: each costs the
 host as much as several tensors."""
-
-Cache: Any = getattr(torch.utils.checkpoint, "_CachingTorchDispatchMode", None)
-"""The mode in which a selective checkpoint caches what its policy saves."""
-
-_CACHED = "in the cache of a selective checkpoint, which hooks of saved tensors don't see"
-_NOT_SEEN = (
-    "what selective checkpoints save in their cache isn't offloaded: pass "
-    "respect_saved_tensors_hooks=True to checkpoint() (torch 2.14 or later). This is said once"
-)
 
 
 class Watch(Protocol):
@@ -67,7 +53,7 @@ class Watch(Protocol):
 
 
 @dataclass(slots=True)
-class _Forward:
+class Forward:
     """What lies between one `AutomaticGroups.begin` and its `end`; no pack hook: no records."""
 
     chunk: ChunkOffloadHandler
@@ -125,7 +111,7 @@ class AutomaticGroups:
     watch: Watch | None = field(default=None, init=False)
     """Is called when the outermost forward begins and ends, where rows say what is recorded."""
     _thread: int = field(default=0, init=False)
-    _forwards: list[_Forward | None] = field(default_factory=list, init=False)
+    _forwards: list[Forward | None] = field(default_factory=list, init=False)
     """None of one that began while the manager rests."""
     _reached: dict[OffloadGroup, None] = field(default_factory=dict, init=False)
 
@@ -158,8 +144,7 @@ class AutomaticGroups:
         if may_record and not (is_in_backward() or self.manager.is_hidden(name or self.name)):
             pack = self.pack
             put_on(pack, unpack)
-        self._forwards.append(_Forward(chunk, pack, name or self.name))
-        _watch_others(ref(self))
+        self._forwards.append(Forward(chunk, pack, name or self.name))
         if self.watch is not None and len(self._forwards) == 1:
             self.watch.begin()
 
@@ -167,8 +152,6 @@ class AutomaticGroups:
     def end(self, *, has_failed: bool = False) -> None:
         """Undo the last `begin`; what was saved since a failure's last group is kept."""
         forward = self._forwards.pop() if self._forwards else None
-        if not self._forwards:
-            _watch_others(None)
         if forward is None:
             return
         if forward.pack is not None:
@@ -183,20 +166,14 @@ class AutomaticGroups:
             self.watch.end(has_failed=has_failed)
 
     @property
+    def forward(self) -> Forward | None:
+        """The innermost forward; None where none is recorded."""
+        return self._forwards[-1] if self._forwards else None
+
+    @property
     def chunk(self) -> ChunkOffloadHandler | None:
-        """The chunk of the innermost forward."""
-        forward = self._forwards[-1] if self._forwards else None
-        return None if forward is None else forward.chunk
-
-    @property
-    def is_entered(self) -> bool:
-        """Whether a forward is under way in this thread that may be recorded."""
-        return self.is_inside and self._forwards[-1] is not None
-
-    @property
-    def has_forward(self) -> bool:
-        """Whether a forward is under way, in whichever thread."""
-        return bool(self._forwards)
+        """Its chunk."""
+        return None if self.forward is None else self.forward.chunk
 
     @property
     def is_inside(self) -> bool:
@@ -235,7 +212,7 @@ class AutomaticGroups:
         """Record a tensor that autograd saves; the pack hook."""
         if must_be_apart():
             return apart(self.pack, tensor)
-        forward = self._forwards[-1] if self._forwards else None  # between two lines of `begin`
+        forward = self.forward  # None between two lines of `begin`
         if forward is None or forward.pack is None:
             return SavedTensor(tensor, self.name)
         if is_in_backward() or torch.compiler.is_compiling() or is_traced():  # first: a recompute
@@ -258,18 +235,7 @@ class AutomaticGroups:
         forward.total_bytes += saved.layout.num_bytes
         return _Saved(self, group, saved)
 
-    def note_unseen(self, context: Any) -> None:
-        """Note in a forward what its hooks don't see: a cache, and what is under hooks inside."""
-        forward = self._forwards[-1] if self._forwards and not is_in_backward() else None
-        if forward is not None and type(context) is not Cache:
-            self.manager.is_hidden(forward.name, is_group=False)
-        elif forward is not None:
-            for leaf in tree_leaves(context.storage):
-                if isinstance(tensor := getattr(leaf, "val", None), torch.Tensor):
-                    forward.chunk.count_kept(forward.name, tensor, _CACHED)
-                    self.manager.transfers.warn_once(_NOT_SEEN)
-
-    def _is_full(self, forward: _Forward) -> bool:
+    def _is_full(self, forward: Forward) -> bool:
         num_tensors, num_bytes = forward.num_tensors, forward.num_bytes
         most = self.max_inflight_tensors
         if num_bytes < _LEAST_GROUP_BYTES:
@@ -279,7 +245,7 @@ class AutomaticGroups:
         most_bytes = self.manager.budget.most_group_bytes
         return num_bytes >= min(forward.total_bytes // _GROUP_SHARE, most_bytes)
 
-    def _commit(self, forward: _Forward) -> None:
+    def _commit(self, forward: Forward) -> None:
         group, forward.group = forward.group, None
         forward.num_tensors = forward.num_bytes = 0
         if group is not None:
@@ -302,36 +268,6 @@ class AutomaticGroups:
         for group in [group for group in self._reached if group.is_spent]:
             if self._reached.pop(group, self) is None:
                 self.manager.leave_backward(group)
-
-
-_watching: list[ref[AutomaticGroups]] = []
-"""Contexts that have a forward under way, while torch's two methods are patched."""
-_patches, _lock = PatchStack(), RLock()
-
-
-def _watch_others(begun: ref[AutomaticGroups] | None) -> None:
-    """Patch torch as long as any context has a forward under way: one has begun, or ended one."""
-    with _lock:
-        under_way = [one for one in _watching if (groups := one()) and groups.has_forward]
-        _watching[:] = {*under_way, begun} if begun else {*under_way}
-        if not _watching:
-            _patches.undo()
-        elif not _patches and Cache is not None:
-            _patches.wrap(Cache, "__exit__", _note_unseen)
-            _patches.wrap(saved_tensors_hooks, "__enter__", _note_unseen)
-
-
-@graph_break
-def _note_unseen(call: Callable[..., Any], context: Any, *exception: object) -> None:
-    call(context, *exception)
-    try:
-        for groups in [one() for one in _watching]:
-            if groups is not None and groups.is_inside:
-                groups.note_unseen(context)
-    except BaseException:  # an interrupt: the program's own `with` is not entered
-        if type(context) is not Cache:
-            context.__exit__()
-        raise
 
 
 @graph_break

@@ -15,6 +15,8 @@ from torch._C._autograd import (  # type: ignore[attr-defined]  # its stub has n
     _top_saved_tensors_default_hooks,
 )
 
+CHECKPOINT = "torch.utils.checkpoint"
+"""The owner of hooks of checkpoints that aren't reentrant; others' show in their rerun alone."""
 RECOMPUTE = "megatron_offload.recompute"
 """The owner of hooks under which nothing is recorded, since it is recomputed as a whole."""
 

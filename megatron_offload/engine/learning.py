@@ -14,11 +14,11 @@ from fnmatch import fnmatchcase
 from functools import cache
 
 from megatron_offload.config import OffloadConfig
+from megatron_offload.core.policy import ModulesPolicy, kept_by_ratio
 from megatron_offload.core.policy_config import RatioConfig
 from megatron_offload.core.profile import GroupKey, StepProfile
 from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.transfers import Transfers
-from megatron_offload.planning.policy import ModulesPolicy, kept_by_ratio
 
 _NUM_ALIKE = 8
 """How many steps have to be alike: pinning is slow, and unpinning waits for the device."""

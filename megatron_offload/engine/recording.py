@@ -17,6 +17,7 @@ from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.guard import Guard
 from megatron_offload.engine.hooks import (
+    CHECKPOINT,
     RECOMPUTE,
     is_in_backward,
     is_recording,
@@ -27,7 +28,6 @@ from megatron_offload.engine.hooks import (
 )
 from megatron_offload.engine.learning import Learner
 from megatron_offload.engine.marks import Marks
-from megatron_offload.engine.module_hooks import tokens_of
 from megatron_offload.engine.observer import Observer
 from megatron_offload.engine.rules import Rules
 from megatron_offload.engine.saved_tensor import SavedTensor
@@ -176,11 +176,6 @@ class Recording:
             return not self._has_had_rows or unit in self.recompute
         return unit in self._row_names
 
-    def is_too_short(self, min_tokens: int, args: Any, kwargs: Any) -> bool:
-        """Whether a row of so many tokens isn't followed in a call; on trial all are."""
-        is_asked = min_tokens > 0 and not self.rows_are_on_trial
-        return is_asked and tokens_of(args, kwargs) < min_tokens
-
     # Chunks and groups
 
     def claim(self, *, is_inside: bool = False) -> None:
@@ -218,18 +213,24 @@ class Recording:
         """Return the chunk whose forward runs, where it matters how its tensors are made."""
         return self.decisions.chunk if self.do_offload and is_recording(needs_grad=False) else None
 
-    def is_hidden(self, name: str, *, is_group: bool = True) -> bool:
+    def is_hidden(self, name: str) -> bool:
         """Whether hooks of others are in force; a reentrant checkpoint shows in its rerun alone."""
         others, in_backward = others_hooks(), is_in_backward()
-        is_checkpoint = not others if in_backward else others.startswith("torch.utils.checkpoint")
+        is_checkpoint = not others if in_backward else others.startswith(CHECKPOINT)
         is_hidden = bool(others) and not in_backward
         if torch.is_grad_enabled() and (is_hidden or is_checkpoint):
-            self.transfers.stats.num_hidden_groups += is_group
-            if is_checkpoint and is_group and not self.rows_are_own:
+            self.transfers.stats.num_hidden_groups += 1
+            if is_checkpoint and not self.rows_are_own:
                 self.transfers.warn_once(_CHECKPOINTED, name)
-        if is_hidden and not (is_checkpoint or others.startswith(RECOMPUTE)):
-            self.transfers.warn_once(_HIDDEN, others)
+        if is_hidden:
+            self.warn_of_others()
         return is_hidden
+
+    def warn_of_others(self) -> None:
+        """Say once whose hooks are in force: others than a checkpoint's, whose rerun is known."""
+        others = others_hooks()
+        if others and not others.startswith((CHECKPOINT, RECOMPUTE)):
+            self.transfers.warn_once(_HIDDEN, others)
 
     # Hooks
 

@@ -11,12 +11,12 @@ from weakref import WeakSet
 
 from megatron_offload import __version__
 from megatron_offload.backends.base import Backend
+from megatron_offload.core.policy import ModulesPolicy
 from megatron_offload.core.policy_config import MemoryTargetConfig
 from megatron_offload.core.units import format_bytes
 from megatron_offload.engine.recording import Recording
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.machine.job_ranks import rank_in
-from megatron_offload.planning.policy import ModulesPolicy
 
 _logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.hooks import others_hooks, owner_of_hooks, put_on, take_off
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.module_hooks import hook_calls, hooks_of, named_modules
 from megatron_offload.engine.saved_tensor import SavedTensor
+from megatron_offload.model_map.module_hooks import hook_calls, hooks_of, named_modules
 from megatron_offload.model_map.offload_site import (
     FindManager,
     LayerClock,

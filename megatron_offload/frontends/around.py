@@ -18,6 +18,7 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import ConfigError
 from megatron_offload.observe.run_report import save_report
+from megatron_offload.observe.unseen import watch_unseen
 
 _ALL_MOVES = "it takes what autograd saves, whatever module that is; offload_modules() goes by name"
 _RATIO = "offload_ratio says what is offloaded; give that, or use OffloadActivations"
@@ -161,6 +162,7 @@ class AroundForwards(saved_tensors_hooks):
         if search is not None:
             search.step_begins()
         self._groups.begin(**self._where)
+        watch_unseen(self._groups)
         if search is not None:
             search.forward_begins(self._model)
         self._depth += 1
@@ -176,7 +178,10 @@ class AroundForwards(saved_tensors_hooks):
                 search.forward_ends(has_failed=has_failed)
         finally:
             self._groups.manager.note_failure(error)
-            self._groups.end(has_failed=has_failed)
+            try:
+                self._groups.end(has_failed=has_failed)
+            finally:
+                watch_unseen(self._groups)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__.lstrip('_')}: {self._groups.manager.plan}>"

@@ -16,19 +16,19 @@ from megatron_offload.autotune.row_search import RowSearch
 from megatron_offload.config import EXTRA_MODULES, MEGATRON_MODULES
 from megatron_offload.core.policy_config import SolvedConfig
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.module_hooks import (
+from megatron_offload.errors import ConfigError, did_you_mean
+from megatron_offload.frontends.adopt import adopt_model
+from megatron_offload.frontends.around import engine_of, leave_search, refuse_unserved
+from megatron_offload.model_map.module_hooks import (
     ModuleHook,
     expression_of,
     hook_calls,
     hooks_of,
     named_modules,
 )
-from megatron_offload.engine.patches import PatchStack
-from megatron_offload.errors import ConfigError, did_you_mean
-from megatron_offload.frontends.adopt import adopt_model
-from megatron_offload.frontends.around import engine_of, leave_search, refuse_unserved
 from megatron_offload.model_map.offload_site import OffloadSite, inputs, outputs
 from megatron_offload.model_map.structure import has_forward
+from megatron_offload.recompute.patches import PatchStack
 
 _logger = logging.getLogger(__name__)
 

@@ -23,7 +23,6 @@ from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.patches import PatchStack
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import ConfigError
@@ -41,6 +40,7 @@ from megatron_offload.recompute.model_loss import (
     owners_of_loss,
     patch_loss,
 )
+from megatron_offload.recompute.patches import PatchStack
 
 _logger = logging.getLogger(__name__)
 
@@ -350,7 +350,7 @@ def _hook(model: ref[nn.Module], groups: ref[AutomaticGroups]) -> None:
 
 def _entered(groups: ref[AutomaticGroups]) -> PipelineOffloadManager | None:
     found = groups()
-    return found.manager if found is not None and found.is_entered else None
+    return found.manager if found is not None and found.is_inside and found.forward else None
 
 
 @graph_break

@@ -19,11 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.hooks import is_recording
-from megatron_offload.engine.module_hooks import hook_calls
-from megatron_offload.engine.patches import Call, PatchStack
 from megatron_offload.errors import ConfigError, IntegrationError, did_you_mean, shorten
 from megatron_offload.frontends.whole_model import get_act_offloading_ctx_manager
 from megatron_offload.model_map.mapping import ModelMap, map_model
+from megatron_offload.model_map.module_hooks import hook_calls
+from megatron_offload.recompute.patches import Call, PatchStack
 
 
 class OffloadMixin:

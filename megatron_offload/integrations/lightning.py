@@ -8,8 +8,8 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from megatron_offload.engine.patches import Call, PatchStack
 from megatron_offload.frontends.whole_model import get_act_offloading_ctx_manager
+from megatron_offload.recompute.patches import Call, PatchStack
 
 
 class OffloadCallback(Callback):

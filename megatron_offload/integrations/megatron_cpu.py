@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from megatron_offload.engine.patches import Call, PatchStack, around
+from megatron_offload.recompute.patches import Call, PatchStack, around
 
 _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "empty_like", "zeros_like")
 _CPU = torch.device("cpu")

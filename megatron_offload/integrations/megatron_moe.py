@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from megatron_offload.engine.patches import Call, PatchStack
 from megatron_offload.errors import IntegrationError
 from megatron_offload.integrations.megatron_core import import_from_megatron
+from megatron_offload.recompute.patches import Call, PatchStack
 
 _MODULE = "megatron.core.transformer.moe.token_dispatcher"
 _CLASS = "_DeepepManager"

@@ -17,8 +17,8 @@ from torch import nn
 from megatron_offload.config import LAYER_INPUT
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.patches import Call
 from megatron_offload.integrations.megatron_loss import vocabulary_loss
+from megatron_offload.recompute.patches import Call
 from megatron_offload.recompute.recipes import add_recipe
 
 _in_segments: list[nn.Module] = []

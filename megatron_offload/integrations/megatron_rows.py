@@ -13,9 +13,9 @@ from torch import nn
 from megatron_offload.config import LAYER_INPUT, MEGATRON_MODULES
 from megatron_offload.core.row_config import LOSS, UNITS, RowConfig
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.module_hooks import ModuleHook, hooks_of, named_modules
 from megatron_offload.errors import ConfigError
 from megatron_offload.integrations.megatron_recompute import keeps_activation
+from megatron_offload.model_map.module_hooks import ModuleHook, hooks_of, named_modules
 from megatron_offload.model_map.offload_site import LargestTensors
 from megatron_offload.model_map.sites import emptied_inside
 from megatron_offload.model_map.structure import layers_of

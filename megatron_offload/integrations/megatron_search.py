@@ -13,13 +13,13 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.autotune.followed import ADVICE
 from megatron_offload.autotune.row_search import RowSearch
+from megatron_offload.core.policy import ModulesPolicy
 from megatron_offload.core.row_config import EXPERTS, MOE_ACT, RowConfig
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.module_hooks import expression_of, hooks_of, is_own_hook
 from megatron_offload.integrations.megatron_recompute import is_known_activation
 from megatron_offload.integrations.megatron_rows import RERUN, mark_layers
+from megatron_offload.model_map.module_hooks import expression_of, hooks_of, is_own_hook
 from megatron_offload.model_map.sites import Site, foreign_class, modules_of
-from megatron_offload.planning.policy import ModulesPolicy
 
 _logger = logging.getLogger(__name__)
 

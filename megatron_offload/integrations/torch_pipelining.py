@@ -12,11 +12,11 @@ from megatron_offload.autotune.row_search import RowSearch
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.patches import Call, PatchStack
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import IntegrationError
 from megatron_offload.frontends.adopt import adopt_model
 from megatron_offload.frontends.around import AroundForwards, followed, leave_search
+from megatron_offload.recompute.patches import Call, PatchStack
 
 
 class PipelineOffload(PatchStack):

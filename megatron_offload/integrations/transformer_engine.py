@@ -24,12 +24,12 @@ from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.hooks import is_recording, owner_of, owner_of_hooks, put_on
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import unmark
-from megatron_offload.engine.patches import Call, PatchStack
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.subclasses import inner_tensors
 from megatron_offload.errors import IntegrationError
-from megatron_offload.frontends.around import followed
+from megatron_offload.frontends.around import AroundForwards, followed
 from megatron_offload.frontends.whole_model import NoOpManager
+from megatron_offload.recompute.patches import Call, PatchStack
 from megatron_offload.recompute.transformer_engine import mark_not_offload
 
 _FUSER = "transformer_engine.pytorch.ops.fuser"
@@ -287,9 +287,7 @@ def _enter(module: nn.Module, args: Any) -> None:
     if setting is False:
         left.enter_context(NoOpManager())
     elif setting is True and not _moves_all():
-        groups = operation_groups()
-        groups.begin()
-        left.callback(groups.end)
+        left.enter_context(AroundForwards(operation_groups()))
     vars(_entered).setdefault("stack", []).append((module, left))
 
 

@@ -20,9 +20,9 @@ from megatron_offload.core.row_config import ranges
 from megatron_offload.core.units import byte_unit, format_bytes, format_us
 from megatron_offload.engine.hooks import is_recording
 from megatron_offload.engine.marks import is_parameter
-from megatron_offload.engine.module_hooks import compiled_parts, named_modules, tokens_of
 from megatron_offload.errors import ConfigError
 from megatron_offload.model_map import sites
+from megatron_offload.model_map.module_hooks import compiled_parts, named_modules, tokens_of
 from megatron_offload.model_map.structure import has_forward, layers_of
 from megatron_offload.model_map.watch import MayMove, SavedMemory
 

@@ -14,7 +14,7 @@ from megatron_offload.engine.boundary import commit_group, start_group, tick
 from megatron_offload.engine.group import OffloadGroup, Record
 from megatron_offload.engine.hooks import put_on, take_off
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.module_hooks import EagerHook, hook_calls
+from megatron_offload.model_map.module_hooks import EagerHook, has_tokens, hook_calls
 
 FindManager = Callable[[], PipelineOffloadManager | None]
 """Returns whose forward it is; None where it is no manager's."""
@@ -125,9 +125,9 @@ class OffloadSite:
         manager = self._find_manager()
         if manager is None:
             return
-        is_short = manager.is_too_short(self._min_tokens, args, passed)
-        self._open.append(None if is_short else manager)
-        if not is_short:
+        is_long = manager.rows_are_on_trial or has_tokens(self._min_tokens, args, passed)
+        self._open.append(manager if is_long else None)
+        if is_long:
             pick = None if self.largest is None else self.largest.begin()
             start_group(manager, self._first(args, passed), self.name, pick)
             manager.__enter__()

@@ -10,8 +10,8 @@ from torch import nn
 
 from megatron_offload.config import MEGATRON_MODULES, RECOMPUTE_SITES
 from megatron_offload.core.row_config import LOSS, UNITS, RowConfig
-from megatron_offload.engine.module_hooks import compiled_parts
 from megatron_offload.errors import ConfigError, did_you_mean
+from megatron_offload.model_map.module_hooks import compiled_parts
 from megatron_offload.model_map.structure import PARTS, has_forward, layers_of, modules_within
 
 _logger = logging.getLogger(__name__)

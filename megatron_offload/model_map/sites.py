@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from megatron_offload.backends.base import Backend
 from megatron_offload.core.row_config import EXPERTS, MOE_ACT
 from megatron_offload.engine.marks import is_parameter
-from megatron_offload.engine.module_hooks import (
+from megatron_offload.model_map.module_hooks import (
     compiled_parts,
     hook_calls,
     is_own_hook,

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from megatron_offload.engine.module_hooks import expression_of
+from megatron_offload.model_map.module_hooks import expression_of
 
 _LAYERS = ("TransformerLayer", "GradientCheckpointingLayer")
 """Classes, by their own name or that of a base, whose owners let them be recomputed."""

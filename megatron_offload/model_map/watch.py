@@ -29,12 +29,17 @@ from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.hooks import put_on, take_off
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_parameter
-from megatron_offload.engine.module_hooks import compiled_parts, hook_calls, hooks_of, named_modules
 from megatron_offload.engine.observer import Observer
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.errors import ConfigError
 from megatron_offload.memory.layout import layout_of
 from megatron_offload.memory.storage_ref import StorageRef
+from megatron_offload.model_map.module_hooks import (
+    compiled_parts,
+    hook_calls,
+    hooks_of,
+    named_modules,
+)
 from megatron_offload.model_map.offload_site import (
     FindManager,
     LargestTensors,

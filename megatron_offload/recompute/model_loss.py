@@ -18,9 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_offload.engine.module_hooks import compiled_parts
-from megatron_offload.engine.patches import PatchStack
 from megatron_offload.machine.job_ranks import rank_in
+from megatron_offload.model_map.module_hooks import compiled_parts
 from megatron_offload.recompute.loss import (
     block_rows,
     cross_entropy,
@@ -28,6 +27,7 @@ from megatron_offload.recompute.loss import (
     have_same_bits,
     may_compare,
 )
+from megatron_offload.recompute.patches import PatchStack
 
 _logger = logging.getLogger(__name__)
 

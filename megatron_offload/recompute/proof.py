@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from megatron_offload.engine.checking import checksum
-from megatron_offload.engine.module_hooks import tensors_in
+from megatron_offload.engine.nested import tensors_in
 from megatron_offload.engine.transfers import Transfers
 
 _logger = logging.getLogger(__name__)

@@ -24,11 +24,11 @@ from megatron_offload.engine.hooks import owner_of_hooks
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.modes import has_modes
-from megatron_offload.engine.module_hooks import tensors_in
-from megatron_offload.engine.patches import Call
+from megatron_offload.engine.nested import tensors_in
 from megatron_offload.engine.subclasses import is_wrapper
 from megatron_offload.memory.layout import layout_of
 from megatron_offload.recompute.call_state import MODES, CallState, RandomStates
+from megatron_offload.recompute.patches import Call
 from megatron_offload.recompute.proof import Proof, Proofs
 from megatron_offload.recompute.recipe import (
     MOST_IN_A_ROW,

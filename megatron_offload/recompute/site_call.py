@@ -29,7 +29,6 @@ from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.modes import outside_vmap
-from megatron_offload.engine.patches import PatchStack
 from megatron_offload.engine.saved_tensor import SavedTensor, changed_in_place
 from megatron_offload.engine.transfers import Transfers
 from megatron_offload.errors import CorruptionError, StateError
@@ -41,6 +40,7 @@ from megatron_offload.recompute.call_state import (
     other_states,
 )
 from megatron_offload.recompute.module_state import ModuleState
+from megatron_offload.recompute.patches import PatchStack
 from megatron_offload.recompute.proof import PROVE_EVERY, Proof, sums_of
 
 _logger = logging.getLogger(__name__)

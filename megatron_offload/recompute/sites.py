@@ -31,10 +31,11 @@ from megatron_offload.engine.hooks import (
     take_off,
 )
 from megatron_offload.engine.modes import has_modes, is_traced
-from megatron_offload.engine.module_hooks import (
+from megatron_offload.model_map.module_hooks import (
     EagerHook,
     compiled_parts,
     expression_of,
+    has_tokens,
     hook_calls,
     hooks_of,
 )
@@ -132,7 +133,8 @@ class SiteHooks:
         if manager is None or not manager.do_offload or not is_recording() or is_traced():
             return None
         may = manager.may_drop if site.drops_inside else manager.may_recompute
-        if not may(site.unit) or manager.is_too_short(self._min_tokens, args, kwargs):
+        is_long = manager.rows_are_on_trial or has_tokens(self._min_tokens, args, kwargs)
+        if not (may(site.unit) and is_long):
             return None
         if site.transfers() is not manager.transfers:
             site.prove_for(ref(manager.transfers))

@@ -17,13 +17,13 @@ from typing import Any
 from megatron_offload.config import LAYER_INPUT, OffloadConfig
 from megatron_offload.core.units import format_bytes
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.patches import Call, PatchStack, around
 from megatron_offload.errors import ConfigError, is_installed
 from megatron_offload.integrations import megatron_core
 from megatron_offload.integrations.megatron_search import MegatronSearch
 from megatron_offload.machine.job_ranks import rank_in
 from megatron_offload.observe.run_report import save_report
 from megatron_offload.observe.trace_step import trace_step
+from megatron_offload.recompute.patches import Call, PatchStack, around
 from megatron_offload.report.console import console
 from megatron_offload.run.flags import add_flags, read_flags
 

@@ -19,10 +19,10 @@ from megatron_offload.config import OffloadConfig, module_patterns, recompute_pa
 from megatron_offload.core.policy_config import SolvedConfig
 from megatron_offload.core.trace import write_traces
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.module_hooks import expression_of, named_modules
 from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.integrations import megatron_core
 from megatron_offload.machine.job_ranks import gather, rank_in
+from megatron_offload.model_map.module_hooks import expression_of, named_modules
 from megatron_offload.observe.live_bytes import LiveActivationMeter
 from megatron_offload.observe.run_report import LOG_NAME, counters_of, write_facts
 from megatron_offload.observe.trace_step import trace_step

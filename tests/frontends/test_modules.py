@@ -13,9 +13,9 @@ from test_compile import Model as WithNorms
 from torch import nn
 
 from megatron_offload.engine.learning import register_pipeline_rank
-from megatron_offload.engine.module_hooks import expression_of
 from megatron_offload.errors import ConfigError
 from megatron_offload.frontends.modules import offload_modules
+from megatron_offload.model_map.module_hooks import expression_of
 
 
 class Attention(nn.Module):

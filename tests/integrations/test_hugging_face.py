@@ -24,8 +24,8 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from megatron_offload import OffloadActivations
 from megatron_offload.cli.report import read_report
-from megatron_offload.engine.automatic import _CACHED, Cache
 from megatron_offload.integrations.hugging_face import OffloadMixin
+from megatron_offload.observe.unseen import CACHED, Cache
 
 CACHING = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
 SELECTIVE = {"use_reentrant": False, "context_fn": CACHING}
@@ -48,7 +48,7 @@ def test_a_llama_keeps_its_bits_and_moves_what_it_saves(checkpointing, caplog):
         assert LAYERS * STATE_BYTES <= moved_bytes <= LAYERS * STATE_BYTES + head_bytes
     cached = 10 * LAYERS * STATE_BYTES if checkpointing is SELECTIVE else 0  # of matrix products
     kept = offload.last_step.by_name["activations"].kept_bytes_by_reason
-    assert (kept.get(_CACHED, 0), caplog.text.count("selective checkpoints")) == (
+    assert (kept.get(CACHED, 0), caplog.text.count("selective checkpoints")) == (
         cached,
         cached > 0,
     )

@@ -30,11 +30,11 @@ from megatron_offload import (
 )
 from megatron_offload.core.row_config import RowConfig
 from megatron_offload.engine.hooks import owner_of_hooks
-from megatron_offload.engine.module_hooks import ModuleHook
 from megatron_offload.errors import ConfigError
 from megatron_offload.frontends.adopt import adopt_model
 from megatron_offload.memory.storage_ref import StorageRef
 from megatron_offload.model_map import watch
+from megatron_offload.model_map.module_hooks import ModuleHook
 from megatron_offload.model_map.offload_site import NoHooks
 from megatron_offload.model_map.structure import layers_of
 

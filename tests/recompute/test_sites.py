@@ -20,10 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_offload import OffloadConfig, get_act_offloading_ctx_manager
 from megatron_offload.core.row_config import RowConfig
-from megatron_offload.engine.module_hooks import named_modules
 from megatron_offload.errors import CorruptionError, InPlaceModificationError, StateError
 from megatron_offload.frontends.adopt import adopt_model
 from megatron_offload.memory.storage_ref import StorageRef
+from megatron_offload.model_map.module_hooks import named_modules
 from megatron_offload.model_map.structure import find_sites
 from megatron_offload.recompute import proof, sites
 

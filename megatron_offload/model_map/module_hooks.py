@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.engine.graph_break import graph_break
+from megatron_offload.engine.nested import first_tensor
 
 _GLOBS = {".**": r"(?:\.[^.]+)*", "**.": r"(?:[^.]+\.)*", "**": ".*", "*": "[^.]*", "?": "[^.]"}
 """What stands for something else in a pattern over dotted names."""
@@ -88,42 +89,6 @@ def hook_calls(
     return handles
 
 
-def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in any nesting of tuples, lists, dictionaries and dataclasses.
-
-    Each is looked into once, wherever it lies. Code of its own, as of a property, isn't run.
-    """
-    left, seen = [tree], set[int]()
-    while left:
-        one = left.pop()
-        if isinstance(one, torch.Tensor):
-            yield one
-        elif id(one) not in seen:
-            seen.add(id(one))
-            parts: list[Any] = []
-            if isinstance(one, tuple):
-                parts = [*tuple.__iter__(one)]
-            elif isinstance(one, list):
-                parts = [*list.__iter__(one)]
-            elif isinstance(one, dict):
-                parts = [*dict.values(one)]
-            elif hasattr(type(one), "__dataclass_fields__"):
-                with suppress(AttributeError):  # it has slots
-                    own = object.__getattribute__(one, "__dict__")
-                    parts = [*map(own.get, type(one).__dataclass_fields__)]
-            left += reversed(parts)
-
-
-def first_tensor(
-    given: Sequence[Any], is_one: Callable[[torch.Tensor], bool] = lambda _: True
-) -> torch.Tensor | None:
-    """Return the first tensor of which that is so: what is at hand is soon looked through."""
-    for x in given:
-        if isinstance(x, torch.Tensor) and is_one(x):
-            return x
-    return next(filter(is_one, tensors_in(given)), None)
-
-
 def tokens_of(args: Any, kwargs: Any) -> float:
     """Return the elements of the first tensor that a module is given, but for its last dimension.
 
@@ -133,6 +98,11 @@ def tokens_of(args: Any, kwargs: Any) -> float:
     if tensor is None:
         return math.inf
     return tensor.shape[:-1].numel() if tensor.dim() > 1 else tensor.numel()
+
+
+def has_tokens(least: int, args: Any, kwargs: Any) -> bool:
+    """Whether a module is given at least so many tokens."""
+    return least == 0 or tokens_of(args, kwargs) >= least
 
 
 def named_modules(chunk: nn.Module, *, all_names: bool = False) -> dict[str, nn.Module]:

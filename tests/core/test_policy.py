@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_offload.core.policy import ModulesPolicy, kept_by_ratio
 from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile
-from megatron_offload.planning.policy import ModulesPolicy, kept_by_ratio
 
 
 def make_profile(sizes=(100,) * 4):
