@@ -217,7 +217,8 @@ class OffloadConfig(StrictModel):
 
     def model_post_init(self, _: Any, /) -> None:
         """Refuse two keys that both say what is kept."""
-        for key in sorted(self.model_fields_set & _INSTEAD_OF_ROWS) if self.has_rows else ():
+        given = self.model_fields_set
+        for key in sorted(given & _INSTEAD_OF_ROWS if self.rows is not None else ()):
             raise ConfigError(f"rows say what is offloaded and recomputed, and so does {key!r}")
         sites = {row.site for row in self.rows or ()}
         if MODEL in sites and not sites <= {MODEL, LOSS}:
@@ -229,7 +230,7 @@ class OffloadConfig(StrictModel):
                 f"{named[0]!r} names modules; 'rows' do that (docs/rows.md)"
             )
         if self.policy is not None and not isinstance(self.policy, ModulesConfig):
-            for key in sorted(self.model_fields_set & _KEEP_KEYS):
+            for key in sorted(given & _KEEP_KEYS):
                 raise ConfigError(
                     f"policy {self.policy.kind!r} says what is kept, and so does {key!r}; give one "
                     "of them"
@@ -238,7 +239,7 @@ class OffloadConfig(StrictModel):
     @property
     def tuned_policy(self) -> AutoConfig | MemoryTargetConfig | None:
         """What the run's own steps are to find; None where the settings say what is offloaded."""
-        if not self.enabled or self.has_rows:
+        if not self.enabled or self.rows is not None:
             return None
         if isinstance(self.policy, (AutoConfig, MemoryTargetConfig)):
             return self.policy
@@ -251,6 +252,17 @@ class OffloadConfig(StrictModel):
         """Whether something is to be recomputed, be it a model's loss or more."""
         return not set(self.recompute) <= {LOSS}
 
+    def plan(self, *, is_open: bool) -> str:
+        """Return in a line what is done; where it ``is_open`` what is offloaded, it is found."""
+        if self.rows is not None:
+            return f"rows: [{', '.join(map(str, self.rows))}]"
+        policy = self.tuned_policy if is_open else None
+        if policy is None:
+            return "what is marked, or saved in a context, is offloaded from the first step on"
+        return (
+            f"policy {policy.kind}: some 20 to 50 steps are looked at, then rows {policy.promise}"
+        )
+
     def without_offload(self) -> OffloadConfig:
         """Return the same, but where only ``recompute`` says what is done, nothing is offloaded."""
         given = self.model_fields_set & {"policy", "rows", *_KEEP_KEYS}
@@ -260,28 +272,25 @@ class OffloadConfig(StrictModel):
     @property
     def has_loss_by_rows(self) -> bool:
         """Whether a model's own loss may be computed by rows, at doors that know it."""
-        is_open = "recompute" not in self.model_fields_set and not self.has_rows
+        is_open = "recompute" not in self.model_fields_set and self.rows is None
         return self.enabled and (is_open or self.names_loss)
-
-    @property
-    def has_rows(self) -> bool:
-        """Whether rows say what is done, be it nothing."""
-        return self.rows is not None
 
     @property
     def names_loss(self) -> bool:
         """Whether it says that the loss is computed by rows."""
         return LOSS in self.recompute or any(row.by_rows for row in self.rows or ())
 
-    @property
-    def smallest_tensor(self) -> tuple[int, int]:
-        """The smallest tensor that is offloaded, in bytes and in elements; both hold.
+    def smallest_tensor(self, given_elements: int | None = None) -> tuple[int, int]:
+        """Return the smallest tensor that is offloaded, in bytes and in elements; both hold.
 
-        Where only the elements were set, the bytes' default does not limit them.
+        Where only the elements were set, the bytes' default does not limit them; what the caller's
+        model has ``given`` counts where neither was.
         """
-        given = self.model_fields_set
-        only_elements = "min_tensor_elements" in given and "min_tensor_bytes" not in given
-        return 0 if only_elements else int(self.min_tensor_bytes), self.min_tensor_elements
+        keys = {"min_tensor_bytes", "min_tensor_elements"} & self.model_fields_set
+        if given_elements is not None and not keys:
+            return 0, given_elements
+        least_bytes = 0 if keys == {"min_tensor_elements"} else int(self.min_tensor_bytes)
+        return least_bytes, self.min_tensor_elements
 
 
 def module_patterns(names: Collection[str]) -> tuple[str, ...]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-import megatron_offload.recompute.transformer_engine  # noqa: F401 - for its effect
 from megatron_offload.backends.base import Event, Stream
 from megatron_offload.engine.boundary import Tensors, commit_group, start_group
 from megatron_offload.engine.manager import PipelineOffloadManager as Engine

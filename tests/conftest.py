@@ -91,7 +91,7 @@ def everything_moves(request, monkeypatch):
     By default they plan, and without a GPU nothing moves then: tests of that are `by_default`.
     """
     from megatron_offload.config import OffloadConfig
-    from megatron_offload.engine import verdicts
+    from megatron_offload.observe import verdicts
 
     verdicts._plans.clear()
     if not request.node.get_closest_marker("by_default"):

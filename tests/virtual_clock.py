@@ -30,12 +30,13 @@ class MeteredJob:
 
     def meter_device(self, config, gbps, capacity_bytes):
         """Set the backend; the manager and the meter are still to come."""
-        self.capacity_bytes, self.peak_bytes, self.most_bytes = capacity_bytes, 0, 0
+        self.capacity_bytes, self.num_ooms = capacity_bytes, 0
+        self.peak_bytes = self.most_bytes = 0
         update = {"d2h_gbps": gbps, "h2d_gbps": gbps, "poison": False, "check_hazards": False}
         self.backend = SimulatedBackend(config.simulated.model_copy(update=update))
         self.backend.capacity_bytes = lambda: self.capacity_bytes
         self.backend.memory = lambda: DeviceMemory(
-            self.meter.live_bytes, self.meter.peak_bytes, self.most_bytes
+            self.meter.live_bytes, self.meter.peak_bytes, self.most_bytes, self.num_ooms
         )
         self.backend.trim_device = lambda: self.meter.reset_peak()
         self.manager = PipelineOffloadManager(config, backend=self.backend)
@@ -51,6 +52,7 @@ class MeteredJob:
         self.meter.observe(tensor)
         live_bytes = self.meter.live_bytes
         if self.capacity_bytes is not None and live_bytes > self.capacity_bytes:
+            self.num_ooms += 1
             raise torch.OutOfMemoryError("the simulated device is full")
         self.peak_bytes = max(self.peak_bytes, live_bytes)
         self.most_bytes = max(self.most_bytes, live_bytes)

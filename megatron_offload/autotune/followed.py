@@ -268,7 +268,7 @@ class FollowedRows(OldAttributes):
         if stage is None:
             return
         if is_pending:  # else it isn't worth asking the allocator with every step
-            num_ooms = self.manager.num_out_of_memory
+            num_ooms = self.manager.backend.memory().num_out_of_memory
             is_short, self._num_ooms = num_ooms > self._num_ooms, num_ooms
         if isinstance(self._policy, MemoryTargetConfig):
             over_bytes = (ended or (None, 0))[1] - (self._target_bytes or 0)

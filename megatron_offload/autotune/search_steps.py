@@ -95,7 +95,7 @@ class SearchSteps(FollowedRows):
         }
         first_layers = filter(None, (site.module() for site in firsts.values()))
         self._clock = ModelSteps(first_layers, self._now, self._layer_begins)
-        self._num_ooms = manager.num_out_of_memory
+        self._num_ooms = manager.backend.memory().num_out_of_memory
         # A rerun may hold collectives, so that ranks don't decide on it by themselves.
         if sites and not any(site.refusal for site in sites.values()) and is_alone():
             manager.learner.follow_rules()
@@ -303,9 +303,9 @@ class SearchSteps(FollowedRows):
         if self.is_converged:
             return {}
         yield "trying"
-        manager = self.manager
-        if manager.num_out_of_memory > self._num_ooms:  # there was no room to try
-            self._num_ooms, self._is_tight = manager.num_out_of_memory, True
+        num_ooms = self.manager.backend.memory().num_out_of_memory
+        if num_ooms > self._num_ooms:  # there was no room to try
+            self._num_ooms, self._is_tight = num_ooms, True
         self._num_measured = 0
         return {"refused": self._newly_refused(plan)}
 

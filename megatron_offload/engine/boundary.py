@@ -49,7 +49,8 @@ def start_group(
     Returns:
         ``tensors`` itself, the group's inputs: one tensor, or what holds some (`first_tensor`).
     """
-    chunk = manager.chunk_to_record(name, is_marked=pick is None)
+    is_recorded = manager.starts(name, is_marked=pick is None)
+    chunk = manager.chunk_of_group(name) if is_recorded else None
     if chunk is None:
         return tensors
     group = manager.start_group(chunk, name)

@@ -22,14 +22,13 @@ from megatron_offload.engine.marks import (
     has_own_bytes,
     is_opted_out,
     is_parameter,
-    may_be_activation,
 )
 from megatron_offload.engine.modes import apart, is_traced, must_be_apart
 from megatron_offload.engine.rules import Rules
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.subclasses import inner_tensors, is_wrapper
 from megatron_offload.engine.transfers import Transfers
-from megatron_offload.memory.layout import LAYOUTS, layout_of
+from megatron_offload.memory.layout import LAYOUTS, TensorLayout, layout_of
 
 _TOO_SMALL = "smaller than what moves (min_tensor_bytes, min_tensor_elements)"
 _IN_PARTS = "made of other tensors, which groups leave whole; OffloadActivations moves parts it can"
@@ -106,11 +105,11 @@ class ChunkOffloadHandler:
 
     def may_move(self, tensor: torch.Tensor) -> bool:
         """Whether a saved tensor is an activation that this chunk can offload."""
-        is_here = may_be_activation(tensor) and self.transfers.backend.owns(tensor)
-        if not is_here or not has_own_bytes(tensor) or self.is_small(tensor):
+        is_plain = type(tensor) is torch.Tensor and not is_opted_out(tensor)
+        if not (is_plain and self.transfers.backend.owns(tensor) and has_own_bytes(tensor)):
             return False
-        storage_key = tensor.untyped_storage()._cdata
-        return not any(storage_key in keys for keys in self.marks.kept())
+        is_kept = self.marks.keeps(tensor.untyped_storage()._cdata)
+        return not (is_kept or self.is_small(layout_of(tensor)))
 
     @graph_break
     def pack(self, group: OffloadGroup, tensor: torch.Tensor) -> SavedTensor:
@@ -133,7 +132,7 @@ class ChunkOffloadHandler:
             self.count_kept(group.name, tensor)
             return record
         marks, base = tensor.__dict__, tensor._base
-        if (marks or base is not None) and not may_be_activation(tensor):
+        if (marks or base is not None) and is_opted_out(tensor):
             return record
         record.base = id(base)
         self._find_block_of(group, record)
@@ -155,8 +154,8 @@ class ChunkOffloadHandler:
     def _count_once(self, name: str, tensor: torch.Tensor, num_bytes: int, reason: str) -> bool:
         """Count a tensor that is kept, unless that was requested or its storage is counted."""
         key = tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else -id(tensor)
-        known = *self.marks.kept(), self._counted_keys
-        if any(key in keys for keys in known) or self.find_block(key) is not None:
+        is_counted = key in self._counted_keys or self.find_block(key) is not None
+        if is_counted or self.marks.keeps(key):
             return False
         self._counted_keys.add(key)
         self.transfers.stats.by_name[name].keep(num_bytes, reason)
@@ -190,20 +189,19 @@ class ChunkOffloadHandler:
 
     def _find_block_of(self, group: OffloadGroup, record: SavedTensor) -> None:
         """Give a record its block, of which it may be the first; what is kept has none."""
-        transfers, alias, rules = self.transfers, record.alias, self.rules
+        transfers, alias = self.transfers, record.alias
         if not transfers.backend.owns(alias) or alias.is_neg() or alias._is_zerotensor():
             self._count_unserved(record.group_name, alias)
             return
         storage_key = alias.untyped_storage()._cdata
-        kept, everywhere = self.marks.kept()
-        if storage_key in kept or storage_key in everywhere:
+        if self.marks.keeps(storage_key):
             return
         layout = LAYOUTS[alias.shape, alias.stride(), alias.storage_offset(), alias.dtype]
         if layout.is_special and not has_own_bytes(alias):
             self._count_unserved(record.group_name, alias)
             return
         num_bytes = layout.num_bytes
-        if num_bytes < rules.min_tensor_bytes or layout.num_elements < rules.min_tensor_elements:
+        if self.is_small(layout):
             self._count_once(record.group_name, alias, num_bytes, _TOO_SMALL)
             return
         record.layout = layout
@@ -229,11 +227,10 @@ class ChunkOffloadHandler:
         if self.recipes is not None:
             block.recipe = self.recipes.take(storage_key)
 
-    def is_small(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor of the backend's device is too small to be offloaded."""
-        rules = self.rules
-        num_bytes = layout_of(tensor).num_bytes
-        return num_bytes < rules.min_tensor_bytes or tensor.numel() < rules.min_tensor_elements
+    def is_small(self, layout: TensorLayout) -> bool:
+        """Whether a tensor is too small to be offloaded."""
+        rules, num_elements = self.rules, layout.num_elements
+        return layout.num_bytes < rules.min_tensor_bytes or num_elements < rules.min_tensor_elements
 
     def find_block(self, storage_key: int) -> Block | None:
         """Return the live block of a storage of this chunk that has not gone since."""

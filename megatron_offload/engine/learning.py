@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -36,17 +36,6 @@ _UNSEEN = (
 
 _logger = logging.getLogger(__name__)
 
-_rank_source: Callable[[], int] | None = None
-
-
-def register_pipeline_rank(source: Callable[[], int] | None) -> None:
-    """Register the source of this process's pipeline rank, for chunks begun without one.
-
-    It is asked at every chunk. None, as at first: the rank is 0.
-    """
-    global _rank_source
-    _rank_source = source
-
 
 class Learner:
     """Plans a step from the one before it, between steps.
@@ -55,11 +44,9 @@ class Learner:
         policy: Megatron's rules for what is kept.
         pp_rank: the pipeline rank whose rules count; None before the first chunk.
         profile: what the last step has shown; None where it has to be learned anew.
-        kept: groups that are kept on the device, each with the reason.
-        is_steady: whether the last two steps had the same groups.
+        kept: groups of that step that are kept on the device, each with the reason.
         is_open: whether what is offloaded is still looked for: all is kept that the device has room
             for.
-        keeps_everything: whether each group is kept by the rules, whatever it has.
         is_measured: whether steps alternate with others that need more of the device's memory.
     """
 
@@ -69,7 +56,7 @@ class Learner:
         self.kept: dict[GroupKey, str] = {}
         self._chunks: set[int] = set()
         self._kept_alike: dict[tuple[int, str], str] = {}
-        self.is_steady = self.is_open = self.is_measured = False
+        self.is_open = self.is_measured = False
         self._config = config
         listed = config.modules if "modules" in config.model_fields_set else ()
         self._expected = dict.fromkeys(listed, _UNSEEN)
@@ -83,34 +70,32 @@ class Learner:
         self._largest_bytes = 0
         policy = config.policy if config.enabled else None
         self._ratio = policy.ratio if isinstance(policy, RatioConfig) else None
-        self._set_policy(ModulesPolicy(fraction=config.fraction))
+        self.policy = ModulesPolicy(config.fraction)
 
     # What is followed
 
-    def follow(
-        self,
-        pp_rank: int | None = None,
-        fraction: float | None = None,
-        delta_bytes_across_pp_ranks: int | None = None,
-    ) -> None:
+    def follow(self, pp_rank: int, fraction: float | None, delta_bytes: int | None) -> None:
         """Take the rules of the caller's model; they count from the next step on.
 
         What was set in the configuration wins over them.
         """
-        if pp_rank is None:
-            pp_rank = 0 if _rank_source is None else _rank_source()
         config, given = self._config, self._config.model_fields_set
         if fraction is None or "fraction" in given:
             fraction = config.fraction
-        delta_bytes = delta_bytes_across_pp_ranks
         if delta_bytes is None or "delta_bytes_across_pp_ranks" in given:
             delta_bytes = int(config.delta_bytes_across_pp_ranks)
-        self._set_policy(ModulesPolicy(fraction, pp_rank * delta_bytes))
+        self.policy = ModulesPolicy(fraction, pp_rank * delta_bytes)
         self.pp_rank = pp_rank
 
-    def _set_policy(self, policy: ModulesPolicy) -> None:
-        self.policy = policy
-        self.keeps_everything = policy.fraction == 0.0 and self._ratio is None
+    @property
+    def keeps_everything(self) -> bool:
+        """Whether each group is kept by the rules, whatever it has."""
+        return self.policy.fraction == 0.0 and self._ratio is None
+
+    @property
+    def is_ruled(self) -> bool:
+        """Whether the caller's model says what is kept, where no policy does."""
+        return self._config.policy is None and self.policy != ModulesPolicy()
 
     def follow_rules(self) -> None:
         """Follow the configuration's rules again, which ends `open`."""
@@ -128,43 +113,37 @@ class Learner:
 
     def learn(self, profile: StepProfile) -> None:
         """Learn from what a step has shown that is over."""
-        before = self.profile
-        has_changed = profile != before
+        is_first, has_changed = self.profile is None, profile != self.profile
         if has_changed:  # else what it foretells is known
             self.profile = profile
-        self.is_steady = not has_changed or (before is not None and before.has_groups_of(profile))
         self._warn_of_names(profile)
         self._fit_host_pool()
-        if self.is_steady:
-            if self._may_trim and not (self.is_open or self.is_measured):
-                self._transfers.backend.trim_device()  # what only the first steps needed
+        if self._may_trim and not is_first:
             self._may_trim = False
-        elif before is not None:
-            self._transfers.kept_by_others.clear()
+            if not (self.is_open or self.is_measured):
+                self._transfers.backend.trim_device()  # what only the first step needed
         if has_changed or self.policy != self._chosen_by:
             self._choose(profile)
         self._transfers.budget.learn(self._largest_bytes)
 
     def _choose(self, profile: StepProfile) -> None:
         self._chosen_by = self.policy
-        unlisted = {one.key: _UNLISTED for one in profile.groups if self._is_unlisted(one.name)}
-        groups = tuple(group for group in profile.groups if group.key not in unlisted)
+        groups = tuple(group for group in profile.groups if not self._is_unlisted(group.name))
         listed = replace(profile, groups=groups)
         if self._ratio is None:
             self.kept = self.policy.plan(listed)
         else:
             self.kept = kept_by_ratio(self._ratio, listed)
-        self.kept |= unlisted
-        self._chunks = {group.key.chunk for group in profile.groups}
+        self._chunks = {group.key.chunk for group in groups}
         self._kept_alike = {  # by place in a chunk, for chunks that are new
-            (group.key.order, group.name): self.kept.get(group.key, "") for group in profile.groups
+            (group.key.order, group.name): self.kept.get(group.key, "") for group in groups
         }
-        moving = (group.num_bytes for group in profile.groups if group.key not in self.kept)
+        moving = (group.num_bytes for group in groups if group.key not in self.kept)
         self._largest_bytes = max(moving, default=0)
 
     def restart(self) -> None:
         """Learn anew what the step looks like; what is followed and kept remains."""
-        self.profile, self.is_steady = None, False
+        self.profile = None
         self._transfers.kept_by_others.clear()
 
     def reason_to_keep(self, group: OffloadGroup) -> str:

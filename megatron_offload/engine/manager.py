@@ -9,30 +9,27 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self
-from weakref import ref
+from typing import Any, ClassVar, Self
 
 import torch
 
+from megatron_offload import __version__
 from megatron_offload.backends import create_backend
 from megatron_offload.backends.base import Backend
 from megatron_offload.config import OffloadConfig
 from megatron_offload.core.budget import DeviceBudget
-from megatron_offload.core.policy_config import SolvedConfig
 from megatron_offload.engine.checking import Checker
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.guard import Guard, guarded
-from megatron_offload.engine.hooks import is_recording
 from megatron_offload.engine.learning import Learner
 from megatron_offload.engine.marks import Marks
 from megatron_offload.engine.observer import Observer
+from megatron_offload.engine.recording import Recording
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.step import Step
 from megatron_offload.engine.transfers import Transfers
-from megatron_offload.engine.verdicts import Verdicts
 from megatron_offload.errors import ConfigError, StateError
 from megatron_offload.machine.job_ranks import cap_of_rank
 from megatron_offload.memory.host_pool import HostPool
@@ -44,45 +41,14 @@ _NO_CHUNK = (
     "`with manager.step():`, or call begin_chunk() before each forward; where the step is another "
     "manager's, set PipelineOffloadManager.instance to that first. This is said once"
 )
-_NO_END = (
-    "%d forwards and no end of a step, so nothing was learned from them: take each training step "
-    "inside `with manager.step():`, or call reset() after it; where a context finds steps itself, "
-    "let go of losses that no backward has used up. This is said once"
-)
-_NO_COMMIT = (
-    "nothing is offloaded of groups that are started and never committed, as %s in this step: give "
-    "group_commit() the name that group_start() was given. This is said once"
-)
 _CAPTURED_TOO_EARLY = (
     "a step was captured into a graph while it is looked at: trace and check others; "
     "where a plan is looked for, take some 50 steps before (cuda_graph_warmup_steps), or set "
     "policy: modules"
 )
-_NO_TUNER = (
-    "policy %r looks for rows in a model, and this manager was given none, so that all that is "
-    "marked is offloaded: offload_modules() and get_act_offloading_ctx_manager() take a model"
-)
 
 
-class Tuner(Protocol):
-    """Finds by a manager's steps what to offload, as `megatron_offload.autotune` does."""
-
-    is_converged: bool
-    """Whether no more steps are looked at."""
-    said: str
-    """How that has ended, in one line."""
-
-    def begin(self, manager: PipelineOffloadManager) -> None:
-        """Begin anew: the manager has another configuration."""
-
-    def save(self, folder: str | Path) -> None:
-        """Leave the plans of rows that it has found, in the place of any that are there."""
-
-    def __call__(self, manager: PipelineOffloadManager) -> None:
-        """Look back at a step that has ended."""
-
-
-class PipelineOffloadManager(Verdicts):
+class PipelineOffloadManager(Recording):
     """Holds one `ChunkOffloadHandler` per microbatch and virtual pipeline stage in flight.
 
     As a context manager it catches the tensors that autograd saves inside, for the group that was
@@ -99,8 +65,16 @@ class PipelineOffloadManager(Verdicts):
     at_first_use: Callable[[PipelineOffloadManager], None] | None = None
     """Is called with that one once it is made."""
 
-    at_chunk: ClassVar[list[Callable[[], None]]] = []
+    at_chunk: ClassVar[list[Callable[[PipelineOffloadManager], object]]] = []
     """Are called when a chunk begins: whose outputs are known may be imported at any time."""
+
+    at_reset: ClassVar[list[Callable[[PipelineOffloadManager], object]]] = []
+    """Are called when a step has ended."""
+
+    @staticmethod
+    def pipeline_rank() -> int:
+        """Return this process's pipeline rank, for chunks that are begun without one."""
+        return 0
 
     @classmethod
     def get_instance(cls) -> PipelineOffloadManager:
@@ -130,13 +104,10 @@ class PipelineOffloadManager(Verdicts):
     ) -> None:
         self.observers: list[Observer] = []
         """The observers."""
-        self.tuner: Tuner | None = None
-        """Finds what to offload."""
-        self.marks = Marks()
+        self.tuner = None
         self.step_number = 0
         """Steps begun so far."""
-        self._num_failed_allocations = 0
-        self._last_step: StepStats | None = None
+        self.marks = Marks()
         self.configure(config or OffloadConfig(), backend=backend)
 
     @graph_break
@@ -175,7 +146,6 @@ class PipelineOffloadManager(Verdicts):
         self.do_offload = config.enabled
         self._packs = []
         self._is_in_step = False
-        self._has_begun = False
         self.decisions = step = Step(self.transfers, self.learner)
         self.commit, self.flush_delayed_groups = step.commit_group, step.flush_delayed_groups
         self.enter_backward, self.leave_backward = step.enter_backward, step.leave_backward
@@ -204,7 +174,7 @@ class PipelineOffloadManager(Verdicts):
         Args:
             vp_stage: virtual pipeline stage; None is 0.
             pp_rank: pipeline rank, whose ``delta_bytes_across_pp_ranks`` count; None is what
-                `register_pipeline_rank` was given.
+                `pipeline_rank` says.
             min_tensor_elements: smallest tensor that is offloaded, in elements; against
                 ``min_tensor_bytes`` too.
             fraction: as in the configuration.
@@ -226,36 +196,20 @@ class PipelineOffloadManager(Verdicts):
         config = self.config
         if config.enabled:
             for prepare in self.at_chunk:
-                prepare()
-            self.learner.follow(pp_rank, fraction, delta_bytes_across_pp_ranks)
-            if not self._has_begun:
-                self._has_begun = True
-                self._say_plan()
-        smallest = config.smallest_tensor
-        is_set = {"min_tensor_bytes", "min_tensor_elements"} & config.model_fields_set
-        if min_tensor_elements is not None and not is_set:
-            smallest = (0, min_tensor_elements)
+                prepare(self)
+            rank = self.pipeline_rank() if pp_rank is None else pp_rank
+            self.learner.follow(rank, fraction, delta_bytes_across_pp_ranks)
+        smallest = config.smallest_tensor(min_tensor_elements)
         self.decisions.chunk = chunk = self.new_chunk(vp_stage or 0, *smallest)
         chunk.rules.max_inflight_groups = max_inflight_groups
         return chunk
 
-    def chunk_to_record(self, name: str, *, is_marked: bool = True) -> ChunkOffloadHandler | None:
-        """Return the chunk of a group that starts now; None where none is recorded.
-
-        By rows one that ``is_marked`` by its model is recorded where a row offloads it; others are
-        those of rows.
+    def chunk_of_group(self, name: str) -> ChunkOffloadHandler | None:
+        """Return the chunk of a group that starts now; None outside of all.
 
         A program that says nothing of its chunks inside `step` has one for all forwards between
         two backwards: what is decided by chunk, such as ``fraction``, is decided for them together.
         """
-        if not self.may_record:
-            return None
-        named = self._offloaded if is_marked else self._row_names
-        if self.rows is not None and name not in named:
-            return None
-        if not is_recording():
-            self.is_hidden(name)  # which says so
-            return None
         step, chunk = self.decisions, self.decisions.chunk
         is_over = chunk is not None and chunk.begun_behind not in (None, len(step.backward_order))
         if chunk is None or (is_over and not chunk.open_groups):
@@ -289,10 +243,7 @@ class PipelineOffloadManager(Verdicts):
         if not step.entered and self.backend.is_capturing():
             self.host_pool.forget_events()  # of steps before; the caller has waited for them
         if step.is_over():
-            if step.backward_order:
-                self.transfers.warn_once(_NO_END, len(step.entered))
-                self._last_step = step.finish(names_leaks=False)
-                self.learner.learn(step.profile())
+            step.end_unasked()
             self._begin_step()
             step.chunk = chunk
             if chunk.begun_behind is not None:
@@ -313,44 +264,24 @@ class PipelineOffloadManager(Verdicts):
             self.flush_delayed_groups()
             self._take_off_hooks()
             self._end_step()
-            self._say_first()
+            for note in self.at_reset:
+                note(self)
             if self.tuner is not None:
                 self.tuner(self)
-            elif isinstance(self.config.policy, SolvedConfig) and not (
-                self.learner.is_open or self.rests or not self.config.enabled
-            ):
-                self.transfers.warn_once(_NO_TUNER, self.config.policy.kind)
 
     def end_step_if_over(self) -> bool:
-        """End the step if its groups were committed and no graph is left; return whether it was.
-
-        Graphs that are kept for good don't count.
-        """
-        call = self.last_call
-        has_begun = bool(self.decisions.committed) or call is not None
-        step = self.decisions
-        is_idle = has_begun and step.is_idle()
-        step.names_leaks = has_begun and not is_idle and step.is_held()
-        is_over = (is_idle or step.names_leaks) and (call is None or call() is None)
+        """End the step if its groups were committed and no graph is left; return whether it was."""
+        is_over = self.decisions.is_left()
         if is_over:
             self.reset()
         return is_over
 
     @guarded
     def _end_step(self) -> None:
-        names = {group.name for chunk in self.decisions.entered for group in chunk.open_groups}
-        if names:
-            self.transfers.warn_once(_NO_COMMIT, ", ".join(map(repr, sorted(names))))
-        self._last_step = self.decisions.finish(names_leaks=self.config.checking)
-        if self.backend.is_capturing():
-            self._last_step.is_captured = True
-            if self.decisions.committed:  # else an evaluation; the graph gets what its copies use
-                if self._is_looked_at or self.is_searching:
-                    raise StateError(_CAPTURED_TOO_EARLY)
-                self.transfers.wait_reloads(self.decisions.committed)  # of what is unread too
-                self.host_pool.leave_to_graph()
-        elif self.decisions.backward_order:
-            self.learner.learn(self.decisions.profile())
+        is_looked_at = self._is_looked_at or self.is_searching
+        if is_looked_at and self.decisions.committed and self.backend.is_capturing():
+            raise StateError(_CAPTURED_TOO_EARLY)
+        self.decisions.finish(names_leaks=self.config.checking)
         self._begin_step()
 
     @contextmanager
@@ -360,7 +291,6 @@ class PipelineOffloadManager(Verdicts):
         try:
             yield self
         except BaseException as error:
-            self.note_failure(error)
             self.abort()
             if isinstance(error, torch.OutOfMemoryError) and self.tuner is not None:
                 self.tuner(self)  # so that the next may need less
@@ -385,15 +315,6 @@ class PipelineOffloadManager(Verdicts):
                 self.guard.has_failed = False
             self._begin_step()
 
-    def note_failure(self, error: BaseException | None) -> None:
-        """Count what has ended a forward, if memory could not be had."""
-        self._num_failed_allocations += isinstance(error, torch.OutOfMemoryError)
-
-    @property
-    def num_out_of_memory(self) -> int:
-        """How often memory could not be had so far, as far as it is known."""
-        return self._num_failed_allocations + self.backend.memory().num_out_of_memory
-
     @guarded
     def trim(self) -> int:
         """Free all memory that no graph needs now; return the bytes that were unpinned.
@@ -414,12 +335,8 @@ class PipelineOffloadManager(Verdicts):
 
     def _begin_step(self) -> None:
         self.step_number += 1
-        self.last_call: ref[object] | None = None
-        """The last call of this step whose inside is recomputed: there may be no groups besides."""
         self.marks.begin_step()
         self.decisions.begin()
-
-    # Boundaries
 
     @guarded
     def join_offloads(self) -> None:
@@ -430,6 +347,47 @@ class PipelineOffloadManager(Verdicts):
     def join_reloads(self) -> None:
         """Make the compute stream wait for all copies to the device of this step's groups."""
         self.transfers.wait_reloads(self.decisions.committed)
+
+    # What it says
+
+    @property
+    def last_step(self) -> StepStats:
+        """Counters of the last finished step; until one is finished, of the one that runs."""
+        step = StepStats() if self.rests else self.decisions.last or self.transfers.counted()
+        step.why = self._why_nothing
+        return step
+
+    @property
+    def is_searching(self) -> bool:
+        """Whether steps are still looked at, to find what is offloaded."""
+        return self.tuner is not None and not self.tuner.is_converged
+
+    @property
+    def _found(self) -> str:
+        """What was found by the first steps, if anything was."""
+        return "" if self.tuner is None else self.tuner.said.removeprefix("megatron-offload: ")
+
+    @property
+    def _why_nothing(self) -> str:
+        if not self.do_offload:
+            return "nothing is offloaded: it is switched off"
+        if self.is_searching:
+            return "nothing is offloaded yet: the first steps are looked at"
+        return self._found or ("nothing is offloaded: no row says so" if self.rests else "")
+
+    @property
+    def plan(self) -> str:
+        """In one line what is done by which version, and when that is decided."""
+        learner, device = self.learner, "" if self.backend.name == "cuda" else " without a GPU"
+        what = self._found or ("" if self.do_offload else self._why_nothing)
+        if not what:
+            is_open = (learner.is_open or self.is_searching) and not learner.is_ruled
+            what = self.config.plan(is_open=is_open)
+        return f"megatron-offload {__version__}{device}: {what}"
+
+    def describe(self) -> str:
+        """Return in words what it does and has found, and what its last step was."""
+        return f"{self.plan}\n{self.last_step}"
 
     # Copies, and what is asked for
 

@@ -7,7 +7,6 @@ has set counts on the tensor that has it, and on all its views.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container
 
 import torch
 from torch.nn.parameter import UninitializedTensorMixin, is_lazy  # type: ignore[attr-defined]
@@ -41,7 +40,7 @@ def unmark(tensor: torch.Tensor) -> None:
         _everywhere.pop(tensor.untyped_storage()._cdata, None)
 
 
-def has_mark(tensor: torch.Tensor) -> bool:
+def _has_mark(tensor: torch.Tensor) -> bool:
     """Whether a mark on this very object says that it is kept."""
     marks = tensor.__dict__
     return bool(marks) and (
@@ -54,18 +53,10 @@ def is_parameter(tensor: torch.Tensor) -> bool:
     return type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter)
 
 
-def may_be_activation(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a plain one, by itself and what it is a view of, without a mark.
-
-    No parameter, nor a subclass (fake, functional, quantised, distributed).
-    """
-    return type(tensor) is torch.Tensor and not is_opted_out(tensor)
-
-
 def is_opted_out(tensor: torch.Tensor) -> bool:
     """Whether a tensor has a mark that it is kept, or is a view of what has one or a parameter."""
     base = tensor._base
-    return has_mark(tensor) or (base is not None and (has_mark(base) or is_parameter(base)))
+    return _has_mark(tensor) or (base is not None and (_has_mark(base) or is_parameter(base)))
 
 
 def has_own_bytes(tensor: torch.Tensor) -> bool:
@@ -106,8 +97,8 @@ class Marks:
         """Look again where parameters are: they move between steps, hardly within one."""
         self._is_old = True
 
-    def kept(self) -> tuple[Container[int], Container[int]]:
-        """Return the identities of the kept storages: of this manager, and of all."""
+    def keeps(self, storage_key: int) -> bool:
+        """Whether this manager keeps the storage of this identity, or all do."""
         if self._is_old:
             for storages in (self._storages, _everywhere):  # some of which may have gone
                 for key in [key for key, ref in list(storages.items()) if ref.expired()]:
@@ -118,4 +109,4 @@ class Marks:
                 if x.layout is torch.strided and not isinstance(x, UninitializedTensorMixin)
             }  # a lazy one has no memory
             self._kept, self._is_old = found | self._storages, False
-        return self._kept, _everywhere
+        return storage_key in self._kept or storage_key in _everywhere

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import is_
-from typing import Any, ClassVar, Self
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 
@@ -49,10 +50,30 @@ _CHECKPOINTED = (
 )
 
 
+class Tuner(Protocol):
+    """Finds by a manager's steps what to offload, as `megatron_offload.autotune` does."""
+
+    is_converged: bool
+    """Whether no more steps are looked at."""
+    said: str
+    """How that has ended, in one line."""
+
+    def begin(self, manager: Any) -> None:
+        """Begin anew: the manager has another configuration."""
+
+    def save(self, folder: str | Path) -> None:
+        """Leave the plans of rows that it has found, in the place of any that are there."""
+
+    def __call__(self, manager: Any) -> None:
+        """Look back at a step that has ended."""
+
+
 class Recording:
-    """The part of a manager that knows what of a program is recorded, and in which group."""
+    """The part of a manager that knows what of a program is recorded, and under which hooks."""
 
     config: OffloadConfig
+    tuner: Tuner | None
+    """Finds what to offload."""
     guard: Guard
     transfers: Transfers
     learner: Learner
@@ -175,6 +196,20 @@ class Recording:
         if self.rows is None:
             return not self._has_had_rows or unit in self.recompute
         return unit in self._row_names
+
+    def starts(self, name: str, *, is_marked: bool) -> bool:
+        """Whether a group that starts now is recorded.
+
+        By rows one that ``is_marked`` by its model is recorded where a row offloads it; others are
+        those of rows.
+        """
+        named = self._offloaded if is_marked else self._row_names
+        if not self.may_record or (self.rows is not None and name not in named):
+            return False
+        if not is_recording():
+            self.is_hidden(name)  # which says so
+            return False
+        return True
 
     # Chunks and groups
 

@@ -9,6 +9,7 @@ may outlive their step.
 from __future__ import annotations
 
 import logging
+from weakref import ref
 
 from megatron_offload.core.group import DONE, RECORDING
 from megatron_offload.core.step import StepDecisions
@@ -28,6 +29,16 @@ something keeps alive for good would else let it grow for ever."""
 _MOST_BEHIND = 64
 """A graph that is alive behind so many forwards, none of which has one, is kept for good."""
 
+_NO_END = (
+    "%d forwards and no end of a step, so nothing was learned from them: take each training step "
+    "inside `with manager.step():`, or call reset() after it; where a context finds steps itself, "
+    "let go of losses that no backward has used up. This is said once"
+)
+_NO_COMMIT = (
+    "nothing is offloaded of groups that are started and never committed, as %s in this step: give "
+    "group_commit() the name that group_start() was given. This is said once"
+)
+
 _logger = logging.getLogger(__name__)
 
 
@@ -38,10 +49,15 @@ class Step(StepDecisions[OffloadGroup]):
         chunk: the one whose forward runs, if any.
         entered: the chunks that have groups, in order.
         delayed: groups whose commits were put off.
-        names_leaks: whether it ends although graphs hold memory, which are to be named.
+        last: counters of the last one that is finished.
+        last_call: the last call of this step whose inside is recomputed: there may be no groups
+            besides.
     """
 
-    names_leaks = False
+    last: StepStats | None = None
+    last_call: ref[object] | None = None
+    _is_held = False
+    """Whether graphs hold memory as it ends, which are to be named."""
 
     def __init__(self, transfers: Transfers, learner: Learner) -> None:
         super().__init__(transfers, transfers.window, transfers.budget)
@@ -55,7 +71,7 @@ class Step(StepDecisions[OffloadGroup]):
 
     def begin(self) -> None:
         """Forget the last step's groups and count from zero."""
-        self.chunk, self.names_leaks = None, False
+        self.chunk, self.last_call, self._is_held = None, None, False
         for chunk in self.entered:
             chunk.forget_groups()
         self.entered.clear()
@@ -88,16 +104,38 @@ class Step(StepDecisions[OffloadGroup]):
         groups = (group for chunk in reversed(recent) for group in chunk.groups)
         return len(self.entered) > _MOST_BEHIND and not any(group.blocks() for group in groups)
 
-    def finish(self, *, names_leaks: bool) -> StepStats:
-        """Release what is in flight and return the counters; may warn of what holds memory."""
+    def is_left(self) -> bool:
+        """Whether its groups were committed, and no graph is left that isn't kept for good."""
+        call = self.last_call
+        has_begun = bool(self.committed) or call is not None
+        is_idle = has_begun and self.is_idle()
+        self._is_held = has_begun and not is_idle and self.is_held()
+        return (is_idle or self._is_held) and (call is None or call() is None)
+
+    def end_unasked(self) -> None:
+        """Finish it, as the program doesn't; only forwards show nothing."""
+        if self.backward_order:
+            self._transfers.warn_once(_NO_END, len(self.entered))
+            self.finish()
+
+    def finish(self, *, names_leaks: bool = False) -> None:
+        """Release what is in flight, count, and learn; may warn of what holds memory."""
+        names = {group.name for chunk in self.entered for group in chunk.open_groups}
+        if names:
+            self._transfers.warn_once(_NO_COMMIT, ", ".join(map(repr, sorted(names))))
         self.window.drain()
-        stats = self._transfers.counted()
-        if names_leaks or self.names_leaks:
+        self.last = stats = self._transfers.counted()
+        if names_leaks or self._is_held:
             stats.leaks = leaks_of(self.groups())
             if stats.leaks:
                 found = "\n".join(stats.leaks)
                 _logger.warning("the step has ended and graphs still hold memory:\n%s", found)
-        return stats
+        stats.is_captured = self._transfers.backend.is_capturing()
+        if stats.is_captured and self.committed:  # else an evaluation
+            self._transfers.wait_reloads(self.committed)  # of what is unread too
+            self._transfers.host_pool.leave_to_graph()  # it gets what its copies use
+        elif self.backward_order and not stats.is_captured:
+            self._learner.learn(self.profile())
 
     def abandon(self) -> None:
         """Take everything from the groups: after a failed step."""

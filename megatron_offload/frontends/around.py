@@ -9,7 +9,6 @@ from typing import Any, Self
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-import megatron_offload.recompute.transformer_engine  # noqa: F401 - for its effect
 from megatron_offload.autotune.row_search import RowSearch
 from megatron_offload.config import LOSS, OffloadConfig
 from megatron_offload.core.row_config import MODEL
@@ -170,14 +169,12 @@ class AroundForwards(saved_tensors_hooks):
 
     def __exit__(self, *exception: object) -> None:
         self._depth = max(0, self._depth - 1)
-        error = next((part for part in exception if isinstance(part, BaseException)), None)
-        has_failed = error is not None
+        has_failed = any(isinstance(part, BaseException) for part in exception)
         try:
             search = self._search
             if search is not None:
                 search.forward_ends(has_failed=has_failed)
         finally:
-            self._groups.manager.note_failure(error)
             try:
                 self._groups.end(has_failed=has_failed)
             finally:

@@ -112,7 +112,7 @@ def offload_modules(
     refuse_unserved("offload_modules", manager.config)
     result = ModuleOffload(manager)
     result.mark(chunks, names)
-    if not (result.groups or manager.config.has_rows):
+    if not (result.groups or manager.config.rows is not None):
         raise ConfigError("offload_modules() was given no names, so nothing would be offloaded")
     try:
         for stage, chunk in enumerate(chunks):

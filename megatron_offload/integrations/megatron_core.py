@@ -28,7 +28,6 @@ from megatron_offload.config import (
 )
 from megatron_offload.core.policy_config import MemoryTargetConfig
 from megatron_offload.engine.group import SOURCES
-from megatron_offload.engine.learning import register_pipeline_rank
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.nested import tensors_in
 from megatron_offload.errors import ConfigError, IntegrationError
@@ -107,8 +106,8 @@ def install(config: OffloadConfig | None = None, tuner: MakeSearch | None = None
         patches.on_undo(_marked.clear)
         patches.on_undo(_leave_search)
         patches.replace(PipelineOffloadManager, "usual_recompute", MEGATRON_RECOMPUTE)
-        register_pipeline_rank(pipeline)  # the calls of megatron-core 0.16 don't say it
-        patches.on_undo(partial(register_pipeline_rank, None))
+        # The calls of megatron-core 0.16 don't say it.
+        patches.replace(PipelineOffloadManager, "pipeline_rank", staticmethod(pipeline))
         patches.on_undo(partial(setattr, PipelineOffloadManager, "at_first_use", None))
     its = PipelineOffloadManager
     if config is not None or its.at_first_use is None:

@@ -13,7 +13,6 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.autotune.followed import ADVICE
 from megatron_offload.autotune.row_search import RowSearch
-from megatron_offload.core.policy import ModulesPolicy
 from megatron_offload.core.row_config import EXPERTS, MOE_ACT, RowConfig
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.integrations.megatron_recompute import is_known_activation
@@ -63,7 +62,7 @@ class MegatronSearch(RowSearch):
             self.add(model)
         elif not (self._has_joined or self.is_converged):
             goes_around = _what_goes_around(config, is_replayed=given.whole_step_graph)
-            if given.policy is None and manager.learner.policy != ModulesPolicy():
+            if manager.learner.is_ruled:
                 manager.learner.follow_rules()  # the model's own settings say what is kept
                 self.is_converged = True
             elif goes_around:

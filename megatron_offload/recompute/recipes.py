@@ -86,7 +86,7 @@ class Recipes:
         """
         chunk = self._chunk
         is_plain = type(output) is torch.Tensor and chunk.transfers.backend.owns(output)
-        if not is_plain or chunk.is_small(output) or is_functorch_wrapped_tensor(output):
+        if not is_plain or chunk.is_small(layout_of(output)) or is_functorch_wrapped_tensor(output):
             return
         if output.is_inference():  # nothing saves that
             return

@@ -234,7 +234,7 @@ class SiteCall(ModuleCall):
         self._inputs = {key: (pack(x), x.requires_grad) for key, x in tensors.items()}
         self._template = [(id(x), None) if id(x) in tensors else (0, x) for x in self.leaves]
         self._is_open, self._step_number = True, manager.step_number
-        manager.last_call = ref(self)
+        manager.decisions.last_call = ref(self)
         since = self._step_number - site.proven_in.get(self.state.training, -PROVE_EVERY)
         is_due = not 0 < since < PROVE_EVERY or manager.config.checking
         self.proves = is_due and not self.is_captured
@@ -383,8 +383,8 @@ class TriedCall(SiteCall):
             self._is_over = True
             try:
                 self._run_again_as_given()
-            except torch.OutOfMemoryError as error:
-                self.manager.note_failure(error)  # there is no room to try
+            except torch.OutOfMemoryError:
+                pass  # there is no room to try
             except Exception as error:  # noqa: BLE001 - whatever a module raises
                 self._fail(f"can't run again with the same bits ({error})")
             self._rerun = None

@@ -86,7 +86,7 @@ def install() -> None:
 uninstall = _patches.undo
 """Puts back what `install` found; the next chunk patches it again."""
 
-PipelineOffloadManager.at_chunk.append(install)
+PipelineOffloadManager.at_chunk.append(lambda _: install())
 
 
 def _note(output: Any, function: Callable[..., Any], *inputs: Any, unit: str) -> None:

@@ -51,12 +51,12 @@ def install_by_flags(given: Mapping[str, Any], *setting: str) -> OffloadConfig:
 
 def run_program(name: str, program: Callable[[], object]) -> None:
     """Run a job's program; where it ends and no forward came to offload, say so on one rank."""
-    begun, its = set[bool](), PipelineOffloadManager
-    its.at_chunk.append(note := partial(begun.add, True))
+    begun, its = set[PipelineOffloadManager](), PipelineOffloadManager
+    its.at_chunk.append(begun.add)
     try:
         program()
     finally:
-        its.at_chunk.remove(note)
+        its.at_chunk.remove(begun.add)
         is_over = isinstance(sys.exception(), SystemExit | None)
         is_on = its.instance is None or its.instance.config.enabled
         if is_over and is_on and not begun and os.environ.get("RANK", "0") == "0":

@@ -220,7 +220,7 @@ def open_offload(config: TrainConfig) -> Iterator[PipelineOffloadManager | None]
     manager = PipelineOffloadManager.get_instance()
     # Megatron's call sites bring a limit in elements of their own, against which only values that a
     # user has set count.
-    changes: dict[str, Any] = {"min_tensor_bytes": ByteSize(offload.smallest_tensor[0])}
+    changes: dict[str, Any] = {"min_tensor_bytes": ByteSize(offload.smallest_tensor()[0])}
     if run.trace_step or isinstance(offload.policy, SolvedConfig):
         changes["simulated"] = offload.simulated.model_copy(update={"host_time": True})
     manager.configure(offload.model_copy(update=changes))

@@ -491,7 +491,7 @@ def test_a_device_without_room_for_all_gets_through_the_first_steps(capacity_byt
     for _ in range(3):
         job.step()
     assert job.manager.rows, "no step without them would fit"
-    assert job.manager.num_out_of_memory == 0
+    assert job.num_ooms == 0
 
 
 def test_where_memory_runs_out_later_more_is_freed():

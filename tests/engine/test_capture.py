@@ -132,7 +132,6 @@ def test_nothing_is_learned_from_it():
     with manager.backend.capture():
         run_step(model, manager, [("F", 0), ("B", 0)])
     assert manager.learner.profile is profile
-    assert manager.learner.is_steady
 
 
 def test_what_draws_random_numbers_is_not_recomputed():

@@ -12,7 +12,6 @@ from programs import KIB, TWO_TIMINGS, assert_nothing_left, assert_same, make_ma
 from test_compile import Model as WithNorms
 from torch import nn
 
-from megatron_offload.engine.learning import register_pipeline_rank
 from megatron_offload.errors import ConfigError
 from megatron_offload.frontends.modules import offload_modules
 from megatron_offload.model_map.module_hooks import expression_of
@@ -343,12 +342,9 @@ def test_a_call_that_fails_leaves_the_marks_of_an_earlier_one():
     assert manager.last_step.by_name["mlp_act"].num_groups == 4
 
 
-def test_the_pipeline_rank_is_what_was_registered_where_none_is_given():
+def test_the_pipeline_rank_is_what_was_registered_where_none_is_given(monkeypatch):
     model, manager = make_model(), make_manager()
-    register_pipeline_rank(lambda: 3)
-    try:
-        offload_modules(model, "layer", manager=manager)
-        gradients(model)
-    finally:
-        register_pipeline_rank(None)
+    monkeypatch.setattr(manager, "pipeline_rank", lambda: 3)
+    offload_modules(model, "layer", manager=manager)
+    gradients(model)
     assert manager.learner.pp_rank == 3

@@ -8,6 +8,7 @@ from processes import run_python
 from torch import nn
 
 from megatron_offload import OffloadConfig, get_act_offloading_ctx_manager
+from megatron_offload.observe.verdicts import say_last
 
 PROGRAM = """
 import torch
@@ -43,7 +44,7 @@ def test_a_context_says_what_it_will_do_and_what_it_has_done(settings, plan, las
         loss = model(torch.randn(4096, 8)).sum()
     loss.backward()
     assert ([plan in x for x in caplog.messages] == [True]) is ("policy" in settings)
-    offload.manager.say_last()
+    say_last(offload.manager)
     assert last in caplog.text + offload.describe()
 
 
