@@ -15,6 +15,7 @@ from megatron_offload.core.policy_config import (
     PolicyConfig,
 )
 from megatron_offload.core.row_config import LOSS, MODEL, RowConfig
+from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError, did_you_mean, shorten
 from megatron_offload.files.strict_model import (
     BytesField,

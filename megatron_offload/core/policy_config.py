@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import Converted, StrictModel, TargetBytes
 
@@ -47,13 +46,6 @@ class MemoryTargetConfig(SolvedConfig):
     ]
     """Most device memory that a rank reserves: one size for all pipeline ranks, or a list."""
 
-    @property
-    def promise(self) -> str:
-        """What the rows that are found keep, in words."""
-        target = self.memory_target  # which may have too few ranks; others refuse that
-        sizes = map(format_bytes, [target] if isinstance(target, int) else target)
-        return f"let at most {', '.join(sizes)} be reserved"
-
     def targets(self, num_ranks: int) -> tuple[int, ...]:
         """Return the target of each pipeline rank.
 
@@ -81,11 +73,6 @@ class AutoConfig(SolvedConfig):
 
     most_slowdown_percent: float = Field(default=3.0, ge=0.0, le=1000.0)
     """Of the step's time without offload."""
-
-    @property
-    def promise(self) -> str:
-        """What the rows that are found keep, in words."""
-        return f"cost at most {self.most_slowdown_percent:g} % of a step"
 
 
 PolicyConfig = Annotated[

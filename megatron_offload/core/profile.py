@@ -42,3 +42,8 @@ class StepProfile:
     backward_at_bytes: tuple[int, ...] = ()
     """When that was, for each of them: the bytes of all groups that the step had seen by then, in
     forward and in backward. A clock that is the same in every run and costs nothing to read."""
+
+    def has_groups_of(self, other: StepProfile) -> bool:
+        """Whether both steps had the same groups in the same places, of whatever sizes."""
+        places, others = ([(one.key, one.name) for one in it.groups] for it in (self, other))
+        return places == others

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import Pick
 from megatron_offload.engine.manager import PipelineOffloadManager
@@ -35,6 +36,12 @@ from megatron_offload.engine.nested import first_tensor
 
 Tensors = TypeVar("Tensors")
 Hook = Callable[[Any], None]
+
+_NO_CHUNK = (
+    "group %r was started outside a chunk, so nothing of it is offloaded: take the step inside "
+    "`with manager.step():`, or call begin_chunk() before each forward; where the step is another "
+    "manager's, set PipelineOffloadManager.instance to that first. This is said once"
+)
 
 
 @graph_break
@@ -49,8 +56,7 @@ def start_group(
     Returns:
         ``tensors`` itself, the group's inputs: one tensor, or what holds some (`first_tensor`).
     """
-    is_recorded = manager.starts(name, is_marked=pick is None)
-    chunk = manager.chunk_of_group(name) if is_recorded else None
+    chunk = _chunk_of(manager, name) if manager.starts(name, is_marked=pick is None) else None
     if chunk is None:
         return tensors
     group = manager.start_group(chunk, name)
@@ -64,6 +70,23 @@ def start_group(
     else:
         _hook_gradient(tensor, hook)
     return tensors
+
+
+def _chunk_of(manager: PipelineOffloadManager, name: str) -> ChunkOffloadHandler | None:
+    """Return the chunk of a group that starts now; None outside of all.
+
+    A program that says nothing of its chunks inside `step` has one for all forwards between
+    two backwards: what is decided by chunk, such as ``fraction``, is decided for them together.
+    """
+    step, chunk = manager.decisions, manager.decisions.chunk
+    is_over = chunk is not None and chunk.begun_behind not in (None, len(step.backward_order))
+    if chunk is None or (is_over and not chunk.open_groups):
+        if not manager.is_in_step:
+            manager.transfers.warn_once(_NO_CHUNK, name)
+            return None
+        chunk = manager.begin_chunk()
+        chunk.begun_behind = len(step.backward_order)
+    return chunk
 
 
 @graph_break

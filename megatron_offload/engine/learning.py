@@ -113,15 +113,17 @@ class Learner:
 
     def learn(self, profile: StepProfile) -> None:
         """Learn from what a step has shown that is over."""
-        is_first, has_changed = self.profile is None, profile != self.profile
+        before, has_changed = self.profile, profile != self.profile
         if has_changed:  # else what it foretells is known
             self.profile = profile
         self._warn_of_names(profile)
         self._fit_host_pool()
-        if self._may_trim and not is_first:
+        if before is not None and not before.has_groups_of(profile):
+            self._transfers.kept_by_others.clear()
+        elif before is not None and self._may_trim:
             self._may_trim = False
             if not (self.is_open or self.is_measured):
-                self._transfers.backend.trim_device()  # what only the first step needed
+                self._transfers.backend.trim_device()  # what only the first steps needed
         if has_changed or self.policy != self._chosen_by:
             self._choose(profile)
         self._transfers.budget.learn(self._largest_bytes)

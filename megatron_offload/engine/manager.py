@@ -6,7 +6,6 @@ leave a manager whose next step is right.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, Self
@@ -30,7 +29,7 @@ from megatron_offload.engine.recording import Recording
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.step import Step
 from megatron_offload.engine.transfers import Transfers
-from megatron_offload.errors import ConfigError, StateError
+from megatron_offload.errors import ConfigError
 from megatron_offload.machine.job_ranks import cap_of_rank
 from megatron_offload.memory.host_pool import HostPool
 
@@ -138,14 +137,13 @@ class PipelineOffloadManager(Recording):
         self.transfers = Transfers(*owned, self.observers)
         self.window = self.transfers.window
         self.learner = Learner(config, self.transfers)
-        self._has_had_rows = False
         self.follow_rows(config.rows)
         self.observers[:] = [one for one in self.observers if not isinstance(one, Checker)]
         if config.checking:
             self.observers.append(Checker())
         self.do_offload = config.enabled
         self._packs = []
-        self._is_in_step = False
+        self.is_in_step = False
         self.decisions = step = Step(self.transfers, self.learner)
         self.commit, self.flush_delayed_groups = step.commit_group, step.flush_delayed_groups
         self.enter_backward, self.leave_backward = step.enter_backward, step.leave_backward
@@ -204,22 +202,6 @@ class PipelineOffloadManager(Recording):
         chunk.rules.max_inflight_groups = max_inflight_groups
         return chunk
 
-    def chunk_of_group(self, name: str) -> ChunkOffloadHandler | None:
-        """Return the chunk of a group that starts now; None outside of all.
-
-        A program that says nothing of its chunks inside `step` has one for all forwards between
-        two backwards: what is decided by chunk, such as ``fraction``, is decided for them together.
-        """
-        step, chunk = self.decisions, self.decisions.chunk
-        is_over = chunk is not None and chunk.begun_behind not in (None, len(step.backward_order))
-        if chunk is None or (is_over and not chunk.open_groups):
-            if not self._is_in_step:
-                self.transfers.warn_once(_NO_CHUNK, name)
-                return None
-            chunk = self.begin_chunk()
-            chunk.begun_behind = len(step.backward_order)
-        return chunk
-
     @graph_break
     def start_group(self, chunk: ChunkOffloadHandler, name: str) -> OffloadGroup:
         """Open a group of a chunk; tensors saved under the manager's hooks belong to it.
@@ -271,23 +253,20 @@ class PipelineOffloadManager(Recording):
 
     def end_step_if_over(self) -> bool:
         """End the step if its groups were committed and no graph is left; return whether it was."""
-        is_over = self.decisions.is_left()
-        if is_over:
+        if is_over := self.decisions.is_left():
             self.reset()
         return is_over
 
     @guarded
     def _end_step(self) -> None:
         is_looked_at = self._is_looked_at or self.is_searching
-        if is_looked_at and self.decisions.committed and self.backend.is_capturing():
-            raise StateError(_CAPTURED_TOO_EARLY)
-        self.decisions.finish(names_leaks=self.config.checking)
+        self.decisions.finish(names_leaks=self.config.checking, is_looked_at=is_looked_at)
         self._begin_step()
 
     @contextmanager
     def step(self) -> Iterator[PipelineOffloadManager]:
         """Run one training step inside; ends with `reset`, or with `abort` on an exception."""
-        surrounding, self._is_in_step = self._is_in_step, True
+        surrounding, self.is_in_step = self.is_in_step, True
         try:
             yield self
         except BaseException as error:
@@ -296,7 +275,7 @@ class PipelineOffloadManager(Recording):
                 self.tuner(self)  # so that the next may need less
             raise
         finally:
-            self._is_in_step = surrounding
+            self.is_in_step = surrounding
         self.reset()
 
     @graph_break
@@ -354,32 +333,14 @@ class PipelineOffloadManager(Recording):
     def last_step(self) -> StepStats:
         """Counters of the last finished step; until one is finished, of the one that runs."""
         step = StepStats() if self.rests else self.decisions.last or self.transfers.counted()
-        step.why = self._why_nothing
+        step.why = self.why_nothing
         return step
-
-    @property
-    def is_searching(self) -> bool:
-        """Whether steps are still looked at, to find what is offloaded."""
-        return self.tuner is not None and not self.tuner.is_converged
-
-    @property
-    def _found(self) -> str:
-        """What was found by the first steps, if anything was."""
-        return "" if self.tuner is None else self.tuner.said.removeprefix("megatron-offload: ")
-
-    @property
-    def _why_nothing(self) -> str:
-        if not self.do_offload:
-            return "nothing is offloaded: it is switched off"
-        if self.is_searching:
-            return "nothing is offloaded yet: the first steps are looked at"
-        return self._found or ("nothing is offloaded: no row says so" if self.rests else "")
 
     @property
     def plan(self) -> str:
         """In one line what is done by which version, and when that is decided."""
         learner, device = self.learner, "" if self.backend.name == "cuda" else " without a GPU"
-        what = self._found or ("" if self.do_offload else self._why_nothing)
+        what = self.found or ("" if self.do_offload else self.why_nothing)
         if not what:
             is_open = (learner.is_open or self.is_searching) and not learner.is_ruled
             what = self.config.plan(is_open=is_open)

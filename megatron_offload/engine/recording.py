@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -35,8 +34,6 @@ from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.step import Step
 from megatron_offload.engine.transfers import Transfers
 from megatron_offload.errors import StateError
-
-_logger = logging.getLogger(__name__)
 
 _HIDDEN = (
     "hooks of saved tensors of %s are in force: what is saved under them is left to "
@@ -81,7 +78,6 @@ class Recording:
     marks: Marks
     observers: list[Observer]
     do_offload: bool
-    _has_had_rows: bool
     _packs: list[Callable[[torch.Tensor], SavedTensor] | None]
 
     instance: ClassVar[Any] = None
@@ -136,7 +132,6 @@ class Recording:
             on_trial: what is to be recomputed is, and compared, but nothing is dropped.
             when_short: recompute only while the device has little room left.
         """
-        self._has_had_rows |= bool(rows)
         sites = {row.site for row in rows or ()}
         self.rows = None if rows is None or MODEL in sites else tuple(rows)
         self.refused_rows = ""
@@ -155,8 +150,7 @@ class Recording:
         """What is recomputed, by unit and pattern; the loss is none of the engine's."""
         if self.rows is not None:
             return tuple(row.site for row in self.rows if row.recompute)
-        is_usual = self is type(self).instance and ("recompute" not in self.config.model_fields_set)
-        if is_usual:
+        if self is type(self).instance and "recompute" not in self.config.model_fields_set:
             return self.usual_recompute
         return tuple(unit for unit in self.config.recompute if unit != LOSS)
 
@@ -181,6 +175,25 @@ class Recording:
     def _is_looked_at(self) -> bool:
         return any(observer.needs_groups for observer in self.observers)
 
+    @property
+    def is_searching(self) -> bool:
+        """Whether steps are still looked at, to find what is offloaded."""
+        return self.tuner is not None and not self.tuner.is_converged
+
+    @property
+    def found(self) -> str:
+        """What was found by the first steps, if anything was."""
+        return "" if self.tuner is None else self.tuner.said.removeprefix("megatron-offload: ")
+
+    @property
+    def why_nothing(self) -> str:
+        """Why nothing is offloaded, as far as that was decided; else nothing."""
+        if not self.do_offload:
+            return "nothing is offloaded: it is switched off"
+        if self.is_searching:
+            return "nothing is offloaded yet: the first steps are looked at"
+        return self.found or ("nothing is offloaded: no row says so" if self.rests else "")
+
     def records(self) -> bool:
         """Whether groups are recorded here and now: with grad, and not where is recomputed."""
         return self.may_record and is_recording()
@@ -193,9 +206,7 @@ class Recording:
 
     def may_recompute(self, unit: str) -> bool:
         """Whether a unit is to be recomputed now: hooks of rows before may be left on it."""
-        if self.rows is None:
-            return not self._has_had_rows or unit in self.recompute
-        return unit in self._row_names
+        return unit in self.recompute
 
     def starts(self, name: str, *, is_marked: bool) -> bool:
         """Whether a group that starts now is recorded.

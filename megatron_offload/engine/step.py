@@ -21,6 +21,7 @@ from megatron_offload.engine.guard import guarded
 from megatron_offload.engine.learning import Learner
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.transfers import Transfers
+from megatron_offload.errors import StateError
 
 _MOST_CHUNKS = 1024
 """A step of more chunks than this ends by itself as soon as the last one's graph is gone: one that
@@ -29,6 +30,11 @@ something keeps alive for good would else let it grow for ever."""
 _MOST_BEHIND = 64
 """A graph that is alive behind so many forwards, none of which has one, is kept for good."""
 
+_CAPTURED_TOO_EARLY = (
+    "a step was captured into a graph while it is looked at: trace and check others; "
+    "where a plan is looked for, take some 20 steps before (cuda_graph_warmup_steps), or set "
+    "policy: modules"
+)
 _NO_END = (
     "%d forwards and no end of a step, so nothing was learned from them: take each training step "
     "inside `with manager.step():`, or call reset() after it; where a context finds steps itself, "
@@ -118,8 +124,15 @@ class Step(StepDecisions[OffloadGroup]):
             self._transfers.warn_once(_NO_END, len(self.entered))
             self.finish()
 
-    def finish(self, *, names_leaks: bool = False) -> None:
-        """Release what is in flight, count, and learn; may warn of what holds memory."""
+    def finish(self, *, names_leaks: bool = False, is_looked_at: bool = False) -> None:
+        """Release what is in flight, count, and learn; may warn of what holds memory.
+
+        Raises:
+            StateError: it was captured into a graph although it ``is_looked_at``.
+        """
+        is_captured = self._transfers.backend.is_capturing()
+        if is_captured and is_looked_at and self.committed:
+            raise StateError(_CAPTURED_TOO_EARLY)
         names = {group.name for chunk in self.entered for group in chunk.open_groups}
         if names:
             self._transfers.warn_once(_NO_COMMIT, ", ".join(map(repr, sorted(names))))
@@ -130,11 +143,11 @@ class Step(StepDecisions[OffloadGroup]):
             if stats.leaks:
                 found = "\n".join(stats.leaks)
                 _logger.warning("the step has ended and graphs still hold memory:\n%s", found)
-        stats.is_captured = self._transfers.backend.is_capturing()
-        if stats.is_captured and self.committed:  # else an evaluation
+        stats.is_captured = is_captured
+        if is_captured and self.committed:  # else an evaluation
             self._transfers.wait_reloads(self.committed)  # of what is unread too
             self._transfers.host_pool.leave_to_graph()  # it gets what its copies use
-        elif self.backward_order and not stats.is_captured:
+        elif self.backward_order and not is_captured:
             self._learner.learn(self.profile())
 
     def abandon(self) -> None:

@@ -94,7 +94,7 @@ def _noting_activation(original: Call, self: Any, *args: Any, **kwargs: Any) -> 
         config.bias_activation_fusion or config.use_te_activation_func or config.gated_linear_unit
     ) or getattr(config, "use_fused_weighted_squared_relu", False)
     activate: Any = None if torch.compiler.is_compiling() else own.get("activation_func")
-    may = "mlp_act" in manager.recompute and manager.may_recompute("mlp_act")
+    may = manager.may_recompute("mlp_act")
     if is_other or not (may and is_known_activation(activate) and manager.records()):
         return original(self, *args, **kwargs)
     own["activation_func"] = partial(_noting, activate)

@@ -162,6 +162,11 @@ def test_only_moves_in_the_table_are_made(here):
         assert group.state is here, "a refused move must change nothing"
 
 
+def test_the_same_groups_of_other_sizes():
+    assert profile_of(40, 20).has_groups_of(profile_of(1, 2))
+    assert not profile_of(40, 20).has_groups_of(profile_of(40))
+
+
 def test_limits_that_are_not_set_count_layers_without_rows_as_if_they_had_some():
     paper = Paper()
     paper.decisions.begin_step(profile_of(10))
