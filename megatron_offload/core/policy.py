@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile
+from megatron_offload.core.profile import GroupKey, StepProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,22 +24,19 @@ class ModulesPolicy:
     def plan(self, profile: StepProfile) -> dict[GroupKey, str]:
         """Return the groups that are kept on the device, each with the reason."""
         kept: dict[GroupKey, str] = {}
-        by_key = {group.key: group for group in profile.groups if group.num_bytes > 0}
+        moving = {group.key: group.num_bytes for group in profile.groups if group.num_bytes > 0}
         remaining = self.keep_bytes
         for key in profile.backward_order:
-            if remaining <= 0:
-                break
-            if key in by_key:
-                remaining -= by_key[key].num_bytes
+            if remaining > 0 and key in moving:
+                remaining -= moving.pop(key)
                 kept[key] = f"among the first {self.keep_bytes} bytes that backward needs"
-        by_chunk: dict[int, list[GroupProfile]] = defaultdict(list)
-        for group in profile.groups:
-            if group.num_bytes > 0 and group.key not in kept:
-                by_chunk[group.key.chunk].append(group)
-        for groups in by_chunk.values():
-            num_kept = int(len(groups) * (1.0 - self.fraction))
-            for group in groups[len(groups) - num_kept :]:
-                kept[group.key] = f"beyond the fraction {self.fraction:g} of its chunk"
+        by_chunk: dict[int, list[GroupKey]] = defaultdict(list)
+        for key in moving:
+            by_chunk[key.chunk].append(key)
+        for keys in by_chunk.values():
+            num_kept = int(len(keys) * (1.0 - self.fraction))
+            for key in keys[len(keys) - num_kept :]:
+                kept[key] = f"beyond the fraction {self.fraction:g} of its chunk"
         return kept
 
 

@@ -102,7 +102,6 @@ class PipelineOffloadManager(Recording):
         self, config: OffloadConfig | None = None, *, backend: Backend | None = None
     ) -> None:
         self.observers: list[Observer] = []
-        """The observers."""
         self.tuner = None
         self.step_number = 0
         """Steps begun so far."""
@@ -340,10 +339,9 @@ class PipelineOffloadManager(Recording):
     def plan(self) -> str:
         """In one line what is done by which version, and when that is decided."""
         learner, device = self.learner, "" if self.backend.name == "cuda" else " without a GPU"
-        what = self.found or ("" if self.do_offload else self.why_nothing)
-        if not what:
-            is_open = (learner.is_open or self.is_searching) and not learner.is_ruled
-            what = self.config.plan(is_open=is_open)
+        is_open = (learner.is_open or self.is_searching) and not learner.is_ruled
+        own = self.config.plan(is_open=is_open) if self.do_offload else self.why_nothing
+        what = self.found or own
         return f"megatron-offload {__version__}{device}: {what}"
 
     def describe(self) -> str:

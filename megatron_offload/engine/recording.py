@@ -140,6 +140,7 @@ class Recording:
         self._is_for_shortage = when_short
         self._row_names = sites
         self._offloaded = {row.site for row in rows or () if row.offload}
+        self._recomputed = {row.site for row in rows or () if row.recompute}
         self.transfers.by_rows = self.rows is not None
         self.learner.is_measured = is_own
 
@@ -206,7 +207,7 @@ class Recording:
 
     def may_recompute(self, unit: str) -> bool:
         """Whether a unit is to be recomputed now: hooks of rows before may be left on it."""
-        return unit in self.recompute
+        return unit in (self.recompute if self.rows is None else self._recomputed)
 
     def starts(self, name: str, *, is_marked: bool) -> bool:
         """Whether a group that starts now is recorded.

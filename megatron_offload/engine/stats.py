@@ -36,8 +36,8 @@ class GroupStats(OldAttributes):
     def keep(self, num_bytes: int, reason: str) -> None:
         """Count bytes that were kept on the device."""
         self.kept_bytes += num_bytes
-        before_bytes = self.kept_bytes_by_reason.get(reason, 0)
-        self.kept_bytes_by_reason[reason] = before_bytes + num_bytes
+        by_reason = self.kept_bytes_by_reason
+        by_reason[reason] = by_reason.get(reason, 0) + num_bytes
 
 
 class _ByName(dict[str, GroupStats]):
