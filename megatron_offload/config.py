@@ -260,9 +260,13 @@ class OffloadConfig(StrictModel):
         policy = self.tuned_policy if is_open else None
         if policy is None:
             return "what is marked, or saved in a context, is offloaded from the first step on"
-        return (
-            f"policy {policy.kind}: some 20 to 50 steps are looked at, then rows {policy.promise}"
-        )
+        if isinstance(policy, AutoConfig):
+            limit = f"cost at most {policy.most_slowdown_percent:g} % of a step"
+        else:
+            target = policy.memory_target  # which may have too few ranks; others refuse that
+            sizes = map(format_bytes, [target] if isinstance(target, int) else target)
+            limit = f"let at most {', '.join(sizes)} be reserved"
+        return f"policy {policy.kind}: some 20 to 50 steps are looked at, then rows {limit}"
 
     def without_offload(self) -> OffloadConfig:
         """Return the same, but where only ``recompute`` says what is done, nothing is offloaded."""

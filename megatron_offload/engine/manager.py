@@ -33,19 +33,6 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.machine.job_ranks import cap_of_rank
 from megatron_offload.memory.host_pool import HostPool
 
-_logger = logging.getLogger(__name__)
-
-_NO_CHUNK = (
-    "group %r was started outside a chunk, so nothing of it is offloaded: take the step inside "
-    "`with manager.step():`, or call begin_chunk() before each forward; where the step is another "
-    "manager's, set PipelineOffloadManager.instance to that first. This is said once"
-)
-_CAPTURED_TOO_EARLY = (
-    "a step was captured into a graph while it is looked at: trace and check others; "
-    "where a plan is looked for, take some 50 steps before (cuda_graph_warmup_steps), or set "
-    "policy: modules"
-)
-
 
 class PipelineOffloadManager(Recording):
     """Holds one `ChunkOffloadHandler` per microbatch and virtual pipeline stage in flight.

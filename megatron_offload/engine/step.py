@@ -32,7 +32,7 @@ _MOST_BEHIND = 64
 
 _CAPTURED_TOO_EARLY = (
     "a step was captured into a graph while it is looked at: trace and check others; "
-    "where a plan is looked for, take some 20 steps before (cuda_graph_warmup_steps), or set "
+    "where a plan is looked for, take some 50 steps before (cuda_graph_warmup_steps), or set "
     "policy: modules"
 )
 _NO_END = (
