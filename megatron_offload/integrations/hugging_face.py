@@ -7,10 +7,10 @@ import logging
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import cached_property, wraps
+from functools import cached_property, partial, wraps
 from pathlib import Path
 from threading import get_ident
-from types import MappingProxyType, MethodType
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -51,14 +51,8 @@ class OffloadMixin:
 
     def __getattribute__(self, name: str) -> Any:
         """Return three methods wrapped, whichever class has them: it may call none behind it."""
-        found = super().__getattribute__(name)
-        if name not in _RUNS:
-            return found
-
-        def run(self: OffloadMixin, *args: Any, **kwargs: Any) -> Any:
-            return _RUNS[name](self, found, *args, **kwargs)
-
-        return MethodType(wraps(getattr(found, "__func__", found))(run), self)
+        found, run = super().__getattribute__(name), _RUNS.get(name)
+        return found if run is None else wraps(found)(partial(run, self, found))
 
     @cached_property
     def offload(self) -> Any:
