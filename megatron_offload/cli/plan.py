@@ -35,7 +35,7 @@ from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import TargetBytes, write_model
 from megatron_offload.planning.found import RunFrontier, read_frontier
-from megatron_offload.planning.job_choice import RECOMPUTABLE, JobChoice, Planned
+from megatron_offload.planning.job_choice import JobChoice, Planned
 from megatron_offload.report.console import console, plain_table
 from megatron_offload.report.tables import found_table
 from megatron_offload.train.run_folder import main_folder
@@ -68,8 +68,8 @@ def run(given: Given) -> int:
     percent = given.most_slowdown_percent
     with console(stderr=True).status("planning"):
         source = load_source(given)
-        short, may = source.described.short_job(), source.recompute(RECOMPUTABLE)
-        choice = JobChoice(source.job, short, source.described.offload, may)
+        described = source.described
+        choice = JobChoice(source.job, described.short_job(), described.offload)
         if targets := _targets(given, source.job.schedule.num_ranks):
             planned = choice.under(targets)
         else:

@@ -42,8 +42,9 @@ def run(given: Given) -> int:
     with console(stderr=True).status("simulating"):
         source = load_source(given)
         without = simulate(source.job)
-        job = with_units(source.job, source.recompute(units_of(source.job)))
-        offloaded = simulate(job, source.described.offload, record=given.trace is not None)
+        settings = source.described.offload
+        job = with_units(source.job, settings.recomputable(units_of(source.job)))
+        offloaded = simulate(job, settings, record=given.trace is not None)
     source.show(without, offloaded, "with it", _tables(source, without, offloaded))
     what = with_flags("everything that can be offloaded", "offload", given)
     console().print(f"with offload: {what}")

@@ -17,9 +17,9 @@ from pydantic_settings import CliPositionalArg
 from rich.table import Table
 
 from megatron_offload.cli.options import OptionsWithKeys
-from megatron_offload.config import LOSS, find_config
+from megatron_offload.config import find_config
 from megatron_offload.core.units import format_bytes
-from megatron_offload.errors import ConfigError, did_you_mean
+from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import validate
 from megatron_offload.files.text import read_json
 from megatron_offload.machine.profile import MachineProfile
@@ -38,17 +38,6 @@ class Source:
     job: Job
     machine: str
     """Where the bandwidths come from, in words."""
-
-    def recompute(self, known: Sequence[str]) -> Sequence[str]:
-        """Return what may be recomputed: of what is known all, unless the description says what."""
-        budgets = self.described.offload
-        if "recompute" not in budgets.model_fields_set:
-            return known
-        for name in {*budgets.recompute} - {*known, LOSS}:
-            raise ConfigError(
-                f"offload.recompute: the job has no kind {name!r}{did_you_mean(name, known)}"
-            )
-        return budgets.recompute
 
     def show(
         self, without: Simulation, step: Simulation, what: str, tables: Iterable[Table]

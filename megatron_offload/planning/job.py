@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from megatron_offload.core.row_config import LOSS
+from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.files.strict_model import Bytes, NamesField, StrictModel, default
 from megatron_offload.machine.profile import Machine
 from megatron_offload.planning.schedule import Pass, Schedule
@@ -122,6 +124,14 @@ class RankSettings(StrictModel):
     """Device memory for groups that are back ahead of their use. None leaves it to the package."""
     recompute: NamesField = default(())
     """The units, and the sites of rows, that may be recomputed; unless set, all."""
+
+    def recomputable(self, known: Sequence[str]) -> Sequence[str]:
+        """Return what of that which is known may be recomputed; `ConfigError` for other names."""
+        for name in {*self.recompute} - {*known, LOSS}:
+            raise ConfigError(
+                f"offload.recompute: the job has no kind {name!r}{did_you_mean(name, known)}"
+            )
+        return self.recompute if "recompute" in self.model_fields_set else known
 
 
 UNLIMITED = RankSettings()

@@ -8,7 +8,7 @@ is replayed for one rank alone; how long the step takes is simulated.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import combinations, product
@@ -35,9 +35,6 @@ from megatron_offload.planning.simulate import (
     simulate,
     simulate_ranks,
 )
-
-RECOMPUTABLE = (*UNITS, *WHOLE_SITES)
-"""What rows of a plan recompute, unless less is allowed."""
 
 SLOW_LINK_SHARE = 0.8
 """Of the bandwidth of copies, what a plan within a limit of time has to do with. One that was to
@@ -84,21 +81,16 @@ class JobChoice:
         job: the step.
         short: the same with fewer microbatches, in which ranks hold as much; the step itself
             unless given.
-        settings: the limits that a user has set.
-        may: the units and sites that may be recomputed.
+        settings: what a user has set.
 
     Attributes:
         without: the step without offload.
     """
 
     def __init__(
-        self,
-        job: Job,
-        short: Job | None = None,
-        settings: RankSettings = UNLIMITED,
-        may: Collection[str] = RECOMPUTABLE,
+        self, job: Job, short: Job | None = None, settings: RankSettings = UNLIMITED
     ) -> None:
-        self._job, self._short, self._settings, self._may = job, short or job, settings, may
+        self._job, self._short, self._settings = job, short or job, settings
         self.without = simulate(job)
 
     def under(self, targets: Sequence[int]) -> Planned:
@@ -107,7 +99,7 @@ class JobChoice:
         Raises:
             TargetError: one can't be kept.
         """
-        search, wanted = _Search(self._short, self._settings, self._may), targets
+        search, wanted = _Search(self._short, self._settings), targets
         while True:
             planned = self._planned(search, search.under(wanted), "the targets")
             pairs = zip(planned.step.ranks, targets, strict=True)
@@ -123,7 +115,7 @@ class JobChoice:
         What counts is the rank that needs most, then what all need.
         """
         limit_us = self.without.step_us * (1 + most_slowdown_percent / 100)
-        search = _Search(self._short, self._settings, self._may)
+        search = _Search(self._short, self._settings)
         text = f"at most {most_slowdown_percent:g} % of the step's time"
         for share in _TRIES:
             planned = self._planned(search, search.within(share * most_slowdown_percent), text)
@@ -146,8 +138,9 @@ class JobChoice:
 class _Search:
     """Looks for what ranks do in one job."""
 
-    def __init__(self, job: Job, settings: RankSettings, may: Collection[str]) -> None:
+    def __init__(self, job: Job, settings: RankSettings) -> None:
         self._job, self._settings = job, settings
+        may = settings.recomputable((*UNITS, *WHOLE_SITES))
         self._sites = [site for site in WHOLE_SITES if site in may]
         units = tuple(unit for unit in units_of(job) if unit in may)
         sets = dict.fromkeys(((), units, *((unit,) for unit in units)))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
 from jobs import load_model
-from processes import ROOT
 
 from megatron_offload.core.trace import read_traces
 from megatron_offload.core.units import format_bytes
@@ -49,9 +47,9 @@ def test_what_is_printed_is_what_was_simulated(model, prints):
 
 def test_what_is_recomputed_and_where_is_said_by_keys(model):
     known = ("norm", "mlp_act")
-    assert load_model(model).recompute(known) == known, "all that can be"
-    source = load_model(model, set=["offload.recompute=[norm, loss]"])
-    assert source.recompute(known) == ("norm", "loss")
+    assert load_model(model).described.offload.recomputable(known) == known, "all that can be"
+    settings = load_model(model, set=["offload.recompute=[norm, loss]"]).described.offload
+    assert settings.recomputable(known) == ("norm", "loss")
     # Likewise a GPU and a host, which else are those of an H200.
     machine = load_model(model).job.machine
     assert (machine.device_bytes, machine.host_bytes) == (139 << 30, 2 << 40)
@@ -86,13 +84,6 @@ def test_bad_input_is_one_line_and_status_2(tmp_path, model, refused, words, exp
     (tmp_path / "trainer.yaml").write_text("model: {}\nparallel: {}\nrun: {}\noffload: {}")
     places = {"MODEL": model, "TRAINER": tmp_path / "trainer.yaml"}
     assert re.search(expected, refused("simulate", *(places.get(word, word) for word in words)))
-
-
-def test_the_benchmark_job_takes_the_step_that_was_measured():
-    raw = json.loads((ROOT / "docs/benchmarks/simulation.json").read_text())
-    measured_ms = raw["rows"][0]["step_ms"]["measured"][0]
-    source = load_model(ROOT / "configs/models/gpt_16x8192_pp4_vpp2.yaml")
-    assert simulate(source.job).step_us / 1e3 == pytest.approx(measured_ms, rel=1e-3)
 
 
 @pytest.mark.parametrize("command", ["simulate", "plan"])

@@ -91,11 +91,12 @@ def test_a_target_out_of_reach_says_by_how_much(choice):
 
 def test_only_what_may_be_is_recomputed_and_limits_of_a_user_are_kept():
     job = described().job()
-    bare = JobChoice(job, may=())
+    bare = JobChoice(job, settings=RankSettings(recompute=()))
     target = int(0.75 * max(peaks(bare.without)))
     assert not any(row.recompute for row in bare.under((target, target)).rows)
-    tight = RankSettings(max_inflight_bytes=1 << 20, prefetch_bytes=1 << 20)
-    waits, free = (JobChoice(job, settings=x, may=()).within(1000) for x in (tight, RankSettings()))
+    limits = ({"max_inflight_bytes": 1 << 20, "prefetch_bytes": 1 << 20}, {})
+    settings = (RankSettings(recompute=(), **one) for one in limits)
+    waits, free = (JobChoice(job, settings=one).within(1000) for one in settings)
     assert max(peaks(waits.step)) < max(peaks(free.step))
 
 

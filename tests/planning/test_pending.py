@@ -58,10 +58,6 @@ def test_stages_of_one_rank_send_each_other_nothing():
     assert counts(job, 0, *(one for stage in range(4) for one in passes_of(stage, "FB"))) == [0] * 8
 
 
-def test_nothing_is_counted_where_launches_are_not_known():
-    assert counts(pipeline(math.inf), 1, *passes_of(1, "FBFB")) == [0] * 4
-
-
 def test_pending_memory_is_reserved_and_not_allocated():
     job = pipeline(1.0, num_bytes=1000)
     known = replay(job, 0, None)

@@ -44,12 +44,6 @@ def test_a_slow_link_costs_exactly_what_does_not_hide():
     assert simulation.step_us == pytest.approx(600 + 300)
 
 
-def test_without_offload_memory_is_all_that_was_saved():
-    rank = simulate(two_groups(gbps=1)).ranks[0]
-    assert rank.peak_device_bytes == KB + 200 * KB
-    assert (rank.peak_host_bytes, rank.offloaded_bytes) == (0, 0)
-
-
 def test_temporaries_and_buffers_count_while_a_group_runs():
     work = GroupWork("g", 5, 1.0, 1.0, kept_bytes=7, forward_temp_bytes=20, backward_temp_bytes=30)
     job = Job(make_schedule("gpipe", 1, 1), (StageWork((work,), buffer_bytes=100),), (1000,), FAST)
