@@ -104,12 +104,13 @@ class _Replay:
         self._decisions = StepDecisions(self, self._window, self._budget)
 
     def run(self, profile: StepProfile | None) -> RankStep:
-        """Run a step, along one that was seen, if one was."""
+        """Run a step, along one that was seen; before that nothing is offloaded."""
         job, static_bytes = self._job, self._job.static_bytes[self._rank]
         self.step = step = RankStep(peak_device_bytes=static_bytes, peak_taken_bytes=static_bytes)
         self._host_bytes = self._peak_temp_bytes = self._num_chunks = 0
         self._static_bytes = self._device_bytes = static_bytes
         self._decisions.begin_step(profile)
+        self._keep_reason = "" if profile else "its order is yet to be learned"
         chunks: dict[tuple[int, int], list[_Part]] = {}
         passes = job.schedule.ranks[self._rank]
         pending_of = pending_bytes(job, self._rank, passes)
@@ -171,7 +172,7 @@ class _Replay:
             self._count(work.saved_bytes)  # what it leaves there
             self._compute(group, work.forward_us, work.forward_temp_bytes)
             if group is not None:
-                self._decisions.commit(group)
+                self._decisions.commit(group, self._keep_reason)
 
     def _backward(self, chunk: list[_Part]) -> None:
         for work, group in reversed(chunk):
