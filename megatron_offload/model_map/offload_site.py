@@ -52,11 +52,6 @@ class LargestTensors:
         self.most, self.chosen = most, chosen
         self.num_saved = self.num_others = 0
 
-    def leave_out(self, numbers: set[int], num_saved: int) -> None:
-        """Choose all but these, of so many; whatever was chosen under other rows."""
-        self.chosen = frozenset(range(num_saved)) - numbers if numbers else None
-        self.num_saved = num_saved
-
     def begin(self) -> _Call:
         """Return the `Pick` of a call that begins."""
         return _Call(self)

@@ -244,7 +244,8 @@ class SavedMemory(Observer):
             if row.most is None:
                 left_out = numbers[path][False] - numbers[path][True]
                 num_saved = max((n for call, n in counts.items() if call.path == path), default=0)
-                largest[path].leave_out(left_out, num_saved)
+                largest[path].num_saved = num_saved
+                largest[path].chosen = frozenset(range(num_saved)) - left_out if left_out else None
             elif path in changed or not keys_of[path].isdisjoint(self.made):
                 # The next call chooses: other tensors are seen, or recomputed, from here on.
                 largest[path].chosen = None
