@@ -39,7 +39,7 @@ from megatron_offload.recompute.call_state import (
     as_it_is,
     other_states,
 )
-from megatron_offload.recompute.module_state import ModuleState
+from megatron_offload.recompute.module_state import ModuleLayout, ModuleState
 from megatron_offload.recompute.patches import PatchStack
 from megatron_offload.recompute.proof import PROVE_EVERY, Proof, sums_of
 
@@ -76,6 +76,7 @@ class Site:
         refusal: why it is kept from here on, by what a call has shown.
         fills_late: whether a kernel fills what is saved last behind that: a rerun must not end
             there.
+        layout: where its modules had what their forward reads, when that was last seen.
         proof: of what it returns.
         proven_in: the step in which it was proven last, by the training flags of its modules.
         drawn_in: the flags under which random numbers were drawn in a proof.
@@ -87,6 +88,7 @@ class Site:
         self.drops_inside = draws and not is_of_torch
         self.drops_output = unit not in RECOMPUTE_SITES
         self.refusal, self.fills_late = "", False
+        self.layout: ModuleLayout | None = None
         self.said = set[str]()
         """Why sites of the model were kept so far."""
         self.prove_for(lambda: None)

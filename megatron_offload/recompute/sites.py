@@ -44,7 +44,7 @@ from megatron_offload.model_map.sites import call_refusal, parts_refusal
 from megatron_offload.model_map.structure import find_sites, layers_of
 from megatron_offload.model_map.watch import SavedMemory
 from megatron_offload.recompute.call_state import are_captured
-from megatron_offload.recompute.module_state import ModuleLayout, ModuleState
+from megatron_offload.recompute.module_state import ModuleState
 from megatron_offload.recompute.recipe import taken_apart
 from megatron_offload.recompute.recipes import recipes_of
 from megatron_offload.recompute.site_call import ModuleCall, Site, SiteCall, TriedCall
@@ -110,7 +110,6 @@ class SiteHooks:
 
     def __init__(self, site: Site, find_manager: FindManager, min_tokens: int) -> None:
         self.site, self._find_manager, self._min_tokens = site, find_manager, min_tokens
-        self._layout: ModuleLayout | None = None
         self._calls: list[ModuleCall | None] = []
         """Under way, where the inside is kept: no hooks say so."""
 
@@ -144,8 +143,8 @@ class SiteHooks:
         if refusal:
             site.warn(refusal, is_asked_for=not manager.rows_are_own)
             return None
-        state = ModuleState(parts, self._layout, copies=site.drops_output)
-        self._layout = state.layout
+        state = ModuleState(parts, site.layout, copies=site.drops_output)
+        site.layout = state.layout
         devices = {x.device.type for x in leaves if isinstance(x, torch.Tensor)}
         is_captured = site.draws and are_captured(devices - {"meta"})
         if is_captured and state.training not in site.proven_in.keys() - site.drawn_in:
