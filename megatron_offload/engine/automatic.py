@@ -161,7 +161,7 @@ class AutomaticGroups:
             forward.chunk.close_group(forward.name)
         else:
             self._commit(forward)
-        forward.chunk.forget_recipes()  # they hold what they are bound to
+        forward.chunk.recipes = None  # they hold what they are bound to
         if self.watch is not None and not self._forwards:
             self.watch.end(has_failed=has_failed)
 

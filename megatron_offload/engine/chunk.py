@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Protocol
 
 import torch
 
@@ -41,19 +40,6 @@ READY_MARK = "_offload_ready"
 given."""
 
 
-class Recipes(Protocol):
-    """How what a chunk's forward has made, and is not saved yet, is recomputed."""
-
-    def take(self, storage_key: int) -> Recipe | None:
-        """Return the recipe of what a storage holds, which has a block from here on."""
-
-    def unit_of(self, storage_key: int) -> str:
-        """Return the unit of what a storage holds; empty where it has no recipe."""
-
-    def forget(self) -> None:
-        """Let go of what was made and not saved: the forward is over."""
-
-
 @dataclass(eq=False, repr=False)
 class ChunkOffloadHandler:
     """The groups of one forward of one model chunk."""
@@ -73,8 +59,9 @@ class ChunkOffloadHandler:
     open_groups: list[OffloadGroup] = field(default_factory=list, init=False)
     blocks: dict[int, weakref.ref[Block]] = field(default_factory=dict, init=False)
     """By the identity of the storage that they were saved in; some of them gone."""
-    recipes: Recipes | None = field(default=None, init=False)
-    """How what was made and not saved yet is recomputed, where that is known."""
+    recipes: dict[int, Recipe] | None = field(default=None, init=False)
+    """How what was made and not saved yet is recomputed, by the storage that it was made in; None
+    where nothing of that is known, and once the forward is over."""
     _counted_keys: set[int] = field(default_factory=set, init=False)
 
     def open_group(self, name: str) -> OffloadGroup:
@@ -96,12 +83,7 @@ class ChunkOffloadHandler:
         """Let go of the groups, whose step is over."""
         self.groups.clear()
         self.open_groups.clear()
-        self.forget_recipes()
-
-    def forget_recipes(self) -> None:
-        """Let go of what was made and not saved: the forward is over."""
-        if self.recipes is not None:
-            self.recipes.forget()
+        self.recipes = None
 
     def may_move(self, tensor: torch.Tensor) -> bool:
         """Whether a saved tensor is an activation that this chunk can offload."""
@@ -225,7 +207,7 @@ class ChunkOffloadHandler:
         self.blocks[storage_key] = reference = weakref.ref(block)
         references.append(reference)
         if self.recipes is not None:
-            block.recipe = self.recipes.take(storage_key)
+            block.recipe = self.recipes.pop(storage_key, None)
 
     def is_small(self, layout: TensorLayout) -> bool:
         """Whether a tensor is too small to be offloaded."""

@@ -176,7 +176,7 @@ class PipelineOffloadManager(Recording):
         elif self._packs:  # of a forward that an exception has ended
             self._take_off_hooks()
         if self.decisions.chunk is not None:
-            self.decisions.chunk.forget_recipes()
+            self.decisions.chunk.recipes = None
         config = self.config
         if config.enabled:
             for prepare in self.at_chunk:

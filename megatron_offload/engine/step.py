@@ -214,7 +214,7 @@ class Step(StepDecisions[OffloadGroup]):
         """
         chunk = self.chunk
         if chunk is not None and chunk.position == group.key.chunk:
-            chunk.forget_recipes()  # its forward is over, and they may keep what is reloaded
+            chunk.recipes = None  # its forward is over, and they may keep what is reloaded
         for observer in self._observers:
             observer.backward_enters(group)
         self._transfers.count_recomputed(group)

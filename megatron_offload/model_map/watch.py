@@ -164,9 +164,9 @@ class SavedMemory(Observer):
             low, high = self._spans[key] = min(low, layout.low), max(high, layout.high)
             self.sizes[key] = high - low
             chunk = self.chunk
-            if chunk is not None and chunk.recipes is not None:  # what a function has made
-                unit = chunk.recipes.unit_of(key)
-                self.made |= {key: unit} if unit else {}
+            recipes = {} if chunk is None else chunk.recipes or {}
+            if key in recipes:  # a function has made it
+                self.made[key] = recipes[key].unit
         self.saves.append((tuple(self._calls), key))
 
     @cached_property

@@ -43,29 +43,13 @@ from megatron_offload.recompute.recipe import (
 T = TypeVar("T")
 
 
-class Recipes:
-    """The recipes of one chunk; the engine's side is `megatron_offload.engine.chunk.Recipes`."""
+class Recipes(dict[int, Recipe]):
+    """How what one chunk's forward has made is recomputed, by storage, until that is saved."""
 
     def __init__(self, chunk: ChunkOffloadHandler) -> None:
         self._chunk: ChunkOffloadHandler = weakref.proxy(chunk)
-        self._recipes: dict[int, FunctionRecipe] = {}
-        """By the storage that was made; of those that are not saved yet."""
         self._num_calls: Counter[Hashable] = Counter()
         """Of each function so far."""
-
-    def take(self, storage_key: int) -> Recipe | None:
-        """Return the recipe of what a storage holds, which has a block from here on."""
-        return self._recipes.pop(storage_key, None)
-
-    def unit_of(self, storage_key: int) -> str:
-        """Return the unit of what a storage holds; empty where it has no recipe."""
-        recipe = self._recipes.get(storage_key)
-        return "" if recipe is None else recipe.unit
-
-    def forget(self) -> None:
-        """Let go of what was made and not saved: the forward is over."""
-        self._recipes.clear()
-        self._num_calls.clear()
 
     def add(
         self,
@@ -123,7 +107,7 @@ class Recipes:
             recipe.begin_proof(output, inputs, sources, runs=runs)
         block = chunk.find_block(key)
         if block is None:
-            self._recipes[key] = recipe
+            self[key] = recipe
         elif block.state is SAVED:
             block.recipe = recipe
 
@@ -134,7 +118,7 @@ class Recipes:
 
         It is an `Input`, unless it never moves.
         """
-        chunk, block, recipe = self._chunk, None, None
+        chunk, recipe = self._chunk, None
         if given.is_inference():
             return None, None, "an input is of inference mode"  # which counts no versions
         if type(given) is torch.Tensor and (given.is_conj() or given.is_neg()):
@@ -144,9 +128,9 @@ class Recipes:
             block = chunk.find_block(key)
             if block is None:
                 chunk.blocks.pop(key, None)  # nor will one of another storage be found under it
-                recipe = self._recipes.get(key)
-                if recipe is not None and recipe.version != given._version:
-                    recipe = None  # what it has made was changed in place since
+                known = self.get(key)
+                if isinstance(known, FunctionRecipe) and known.version == given._version:
+                    recipe = known  # else what it has made was changed in place since
             if block is not None or recipe is not None or (not is_held and chunk.may_move(given)):
                 part = Input(given, unit, chunk.blocks, recipe)
                 chunk.transfers.empty(part.alias)
