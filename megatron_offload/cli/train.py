@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from megatron_offload.cli.options import OptionsWithKeys
-from megatron_offload.config import apply_overrides, find_config, load_yaml
+from megatron_offload.config import LAYER_INPUT, apply_overrides, find_config, load_yaml
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import validate
 from megatron_offload.planning.found import NAME, read_frontier
@@ -51,7 +51,10 @@ def read_config(given: Given) -> TrainConfig:
     """Read the YAML file and lay the flags over it; a `ConfigError` says all that is wrong."""
     data = load_yaml(find_config(given.config)) if given.config else {}
     data = apply_overrides(data, given.set)
-    return validate(TrainConfig, data, str(given.config or "command line"), given.typed)
+    config = validate(TrainConfig, data, str(given.config or "command line"), given.typed)
+    if LAYER_INPUT in config.offload.modules:
+        raise ConfigError("offload.modules layer_input is of full recompute, as Megatron jobs have")
+    return config
 
 
 def run(given: Given) -> int:

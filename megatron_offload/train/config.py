@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from megatron_offload.config import LAYER_INPUT, OffloadConfig
+from megatron_offload.config import OffloadConfig
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import StrictModel
 
@@ -24,8 +24,6 @@ class ModelConfig(StrictModel):
     """Width of the residual stream."""
     heads: int = Field(default=4, ge=1)
     """Attention heads; must divide ``hidden``."""
-    query_groups: int | None = Field(default=None, ge=1)
-    """Key/value heads of grouped-query attention; must divide ``heads``. None: as many as heads."""
     ffn: int | None = Field(default=None, ge=1)
     """Width inside the MLP. None: four times ``hidden``."""
     sequence_length: int = Field(default=128, ge=2, le=2**20)
@@ -40,37 +38,21 @@ class ModelConfig(StrictModel):
     """Kind of normalization."""
     position_embedding: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
     """How positions enter."""
-    activation: Literal["gelu", "swiglu"] = "gelu"
-    """Function inside the MLP; ``swiglu`` is gated."""
     bias: bool = True
     """Whether linear layers have one."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """What is computed a second time in backward instead of being saved."""
-    recompute_modules: tuple[Literal["core_attn", "layernorm", "mlp"], ...] = ("core_attn",)
-    """With ``recompute: selective``: what of a layer."""
 
     def model_post_init(self, _: Any, /) -> None:
         """Refuse what doesn't fit together."""
-        for key, of in (("heads", "hidden"), ("query_groups", "heads")):
-            part, whole = getattr(self, key), getattr(self, of)
-            if part is not None and whole % part:
-                fits = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
-                raise ConfigError(
-                    f"model.{key} {part} does not divide model.{of} {whole}; choose one of {fits}"
-                )
+        if self.hidden % self.heads:
+            fits = ", ".join(str(n) for n in range(1, self.hidden + 1) if self.hidden % n == 0)
+            raise ConfigError(
+                f"model.heads {self.heads} does not divide model.hidden {self.hidden}; choose one "
+                f"of {fits}"
+            )
         width = self.hidden // self.heads
         if self.position_embedding == "rope" and width % 2:
             raise ConfigError(
                 f"model.position_embedding rope needs an even width a head, not {width}"
-            )
-        if self.recompute != "selective" and self.recompute_modules != ("core_attn",):
-            raise ConfigError("model.recompute_modules needs model.recompute: selective")
-        if self.recompute == "selective" and "mlp" in self.recompute_modules and self.bias:
-            # The checkpoint hands the bias, a parameter, out as its own result; autograd then
-            # makes the parameter a child of the checkpoint, and backward never ends.
-            raise ConfigError(
-                "model.recompute_modules mlp works in megatron-core only without biases; set "
-                "model.bias: false or leave mlp out"
             )
 
 
@@ -139,8 +121,6 @@ class TrainConfig(StrictModel):
         pipeline, virtual = self.parallel.pipeline, self.parallel.virtual
         layers, microbatches = self.model.layers, self.data.microbatches
         chunks, num_ranks = pipeline * virtual, self.parallel.num_ranks
-        if LAYER_INPUT in modules and self.model.recompute != "full":
-            raise ConfigError("offload.modules layer_input needs model.recompute: full")
         if "attn_proj" in modules and "core_attn" not in modules:
             raise ConfigError(
                 "offload.modules names attn_proj without core_attn: the projection saves the core "

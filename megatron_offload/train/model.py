@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed
-import torch.nn.functional as F
 import torch.utils.deterministic
 from megatron.core import parallel_state
 from megatron.core.distributed import (
@@ -41,7 +40,6 @@ def open_model_parallel(
     """
     virtual = config.parallel.virtual
     with contextlib.ExitStack() as stack:
-        stack.enter_context(megatron_cpu.recompute_without_transformer_engine())
         if device.type == "cpu":
             stack.enter_context(megatron_cpu.cpu_bridges())
         else:
@@ -68,9 +66,14 @@ def open_model_parallel(
         parallel_state.destroy_model_parallel()
 
 
-def build_chunks(config: TrainConfig, device: torch.device) -> list[DistributedDataParallel]:
-    """Build this rank's model chunks, in the order of their virtual stages."""
-    transformer = _transformer_config(config, device)
+def build_chunks(
+    config: TrainConfig, device: torch.device, **settings: Any
+) -> list[DistributedDataParallel]:
+    """Build this rank's model chunks, in the order of their virtual stages.
+
+    ``settings`` are more of `TransformerConfig`.
+    """
+    transformer = _transformer_config(config, device, **settings)
     virtual = config.parallel.virtual
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     if device.type == "cuda" and getattr(transformer_engine, "HAVE_TE", False):
@@ -100,23 +103,20 @@ def build_chunks(config: TrainConfig, device: torch.device) -> list[DistributedD
     return chunks
 
 
-def _transformer_config(config: TrainConfig, device: torch.device) -> TransformerConfig:
+def _transformer_config(
+    config: TrainConfig, device: torch.device, **settings: Any
+) -> TransformerConfig:
     """Translate into megatron-core's configuration, whose defaults compile no fused kernels."""
     model, parallel, on_gpu = config.model, config.parallel, device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    is_full = model.recompute == "full"
-    gated = model.activation == "swiglu"
     result = TransformerConfig(
         num_layers=model.layers,
         hidden_size=model.hidden,
         num_attention_heads=model.heads,
-        num_query_groups=model.query_groups,
         ffn_hidden_size=model.ffn or 4 * model.hidden,
         hidden_dropout=model.dropout,
         attention_dropout=model.dropout,
         normalization=model.normalization,
-        gated_linear_unit=gated,
-        activation_func=F.silu if gated else F.gelu,
         add_bias_linear=model.bias,
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual if parallel.virtual > 1 else None,
@@ -129,14 +129,11 @@ def _transformer_config(config: TrainConfig, device: torch.device) -> Transforme
         overlap_p2p_comm=parallel.virtual > 1,
         deallocate_pipeline_outputs=True,
         deterministic_mode=on_gpu,
-        recompute_granularity=None if model.recompute == "none" else model.recompute,
-        recompute_method="uniform" if is_full else None,
-        recompute_num_layers=1 if is_full else None,
-        recompute_modules=list(model.recompute_modules),
         # These make megatron-core's own call sites mark their groups, and its schedules end steps.
         fine_grained_activation_offloading=config.offload.enabled,
         offload_modules=["core_attn"],  # stands for ours, which it doesn't know
         min_offloaded_tensor_size=config.offload.min_tensor_elements,
+        **settings,
     )
     result.offload_modules = list(config.offload.modules)
     return result

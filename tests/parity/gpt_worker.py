@@ -17,8 +17,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_offload.autotune import layers
 from megatron_offload.files.strict_model import validate
+from megatron_offload.integrations.megatron_cpu import recompute_without_transformer_engine
 from megatron_offload.machine.job_ranks import gather
-from megatron_offload.train.config import TrainConfig
+from megatron_offload.train.config import ModelConfig, TrainConfig
 from megatron_offload.train.launch import open_process_group
 from megatron_offload.train.loop import forward_step, open_offload
 from megatron_offload.train.model import build_chunks, open_model_parallel
@@ -28,7 +29,13 @@ MLP = ["mlp_fc1", "mlp_act", "mlp_fc2"]
 BOTH = ATTENTION + MLP
 PATTERNS = ["decoder.layers.*.self_attention", "**.mlp"]
 
-FOUR, SELECTIVE = {"layers": 4}, {"recompute": "selective"}
+FOUR, SELECTIVE = {"layers": 4}, {"recompute_granularity": "selective"}
+FULL = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+SWIGLU = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
 DROPS = {**FOUR, "dropout": 0.1}
 
 # One training step after another: number of microbatches and sequence length; None evaluates.
@@ -37,7 +44,7 @@ ODD = [None, (3, 16), (5, 16), (1, 16), None, (3, 32), (3, 16)]
 
 CASES = {
     "pp1": ({"layers": 2}, 1, 1, ATTENTION, ODD, "late"),
-    "pp1-mlp": ({"layers": 2, "activation": "swiglu"}, 1, 1, MLP, ODD, "random"),
+    "pp1-mlp": ({"layers": 2, **SWIGLU}, 1, 1, MLP, ODD, "random"),
     "pp2": (FOUR, 2, 1, BOTH, ODD, "late"),
     "pp2-vpp2-two-layers-a-chunk": ({"layers": 8}, 2, 2, ATTENTION, CHANGING, "random"),
     "pp2-vpp4-one-layer-a-chunk": ({"layers": 8}, 2, 4, BOTH, CHANGING, "random"),
@@ -52,9 +59,9 @@ CASES = {
         CHANGING,
         "random",
     ),
-    "full-recompute": ({**DROPS, "recompute": "full"}, 2, 2, ATTENTION, CHANGING, "late"),
+    "full-recompute": ({**DROPS, **FULL}, 2, 2, ATTENTION, CHANGING, "late"),
     "inputs-of-full-recompute": (
-        *({**DROPS, "recompute": "full", "layers": 8}, 2, 2),
+        *({**DROPS, **FULL, "layers": 8}, 2, 2),
         *(["layer_input"], CHANGING, "random"),
     ),
     "recompute-core-attention": (
@@ -74,7 +81,8 @@ CASES = {
     "rows-of-a-function": ({**DROPS, "layers": 4}, 2, 1, BOTH, ODD, "late"),
     "found-rows": ({**DROPS, "layers": 8}, 2, 2, BOTH, [None, *64 * [(2, 16)], *CHANGING], "late"),
 }
-"""By case the model, PP, VPP, what is offloaded, the steps, and when copies happen."""
+"""By case the model, as the trainer and Megatron's configuration name it, PP, VPP, what is
+offloaded, the steps, and when copies happen."""
 
 SETTINGS = {
     "half-of-each-chunk": {"fraction": 0.5, "delta_bytes_across_pp_ranks": 4096},
@@ -101,6 +109,7 @@ SETTINGS = {
 
 def make_config(name, *, enabled):
     model, pipeline, virtual, modules, _, timing = CASES[name]
+    model = {key: value for key, value in model.items() if key in ModelConfig.model_fields}
     data = {
         "model": {"hidden": 32, "heads": 2, "sequence_length": 32, "dropout": 0.0, **model},
         "parallel": {"pipeline": pipeline, "virtual": virtual},
@@ -131,12 +140,13 @@ def batches(length, generator):
 def run(name, device, *, enabled):
     """Return every step's losses and gradients on this rank, and the bytes that moved."""
     config = make_config(name, enabled=enabled)
-    _, _, virtual, _, steps, _ = CASES[name]
+    model, _, virtual, _, steps, _ = CASES[name]
+    settings = {key: x for key, x in model.items() if key not in ModelConfig.model_fields}
     results, moved = [], 0
-    with open_model_parallel(config, device):
+    with recompute_without_transformer_engine(), open_model_parallel(config, device):
         dp_rank = parallel_state.get_data_parallel_rank()
         with open_offload(config) as manager:
-            chunks = build_chunks(config, device)
+            chunks = build_chunks(config, device, **settings)
             for number, step in enumerate(steps):
                 count, length = step or (2, 16)
                 iterators = [

@@ -31,18 +31,10 @@ def error_of(**sections):
         ({"offload": {"prefetch_bytes": -1}}, "a size is 0 or more bytes"),
         ({"offload": {"modules": ["core_atn"]}}, "did you mean 'core_attn'"),
         ({"offload": {"enabled": True, "modules": ["attn_proj"]}}, "add core_attn"),
-        ({"offload": {"enabled": True, "modules": ["layer_input"]}}, "model.recompute: full"),
         ({"model": {"hidden": 64, "heads": 5}}, "choose one of 1, 2, 4, 8"),
-        ({"model": {"heads": 4, "query_groups": 3}}, "choose one of 1, 2, 4"),
         (
             {"model": {"hidden": 12, "heads": 4, "position_embedding": "rope"}},
             "needs an even width",
-        ),
-        ({"model": {"recompute_modules": ["mlp"]}}, "needs model.recompute: selective"),
-        ({"model": {"recompute_modules": ["core_atn"]}}, "should be 'core_attn', 'layernorm' or"),
-        (
-            {"model": {"recompute": "selective", "recompute_modules": ["mlp"]}},
-            "set model.bias: false",
         ),
         ({"model": {"vocabulary": 100}}, "model.vocabulary"),
         ({"model": {"sequence_length": 2**20 + 1}}, "model.sequence_length"),
