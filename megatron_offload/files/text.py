@@ -11,7 +11,6 @@ import os
 import stat
 import uuid
 from collections import Counter
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -25,43 +24,28 @@ MAX_TEXT_BYTES = 16 * 1024**2
 
 def read_text(path: str | Path, *, limit_bytes: int = MAX_TEXT_BYTES) -> str:
     """Return the text of a regular file of at most ``limit_bytes``; else a `ConfigError`."""
-    with open_regular(path) as file:
-        try:
-            content = file.read(limit_bytes + 1)
-            if len(content) > limit_bytes:
-                raise ConfigError(f"can't read {path}: it holds more than {limit_bytes} bytes")
-            return content.decode("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"can't read {path}: {error}") from error
-
-
-def open_regular(path: str | Path) -> BufferedReader:
-    """Open a regular file for reading bytes; anything else is a `ConfigError`."""
+    why = "not a regular file"
     try:
         if stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for its writer
-            return open(path, "rb")
+            with open(path, "rb") as file:
+                content = file.read(limit_bytes + 1)
+            if len(content) <= limit_bytes:
+                return content.decode("utf-8")
+            why = f"it holds more than {limit_bytes} bytes"
     except (OSError, ValueError) as error:
         raise ConfigError(f"can't read {path}: {error}") from error
-    raise ConfigError(f"can't read {path}: not a regular file")
+    raise ConfigError(f"can't read {path}: {why}")
 
 
 def read_json(path: str | Path, *, limit_bytes: int = MAX_TEXT_BYTES) -> Any:
-    """Return what a JSON file holds; ConfigError as for `read_text` and `parse_json`."""
-    return parse_json(read_text(path, limit_bytes=limit_bytes), str(path))
-
-
-def parse_json(text: bytes | str, source: str, *, allow_nan: bool = False) -> Any:
-    """Return what a JSON text holds, in time that grows with its length alone.
-
-    Errors, which are ConfigErrors, call it ``source``; it may hold ``NaN`` and ``Infinity``, as
-    Python itself writes them, where they are allowed.
-    """
+    """Return what a JSON file holds, in time that grows with its length; else a `ConfigError`."""
+    text = read_text(path, limit_bytes=limit_bytes)
     try:
-        data = from_json(text, allow_inf_nan=allow_nan)  # nested no deeper than it can be read
+        data = from_json(text, allow_inf_nan=False)  # nested no deeper than it can be read
         # No integer may be too large for a float.
         json.loads(text, object_pairs_hook=_once, parse_int=lambda digits: int(digits) / 1)
     except (ValueError, OverflowError) as error:
-        raise ConfigError(f"{source} is not plain JSON: {error}") from error
+        raise ConfigError(f"{path} is not plain JSON: {error}") from error
     return data
 
 

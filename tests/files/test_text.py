@@ -74,4 +74,3 @@ def test_good_json_round_trips(tmp_path):
     path = tmp_path / "a.json"
     path.write_text('{"a": [1, 2.5, null, "x", 5e-324]}')
     assert files.read_json(path) == {"a": [1, 2.5, None, "x", 5e-324]}
-    assert files.parse_json("[NaN, -Infinity]", "text", allow_nan=True)[1] == float("-inf")
