@@ -145,5 +145,6 @@ def slowdown_of(steps: Sequence[TimedStep]) -> Slowdown | None:
     again = 1 + len(columns) / len(us) * (1 - share) / share
     variance = again**2 * bent / (len(us) - len(columns)) / share**2
     error = float(np.sqrt(variance * np.linalg.pinv(table.T @ table)[1, 1]))
+    error *= 1 + 2 / (len(us) - len(columns))  # few steps say little of how much they differ
     longer = float(np.exp(found[1]))
     return Slowdown.of(100 * (longer - 1), 100 * longer * error)
