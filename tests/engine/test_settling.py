@@ -128,13 +128,9 @@ def test_it_moves_where_the_other_owner_lets_go_before_backward():
 
 def test_the_other_owner_may_not_change_it():
     manager = make_manager()
-
-    def change(holder):
-        holder[0].add_(1)
-
     for _ in range(2):
         with pytest.raises(InPlaceModificationError):
-            step(manager, holder=[], change=change)
+            step(manager, holder=[], change=lambda holder: holder[0].add_(1))
         manager.abort()
         assert_nothing_left(manager)
         step(manager, holder=[])
