@@ -262,9 +262,8 @@ class StepDecisions(Generic[G]):
             return True
         if not self._is_near(group.key, self.budget.total_bytes):
             return False
-        bytes_before = self._forecast.bytes_before
-        ahead_bytes = bytes_before[position] - bytes_before[self._next]
-        return self.budget.may_keep(ahead_bytes + group.num_bytes)
+        before = self._forecast.bytes_before
+        return self.budget.may_keep(before[position] - before[self._next] + group.num_bytes)
 
     def _is_near(self, key: GroupKey, distance_bytes: int) -> bool:
         needed_at_bytes = self._forecast.needed_at_bytes.get(key)
