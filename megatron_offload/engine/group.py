@@ -13,9 +13,8 @@ Where a block's bytes are, its state says (`megatron_offload.engine.block_state`
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -309,7 +308,6 @@ class OffloadGroup(Group):
         pick: which of its tensors are offloaded; None: all that can be.
     """
 
-    dropped_bytes: Mapping[str, int] = MappingProxyType({})
     moving: Sequence[Block] = ()
     copies: Sequence[tuple[Lease, Stream, torch.Tensor]] = ()
     d2h: Event = None
@@ -320,6 +318,7 @@ class OffloadGroup(Group):
     def __init__(self, key: GroupKey, name: str, budget: DeviceBudget, rules: Rules) -> None:
         super().__init__(key, name, budget)
         self.rules = rules
+        self.dropped_bytes: dict[str, int] = {}
         self.references: list[BlockRef] = []
         """Its own blocks, and those that it shares with a group before it."""
 

@@ -131,7 +131,7 @@ class Releases(Reloads):
             name, dropped, by_unit = block.name, group.dropped_bytes, stats.recomputed_bytes_by_unit
             by_unit[recipe.unit] = by_unit.get(recipe.unit, 0) + num_bytes
             stats.by_name[name].recomputed_bytes += num_bytes
-            group.dropped_bytes = {**dropped, name: dropped.get(name, 0) + num_bytes}
+            dropped[name] = dropped.get(name, 0) + num_bytes
             self.host_pool.alone.add(name, num_bytes)
         group.needs = tuple(sorted({*group.needs, *recipe.needs()} - {group.key}))
         return True
@@ -140,7 +140,7 @@ class Releases(Reloads):
         """Count what was dropped of a group as off the device no more."""
         for name, num_bytes in group.dropped_bytes.items():
             self.host_pool.alone.add(name, -num_bytes)
-        group.dropped_bytes = {}
+        group.dropped_bytes.clear()
 
     def count_kept(self, block: Block, reason: str) -> None:
         """Count a block as kept, but for what was counted of it before."""
