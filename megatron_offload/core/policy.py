@@ -6,25 +6,33 @@ Those are Megatron's for its numbers (fraction, bytes per pipeline rank), and a 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_offload.core.profile import GroupKey, StepProfile
 
 
-@dataclass(frozen=True, slots=True)
-class ModulesPolicy:
-    """Megatron-core's policy: all groups, less what these numbers keep."""
+class KeepRules(NamedTuple):
+    """All groups are offloaded, less what these numbers keep."""
 
     fraction: float = 1.0
     """Share of each chunk's groups that is offloaded, earliest first, in [0, 1]."""
     keep_bytes: int = 0
     """What is kept on the device besides, of the groups whose backward comes first, because they
     are gone soonest anyway. Megatron has rank times ``delta_offload_bytes_across_pp_ranks``."""
+    ratio: float | None = None
+    """In place of both the share of all bytes that is offloaded, earliest first."""
 
     def plan(self, profile: StepProfile) -> dict[GroupKey, str]:
         """Return the groups that are kept on the device, each with the reason."""
         kept: dict[GroupKey, str] = {}
         moving = {group.key: group.num_bytes for group in profile.groups if group.num_bytes > 0}
+        if self.ratio is not None:
+            wanted_bytes, seen_bytes = self.ratio * sum(moving.values()), 0
+            for key, num_bytes in moving.items():
+                seen_bytes += num_bytes
+                if seen_bytes > wanted_bytes:
+                    kept[key] = f"behind the first {self.ratio:g} of all bytes"
+            return kept
         remaining = self.keep_bytes
         for key in profile.backward_order:
             if remaining > 0 and key in moving:
@@ -38,15 +46,3 @@ class ModulesPolicy:
             for key in keys[len(keys) - num_kept :]:
                 kept[key] = f"beyond the fraction {self.fraction:g} of its chunk"
         return kept
-
-
-def kept_by_ratio(ratio: float, profile: StepProfile) -> dict[GroupKey, str]:
-    """Return what is kept where a share of the bytes moves, with the reason: the last groups."""
-    wanted_bytes = ratio * sum(group.num_bytes for group in profile.groups)
-    kept: dict[GroupKey, str] = {}
-    seen_bytes = 0
-    for group in profile.groups:
-        seen_bytes += group.num_bytes
-        if group.num_bytes and seen_bytes > wanted_bytes:
-            kept[group.key] = f"behind the first {ratio:g} of all bytes"
-    return kept

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 
 from megatron_offload.config import OffloadConfig
-from megatron_offload.core.policy import ModulesPolicy, kept_by_ratio
+from megatron_offload.core.policy import KeepRules
 from megatron_offload.core.policy_config import RatioConfig
 from megatron_offload.core.profile import GroupKey, StepProfile
 from megatron_offload.engine.group import OffloadGroup
@@ -41,7 +41,7 @@ class Learner:
     """Plans a step from the one before it, between steps.
 
     Attributes:
-        policy: Megatron's rules for what is kept.
+        policy: the rules for what is kept.
         pp_rank: the pipeline rank whose rules count; None before the first chunk.
         profile: what the last step has shown; None where it has to be learned anew.
         kept: groups of that step that are kept on the device, each with the reason.
@@ -54,8 +54,7 @@ class Learner:
         self.pp_rank: int | None = None
         self.profile: StepProfile | None = None
         self.kept: dict[GroupKey, str] = {}
-        self._chunks: set[int] = set()
-        self._kept_alike: dict[tuple[int, str], str] = {}
+        self._last_chunk = 0
         self.is_open = self.is_measured = False
         self._config = config
         listed = config.modules if "modules" in config.model_fields_set else ()
@@ -66,11 +65,11 @@ class Learner:
         self._transfers = transfers
         self._may_trim = True
         self._peaks: deque[int] = deque(maxlen=_NUM_ALIKE)
-        self._chosen_by: ModulesPolicy | None = None
+        self._chosen_by: KeepRules | None = None
         self._largest_bytes = 0
         policy = config.policy if config.enabled else None
         self._ratio = policy.ratio if isinstance(policy, RatioConfig) else None
-        self.policy = ModulesPolicy(config.fraction)
+        self.policy = KeepRules(config.fraction, ratio=self._ratio)
 
     # What is followed
 
@@ -84,7 +83,7 @@ class Learner:
             fraction = config.fraction
         if delta_bytes is None or "delta_bytes_across_pp_ranks" in given:
             delta_bytes = int(config.delta_bytes_across_pp_ranks)
-        self.policy = ModulesPolicy(fraction, pp_rank * delta_bytes)
+        self.policy = KeepRules(fraction, pp_rank * delta_bytes, self._ratio)
         self.pp_rank = pp_rank
 
     @property
@@ -95,7 +94,7 @@ class Learner:
     @property
     def is_ruled(self) -> bool:
         """Whether the caller's model says what is kept, where no policy does."""
-        return self._config.policy is None and self.policy != ModulesPolicy()
+        return self._config.policy is None and self.policy != KeepRules()
 
     def follow_rules(self) -> None:
         """Follow the configuration's rules again, which ends `open`."""
@@ -132,14 +131,8 @@ class Learner:
         self._chosen_by = self.policy
         groups = tuple(group for group in profile.groups if not self._is_unlisted(group.name))
         listed = replace(profile, groups=groups)
-        if self._ratio is None:
-            self.kept = self.policy.plan(listed)
-        else:
-            self.kept = kept_by_ratio(self._ratio, listed)
-        self._chunks = {group.key.chunk for group in groups}
-        self._kept_alike = {  # by place in a chunk, for chunks that are new
-            (group.key.order, group.name): self.kept.get(group.key, "") for group in groups
-        }
+        self.kept = self.policy.plan(listed)
+        self._last_chunk = max((group.key.chunk for group in groups), default=0)
         moving = (group.num_bytes for group in groups if group.key not in self.kept)
         self._largest_bytes = max(moving, default=0)
 
@@ -156,12 +149,9 @@ class Learner:
             return _UNLISTED
         if self.is_open:
             return "" if self.is_short_of_memory() else "what is offloaded is still looked for"
-        key, default = group.key, ""
-        if self.keeps_everything:
-            default = "beyond the fraction 0 of its chunk"
-        elif key.chunk not in self._chunks:
-            default = self._kept_alike.get((key.order, group.name), "")
-        return self.kept.get(key, default)
+        default = "beyond the fraction 0 of its chunk" if self.keeps_everything else ""
+        chunk, order = group.key  # one that is new is as the last one was
+        return self.kept.get(GroupKey(min(chunk, self._last_chunk), order), default)
 
     def expect(self, names: Iterable[str], warning: str) -> None:
         """Warn once, behind the next step, of each name that no group of it has."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_offload.core.policy import ModulesPolicy, kept_by_ratio
+from megatron_offload.core.policy import KeepRules
 from megatron_offload.core.profile import GroupKey, GroupProfile, StepProfile
 
 
@@ -20,7 +20,7 @@ def make_profile(sizes=(100,) * 4):
     ("fraction", "num_kept"), [(1.0, 0), (0.99, 0), (0.75, 1), (0.5, 2), (0.25, 3), (0.0, 4)]
 )
 def test_a_fraction_keeps_the_last_groups_of_every_chunk(fraction, num_kept):
-    kept = ModulesPolicy(fraction=fraction).plan(make_profile())
+    kept = KeepRules(fraction=fraction).plan(make_profile())
     expected = {GroupKey(c, g) for c in range(2) for g in range(4 - num_kept, 4)}
     assert set(kept) == expected
 
@@ -30,17 +30,17 @@ def test_a_fraction_keeps_the_last_groups_of_every_chunk(fraction, num_kept):
 )
 def test_bytes_to_keep_are_taken_from_what_backward_needs_first(keep_bytes, num_kept):
     profile = make_profile()
-    kept = ModulesPolicy(keep_bytes=keep_bytes).plan(profile)
+    kept = KeepRules(keep_bytes=keep_bytes).plan(profile)
     assert list(kept) == list(profile.backward_order[:num_kept])
 
 
 def test_empty_groups_count_for_nothing():
     profile = make_profile((0,) * 4)
-    assert ModulesPolicy(fraction=0.5, keep_bytes=100).plan(profile) == {}
+    assert KeepRules(fraction=0.5, keep_bytes=100).plan(profile) == {}
 
 
 def test_every_kept_group_has_a_reason():
-    kept = ModulesPolicy(fraction=0.5, keep_bytes=100).plan(make_profile())
+    kept = KeepRules(fraction=0.5, keep_bytes=100).plan(make_profile())
     assert all(kept.values())
     assert any("fraction 0.5" in reason for reason in kept.values())
     assert any("100 bytes" in reason for reason in kept.values())
@@ -49,7 +49,7 @@ def test_every_kept_group_has_a_reason():
 @pytest.mark.parametrize("ratio", [0.0, 0.1, 0.5, 0.999, 1.0])
 def test_a_ratio_moves_that_share_of_the_bytes_to_within_a_group(ratio):
     profile = make_profile(sizes=(192, 128, 64, 320, 256))
-    kept = kept_by_ratio(ratio, profile)
+    kept = KeepRules(ratio=ratio).plan(profile)
     assert all(kept.values())
     sizes = [group.num_bytes for group in profile.groups]
     moved = [group.num_bytes for group in profile.groups if group.key not in kept]

@@ -340,11 +340,3 @@ def test_a_call_that_fails_leaves_the_marks_of_an_earlier_one():
     gradients(model)
     manager.reset()
     assert manager.last_step.by_name["mlp_act"].num_groups == 4
-
-
-def test_the_pipeline_rank_is_what_was_registered_where_none_is_given(monkeypatch):
-    model, manager = make_model(), make_manager()
-    monkeypatch.setattr(manager, "pipeline_rank", lambda: 3)
-    offload_modules(model, "layer", manager=manager)
-    gradients(model)
-    assert manager.learner.pp_rank == 3
