@@ -11,17 +11,16 @@ import logging
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
 
 from megatron_offload.backends.base import Backend, Event
 from megatron_offload.core.units import format_bytes
+from megatron_offload.memory.host_region import HostRegion as HostRegion
+from megatron_offload.memory.host_region import Piece, aligned
 from megatron_offload.memory.layout import ALIGNMENT_BYTES, ViewSpec
-
-_MOST_SHOWN = 8
-"""Of the shapes that a program gives the same bytes in turn, so many are kept."""
 
 _logger = logging.getLogger(__name__)
 
@@ -75,86 +74,6 @@ class HostPoolStats:
     """Requests for which the cap had room, but whose memory could not be pinned."""
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class _Piece:
-    """A stretch of a slab, free without a ``region``.
-
-    Pieces make no cycle, so a dropped slab is unpinned at once. What is cut and joined is right
-    after each line, but for ``num_bytes``.
-    """
-
-    base: torch.Tensor
-    offset: int
-    num_bytes: int
-    next: _Piece | None = None
-    event: Event | None = None
-    turn: int = 0
-    """Which of the pool's events that is: a later one stands for those before it. -1 where a graph
-    has the bytes."""
-    region: HostRegion | None = None
-    views: dict[tuple[ViewSpec, ...], list[torch.Tensor]] = field(default_factory=dict)
-    """What it was shown as: one step's regions are as the last one's, though not in its order.
-    Sizes and the offset are the same whenever it is allocated for these parts."""
-
-    def __iter__(self) -> Iterator[_Piece]:
-        piece: _Piece | None = self
-        while piece is not None:
-            yield piece
-            piece = piece.next
-
-    def show(self, specs: tuple[ViewSpec, ...]) -> list[torch.Tensor]:
-        """Return a tensor for each part."""
-        views = []
-        start = self.offset
-        for num_bytes, like in specs:
-            view = self.base[start : start + num_bytes]
-            views.append(view if like is None else view.view(like[1]).view(like[0]))
-            start += _aligned(num_bytes)
-        if len(self.views) >= _MOST_SHOWN:
-            self.views.clear()
-        self.views[specs] = views
-        return views
-
-    def cut(self, num_bytes: int) -> _Piece:
-        """Keep so many bytes; return the rest."""
-        rest_bytes = self.num_bytes - num_bytes
-        start = self.offset + num_bytes
-        rest = _Piece(self.base, start, rest_bytes, self.next, self.event, self.turn)
-        self.next = rest
-        self.num_bytes = num_bytes
-        return rest
-
-    def join(self, other: _Piece) -> None:
-        """Take over the bytes of the next piece; the newer of both events counts."""
-        self.num_bytes += other.num_bytes
-        self.next = other.next
-        if other.turn > self.turn:
-            self.event, self.turn = other.event, other.turn
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class HostRegion:
-    """Pinned bytes allocated by a `HostPool`, until they are given to `HostPool.free`.
-
-    Each part is shown by one of ``views``; of the ``size_bytes`` of all, each rounded up to
-    `ALIGNMENT_BYTES`, ``alone_bytes``, by name, are nowhere else. A new write must wait for
-    ``ready_event``, the newest H2D event of any former user (W5). ``num_users`` parts were not
-    freed.
-    """
-
-    _piece: _Piece | None
-    views: list[torch.Tensor]
-    size_bytes: int
-    ready_event: Event | None
-    num_users: int
-    alone_bytes: tuple[tuple[str, int], ...] = ()
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The first part; all of a region that was asked for by its bytes."""
-        return self.views[0]
-
-
 class HostPool:
     """Allocates pinned host memory by bytes.
 
@@ -168,17 +87,17 @@ class HostPool:
         self, backend: Backend, *, slab_bytes: int, cap_bytes: int | Callable[[], int]
     ) -> None:
         self._cap_bytes = cap_bytes
-        self.slab_bytes = _aligned(slab_bytes)
+        self.slab_bytes = aligned(slab_bytes)
         self.alone = Ledger()  # the bytes of it that are nowhere else, and those to be recomputed
         self.stats = HostPoolStats()
         self.last_pin_error = ""  # text: an exception keeps its frames, and what they hold
         self.is_closed = False
         self._backend = backend
-        self._slabs: list[_Piece] = []  # the first piece of each
-        self._slabs_of_graphs: list[_Piece] = []
+        self._slabs: list[Piece] = []  # the first piece of each
+        self._slabs_of_graphs: list[Piece] = []
         # Free pieces by exact size, the longest free first: its last H2D copy is likeliest to be
         # over, so that the next D2H copy needn't wait for it.
-        self._free: defaultdict[int, deque[_Piece]] = defaultdict(deque)
+        self._free: defaultdict[int, deque[Piece]] = defaultdict(deque)
         self._may_coalesce = False
         self._num_reads = 0
         # What of the pinned bytes was in use when they were last too few: pieces waste some.
@@ -268,7 +187,7 @@ class HostPool:
         those first (`Backend.sync_copies`). What couldn't be pinned may be tried again.
         """
         self._coalesce()
-        before_bytes, gone = self.stats.slab_bytes_total, list[_Piece]()
+        before_bytes, gone = self.stats.slab_bytes_total, list[Piece]()
         for slab in list(self._slabs):
             left_bytes = self.stats.slab_bytes_total - slab.num_bytes
             is_free = slab.region is None and slab.next is None
@@ -364,7 +283,7 @@ class HostPool:
 
     # Where a piece comes from when none of its exact size is free.
 
-    def _find(self, size_bytes: int) -> _Piece | None:
+    def _find(self, size_bytes: int) -> Piece | None:
         """Cut a piece out of the smallest larger one, after coalescing, or out of a new slab."""
         if not self.stats.in_use_bytes:
             self._coalesce()  # a step of other sizes begins, for which pieces of the last are small
@@ -376,7 +295,7 @@ class HostPool:
             piece = self._cut_best_fit(size_bytes)
         return piece
 
-    def _cut_best_fit(self, size_bytes: int) -> _Piece | None:
+    def _cut_best_fit(self, size_bytes: int) -> Piece | None:
         sizes = [size for size, pieces in self._free.items() if pieces and size >= size_bytes]
         if not sizes:
             return None
@@ -418,7 +337,7 @@ class HostPool:
             self.last_pin_error = str(error) or type(error).__name__
             self._unpinnable_bytes = num_bytes
             return False
-        slab = _Piece(tensor, 0, num_bytes)
+        slab = Piece(tensor, 0, num_bytes)
         self._slabs.append(slab)
         self._free[num_bytes].append(slab)
         stats = self.stats
@@ -430,7 +349,7 @@ class HostPool:
         """Warn once of why memory is short, with the numbers."""
         stats = self.stats
         pinned, asked = format_bytes(stats.slab_bytes_total), format_bytes(num_bytes)
-        is_full = stats.slab_bytes_total + _aligned(num_bytes) > self.cap_bytes
+        is_full = stats.slab_bytes_total + aligned(num_bytes) > self.cap_bytes
         if is_full:
             why = (
                 f"host pool is full: asked {asked}, {format_bytes(stats.in_use_bytes)} in use, "
@@ -447,7 +366,3 @@ class HostPool:
         if is_full not in self._warned_of:
             self._warned_of.add(is_full)
             _logger.warning(why)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -11,7 +11,9 @@ from megatron_offload.backends.simulated import SimulatedBackend
 from megatron_offload.config import OffloadConfig, SimulatedConfig
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.machine import job_ranks
-from megatron_offload.memory.host_pool import ALIGNMENT_BYTES, HostPool, _Piece
+from megatron_offload.memory.host_pool import HostPool
+from megatron_offload.memory.host_region import Piece
+from megatron_offload.memory.layout import ALIGNMENT_BYTES
 
 KIB = 1024
 
@@ -320,9 +322,9 @@ def test_bytes_that_are_allocated_in_turn_in_several_shapes_are_shown_once_in_ea
     backend, monkeypatch
 ):
     pool, num_shown = make(backend, slab=2 * KIB), []
-    show = _Piece.show
+    show = Piece.show
     monkeypatch.setattr(
-        _Piece, "show", lambda piece, specs: num_shown.append(specs) or show(piece, specs)
+        Piece, "show", lambda piece, specs: num_shown.append(specs) or show(piece, specs)
     )
     likes = [(torch.Size([16, 32]), torch.bfloat16), (torch.Size([256]), torch.float32), None]
     seen = []
