@@ -28,13 +28,7 @@ from megatron_offload.planning.job_rows import (
 )
 from megatron_offload.planning.replay import RankStep, replay
 from megatron_offload.planning.row_choice import ladder
-from megatron_offload.planning.simulate import (
-    RELEASE,
-    RELOAD,
-    Simulation,
-    simulate,
-    simulate_ranks,
-)
+from megatron_offload.planning.simulate import Simulation, simulate, simulate_ranks
 
 SLOW_LINK_SHARE = 0.8
 """Of the bandwidth of copies, what a plan within a limit of time has to do with. One that was to
@@ -180,7 +174,7 @@ class _Search:
         if not found:
             self._refuse(targets)
         best = self._quickest(found)
-        for rank in self._by_losses(best):
+        for rank in self._ranks:
             for share, units in self._candidates if self._has_time() else ():
                 if units == best.units:
                     place = self._fitting(rank, units, share, targets[rank])
@@ -191,7 +185,7 @@ class _Search:
         good_us = self._bare.step_us * (1 + _POLISHED_PERCENT / 100)
         while is_small and best != last and self._simulate(best).step_us > good_us:
             last = best
-            for rank in self._by_losses(best):
+            for rank in self._ranks:
                 best = self._polished(best, rank, targets[rank])
         return best
 
@@ -209,7 +203,8 @@ class _Search:
                 first = bisect_right(sorted(x.us for own in every for x in own[1:]), most_us)
                 found += self._climbed(rungs, first, limit_us)[-1:]
         best = min(found, key=self._memory)
-        for rank in sorted(self._ranks, key=lambda rank: -self._peaks(best)[rank]):
+        peaks = [step.peak_reserved_bytes for step in self._steps_of(best)]
+        for rank in sorted(self._ranks, key=lambda rank: -peaks[rank]):
             plans, now = best.frontiers[rank], best.places[rank]
             rungs = [best.changed(rank, plans, place) for place in range(now + 1, len(plans))]
             good = self._climbed(rungs, (len(rungs) - 1) // 2, limit_us)
@@ -312,21 +307,20 @@ class _Search:
     def _peak(self, rank: int, units: _Units, plan: Plan) -> int:
         return self._replayed(rank, units, plan).peak_reserved_bytes
 
+    def _steps_of(self, ranks: _Ranks) -> list[RankStep]:
+        plans = (own[place] for own, place in zip(ranks.frontiers, ranks.places, strict=True))
+        return [self._replayed(rank, ranks.units, plan) for rank, plan in enumerate(plans)]
+
     def _simulate(self, ranks: _Ranks, *, is_slow: bool = False) -> Simulation:
-        pairs = enumerate(zip(ranks.frontiers, ranks.places, strict=True))
-        steps = [self._replayed(rank, ranks.units, plans[place]) for rank, (plans, place) in pairs]
+        steps = self._steps_of(ranks)
         key = tuple(map(id, steps)), is_slow
         if key not in self._simulations:
             self._simulations[key] = simulate_ranks(self._slow_job if is_slow else self._job, steps)
             self._passed += sum(self._boundaries)
         return self._simulations[key]
 
-    def _peaks(self, ranks: _Ranks) -> list[int]:
-        plans = (own[place] for own, place in zip(ranks.frontiers, ranks.places, strict=True))
-        return [self._peak(rank, ranks.units, plan) for rank, plan in enumerate(plans)]
-
     def _memory(self, ranks: _Ranks) -> tuple[int, int]:
-        peaks = self._peaks(ranks)
+        peaks = [step.peak_reserved_bytes for step in self._steps_of(ranks)]
         return max(peaks), sum(peaks)
 
     def _quickest(self, found: Sequence[_Ranks]) -> _Ranks:
@@ -337,14 +331,6 @@ class _Search:
             return sum(rank.offloaded_bytes for rank in self._simulate(one).ranks)
 
         return min((x for x in found if self._simulate(x).step_us <= most_us), key=copied_bytes)
-
-    def _by_losses(self, ranks: _Ranks) -> list[int]:
-        """Return ranks in the order of what copies and recompute cost them, the most first."""
-        lost = [
-            one.stall_us[RELEASE] + one.stall_us[RELOAD] + one.recompute_us
-            for one in self._simulate(ranks).ranks
-        ]
-        return sorted(self._ranks, key=lambda rank: -lost[rank])
 
     def _has_time(self, share: float = 1.0) -> bool:
         return self._passed < share * _MOST_BOUNDARIES
