@@ -120,7 +120,9 @@ class ModuleCall:
     """Runs the module's forward."""
     leaves: Sequence[Any]
     """What that takes; emptied when it is over."""
-    is_captured: bool = False
+    devices: set[str]
+    """The types of those that have these."""
+    is_captured: bool
     """Whether a graph is captured: random states can't be read, and nothing can be waited for."""
     picks_first: bool = False
     """Whether of what it returns the first is what is recomputed."""
@@ -128,7 +130,7 @@ class ModuleCall:
     def __post_init__(self) -> None:
         self._tensors = [x for x in self.leaves if isinstance(x, torch.Tensor)]
         self._versions = [x._version for x in self._tensors]
-        self.devices, draws = {x.device.type for x in self._tensors} - {"meta"}, self.site.draws
+        draws = self.site.draws
         states = RandomStates(self.devices) if draws and not self.is_captured else None
         self._call_state = CallState(keeps_grad=draws, random_states=states)
 
@@ -164,11 +166,13 @@ class ModuleCall:
         ``pack`` is given what it saves.
         """
         router = sys.modules.get(_ROUTER) if self.site.draws else None  # a norm routes nothing
+        run = partial(self._call_state.run, function, *args, pack=pack)
+        if router is None:
+            return self.state.run(run, self.site.path, self.site.unit)
         with PatchStack() as patches:
             for log in _LOGS:  # an auxiliary loss is not noted twice
                 if hasattr(router, log):
                     patches.replace(router, log, _Muted())
-            run = partial(self._call_state.run, function, *args, pack=pack)
             return self.state.run(run, self.site.path, self.site.unit)
 
 

@@ -145,12 +145,12 @@ class SiteHooks:
             return None
         state = ModuleState(parts, site.layout, copies=site.drops_output)
         site.layout = state.layout
-        devices = {x.device.type for x in leaves if isinstance(x, torch.Tensor)}
-        is_captured = site.draws and are_captured(devices - {"meta"})
+        devices = {x.device.type for x in leaves if isinstance(x, torch.Tensor)} - {"meta"}
+        is_captured = site.draws and are_captured(devices)
         if is_captured and state.training not in site.proven_in.keys() - site.drawn_in:
             site.warn("it draws random numbers, or may, and a graph is captured")
             return None
-        how = site, manager, state, function, leaves, is_captured
+        how = site, manager, state, function, leaves, devices, is_captured
         if not site.drops_inside:
             return ModuleCall(*how)
         if not manager.rows_are_on_trial:
