@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from megatron_offload import __version__
 from megatron_offload.backends import create_backend
 from megatron_offload.backends.base import Backend
 from megatron_offload.config import OffloadConfig
@@ -321,15 +320,6 @@ class PipelineOffloadManager(Recording):
         step = StepStats() if self.rests else self.decisions.last or self.transfers.counted()
         step.why = self.why_nothing
         return step
-
-    @property
-    def plan(self) -> str:
-        """In one line what is done by which version, and when that is decided."""
-        learner, device = self.learner, "" if self.backend.name == "cuda" else " without a GPU"
-        is_open = (learner.is_open or self.is_searching) and not learner.is_ruled
-        own = self.config.plan(is_open=is_open) if self.do_offload else self.why_nothing
-        what = self.found or own
-        return f"megatron-offload {__version__}{device}: {what}"
 
     def describe(self) -> str:
         """Return in words what it does and has found, and what its last step was."""

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol, Self
 
 import torch
 
+from megatron_offload import __version__
 from megatron_offload.config import RECOMPUTE_SITES, OffloadConfig
 from megatron_offload.core.row_config import LOSS, MODEL, RowConfig
 from megatron_offload.engine.chunk import ChunkOffloadHandler
@@ -194,6 +195,15 @@ class Recording:
         if self.is_searching:
             return "nothing is offloaded yet: the first steps are looked at"
         return self.found or ("nothing is offloaded: no row says so" if self.rests else "")
+
+    @property
+    def plan(self) -> str:
+        """In one line what is done by which version, and when that is decided."""
+        device = "" if self.transfers.backend.name == "cuda" else " without a GPU"
+        is_open = (self.learner.is_open or self.is_searching) and not self.learner.is_ruled
+        own = self.config.plan(is_open=is_open) if self.do_offload else self.why_nothing
+        what = self.found or own
+        return f"megatron-offload {__version__}{device}: {what}"
 
     def records(self) -> bool:
         """Whether groups are recorded here and now: with grad, and not where is recomputed."""
