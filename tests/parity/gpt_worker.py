@@ -170,12 +170,12 @@ def run(name, device, *, enabled):
                     moved += manager.last_step.reloaded_bytes
                 gradients = [p.main_grad.clone() for c in chunks for p in c.parameters()]
                 results.append(([entry["loss"] for entry in losses], gradients))
-        held, recomputed, rows = 0, {}, []
+            rows = list(map(str, manager and manager.rows or ()))
+        held, recomputed = 0, {}
         if manager:
             recomputed = {
                 name: found.recomputed_bytes for name, found in manager.last_step.by_name.items()
             }
-            rows = list(map(str, manager.rows or ()))
             leaks, held = manager.state_of(), manager.last_step.externally_referenced_bytes
             assert not any(leaks.values()), leaks
             assert getattr(manager.tuner, "is_scheduled", True), (
