@@ -170,7 +170,7 @@ def run(name, device, *, enabled):
                     moved += manager.last_step.reloaded_bytes
                 gradients = [p.main_grad.clone() for c in chunks for p in c.parameters()]
                 results.append(([entry["loss"] for entry in losses], gradients))
-            rows = list(map(str, manager and manager.rows or ()))
+            rows = list(map(str, (manager and manager.rows) or ()))
         held, recomputed = 0, {}
         if manager:
             recomputed = {
