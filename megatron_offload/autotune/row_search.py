@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from sys import exc_info
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -92,11 +93,11 @@ class RowSearch(SearchSteps):
         if clock is not None:
             ended = clock.ended[0] if clock.ended else None
             self._span = self._mark, self._now()[0] if ended is None else ended
-            if clock.tokens:  # else it was no forward of this model
-                self._times.add(self._span, clock.tokens, self._kind)
+            if tokens := list(filter(None, clock.tokens)):
+                self._times.add(self._span, tokens, self._kind)
                 if self._kind == "rows":
                     self._has_moved |= self.manager.last_step.offloaded_bytes > 0
-        if clock is None or clock.tokens:
+        if clock is None or tokens:  # else it was no forward of this model, or of nothing
             self._take_next()
             self._num_uncalled = 0
         else:
@@ -152,7 +153,10 @@ class RowSearch(SearchSteps):
 
     def hook_end(self, model: nn.Module) -> RemovableHandle:
         """Let the end of a module's call be that of the forward."""
-        end = ModuleHook(lambda *given: self.forward_ends(has_failed=given[-1] is None))
+        # Hooks of a module that raises are called while its exception is handled.
+        end = ModuleHook(
+            lambda *given: self.forward_ends(has_failed=given[-1] is None and any(exc_info()))
+        )
         return model.register_forward_hook(end, always_call=True)
 
     def close(self) -> None:

@@ -53,7 +53,10 @@ def read_config(given: Given) -> TrainConfig:
     data = apply_overrides(data, given.set)
     config = validate(TrainConfig, data, str(given.config or "command line"), given.typed)
     if LAYER_INPUT in config.offload.modules:
-        raise ConfigError("offload.modules layer_input is of full recompute, as Megatron jobs have")
+        raise ConfigError(
+            "offload.modules: layer_input is for full recompute, which the trainer hasn't: leave "
+            "it out, or train under 'megatron-offload run'"
+        )
     return config
 
 

@@ -29,7 +29,10 @@ UNSAID: Any = object()
 
 def said(*given: Any) -> list[Any]:
     """Return what of a name and forced tensors a call says: megatron-core 0.16 says no name."""
-    return [one for one in given if one is not UNSAID]
+    found = [one for one in given if one is not UNSAID]
+    if not found or isinstance(found[-1], str):
+        raise TypeError("a group's commit has no 'forced_released_tensors'; None for no tensors")
+    return found
 
 
 def reached(path: str, doc: str) -> Any:

@@ -57,8 +57,9 @@ def chunk_arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:
             readings.append(form(*args, **kwargs))
     if not readings:
         given = ", ".join([*map(repr, args), *(f"{k}={v!r}" for k, v in kwargs.items())])
-        known = " or ".join(f"({', '.join(signature(form).parameters)})" for form in _FORMS)
-        raise TypeError(f"({given}) fits none of the forms in which a chunk begins; write {known}")
+        forms = " or ".join(str(signature(form)).partition(" ->")[0] for form in _FORMS)
+        known = forms.replace(": 'Any'", "")
+        raise TypeError(f"a chunk can't begin with ({given}); write {known}")
     for found in readings:
         size, stage = found["vp_size"], found["vp_stage"]
         if (size is None or size > 0) and (stage is None or 0 <= stage < (size or 1)):

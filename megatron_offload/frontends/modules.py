@@ -101,7 +101,7 @@ def offload_modules(
             model's own children; patterns over dotted module names, where ``*`` stands for anything
             within one part and ``**`` for any number of parts.
         manager: by default the process's. Its pipeline rank is what
-            `megatron_offload.engine.learning.register_pipeline_rank` was given.
+            `PipelineOffloadManager.pipeline_rank` returns.
 
     Raises:
         ConfigError: a name that only Megatron's call sites serve, or that matches no module with a

@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections.abc import Mapping
 from functools import partial
+from sys import exc_info
 from typing import Any, Self
 from weakref import ref
 
@@ -177,10 +178,14 @@ class OffloadActivations(AroundForwards):
         if model is not None and not is_adopted_by(model, self.manager):
             _hook(ref(model), ref(self._groups))  # another context has been made for it since
         super().__enter__()
-        loss = causal_loss if self.manager.config.names_loss else large_causal_loss
-        self._patched.append(patch_loss(self._owners, loss))
-        if self._seeks_model and self._depth == 1:
-            self._seek_model()
+        try:
+            loss = causal_loss if self.manager.config.names_loss else large_causal_loss
+            self._patched.append(patch_loss(self._owners, loss))
+            if self._seeks_model and self._depth == 1:
+                self._seek_model()
+        except BaseException:
+            super().__exit__(*exc_info())
+            raise
         return self
 
     def __exit__(self, *exception: object) -> None:

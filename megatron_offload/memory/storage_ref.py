@@ -84,7 +84,8 @@ def count_together(one: torch.Tensor, other: torch.Tensor) -> bool:
     networks use it, or of ``.data``.
     """
     version = one._version
-    _unsafe_set_version_counter((one,), (version + 1,))
-    is_same = other._version == version + 1
-    _unsafe_set_version_counter((one,), (version,))
-    return is_same
+    try:
+        _unsafe_set_version_counter((one,), (version + 1,))
+        return other._version == version + 1
+    finally:  # an interrupt, too
+        _unsafe_set_version_counter((one,), (version,))

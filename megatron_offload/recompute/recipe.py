@@ -197,10 +197,12 @@ class Input(SavedTensor):
             return self.view_in(self.recipe.run(), 0)
         self.check_version()
         block.store.keep_source(block)
-        source, layout = block.aliases[0], self.layout
+        source, layout = block.aliases[0].detach(), self.layout  # the alias may be emptied
+        if block.released:  # by another thread, before it was to be kept
+            return super().unpack()
         is_same = source.dtype is layout.dtype and source.storage_offset() == layout.offset
         if is_same and source.shape == layout.size and source.stride() == layout.stride:
-            return source.detach()
+            return source
         return self.view_in(source, int(source.storage_offset()) * source.itemsize)
 
 

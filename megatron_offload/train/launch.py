@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import re
 import signal
+import sys
 import tempfile
 import time
 import warnings
@@ -74,6 +75,11 @@ def launch(runs: Runs, comparison: Path | None = None) -> Iterator[list[RunFacts
         yield [read_model(RunFacts, config.run.output / FACTS_NAME) for _, config in runs]
 
 
+def _stop(number: int, frame: object) -> None:
+    console(stderr=True).print(f"megatron-offload: stopped by {signal.Signals(number).name}")
+    sys.exit(128 + number)
+
+
 def _start_ranks(runs: Runs, kind: str, comparison: Path | None) -> None:
     from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, spawn
 
@@ -89,14 +95,17 @@ def _start_ranks(runs: Runs, kind: str, comparison: Path | None) -> None:
             place = {"world_size": num_ranks, "init_method": f"file://{folder}/store"}
             given = refusals, place, (runs, kind, comparison)
             # Ranks ignore it too, while they start: no traceback from amid their imports.
-            interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+            handlers = {x: signal.signal(x, _stop) for x in (signal.SIGTERM, signal.SIGHUP)}
+            handlers[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
             try:
                 started = spawn(_rank_main, given, num_ranks, join=False)
                 processes = started.processes
+                signal.signal(signal.SIGINT, handlers[signal.SIGINT])
+                while not started.join():
+                    pass
             finally:
-                signal.signal(signal.SIGINT, interrupt)
-            while not started.join():
-                pass
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
     except (ProcessExitedException, ProcessRaisedException) as error:
         if refused.poll():
             raise refused.recv() from error

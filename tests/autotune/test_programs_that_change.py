@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 from functools import partial
 
 import pytest
@@ -127,6 +128,27 @@ def test_a_search_ends_whatever_layers_are_given_and_return(make, num_forwards, 
     assert search.is_converged
     assert search._clock.most_pending == num_forwards
     assert "aren't called" not in search.said
+
+
+def test_steps_of_nothing_are_no_steps():
+    job, draw = LayeredJob(0.01, policy=auto(40)), random.Random(0)
+    for _ in range(60):
+        job.step(draw.choice((0, 16)))
+    assert job.search.is_converged
+    assert job.search.plan is not None
+
+
+def test_a_forward_that_returns_nothing_has_not_failed():
+    net = OfMapping()
+    forward, losses = net.forward, []
+    net.forward = lambda x: losses.append(forward(x)["loss"])
+    manager = PipelineOffloadManager(of_config())
+    offload_modules(net, "inner.*", manager=manager)
+    for _ in range(80):
+        with manager.step():
+            net({"x": torch.ones(ROWS, WIDTH)})
+            losses.pop().backward()
+    assert manager.tuner.is_converged
 
 
 def test_steps_that_are_counted_no_more_leave_the_hooks_of_others():

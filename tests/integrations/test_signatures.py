@@ -163,7 +163,7 @@ def test_three_positions_that_only_the_later_form_allows(args):
 
 
 def test_arguments_of_no_form_name_both():
-    with pytest.raises(TypeError, match=r"\(1, size=2\) fits none.*\(vp_size.* or \(pp_rank"):
+    with pytest.raises(TypeError, match=r"begin with \(1, size=2\); .*\(vp_size.* or \(pp_rank"):
         chunk_arguments(1, size=2)
 
 

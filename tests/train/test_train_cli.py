@@ -62,7 +62,7 @@ def test_a_key_is_a_flag_too(file):
         (["--set", "data.indexed=tokens"], "unknown key --set data.indexed"),
         (["--set", "offload.modules=5"], ": --set offload.modules: a list is wanted, as in [a, b]"),
         (["--set", "offload.modules=[]"], "no name, so nothing would be offloaded"),
-        (["--offload-modules", "layer_input"], "layer_input is of full recompute"),
+        (["--offload-modules", "layer_input"], "layer_input is for full recompute"),
         (["--set", "run.output="], ": --set run.output has no value; give one, or leave the key"),
     ],
 )

@@ -99,7 +99,7 @@ def control_c(launcher):
             1,
             "megatron-offload: a rank failed: process 1 terminated with signal",
         ),
-        (terminate, -signal.SIGTERM, "train: step "),
+        (terminate, 143, "megatron-offload: stopped by SIGTERM"),
         (control_c, 130, "megatron-offload: interrupted"),
     ],
 )
