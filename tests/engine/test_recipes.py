@@ -778,3 +778,33 @@ def test_a_parameter_without_memory_is_named():
     with pytest.raises(StateError, match=r"no memory now.*'scale'"):
         y.sum().backward()
     manager.abort()
+
+
+def test_an_input_that_another_thread_releases_as_it_is_to_be_kept_is_reloaded(monkeypatch):
+    def forward(manager):
+        leaf = rows()
+
+        def inner(x):
+            side, y, z = x * 2.0, make(manager, F.gelu, x), save(x, x)
+            return side, save(y, y) + z  # backward doesn't enter by the first
+
+        x = leaf * 1.0
+        _, z = in_group(manager, inner, x, "a") if manager else inner(x)
+        del x
+        z.square().mean().backward()
+        return leaf.grad
+
+    manager = make_manager("late", max_inflight_bytes=1 << 20)
+    keep, released = manager.transfers.keep_source, []
+
+    def keep_too_late(block):
+        manager.join_offloads()  # another thread
+        released.append(block.released)
+        keep(block)
+
+    monkeypatch.setattr(manager.transfers, "keep_source", keep_too_late)
+    for _ in range(4):
+        manager.begin_chunk()
+        assert torch.equal(forward(manager), forward(None))
+        manager.reset()
+    assert any(released)

@@ -931,3 +931,22 @@ def test_of_two_contexts_for_one_model_each_frees_memory_in_its_own_forwards(wha
         assert context.end_step()
         step = context.last_step
         assert step.offloaded_bytes + step.recomputed_bytes > 0
+
+
+@pytest.mark.by_default
+def test_an_interrupt_as_a_context_begins_leaves_its_search_going_on(monkeypatch):
+    net = Model()
+    context = get_act_offloading_ctx_manager(net, warn_if_no_head=False)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(whole_model, "patch_loss", interrupt)
+    with pytest.raises(KeyboardInterrupt), context:
+        pass
+    monkeypatch.undo()
+    for _ in range(5):
+        with context:
+            loss = net(torch.ones(4, 32)).sum()
+        loss.backward()
+    assert context.manager.tuner.is_converged
