@@ -27,7 +27,8 @@ class ModelSteps:
     ``layer_begins`` is called with how many tokens it is given (`tokens_of`).
 
     Attributes:
-        most_pending: forwards whose backward was still to come, at most, in any step.
+        num_pending: forwards whose backward is still to come.
+        most_pending: of these the most at a time, in any step.
         tokens: of each forward of this step; none where it had no forward of the model.
         ended: what ``now`` has returned when the last backward was over: an optimizer's step, data
             and evaluations lie behind it. None where none has.
@@ -44,7 +45,7 @@ class ModelSteps:
         self._now, self._layer_begins = now, layer_begins
         self._is_inside = False
         self._called: nn.Module | None = None
-        self._num_pending = self.most_pending = self._number = 0
+        self.num_pending = self.most_pending = self._number = 0
         hooked = (hook_calls(x, self._begin, self._end, owner=ModelSteps) for x in first_layers)
         self._handles = [handle for handles in hooked for handle in handles]
 
@@ -55,12 +56,12 @@ class ModelSteps:
 
     def is_over(self) -> bool:
         """Whether the step is, now that another forward is about to begin."""
-        return not self._num_pending or len(self.tokens) >= _MOST_FORWARDS
+        return not self.num_pending or len(self.tokens) >= _MOST_FORWARDS
 
     def restart(self) -> None:
         """Begin a step."""
         self._number += 1
-        self.tokens, self.ended, self._num_pending = [], None, 0
+        self.tokens, self.ended, self.num_pending = [], None, 0
 
     def enter(self) -> None:
         """A forward begins."""
@@ -81,13 +82,13 @@ class ModelSteps:
         if not self._is_inside or self._called is not module:
             return
         if hook_backward(output, partial(self._reach_first, self._number)):
-            self._num_pending += 1
-            self.most_pending = max(self.most_pending, self._num_pending)
+            self.num_pending += 1
+            self.most_pending = max(self.most_pending, self.num_pending)
 
     def _reach_first(self, number: int, grad: object) -> None:
         if number == self._number:  # else it is of a step that was given up
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
-        self._num_pending = max(0, self._num_pending - 1)
+        self.num_pending = max(0, self.num_pending - 1)
         self.ended = self._now()

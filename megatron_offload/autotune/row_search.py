@@ -147,6 +147,8 @@ class RowSearch(SearchSteps):
         """It is about to end."""
         if self._clock is not None:
             self._clock.leave()
+        if self.is_converged:
+            self._trim_when_full()
         if self._looks is not None:
             self._looks.end()
         self._has_failed |= has_failed

@@ -17,6 +17,7 @@ from megatron_offload.autotune.agree import Ranks, is_alone
 from megatron_offload.autotune.followed import (
     ADVICE,
     LEAST_SHARE,
+    LONG_SHARE,
     MOST_SHARE,
     FollowedRows,
 )
@@ -51,7 +52,6 @@ _SPARE_SHARE = 1.25  # of what steps so far would pin, what is made ready
 _NUM_IN_A_ROUND = 2  # steps that are measured until it is asked what comes next
 _NUM_IN_A_LONG_ROUND = 8  # likewise among ranks, where that takes as long, and for a target
 _PROBE_BYTES = 32 << 20  # what one of the copies moves that time the link
-_LONG_SHARE = 0.75  # of the largest forward so far, what says enough of it
 _LEAST_LONG_SHARE = 0.25  # of forwards, by which plans are for long ones alone
 _MOST_SHORT = 3  # so many smaller ones are looked at in vain
 
@@ -200,7 +200,7 @@ class SearchSteps(FollowedRows):
             self._looks, self._has_failed, self._look_tokens = look, False, 0.0
             yield kind
             self._looks = None
-            is_short = self._look_tokens < _LONG_SHARE * max(self._times.tokens)
+            is_short = self._look_tokens < LONG_SHARE * max(self._times.tokens)
             if is_short and num_short < _MOST_SHORT and is_alone():  # ranks go on together
                 num_short += 1
             elif not self._has_failed:

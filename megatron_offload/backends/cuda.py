@@ -216,6 +216,7 @@ class CudaBackend(Backend):
 
     def prepare_host(self, num_bytes: int, number: int) -> None:
         self._ahead.is_wanted = False
+        self.discard([*self._ahead.ready])
         self._ahead = _PagesAhead(num_bytes, number if self._pin_memory else 0, self._near_cpus)
 
     @property
@@ -304,6 +305,7 @@ class _PinnedPages(mmap.mmap):
     def __del__(self) -> None:
         if self._address:
             _unregister(self._address)
+        self.close()  # other threads run meanwhile, as they don't where it is deallocated
 
 
 class _PagesAhead:

@@ -16,7 +16,7 @@ from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.hooks import others_hooks, owner_of_hooks, put_on, take_off
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.saved_tensor import SavedTensor
-from megatron_offload.model_map.module_hooks import hook_calls, hooks_of, named_modules
+from megatron_offload.model_map.module_hooks import hook_calls, named_modules, unhook
 from megatron_offload.model_map.offload_site import (
     FindManager,
     LayerClock,
@@ -41,7 +41,7 @@ _WRAPPED = ("module", "_orig_mod", "base_model", "model")
 """Where wrappers hold the model: data parallelism, ``torch.compile``, adapters."""
 
 
-_HOOKS = NoHooks, OffloadSite, LayerClock, RowWatch, nn.DataParallel
+_HOOKS = frozenset({NoHooks, OffloadSite, LayerClock, RowWatch, nn.DataParallel})
 """Whose hooks `adopt_model` sets, beside those of `recompute_modules`."""
 
 _adopted = WeakKeyDictionary[nn.Module, "list[ref[PipelineOffloadManager]]"]()
@@ -60,9 +60,7 @@ def _leave(model: ref[nn.Module], adopted: object) -> None:
         del _adopted[found]
         modules = named_modules(found)
         recompute_modules(modules, {}, lambda: None)
-        for module in modules.values():
-            for owner in _HOOKS:
-                hooks_of(owner, module)
+        unhook(_HOOKS, modules.values())
 
 
 def _note_threads(find_manager: FindManager, module: nn.DataParallel, *given: object) -> None:
@@ -104,9 +102,8 @@ def adopt_model(
         sites = {path: (unit, 0) for path, unit in sites_of(modules, manager.recompute).items()}
     recompute_modules(modules, sites, find_manager)
     watch = RowWatch(model, rows, find_manager) if any(rows) else None
+    unhook(_HOOKS, modules.values())
     for path, module in modules.items():
-        for owner in _HOOKS:
-            hooks_of(owner, module)
         if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
             note = partial(_note_threads, find_manager)
             hook_calls(module, note, lambda *_: None, owner=nn.DataParallel)

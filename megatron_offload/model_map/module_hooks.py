@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Set
 from contextlib import nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -59,12 +59,27 @@ _owned: WeakKeyDictionary[nn.Module, dict[Hashable, list[RemovableHandle]]] = We
 
 def hooks_of(owner: Hashable, module: nn.Module) -> list[RemovableHandle]:
     """Return the list for an owner's hooks on a module; those of an earlier call are taken off."""
-    handles = _owned.setdefault(getattr(module, "_orig_mod", module), {}).setdefault(owner, [])
+    handles = _owned.setdefault(_inner(module), {}).setdefault(owner, [])
     while handles:
         handle = handles.pop()
         handle.remove()
         handle.id = -1  # a second owner removes nothing else by its number
     return handles
+
+
+def unhook(owners: Set[Hashable], modules: Iterable[nn.Module]) -> None:
+    """Take off all hooks that these owners have."""
+    for module in modules:
+        for owner in owners & _owned.get(_inner(module), {}).keys():
+            hooks_of(owner, module)
+
+
+def _inner(module: nn.Module) -> nn.Module:
+    if "_orig_mod" not in module._modules:
+        return module
+    found = module._modules["_orig_mod"]
+    assert found is not None
+    return found
 
 
 def hook_calls(

@@ -25,6 +25,14 @@ class FoundRows(NamedTuple):
     units: frozenset[str]
     """What is recomputed in functions as well, wherever these are."""
 
+    def of_any_length(self) -> FoundRows:
+        """Return the same for calls of all lengths."""
+        recomputed, offloaded = (
+            {path: row.model_copy(update={"min_tokens": 0}) for path, row in rows.items()}
+            for rows in (self.recomputed, self.offloaded)
+        )
+        return FoundRows(recomputed, offloaded, self.units)
+
     def drops_output(self, path: str) -> bool:
         """Whether what a module returns is recomputed too, where it is saved."""
         return path in self.recomputed and self.recomputed[path].site not in RECOMPUTE_SITES

@@ -273,7 +273,8 @@ class RowWatch:
         if root in _watched:
             rows_then, parts, shown = _watched[root]
             is_same = [part() for part in parts] == [*self._modules().values()]
-            self._shown = shown if is_same and rows_then == self._rows else None
+            is_same = is_same and rows_then == rows.of_any_length()
+            self._shown = shown if is_same else None
         largest = {path: LargestTensors(row.most) for path, row in rows.offloaded.items()}
         self.largest = largest if self._shown is None else self._shown.largest
 
@@ -353,7 +354,7 @@ class RowWatch:
                 manager.refused_rows = str(error)
             self._warn_of_units(manager, seen)
             self._shown = shown
-            _watched[modules[""]] = self._rows, [*map(ref, modules.values())], shown
+            _watched[modules[""]] = self._rows.of_any_length(), [*map(ref, modules.values())], shown
             hooks_of(RowWatch, modules[""])
             self._hook_savers(shown)
 

@@ -37,7 +37,7 @@ from megatron_offload.model_map.module_hooks import (
     expression_of,
     has_tokens,
     hook_calls,
-    hooks_of,
+    unhook,
 )
 from megatron_offload.model_map.offload_site import FindManager
 from megatron_offload.model_map.sites import call_refusal, parts_refusal
@@ -217,13 +217,12 @@ def recompute_modules(
     """
     layers, compiled = layers_of(modules), compiled_parts(modules.values())
     handles, said = [], set[str]()
-    for path, module in modules.items():
+    known = {path: _site_of(modules[path]) for path in sites}
+    unhook({SiteHooks}, modules.values())
+    for path, (unit, min_tokens) in sites.items():
+        module, site = modules[path], known[path]
         if isinstance(module, torch.jit.ScriptModule):
             continue  # no hook of it runs
-        site, _ = _site_of(module), hooks_of(SiteHooks, module)
-        if path not in sites:
-            continue
-        unit, min_tokens = sites[path]
         if site is None or (site.unit, site.type) != (unit, type(module)):
             site = Site(path or type(module).__name__, unit, module, draws=unit_of(module) is None)
         site.said = said

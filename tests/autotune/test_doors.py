@@ -126,6 +126,19 @@ def test_a_plan_is_tried_once_its_memory_is_ready_and_the_allocator_is_left_alon
     assert trims == ["rows"]
 
 
+def test_the_device_s_memory_is_given_back_as_a_long_forward_ends(monkeypatch):
+    job, trims = LayeredJob(0.1, policy=auto(3)), []
+    monkeypatch.setattr(job.backend, "trim_device", lambda: trims.append(job.meter.live_bytes))
+    while not job.search.is_converged:
+        job.step(4 if job.search._kind == "rows" else 16)
+    job.step(4)
+    assert job.manager.rows
+    assert not trims, "what a long step needs would be had anew, which takes a step long"
+    job.step(16)
+    job.step(16)
+    assert trims == [pytest.approx(job.peak_bytes, rel=0.2)], "once, with all of it in use"
+
+
 def test_more_memory_is_made_ready_where_a_longer_forward_comes_meanwhile(monkeypatch):
     job = LayeredJob(0.1, policy=auto(3), host_slab_bytes=1 << 15)
     asked, left = [], [0]

@@ -139,6 +139,7 @@ def test_pages_are_registered_next_to_the_device(runtime, monkeypatch):
 def test_pages_that_were_touched_ahead_are_pinned_first_and_the_rest_goes(runtime, monkeypatch):
     backend = object.__new__(cuda.CudaBackend)
     backend._pin_memory, backend._near_cpus, backend._ahead = True, frozenset(), cuda._PagesAhead()
+    backend._is_for_graphs = False
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     backend.prepare_host(8 * KIB, 2)
     deadline = time.monotonic() + 10

@@ -19,6 +19,9 @@ from losses import (
     with_weight,
 )
 
+with contextlib.suppress(ImportError):  # before torch has loaded a part of its own cuDNN
+    import transformer_engine.pytorch  # noqa: F401
+
 from megatron_offload import OffloadConfig, get_act_offloading_ctx_manager
 from megatron_offload.recompute import loss as module
 from megatron_offload.recompute import model_loss

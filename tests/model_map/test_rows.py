@@ -11,6 +11,7 @@ import weakref
 from collections import OrderedDict
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -708,6 +709,17 @@ def test_a_model_that_has_changed_and_a_copy_are_watched_anew():
         context.end_step()
         by_name = context.last_step.by_name
         assert all(by_name[site].recomputed_bytes > 0 for site in sites)
+
+
+def test_rows_for_calls_of_another_length_need_no_other_watch():
+    net = make_net()
+    for least, num_watched in ((0, 1), (2, 0), (10**6, 0)):
+        context = around(net, [{"site": "mlp", "offload": 1, "min_tokens": least}])
+        with mock.patch.object(watch.SavedMemory, "watch", autospec=True) as begun:
+            take_steps(net, context)
+        context.end_step()
+        assert begun.call_count == num_watched
+        assert (context.last_step.offloaded_bytes > 0) == (least < 10**6)
 
 
 def test_a_loss_that_no_door_knows_is_said(caplog):
