@@ -41,6 +41,7 @@ _OUTSIDE = (
 
 _MUCH_LONGER = 4.0  # forwards for which rows are looked for again, where there are none
 _MOST_SEARCHES = 3  # so often at most
+_MOST_UNTRIMMED = 32  # forwards behind a search, of which none is long
 MOST_SHARE = 0.85  # of the device's memory, what plans may reserve where it has no room for all
 _MOST_FILLED = 0.95  # likewise in a forward that is larger than all before
 LONG_SHARE = 0.75  # of the largest forward so far, what says enough of it
@@ -110,9 +111,11 @@ class FollowedRows(OldAttributes):
         self.said = self._stage = ""
         self._clock: ModelSteps | None = None
         self._is_alone, self._speaks = True, rank_in() == 0
-        self._is_tight = self._has_moved = self._is_outgrown = self._is_trimmed = False
+        self._is_tight = self._has_moved = self._is_outgrown = False
         """Whether there is no room for a step without rows; a plan has offloaded anything; rows are
-        to be looked for again; what only other plans needed of the device was given back."""
+        to be looked for again."""
+        self._num_untrimmed = _MOST_UNTRIMMED
+        """Forwards, until in one of any length is given back what only other plans needed."""
         self._longest, self._bare_tokens = math.inf, 1.0
         """Of forwards so far; and of those of the search."""
         self._num_ooms = self._num_over = 0
@@ -211,10 +214,8 @@ class FollowedRows(OldAttributes):
         if self.is_converged:
             return
         self.is_converged = True
-        manager.host_pool.prepare(0)
         if manager.config.whole_step_graph or not self._is_alone:  # no forward is looked at
-            self._is_trimmed = True
-            manager.backend.trim_device()
+            self._trim()
         self._say(text, rows)
 
     def _say(self, text: str, rows_of_all: Sequence[RowConfig] | None = None) -> None:
@@ -252,19 +253,27 @@ class FollowedRows(OldAttributes):
         choice = self._answers.choice if self._is_alone else None
         return None if choice is None else choice.stages.get(self._stage)
 
-    def _trim_when_full(self) -> None:
-        """Give back what only other plans, and looking, needed of the device; at a forward's end.
+    def _trim(self) -> None:
+        """Give back what only other plans, and looking, needed of the device and of the host."""
+        self._num_untrimmed = 0
+        self.manager.host_pool.prepare(0)
+        self.manager.backend.trim_device()
 
-        In the fullest one of a step, and a long one: else what it has needed is had anew, which
-        takes a step long.
+    def _trim_when_full(self) -> None:
+        """Do so as a forward ends, if it is the fullest of its step, and a long one.
+
+        Else what it has needed is had anew, which takes a step long.
         """
-        clock, backend = self._clock, self.manager.backend
-        if self._is_trimmed or self.plan is None or clock is None or backend.is_capturing():
+        clock = self._clock
+        if not self._num_untrimmed or self.plan is None or clock is None:
             return
+        if self.manager.backend.is_capturing():
+            return
+        self._num_untrimmed = max(1, self._num_untrimmed - 1)
         is_full = 0 < clock.most_pending <= clock.num_pending
-        if is_full and clock.tokens[-1] >= LONG_SHARE * self._bare_tokens:
-            self._is_trimmed = True
-            backend.trim_device()
+        is_long = is_full and clock.tokens[-1] >= LONG_SHARE * self._bare_tokens
+        if is_long or (is_full and self._num_untrimmed == 1):
+            self._trim()
 
     def _see_length(self, tokens: float) -> None:
         """Look at a forward that has begun, behind the search."""

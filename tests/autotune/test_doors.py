@@ -126,16 +126,18 @@ def test_a_plan_is_tried_once_its_memory_is_ready_and_the_allocator_is_left_alon
     assert trims == ["rows"]
 
 
-def test_the_device_s_memory_is_given_back_as_a_long_forward_ends(monkeypatch):
+@pytest.mark.parametrize(("num_short", "last"), [(1, 16), (29, 4)])
+def test_the_device_s_memory_is_given_back_as_a_long_forward_ends(num_short, last, monkeypatch):
     job, trims = LayeredJob(0.1, policy=auto(3)), []
     monkeypatch.setattr(job.backend, "trim_device", lambda: trims.append(job.meter.live_bytes))
     while not job.search.is_converged:
         job.step(4 if job.search._kind == "rows" else 16)
-    job.step(4)
     assert job.manager.rows
+    for _ in range(num_short):
+        job.step(4)
     assert not trims, "what a long step needs would be had anew, which takes a step long"
-    job.step(16)
-    job.step(16)
+    for _ in range(2):
+        job.step(last)
     assert trims == [pytest.approx(job.peak_bytes, rel=0.2)], "once, with all of it in use"
 
 
