@@ -169,11 +169,14 @@ class Ours(Marked):
         with trace_step(self.manager, rank) as trace:
             yield
         write_traces(Path(self.spec["results"]) / f"trace_{rank}.json", [trace])
+        gbps = {}
+        for stream, num_bytes in trace.num_bytes.items():
+            busy_us = sum(span.duration_us for span in trace.of(stream))
+            gbps[stream] = num_bytes / busy_us / 1e3 if busy_us else None
         self.examination = {
             "traced_step_us": trace.duration_us,
             "stall_us": trace.stall_us,
-            "busy_us": trace.busy_us,
-            "gbps": {stream: trace.gbps(stream) for stream in trace.busy_us},
+            "gbps": gbps,
         }
 
     def report(self):

@@ -115,7 +115,7 @@ class FollowedRows(OldAttributes):
         """Whether there is no room for a step without rows; a plan has offloaded anything; rows are
         to be looked for again."""
         self._num_untrimmed = _MOST_UNTRIMMED
-        """Forwards, until in one of any length is given back what only other plans needed."""
+        """Forwards, until one of any length frees what only other plans needed."""
         self._longest, self._bare_tokens = math.inf, 1.0
         """Of forwards so far; and of those of the search."""
         self._num_ooms = self._num_over = 0
@@ -254,7 +254,7 @@ class FollowedRows(OldAttributes):
         return None if choice is None else choice.stages.get(self._stage)
 
     def _trim(self) -> None:
-        """Give back what only other plans, and looking, needed of the device and of the host."""
+        """Free what only other plans, and looking, needed of the device and of the host."""
         self._num_untrimmed = 0
         self.manager.host_pool.prepare(0)
         self.manager.backend.trim_device()
