@@ -27,6 +27,7 @@ from megatron_offload.config import SimulatedConfig
 from megatron_offload.errors import HazardError
 
 _POISON = 0xFF
+_HERE = contextlib.nullcontext()
 
 _INDEX = {"compute": 0, "d2h": 1, "h2d": 2, "side": 3}
 
@@ -136,8 +137,11 @@ class SimulatedBackend(Backend):
     def compute_stream(self) -> SimulatedStream:
         return self._compute
 
+    def computing_on(self, stream: SimulatedStream) -> contextlib.AbstractContextManager[None]:
+        return _HERE if stream is self.compute_stream() else self._computing_on(stream)
+
     @contextlib.contextmanager
-    def computing_on(self, stream: SimulatedStream) -> Iterator[None]:
+    def _computing_on(self, stream: SimulatedStream) -> Iterator[None]:
         before, self._compute = self._compute, stream
         try:
             yield

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 
+from megatron_offload.errors import StateError
+
 
 class BlockState(enum.Enum):
     """Where a block's bytes are."""
@@ -22,17 +24,26 @@ class BlockState(enum.Enum):
 
 SAVED, IN_FLIGHT, KEPT, RELEASED, RELOADED, DROPPED, EXTERNAL, LOST = BlockState
 
-MOVES: dict[BlockState, frozenset[BlockState]] = {
-    SAVED: frozenset({IN_FLIGHT, DROPPED}),
-    # To KEPT: a reader came before the release, or the source had been emptied by then.
-    IN_FLIGHT: frozenset({RELEASED, KEPT}),
-    KEPT: frozenset(),
-    RELEASED: frozenset({RELOADED, EXTERNAL, LOST}),
-    RELOADED: frozenset({LOST}),
-    DROPPED: frozenset({EXTERNAL, LOST}),
-    EXTERNAL: frozenset(),
-    LOST: frozenset(),
-}
-"""From each state, the states it may move to."""
+
+class _Moves(dict[tuple[BlockState, BlockState], BlockState]):
+    def __missing__(self, move: tuple[BlockState, BlockState]) -> BlockState:
+        raise StateError(f"a block can't move from {move[0].name} to {move[1].name}")
+
+
+# To KEPT: a reader came before the release, or the source had been emptied by then.
+MOVES = _Moves(
+    {
+        (state, to): to
+        for state, following in {
+            SAVED: (IN_FLIGHT, DROPPED),
+            IN_FLIGHT: (RELEASED, KEPT),
+            RELEASED: (RELOADED, EXTERNAL, LOST),
+            RELOADED: (LOST,),
+            DROPPED: (EXTERNAL, LOST),
+        }.items()
+        for to in following
+    }
+)
+"""By a state and one that it may move to, that one; a `StateError` for any other two."""
 
 HAVE_SOURCE = frozenset({SAVED, IN_FLIGHT, KEPT})

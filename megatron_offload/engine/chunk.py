@@ -189,7 +189,8 @@ class ChunkOffloadHandler:
         record.layout = layout
         if not record.is_detached:
             alias = record.detach()
-        block, references = self.find_block(storage_key), group.references
+        references = group.references
+        block = self.find_block(storage_key) if storage_key in self.blocks else None
         if block is not None and (block.state is SAVED or block.has(record)):
             record.block = block
             if block.state is SAVED:

@@ -25,9 +25,8 @@ from megatron_offload.backends.base import Event, Stream
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import Group
 from megatron_offload.core.profile import GroupKey
-from megatron_offload.engine.block_state import HAVE_SOURCE, KEPT, LOST, MOVES, SAVED, BlockState
+from megatron_offload.engine.block_state import HAVE_SOURCE, KEPT, LOST, MOVES, SAVED
 from megatron_offload.engine.rules import Rules
-from megatron_offload.errors import StateError
 from megatron_offload.memory.host_pool import HostRegion
 from megatron_offload.memory.layout import ALIGNMENT_BYTES, TensorLayout, bytes_of
 from megatron_offload.memory.storage_ref import StorageRef, count_together
@@ -103,7 +102,6 @@ class Block:
         store: who has its bytes.
         group: the group that saved it first.
         stream: what the program computed on when it did.
-        index: its place among the blocks of that group.
         storage_key: the storage's identity; 0 once the storage has gone.
         low, high: the region's byte range within the storage, ``num_bytes``; grows until the copy
             is issued.
@@ -165,15 +163,7 @@ class Block:
         self.layout, self.version, self.base = layout, record.version, record.base
         self.aliases = [alias]
         self.store, self.group, self.name = store, group, record.group_name
-        self.index = len(group.references)
         self.stream, self.storage_key = stream, storage_key
-
-    def advance(self, to: BlockState) -> None:
-        """Move to state ``to``; a `StateError`, and nothing has changed: there is no such move."""
-        if to not in MOVES[self.state]:
-            what = f"block {self.index} of group {self.group.label}"
-            raise StateError(f"{what} can't move from {self.state.name} to {to.name}")
-        self.state = to
 
     @property
     def released(self) -> bool:
@@ -185,8 +175,8 @@ class Block:
         self.host = self.made = self.recipe = None
         if self.lease is not None:
             self.lease.region = None
-        for state in MOVES[self.state] & {KEPT, LOST}:
-            self.advance(state)
+        for to in (KEPT, LOST):
+            self.state = MOVES.get((self.state, to), self.state)
         if self.state is LOST:
             self.target = None  # type: ignore[assignment]
 
@@ -195,6 +185,11 @@ class Block:
         region, self.host, self.lease.region = self.lease.region, None, None
         assert region is not None
         return region
+
+    @property
+    def index(self) -> int:
+        """Its place among the blocks of its group."""
+        return self.group.references.index(weakref.ref(self))
 
     @property
     def identity(self) -> tuple[GroupKey, int]:

@@ -27,11 +27,12 @@ from megatron_offload.engine.block_state import (
     EXTERNAL,
     IN_FLIGHT,
     KEPT,
+    MOVES,
     RELEASED,
     RELOADED,
     SAVED,
 )
-from megatron_offload.engine.group import INPUT_NOT_SAVED, Block, OffloadGroup, Recipe
+from megatron_offload.engine.group import INPUT_NOT_SAVED, Block, OffloadGroup
 from megatron_offload.engine.guard import guarded
 from megatron_offload.engine.reloads import Reloads
 from megatron_offload.memory.host_pool import HostRegion
@@ -80,8 +81,9 @@ class Releases(Reloads):
         others, chooses = self.kept_by_others, group.rules.should_offload
         drops_only = group.pick is not None and group.pick.drops_only
         num_bytes = 0
-        for block in group.blocks():
-            if block.recipe is not None and self._drops(group, block, block.recipe):
+        for found in group.references:
+            block = found()
+            if block is None or (block.recipe is not None and self._drops(group, block)):
                 continue
             if block.state is not SAVED:
                 continue
@@ -102,9 +104,10 @@ class Releases(Reloads):
                 moving.append(block)
         group.moving, group.num_bytes = moving, num_bytes
 
-    def _drops(self, group: OffloadGroup, block: Block, recipe: Recipe) -> bool:
+    def _drops(self, group: OffloadGroup, block: Block) -> bool:
         """Drop a block that has a recipe, if it is to be and can be; say whether."""
-        num_bytes, stats = block.num_bytes, self.stats
+        num_bytes, stats, recipe = block.num_bytes, self.stats, block.recipe
+        assert recipe is not None
         if block.state is SAVED:  # else it is dropped with a group before this, which shares it
             refusal = "something else keeps it alive"
             if block.identity not in self.kept_by_others:
@@ -122,7 +125,7 @@ class Releases(Reloads):
             source = block.aliases[0]
             block.address = source.untyped_storage().data_ptr()
             block.forced_by = ()
-            block.advance(DROPPED)
+            block.state = MOVES[block.state, DROPPED]
             block.num_bytes = 0
             self.backend.read_on(block.stream, source)
             self._drop_source(block.aliases, block.stream, group, block)
@@ -176,7 +179,7 @@ class Releases(Reloads):
                 # was no longer its own. Its user restores the contents before backward.
                 self._keep(block)
             else:
-                block.advance(RELEASED)
+                block.state = MOVES[block.state, RELEASED]
                 self._drop_source(block.aliases, stream, group, block)
                 region = lease.region
                 assert region is not None
@@ -241,7 +244,7 @@ class Releases(Reloads):
         it is queued on the same stream.
         """
         if block.state is IN_FLIGHT:
-            block.advance(KEPT)
+            block.state = MOVES[block.state, KEPT]
             self.host_pool.free(block.take_region(), None)
             block.lease.group.land(block.num_bytes)
 
@@ -255,8 +258,9 @@ class Releases(Reloads):
         that. One that was kept for that reason and has no other owner any more is moved again.
         """
         others = self.kept_by_others
-        for block in group.blocks():
-            if block.state is RELOADED or block.was_reached:
+        for found in group.references:
+            block = found()
+            if block is None or block.state is RELOADED or block.was_reached:
                 continue  # it left, or what another group has read of it is an owner now
             block.was_reached = True
             if block.state is not SAVED or block.identity in others:

@@ -16,7 +16,7 @@ from megatron_offload.backends.base import Backend, Event, Pair, Stream, Wait
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import ON_HOST, RELOADING
 from megatron_offload.core.window import InFlightWindow
-from megatron_offload.engine.block_state import DROPPED, EXTERNAL, LOST, RELEASED, RELOADED
+from megatron_offload.engine.block_state import DROPPED, EXTERNAL, LOST, MOVES, RELEASED, RELOADED
 from megatron_offload.engine.group import Block, Lease, OffloadGroup, Reload
 from megatron_offload.engine.guard import Guard, guarded
 from megatron_offload.engine.observer import Direction, Observer
@@ -68,19 +68,19 @@ class Reloads:
             is_gone = block.storage_ref is None
             if block.state is RELEASED and (is_gone or not self._finds_source(block)):
                 moving.setdefault(block.stream, []).append(block)
-        targets: dict[Stream, list[torch.Tensor]] = {}
+        pairs: dict[Stream, list[Pair]] = {}
         for stream, same in moving.items():
             hosts: list[Any] = [block.host for block in same]
             with self.backend.computing_on(stream):
                 found = self._allocate_targets(hosts, may_fail=may_fail)
             if found is None:
                 return False
-            targets[stream] = found
+            pairs[stream] = list(zip(found, hosts, strict=True))
         if group.state is ON_HOST:
             group.advance(RELOADING)
         for stream, same in moving.items():
             with self.backend.computing_on(stream):
-                self._issue_reload(group, same, targets[stream])
+                self._issue_reload(group, same, pairs[stream])
         return True
 
     def _allocate_targets(
@@ -102,15 +102,14 @@ class Reloads:
         return None
 
     def _issue_reload(
-        self, group: OffloadGroup, blocks: Sequence[Block], targets: Sequence[torch.Tensor]
+        self, group: OffloadGroup, blocks: Sequence[Block], pairs: Sequence[Pair]
     ) -> None:
-        backend = self.backend
+        backend, targets = self.backend, [target for target, _ in pairs]
         # Behind the release, too, which this stream has made behind the copy to the host (W3).
         backend.wait_compute(backend.h2d_stream, Wait.W6)
         for observer in self.observers:
             for target in targets:
                 observer.tensor_reloaded(target)
-        pairs: list[Any] = [(to, block.host) for block, to in zip(blocks, targets, strict=True)]
         event = self._copy("h2d", pairs, group)
         reload = Reload(event, backend.compute_stream(), targets)
         num_read: dict[HostRegion, int] = {}
@@ -119,7 +118,8 @@ class Reloads:
             block.target, lease.reload = target, reload
             if backend.observes:
                 lease.target = target
-            block.advance(RELOADED)  # from here on the target is read, in whichever thread
+            # From here on the target is read, in whichever thread.
+            block.state = MOVES[block.state, RELOADED]
             region = block.take_region()
             num_read[region] = num_read.get(region, 0) + 1
             self.stats.by_name[block.name].reloaded_bytes += block.num_bytes
@@ -136,7 +136,7 @@ class Reloads:
         if source is None:
             return False
         block.target = source
-        block.advance(EXTERNAL)
+        block.state = MOVES[block.state, EXTERNAL]
         if block.host is not None:
             self.host_pool.free(block.take_region(), None)
         self.stats.externally_referenced_bytes += source.nbytes

@@ -94,9 +94,9 @@ class SavedTensor:
         block = self.block
         if block is None:  # it may get one yet
             return alias.detach() if self.is_detached else alias
-        if block.state is IN_FLIGHT:
-            block.store.keep_source(block)
         if block.state in HAVE_SOURCE:
+            if block.state is IN_FLIGHT:
+                block.store.keep_source(block)
             found = alias.detach()  # the alias itself may be emptied
         if block.state not in HAVE_SOURCE:  # or no longer: another thread may have released it
             found = self._in_target(block, block.store.target_of(block))

@@ -217,7 +217,8 @@ class Step(StepDecisions[OffloadGroup]):
             chunk.recipes = None  # its forward is over, and they may keep what is reloaded
         for observer in self._observers:
             observer.backward_enters(group)
-        self._transfers.count_recomputed(group)
+        if group.dropped_bytes:
+            self._transfers.count_recomputed(group)
         super().enter_backward(group)
         self._transfers.learn_owners(group)
         for observer in self._observers:

@@ -14,7 +14,7 @@ import torch
 
 from megatron_offload.backends.base import Event, Pair, Stream, Wait
 from megatron_offload.core.group import RESIDENT
-from megatron_offload.engine.block_state import IN_FLIGHT
+from megatron_offload.engine.block_state import IN_FLIGHT, MOVES
 from megatron_offload.engine.group import Block, Lease, OffloadGroup
 from megatron_offload.engine.releases import Releases
 from megatron_offload.engine.stats import StepStats
@@ -64,9 +64,11 @@ class Transfers(Releases):
             lease.free, lease.group, lease.region = free, group, region
             self._leases.add(lease)
             block.host = host
-            block.advance(IN_FLIGHT)
-            copies.append((lease, block.stream, block.aliases[0]))
-            source = block.source()
+            block.state = MOVES[block.state, IN_FLIGHT]
+            source = alias = block.aliases[0]
+            if block.spec[1] is None:
+                source = block.source()
+            copies.append((lease, block.stream, alias))
             pairs.append((host, source))
             num_bytes += block.num_bytes
             if region.ready_event is not None:
