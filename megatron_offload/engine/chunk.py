@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
+from torch._C import _len_torch_dispatch_stack
 
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.block_state import SAVED
@@ -22,7 +23,7 @@ from megatron_offload.engine.marks import (
     is_opted_out,
     is_parameter,
 )
-from megatron_offload.engine.modes import apart, is_traced, must_be_apart
+from megatron_offload.engine.modes import apart, must_be_apart
 from megatron_offload.engine.rules import Rules
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.subclasses import inner_tensors, is_wrapper
@@ -108,8 +109,8 @@ class ChunkOffloadHandler:
             return record
         for observer in self.transfers.observers:
             observer.tensor_saved(tensor)
-        if (pick is not None and not pick.takes()) or is_traced():
-            return record
+        if (pick is not None and not pick.takes()) or _len_torch_dispatch_stack():
+            return record  # else it were apart, but where it is traced
         if not is_plain:
             self.count_kept(group.name, tensor)
             return record

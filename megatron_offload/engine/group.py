@@ -297,6 +297,7 @@ class OffloadGroup(Group):
             what reuses its memory is queued, and an alias, which keeps its memory even where the
             graph is dropped before the copy ends.
         d2h: the event behind them.
+        streams: theirs, not what is current later: the memory goes back to these.
         dropped_bytes: what of it is off the device to be recomputed, until backward comes to it,
             by name.
         forced: tensors that something else keeps alive and that are not read again.
@@ -306,6 +307,7 @@ class OffloadGroup(Group):
     moving: Sequence[Block] = ()
     copies: Sequence[tuple[Lease, Stream, torch.Tensor]] = ()
     d2h: Event = None
+    streams: Iterable[Stream] = ()
     leaf_hook: RemovableHandle | None = None
     forced: tuple[weakref.ref[torch.Tensor], ...] = ()
     pick: Pick | None = None

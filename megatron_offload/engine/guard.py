@@ -107,7 +107,8 @@ def guarded(method: F) -> F:
             try:
                 left = guard.left
                 while left:
-                    left[0].free(left[0])
+                    lease = left[0]
+                    lease.free(lease)
                     left.popleft()
                 return method(*args)
             except OffloadError:

@@ -7,7 +7,6 @@ made there and in `megatron_offload.engine.releases`, each at one place.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import repeat
 from typing import TypeAlias
 
 import torch
@@ -25,8 +24,8 @@ _SLAB_SHARE = 16
 larger is allocated piece by piece, which fills slabs better, and copying it takes longer than
 that."""
 
-_Taken: TypeAlias = tuple[Block, HostRegion, torch.Tensor]
-"""A block, the host memory of which it has a part, and that part."""
+_Taken: TypeAlias = tuple[HostRegion, Sequence[Block], Sequence[torch.Tensor]]
+"""Host memory, the blocks that have a part of it, and these parts."""
 
 
 class Transfers(Releases):
@@ -58,30 +57,34 @@ class Transfers(Releases):
         produced: dict[Event, None] = {}
         reused: dict[Event, None] = {}
         unready: dict[Stream, None] = {}
+        ready: dict[Stream, None] = {}
         num_bytes, left, free = 0, self.guard.left.append, self.free
-        for block, region, host in taken:
-            block.lease = lease = Lease(block, left)
-            lease.free, lease.group, lease.region = free, group, region
-            self._leases.add(lease)
-            block.host = host
-            block.state = MOVES[block.state, IN_FLIGHT]
-            source = alias = block.aliases[0]
-            if block.spec[1] is None:
-                source = block.source()
-            copies.append((lease, block.stream, alias))
-            pairs.append((host, source))
-            num_bytes += block.num_bytes
+        for region, blocks, hosts in taken:
             if region.ready_event is not None:
                 reused[region.ready_event] = None
-            if block.ready is not None:
-                produced[block.ready] = None
-            else:
-                unready[block.stream] = None
-                if backend.observes:
-                    with backend.computing_on(block.stream):
-                        backend.note_produced(source, group.label)
-            for observer in self.observers:
-                observer.block_offloads(block, source)
+            for block, host in zip(blocks, hosts, strict=False):
+                block.lease = lease = Lease(block, left)
+                lease.free, lease.group, lease.region = free, group, region
+                self._leases.add(lease)
+                block.host = host
+                block.state = MOVES[block.state, IN_FLIGHT]
+                source = alias = block.aliases[0]
+                if block.spec[1] is None:
+                    source = block.source()
+                stream = block.stream
+                copies.append((lease, stream, alias))
+                pairs.append((host, source))
+                num_bytes += block.num_bytes
+                if block.ready is not None:
+                    produced[block.ready] = ready[stream] = None
+                else:
+                    unready[stream] = None
+                    if backend.observes:
+                        with backend.computing_on(stream):
+                            backend.note_produced(source, group.label)
+                for observer in self.observers:
+                    observer.block_offloads(block, source)
+        group.streams = {**unready, **ready}
         self.stats.by_name[group.name].offloaded_bytes += num_bytes
         d2h_stream = backend.d2h_stream
         if unready:
@@ -102,7 +105,7 @@ class Transfers(Releases):
             self.window.limit(rules.max_inflight_blocks, lambda _, num_blocks: num_blocks)
 
     def _take_host(self, group: OffloadGroup, moving: Sequence[Block]) -> list[_Taken]:
-        """Return the blocks for which there is host memory, each with it."""
+        """Return host memory with the blocks for which there is some."""
         pool, stats = self.host_pool, self.stats
         found: list[Block] = []
         for block in moving:
@@ -112,13 +115,13 @@ class Transfers(Releases):
         if found and group.num_bytes * _SLAB_SHARE <= pool.slab_bytes:
             region = pool.allocate_views([block.spec for block in found])
             if region is not None:
-                return list(zip(found, repeat(region), region.views, strict=False))
+                return [(region, found, region.views)]
         taken: list[_Taken] = []
         num_unpinnable = pool.stats.num_unpinnable
         for block in found:
             region = pool.allocate(*block.spec)
             if region is not None:
-                taken.append((block, region, region.tensor))
+                taken.append((region, [block], region.views))
                 continue
             stats.num_refused_blocks += 1
             stats.refused_bytes += block.num_bytes - block.kept_bytes
