@@ -184,7 +184,8 @@ class ChunkOffloadHandler:
             self._count_unserved(record.group_name, alias)
             return
         num_bytes = layout.num_bytes
-        if self.is_small(layout):
+        rules = self.rules
+        if num_bytes < rules.min_tensor_bytes or layout.num_elements < rules.min_tensor_elements:
             self._count_once(record.group_name, alias, num_bytes, _TOO_SMALL)
             return
         record.layout = layout
@@ -212,7 +213,7 @@ class ChunkOffloadHandler:
             block.recipe = self.recipes.pop(storage_key, None)
 
     def is_small(self, layout: TensorLayout) -> bool:
-        """Whether a tensor is too small to be offloaded."""
+        """Whether a tensor is too small to be offloaded; `_find_block_of` asks without a call."""
         rules, num_elements = self.rules, layout.num_elements
         return layout.num_bytes < rules.min_tensor_bytes or num_elements < rules.min_tensor_elements
 

@@ -65,22 +65,23 @@ class Reloads:
         # Backward is on forward's streams: each gets the memory of what it will read.
         moving: dict[Stream, list[Block]] = {}
         for block in blocks:
-            is_gone = block.storage_ref is None
-            if block.state is RELEASED and (is_gone or not self._finds_source(block)):
+            if block.state is RELEASED and (
+                block.storage_ref is None or not self._finds_source(block)
+            ):
                 moving.setdefault(block.stream, []).append(block)
-        pairs: dict[Stream, list[Pair]] = {}
+        targets: dict[Stream, tuple[list[torch.Tensor], list[Pair]]] = {}
         for stream, same in moving.items():
             hosts: list[Any] = [block.host for block in same]
             with self.backend.computing_on(stream):
                 found = self._allocate_targets(hosts, may_fail=may_fail)
             if found is None:
                 return False
-            pairs[stream] = list(zip(found, hosts, strict=True))
+            targets[stream] = found, list(zip(found, hosts, strict=True))
         if group.state is ON_HOST:
             group.advance(RELOADING)
         for stream, same in moving.items():
             with self.backend.computing_on(stream):
-                self._issue_reload(group, same, pairs[stream])
+                self._issue_reload(group, same, *targets[stream])
         return True
 
     def _allocate_targets(
@@ -102,9 +103,13 @@ class Reloads:
         return None
 
     def _issue_reload(
-        self, group: OffloadGroup, blocks: Sequence[Block], pairs: Sequence[Pair]
+        self,
+        group: OffloadGroup,
+        blocks: Sequence[Block],
+        targets: Sequence[torch.Tensor],
+        pairs: Sequence[Pair],
     ) -> None:
-        backend, targets = self.backend, [target for target, _ in pairs]
+        backend = self.backend
         # Behind the release, too, which this stream has made behind the copy to the host (W3).
         backend.wait_compute(backend.h2d_stream, Wait.W6)
         for observer in self.observers:

@@ -85,7 +85,8 @@ class Step(StepDecisions[OffloadGroup]):
         for group in self.groups():
             if group.leaf_hook is not None and not group.blocks():
                 group.unhook()
-            self._transfers.count_recomputed(group)
+            if group.dropped_bytes:
+                self._transfers.count_recomputed(group)
         self._transfers.begin_step()
         self.begin_step(self._learner.profile)
 
