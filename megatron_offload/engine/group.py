@@ -102,6 +102,7 @@ class Block:
         store: who has its bytes.
         group: the group that saved it first.
         stream: what the program computed on when it did.
+        index: its place among the blocks of that group.
         storage_key: the storage's identity; 0 once the storage has gone.
         low, high: the region's byte range within the storage, ``num_bytes``; grows until the copy
             is issued.
@@ -163,6 +164,7 @@ class Block:
         self.layout, self.version, self.base = layout, record.version, record.base
         self.aliases = [alias]
         self.store, self.group, self.name = store, group, record.group_name
+        self.index = len(group.references)
         self.stream, self.storage_key = stream, storage_key
 
     @property
@@ -185,11 +187,6 @@ class Block:
         region, self.host, self.lease.region = self.lease.region, None, None
         assert region is not None
         return region
-
-    @property
-    def index(self) -> int:
-        """Its place among the blocks of its group."""
-        return self.group.references.index(weakref.ref(self))
 
     @property
     def identity(self) -> tuple[GroupKey, int]:
