@@ -45,6 +45,7 @@ class Reloads:
 
     def __post_init__(self) -> None:
         self.stats = StepStats()
+        self.step_number = 0
         self._leases: set[Lease] = set()
         """Of blocks that have something to free; kept here, since nothing reports one that
         goes together with its block."""

@@ -134,6 +134,7 @@ class Transfers(Releases):
     def begin_step(self) -> None:
         """Count from zero; what is still on the host remains counted."""
         self.stats = StepStats()
+        self.step_number += 1
         self.host_pool.restart_peaks()
 
     def counted(self) -> StepStats:

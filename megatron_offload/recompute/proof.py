@@ -19,6 +19,7 @@ import torch
 from megatron_offload.engine.checking import checksum
 from megatron_offload.engine.nested import tensors_in
 from megatron_offload.engine.transfers import Transfers
+from megatron_offload.errors import CorruptionError
 
 _logger = logging.getLogger(__name__)
 
@@ -72,25 +73,22 @@ class Proof:
         return self.refusal
 
 
-class Proofs:
-    """The proofs of one manager's functions, by one call of each in a forward."""
-
-    def __init__(self) -> None:
-        self.of_functions: dict[Hashable, Proof] = {}
-        self.step = 0
-        self._stats: object = None
-
-    @classmethod
-    def of(cls, transfers: Transfers) -> Proofs:
-        """Return those of a manager, which has these ``transfers``, in its step of now."""
-        book = _books.get(transfers) or _books.setdefault(transfers, cls())
-        if book._stats is not transfers.stats:
-            book._stats = transfers.stats
-            book.step += 1
-        return book
+_of_functions: WeakKeyDictionary[Transfers, dict[Hashable, Proof]] = WeakKeyDictionary()
 
 
-_books: WeakKeyDictionary[Transfers, Proofs] = WeakKeyDictionary()
+def proof_of(transfers: Transfers, call: Hashable, name: str) -> Proof:
+    """Return what is known of a call in each forward of a manager, which has these transfers."""
+    return _of_functions.setdefault(transfers, {}).setdefault(call, Proof(name))
+
+
+def other_bits(what: str, unit: str) -> CorruptionError:
+    """Return the error of what was recomputed, and is not what it was."""
+    return CorruptionError(
+        f"{what} was recomputed with other bits than its forward had, and gradients would be "
+        "wrong: it reads what has changed since, draws random numbers of Python or numpy, or has "
+        "kernels that sum in any order (torch.use_deterministic_algorithms; in Megatron's MoE "
+        f"moe_permute_fusion); leave {unit!r} out of recompute"
+    )
 
 
 def sums_of(output: Any) -> list[torch.Tensor]:

@@ -39,7 +39,7 @@ from megatron_offload.errors import CorruptionError, StateError
 from megatron_offload.memory.layout import bytes_of, layout_of
 from megatron_offload.memory.storage_ref import StorageRef
 from megatron_offload.recompute.call_state import RandomStates
-from megatron_offload.recompute.proof import Proof
+from megatron_offload.recompute.proof import Proof, other_bits
 
 MOST_IN_A_ROW = 3
 """Recipes of which each needs what the one before makes."""
@@ -333,11 +333,7 @@ class FunctionRecipe:
                     "it must make the same tensor each time it is called"
                 )
             if self.sum is not None and not torch.equal(sum_of(made), self.sum):
-                raise CorruptionError(
-                    f"what {self.proof.name} returns was recomputed with other bits than its "
-                    "forward had, and gradients would be wrong: it reads what has changed since; "
-                    f"leave {self.unit!r} out of recompute"
-                )
+                raise other_bits(f"what {self.proof.name} returns", self.unit)
             return made
 
     def _call(self, parts: Sequence[Any]) -> torch.Tensor:

@@ -29,7 +29,7 @@ from megatron_offload.engine.subclasses import is_wrapper
 from megatron_offload.memory.layout import layout_of
 from megatron_offload.recompute.call_state import MODES, CallState, RandomStates
 from megatron_offload.recompute.patches import Call
-from megatron_offload.recompute.proof import Proof, Proofs
+from megatron_offload.recompute.proof import Proof, proof_of
 from megatron_offload.recompute.recipe import (
     MOST_IN_A_ROW,
     TOO_MANY,
@@ -103,7 +103,7 @@ class Recipes(dict[int, Recipe]):
         how = 0 if refusal else depth, chunk.transfers, proof, refusal
         recipe = FunctionRecipe(again, parts, constants, output, unit, *how)
         is_due = not (refusal or chunk.transfers.backend.is_capturing())
-        if is_due and proof.begin(Proofs.of(chunk.transfers).step):
+        if is_due and proof.begin(chunk.transfers.step_number):
             recipe.begin_proof(output, inputs, sources, runs=runs)
         block = chunk.find_block(key)
         if block is None:
@@ -150,8 +150,8 @@ class Recipes(dict[int, Recipe]):
         code = self._chunk.vp_stage, unit, name, getattr(function, "__code__", None)
         number = self._num_calls[code]
         self._num_calls[code] = number + 1
-        known = Proofs.of(self._chunk.transfers).of_functions
-        return known.setdefault((*code, number), Proof(f"{name} (call {number} of each forward)"))
+        said = f"{name} (call {number} of each forward)"
+        return proof_of(self._chunk.transfers, (*code, number), said)
 
 
 def recipes_of(chunk: ChunkOffloadHandler) -> Recipes:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from threading import RLock
@@ -31,7 +31,7 @@ from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.modes import outside_vmap
 from megatron_offload.engine.saved_tensor import SavedTensor, changed_in_place
 from megatron_offload.engine.transfers import Transfers
-from megatron_offload.errors import CorruptionError, StateError
+from megatron_offload.errors import StateError
 from megatron_offload.recompute.call_state import (
     CallState,
     PackHook,
@@ -41,7 +41,8 @@ from megatron_offload.recompute.call_state import (
 )
 from megatron_offload.recompute.module_state import ModuleLayout, ModuleState
 from megatron_offload.recompute.patches import PatchStack
-from megatron_offload.recompute.proof import PROVE_EVERY, Proof, sums_of
+from megatron_offload.recompute.proof import PROVE_EVERY, Proof, other_bits, sums_of
+from megatron_offload.recompute.recipe import Constants
 
 _logger = logging.getLogger(__name__)
 
@@ -128,8 +129,9 @@ class ModuleCall:
     """Whether of what it returns the first is what is recomputed."""
 
     def __post_init__(self) -> None:
+        self._tensors: Sequence[torch.Tensor]
         self._tensors = [x for x in self.leaves if isinstance(x, torch.Tensor)]
-        self._versions = [x._version for x in self._tensors]
+        self._given = Constants(self._tensors)
         draws = self.site.draws
         states = RandomStates(self.devices) if draws and not self.is_captured else None
         self._call_state = CallState(keeps_grad=draws, random_states=states)
@@ -152,9 +154,9 @@ class ModuleCall:
 
     def close(self, output: Any) -> bool:
         """Know that it is over, and has returned this; return whether it may run again."""
-        versions = [x._version for x in self._tensors]
-        self.leaves, self._tensors = (), []
-        if versions != self._versions:
+        is_unchanged = self._given.are_unchanged()
+        self.leaves = self._tensors = self._given.tensors = ()
+        if not is_unchanged:
             self._fail("changes in place what it is given")
         elif not self.state.is_unchanged():
             self._refuse("writes to its buffers or other tensors that it has")
@@ -186,36 +188,35 @@ class Rerun:
 
     num_saved: int
     """Behind the last of so many it may end."""
-    parameters: set[int]
+    parameters: Collection[int]
     """Of what is saved: an alias of one would keep memory that is to be freed."""
     proves: bool
     runs_on: bool
     """Whether it goes to its end."""
-    made: list[Any] = field(default_factory=list)
+    made: list[tuple[torch.Tensor, int, bool] | None] = field(default_factory=list)
+    """Until it is read each with its version, and whether autograd could take it as a gradient of
+    its own, if nothing else had it; None of a parameter."""
     forms: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    constants: set[int] = field(default_factory=set)
-    """What autograd could take as a gradient of its own, if nothing else had it."""
     at_last_save: list[torch.Tensor] = field(default_factory=list)
 
     @graph_break
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """Keep a tensor that is saved; the pack hook."""
-        made, kept = self.made, None
+        made, kept = self.made, tensor
         self.forms.append((tensor.shape, tensor.dtype))
-        if len(made) not in self.parameters:
+        if len(made) in self.parameters:
+            made.append(None)
+        else:
             is_constant = not tensor.requires_grad and tensor.is_leaf
-            if is_constant and (tensor.is_floating_point() or tensor.is_complex()):
-                self.constants.add(len(made))
+            is_constant = is_constant and (tensor.is_floating_point() or tensor.is_complex())
             kept = tensor.detach()
-        made.append(kept)
-        self.versions.append(tensor._version)
+            made.append((kept, tensor._version, is_constant))
         if len(made) >= self.num_saved:
             if self.proves and len(made) == self.num_saved:
                 self.at_last_save = sums_of(made)
             elif not self.runs_on:
                 raise Enough
-        return tensor if kept is None else kept
+        return kept
 
 
 class SiteCall(ModuleCall):
@@ -252,7 +253,8 @@ class SiteCall(ModuleCall):
         self._forms: list[tuple[torch.Size, torch.dtype]] = []
         """Of each tensor that was saved."""
         self._num_bytes = 0
-        self._rerun: Rerun | None = None
+        self._made: list[tuple[torch.Tensor, int, bool] | None] = []
+        """As in its last `Rerun`."""
         self._parameters = set[int]()
         """Of what is saved."""
 
@@ -272,17 +274,18 @@ class SiteCall(ModuleCall):
         """Return a saved tensor; the first of them runs the call again."""
         if isinstance(packed, SavedTensor):
             return packed.unpack()
-        rerun = self._rerun
-        if rerun is None or rerun.made[packed] is None:
+        rerun = self._made
+        if not rerun or rerun[packed] is None:
             self._run_again_as_given()
-            rerun = self._rerun
-            assert rerun is not None
-        made, version = rerun.made[packed], rerun.versions[packed]
+            rerun = self._made
+        found = rerun[packed]
+        assert found is not None
+        made, version, is_constant = found
         if made._version != version:
             what = f"a tensor of shape {list(made.shape)} that {self.site.path} saves,"
             raise changed_in_place(what, made._version, version)
-        if packed not in rerun.constants:
-            rerun.made[packed] = None
+        if not is_constant:
+            rerun[packed] = None
         return made
 
     def _run_again_as_given(self) -> None:
@@ -353,16 +356,10 @@ class SiteCall(ModuleCall):
             site.refusal = "it has had other bits when it ran again, and so have some gradients"
             site.warn(site.refusal)
         elif not is_same:
-            raise CorruptionError(
-                f"{site.path} was recomputed with other bits than its forward had, and "
-                "gradients would be wrong: it reads what has changed since, draws random numbers "
-                "of Python or numpy, or has kernels that sum in any order "
-                "(torch.use_deterministic_algorithms; in Megatron's MoE moe_permute_fusion); "
-                f"leave {site.unit!r} out of recompute"
-            )
+            raise other_bits(site.path, site.unit)
         if proves:
             self.proves, site.proven_in[self.state.training] = False, self._step_number
-        self._rerun = rerun
+        self._made = made
         return output
 
 
@@ -393,5 +390,5 @@ class TriedCall(SiteCall):
                 pass  # there is no room to try
             except Exception as error:  # noqa: BLE001 - whatever a module raises
                 self._fail(f"can't run again with the same bits ({error})")
-            self._rerun = None
+            self._made = []
         return super().unpack(packed)
