@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from ctypes import c_uint
 from functools import lru_cache, partial
+from operator import call
 from typing import Any
 
 import numpy as np
@@ -96,7 +97,7 @@ class CallState:
         self, *, keeps_grad: bool = False, random_states: RandomStates | None = None
     ) -> None:
         self.random_states = random_states
-        self._values = [read() for read in _GETTERS]
+        self._values = [*map(call, _GETTERS)]
         self._has_grad = keeps_grad and torch.is_grad_enabled()
         self._device_context = device_context()
 
@@ -105,7 +106,7 @@ class CallState:
 
         ``pack`` is given what it saves.
         """
-        values = [read() for read in _GETTERS]
+        values = [*map(call, _GETTERS)]
         is_usual = values == self._values and self._device_context is None
         if is_usual and not (_num_modes() or _num_function_modes() or _is_any_autocast_enabled()):
             return self._run(function, args, pack)

@@ -182,8 +182,7 @@ def _kept() -> Any:
     return saved_tensors_hooks(_keep, SavedTensor.unpack)
 
 
-def _keep(tensor: Tensor) -> SavedTensor:
-    return SavedTensor(tensor, "loss")
+_keep = partial(SavedTensor, group_name="loss")
 
 
 class _ByRows(torch.autograd.Function):

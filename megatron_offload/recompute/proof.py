@@ -9,16 +9,14 @@ seen again every `PROVE_EVERY` steps.
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
 from megatron_offload.engine.checking import checksum
 from megatron_offload.engine.nested import tensors_in
-from megatron_offload.engine.transfers import Transfers
 from megatron_offload.errors import CorruptionError
 
 _logger = logging.getLogger(__name__)
@@ -71,14 +69,6 @@ class Proof:
                 self.name,
             )
         return self.refusal
-
-
-_of_functions: WeakKeyDictionary[Transfers, dict[Hashable, Proof]] = WeakKeyDictionary()
-
-
-def proof_of(transfers: Transfers, call: Hashable, name: str) -> Proof:
-    """Return what is known of a call in each forward of a manager, which has these transfers."""
-    return _of_functions.setdefault(transfers, {}).setdefault(call, Proof(name))
 
 
 def other_bits(what: str, unit: str) -> CorruptionError:

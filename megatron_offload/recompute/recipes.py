@@ -6,11 +6,11 @@ saved is forgotten when the forward is over.
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, proxy
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -26,10 +26,11 @@ from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.modes import has_modes
 from megatron_offload.engine.nested import tensors_in
 from megatron_offload.engine.subclasses import is_wrapper
+from megatron_offload.engine.transfers import Transfers
 from megatron_offload.memory.layout import layout_of
 from megatron_offload.recompute.call_state import MODES, CallState, RandomStates
 from megatron_offload.recompute.patches import Call
-from megatron_offload.recompute.proof import Proof, proof_of
+from megatron_offload.recompute.proof import Proof
 from megatron_offload.recompute.recipe import (
     MOST_IN_A_ROW,
     TOO_MANY,
@@ -47,7 +48,7 @@ class Recipes(dict[int, Recipe]):
     """How what one chunk's forward has made is recomputed, by storage, until that is saved."""
 
     def __init__(self, chunk: ChunkOffloadHandler) -> None:
-        self._chunk: ChunkOffloadHandler = weakref.proxy(chunk)
+        self._chunk: ChunkOffloadHandler = proxy(chunk)
         self._num_calls: Counter[Hashable] = Counter()
         """Of each function so far."""
 
@@ -150,8 +151,12 @@ class Recipes(dict[int, Recipe]):
         code = self._chunk.vp_stage, unit, name, getattr(function, "__code__", None)
         number = self._num_calls[code]
         self._num_calls[code] = number + 1
-        said = f"{name} (call {number} of each forward)"
-        return proof_of(self._chunk.transfers, (*code, number), said)
+        known = _proofs.setdefault(self._chunk.transfers, {})
+        return known.setdefault((*code, number), Proof(f"{name} (call {number} of each forward)"))
+
+
+_proofs: WeakKeyDictionary[Transfers, dict[Hashable, Proof]] = WeakKeyDictionary()
+"""Of the functions of each manager, which has these transfers, by one call in a forward."""
 
 
 def recipes_of(chunk: ChunkOffloadHandler) -> Recipes:

@@ -47,10 +47,6 @@ def test_the_host_and_the_tracker_draw_again_and_go_on_where_they_were(tracker):
         assert torch.equal(states.run(tracker.draw), first)
         assert behind.are_current()
         assert tracker.states_["graph"] is generator
+    torch.rand(3, generator=generator)  # of the tracker alone counts too
+    assert not behind.are_current()
     assert not torch.equal(tracker.draw(), first)
-
-
-def test_what_is_drawn_from_the_tracker_alone_counts(tracker):
-    states = RandomStates()
-    torch.rand(3, generator=tracker.states_["graph"])
-    assert not states.are_current()
