@@ -294,7 +294,7 @@ class OffloadGroup(Group):
             what reuses its memory is queued, and an alias, which keeps its memory even where the
             graph is dropped before the copy ends.
         d2h: the event behind them.
-        streams: theirs, not what is current later: the memory goes back to these.
+        streams: on which the program made them, and which reuse their memory, not those of later.
         dropped_bytes: what of it is off the device to be recomputed, until backward comes to it,
             by name.
         forced: tensors that something else keeps alive and that are not read again.
