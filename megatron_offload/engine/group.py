@@ -120,7 +120,8 @@ class Block:
         address: where the storage lay when it was copied or dropped.
         lease: what it has to free, from its copy to the host on.
         host: its bytes in host memory.
-        forced_by: tensors that may hold its storage then, which is emptied all the same.
+        forced_by: tensors that may hold its storage at the release, which is emptied all the same
+            if no other does.
         storage_ref: the storage, where something else still held it when it was dropped.
         was_reached: whether backward has come to a group that has it.
         target: what it is reloaded to, or where something else keeps it; ``target_version`` when

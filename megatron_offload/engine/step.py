@@ -185,8 +185,9 @@ class Step(StepDecisions[OffloadGroup]):
         transfers.measure(group)
         transfers.stats.by_name[group.name].num_groups += 1
         keep_reason = self._learner.reason_to_keep(group)
-        if group.forced and not keep_reason:
-            self._force(group)
+        if group.forced and not keep_reason:  # of which each block has some, or none
+            for block in group.blocks():
+                block.forced_by += group.forced
         self.commit(group, keep_reason, must_move=group.rules.should_offload is not None)
 
     def flush_delayed_groups(self) -> None:
@@ -195,17 +196,6 @@ class Step(StepDecisions[OffloadGroup]):
         for group in delayed:
             if group.state is RECORDING:
                 self.commit_group(group)
-
-    def _force(self, group: OffloadGroup) -> None:
-        """Let the storage of ``group.forced`` be emptied where a group that moves it is released.
-
-        That is if it is copied, and no other tensor has it.
-        """
-        tensors = [tensor for forced in group.forced if (tensor := forced()) is not None]
-        keys = {tensor.untyped_storage()._cdata for tensor in tensors}
-        for block in group.blocks():
-            if block.storage_key in keys and not block.released:
-                block.forced_by = group.forced
 
     @guarded
     def enter_backward(self, group: OffloadGroup, grads: object = None) -> None:
