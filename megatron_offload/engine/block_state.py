@@ -30,20 +30,14 @@ class _Moves(dict[tuple[BlockState, BlockState], BlockState]):
         raise StateError(f"a block can't move from {move[0].name} to {move[1].name}")
 
 
-# To KEPT: a reader came before the release, or the source had been emptied by then.
-MOVES = _Moves(
-    {
-        (state, to): to
-        for state, following in {
-            SAVED: (IN_FLIGHT, DROPPED),
-            IN_FLIGHT: (RELEASED, KEPT),
-            RELEASED: (RELOADED, EXTERNAL, LOST),
-            RELOADED: (LOST,),
-            DROPPED: (EXTERNAL, LOST),
-        }.items()
-        for to in following
-    }
-)
+_FOLLOWING = {
+    SAVED: (IN_FLIGHT, DROPPED),
+    IN_FLIGHT: (RELEASED, KEPT),  # to KEPT: a reader came first, or the source had been emptied
+    RELEASED: (RELOADED, EXTERNAL, LOST),
+    RELOADED: (LOST,),
+    DROPPED: (EXTERNAL, LOST),
+}
+MOVES = _Moves({(state, to): to for state, states in _FOLLOWING.items() for to in states})
 """By a state and one that it may move to, that one; a `StateError` for any other two."""
 
 HAVE_SOURCE = frozenset({SAVED, IN_FLIGHT, KEPT})

@@ -150,8 +150,6 @@ class Learner:
         if self.is_open:
             return "" if self.is_short_of_memory() else "what is offloaded is still looked for"
         default = "beyond the fraction 0 of its chunk" if self.keeps_everything else ""
-        if not self.kept:
-            return default
         chunk, order = group.key  # one that is new is as the last one was
         return self.kept.get(GroupKey(min(chunk, self._last_chunk), order), default)
 

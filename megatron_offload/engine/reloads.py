@@ -66,23 +66,22 @@ class Reloads:
         # Backward is on forward's streams: each gets the memory of what it will read.
         moving: dict[Stream, list[Block]] = {}
         for block in blocks:
-            if block.state is RELEASED and (
-                block.storage_ref is None or not self._finds_source(block)
-            ):
+            is_gone = block.storage_ref is None
+            if block.state is RELEASED and (is_gone or not self._finds_source(block)):
                 moving.setdefault(block.stream, []).append(block)
-        targets: dict[Stream, tuple[list[torch.Tensor], list[Pair]]] = {}
+        pairs: dict[Stream, list[Pair]] = {}
         for stream, same in moving.items():
             hosts: list[Any] = [block.host for block in same]
             with self.backend.computing_on(stream):
                 found = self._allocate_targets(hosts, may_fail=may_fail)
             if found is None:
                 return False
-            targets[stream] = found, list(zip(found, hosts, strict=True))
+            pairs[stream] = list(zip(found, hosts, strict=True))
         if group.state is ON_HOST:
             group.advance(RELOADING)
         for stream, same in moving.items():
             with self.backend.computing_on(stream):
-                self._issue_reload(group, same, *targets[stream])
+                self._issue_reload(group, same, pairs[stream])
         return True
 
     def _allocate_targets(
@@ -104,13 +103,9 @@ class Reloads:
         return None
 
     def _issue_reload(
-        self,
-        group: OffloadGroup,
-        blocks: Sequence[Block],
-        targets: Sequence[torch.Tensor],
-        pairs: Sequence[Pair],
+        self, group: OffloadGroup, blocks: Sequence[Block], pairs: Sequence[Pair]
     ) -> None:
-        backend = self.backend
+        backend, targets = self.backend, [target for target, _ in pairs]
         # Behind the release, too, which this stream has made behind the copy to the host (W3).
         backend.wait_compute(backend.h2d_stream, Wait.W6)
         for observer in self.observers:

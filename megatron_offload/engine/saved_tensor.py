@@ -100,7 +100,7 @@ class SavedTensor:
             found = alias.detach()  # the alias itself may be emptied
         if block.state not in HAVE_SOURCE:  # or no longer: another thread may have released it
             found = self._in_target(block, block.store.target_of(block))
-        return found if self.leaf is None else _as_leaf(self.leaf(), block, self.layout, found)
+        return found if self.leaf is None else self._as_leaf(self.leaf(), block, found)
 
     def _in_target(self, block: Block, target: torch.Tensor) -> torch.Tensor:
         """Return the tensor in its block's target; only a backward can have written there.
@@ -121,6 +121,21 @@ class SavedTensor:
         """Whether a change of any part of a block is one of this; else it may be another's."""
         return all(count_together(self.alias, one) for one in block.aliases)
 
+    def _as_leaf(
+        self, leaf: torch.Tensor | None, block: Block, found: torch.Tensor
+    ) -> torch.Tensor:
+        """Return a tensor that something else has too, if autograd's own would be.
+
+        What has no other owner may become the gradient of a leaf.
+        """
+        if leaf is not None:
+            leaf._fix_weakref()  # type: ignore[attr-defined]  # its Python object may be going
+            if not block.released or leaf.untyped_storage().data_ptr() == block.address:
+                return leaf
+        if block.handed is None:
+            block.handed = {}
+        return block.handed.setdefault(self.layout, found)
+
     def check_version(self) -> None:
         """Raise `InPlaceModificationError` where the tensor was changed since it was saved."""
         version = self.alias._version
@@ -136,19 +151,3 @@ class SavedTensor:
             flat = memory.detach().view(-1).view(torch.uint8)
             memory = flat[: flat.numel() - flat.numel() % layout.dtype.itemsize].view(layout.dtype)
         return memory.as_strided(layout.size, layout.stride, offset).detach()
-
-
-def _as_leaf(
-    leaf: torch.Tensor | None, block: Block, layout: TensorLayout, found: torch.Tensor
-) -> torch.Tensor:
-    """Return a tensor that something else has too, if autograd's own would be.
-
-    What has no other owner may become the gradient of a leaf.
-    """
-    if leaf is not None:
-        leaf._fix_weakref()  # type: ignore[attr-defined]  # its Python object may be going
-        if not block.released or leaf.untyped_storage().data_ptr() == block.address:
-            return leaf
-    if block.handed is None:
-        block.handed = {}
-    return block.handed.setdefault(layout, found)
