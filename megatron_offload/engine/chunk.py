@@ -184,8 +184,7 @@ class ChunkOffloadHandler:
             self._count_unserved(record.group_name, alias)
             return
         num_bytes = layout.num_bytes
-        rules = self.rules
-        if num_bytes < rules.min_tensor_bytes or layout.num_elements < rules.min_tensor_elements:
+        if self.is_small(layout):
             self._count_once(record.group_name, alias, num_bytes, _TOO_SMALL)
             return
         record.layout = layout
@@ -213,7 +212,7 @@ class ChunkOffloadHandler:
             block.recipe = self.recipes.pop(storage_key, None)
 
     def is_small(self, layout: TensorLayout) -> bool:
-        """Whether a tensor is too small to be offloaded; `_find_block_of` asks without a call."""
+        """Whether a tensor is too small to be offloaded."""
         rules, num_elements = self.rules, layout.num_elements
         return layout.num_bytes < rules.min_tensor_bytes or num_elements < rules.min_tensor_elements
 

@@ -295,7 +295,6 @@ class OffloadGroup(Group):
             what reuses its memory is queued, and an alias, which keeps its memory even where the
             graph is dropped before the copy ends.
         d2h: the event behind them.
-        streams: on which the program made them, and which reuse their memory, not those of later.
         dropped_bytes: what of it is off the device to be recomputed, until backward comes to it,
             by name.
         forced: tensors that something else keeps alive and that are not read again.
@@ -305,7 +304,6 @@ class OffloadGroup(Group):
     moving: Sequence[Block] = ()
     copies: Sequence[tuple[Lease, Stream, torch.Tensor]] = ()
     d2h: Event = None
-    streams: Iterable[Stream] = ()
     leaf_hook: RemovableHandle | None = None
     forced: tuple[weakref.ref[torch.Tensor], ...] = ()
     pick: Pick | None = None

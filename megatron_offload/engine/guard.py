@@ -107,8 +107,7 @@ def guarded(method: F) -> F:
             try:
                 left = guard.left
                 while left:
-                    lease = left[0]
-                    lease.free(lease)
+                    left[0].free(left[0])
                     left.popleft()
                 return method(*args)
             except OffloadError:

@@ -39,9 +39,8 @@ def has_modes() -> bool:
     """Whether a mode is entered that may change what a function computes, and how."""
     if _len_torch_dispatch_stack():
         return not is_traced()  # else all of it belongs to the graph
-    if not _len_torch_function_stack():
-        return False
-    return _len_torch_function_stack() > 1 or device_context() is None
+    num_functions = _len_torch_function_stack()
+    return num_functions > 0 and (num_functions > 1 or device_context() is None)
 
 
 def must_be_apart() -> bool:

@@ -163,7 +163,9 @@ class Releases(Reloads):
 
         It is the one whose copies were issued first; one wait covers all before it.
         """
-        self.wait(group, group.streams, group.d2h, Wait.W2)
+        # Not what is current now: the memory goes back to these.
+        streams = {stream: None for _, stream, _ in group.copies}
+        self.wait(group, streams, group.d2h, Wait.W2)
         num_bytes: dict[HostRegion, int] = {}
         for lease, stream, alias in group.copies:
             block = lease()  # None where it is dead

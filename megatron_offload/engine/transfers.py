@@ -57,7 +57,6 @@ class Transfers(Releases):
         produced: dict[Event, None] = {}
         reused: dict[Event, None] = {}
         unready: dict[Stream, None] = {}
-        ready: dict[Stream, None] = {}
         num_bytes, left, free = 0, self.guard.left.append, self.free
         for region, blocks, hosts in taken:
             if region.ready_event is not None:
@@ -76,7 +75,7 @@ class Transfers(Releases):
                 pairs.append((host, source))
                 num_bytes += block.num_bytes
                 if block.ready is not None:
-                    produced[block.ready] = ready[stream] = None
+                    produced[block.ready] = None
                 else:
                     unready[stream] = None
                     if backend.observes:
@@ -84,7 +83,6 @@ class Transfers(Releases):
                             backend.note_produced(source, group.label)
                 for observer in self.observers:
                     observer.block_offloads(block, source)
-        group.streams = {**unready, **ready}
         self.stats.by_name[group.name].offloaded_bytes += num_bytes
         d2h_stream = backend.d2h_stream
         if unready:
