@@ -446,20 +446,6 @@ def test_a_forward_that_fails_copies_nothing_more():
     assert "activations" not in offload.manager.transfers.stats.by_name
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        ({"max_fwd_stash_size": 0}, "max_fwd_stash_size must be at least 1"),
-        ({"max_fwd_stash_size": -1}, "max_fwd_stash_size must be at least 1"),
-        ({"min_offload_size": -1}, "min_offload_size can't be negative"),
-        ({"config": OffloadConfig(), "manager": make_manager()}, "not both"),
-    ],
-)
-def test_bad_arguments_are_refused(arguments, reason):
-    with pytest.raises(ValueError, match=reason):
-        OffloadActivations(**arguments)
-
-
 def test_the_arguments_reach_the_engine():
     offload = OffloadActivations(
         use_pin_memory=False,
@@ -490,14 +476,6 @@ def test_on_the_compute_stream_nothing_has_to_be_held_for_copies():
             assert offload.manager.window.num_inflight == 0
             assert offload.manager.host_pool.alone.peak()[0] == 400 * index, "all but the last"
     y.sum().backward()
-
-
-@pytest.mark.parametrize("use_streams", [True, False])
-def test_as_people_make_it(use_streams):
-    config = OffloadConfig(host_memory_bytes="64MiB", host_slab_bytes="1MiB")
-    offload = OffloadActivations(use_streams=use_streams, min_offload_size=0, config=config)
-    assert zoo.assert_exact("transformer", offload).offloaded_bytes > 0
-    offload.close()
 
 
 def test_noop_switches_surrounding_hooks_off_and_keeps_the_check():
@@ -890,6 +868,9 @@ def test_a_policy_can_be_given_as_arguments(given, expected):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        ({"max_fwd_stash_size": 0}, "max_fwd_stash_size must be at least 1"),
+        ({"min_offload_size": -1}, "min_offload_size can't be negative"),
+        ({"config": OffloadConfig(), "manager": make_manager()}, "not both"),
         ({"config": {"fraction": 0.5}}, "as an OffloadConfig, not as a dict; OffloadConfig"),
         ({"use_pin_memory": OffloadConfig()}, "use_pin_memory is True or False, not of type Off"),
         ({"use_streams": nn.Linear(1, 1)}, "use_streams is True or False, not of type Linear"),
@@ -906,7 +887,7 @@ def test_a_policy_can_be_given_as_arguments(given, expected):
     ],
 )
 def test_arguments_of_another_type_or_that_contradict_each_other_are_refused(given, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ValueError, match=message):
         OffloadActivations(**given)
 
 
