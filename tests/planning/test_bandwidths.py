@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
+import pytest
+
+from megatron_offload.errors import ConfigError
 from megatron_offload.machine.profile import CopyRates, Machine, MachineProfile
 
 
@@ -24,3 +27,10 @@ def test_of_one_machine_the_slowest_gpu_counts_and_the_sum_of_all():
         node_h2d_gbps=None,
         gpus_per_node=2,
     )
+
+
+def test_a_machine_has_some_bandwidth_and_may_have_no_latency():
+    assert Machine(p2p_latency_us=0.0).p2p_latency_us == 0.0
+    for field in ("d2h_gbps", "both_gbps", "node_gbps", "node_d2h_gbps", "gpus_per_node"):
+        with pytest.raises(ConfigError, match=field):
+            Machine(**{field: 0})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from problems import PIPELINE
 
 from megatron_offload.config import OffloadConfig
+from megatron_offload.errors import TargetError
 from megatron_offload.files.strict_model import validate
 from megatron_offload.planning.description import JobDescription
 from megatron_offload.planning.job import RankSettings
@@ -18,6 +20,7 @@ from megatron_offload.planning.simulate import simulate_ranks
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 CHECK = runpy.run_path(str(BENCHMARKS / "check_choice.py"))
+GIB = 1 << 30
 
 
 def described(**changes):
@@ -59,6 +62,31 @@ def test_a_plan_costs_no_more_than_it_may_with_a_slower_link_too(choice, percent
     slow_us = simulate_ranks(slow_job, planned.step.ranks).step_us
     assert max(planned.step.step_us, slow_us) <= most_us
     assert max(peaks(planned.step)) < max(peaks(choice.without))
+
+
+def test_more_time_brings_less_memory(choice):
+    least = [max(peaks(choice.within(percent).step)) for percent in (0.0, 5.0, 40.0)]
+    assert least[0] > least[1] > least[2]
+
+
+def test_where_all_fits_there_are_no_rows(choice):
+    assert choice.under((100 * GIB,) * 2).rows == ()
+
+
+def test_each_rank_keeps_its_own_target(choice):
+    first, second = peaks(choice.without)
+    planned = choice.under((first, second * 4 // 5))
+    assert peaks(planned.step)[1] <= second * 4 // 5
+    assert {row.site for row in planned.rows if row.layers != "all"}
+    assert not planned.found.stages[0].plans[planned.found.stages[0].followed].rows
+
+
+def test_a_target_out_of_reach_says_by_how_much(choice):
+    with pytest.raises(TargetError, match=r"rank 0 can't be brought under 1\.00 GiB") as caught:
+        choice.under((GIB, 100 * GIB))
+    least, more = re.search(r"takes (\S+) GiB, (\S+) [GM]iB more", str(caught.value)).groups()
+    assert float(least) > 1
+    assert float(more) > 0
 
 
 def test_only_what_may_be_is_recomputed_and_limits_of_a_user_are_kept():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from megatron_offload.planning.job import (
@@ -11,6 +13,7 @@ from megatron_offload.planning.job import (
     StageWork,
     pending_bytes,
 )
+from megatron_offload.planning.replay import replay
 from megatron_offload.planning.schedule import Pass, make_schedule
 from megatron_offload.planning.simulate import simulate
 
@@ -18,8 +21,8 @@ SIZES = (100, 10, 1)
 """What the first three of four stages send."""
 
 
-def pipeline(num_launches, *, name="1f1b", num_ranks=4, num_virtual=1):
-    work = GroupWork("g", 0, 1.0, 2.0)
+def pipeline(num_launches, *, name="1f1b", num_ranks=4, num_virtual=1, num_bytes=0):
+    work = GroupWork("g", num_bytes, 1.0, 2.0)
     stages = tuple(StageWork((work,), size, 0, num_launches) for size in (*SIZES, 999))
     schedule = make_schedule(name, num_ranks, 4, num_virtual)
     return Job(schedule, stages, (0,) * num_ranks)
@@ -53,6 +56,15 @@ def test_what_was_freed_is_back_when_the_host_can_be_no_further_ahead():
 def test_stages_of_one_rank_send_each_other_nothing():
     job = pipeline(1.0, name="interleaved", num_ranks=1, num_virtual=4)
     assert counts(job, 0, *(one for stage in range(4) for one in passes_of(stage, "FB"))) == [0] * 8
+
+
+def test_pending_memory_is_reserved_and_not_allocated():
+    job = pipeline(1.0, num_bytes=1000)
+    known = replay(job, 0, None)
+    unknown = replay(pipeline(math.inf, num_bytes=1000), 0, None)
+    assert known.peak_device_bytes == unknown.peak_device_bytes == unknown.peak_taken_bytes == 4000
+    # The first backward finds four microbatches saved, and four outputs pending.
+    assert known.peak_taken_bytes == 4000 + 400
 
 
 def test_the_reserved_estimate_counts_it_when_it_is_there_and_not_the_most_of_it():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -164,6 +165,14 @@ def test_actions_are_what_they_were_behind_a_message():
     found = {number: tuple(Action(one, number % 2, 0.5, 3) for one in parts) for number in range(5)}
     assert of_plain(json.loads(json.dumps(to_plain(found)))) == found
     assert len(to_plain(found)) == 2, "layers that are alike are said once"
+
+
+def test_a_thousand_ranks_of_sixteen_stages_choose_at_once():
+    stages = {str(one): stage(num_layers=8, us=10.0 + one) for one in range(16)}
+    choice = RowChoice(auto(5), stages, BARE_US)
+    searched(choice, lambda one: slowest_us(one) / BARE_US * 100)
+    places = [one.place for one in stages.values()]
+    assert all(x >= y for x, y in itertools.pairwise(places))
 
 
 def test_no_more_than_is_trusted_is_hoped_for_where_nothing_is_measured():

@@ -85,6 +85,26 @@ def test_interleaved_is_megatron_core_s_own(num_ranks, num_virtual, num_microbat
         assert schedule.stages_of(rank) == tuple(range(rank, num_ranks * num_virtual, num_ranks))
 
 
+def test_1f1b_is_torch_s_own():
+    torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    for num_ranks, num_microbatches in ((4, 8), (3, 3)):
+        schedule = make_schedule("1f1b", num_ranks, num_microbatches)
+        for rank in range(num_ranks):
+            num_warmup = min(num_microbatches, num_ranks - rank - 1)
+            operations = torch_schedules._get_1f1b_rank_ops(
+                1,
+                num_ranks,
+                num_warmup,
+                num_microbatches - num_warmup,
+                num_warmup,
+                rank,
+                lambda step, rank=rank: rank,
+                lambda step, rank=rank: rank,
+            )
+            original = [str(one) for one in operations if one is not None]
+            assert original == words(schedule, rank).split()
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [

@@ -86,6 +86,10 @@ def test_a_host_with_four_h200s(num_d2h, num_h2d, num_both, gbps):
     assert used == pytest.approx([gbps * 1e3] * len(used))
 
 
+def test_gpus_of_one_rank_count_each():
+    assert fair_rates(Machine(), 4, 0, 0, 1) == fair_rates(Machine(), 1, 0, 0, 4)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_no_limit_is_exceeded_and_every_copy_is_at_one(seed):
     rng = random.Random(seed)
