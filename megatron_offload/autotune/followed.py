@@ -262,7 +262,8 @@ class FollowedRows(OldAttributes):
     def _trim_when_full(self) -> None:
         """Do so as a forward ends, if it is the fullest of its step, and a long one.
 
-        Else what it has needed is had anew, which takes a step long.
+        Else what it has needed is had anew, which takes a step long. In the last that may pass this
+        is done all the same: a program may have none that is as full as one in the search.
         """
         clock = self._clock
         if not self._num_untrimmed or self.plan is None or clock is None:
@@ -272,7 +273,7 @@ class FollowedRows(OldAttributes):
         self._num_untrimmed = max(1, self._num_untrimmed - 1)
         is_full = 0 < clock.most_pending <= clock.num_pending
         is_long = is_full and clock.tokens[-1] >= LONG_SHARE * self._bare_tokens
-        if is_long or (is_full and self._num_untrimmed == 1):
+        if is_long or self._num_untrimmed == 1:
             self._trim()
 
     def _see_length(self, tokens: float) -> None:
