@@ -30,7 +30,6 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.machine.bandwidth import BandwidthError, Link, median_rates
 from megatron_offload.model_map.module_hooks import named_modules
 from megatron_offload.model_map.sites import Site, sites_of_layers
-from megatron_offload.model_map.watch import MayMove
 from megatron_offload.planning.frontier import Part, Plan, to_plain
 from megatron_offload.recompute.sites import unproven_sites
 
@@ -123,7 +122,9 @@ class SearchSteps(FollowedRows):
             named = self._named_recompute
             may = manager.usual_recompute if named is None else named
             self._rows = tuple(RowConfig(site=x, recompute=True) for x in UNITS if x in may)
-        look = partial(LayerWatch, sites, self._may_move(), manager)
+        least_bytes = getattr(self._groups(), "min_tensor_bytes", None) or 0
+        may_move = manager.new_chunk(0, least_bytes).may_move
+        look = partial(LayerWatch, sites, may_move, manager)
         watch = yield from self._look("watched", look)
         self._rows = self._rows if self._is_tight else ()
         self._watched_tokens = self._look_tokens
@@ -173,14 +174,6 @@ class SearchSteps(FollowedRows):
         """What is configured that may be recomputed, if anything is."""
         config = self.manager.config
         return config.recompute if "recompute" in config.model_fields_set else None
-
-    def _may_move(self) -> MayMove:
-        manager, groups = self.manager, self._groups()
-        chunk = manager.cur_forward_chunk() if groups is None else None
-        if chunk is None:
-            least_bytes = None if groups is None else groups.min_tensor_bytes
-            chunk = manager.new_chunk(0, least_bytes or 0)
-        return chunk.may_move
 
     def _recompute_layers(self, numbers: Sequence[int], *, when_short: bool = False) -> None:
         rows = (RowConfig(site="layer", layers=ranges(numbers), recompute=True),)
