@@ -82,7 +82,7 @@ def run(given: Given) -> int:
     tables += [found_table(stage, stage.followed) for stage in found.stages]
     source.show(choice.without, planned.step, "with the rows", tables)
     out.print(f"plans: {given.output}" if given.output else "--output FILE keeps the plans")
-    _print_rows(found, [stage.followed for stage in found.stages])
+    _print_rows(found)
     return 0
 
 
@@ -114,11 +114,9 @@ def _show_found(given: Given, folder: Path) -> int:
     return 0
 
 
-def _print_rows(found: RunFrontier, places: Sequence[int]) -> None:
+def _print_rows(found: RunFrontier, places: Sequence[int] | None = None) -> None:
     """Print the rows of a plan of each stage, to be pasted."""
-    pairs = zip(found.stages, places, strict=True)
-    rows = found.rows_of(stage.plans[place] for stage, place in pairs)
-    console().print(f"rows: [{', '.join(map(str, rows))}]")
+    console().print(f"rows: [{', '.join(map(str, found.rows(places)))}]")
 
 
 def _rank_table(source: Source, choice: JobChoice, planned: Planned) -> Table:

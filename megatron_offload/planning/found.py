@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -121,14 +121,16 @@ class RunFrontier(StrictModel):
     @property
     def followed(self) -> str:
         """The rows that were followed, to be pasted; where there were none, why."""
-        rows = self.rows_of(stage.plans[stage.followed] for stage in self.stages)
+        rows = self.rows()
         return f"rows: [{', '.join(map(str, rows))}]" if rows else self.said
 
-    def rows_of(self, plans: Iterable[FoundPlan]) -> tuple[RowConfig, ...]:
-        """Return the rows of a plan of each stage together.
+    def rows(self, places: Sequence[int] | None = None) -> tuple[RowConfig, ...]:
+        """Return the rows of a plan of each stage together: of what was followed, or at places.
 
         Where stages have the same layers, those of the first count.
         """
+        places = [stage.followed for stage in self.stages] if places is None else places
+        plans = (stage.plans[place] for stage, place in zip(self.stages, places, strict=True))
         everywhere, done = dict.fromkeys(self.besides), dict[tuple[str, int], RowConfig]()
         for row in (row for plan in plans for row in plan.rows):
             if row.layers == "all":

@@ -125,8 +125,7 @@ class JobChoice:
 
     def _planned(self, search: _Search, chosen: _Ranks, what: str) -> Planned:
         found = search.found(chosen, f"rows of a described job, chosen by simulation for {what}")
-        rows = found.rows_of(stage.plans[stage.followed] for stage in found.stages)
-        return Planned(found, rows, self.step(rows))
+        return Planned(found, found.rows(), self.step(found.rows()))
 
 
 class _Search:
@@ -345,7 +344,4 @@ def replayed(
     job: Job, rank: int, rows: Sequence[RowConfig], limits: RankSettings = UNLIMITED
 ) -> RankStep:
     """Return what a rank's streams do where its layers have rows, within limits of a user."""
-    job = with_rows(job, rows, job.schedule.stages_of(rank))
-    own = (job.stages[stage] for stage in job.schedule.stages_of(rank))
-    offloads = any(group.is_marked for stage in own for group in stage.groups)
-    return replay(job, rank, limits if offloads else None)
+    return replay(with_rows(job, rows, job.schedule.stages_of(rank)), rank, limits)

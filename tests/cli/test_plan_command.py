@@ -126,9 +126,9 @@ def test_rows_of_stages_with_the_same_layers_can_be_pasted():
     one = {"layers": "2,3", "site": "mlp", "recompute": True}
     act = {"site": "mlp_act", "recompute": True}
     other = {"layers": "3,6", "site": "mlp", "offload": 1}
-    stage = FoundStage(name="a", bare_bytes=1, plans=(found(),), followed=0)
-    rows = RunFrontier(said="", stages=(stage,)).rows_of([found(one, act), found(act, other)])
-    assert list(map(str, rows)) == [
+    plans = found(one, act), found(act, other)
+    stages = [FoundStage(name="a", bare_bytes=1, plans=(plan,), followed=0) for plan in plans]
+    assert list(map(str, RunFrontier(said="", stages=stages).rows())) == [
         "{layers: all, site: mlp_act, recompute: true}",
         "{layers: 2-3, site: mlp, recompute: true}",
         "{layers: 6, site: mlp, offload: 1}",
