@@ -272,9 +272,9 @@ class RowWatch:
         self._shown: _Shown | None = None
         if root in _watched:
             rows_then, parts, shown = _watched[root]
-            is_same = [part() for part in parts] == [*self._modules().values()]
-            is_same = is_same and rows_then == rows.of_any_length()
-            self._shown = shown if is_same else None
+            has_same = [part() for part in parts] == [*self._modules().values()]
+            if has_same and rows_then == rows.of_any_length():
+                self._shown = shown
         largest = {path: LargestTensors(row.most) for path, row in rows.offloaded.items()}
         self.largest = largest if self._shown is None else self._shown.largest
 

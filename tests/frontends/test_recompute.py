@@ -328,21 +328,35 @@ def test_what_a_mode_around_the_forward_changes_is_not_recomputed(mode, is_outsi
 
 
 class TaskLayerNorm(nn.Module):
-    """Of its own weights takes those of the task, which a list tells."""
+    """Of its own weights takes those of the task, which a number and a list tell."""
+
+    task = 0
 
     def __init__(self):
         super().__init__()
         self.weight, self.tasks = nn.Parameter(torch.rand(2, WIDTH)), [0]
 
     def forward(self, x):
-        return F.layer_norm(x, (WIDTH,), self.weight[self.tasks[0]])
+        return F.layer_norm(x, (WIDTH,), self.weight[self.task + self.tasks[0]])
+
+
+def with_dropout():
+    return nn.Sequential(OwnRMSNorm(), nn.Dropout())
+
+
+def another_weight(part, i):
+    part.weight = nn.Parameter(torch.full((2, WIDTH), 1.0 + i))
 
 
 STATES = {
+    "a number": (TaskLayerNorm, lambda part, i: setattr(part, "task", i)),
     "a list": (TaskLayerNorm, lambda part, i: part.tasks.__setitem__(0, i)),
     "of a known class": (nn.LeakyReLU, lambda part, i: setattr(part, "negative_slope", 0.1 + i)),
+    "a rate": (with_dropout, lambda part, i: setattr(part[1], "p", i / 3)),
+    "its mode": (with_dropout, lambda part, i: part.train(bool(i))),
     "weights": (OwnRMSNorm, lambda part, i: part.weight.data.fill_(1.0 + i)),
     "weights of a known class": (norm, lambda part, i: part.weight.data.fill_(1.0 + i)),
+    "other weights": (TaskLayerNorm, another_weight),
 }
 
 
@@ -501,6 +515,27 @@ def test_small_weights_give_the_same_product():
     with offload_modules(model, ["*"], manager=manager):
         assert_same(expected, group_step(model, manager, x))
     assert manager.last_step.recomputed_bytes_by_unit.keys() == {"*.up"}
+
+
+def test_a_forward_that_raises_leaves_nothing_to_the_next():
+    class RaisingOnce(OwnRMSNorm):
+        has_raised = False
+
+        def forward(self, x):
+            torch.rand(3)
+            if not self.has_raised:
+                self.has_raised = True
+                raise ZeroDivisionError
+            return F.dropout(super().forward(x), 0.3)
+
+    model = around_part(RaisingOnce)
+    manager = make_manager(recompute=OWN)
+    with offload_modules(model, ["*"], manager=manager):
+        with pytest.raises(ZeroDivisionError):
+            group_step(model, manager)
+        found = group_step(model, manager)
+    assert_same(train(model), found)
+    assert recomputed_bytes(manager) > 0
 
 
 def test_what_another_hook_makes_of_an_output_is_saved_as_ever(caplog):

@@ -127,6 +127,26 @@ class HostSyncs(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
+def waits(step):
+    """Return what makes the host wait, in forward and in backward."""
+    probs = torch.rand(4, 2, requires_grad=True)
+    with HostSyncs() as in_forward:
+        _, found = step(torch.tensor([[0, -1], [1, 2], [-1, -1], [2, 0]]), probs, 3)
+    with HostSyncs() as in_backward:
+        found.backward(torch.ones_like(found))
+    return in_forward.names, in_backward.names
+
+
+def test_megatrons_own_step_makes_the_host_wait_four_times():
+    in_forward, in_backward = waits(megatrons)
+    assert in_forward == ["aten::index", "aten::repeat_interleave", "aten::index"]
+    assert in_backward == ["aten::index_put"]
+
+
+def test_this_step_never_makes_the_host_wait():
+    assert waits(megatron_moe.indices_to_multihot) == ([], [])
+
+
 def waits_around_dispatch():
     """Return what makes the host wait between DeepEP's dispatch and the experts, and backwards."""
     with alone():

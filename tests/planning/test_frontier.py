@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from megatron_offload.core.row_config import ranges
 from megatron_offload.planning.frontier import KEEP, Action, frontier
 
 
@@ -166,3 +167,10 @@ def test_layers_that_are_alike_are_one_row():
 def test_a_model_of_which_nothing_can_be_freed_has_one_plan():
     (plan,) = frontier({0: (), 1: ()})
     assert plan.rows() == ()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"), [([3], "3"), ([5, 3, 4], "3-5"), ([0, 2, 3, 9], "0,2-3,9")]
+)
+def test_numbers_are_written_as_rows_take_them(numbers, expected):
+    assert ranges(numbers) == expected
