@@ -1,4 +1,4 @@
-"""What whoever watches is reported, in which order, and that nothing else changes."""
+"""What observers are given, in which order, and that nothing else changes."""
 
 from __future__ import annotations
 

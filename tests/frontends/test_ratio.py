@@ -130,7 +130,7 @@ def test_a_tag_that_nests_in_another_counts_its_own():
 
 def test_what_something_else_keeps_is_neither_moved_nor_counted():
     CPUOffload(1, "model", config(max_inflight_bytes=0, prefetch_bytes=0))
-    kept = torch.full((1024,), 0.01, requires_grad=True).exp()  # whoever called holds it
+    kept = torch.full((1024,), 0.01, requires_grad=True).exp()  # the caller holds it
     totals = []
     for _ in range(4):
         with CPUOffload(1, "model"):
