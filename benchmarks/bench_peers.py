@@ -45,6 +45,8 @@ host gives all ranks together.
 and the copies' bandwidths. With ``--deterministic`` speed and bits come from one run: kernels give
 the same bits each time, and the command ends with exit code 1 if a mode of this package gives
 others than ``none``.
+``--turns`` adds steps with the rows of ``ours-auto`` and ``ours-rows`` and without by turns, in one
+process: where steps differ, that tells what rows take. It is the line behind the table.
 ``--whole-step-graph`` captures a step into a CUDA graph, by megatron-core's own wrapper, and
 measures its replays.
 ``--device cpu --shape tiny`` runs the same program without a GPU, on the simulated device.
@@ -172,6 +174,9 @@ def parse_arguments(arguments=None):
     parser.add_argument("--modules", nargs="+", help="for ours, ours-five and megatron")
     parser.add_argument("--steps", type=int, default=5, help="measured steps")
     parser.add_argument("--warmup", type=int, default=4, help="steps before them")
+    parser.add_argument(
+        "--turns", type=int, default=0, help="fours of more steps, two of each without rows"
+    )
     parser.add_argument("--repetitions", type=int, default=1, help="odd ones in reverse order")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one mode")
     parser.add_argument("--deterministic", action="store_true", help="kernels; checks bits as well")
@@ -306,7 +311,7 @@ class ModeRun:
         logs.mkdir(parents=True, exist_ok=True)
         path = Path(self._folder.name) / "spec.json"
         whole = {**options.sizes, **spec, "results": self._folder.name}
-        for name in ("device", "steps", "warmup", "seed", "deterministic", "examine"):
+        for name in ("device", "steps", "warmup", "seed", "deterministic", "examine", "turns"):
             whole[name] = getattr(options, name)
         path.write_text(json.dumps(whole | {"timeout_s": options.timeout}))
         self._logs = [logs / f"{self._label}.rank{rank}.log" for rank in range(options.sizes["pp"])]

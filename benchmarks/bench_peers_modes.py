@@ -26,6 +26,7 @@ class Mode:
         self.spec = spec
         self.examination = {}
         self.planning = {}
+        self.followed = None
         self.held_bytes = 0
         self.d2h_bytes = None
         self.h2d_bytes = None
@@ -55,6 +56,9 @@ class Mode:
     def begin_measured(self):
         """Warm-up is over: the most that is held counts from here."""
         self.held_bytes = 0
+
+    def follow(self, *, is_on):
+        """Take the next step with the rows that are followed, or without."""
 
     @contextlib.contextmanager
     def examined(self, rank):
@@ -155,6 +159,15 @@ class Ours(Marked):
         if self.spec["deterministic"] and len({found[1:] for found in taken}) > 1:
             raise RuntimeError(f"steps of planning differ in loss or gradients: {taken}")
         return taken[0]
+
+    def follow(self, *, is_on):
+        manager = self.manager
+        if self.followed is None:
+            self.followed = manager.rows, manager.rows_are_own
+        rows, are_own = self.followed if is_on else ((), True)
+        manager.follow_rows(rows, is_own=are_own)
+        if manager.tuner is not None:
+            manager.tuner._follow_in_library(rows)
 
     def end_step(self):
         if not self.core:  # else the schedule has done it

@@ -140,6 +140,8 @@ def table(report):
             "",
             *_aligned([LINK_HEAD, *linked]),
         ]
+    turns = list(filter(None, map(_turns_of, report["runs"])))
+    text += ["", *turns] if turns else []
     failed = {row["mode"]: row["failures"] for row in report["rows"] if row["failures"]}
     text += [""] if failed else []
     text += [f"{mode}: {failure}" for mode, found in failed.items() for failure in found]
@@ -179,6 +181,22 @@ def _cells_of(row, is_deterministic):
         bitwise if is_deterministic else "-",  # two runs without offload differ too
         "-" if row["loss"] is None else f"{float.fromhex(row['loss']):.9g}",
         row["gradient_hash"],
+    )
+
+
+def _turns_of(run):
+    """Say by how much rows made steps longer that were taken with them and without by turns."""
+    ranks = [entry["turns_ms"] for entry in run.get("ranks", ()) if entry.get("turns_ms")]
+    if not ranks:
+        return None
+    slowest = list(map(max, zip(*ranks, strict=True)))
+    fours = [slowest[first : first + 4] for first in range(0, len(slowest), 4)]
+    points = [100 * ((a + d) / (b + c) - 1) for a, b, c, d in fours]
+    error = statistics.stdev(points) / len(points) ** 0.5 if len(points) > 1 else 0.0
+    bare_ms = statistics.median(x for _, b, c, _ in fours for x in (b, c))
+    return (
+        f"{run['mode']}, {len(slowest)} steps by turns: {bare_ms:.1f} ms without rows, with them "
+        f"{statistics.mean(points):+.2f} % (standard error {error:.2f})"
     )
 
 

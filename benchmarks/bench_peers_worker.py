@@ -310,10 +310,12 @@ def run(spec, rank):
         if spec["examine"]:
             with mode.examined(rank):
                 program.step(len(steps))
+        turns_ms = take_turns(spec, program) if spec["kind"] in ("ours-auto", "ours-rows") else []
         result = {
             "rank": rank,
             "step_ms": statistics.median(times),
             "steps_ms": [step[0] for step in steps],
+            "turns_ms": turns_ms,
             "losses": [step[1] for step in steps],
             "gradient_hashes": [step[2] for step in steps],
             "peak_allocated_bytes": peaks[0],
@@ -357,6 +359,15 @@ def measure(spec, program, on_gpu):
         return steps, (None, None), (None, None)
     peaks = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
     return steps, peaks, (max(before[0], peaks[0]), max(before[1], peaks[1]))
+
+
+def take_turns(spec, program):
+    """Return the times of more steps: of each four the second and third are without rows."""
+    times_ms = []
+    for number in range(4 * spec["turns"]):
+        program.mode.follow(is_on=number % 4 in (0, 3))
+        times_ms.append(program.timed_step(number)[0])
+    return times_ms
 
 
 def versions():
