@@ -79,7 +79,7 @@ class RowAnswers:
             choice.refuse(refused)
         else:
             self._is_trying = False
-            return not self._policy.measured_plans, "as predicted"
+            return choice.is_blind or not self._policy.measured_plans, choice.predicted()
         return choice.next()
 
 

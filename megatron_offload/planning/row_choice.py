@@ -27,6 +27,7 @@ _MOST_MEASURED = 20  # steps of one plan
 _MOST_UNKNOWN = 40  # of which nothing is known by then
 _LEAST_ERROR = 1.0  # in points, of what is predicted, and in shares of it
 _ERROR_SHARE = 0.5
+_BLIND_ERROR = 2.0  # times that, where steps don't show what is true
 _NEAR_SHARE = 0.3  # likewise of what another plan has taken, and this one more or less
 _WIDTH = 2.1  # of standard errors, on both sides, of what is said
 MOST_DOUBT = 10.0  # in points: of an interval that is wider nothing is known
@@ -53,9 +54,19 @@ class Slowdown(NamedTuple):
         return cls(percent, percent - _WIDTH * error, percent + _WIDTH * error)
 
     @property
+    def width(self) -> float:
+        """In points, between the ends."""
+        return self.high - self.low
+
+    @property
     def error(self) -> float:
         """The standard error."""
-        return (self.high - self.low) / (2 * _WIDTH)
+        return self.width / (2 * _WIDTH)
+
+    @property
+    def most(self) -> float:
+        """What it hardly ever exceeds: one error more than is known."""
+        return self.percent + self.error
 
     def beside(self, other: Slowdown) -> Slowdown:
         """Return the mean of both by how sure they are; itself where it is far above the other."""
@@ -192,10 +203,15 @@ def busy_share(tokens: Sequence[float], min_tokens: float, growth: float = 1.0) 
 class RowChoice:
     """Chooses a plan for each stage, until what was tried keeps what was promised.
 
+    Where steps differ too much to see that, one follows that is predicted to by a wide margin.
+
     Args:
         policy: how long steps may take, where memory isn't what matters.
         stages: by name.
         bare_us: what a microbatch takes without rows, on the rank that takes longest.
+
+    Attributes:
+        is_blind: whether steps differ too much, so that no other plan is measured.
     """
 
     def __init__(
@@ -203,6 +219,7 @@ class RowChoice:
     ) -> None:
         self._policy, self.stages, self.bare_us = policy, stages, bare_us
         self._num_measured = 0
+        self.is_blind = False
         self._begin()
 
     def _begin(self) -> None:
@@ -232,13 +249,13 @@ class RowChoice:
         if policy is not None:
             limit = policy.most_slowdown_percent
             most_doubt = max(MOST_DOUBT, 4 * limit)
-            if found is not None and (found.low > limit or found.high - found.low <= most_doubt):
-                found = found.beside(self._expected())
-                is_clear = abs(found.percent - limit) > found.error
-                most = _MOST_MEASURED
-            else:
-                found, is_clear, most = None, False, _MOST_UNKNOWN
-            if not is_clear and self._num_measured < most:
+            is_known = found is not None and (found.low > limit or found.width <= most_doubt)
+            is_over = self._num_measured >= (_MOST_MEASURED if is_known else _MOST_UNKNOWN)
+            self.is_blind |= is_over and not is_known
+            expected = self._expected(self._rung)
+            found = found.beside(expected) if found else expected
+            is_clear = is_known and abs(found.percent - limit) > found.error
+            if not (is_clear or is_over):
                 return False
         self._num_measured = 0
         self._tried[self._rung] = found
@@ -267,16 +284,22 @@ class RowChoice:
         plans = zip(self.stages.values(), self._ladder[rung], strict=True)
         return max(stage.plans[place].us for stage, place in plans)
 
-    def _expected(self) -> Slowdown:
-        """Return what a step will take with what is followed, by what the nearest plan has taken.
+    def predicted(self) -> str:
+        """Say what a step takes with what is followed, where that isn't measured."""
+        percent = 100 * max(stage.plan.us for stage in self.stages.values()) / self.bare_us
+        why = ", as steps differ too much to see it" if self.is_blind else ""
+        return f"a step is predicted to take {percent:+.1f} %{why}"
+
+    def _expected(self, rung: int) -> Slowdown:
+        """Return what a step will take with a plan, by what the nearest one has taken.
 
         Before any was measured it is what is predicted.
         """
-        us = self._us_of(self._rung)
-        seen = {self._us_of(rung): found for rung, found in self._tried.items() if found}
+        us = self._us_of(rung)
+        seen = {self._us_of(other): found for other, found in self._tried.items() if found}
         if not seen:
-            percent = 100 * us / self.bare_us
-            return Slowdown.of(percent, max(_LEAST_ERROR, _ERROR_SHARE * percent))
+            percent, wide = 100 * us / self.bare_us, _BLIND_ERROR if self.is_blind else 1.0
+            return Slowdown.of(percent, wide * max(_LEAST_ERROR, _ERROR_SHARE * percent))
         near_us = min(seen, key=lambda other_us: abs(other_us - us))
         found, share = seen[near_us], max(us, 1e-3) / max(near_us, 1e-3)
         error = math.hypot(share * found.error, _NEAR_SHARE * (share - 1) * found.percent)
@@ -287,13 +310,22 @@ class RowChoice:
         us_of = [self._us_of(rung) for rung in range(len(self._ladder))]
         points = {0: (0.0, 0.0)}
         for rung, seen in self._tried.items():
-            points[rung] = us_of[rung], math.inf if seen is None else seen.percent + seen.error
+            points[rung] = us_of[rung], math.inf if seen is None else seen.most
         quick = max(rung for rung, (_, percent) in points.items() if percent <= limit)
         slow = min(
             (p for p, (_, percent) in points.items() if percent > limit and p > quick),
             default=len(us_of),
         )
-        if len(self._tried) < max(1, policy.measured_plans):
+        rungs = [list(zip(stages, places, strict=True)) for places in self._ladder]
+        freed = [sum(stage.freed_bytes(place) for stage, place in rung) for rung in rungs]
+        share = _LARGE_GAIN_SHARE if quick else _LEAST_GAIN_SHARE
+        least_bytes = freed[quick] + sum(stage.bare_bytes for stage in stages) // share
+        more = [rung for rung in range(quick + 1, slow) if freed[rung] >= least_bytes]
+        if self.is_blind:
+            good = [rung for rung in more if self._expected(rung).most <= limit]
+            if good and not quick:
+                return max(good), False, ""
+        elif len(self._tried) < max(1, policy.measured_plans):
             aim = (_AIM_SHARE if policy.measured_plans else _TRUST) * limit
             us, percent = points[quick]
             if slow < len(us_of):
@@ -301,16 +333,8 @@ class RowChoice:
                 most_us = us + (slow_us - us) * max(0.0, aim - percent) / (slow_percent - percent)
             else:  # as much again at most as it seems to take
                 most_us = us * min(4.0, aim / max(percent, 0.05)) or aim / 100 * self.bare_us
-            rungs = [list(zip(stages, places, strict=True)) for places in self._ladder]
-            freed = [sum(stage.freed_bytes(place) for stage, place in rung) for rung in rungs]
-            share = _LARGE_GAIN_SHARE if quick else _LEAST_GAIN_SHARE
-            least_bytes = freed[quick] + sum(stage.bare_bytes for stage in stages) // share
             for hope in (1.0, _HOPE) if policy.measured_plans and not self._tried else (1.0,):
-                good = [
-                    rung
-                    for rung in range(quick + 1, slow)
-                    if us_of[rung] <= hope * most_us and freed[rung] >= least_bytes
-                ]
+                good = [rung for rung in more if us_of[rung] <= hope * most_us]
                 ready = [
                     rung
                     for rung in good
@@ -323,10 +347,10 @@ class RowChoice:
             return quick, True, f"a step takes {found}, at most {limit:g} % is wanted"
         percent = 100 * min(us_of[1:]) / self.bare_us
         least = f"the least that frees anything is predicted to cost {percent:.2g} %"
-        if self._tried:
-            least = "steps differ too much to see what rows cost"
-            if known := list(filter(None, self._tried.values())):
-                least = f"the least costly plan that was tried takes {min(known)}"
+        if self.is_blind:
+            least = f"steps differ too much to see what rows cost, and {least}"
+        elif known := list(filter(None, self._tried.values())):
+            least = f"the least costly plan that was tried takes {min(known)}"
         return 0, True, f"{least}, and at most {limit:g} % is wanted"
 
 

@@ -87,7 +87,7 @@ def test_a_plan_for_replays_is_of_what_the_device_takes_and_not_of_a_slow_host(m
     search = job.found()
     assert paused, "the device was behind the host while it was timed"
     assert not search._own.tried
-    assert "as predicted" in search.said
+    assert "is predicted to take" in search.said
     assert job.manager.rows
     assert len(job.steps) < 12, "no step of a plan was measured"
 

@@ -763,20 +763,24 @@ def test_a_target_is_not_left_for_what_an_evaluation_has_reserved(monkeypatch):
     assert job.manager.rows == rows
 
 
-def test_steps_that_differ_too_much_say_nothing_of_a_plan():
-    job = LayeredJob(0.001, policy=auto(10))
+@pytest.mark.parametrize(("limit", "layers"), [(10, {"0"}), (3, set())])
+def test_where_steps_differ_too_much_only_what_is_predicted_to_cost_little_is_followed(
+    limit, layers
+):
+    job = LayeredJob(0.001, policy=auto(limit))
     draw = random.Random(1)
     while not job.search.is_converged:
         job.us_per_row = draw.uniform(1.0, 300.0)
         job.step()
-    assert "steps differ too much to see what rows cost" in job.search.said
-    assert job.manager.rows == ()
+    assert "steps differ too much to see" in job.search.said
+    assert {row.layers for row in job.manager.rows} == layers
+    assert len(job.search._answers.choice._tried) == 1
 
 
 def test_a_plan_that_is_not_measured_is_tried_all_the_same():
     job = LayeredJob(0.001, layer=RandomLayer, policy={**auto(60), "measured_plans": 0})
     search = job.found()
-    assert "as predicted" in search.said
+    assert "is predicted to take" in search.said
     assert actions(job.manager.rows) == {("mlp", "recompute")}
     assert not search._own.tried
     job = found_job(0.001, layer=RandomLayer, policy={**auto(50), "measured_plans": 0})

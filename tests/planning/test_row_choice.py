@@ -93,6 +93,30 @@ def test_steps_go_on_until_it_is_clear_whether_the_limit_is_kept(
     assert (choice.stages["a"].place == 2) == is_followed
 
 
+@pytest.mark.parametrize(
+    ("percent", "us", "place"),
+    [
+        (0.0, 1.0, 8),  # 0.8 % are predicted, and nothing speaks against it
+        (0.0, 2.0, 7),  # 1.6 % and its error are more than the limit
+        (0.0, 10.0, 1),
+        (11.0, 10.0, 0),  # more than was predicted
+        (0.0, 30.0, 0),
+    ],
+)
+def test_where_steps_say_too_little_a_plan_is_followed_that_is_far_below_the_limit(
+    percent, us, place
+):
+    own = stage(us=us, bare_bytes=8 * MIB)
+    choice = RowChoice(auto(3), {"a": own}, BARE_US)
+    assert not choice.next()[0]
+    first = own.place
+    while not choice.note(Slowdown.of(percent, 4.0), {"a": 0}, 2):
+        assert not choice.is_blind
+    assert choice.is_blind
+    assert choice.next()[0] == (place in (0, first)), "another is tried, and not measured"
+    assert own.place == place
+
+
 def test_the_first_plan_copies_no_more_than_memory_is_ready_for():
     for ready_bytes, expected in ((3.5 * MIB, 3), (0, 8)):
         own = Stage(layers(copied=MIB), bare_bytes=8 * MIB, ready_bytes=ready_bytes)
