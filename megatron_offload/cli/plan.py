@@ -4,16 +4,17 @@ reads    the YAML of --model; or frontier.json of a run's folder, in its place o
          trainer, --offload-report and, in any program, offload.save_report(FOLDER) leave it, as
          does --output here, whose page 'megatron-offload report FILE' writes
 prints   of every pipeline rank the plans of rows among which was chosen, what each frees, and what
-         it is predicted to take or, where a run has tried it, took; of a described job also peak
-         memory and step time, predicted and not measured; in the end the rows that were chosen, to
-         be pasted into a configuration
+         it is predicted to take or, where a run has tried it, took; of a described job first
+         whether it fits, then peak memory and step time, predicted and not measured; in the end
+         the rows that were chosen, to be pasted into a configuration
 writes   with --model these plans to --output, which --from reads; else nothing
 
 policy: with --memory-target the quickest plan that brings every rank under it (memory_target), else
-        the most memory that costs no more than --most-slowdown-percent of the step's time (auto);
-        of a run's plans, with neither, what the run has followed
+        the most memory that costs no more than --most-slowdown-percent of the step's time (auto)
+        or, where that doesn't fit and none was given, the quickest plan that does; of a run's
+        plans, with neither, what the run has followed
 
-exit status: 0 planned, 1 the target can't be kept, 2 bad input
+exit status: 0 what is printed fits, 1 it doesn't, or the target can't be kept, 2 bad input
 
 example: megatron-offload plan --model gpt_16x8192_pp4_vpp2 \
              --memory-target 26GiB --output frontier.json
@@ -32,7 +33,7 @@ from megatron_offload.cli.options import writing
 from megatron_offload.cli.source import Source, SourceOptions, load_source
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig
 from megatron_offload.core.units import format_bytes
-from megatron_offload.errors import ConfigError
+from megatron_offload.errors import ConfigError, TargetError
 from megatron_offload.files.strict_model import TargetBytes, write_model
 from megatron_offload.planning.found import RunFrontier, read_frontier
 from megatron_offload.planning.job_choice import JobChoice, Planned
@@ -61,7 +62,7 @@ class Given(SourceOptions):
 
 
 def run(given: Given) -> int:
-    """Plan, print and write; return 0, or 1 where no plan that a run has found fits."""
+    """Plan, print and write; return 0, or 1 where what is found doesn't fit."""
     folder = given.folder if given.from_ is None else given.from_
     if folder is not None:
         return _show_found(given, folder)
@@ -74,16 +75,26 @@ def run(given: Given) -> int:
             planned = choice.under(targets)
         else:
             planned = choice.within(_USUAL_PERCENT if percent is None else percent)
+            if percent is None and any(source.misfits(planned.step)):
+                planned = _fitting(source, choice)
     found, out = planned.found, console()
     if given.output is not None:
         with writing(given.output):
             write_model(given.output, found)
     tables = [_rank_table(source, choice, planned)]
     tables += [found_table(stage, stage.followed) for stage in found.stages]
-    source.show(choice.without, planned.step, "with the rows", tables)
+    status = source.show(choice.without, planned.step, "with the rows", tables)
     out.print(f"plans: {given.output}" if given.output else "--output FILE keeps the plans")
     _print_rows(found)
-    return 0
+    return status
+
+
+def _fitting(source: Source, choice: JobChoice) -> Planned:
+    """Return the quickest plan that a GPU has room for, whatever it takes."""
+    try:
+        return choice.under([source.job.machine.device_bytes] * source.job.schedule.num_ranks)
+    except TargetError as error:
+        raise TargetError(f"does not fit: {error}") from None
 
 
 def _show_found(given: Given, folder: Path) -> int:

@@ -1,14 +1,14 @@
 r"""Predict one training step without and with offload, with no GPU: time, stalls by cause, memory.
 
 reads    the YAML of --model
-prints   the step's time, and for every pipeline rank: compute, the part of it that recomputes what
-         was not kept, what it waits for other stages (pipeline), for copies to the host whose
-         memory is wanted (W2) and for reloads (W4), peak device and host bytes, what was offloaded
-         and what was recomputed; all predicted, not measured. Everything that can be is offloaded,
-         within the budgets that --set offload.KEY=VALUE gives
+prints   whether it fits, the step's time, and for every pipeline rank: compute, the part of it that
+         recomputes what was not kept, what it waits for other stages (pipeline), for copies to the
+         host whose memory is wanted (W2) and for reloads (W4), peak device and host bytes, what
+         was offloaded and what was recomputed; all predicted, not measured. Everything that can be
+         is offloaded, within the budgets that --set offload.KEY=VALUE gives
 writes   --trace: the timeline with offload for https://ui.perfetto.dev
 
-exit status: 0 simulated, 2 bad input
+exit status: 0 it fits with offload, 1 it doesn't, 2 bad input
 
 example: megatron-offload simulate --model gpt_16x8192_pp4_vpp2 \
              --set offload.max_inflight_bytes=3GiB offload.prefetch_bytes=2GiB --trace step.json
@@ -38,14 +38,15 @@ class Given(SourceOptions):
 
 
 def run(given: Given) -> int:
-    """Simulate both steps, print them and write what was asked for; return 0."""
+    """Simulate both steps, print them and write what was asked for; return 1 if it doesn't fit."""
     with console(stderr=True).status("simulating"):
         source = load_source(given)
         without = simulate(source.job)
         settings = source.described.offload
         job = with_units(source.job, settings.recomputable(units_of(source.job)))
         offloaded = simulate(job, settings, record=given.trace is not None)
-    source.show(without, offloaded, "with it", _tables(source, without, offloaded))
+    tables = _tables(source, without, offloaded)
+    status = source.show(without, offloaded, "with offload", tables)
     what = with_flags("everything that can be offloaded", "offload", given)
     console().print(f"with offload: {what}")
     if given.trace is not None:
@@ -53,7 +54,7 @@ def run(given: Given) -> int:
         with writing(given.trace):
             write_traces(given.trace, traces)
         console().print(f"trace: {given.trace}, for https://ui.perfetto.dev")
-    return 0
+    return status
 
 
 def _tables(source: Source, without: Simulation, offloaded: Simulation) -> Iterator[Table]:

@@ -41,14 +41,18 @@ class Source:
 
     def show(
         self, without: Simulation, step: Simulation, what: str, tables: Iterable[Table]
-    ) -> None:
-        """Print a step ``what``: whether it fits, tables, time, and what all of it rests on."""
-        out = console()
-        for line in self._misfits(step):
-            out.print(line, style="bold red")
+    ) -> int:
+        """Print whether a step ``what`` fits, tables, time, and what all of it rests on.
+
+        Returned is 1 where it doesn't fit, else 0.
+        """
+        out, misfits = console(), list(self.misfits(step))
+        change = 100 * (step.step_us / without.step_us - 1)
+        for line in misfits or [self._fit(without, step, f"{what} at {change:+.2f} %")]:
+            line = f"does not fit {what}: {line}" if misfits else line
+            out.print(line, style="bold red" if misfits else "bold green")
         for table in tables:
             out.print(table)
-        change = 100 * (step.step_us / without.step_us - 1)
         out.print(
             f"step time: {without.step_us / 1e3:.1f} ms without offload, "
             f"{step.step_us / 1e3:.1f} ms {what} ({change:+.2f} %)"
@@ -66,8 +70,19 @@ class Source:
             "predicted by simulation, not measured: hold it against a run before you rely on it",
             style="yellow",
         )
+        return int(bool(misfits))
 
-    def _misfits(self, step: Simulation) -> Iterator[str]:
+    def _fit(self, without: Simulation, step: Simulation, what: str) -> str:
+        steps, there = (without, step), self.job.machine.device_bytes
+        sizes = [max(rank.peak_reserved_bytes for rank in one.ranks) for one in steps]
+        bare, size = map(format_bytes, sizes)
+        of_all = f"of {format_bytes(there)} (machine.device_bytes)"
+        if sizes[0] > there:
+            return f"fits {what}: {size} reserved {of_all}, {bare} without"
+        return f"fits without offload: {bare} reserved {of_all}, {size} {what}"
+
+    def misfits(self, step: Simulation) -> Iterator[str]:
+        """Yield what a step needs more of than there is."""
         device_bytes = max(rank.peak_reserved_bytes for rank in step.ranks)
         pinned = (rank.peak_host_bytes for rank in step.ranks)
         held = [*map(add, pinned, self.job.optimizer_host_bytes)]
@@ -76,7 +91,7 @@ class Source:
             there = getattr(self.job.machine, key)
             if needed > there:
                 sizes = f"{format_bytes(needed)} of {where}, which has {format_bytes(there)}"
-                yield f"DOES NOT FIT: {sizes} (machine.{key})"
+                yield f"{sizes} (machine.{key})"
 
     def _optimizer_us(self, node_bytes: int) -> float:
         """Return what copying takes at least: a quarter of what lies there, each way."""

@@ -201,6 +201,21 @@ def test_what_may_be_recomputed_is_said_by_a_key(model, prints, refused):
     )
 
 
+def test_a_job_is_planned_for_its_gpu_whatever_that_takes_or_doesnt_fit(model, prints, capsys):
+    def on(size):
+        return "plan", "--model", model, "--set", f"machine.device_bytes={size}"
+
+    quick = re.search(r"(\S+) MiB with the rows at (\S+) %", prints(*on("1GiB")))
+    usual_mib, usual_percent = map(float, quick.groups())
+    first, *_ = prints(*on(f"{int(usual_mib) - 1}MiB")).splitlines()
+    tight = re.fullmatch(r"fits with the rows at (\S+) %: (\S+) MiB reserved of .* without", first)
+    percent, mib = map(float, tight.groups())
+    assert percent > max(3, usual_percent)
+    assert mib <= int(usual_mib) - 1
+    assert plan(*on("4MiB")[1:]) == 1
+    assert "does not fit: pipeline rank" in capsys.readouterr().err
+
+
 def test_a_target_out_of_reach_is_status_1_and_says_by_how_much(model, tmp_path, capsys):
     output = tmp_path / "plan.json"
     output.write_text("old")

@@ -7,6 +7,7 @@ import re
 import pytest
 from jobs import load_model
 
+from megatron_offload.cli.main import main
 from megatron_offload.core.trace import read_traces
 from megatron_offload.core.units import format_bytes
 from megatron_offload.planning.job import RankSettings
@@ -31,7 +32,7 @@ def test_what_is_printed_is_what_was_simulated(model, prints):
     offloaded = simulate(with_units(job, units_of(job)), settings)
     assert offloaded.step_us > without.step_us
     assert f"{without.step_us / 1e3:.1f} ms without offload" in printed
-    assert f"{offloaded.step_us / 1e3:.1f} ms with it" in printed
+    assert f"{offloaded.step_us / 1e3:.1f} ms with offload" in printed
     times, memory = rows(printed)[:2], rows(printed)[2:]
     for index, (plain, rank) in enumerate(zip(without.ranks, offloaded.ranks, strict=True)):
         stalls_us = [rank.stall_us[cause] for cause in ("pipeline", "W2", "W4")]
@@ -87,32 +88,44 @@ def test_bad_input_is_one_line_and_status_2(tmp_path, model, refused, words, exp
 
 
 @pytest.mark.parametrize("command", ["simulate", "plan"])
-def test_what_fits_neither_gpu_nor_host_is_said_first(model, prints, command):
-    sizes = ["machine.device_bytes=8MiB", "machine.host_bytes=4MiB"]
+def test_what_fits_neither_gpu_nor_host_is_said_first_and_is_status_1(model, capsys, command):
     words = ["--most-slowdown-percent", "1000"] if command == "plan" else []
-    given = [command, "--model", model, *words]
-    first, second = prints(*given, "--set", *sizes).splitlines()[:2]
-    for line, end in (
-        (first, "of a GPU, which has 8.0 MiB (machine.device_bytes)"),
-        (second, "of a node of 2 GPUs, which has 4.0 MiB (machine.host_bytes)"),
+    given = [command, "--model", str(model), *words, "--set"]
+    assert main([*given, "machine.device_bytes=8MiB", "machine.host_bytes=4MiB"]) == 1
+    lines = capsys.readouterr().out.splitlines()[:2]
+    for line, end in zip(
+        lines,
+        (
+            "of a GPU, which has 8.0 MiB (machine.device_bytes)",
+            "of a node of 2 GPUs, which has 4.0 MiB (machine.host_bytes)",
+        ),
+        strict=True,
     ):
-        assert re.fullmatch(rf"DOES NOT FIT: \d+\.\d MiB {re.escape(end)}", line)
-    assert "DOES NOT FIT" not in prints(*given)
+        what = "offload" if command == "simulate" else "the rows"
+        assert re.fullmatch(rf"does not fit with {what}: \d+\.\d MiB {re.escape(end)}", line)
+    assert main([*given, "machine.device_bytes=1GiB"]) == 0
+    first, *_ = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(
+        r"fits without offload: \S+ MiB reserved of 1.0 GiB \(machine.device_bytes\), "
+        rf"\S+ MiB with {what} at \S+ %",
+        first,
+    )
 
 
 MOVED_BYTES = 8 * (2 * 2 * (12 * 1024**2 + 2 * 1024) + 2001 * 1024)
 """Of two layers, embedding and head, the last norm."""
 
 
-def test_an_optimizer_on_the_host_is_counted(model, prints):
+def test_an_optimizer_on_the_host_is_counted(model, prints, capsys):
     given = ["simulate", "--model", model, "--set", "machine.host_bytes=300MiB"]
     printed = prints(*given)
     assert "optimizer offload" not in printed
-    assert "DOES NOT FIT" not in printed
-    printed = prints(*given, "model.optimizer_host_bytes_per_parameter=8")
+    assert "not fit" not in printed
+    assert main([*map(str, given), "model.optimizer_host_bytes_per_parameter=8"]) == 1
+    printed = capsys.readouterr().out
     assert f"optimizer offload: {format_bytes(MOVED_BYTES)} of host memory besides" in printed
     assert f"at least {MOVED_BYTES / 4 / 102e6:.1f} ms of copies" in printed, "two GPUs' 51 GB/s"
-    assert re.search(r"DOES NOT FIT: \d+\.\d MiB of a node of 2 GPUs, which has 300.0 MiB", printed)
+    assert re.search(r"offload: \d+\.\d MiB of a node of 2 GPUs, which has 300.0 MiB", printed)
 
 
 @pytest.mark.parametrize(
