@@ -65,7 +65,7 @@ class Slowdown(NamedTuple):
 
     @property
     def most(self) -> float:
-        """What it hardly ever exceeds: one error more than is known."""
+        """What is held against a limit: one error more."""
         return self.percent + self.error
 
     def beside(self, other: Slowdown) -> Slowdown:
@@ -225,7 +225,7 @@ class RowChoice:
     def _begin(self) -> None:
         self._ladder = ladder([stage.plans for stage in self.stages.values()])
         self._rung = 0
-        self._tried: dict[int, Slowdown | None] = {}
+        self._tried: dict[int, Slowdown] = {}
 
     @property
     def _limited(self) -> AutoConfig | None:
@@ -257,8 +257,8 @@ class RowChoice:
             is_clear = is_known and abs(found.percent - limit) > found.error
             if not (is_clear or is_over):
                 return False
+            self._tried[self._rung] = found
         self._num_measured = 0
-        self._tried[self._rung] = found
         for name, stage in self.stages.items():
             stage.tried[stage.place], stage.ready_bytes = (found, reserved.get(name, 0)), math.inf
         return True
@@ -296,7 +296,7 @@ class RowChoice:
         Before any was measured it is what is predicted.
         """
         us = self._us_of(rung)
-        seen = {self._us_of(other): found for other, found in self._tried.items() if found}
+        seen = {self._us_of(other): found for other, found in self._tried.items()}
         if not seen:
             percent, wide = 100 * us / self.bare_us, _BLIND_ERROR if self.is_blind else 1.0
             return Slowdown.of(percent, wide * max(_LEAST_ERROR, _ERROR_SHARE * percent))
@@ -309,8 +309,7 @@ class RowChoice:
         limit, stages = policy.most_slowdown_percent, self.stages.values()
         us_of = [self._us_of(rung) for rung in range(len(self._ladder))]
         points = {0: (0.0, 0.0)}
-        for rung, seen in self._tried.items():
-            points[rung] = us_of[rung], math.inf if seen is None else seen.most
+        points |= {rung: (us_of[rung], seen.most) for rung, seen in self._tried.items()}
         quick = max(rung for rung, (_, percent) in points.items() if percent <= limit)
         slow = min(
             (p for p, (_, percent) in points.items() if percent > limit and p > quick),
@@ -349,8 +348,8 @@ class RowChoice:
         least = f"the least that frees anything is predicted to cost {percent:.2g} %"
         if self.is_blind:
             least = f"steps differ too much to see what rows cost, and {least}"
-        elif known := list(filter(None, self._tried.values())):
-            least = f"the least costly plan that was tried takes {min(known)}"
+        elif self._tried:
+            least = f"the least costly plan that was tried takes {min(self._tried.values())}"
         return 0, True, f"{least}, and at most {limit:g} % is wanted"
 
 
