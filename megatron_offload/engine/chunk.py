@@ -63,6 +63,8 @@ class ChunkOffloadHandler:
     recipes: dict[int, Recipe] | None = field(default=None, init=False)
     """How what was made and not saved yet is recomputed, by the storage that it was made in; None
     where nothing of that is known, and once the forward is over."""
+    saved_bytes: int = field(default=0, init=False)
+    """What its groups have saved, and what went by in between, by the step's clock."""
     _counted_keys: set[int] = field(default_factory=set, init=False)
 
     def open_group(self, name: str) -> OffloadGroup:

@@ -215,8 +215,7 @@ class PipelineOffloadManager(Recording):
             step.chunk = chunk
             if chunk.begun_behind is not None:
                 chunk.begun_behind = 0
-        step.entered.append(chunk)
-        chunk.position = len(step.entered) - 1
+        step.enter(chunk)
 
     @graph_break
     def reset(self) -> None:

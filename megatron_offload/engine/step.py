@@ -90,6 +90,16 @@ class Step(StepDecisions[OffloadGroup]):
         self._transfers.begin_step()
         self.begin_step(self._learner.profile)
 
+    def enter(self, chunk: ChunkOffloadHandler) -> None:
+        """Take a chunk in; let limits forget those whose graphs have gone without a backward."""
+        for other in self.entered:
+            groups = other.groups if other.saved_bytes else ()
+            if groups and not any(group.state is DONE or group.blocks() for group in groups):
+                self.budget.drop_saved(other.saved_bytes)
+                other.saved_bytes = 0
+        chunk.position = len(self.entered)
+        self.entered.append(chunk)
+
     def is_idle(self) -> bool:
         """Whether no graph is left, and nothing saved."""
         return all(found() is None for one in self.groups() for found in one.references)
@@ -183,6 +193,8 @@ class Step(StepDecisions[OffloadGroup]):
         if group.pick is not None:
             group.pick.choose(group)
         transfers.measure(group)
+        if self.chunk is not None:
+            self.chunk.saved_bytes += group.clock_bytes
         transfers.stats.by_name[group.name].num_groups += 1
         keep_reason = self._learner.reason_to_keep(group)
         if group.forced and not keep_reason:  # of which each block has some, or none
@@ -228,4 +240,10 @@ class Step(StepDecisions[OffloadGroup]):
         for observer in self._observers:
             observer.backward_left(group)
 
-    tick = guarded(StepDecisions.tick)
+    @guarded
+    def tick(self, num_bytes: int, is_backward: bool = False) -> bool:
+        """As there."""
+        counts = super().tick(num_bytes, is_backward)
+        if counts and not is_backward and self.chunk is not None:
+            self.chunk.saved_bytes += num_bytes
+        return counts

@@ -51,6 +51,23 @@ def check(make, rows, *given, **settings):
     return context
 
 
+@pytest.mark.parametrize("layers", ["0-7", "all"])
+def test_losses_without_a_backward_take_no_more_of_the_limits_than_are_alive(layers):
+    def offloaded_bytes(num_skipped):
+        net = make_net(16)
+        context = around(net, [{"site": "mlp", "layers": layers, "offload": "all"}])
+        for number in range(8 + num_skipped):
+            with context:
+                loss = net(torch.arange(40)[None]).sum()
+            if not 4 <= number < 4 + num_skipped:
+                loss.backward()
+        context.end_step()
+        return context.last_step.offloaded_bytes
+
+    of_two_alive = offloaded_bytes(1)
+    assert offloaded_bytes(20) == of_two_alive > 0
+
+
 def changed_net(change):
     """Return a net, of which each layer was changed by a function."""
     net = make_net()
