@@ -38,6 +38,7 @@ from megatron_offload.integrations.megatron_recompute import PATCHES
 from megatron_offload.integrations.megatron_rows import (
     NOTES,
     WITHOUT_WEIGHTS,
+    count_recomputed,
     mark_layers,
     refuse_rows,
     unmark_layers,
@@ -359,6 +360,9 @@ _PATCHES: dict[str, Call] = {
     f"models.gpt.gpt_model:GPTModel.{_PREPARE}": _marking,
     f"models.hybrid.hybrid_model:HybridModel.{_PREPARE}": _marking,
     "tensor_parallel.random:CheckpointWithoutOutput.checkpoint": _keeping_outputs,
+    "tensor_parallel.random:CheckpointWithoutOutput.discard_output_and_register_recompute": (
+        count_recomputed
+    ),
     "tensor_parallel.random:CheckpointWithoutOutputFunction.forward": _saving_arguments,
     "transformer.transformer_config:TransformerConfig.__post_init__": _taking_our_names,
 }

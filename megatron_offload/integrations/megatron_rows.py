@@ -8,10 +8,11 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 from megatron_offload.config import LAYER_INPUT, MEGATRON_MODULES
-from megatron_offload.core.row_config import LOSS, UNITS, RowConfig
+from megatron_offload.core.row_config import LOSS, MOE_ACT, UNITS, RowConfig
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError
 from megatron_offload.integrations.megatron_recompute import keeps_activation
@@ -19,6 +20,7 @@ from megatron_offload.model_map.module_hooks import ModuleHook, hooks_of, named_
 from megatron_offload.model_map.offload_site import LargestTensors
 from megatron_offload.model_map.sites import emptied_inside
 from megatron_offload.model_map.structure import layers_of
+from megatron_offload.recompute.patches import Call
 
 _logger = logging.getLogger(__name__)
 
@@ -147,6 +149,17 @@ def _choose(chosen: LargestTensors, module: nn.Module, args: Any) -> None:
     group = chunk.open_groups[-1] if chunk is not None and chunk.open_groups else None
     if group is not None and group.name == "core_attn":
         group.pick = chosen.begin()
+
+
+def count_recomputed(original: Call, self: Any, hook_tensor: torch.Tensor) -> None:
+    """Count what a ``CheckpointWithoutOutput`` empties because rows have asked for it."""
+    parts = (part for part, built in _built.items() if RERUN in built)
+    is_ours = any(vars(part).get("activation_checkpoint") is self for part in parts)
+    if is_ours and hook_tensor.requires_grad:  # else no backward recomputes it
+        outputs = self.outputs or ()  # None where a graph's warmup keeps them
+        stats = PipelineOffloadManager.get_instance().transfers.stats.by_name[MOE_ACT]
+        stats.recomputed_bytes += sum(output.untyped_storage().nbytes() for output in outputs)
+    original(self, hook_tensor)
 
 
 def unmark_layers(model: nn.Module | None) -> None:

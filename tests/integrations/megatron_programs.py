@@ -299,6 +299,7 @@ def train(model, case, manager=None):
                         for n, g in stats.by_name.items()
                         if g.offloaded_bytes or g.recomputed_bytes
                     ),
+                    "recomputed": {n: g.recomputed_bytes for n, g in stats.by_name.items()},
                     "remade": sorted(stats.recomputed_bytes_by_unit),
                     "groups": {name: g.num_groups for name, g in stats.by_name.items()},
                     "summary": manager.offload_summary_bytes,

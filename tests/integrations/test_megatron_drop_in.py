@@ -180,6 +180,14 @@ def test_marked_groups_are_those_of_the_layers_that_rows_name(run, case):
         assert found["steps"][-1]["summary"] == summary
 
 
+@programs("rows", "rows-overlapped", "moe-recompute-act")
+def test_what_megatron_recomputes_is_counted_where_rows_have_asked_for_it(run, case):
+    sizes = {"rows": 4, "rows-overlapped": 2, "moe-recompute-act": 0}  # of an element
+    expected = 2 * 3 * 2 * 16 * 2 * 64 * sizes[case]  # two experts for a token
+    for step in finding(run)["cases"][case]["steps"]:
+        assert step["recomputed"].get("moe_act", 0) == expected
+
+
 @programs(*STAYS, "none")
 def test_nothing_moves_where_nothing_should(run, case):
     assert [step["offloaded_bytes"] for step in finding(run)["cases"][case]["steps"]] == [0, 0, 0]
