@@ -52,6 +52,8 @@ class OldKeys(dict[str, Any]):
 
     def __missing__(self, key: str) -> Any:
         if key not in self.counters:
+            if f"offload/{RENAMED.get(key.removeprefix('offload/'))}" not in self.counters:
+                raise KeyError(key)
             return self.counters[current_name(key)]
         said = f"{key!r} is in metrics(all_counters=True) now"
         warnings.warn(said, DeprecationWarning, stacklevel=2)
