@@ -219,6 +219,10 @@ class OffloadActivations(AroundForwards):
         self._num_committed = len(self.manager.decisions.committed)
         handle = self._seeking = nn.modules.module.register_module_forward_pre_hook(found)
 
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether it was made for this model."""
+        return self._of_model is not None and self._of_model() is model
+
     def close(self) -> None:
         """Free all memory; a second call does nothing more."""
         self.manager.close()
@@ -282,12 +286,20 @@ class NoOpManager(saved_tensors_hooks):
 class NoOffload(contextlib.nullcontext[None]):
     """Does nothing, and has what a program asks `OffloadActivations` for."""
 
-    last_step = StepStats()
+    last_step = StepStats(why="nothing is offloaded: it is switched off")
     """Counters of nothing."""
 
     def end_step(self) -> bool:
         """Return that there was no step."""
         return False
+
+    def describe(self) -> str:
+        """Return that it is switched off."""
+        return self.last_step.verdict
+
+    def is_of(self, model: object) -> bool:
+        """Return that it does for any model."""
+        return True
 
     def save_report(self, folder: object) -> None:
         """Leave nothing."""

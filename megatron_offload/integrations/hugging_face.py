@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import cached_property, partial, wraps
+from functools import partial, wraps
 from pathlib import Path
 from threading import get_ident
 from types import MappingProxyType
@@ -48,18 +48,23 @@ class OffloadMixin:
 
     model: Any
     is_in_offload = False
+    _context: Any = None
 
     def __getattribute__(self, name: str) -> Any:
         """Return three methods wrapped, whichever class has them: it may call none behind it."""
         found, run = super().__getattribute__(name), _RUNS.get(name)
         return found if run is None else wraps(found)(partial(run, self, found))
 
-    @cached_property
+    @property
     def offload(self) -> Any:
-        """The context around each forward, with its ``last_step``."""
-        return get_act_offloading_ctx_manager(
-            self.model, config=self.offload_config, warn_if_no_head=False, **self.offload_options
-        )
+        """The context around each forward of `model`, with its ``last_step``."""
+        if self._context is None or not self._context.is_of(self.model):
+            options = {"config": self.offload_config, **self.offload_options}
+            self._context = None  # the next frees what this has
+            self._context = get_act_offloading_ctx_manager(
+                self.model, warn_if_no_head=False, **options
+            )
+        return self._context
 
 
 def _compute_loss(trainer: OffloadMixin, call: Call, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +106,7 @@ def _log(trainer: OffloadMixin, call: Call, logs: dict[str, Any], *args: Any, **
     if "loss" in logs:
         trainer.offload.end_step()
         step = trainer.offload.last_step
-        logs |= step.metrics(all_counters=trainer.offload_all_counters)
+        logs = {**logs, **step.metrics(all_counters=trainer.offload_all_counters)}
     if "train_runtime" in logs and trainer.offload_report is not None:  # training has ended
         trainer.offload.save_report(trainer.offload_report)
     return call(logs, *args, **kwargs)

@@ -576,6 +576,7 @@ def test_a_context_that_does_nothing_can_be_asked_and_refuses_what_no_context_ta
     assert entered is None
     assert off.last_step.offloaded_bytes == 0
     assert off.last_step.metrics()
+    assert off.describe() == "nothing is offloaded: it is switched off"
     assert not off.end_step()
     off.close()
     with pytest.raises(TypeError, match="bogus"):

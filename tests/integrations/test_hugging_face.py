@@ -70,13 +70,13 @@ class OwnStep:
         return loss.detach()
 
 
-def train_by_trainer(folder, *bases, model=None, accumulated=1):
+def make_trainer(folder, *bases, model=None, accumulated=1):
     pytest.importorskip("accelerate", reason="Trainer needs accelerate")
     generator = torch.Generator().manual_seed(2)
     lengths = [length for length in (64, LENGTH, 32) for _ in range(accumulated * BATCH)]
     words = [torch.randint(WORDS, (length,), generator=generator) for length in lengths]
     own = {"offload_config": MOVING, "offload_report": folder / "report"}
-    trainer = type("Own", bases, own)(
+    return type("Own", bases, own)(
         model=model or make_model({"use_reentrant": False}),
         args=transformers.TrainingArguments(
             folder,
@@ -95,6 +95,10 @@ def train_by_trainer(folder, *bases, model=None, accumulated=1):
         train_dataset=[{"input_ids": one, "labels": one} for one in words],
         eval_dataset=[{"input_ids": one, "labels": one} for one in words[:4]],
     )
+
+
+def train_by_trainer(*args, **options):
+    trainer = make_trainer(*args, **options)
     trainer.train()
     return trainer.state.log_history, [p.detach().clone() for p in trainer.model.parameters()]
 
@@ -131,3 +135,19 @@ def test_a_trainer_logs_each_step_s_own_counters_beside_the_same_losses(tmp_path
         assert_same_training(plain, train_by_trainer(tmp_path, *bases, model=model, accumulated=2))
         (rank,) = read_report(tmp_path / "report").facts.by_rank
         assert rank.offloaded_bytes > 0
+
+
+def test_a_second_training_has_a_context_of_its_own_model(tmp_path):
+    trainer = make_trainer(tmp_path, OffloadMixin, transformers.Trainer)
+    trainer.model_init = partial(make_model, None)  # for each training
+    offloads = [trainer.train() and trainer.offload for _ in range(2)]
+    assert offloads[0] is not offloads[1] is trainer.offload
+    assert offloads[1].is_of(trainer.model)
+    assert offloads[1].last_step.offloaded_bytes > 0
+
+
+def test_what_is_logged_remains_the_caller_s(tmp_path):
+    trainer, logs = make_trainer(tmp_path, OffloadMixin, transformers.Trainer), {"loss": 1.0}
+    trainer.log(logs)
+    assert logs == {"loss": 1.0}
+    assert "offload/saved_mib" in trainer.state.log_history[-1]
