@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,13 @@ from lightning.pytorch import Callback
 
 from megatron_offload.frontends.whole_model import get_act_offloading_ctx_manager
 from megatron_offload.recompute.patches import Call, PatchStack
+
+_logger = logging.getLogger(__name__)
+
+_SPAWNED = (
+    "the ranks of this strategy are processes of their own: where fit() was called "
+    "OffloadCallback.offload is None, and loggers or OffloadCallback(report=FOLDER) have counters"
+)
 
 
 class OffloadCallback(Callback):
@@ -28,11 +36,14 @@ class OffloadCallback(Callback):
         self._options = {"warn_if_no_head": False, **options}
         self._patches = PatchStack()
         self.offload: Any = None
-        """The context around each training step, with its ``last_step``; None before ``fit``."""
+        """The context around each training step, with its ``last_step``; None before ``fit``, and
+        where that has run in other processes."""
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Put the context around each training step."""
         self._patches.undo()
+        if trainer.is_global_zero and hasattr(trainer.strategy.launcher, "_start_method"):
+            _logger.warning("%s", _SPAWNED)
         self.offload = get_act_offloading_ctx_manager(pl_module, **self._options)
 
         def offloaded(training_step: Call, *args: Any, **kwargs: Any) -> Any:

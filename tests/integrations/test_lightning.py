@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from processes import run_python
 from programs import MOVING, assert_same
 from torch import nn
 
@@ -130,3 +131,38 @@ def test_a_step_that_fails_leaves_nothing_behind(make_model):
     model.fails_at = None
     fit(model, callback)
     assert callback.offload.last_step.offloaded_bytes > 0
+
+
+SPAWNED = """
+import copy, sys
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from torch import nn
+from torch.utils.data import DataLoader
+from megatron_offload import OffloadConfig
+from megatron_offload.integrations.lightning import OffloadCallback
+
+model, batches = BoringModel(), DataLoader(RandomDataset(32, 64), batch_size=8)
+model.layer = nn.Sequential(*(nn.Linear(32, 32) for _ in range(8)), model.layer)
+config = OffloadConfig(policy="modules", backend="simulated", min_tensor_bytes=0, prefetch_bytes=0)
+callback = OffloadCallback(config=config, report=sys.argv[1])
+found = []
+for callbacks in ([], [callback]):
+    trainer = Trainer(
+        accelerator="cpu", devices=2, strategy="ddp_spawn", max_epochs=1, callbacks=callbacks,
+        logger=False, enable_checkpointing=False, limit_val_batches=0,
+    )
+    trained = copy.deepcopy(model)
+    trainer.fit(trained, batches)
+    found.append([x.tolist() for x in trained.parameters()])
+assert found[0] == found[1] != [x.tolist() for x in model.parameters()]
+assert callback.offload is None
+"""
+
+
+def test_ranks_that_fit_starts_itself_offload_and_say_where_their_counters_are(tmp_path):
+    done = run_python("-c", SPAWNED, tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stderr.count("OffloadCallback.offload is None") == 1
+    (rank,) = read_report(tmp_path).facts.by_rank
+    assert rank.offloaded_bytes > 0
