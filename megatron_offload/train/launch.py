@@ -1,6 +1,7 @@
 """Starts the ranks of a run on this machine, and waits for them.
 
-A signal to the command ends all ranks; where it is killed, the system sends them SIGINT.
+A signal to the command ends all ranks, unless it was started to ignore that, as by nohup or in the
+background of a script. Where it is killed, the system kills them.
 """
 
 from __future__ import annotations
@@ -93,10 +94,15 @@ def _start_ranks(runs: Runs, kind: str, comparison: Path | None) -> None:
     try:
         with tempfile.TemporaryDirectory() as folder:
             place = {"world_size": num_ranks, "init_method": f"file://{folder}/store"}
-            given = refusals, place, (runs, kind, comparison)
+            handlers = {
+                x: signal.signal(x, _stop)
+                for x in (signal.SIGTERM, signal.SIGHUP)
+                if signal.getsignal(x) != signal.SIG_IGN
+            }
             # Ranks ignore it too, while they start: no traceback from amid their imports.
-            handlers = {x: signal.signal(x, _stop) for x in (signal.SIGTERM, signal.SIGHUP)}
             handlers[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
+            is_ignored = handlers[signal.SIGINT] == signal.SIG_IGN
+            given = is_ignored, refusals, place, (runs, kind, comparison)
             try:
                 started = spawn(_rank_main, given, num_ranks, join=False)
                 processes = started.processes
@@ -117,9 +123,15 @@ def _start_ranks(runs: Runs, kind: str, comparison: Path | None) -> None:
         logging.disable(logging.NOTSET)
 
 
-def _rank_main(rank: int, refusals: Any, place: dict[str, Any], what: Any) -> None:
+def _rank_main(
+    rank: int, ignores_interrupts: bool, refusals: Any, place: dict[str, Any], what: Any
+) -> None:
     """Be one rank; an error ends all of them, and one of input goes to ``refusals``."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # at once, and without a traceback
+    from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
+
+    if not ignores_interrupts:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # at once, and without a traceback
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)  # torch has SIGINT
     parent = multiprocessing.parent_process()
     if parent is None or not parent.is_alive():
         return

@@ -30,14 +30,23 @@ def for_long(output):
 
 
 @contextlib.contextmanager
-def started(program, arguments, is_ready):
-    """Start a command that trains for long; yields it once ``is_ready(process id)``."""
+def started(program, arguments, is_ready, ignored=()):
+    """Start a command that trains for long; yields it once ``is_ready(process id)``.
+
+    It ignores signals as in the background of a script, or under nohup.
+    """
+
+    def ignore():
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
+
     process = subprocess.Popen(
         [sys.executable, *program, *arguments],
         stderr=subprocess.PIPE,
         text=True,
         env=environment(),
         start_new_session=True,
+        preexec_fn=ignore,
     )
     try:
         deadline = time.monotonic() + 120
@@ -53,9 +62,13 @@ def started(program, arguments, is_ready):
         process.stderr.close()
 
 
-def two_steps_done(output):
+def steps_done(output):
     log = output / "steps.jsonl"
-    return lambda _: log.exists() and log.read_bytes().count(b"\n") >= 2
+    return log.read_bytes().count(b"\n") if log.exists() else 0
+
+
+def two_steps_done(output):
+    return lambda _: steps_done(output) >= 2
 
 
 def ranks_of(launcher):
@@ -110,6 +123,20 @@ def test_a_signal_ends_all_ranks_with_at_most_one_line(send, status, words, tmp_
     assert process.returncode == status, err
     assert err.strip().splitlines()[-1].startswith(words)
     assert max(numbers(tmp_path)) >= 2
+
+
+def test_signals_that_a_script_ignores_end_no_rank_and_its_end_does(tmp_path):
+    ignored = signal.SIGINT, signal.SIGHUP, signal.SIGTERM
+    with started(COMMAND, for_long(tmp_path), two_steps_done(tmp_path), ignored) as process:
+        for number in ignored:
+            os.killpg(process.pid, number)
+        before, deadline = steps_done(tmp_path), time.monotonic() + 60
+        while steps_done(tmp_path) < before + 3:
+            assert process.poll() is None, process.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.kill()
+        process.communicate(timeout=30)  # see below
 
 
 def test_control_c_while_ranks_start_ends_with_one_line(tmp_path):
