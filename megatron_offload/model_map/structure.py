@@ -54,7 +54,7 @@ def layers_of(modules: Mapping[str, nn.Module]) -> dict[str, int]:
     paths = {module: path for path, module in modules.items()}
     places = dict[str, str]()
     lists = [x for x in modules.items() if isinstance(x[1], (nn.ModuleList, nn.Sequential))]
-    for home, module in sorted(lists, key=lambda x: len(x[1]), reverse=True):
+    for home, module in sorted(lists, key=lambda x: len(x[1]._modules), reverse=True):
         members = module._modules
         alike = {type(child) for child in members.values()}
         if len(members) > 1 and len(alike) == 1 and all(map(_may_be_layer, members.values())):
@@ -72,8 +72,9 @@ def _number_of(layer: Any, place: str, modules: Mapping[str, nn.Module]) -> int:
     if any(base.__module__.startswith("megatron.") for base in type(layer).__mro__):
         of_decoder = layer.config.num_layers if getattr(layer, "is_mtp_layer", False) else 0
         return int(layer.layer_number) - 1 + int(of_decoder)
-    siblings = [*modules[home]._modules] if home in modules else [name]
-    return int(name) if name.isdigit() else siblings.index(name)
+    if name.isdigit() or not name:  # of a model that is a layer itself
+        return int(name or 0)
+    return [*modules[home]._modules].index(name)
 
 
 def _may_be_layer(module: nn.Module | None) -> bool:

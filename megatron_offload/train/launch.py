@@ -94,11 +94,9 @@ def _start_ranks(runs: Runs, kind: str, comparison: Path | None) -> None:
     try:
         with tempfile.TemporaryDirectory() as folder:
             place = {"world_size": num_ranks, "init_method": f"file://{folder}/store"}
-            handlers = {
-                x: signal.signal(x, _stop)
-                for x in (signal.SIGTERM, signal.SIGHUP)
-                if signal.getsignal(x) != signal.SIG_IGN
-            }
+            both = signal.SIGTERM, signal.SIGHUP
+            ends = [number for number in both if signal.getsignal(number) != signal.SIG_IGN]
+            handlers = {number: signal.signal(number, _stop) for number in ends}
             # Ranks ignore it too, while they start: no traceback from amid their imports.
             handlers[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
             is_ignored = handlers[signal.SIGINT] == signal.SIG_IGN
@@ -123,15 +121,13 @@ def _start_ranks(runs: Runs, kind: str, comparison: Path | None) -> None:
         logging.disable(logging.NOTSET)
 
 
-def _rank_main(
-    rank: int, ignores_interrupts: bool, refusals: Any, place: dict[str, Any], what: Any
-) -> None:
+def _rank_main(rank: int, ignores: bool, refusals: Any, place: dict[str, Any], what: Any) -> None:
     """Be one rank; an error ends all of them, and one of input goes to ``refusals``."""
     from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
-    if not ignores_interrupts:
+    if not ignores:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # at once, and without a traceback
-    _prctl_pr_set_pdeathsig(signal.SIGKILL)  # torch has SIGINT
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)  # torch's is SIGINT
     parent = multiprocessing.parent_process()
     if parent is None or not parent.is_alive():
         return

@@ -829,6 +829,8 @@ def test_layers_that_have_other_names_first_are_numbered_in_the_longest_list():
     net.last, net.even, net.all = blocks[3], nn.ModuleList(blocks[::2]), nn.ModuleList(blocks)
     layers = layers_of(dict(net.named_modules()))
     assert layers == {"last": 3, "even.0": 0, "even.1": 2, "all.1": 1}
+    alone = type("TransformerLayer", (Block,), {})()
+    assert layers_of(dict(alone.named_modules())) == {"": 0}
 
 
 def test_rows_name_a_site_by_its_second_name():
