@@ -59,10 +59,9 @@ class OffloadMixin:
     def offload(self) -> Any:
         """The context around each forward of `model`, with its ``last_step``."""
         if self._context is None or not self._context.is_of(self.model):
-            options = {"config": self.offload_config, **self.offload_options}
-            self._context = None  # the next frees what this has
+            self._context, more = None, self.offload_options  # the next frees what this has
             self._context = get_act_offloading_ctx_manager(
-                self.model, warn_if_no_head=False, **options
+                self.model, config=self.offload_config, warn_if_no_head=False, **more
             )
         return self._context
 
