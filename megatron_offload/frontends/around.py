@@ -17,7 +17,7 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import ConfigError
 from megatron_offload.observe.run_report import save_report
-from megatron_offload.observe.unseen import watch_unseen
+from megatron_offload.observe.unseen import warn_of_no_call, watch_unseen
 
 _ALL_MOVES = "it takes what autograd saves, whatever module that is; offload_modules() goes by name"
 _RATIO = "offload_ratio says what is offloaded; give that, or use OffloadActivations"
@@ -176,6 +176,8 @@ class AroundForwards(saved_tensors_hooks):
                 search.forward_ends(has_failed=has_failed)
         finally:
             try:
+                if not (has_failed or self._depth):
+                    warn_of_no_call(self._groups)
                 self._groups.end(has_failed=has_failed)
             finally:
                 watch_unseen(self._groups)

@@ -31,6 +31,12 @@ _NOT_SEEN = (
     "respect_saved_tensors_hooks=True to checkpoint() (torch 2.14 or later). This is said once"
 )
 
+_NO_CALL = (
+    "rows offload nothing in this forward, as none of their sites was called, or none has saved "
+    "anything: another model was called, or graphs that torch has compiled before this context was "
+    "made and that lack its hooks (torch._dynamo.reset() in front of it helps). This is said once"
+)
+
 _watched = WeakSet[AutomaticGroups]()
 _patches, _lock = PatchStack(), RLock()
 
@@ -46,6 +52,15 @@ def watch_unseen(groups: AutomaticGroups) -> None:
         elif not _patches and Cache is not None:
             _patches.wrap(Cache, "__exit__", _note)
             _patches.wrap(saved_tensors_hooks, "__enter__", _note)
+
+
+def warn_of_no_call(groups: AutomaticGroups) -> None:
+    """Warn where a whole forward has come by none of the sites of which rows say to offload."""
+    forward, manager = groups.forward, groups.manager
+    named = () if manager.rows_are_own else manager.rows or ()
+    is_named = any(row.offload and not row.min_tokens for row in named)
+    if is_named and forward is not None and forward.chunk.position is None and manager.records():
+        manager.transfers.warn_once(_NO_CALL)
 
 
 @graph_break

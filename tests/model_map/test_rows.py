@@ -68,6 +68,20 @@ def test_losses_without_a_backward_take_no_more_of_the_limits_than_are_alive(lay
     assert offloaded_bytes(20) == of_two_alive > 0
 
 
+def test_rows_whose_sites_a_forward_does_not_come_by_are_not_silent(caplog):
+    net, tokens = make_net(), torch.arange(40)[None]
+    context = around(net, [{"site": "mlp", "offload": "all"}])
+    with torch.no_grad(), context:
+        make_net()(tokens)
+    with context:
+        net(tokens).sum().backward()
+    assert "none of their sites" not in caplog.text
+    for _ in range(2):
+        with context:
+            make_net()(tokens).sum().backward()
+    assert caplog.text.count("none of their sites was called") == 1
+
+
 def changed_net(change):
     """Return a net, of which each layer was changed by a function."""
     net = make_net()
