@@ -77,7 +77,10 @@ def _summary(
 ) -> Iterator[str]:
     """Yield what two runs have shown: bits, memory, on a GPU time as well; and what to do next."""
     same = "the same bits come out" if result.is_identical else "NOT the same bits come out"
-    yield f"Shown: {same} of {config.run.steps} training steps without offload and with it."
+    if any(rank.offloaded_bytes or rank.recomputed_bytes for rank in facts[1].by_rank):
+        yield f"Shown: {same} of {config.run.steps} training steps without offload and with it."
+    else:
+        yield f"Shown: {same}, but nothing was offloaded or recomputed in the last step."
     text = "The device is simulated, so speed is not judged."
     if not facts[1].is_simulated:
         off, on = (run.step_time_s or 0.0 for run in facts)

@@ -1,7 +1,6 @@
 r"""Train a GPT by megatron-core's own model and pipeline schedules, on GPUs or on CPUs.
 
-reads    --config, a YAML file (or the name of one in configs/), and the text that it names; flags
-         win over the file
+reads    --config, a YAML file (or the name of one in configs/); flags win over the file
 prints   a line for each step, and in the end what was offloaded on each rank, and the rows that
          the run has found
 writes   run.output: steps.jsonl (a JSON line for each step), config.yaml, run.json, timelines with

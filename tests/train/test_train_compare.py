@@ -2,11 +2,14 @@
 
 import json
 import re
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from training_runs import be_the_rank, run, words
 from traps import lose_a_bit
 
+from megatron_offload.cli import compare as compare_command
 from megatron_offload.cli import main as cli
 
 ONE_RANK = ("parallel.pipeline=1", "parallel.virtual=1", "run.steps=3")
@@ -26,6 +29,23 @@ def compare(monkeypatch, tmp_path):
 
 def lines(folder):
     return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "ends"),
+    [
+        (1, "steps without offload and with it."),
+        (0, ", but nothing was offloaded or recomputed in the last step."),
+    ],
+)
+def test_what_a_comparison_shows_is_nothing_where_nothing_was_offloaded(num_bytes, ends):
+    rank = SimpleNamespace(offloaded_bytes=num_bytes, recomputed_bytes=0)
+    facts = [SimpleNamespace(by_rank=(rank,), is_simulated=True, step_time_s=1.0)] * 2
+    config = SimpleNamespace(run=SimpleNamespace(steps=2))
+    with mock.patch.object(compare_command, "memory_kinds", lambda *_: []):
+        shown, *_ = compare_command._summary(config, facts, SimpleNamespace(is_identical=True))
+    assert shown.startswith("Shown: the same bits come out")
+    assert shown.endswith(ends)
 
 
 def test_compare_finds_every_step_equal_and_memory_lower(compared):
