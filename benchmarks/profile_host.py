@@ -31,7 +31,7 @@ PARTS = {
     "records": "chunk saved_tensor marks",
     "blocks and copies": "transfers releases reloads group",
     "decisions and budgets": "core/step core/group core/budget core/window engine/step learning",
-    "host and device memory": "host_pool tensor_pool",
+    "host and device memory": "host_pool",
     "streams and events": "base cuda simulated",
 }
 PART_OF = {name: part for part, names in PARTS.items() for name in names.split()}

@@ -37,8 +37,6 @@ if _level := os.environ.get("MEGATRON_OFFLOAD_LOG", ""):
 if TYPE_CHECKING:
     from megatron_offload.config import OffloadConfig as OffloadConfig
     from megatron_offload.engine.manager import PipelineOffloadManager as PipelineOffloadManager
-    from megatron_offload.fine_grained_activation_offload import group_commit as group_commit
-    from megatron_offload.fine_grained_activation_offload import group_start as group_start
     from megatron_offload.frontends.modules import offload_modules as offload_modules
     from megatron_offload.frontends.ratio import CPUOffload as CPUOffload
     from megatron_offload.frontends.ratio import get_tensor_memory as get_tensor_memory
@@ -47,6 +45,8 @@ if TYPE_CHECKING:
     from megatron_offload.frontends.whole_model import (
         get_act_offloading_ctx_manager as get_act_offloading_ctx_manager,
     )
+    from megatron_offload.megatron_api.names import group_commit as group_commit
+    from megatron_offload.megatron_api.names import group_start as group_start
     from megatron_offload.model_map.mapping import map_model as map_model
     from megatron_offload.recompute.loss import cross_entropy as cross_entropy
     from megatron_offload.recompute.recipes import recomputable as recomputable
@@ -60,8 +60,8 @@ _HOMES = {
     "cross_entropy": "recompute.loss",
     "get_act_offloading_ctx_manager": "frontends.whole_model",
     "get_tensor_memory": "frontends.ratio",
-    "group_commit": "fine_grained_activation_offload",
-    "group_start": "fine_grained_activation_offload",
+    "group_commit": "megatron_api.names",
+    "group_start": "megatron_api.names",
     "map_model": "model_map.mapping",
     "offload_modules": "frontends.modules",
     "recomputable": "recompute.recipes",

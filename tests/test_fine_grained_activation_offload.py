@@ -29,7 +29,7 @@ from megatron_offload.fine_grained_activation_offload import (
     fine_grained_offloading_group_offload,
     fine_grained_offloading_group_start,
 )
-from megatron_offload.frontends.megatron_handler import REPLACED
+from megatron_offload.megatron_api.handler import REPLACED
 
 CONFIG = OffloadConfig(
     backend="simulated", host_slab_bytes=1 << 20, max_inflight_bytes=0, prefetch_bytes=0

@@ -33,6 +33,7 @@ PACKAGES = (
     "autotune",
     "report",
     "frontends",
+    "megatron_api",
     "fine_grained_activation_offload.py",
     "integrations",
     "run",
@@ -136,12 +137,14 @@ def test_public_names_are_there_when_they_are_asked_for():
         "import sys\n"
         "import megatron_offload as package\n"
         "assert 'torch' not in sys.modules\n"
+        "import megatron_offload.fine_grained_activation_offload\n"
+        "assert 'megatron_offload.observe.verdicts' in sys.modules, 'as at each door'\n"
         "assert set(package.__all__) <= set(dir(package))\n"
         "for name in package.__all__:\n"
         "    assert callable(getattr(package, name)), name\n"
         "assert not hasattr(package, 'nonsense')\n"
         "from megatron_offload import *\n"
-        "assert group_start.__module__ == 'megatron_offload.fine_grained_activation_offload'\n"
+        "assert group_start.__module__ == 'megatron_offload.megatron_api.names'\n"
     )
     done = run_python("-c", program)
     assert done.returncode == 0, done.stderr

@@ -14,7 +14,7 @@ import pytest
 from processes import LATER, later
 
 from megatron_offload import fine_grained_activation_offload as facade
-from megatron_offload.frontends.megatron_manager import chunk_arguments
+from megatron_offload.megatron_api.manager import chunk_arguments
 
 SOURCE = Path("megatron/core/pipeline_parallel/fine_grained_activation_offload.py")
 

@@ -20,7 +20,7 @@ from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager as Engine
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.errors import StateError
-from megatron_offload.memory.tensor_pool import GPUTensorPool
+from megatron_offload.megatron_api.tensor_pool import GPUTensorPool
 
 HostState = tuple[torch.device, torch.Tensor, bool]
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megatron_offload.memory.tensor_pool import GPUTensorPool, OffloadTensorPool
+from megatron_offload.megatron_api.tensor_pool import GPUTensorPool, OffloadTensorPool
 
 
 @pytest.fixture

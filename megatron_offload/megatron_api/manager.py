@@ -21,9 +21,9 @@ from megatron_offload.engine.chunk import ChunkOffloadHandler as Chunk
 from megatron_offload.engine.manager import PipelineOffloadManager as Engine
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.errors import StateError
-from megatron_offload.frontends.megatron_handler import UNSAID, ChunkOffloadHandler, reached, said
-from megatron_offload.memory.tensor_pool import GPUTensorPool, HostTensorPool
-from megatron_offload.report.tables import print_offload_summary_table
+from megatron_offload.megatron_api.handler import UNSAID, ChunkOffloadHandler, reached, said
+from megatron_offload.megatron_api.summary import print_offload_summary_table
+from megatron_offload.megatron_api.tensor_pool import GPUTensorPool, HostTensorPool
 
 
 def _chunk_of_0_16(vp_size: Any, vp_stage: Any, min_offloaded_tensor_size: Any = 1 << 20) -> Any:
