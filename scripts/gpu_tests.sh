@@ -12,7 +12,7 @@ output=$1
 shift
 alone=(test_faults test_machine)
 others=()
-for file in tests/gpu/test_*.py; do
+for file in tests/gpu/test_*.py tests/memory/test_conformance.py; do
     name=$(basename "$file" .py)
     [[ " ${alone[*]} " == *" $name "* ]] || others+=("$name")
 done
@@ -24,7 +24,7 @@ python3 -c 'import torch; print(torch.__version__, torch.cuda.device_count(), "x
 
 run() {
     local started=$SECONDS status=0
-    python3 -m pytest "tests/gpu/$1.py" -q -p no:cacheprovider --durations 8 >"$output/$1.log" 2>&1 || status=$?
+    python3 -m pytest tests/*/"$1.py" -q -p no:cacheprovider --durations 8 >"$output/$1.log" 2>&1 || status=$?
     echo "$1, $((SECONDS - started)) s: $(grep -E ' in [0-9.]+s' "$output/$1.log" | tail -n 1)"
     [[ $status -eq 0 || $status -eq 5 ]] || touch "$output/failed"
 }
