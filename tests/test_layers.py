@@ -1,6 +1,6 @@
-"""Who may import whom, read off the sources; and the walks of docs/design.md.
+"""Who may import whom, read off the sources; and the walks and notes of docs/design.md.
 
-Each step's file of a walk has that function, and none climbs.
+Each step's file of a walk has that function, and none climbs; each note is in its file.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ TORCHLESS = (
 )
 PAGE = PACKAGE.parent / "docs" / "design.md"
 WALKS = ("A saved tensor", "`max_inflight_bytes`", "A ratio")
+NOTE = re.compile(r"^ *# \[Note: (.*?)\](?:.*\n *#)*.*", re.M)
 STEP = re.compile(r"^\d+\. `([\w/]+\.py)`:? (.*)$")
 
 
@@ -201,3 +202,13 @@ def test_a_walk_never_climbs(title):
                 ahead.extend(files_imported(PACKAGE / one))
         climbs = seen.intersection(files[:place])
         assert not climbs, f"{file} reaches back to {sorted(climbs)}"
+
+
+def test_each_note_is_short_and_has_its_line_in_the_design():
+    notes = []
+    for path in FILES:
+        for note in NOTE.finditer(path.read_text()):
+            notes.append((note[1], name_of(path)))
+            assert note[0].count("\n") < 8, note[1]
+    cited = re.findall(r"\[Note: ([^\]]*)\] in `([\w/]+\.py)`", PAGE.read_text())
+    assert sorted(cited) == sorted(notes)

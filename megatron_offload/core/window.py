@@ -59,13 +59,12 @@ class InFlightWindow(Generic[G]):
         self._entries.append((group, num_blocks, due_bytes))
 
     def pass_boundary(self, num_bytes: int) -> None:
-        """Note that the program has gone by a group of this size; release what is due.
-
-        Under limits that were set nothing is due until the first backward but what exceeds them.
-        Where groups are kept, the others' copies could take all the room that they have and still
-        be due too soon; and a pipeline rank that waits there makes others wait, whose messages it
-        then takes late.
-        """
+        """Note that the program has gone by a group of this size; release what is due."""
+        # [Note: what is due in the first forwards] Under limits that were set, nothing but what
+        # exceeds them. Where groups are kept, the others' copies could take all the room that they
+        # have and still be due too soon; and a pipeline rank that waits there makes others wait,
+        # whose messages it then takes late. Under default limits copies are due there too, or a
+        # small share would never be released.
         self.step_bytes += num_bytes
         entries = self._entries
         if entries:

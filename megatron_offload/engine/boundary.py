@@ -1,10 +1,5 @@
 """Where a layer group begins and ends, in forward and in backward.
 
-Boundaries leave the autograd graph as it is. A node between a tensor and its consumers, even one
-that only hands gradients through, would change the order in which the gradients of a tensor with
-several consumers are summed, and with it the last bit of the result. A hook is called when the sum
-is complete, and returns nothing.
-
 A saved tensor enters each file once on its way to the host, and once on its way back:
 
     pack      chunk -> saved_tensor, group (its block)
@@ -157,6 +152,11 @@ def _needs_grad(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad and not is_parameter(tensor)
 
 
+# [Note: boundaries are hooks, not nodes] An autograd function that hands its input through looks
+# harmless. In front of a norm whose input also feeds the residual, it adds up the norm's own
+# gradients first and the residual's last: another order of the same sum, and another last bit. With
+# nodes, 93 of 300 random programs came out different. A hook is called when the sum is complete,
+# and returns nothing.
 def hook_backward(tensors: Any, hook: Hook) -> bool:
     """Call a hook when the gradient of `_first_activation` is complete; return whether it has one.
 

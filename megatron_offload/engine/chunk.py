@@ -1,7 +1,6 @@
 """One microbatch on one virtual pipeline stage: its groups, and the pack hook.
 
-Chunks are made new for every forward and found again through the autograd graph alone. A block is
-found by its live storage.
+Chunks are made new for every forward and found again through the autograd graph alone.
 """
 
 from __future__ import annotations
@@ -218,6 +217,9 @@ class ChunkOffloadHandler:
         rules, num_elements = self.rules, layout.num_elements
         return layout.num_bytes < rules.min_tensor_bytes or num_elements < rules.min_tensor_elements
 
+    # [Note: a block is found by its live storage] Its identity is taken again once the storage has
+    # gone, as its address is. So a block that has let its storage go has the key 0, and else its
+    # alias or a weak handle keeps the identity from another.
     def find_block(self, storage_key: int) -> Block | None:
         """Return the live block of a storage of this chunk that has not gone since."""
         reference = self.blocks.get(storage_key)

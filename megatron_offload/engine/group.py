@@ -214,11 +214,12 @@ class Block:
         return self.low <= low and high <= self.high
 
     def has(self, record: Record) -> bool:
-        """Whether what was copied are the bytes of a record that was saved after that.
-
-        Between the rows of a view, and between two views, lie bytes that may have been written
-        since. Equal versions say that they were not if all are counted together.
-        """
+        """Whether what was copied are the bytes of a record that was saved after that."""
+        # [Note: bytes that were written since the copy] Between the rows of a view, and between two
+        # views, lie bytes that may have been written since. Equal versions say that they were not
+        # if all are counted together: parts of a storage may have counters of their own. So a
+        # record shares the copy where its bytes were saved before, or it is a view of the same
+        # tensor at the same version.
         layout, known = record.layout, self.layout
         if self.version != record.version or not self.covers(layout.low, layout.high):
             return False

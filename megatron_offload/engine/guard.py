@@ -1,16 +1,8 @@
 """One call of the engine at a time, and what becomes of a call that is cut short.
 
-Three things can come between any two lines of the engine: a garbage collection that frees a graph
-with its blocks, another thread, and an exception (memory that can't be had, a keyboard interrupt).
-
-- What a block has left that dies, in whichever thread, is freed when the next call begins.
-- Autograd's own threads enter as the user's do; the second of them waits. Forwards belong to one
-  thread at a time, which has claimed the engine; another is refused.
-- After an exception all copies are waited for before anything is unwound, so that no copy touches
-  memory that an unwound frame gave back. From then on the step has failed: the next chunk or the
-  end of the step aborts it, and `PipelineOffloadManager.abort` puts every count right.
-
-Errors of this package are raised before anything has changed; they fail no step.
+Autograd's own threads enter as the user's do; the second of them waits. Forwards belong to one
+thread at a time, which has claimed the engine; another is refused. Errors of this package are
+raised before anything has changed; they fail no step.
 """
 
 from __future__ import annotations
@@ -89,6 +81,13 @@ class Guard:
             _logger.exception("the copies under way can't be waited for")
 
 
+# [Note: calls that are cut short] Between any two lines can come a collection that frees a graph
+# with its blocks, another thread, and an exception: no memory, an interrupt. What a dead block has
+# left is freed as the next call begins, not in a finalizer in Python, which swallows an interrupt.
+# After an exception the host waits for all copies before anything is unwound, so that none writes
+# to memory that an unwound frame freed. The step has failed then: the next chunk or its end aborts
+# it, and `abort` assumes nothing of the counts: any line that changes them may have been the last
+# that ran.
 def guarded(method: F) -> F:
     """Make a method an entry of the engine, by its object's ``guard``.
 

@@ -3,10 +3,7 @@
 And which are kept, by choice, or because something else keeps them: these aren't copied any more
 from the next step on.
 
-Release without ``record_stream``: the source of a copy to the host is held until a known later
-point of the program, where the compute stream waits for the copy (W2) and the last reference is
-dropped. The caching allocator can hand the memory on at once, in stream order, and does so the same
-way in every run. What is released when, `megatron_offload.core.window` decides.
+What is released when, `megatron_offload.core.window` decides.
 """
 
 from __future__ import annotations
@@ -158,6 +155,11 @@ class Releases(Reloads):
         """Take the storage out of an alias; its version counter remains, for the in-place check."""
         alias.data = self._empty
 
+    # [Note: release without record_stream] With that call the allocator gives memory back when it
+    # polls a finished event: the host runs far ahead, so new memory is reserved meanwhile, and the
+    # peak hardly falls. Here a source is held until a known later point of the program, where the
+    # compute stream waits for its copy (W2) and the last reference is dropped: the allocator hands
+    # the memory on at once, in stream order, the same way in every run.
     def release(self, group: OffloadGroup) -> None:
         """Make what was computed on wait for a group's copies, and drop their sources.
 
@@ -250,13 +252,13 @@ class Releases(Reloads):
 
     # What something else keeps
 
+    # [Note: what something else keeps] To copy what something else keeps alive frees nothing: a
+    # pipeline schedule holds the input of each chunk until its backward. At the commit other owners
+    # are unknown, as the frames of the forward are some. In backward they are known, and a released
+    # storage that is alive at its old address was never freed: its bytes are taken from there. The
+    # block isn't moved in the next step, until it has no other owner any more.
     def learn_owners(self, group: OffloadGroup) -> None:
-        """See, now that backward is here, which blocks something else keeps on the device.
-
-        Whether a storage has other owners is unknown at the commit, where the frames of the forward
-        still hold it. Those that are kept so aren't moved in the next step: nothing is gained by
-        that. One that was kept for that reason and has no other owner any more is moved again.
-        """
+        """See, now that backward is here, which blocks something else keeps on the device."""
         others = self.kept_by_others
         for found in group.references:
             block = found()
@@ -271,7 +273,6 @@ class Releases(Reloads):
     def abandon(self, groups: Iterable[OffloadGroup]) -> None:
         """Take everything from these groups, and count anew what is left: after a failed step.
 
-        Nothing is assumed of the books: any line that changes them may have been the last that ran.
         A failed backward may leave its graph alive for long: its data goes now.
         """
         self.backend.sync_copies()

@@ -106,7 +106,11 @@ class Reloads:
         self, group: OffloadGroup, blocks: Sequence[Block], pairs: Sequence[Pair]
     ) -> None:
         backend, targets = self.backend, [target for target, _ in pairs]
-        # Behind the release, too, which this stream has made behind the copy to the host (W3).
+        # [Note: a reload races its own copy to the host] W3 has no call: it follows from two
+        # others. Only what was released is reloaded, and the release made the stream that the block
+        # was saved on wait for the copy to the host (W2). The reload is queued behind that same
+        # stream (W6). A reload of what is in flight, or from another stream, would read host memory
+        # that is being written.
         backend.wait_compute(backend.h2d_stream, Wait.W6)
         for observer in self.observers:
             for target in targets:

@@ -83,8 +83,7 @@ class SavedTensor:
         """Return the saved tensor; the compute stream waits for its reload where there is one.
 
         Raises:
-            InPlaceModificationError: the tensor was changed in place since it was saved. With
-                hooks set autograd skips this check of its own, so it is made here.
+            InPlaceModificationError: the tensor was changed in place since it was saved.
         """
         if has_modes():
             return apart(self.unpack)
@@ -121,13 +120,15 @@ class SavedTensor:
         """Whether a change of any part of a block is one of this; else it may be another's."""
         return all(count_together(self.alias, one) for one in block.aliases)
 
+    # [Note: the gradient that autograd stole from what unpack returned] Autograd takes a tensor
+    # that nothing else has for the gradient of a leaf as it is, without a copy. Where the program
+    # saved a leaf, autograd alone would give the leaf itself, which has an owner. An alias of ours
+    # in its place has none: it would become the gradient, share its memory with what the block's
+    # other records read, and change with the next gradient that is added up.
     def _as_leaf(
         self, leaf: torch.Tensor | None, block: Block, found: torch.Tensor
     ) -> torch.Tensor:
-        """Return a tensor that something else has too, if autograd's own would be.
-
-        What has no other owner may become the gradient of a leaf.
-        """
+        """Return the leaf that was saved, or a tensor that the block has too."""
         if leaf is not None:
             leaf._fix_weakref()  # type: ignore[attr-defined]  # its Python object may be going
             if not block.released or leaf.untyped_storage().data_ptr() == block.address:
@@ -136,6 +137,9 @@ class SavedTensor:
             block.handed = {}
         return block.handed.setdefault(self.layout, found)
 
+    # [Note: the check for in-place changes] Autograd skips its own where hooks are set, so the
+    # record makes it. It keeps an alias that shares the tensor's version counter; the release
+    # empties that alias, which drops the memory and keeps the counter.
     def check_version(self) -> None:
         """Raise `InPlaceModificationError` where the tensor was changed since it was saved."""
         version = self.alias._version
