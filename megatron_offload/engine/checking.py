@@ -1,8 +1,6 @@
 """Checking mode: what was reloaded is compared with what left, and what was kept behind is named.
 
-A checksum is the sum of all 64-bit words, each times an odd number of its own, modulo 2^64: any
-change of one word changes it, and so does a swap of two. Both sums are taken on the compute
-stream; comparing makes the host wait, once for each block.
+Both sums are taken on the compute stream; comparing makes the host wait, once for each block.
 """
 
 from __future__ import annotations
@@ -17,11 +15,8 @@ from megatron_offload.engine.block_state import EXTERNAL, RELOADED
 from megatron_offload.engine.group import NO_BASE, Block, OffloadGroup
 from megatron_offload.engine.observer import Observer
 from megatron_offload.errors import CorruptionError
+from megatron_offload.memory.checksum import checksum
 from megatron_offload.memory.layout import layout_of
-
-_WORD_BYTES = 8
-_CHUNK_WORDS = 1 << 20
-"""Words summed at a time: what is allocated for it is small beside a block."""
 
 _Parts = set[tuple[int, int]]
 
@@ -84,22 +79,6 @@ def leaks_of(groups: Iterable[OffloadGroup]) -> tuple[str, ...]:
                 f"{group.label}: {host_bytes} bytes on the host, {device_bytes} reloaded ({left})"
             )
     return tuple(found)
-
-
-def checksum(region: torch.Tensor) -> torch.Tensor:
-    """Return the checksum of a flat uint8 tensor, an int64 of shape [] on its device."""
-    total = torch.zeros((), dtype=torch.int64, device=region.device)
-    for first in range(0, -(-region.numel() // _WORD_BYTES), _CHUNK_WORDS):
-        piece = region[first * _WORD_BYTES : (first + _CHUNK_WORDS) * _WORD_BYTES]
-        if piece.numel() % _WORD_BYTES or piece.storage_offset() % _WORD_BYTES:
-            words = total.new_zeros(-(-piece.numel() // _WORD_BYTES))
-            words.view(torch.uint8)[: piece.numel()] = piece
-        else:
-            words = piece.view(torch.int64)
-        end = first + words.numel()
-        weights = torch.arange(2 * first + 1, 2 * end + 1, 2, device=region.device)
-        total += (words * weights).sum()
-    return total
 
 
 def _sum_of(region: torch.Tensor, parts: Iterable[tuple[int, int]]) -> torch.Tensor:

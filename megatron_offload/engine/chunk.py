@@ -81,12 +81,6 @@ class ChunkOffloadHandler:
                 return self.open_groups.pop(index)
         return None
 
-    def forget_groups(self) -> None:
-        """Let go of the groups, whose step is over."""
-        self.groups.clear()
-        self.open_groups.clear()
-        self.recipes = None
-
     def may_move(self, tensor: torch.Tensor) -> bool:
         """Whether a saved tensor is an activation that this chunk can offload."""
         is_plain = type(tensor) is torch.Tensor and not is_opted_out(tensor)

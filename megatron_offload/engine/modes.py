@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from operator import call
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -14,14 +13,10 @@ from torch._C import (
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
 )
-from torch._C._functorch import peek_interpreter_stack
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
-
-_HERE = nullcontext()
 
 
 def device_context() -> DeviceContext | None:
@@ -62,26 +57,3 @@ def apart(function: Callable[..., Any], *args: Any) -> Any:
     with ExitStack() as undo:
         leave_modes(undo)
         return function(*args)
-
-
-def _vmap_level() -> int:
-    both = torch._C._vmapmode_increment_nesting, torch._C._vmapmode_decrement_nesting
-    return [*map(call, both)][1]  # in C, so that no interrupt comes in between
-
-
-def outside_vmap() -> AbstractContextManager[None]:
-    """Leave all of vmap, by which a backward may take gradients in batches, of tensors without."""
-    return _outside_vmap() if _vmap_level() or peek_interpreter_stack() else _HERE
-
-
-@contextmanager
-def _outside_vmap() -> Iterator[None]:
-    level = _vmap_level()
-    for _ in range(level):
-        torch._C._vmapmode_decrement_nesting()
-    try:
-        with temporarily_clear_interpreter_stack():
-            yield
-    finally:
-        for _ in range(level):
-            torch._C._vmapmode_increment_nesting()

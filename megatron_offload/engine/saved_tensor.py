@@ -109,16 +109,14 @@ class SavedTensor:
         layout, version = self.layout, 0 if target.is_inference() else target._version
         if block.target_version is None:
             block.target_version = version
-        elif block.target_version != version and self._counts_with(block):
+        elif block.target_version != version and all(  # else it may be another part's change
+            count_together(self.alias, one) for one in block.aliases
+        ):
             what = f"a tensor {self._description()}"
             raise changed_in_place(f"{what} by a backward,", version, block.target_version)
         if block.spec is layout.fresh_spec and block.state is RELOADED:
             return target.detach()  # it is all of the block
         return self.view_in(target, block.low)
-
-    def _counts_with(self, block: Block) -> bool:
-        """Whether a change of any part of a block is one of this; else it may be another's."""
-        return all(count_together(self.alias, one) for one in block.aliases)
 
     # [Note: the gradient that autograd stole from what unpack returned] Autograd takes a tensor
     # that nothing else has for the gradient of a leaf as it is, without a copy. Where the program

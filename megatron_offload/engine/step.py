@@ -79,7 +79,9 @@ class Step(StepDecisions[OffloadGroup]):
         """Forget the last step's groups and count from zero."""
         self.chunk, self.last_call, self._is_held = None, None, False
         for chunk in self.entered:
-            chunk.forget_groups()
+            chunk.groups.clear()
+            chunk.open_groups.clear()
+            chunk.recipes = None
         self.entered.clear()
         self.delayed.clear()
         for group in self.groups():
@@ -115,18 +117,14 @@ class Step(StepDecisions[OffloadGroup]):
             return not any(group.blocks() for group in self.entered[-1].groups)
         return bool(self.committed) and not self.backward_order and self.is_idle()
 
-    def is_held(self) -> bool:
-        """Whether only graphs may be left that something keeps for good, as a loss for a plot."""
-        recent = self.entered[-_MOST_BEHIND:]
-        groups = (group for chunk in reversed(recent) for group in chunk.groups)
-        return len(self.entered) > _MOST_BEHIND and not any(group.blocks() for group in groups)
-
     def is_left(self) -> bool:
         """Whether its groups were committed, and no graph is left that isn't kept for good."""
         call = self.last_call
         has_begun = bool(self.committed) or call is not None
         is_idle = has_begun and self.is_idle()
-        self._is_held = has_begun and not is_idle and self.is_held()
+        is_held = has_begun and not is_idle and len(self.entered) > _MOST_BEHIND
+        recent = reversed(self.entered[-_MOST_BEHIND:]) if is_held else ()
+        self._is_held = is_held and not any(x.blocks() for chunk in recent for x in chunk.groups)
         return (is_idle or self._is_held) and (call is None or call() is None)
 
     def end_unasked(self) -> None:

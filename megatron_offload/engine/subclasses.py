@@ -39,11 +39,6 @@ def inner_tensors(tensors: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield tensor
 
 
-def _is_size_of(tensor: torch.Tensor, inner: torch.Tensor) -> bool:
-    """Whether a part says how long a nested tensor's rows are: another would be another size."""
-    return tensor.is_nested and not inner.is_floating_point()
-
-
 def hollow(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return an alias of a wrapper without its parts, for its version counter.
 
@@ -81,11 +76,12 @@ class SavedWrapper:
         self._kind: Any = type(tensor)
         self._size = tensor.size()
         self._stride = tensor.stride()
-        found = {name: getattr(tensor, name) for name in names}
+        found, is_nested = {name: getattr(tensor, name) for name in names}, tensor.is_nested
         self._inner = {
-            name: SavedTensor(inner, name) if _is_size_of(tensor, inner) else pack(inner)
-            for name, inner in found.items()
-            if isinstance(inner, torch.Tensor)
+            # What says how long a nested tensor's rows are has to be that very tensor.
+            name: pack(x) if x.is_floating_point() or not is_nested else SavedTensor(x, name)
+            for name, x in found.items()
+            if isinstance(x, torch.Tensor)
         }
         # Newer versions of torch list a device mesh among the inner tensors.
         self._others = {name: inner for name, inner in found.items() if name not in self._inner}

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from megatron_offload.engine.checking import checksum
 from megatron_offload.engine.nested import tensors_in
 from megatron_offload.errors import CorruptionError
+from megatron_offload.memory.checksum import checksum
 
 _logger = logging.getLogger(__name__)
 

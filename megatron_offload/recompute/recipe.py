@@ -29,16 +29,15 @@ from torch.utils import _pytree as pytree
 from megatron_offload.backends.base import Event
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.block_state import SAVED
-from megatron_offload.engine.checking import checksum
 from megatron_offload.engine.group import INPUT_NOT_SAVED, Block, BlockRef, Recipe
 from megatron_offload.engine.marks import is_parameter
-from megatron_offload.engine.modes import outside_vmap
 from megatron_offload.engine.saved_tensor import SavedTensor, changed_in_place
 from megatron_offload.engine.transfers import Transfers
 from megatron_offload.errors import CorruptionError, StateError
+from megatron_offload.memory.checksum import checksum
 from megatron_offload.memory.layout import bytes_of, layout_of
 from megatron_offload.memory.storage_ref import StorageRef
-from megatron_offload.recompute.call_state import RandomStates
+from megatron_offload.recompute.call_state import RandomStates, outside_vmap
 from megatron_offload.recompute.proof import Proof, other_bits
 
 MOST_IN_A_ROW = 3

@@ -28,7 +28,6 @@ from megatron_offload.config import RECOMPUTE_SITES
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_parameter
-from megatron_offload.engine.modes import outside_vmap
 from megatron_offload.engine.saved_tensor import SavedTensor, changed_in_place
 from megatron_offload.engine.transfers import Transfers
 from megatron_offload.errors import StateError
@@ -38,6 +37,7 @@ from megatron_offload.recompute.call_state import (
     RandomStates,
     as_it_is,
     other_states,
+    outside_vmap,
 )
 from megatron_offload.recompute.module_state import ModuleLayout, ModuleState
 from megatron_offload.recompute.patches import PatchStack

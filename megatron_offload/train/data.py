@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_offload.engine.checking import checksum
+from megatron_offload.memory.checksum import checksum
 from megatron_offload.train.config import TrainConfig
 
 

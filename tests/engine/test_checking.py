@@ -25,8 +25,8 @@ from programs import (
 
 from megatron_offload import OffloadActivations
 from megatron_offload.backends.base import Wait
-from megatron_offload.engine.checking import checksum
 from megatron_offload.errors import CorruptionError
+from megatron_offload.memory.checksum import checksum
 
 ORDER = one_forward_one_backward(3, depth=2)
 
@@ -156,5 +156,5 @@ def test_a_checksum_sees_every_bit_and_every_swap(size, offset):
 def test_a_checksum_is_the_same_wherever_chunks_end(monkeypatch):
     region = torch.arange(4096, dtype=torch.int64).view(torch.uint8)
     whole = checksum(region)
-    monkeypatch.setattr("megatron_offload.engine.checking._CHUNK_WORDS", 100)
+    monkeypatch.setattr("megatron_offload.memory.checksum._CHUNK_WORDS", 100)
     assert torch.equal(checksum(region), whole)

@@ -380,7 +380,7 @@ def test_no_hooks_are_in_force_that_the_manager_does_not_know():
 
 def test_a_call_from_inside_a_call_is_an_error_and_no_deadlock():
     class Trimming(Observer):
-        def tensor_reloaded(self, tensor):
+        def copy_starts(self, direction):
             manager.trim()
 
     model, manager = make_model(), make_manager()
