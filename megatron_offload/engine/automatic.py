@@ -23,7 +23,10 @@ from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.hooks import (
+    apart,
     is_in_backward,
+    is_traced,
+    must_be_apart,
     owner_of,
     owner_of_hooks,
     put_on,
@@ -32,7 +35,6 @@ from megatron_offload.engine.hooks import (
 )
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_opted_out
-from megatron_offload.engine.modes import apart, is_traced, must_be_apart
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.subclasses import SavedWrapper, hollow, is_wrapper
 

@@ -154,9 +154,8 @@ def _needs_grad(tensor: torch.Tensor) -> bool:
 
 # [Note: boundaries are hooks, not nodes] An autograd function that hands its input through looks
 # harmless. In front of a norm whose input also feeds the residual, it adds up the norm's own
-# gradients first and the residual's last: another order of the same sum, and another last bit. With
-# nodes, 93 of 300 random programs came out different. A hook is called when the sum is complete,
-# and returns nothing.
+# gradients first and the residual's last: another last bit. With nodes, 93 of 300 random programs
+# came out different. A hook is called when the sum is complete.
 def hook_backward(tensors: Any, hook: Hook) -> bool:
     """Call a hook when the gradient of `_first_activation` is complete; return whether it has one.
 

@@ -16,13 +16,13 @@ from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.block_state import SAVED
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import Block, OffloadGroup, Recipe
+from megatron_offload.engine.hooks import apart, must_be_apart
 from megatron_offload.engine.marks import (
     Marks,
     has_own_bytes,
     is_opted_out,
     is_parameter,
 )
-from megatron_offload.engine.modes import apart, must_be_apart
 from megatron_offload.engine.rules import Rules
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.subclasses import inner_tensors, is_wrapper
@@ -117,7 +117,10 @@ class ChunkOffloadHandler:
         if pick is not None:
             pick.note(record)
         if marks:
-            self._take_ready_mark(tensor, record)
+            version, ready = marks.pop(READY_MARK, (None, None))  # a later write gives another
+            block = record.block if version == record.version else None
+            if block is not None and block.aliases[0] is record.alias:
+                block.ready = ready
         return record
 
     def count_kept(self, name: str, tensor: torch.Tensor, reason: str = "") -> None:
@@ -157,13 +160,6 @@ class ChunkOffloadHandler:
             name, values, num_bytes, f"tensors {kind} are kept"
         ):
             self.transfers.warn_once(f"saved tensors {kind} are kept. This is said once")
-
-    def _take_ready_mark(self, tensor: torch.Tensor, record: SavedTensor) -> None:
-        marked = tensor.__dict__.pop(READY_MARK, None)  # once: a later write gives another
-        if marked is not None and marked[0] == record.version:
-            block = record.block
-            if block is not None and block.aliases[0] is record.alias:
-                block.ready = marked[1]
 
     def _find_block_of(self, group: OffloadGroup, record: SavedTensor) -> None:
         """Give a record its block, of which it may be the first; what is kept has none."""

@@ -217,9 +217,8 @@ class Block:
         """Whether what was copied are the bytes of a record that was saved after that."""
         # [Note: bytes that were written since the copy] Between the rows of a view, and between two
         # views, lie bytes that may have been written since. Equal versions say that they were not
-        # if all are counted together: parts of a storage may have counters of their own. So a
-        # record shares the copy where its bytes were saved before, or it is a view of the same
-        # tensor at the same version.
+        # if all are counted together. So a record shares the copy where its bytes were saved
+        # before, or it is a view of the same tensor at the same version.
         layout, known = record.layout, self.layout
         if self.version != record.version or not self.covers(layout.low, layout.high):
             return False
@@ -243,9 +242,6 @@ class Block:
 
 
 BlockRef = weakref.ref[Block]
-
-INPUT_NOT_SAVED = "an input is not saved"
-"""Why a recipe can't be used whose function takes what nothing has saved."""
 
 
 class Recipe(Protocol):

@@ -16,7 +16,7 @@ from threading import RLock
 from typing import Any, TypeVar, cast
 
 from megatron_offload.engine.graph_break import graph_break
-from megatron_offload.engine.modes import apart, has_modes
+from megatron_offload.engine.hooks import apart, has_modes
 from megatron_offload.errors import OffloadError, StateError
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -22,8 +22,6 @@ from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.guard import Guard, guarded
 from megatron_offload.engine.learning import Learner
-from megatron_offload.engine.marks import Marks
-from megatron_offload.engine.observer import Observer
 from megatron_offload.engine.recording import Recording
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.step import Step
@@ -87,11 +85,9 @@ class PipelineOffloadManager(Recording):
     def __init__(
         self, config: OffloadConfig | None = None, *, backend: Backend | None = None
     ) -> None:
-        self.observers: list[Observer] = []
-        self.tuner = None
+        super().__init__()
         self.step_number = 0
         """Steps begun so far."""
-        self.marks = Marks()
         self.configure(config or OffloadConfig(), backend=backend)
 
     @graph_break
@@ -127,7 +123,6 @@ class PipelineOffloadManager(Recording):
         if config.checking:
             self.observers.append(Checker())
         self.do_offload = config.enabled
-        self._packs = []
         self.is_in_step = False
         self.decisions = step = Step(self.transfers, self.learner)
         self.commit, self.flush_delayed_groups = step.commit_group, step.flush_delayed_groups

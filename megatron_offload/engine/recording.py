@@ -70,22 +70,24 @@ class Recording:
     """The part of a manager that knows what of a program is recorded, and under which hooks."""
 
     config: OffloadConfig
-    tuner: Tuner | None
-    """Finds what to offload."""
     guard: Guard
     transfers: Transfers
     learner: Learner
     decisions: Step
-    marks: Marks
-    observers: list[Observer]
     do_offload: bool
-    _packs: list[Callable[[torch.Tensor], SavedTensor] | None]
 
     instance: ClassVar[Any] = None
 
     usual_recompute: tuple[str, ...] = ()
     """What the process's manager recomputes where its configuration doesn't say: nothing, unless a
     library is integrated whose classes are known."""
+
+    def __init__(self) -> None:
+        self.observers: list[Observer] = []
+        self.tuner: Tuner | None = None
+        """Finds what to offload."""
+        self.marks = Marks()
+        self._packs: list[Callable[[torch.Tensor], SavedTensor] | None] = []
 
     # By hand
 
@@ -141,7 +143,7 @@ class Recording:
         self._is_for_shortage = when_short
         self._row_names = sites
         self._offloaded = {row.site for row in rows or () if row.offload}
-        self._recomputed = {row.site for row in rows or () if row.recompute}
+        self._recomputed = tuple(row.site for row in rows or () if row.recompute)
         self.transfers.by_rows = self.rows is not None
         self.learner.is_measured = is_own
 
@@ -151,7 +153,7 @@ class Recording:
     def recompute(self) -> tuple[str, ...]:
         """What is recomputed, by unit and pattern; the loss is none of the engine's."""
         if self.rows is not None:
-            return tuple(row.site for row in self.rows if row.recompute)
+            return self._recomputed
         if self is type(self).instance and "recompute" not in self.config.model_fields_set:
             return self.usual_recompute
         return tuple(unit for unit in self.config.recompute if unit != LOSS)
@@ -217,7 +219,7 @@ class Recording:
 
     def may_recompute(self, unit: str) -> bool:
         """Whether a unit is to be recomputed now: hooks of rows before may be left on it."""
-        return unit in (self.recompute if self.rows is None else self._recomputed)
+        return unit in self.recompute
 
     def starts(self, name: str, *, is_marked: bool) -> bool:
         """Whether a group that starts now is recorded.

@@ -29,7 +29,7 @@ from megatron_offload.engine.block_state import (
     RELOADED,
     SAVED,
 )
-from megatron_offload.engine.group import INPUT_NOT_SAVED, Block, OffloadGroup
+from megatron_offload.engine.group import Block, OffloadGroup
 from megatron_offload.engine.guard import guarded
 from megatron_offload.engine.reloads import Reloads
 from megatron_offload.memory.host_pool import HostRegion
@@ -37,11 +37,6 @@ from megatron_offload.memory.layout import bytes_of
 from megatron_offload.memory.storage_ref import StorageRef, has_no_other, num_owners, use_count_of
 
 _logger = logging.getLogger(__name__)
-
-_INPUT_NOT_SAVED = (
-    "rows: what {!r} returns is kept: it doesn't save what it takes, so that to recompute it would "
-    "take as much memory"
-)
 
 
 class Releases(Reloads):
@@ -112,8 +107,6 @@ class Releases(Reloads):
             if refusal:
                 refused = stats.refused_recipe_bytes
                 refused[refusal] = refused.get(refusal, 0) + num_bytes
-                if self.by_rows and refusal == INPUT_NOT_SAVED:
-                    self.warn_once(_INPUT_NOT_SAVED.format(recipe.unit))
             if refusal or not group.rules.recomputes:
                 block.recipe = None
                 return False
@@ -156,10 +149,10 @@ class Releases(Reloads):
         alias.data = self._empty
 
     # [Note: release without record_stream] With that call the allocator gives memory back when it
-    # polls a finished event: the host runs far ahead, so new memory is reserved meanwhile, and the
-    # peak hardly falls. Here a source is held until a known later point of the program, where the
-    # compute stream waits for its copy (W2) and the last reference is dropped: the allocator hands
-    # the memory on at once, in stream order, the same way in every run.
+    # polls a finished event: the host runs ahead, new memory is reserved meanwhile, and the peak
+    # hardly falls. Here a source is held until a known later point of the program, where the
+    # compute stream waits for its copy (W2) and the last reference is dropped: the memory is handed
+    # on at once, in stream order, the same way in every run.
     def release(self, group: OffloadGroup) -> None:
         """Make what was computed on wait for a group's copies, and drop their sources.
 
@@ -252,11 +245,11 @@ class Releases(Reloads):
 
     # What something else keeps
 
-    # [Note: what something else keeps] To copy what something else keeps alive frees nothing: a
-    # pipeline schedule holds the input of each chunk until its backward. At the commit other owners
-    # are unknown, as the frames of the forward are some. In backward they are known, and a released
-    # storage that is alive at its old address was never freed: its bytes are taken from there. The
-    # block isn't moved in the next step, until it has no other owner any more.
+    # [Note: what something else keeps] To copy that frees nothing: a pipeline schedule holds the
+    # input of each chunk until its backward. At the commit other owners are unknown, as the frames
+    # of the forward are some. In backward a released storage that is alive at its old address was
+    # never freed: its bytes are taken from there. The block isn't moved in the next step, until it
+    # has no other owner.
     def learn_owners(self, group: OffloadGroup) -> None:
         """See, now that backward is here, which blocks something else keeps on the device."""
         others = self.kept_by_others

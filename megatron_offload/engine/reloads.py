@@ -106,11 +106,10 @@ class Reloads:
         self, group: OffloadGroup, blocks: Sequence[Block], pairs: Sequence[Pair]
     ) -> None:
         backend, targets = self.backend, [target for target, _ in pairs]
-        # [Note: a reload races its own copy to the host] W3 has no call: it follows from two
-        # others. Only what was released is reloaded, and the release made the stream that the block
-        # was saved on wait for the copy to the host (W2). The reload is queued behind that same
-        # stream (W6). A reload of what is in flight, or from another stream, would read host memory
-        # that is being written.
+        # [Note: a reload races its own copy to the host] W3 has no call. Only what was released is
+        # reloaded: the stream that the block was saved on has waited for the copy to the host (W2),
+        # and the reload is queued behind that stream (W6). From another stream, or before the
+        # release, it would read host memory that is being written.
         backend.wait_compute(backend.h2d_stream, Wait.W6)
         event = self._copy("h2d", pairs, group)
         reload = Reload(event, backend.compute_stream(), targets)

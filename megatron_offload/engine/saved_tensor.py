@@ -12,7 +12,7 @@ import torch
 from megatron_offload.engine.block_state import HAVE_SOURCE, IN_FLIGHT, RELOADED
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import Block
-from megatron_offload.engine.modes import apart, has_modes
+from megatron_offload.engine.hooks import apart, has_modes
 from megatron_offload.errors import InPlaceModificationError
 from megatron_offload.memory.layout import TensorLayout
 from megatron_offload.memory.storage_ref import count_together
@@ -119,10 +119,10 @@ class SavedTensor:
         return self.view_in(target, block.low)
 
     # [Note: the gradient that autograd stole from what unpack returned] Autograd takes a tensor
-    # that nothing else has for the gradient of a leaf as it is, without a copy. Where the program
-    # saved a leaf, autograd alone would give the leaf itself, which has an owner. An alias of ours
-    # in its place has none: it would become the gradient, share its memory with what the block's
-    # other records read, and change with the next gradient that is added up.
+    # that nothing else has for the gradient of a leaf as it is, without a copy. A leaf that was
+    # saved has an owner; an alias of ours in its place has none. As a gradient it would share its
+    # memory with what the block's other records read, and change with the next gradient that is
+    # added up.
     def _as_leaf(
         self, leaf: torch.Tensor | None, block: Block, found: torch.Tensor
     ) -> torch.Tensor:
@@ -136,8 +136,8 @@ class SavedTensor:
         return block.handed.setdefault(self.layout, found)
 
     # [Note: the check for in-place changes] Autograd skips its own where hooks are set, so the
-    # record makes it. It keeps an alias that shares the tensor's version counter; the release
-    # empties that alias, which drops the memory and keeps the counter.
+    # record makes it, by an alias with the tensor's version counter. The release empties that,
+    # which drops the memory and keeps the counter.
     def check_version(self) -> None:
         """Raise `InPlaceModificationError` where the tensor was changed since it was saved."""
         version = self.alias._version

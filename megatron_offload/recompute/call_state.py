@@ -31,7 +31,9 @@ from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import _pop_mode, _push_mode
 
-from megatron_offload.engine.modes import device_context, leave_modes
+from megatron_offload.engine.hooks import device_context, leave_modes
+
+_HERE = nullcontext()
 
 MODES = "a mode of dispatch or of functions was entered, which may change what it computes"
 """Why what ran where `has_modes` can't run again."""
@@ -236,7 +238,7 @@ def _vmap_level() -> int:
 
 def outside_vmap() -> AbstractContextManager[None]:
     """Leave all of vmap, by which a backward may take gradients in batches, of tensors without."""
-    return _outside_vmap() if _vmap_level() or peek_interpreter_stack() else nullcontext()
+    return _outside_vmap() if _vmap_level() or peek_interpreter_stack() else _HERE
 
 
 @contextmanager

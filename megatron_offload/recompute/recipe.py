@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 from megatron_offload.backends.base import Event
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.block_state import SAVED
-from megatron_offload.engine.group import INPUT_NOT_SAVED, Block, BlockRef, Recipe
+from megatron_offload.engine.group import Block, BlockRef, Recipe
 from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.saved_tensor import SavedTensor, changed_in_place
 from megatron_offload.engine.transfers import Transfers
@@ -44,6 +44,12 @@ MOST_IN_A_ROW = 3
 """Recipes of which each needs what the one before makes."""
 
 TOO_MANY = f"more than {MOST_IN_A_ROW} recipes in a row"
+
+_INPUT_NOT_SAVED = "an input is not saved"
+_ROW_IS_KEPT = (
+    "rows: what {!r} returns is kept: it doesn't save what it takes, so that to recompute it would "
+    "take as much memory"
+)
 
 _MOST_COPIED_BYTES = 1 << 20
 
@@ -166,7 +172,7 @@ class Input(SavedTensor):
         block = self.block
         if block is None or not block.covers(self.layout.low, self.layout.high):
             if self.recipe is None:
-                return INPUT_NOT_SAVED
+                return _INPUT_NOT_SAVED
             self.block = None
             self.recipe = self.recipe.copy()  # a block of the input may still take that itself
             return self.recipe.bind_inputs()
@@ -252,6 +258,8 @@ class FunctionRecipe:
         if any(alias._version != self.version for alias in block.aliases):
             return "it was changed in place"
         if refusal := self.bind_inputs():
+            if self.transfers.by_rows and refusal == _INPUT_NOT_SAVED:
+                self.transfers.warn_once(_ROW_IS_KEPT.format(self.unit))
             return refusal
         if self.sum is None:
             return self.proof.refuse_unseen() if drops else ""

@@ -20,10 +20,9 @@ from megatron_offload.engine.block_state import SAVED
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import Recipe
-from megatron_offload.engine.hooks import owner_of_hooks
+from megatron_offload.engine.hooks import has_modes, owner_of_hooks
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_parameter
-from megatron_offload.engine.modes import has_modes
 from megatron_offload.engine.nested import tensors_in
 from megatron_offload.engine.subclasses import is_wrapper
 from megatron_offload.engine.transfers import Transfers

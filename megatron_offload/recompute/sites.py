@@ -24,13 +24,14 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.config import RECOMPUTE_SITES, recompute_patterns
 from megatron_offload.engine.hooks import (
+    has_modes,
     is_in_backward,
     is_recording,
+    is_traced,
     owner_of_hooks,
     put_on,
     take_off,
 )
-from megatron_offload.engine.modes import has_modes, is_traced
 from megatron_offload.model_map.module_hooks import (
     EagerHook,
     compiled_parts,
