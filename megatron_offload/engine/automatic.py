@@ -35,8 +35,8 @@ from megatron_offload.engine.hooks import (
 )
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_opted_out
+from megatron_offload.engine.nested import SavedWrapper, hollow, is_wrapper
 from megatron_offload.engine.saved_tensor import SavedTensor
-from megatron_offload.engine.subclasses import SavedWrapper, hollow, is_wrapper
 
 _LEAST_GROUP_BYTES = 1 << 20
 _GROUP_SHARE = 32

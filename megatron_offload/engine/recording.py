@@ -211,15 +211,14 @@ class Recording:
         """Whether groups are recorded here and now: with grad, and not where is recomputed."""
         return self.may_record and is_recording()
 
-    def may_drop(self, unit: str) -> bool:
-        """Whether what a site of a unit saves may be dropped now."""
-        return self.may_recompute(unit) and (
-            not self._is_for_shortage or self.learner.is_short_of_memory()
-        )
+    def may_recompute(self, unit: str, *, drops: bool = False) -> bool:
+        """Whether a unit is to be recomputed now: hooks of rows before may be left on it.
 
-    def may_recompute(self, unit: str) -> bool:
-        """Whether a unit is to be recomputed now: hooks of rows before may be left on it."""
-        return unit in self.recompute
+        ``drops`` says that what its site saves would be dropped, which may be for shortage alone.
+        """
+        if unit not in self.recompute:
+            return False
+        return not (drops and self._is_for_shortage) or self.learner.is_short_of_memory()
 
     def starts(self, name: str, *, is_marked: bool) -> bool:
         """Whether a group that starts now is recorded.

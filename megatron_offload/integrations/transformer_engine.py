@@ -24,8 +24,8 @@ from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.hooks import is_recording, owner_of, owner_of_hooks, put_on
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import unmark
+from megatron_offload.engine.nested import inner_tensors
 from megatron_offload.engine.saved_tensor import SavedTensor
-from megatron_offload.engine.subclasses import inner_tensors
 from megatron_offload.errors import IntegrationError
 from megatron_offload.frontends.around import AroundForwards, followed
 from megatron_offload.frontends.whole_model import NoOpManager

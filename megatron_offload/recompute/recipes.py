@@ -23,8 +23,7 @@ from megatron_offload.engine.group import Recipe
 from megatron_offload.engine.hooks import has_modes, owner_of_hooks
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_parameter
-from megatron_offload.engine.nested import tensors_in
-from megatron_offload.engine.subclasses import is_wrapper
+from megatron_offload.engine.nested import is_wrapper, tensors_in
 from megatron_offload.engine.transfers import Transfers
 from megatron_offload.memory.layout import layout_of
 from megatron_offload.recompute.call_state import MODES, CallState, RandomStates

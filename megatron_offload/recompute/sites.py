@@ -132,9 +132,8 @@ class SiteHooks:
         site, manager = self.site, self._find_manager()
         if manager is None or not manager.do_offload or not is_recording() or is_traced():
             return None
-        may = manager.may_drop if site.drops_inside else manager.may_recompute
         is_long = manager.rows_are_on_trial or has_tokens(self._min_tokens, args, kwargs)
-        if not (may(site.unit) and is_long):
+        if not (manager.may_recompute(site.unit, drops=site.drops_inside) and is_long):
             return None
         if site.transfers() is not manager.transfers:
             site.prove_for(ref(manager.transfers))

@@ -123,20 +123,6 @@ def test_an_error_at_every_call_of_the_backend(request, monkeypatch, timing, aft
     assert check_every_position(model, manager, trap, aborts=aborts, stride=stride) > 60
 
 
-def test_an_error_while_the_host_pool_grows(monkeypatch):
-    # In the first step of all, where each slab is new.
-    model = make_model(layers=2)
-    for position in range(4):
-        manager, trap = make_manager(host_slab_bytes=4 * KIB, **SETTINGS), Trap()
-        call = manager.backend.empty_host
-        monkeypatch.setattr(manager.backend, "empty_host", trap.around(call, after=False))
-        trap.arm(position)
-        assert run_interrupted(model, manager, aborts=True)
-        gc.collect()
-        assert_nothing_left(manager)
-        check_steps(model, manager, ORDER)
-
-
 @pytest.fixture
 def line_trap():
     """Autograd runs backwards on the CPU in the caller's thread, so one trace sees both ways."""

@@ -20,7 +20,7 @@ from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.subclasses import inner_tensors
+from megatron_offload.engine.nested import inner_tensors
 from megatron_offload.frontends.whole_model import OffloadActivations
 from megatron_offload.integrations import transformer_engine as policy
 from megatron_offload.recompute import transformer_engine
