@@ -102,9 +102,6 @@ def take_off_all(transfers: object) -> None:
     take_off(lambda pack: getattr(owner_of(pack), "transfers", None) is transfers, all_of_them=True)
 
 
-# Modes of dispatch and of functions, which may change what a call computes
-
-
 def device_context() -> DeviceContext | None:
     """Return the mode behind ``torch.set_default_device``, which lies below all others."""
     mode = torch._C._get_function_stack_at(0) if _len_torch_function_stack() else None

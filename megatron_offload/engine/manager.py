@@ -267,7 +267,7 @@ class PipelineOffloadManager(Recording):
         with self.guard.lock:
             self._take_off_hooks()
             self.guard.left.clear()
-            self.decisions.abandon()
+            self.transfers.abandon(self.decisions.groups())
             if self.guard.has_failed:
                 self.learner.restart()
                 self.guard.has_failed = False

@@ -16,7 +16,7 @@ from weakref import ref
 import torch
 
 from megatron_offload.backends.base import Stream, Wait
-from megatron_offload.core.group import RESIDENT
+from megatron_offload.core.group import DONE, RESIDENT
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.core.window import InFlightWindow
 from megatron_offload.engine.block_state import (
@@ -274,6 +274,8 @@ class Releases(Reloads):
             group.moving, group.copies, group.dropped_bytes = (), (), {}
             for block in group.blocks():
                 block.abandon()
+            if group.state is not DONE:
+                group.advance(DONE)
         self._leases = {lease for lease in self._leases if lease() is not None}
         self.host_pool.recover(Counter(lease.region for lease in self._leases).__getitem__)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from weakref import ref
 
-from megatron_offload.core.group import DONE, RECORDING
+from megatron_offload.core.group import RECORDING
 from megatron_offload.core.step import StepDecisions
 from megatron_offload.engine.checking import leaks_of
 from megatron_offload.engine.chunk import ChunkOffloadHandler
@@ -158,13 +158,6 @@ class Step(StepDecisions[OffloadGroup]):
             self._transfers.host_pool.leave_to_graph()  # it gets what its copies use
         elif self.backward_order and not is_captured:
             self._learner.learn(self.profile())
-
-    def abandon(self) -> None:
-        """Take everything from the groups: after a failed step."""
-        self._transfers.abandon(self.groups())
-        for group in self.groups():
-            if group.state is not DONE:
-                group.advance(DONE)
 
     # Boundaries
 
