@@ -108,16 +108,6 @@ def test_who_has_to_move_moves_and_who_was_kept_is_kept():
     assert Paper(10, 10).step(0) == [], "nothing to move"
 
 
-@pytest.mark.parametrize("most", [0, 1, 2])
-def test_no_more_are_in_flight_than_a_chunk_allows(most):
-    paper = Paper(1000, 1000)
-    paper.decisions.begin_step(None)
-    for order in range(4):
-        paper.forward(10)
-        paper.window.limit(most, lambda group, num_blocks: num_blocks)
-        assert paper.window.num_inflight == min(order + 1, most)
-
-
 def test_what_the_device_has_no_memory_for_is_left_until_its_backward():
     asked = Paper(0, 20, has_memory=False).step(10, 10, 10, must_move=True)
     assert [one for one in asked if "reload" in one] == ["late reload 0"]

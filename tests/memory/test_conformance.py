@@ -11,7 +11,7 @@ import random
 import pytest
 import torch
 from programs import Forgetful
-from traps import LineTrap, Trap
+from traps import LineTrap
 
 from megatron_offload.backends.base import Wait
 from megatron_offload.backends.cuda import CudaBackend
@@ -198,20 +198,6 @@ def test_a_second_free_is_an_error_and_nothing_is_handed_out_twice(backend, kind
         resource.free(handle)
     first, second = (resource.memory(resource.allocate(KIB)) for _ in range(2))
     assert first.data_ptr() != second.data_ptr()
-
-
-@RESOURCES
-def test_an_interrupt_while_memory_is_pinned_costs_nothing_but_that_call(
-    backend, kind, monkeypatch
-):
-    resource, trap = kind(backend, slab=4 * KIB), Trap()
-    trap.error, trap.at = KeyboardInterrupt, 0
-    monkeypatch.setattr(backend, "empty_host", trap.around(backend.empty_host))
-    with pytest.raises(KeyboardInterrupt):
-        resource.allocate(8 * KIB)
-    resource.free(resource.allocate(8 * KIB))
-    stats = resource.host_pool.stats
-    assert (stats.in_use_bytes, stats.slab_bytes_total) == (0, 8 * KIB)
 
 
 def test_an_interrupt_at_any_line_loses_and_doubles_nothing_that_is_recovered():
