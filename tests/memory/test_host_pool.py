@@ -70,14 +70,6 @@ def test_regions_lie_side_by_side_in_one_slab_and_larger_ones_in_their_own(backe
     assert pool.stats.slab_bytes_total == 164 * KIB + ALIGNMENT_BYTES
 
 
-def test_freed_bytes_of_the_same_aligned_size_are_allocated_again(backend):
-    pool = make(backend)
-    region, _ = pool.allocate(1000), pool.allocate(5000)
-    start, _ = span(region)
-    pool.free(region, None)
-    assert span(pool.allocate(600)) == (start, start + 600)
-
-
 def test_the_smallest_piece_that_is_large_enough_is_cut(backend):
     pool = make(backend)
     sizes = (8 * KIB, 512, 2 * KIB, 512, 4 * KIB, 512)
