@@ -355,7 +355,7 @@ def num_pending(backend):
 def assert_nothing_left(manager):
     # On a device, backward's own thread may drop the last of a graph when the loop has gone on.
     deadline = time.monotonic() + 5
-    while any((left := _left(manager)).values()) and time.monotonic() < deadline:
+    while any((left := manager.state_of()).values()) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not any(left.values()), left
 
@@ -366,7 +366,3 @@ def check_steps(model, manager, order, num_steps=1, **given):
     for _ in range(num_steps):
         assert_same(expected, run_step(model, manager, order, **given))
         assert_nothing_left(manager)
-
-
-def _left(manager):
-    return {**manager.state_of(), "host pool": manager.host_pool.stats.in_use_bytes}
