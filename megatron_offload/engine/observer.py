@@ -51,6 +51,9 @@ class Observer:
     def tensor_saved(self, tensor: torch.Tensor) -> None:
         """Autograd saves a tensor, other than a parameter, in a group."""
 
+    def tensor_reloaded(self, tensor: torch.Tensor) -> None:
+        """Bytes that were on the host are reloaded to this device memory."""
+
     def block_offloads(self, block: Block, source: torch.Tensor) -> None:
         """A block's region is about to be copied to the host, or dropped to be recomputed."""
 

@@ -111,6 +111,9 @@ class Reloads:
         # and the reload is queued behind that stream (W6). From another stream, or before the
         # release, it would read host memory that is being written.
         backend.wait_compute(backend.h2d_stream, Wait.W6)
+        for observer in self.observers:
+            for target in targets:
+                observer.tensor_reloaded(target)
         event = self._copy("h2d", pairs, group)
         reload = Reload(event, backend.compute_stream(), targets)
         num_read: dict[HostRegion, int] = {}

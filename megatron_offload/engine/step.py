@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from weakref import ref
 
-from megatron_offload.core.group import RECORDING
+from megatron_offload.core.group import DONE, RECORDING
 from megatron_offload.core.step import StepDecisions
 from megatron_offload.engine.checking import leaks_of
 from megatron_offload.engine.chunk import ChunkOffloadHandler

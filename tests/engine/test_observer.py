@@ -53,7 +53,7 @@ def test_every_event_of_one_group_comes_in_its_order():
         *("group_starts", "tensor_saved", "group_commits"),
         *("block_offloads", "copy_starts", "copy_issued", "wait_starts", "wait_issued"),
         *("group_committed", "backward_enters"),
-        *("copy_starts", "copy_issued", "backward_entered"),
+        *("tensor_reloaded", "copy_starts", "copy_issued", "backward_entered"),
         *("wait_starts", "wait_issued", "block_read", "backward_leaves", "backward_left"),
     ]
     assert set(names(noting)) == set(EVENTS) - {"recompute_starts", "recomputed"}
