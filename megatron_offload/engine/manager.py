@@ -123,6 +123,7 @@ class PipelineOffloadManager(Recording):
         if config.checking:
             self.observers.append(Checker())
         self.do_offload = config.enabled
+        self._packs = []
         self.is_in_step = False
         self.decisions = step = Step(self.transfers, self.learner)
         self.commit, self.flush_delayed_groups = step.commit_group, step.flush_delayed_groups
