@@ -133,6 +133,6 @@ def _missing(
     if not numbered:
         return f"there are layers {min(layers.values())} to {max(layers.values())}"
     names = {"layer", *(kind for kind in PARTS if modules_within(numbered[0], kind, modules))}
-    inner = (named_modules(modules[layer], all_names=True) for layer in numbered)
-    names |= {name for found in inner for name in found if name}
+    for start in (f"{layer}." for layer in numbered):
+        names |= {path.removeprefix(start) for path in modules if path.startswith(start)}
     return f"no layer has a site {row.site!r}{did_you_mean(row.site, names)}"

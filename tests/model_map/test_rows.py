@@ -858,8 +858,6 @@ def test_rows_name_a_site_by_its_second_name():
     assert by_name["feed.1"].offloaded_bytes > 0
     with pytest.raises(ConfigError, match=r"mlp, recompute: true} are both about layers\.0\.mlp"):
         around(make(), [rows[0], {"site": "mlp", "recompute": True}])
-    with pytest.raises(ConfigError, match=r"did you mean 'feed\.0\.up'"):
-        around(make(), [{"site": "feed.0.uo", "offload": "all"}])
 
 
 def test_reloads_are_in_time_whatever_the_length_of_the_step_before():
