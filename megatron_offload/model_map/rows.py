@@ -11,7 +11,7 @@ from torch import nn
 from megatron_offload.config import MEGATRON_MODULES, RECOMPUTE_SITES
 from megatron_offload.core.row_config import LOSS, UNITS, RowConfig
 from megatron_offload.errors import ConfigError, did_you_mean
-from megatron_offload.model_map.module_hooks import compiled_parts, named_modules
+from megatron_offload.model_map.module_hooks import compiled_parts
 from megatron_offload.model_map.structure import PARTS, has_forward, layers_of, modules_within
 
 _logger = logging.getLogger(__name__)
@@ -74,14 +74,13 @@ def find_rows(
         if row.site == LOSS:
             continue
         numbered = [path for path, number in layers.items() if row.has_layer(number)]
+        paths = [path for layer in numbered for path in modules_within(layer, row.site, modules)]
         if not is_part and layers and row.last_layer > max(layers.values()):
             raise ConfigError(f"row {row}: {_missing(row, layers, [], modules)}")
         if is_part and row.min_tokens and row.site in MEGATRON_MODULES:
             raise ConfigError(f"row {row}: groups that Megatron's layers mark take no min_tokens")
         if is_part and (row.site in MEGATRON_MODULES or not numbered):
             continue  # a group that Megatron's layers mark, or of another part
-        named = (path for layer in numbered for path in _within(layer, row.site, modules))
-        paths = [*dict.fromkeys(named)]
         if row.recompute and row.site in UNITS and not paths:
             starts = tuple(f"{layer}." for layer in numbered)
             inner = (path for path in modules if path.startswith(starts))
@@ -108,17 +107,6 @@ def find_rows(
                 )
             (found.recomputed if row.recompute else found.offloaded)[path] = row
     return found
-
-
-def _within(layer: str, site: str, modules: Mapping[str, nn.Module]) -> list[str]:
-    """Return the modules of a layer that a site's name stands for; any of their names will do."""
-    found = modules_within(layer, site, modules)
-    if found or site in UNITS:
-        return found
-    inner = named_modules(modules[layer], all_names=True)
-    named = {f"{layer}.{name}": module for name, module in inner.items()}
-    paths = {module: path for path, module in modules.items()}
-    return [paths[named[path]] for path in modules_within(layer, site, named)]
 
 
 def _missing(

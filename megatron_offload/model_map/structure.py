@@ -49,32 +49,28 @@ def layers_of(modules: Mapping[str, nn.Module]) -> dict[str, int]:
     Layers are those of Megatron and Hugging Face, and the members of each list of modules that
     have one class and parts, except within another layer. Megatron numbers them over all pipeline
     ranks, and behind them those that predict further tokens; others have their place in their list,
-    each list from 0; what lies in several has that in the longest.
+    each list from 0.
     """
-    paths = {module: path for path, module in modules.items()}
-    places = dict[str, str]()
-    lists = [x for x in modules.items() if isinstance(x[1], (nn.ModuleList, nn.Sequential))]
-    for home, module in sorted(lists, key=lambda x: len(x[1]._modules), reverse=True):
+    layers = {path for path, module in modules.items() if path and is_known_layer(module)}
+    for path, module in modules.items():
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
+            continue
         members = module._modules
         alike = {type(child) for child in members.values()}
-        if len(members) > 1 and len(alike) == 1 and all(map(_may_be_layer, members.values())):
-            for name, member in members.items():
-                places.setdefault(paths[cast(nn.Module, member)], f"{home}.{name}")
-    known = {path: path for path, module in modules.items() if is_known_layer(module)}
-    places = known | places
-    within = tuple(f"{layer}." for layer in places)
-    outer = [path for path in modules if path in places and not path.startswith(within)]
-    return {path: _number_of(modules[path], places[path], modules) for path in outer}
+        if len(alike) == 1 and all(map(_may_be_layer, members.values())):
+            layers.update(f"{path}.{name}".lstrip(".") for name in members)
+    within = tuple(f"{layer}." for layer in layers)
+    outer = [path for path in modules if path in layers and not path.startswith(within)]
+    return {path: _number_of(path, modules) for path in outer}
 
 
-def _number_of(layer: Any, place: str, modules: Mapping[str, nn.Module]) -> int:
-    home, _, name = place.rpartition(".")
+def _number_of(path: str, modules: Mapping[str, nn.Module]) -> int:
+    (home, _, name), layer = path.rpartition("."), cast(Any, modules[path])
     if any(base.__module__.startswith("megatron.") for base in type(layer).__mro__):
         of_decoder = layer.config.num_layers if getattr(layer, "is_mtp_layer", False) else 0
         return int(layer.layer_number) - 1 + int(of_decoder)
-    if name.isdigit() or not name:  # of a model that is a layer itself
-        return int(name or 0)
-    return [*modules[home]._modules].index(name)
+    siblings = [*modules[home]._modules] if home in modules else [name]
+    return int(name) if name.isdigit() else siblings.index(name)
 
 
 def _may_be_layer(module: nn.Module | None) -> bool:

@@ -838,26 +838,14 @@ def test_layers_are_numbered_in_each_list():
     assert layers == {"encoder.0": 0, "encoder.1": 1, "decoder.one": 0, "decoder.other": 1}
 
 
-def test_layers_that_have_other_names_first_are_numbered_in_the_longest_list():
-    net, blocks = nn.Module(), [Block() for _ in range(4)]
-    net.last, net.even, net.all = blocks[3], nn.ModuleList(blocks[::2]), nn.ModuleList(blocks)
-    layers = layers_of(dict(net.named_modules()))
-    assert layers == {"last": 3, "even.0": 0, "even.1": 2, "all.1": 1}
+def test_a_model_that_is_a_layer_itself_has_those_inside_it_alone():
     alone = type("TransformerLayer", (Block,), {})()
-    assert layers_of(dict(alone.named_modules())) == {"": 0}
-
-
-def test_rows_name_a_site_by_its_second_name():
-    def change(layer):
-        layer.feed = nn.ModuleList([layer.mlp, layer.norm])
-
-    make = partial(changed_net, change)
-    rows = [{"site": "feed.0", "recompute": True}, {"site": "feed.1", "offload": "all"}]
-    by_name = check(make, rows, (8, 8), **AT_ONCE).last_step.by_name
-    assert by_name["feed.0"].recomputed_bytes > 0
-    assert by_name["feed.1"].offloaded_bytes > 0
-    with pytest.raises(ConfigError, match=r"mlp, recompute: true} are both about layers\.0\.mlp"):
-        around(make(), [rows[0], {"site": "mlp", "recompute": True}])
+    assert layers_of(dict(alone.named_modules())) == {}
+    alone.inner = nn.ModuleList(Block() for _ in range(2))
+    assert layers_of(dict(alone.named_modules())) == {"inner.0": 0, "inner.1": 1}
+    alone = type("TransformerLayer", (Block,), {})()
+    with get_act_offloading_ctx_manager(alone, config=OffloadConfig(backend="simulated")):
+        alone(torch.randn(4, WIDTH)).sum().backward()
 
 
 def test_reloads_are_in_time_whatever_the_length_of_the_step_before():
