@@ -114,4 +114,4 @@ class DeviceBudget:
 
     def drop_saved(self, num_bytes: int) -> None:
         """Note that backward has left a group."""
-        self._saved_bytes -= num_bytes
+        self._saved_bytes = max(0, self._saved_bytes - num_bytes)  # a backward may come twice

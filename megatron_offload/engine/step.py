@@ -96,7 +96,8 @@ class Step(StepDecisions[OffloadGroup]):
         """Take a chunk in; let limits forget those whose graphs have gone without a backward."""
         for other in self.entered:
             groups = other.groups if other.saved_bytes else ()
-            if groups and not any(group.state is DONE or group.blocks() for group in groups):
+            is_gone = groups and not any(one.state is DONE or one.blocks() for one in groups)
+            if is_gone and all(key.chunk != other.position for key in self.backward_order):
                 self.budget.drop_saved(other.saved_bytes)
                 other.saved_bytes = 0
         chunk.position = len(self.entered)
@@ -184,8 +185,8 @@ class Step(StepDecisions[OffloadGroup]):
         if group.pick is not None:
             group.pick.choose(group)
         transfers.measure(group)
-        if self.chunk is not None:
-            self.chunk.saved_bytes += group.clock_bytes
+        if self.knows(group) and 0 <= group.key.chunk < len(self.entered):
+            self.entered[group.key.chunk].saved_bytes += group.clock_bytes
         transfers.stats.by_name[group.name].num_groups += 1
         keep_reason = self._learner.reason_to_keep(group)
         if group.forced and not keep_reason:  # of which each block has some, or none

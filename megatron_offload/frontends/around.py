@@ -17,8 +17,9 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import ConfigError
 from megatron_offload.observe.run_report import save_report
-from megatron_offload.observe.unseen import warn_of_no_call, watch_unseen
+from megatron_offload.observe.unseen import comes_by_no_site, warn_of_no_call, watch_unseen
 
+_MOST_UNCALLED = 3  # forwards without a call of any site, behind which it is said
 _ALL_MOVES = "it takes what autograd saves, whatever module that is; offload_modules() goes by name"
 _RATIO = "offload_ratio says what is offloaded; give that, or use OffloadActivations"
 _NO_MODEL = "it isn't given the model; get_act_offloading_ctx_manager(model) is"
@@ -148,7 +149,7 @@ class AroundForwards(saved_tensors_hooks):
     ) -> None:
         super().__init__(groups.pack, unpack)
         self._groups, self._model, self._where = groups, model, where
-        self._depth = 0
+        self._depth = self._num_uncalled = 0
 
     @property
     def _search(self) -> RowSearch | None:
@@ -176,8 +177,10 @@ class AroundForwards(saved_tensors_hooks):
                 search.forward_ends(has_failed=has_failed)
         finally:
             try:
-                if not (has_failed or self._depth):
-                    warn_of_no_call(self._groups)
+                if not (has_failed or self._depth) and comes_by_no_site(self._groups):
+                    self._num_uncalled += 1
+                    if self._num_uncalled > _MOST_UNCALLED:
+                        warn_of_no_call(self._groups)
                 self._groups.end(has_failed=has_failed)
             finally:
                 watch_unseen(self._groups)

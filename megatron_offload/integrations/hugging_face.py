@@ -57,8 +57,12 @@ class OffloadMixin:
 
     @property
     def offload(self) -> Any:
-        """The context around each forward of `model`, with its ``last_step``."""
-        if self._context is None or not self._context.is_of(self.model):
+        """The context around each forward of `model`, with its ``last_step``.
+
+        While another model is trained that is another.
+        """
+        is_other = getattr(self, "is_in_train", False) and self._context is not None
+        if self._context is None or (is_other and not self._context.is_of(self.model)):
             self._context, more = None, self.offload_options  # the next frees what this has
             self._context = get_act_offloading_ctx_manager(
                 self.model, config=self.offload_config, warn_if_no_head=False, **more

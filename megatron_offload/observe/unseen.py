@@ -32,9 +32,9 @@ _NOT_SEEN = (
 )
 
 _NO_CALL = (
-    "rows offload nothing in this forward, as none of their sites was called, or none has saved "
-    "anything: another model was called, or graphs that torch has compiled before this context was "
-    "made and that lack its hooks (torch._dynamo.reset() in front of it helps). This is said once"
+    "rows have offloaded nothing so far, as none of their sites was called with gradients: perhaps "
+    "another model is, or graphs are that torch has compiled before this context was made and that "
+    "lack its hooks (torch._dynamo.reset() in front of it helps). This is said once"
 )
 
 _watched = WeakSet[AutomaticGroups]()
@@ -54,13 +54,19 @@ def watch_unseen(groups: AutomaticGroups) -> None:
             _patches.wrap(saved_tensors_hooks, "__enter__", _note)
 
 
-def warn_of_no_call(groups: AutomaticGroups) -> None:
-    """Warn where a whole forward has come by none of the sites of which rows say to offload."""
+def comes_by_no_site(groups: AutomaticGroups) -> bool:
+    """Whether a forward that ends has no group, and none before had, where rows say to offload."""
     forward, manager = groups.forward, groups.manager
     named = () if manager.rows_are_own else manager.rows or ()
-    is_named = any(row.offload and not row.min_tokens for row in named)
-    if is_named and forward is not None and forward.chunk.position is None and manager.records():
-        manager.transfers.warn_once(_NO_CALL)
+    if forward is None or not any(row.offload and not row.min_tokens for row in named):
+        return False
+    has_any = forward.chunk.position is not None or manager.decisions.committed
+    return not (has_any or manager.last_step.by_name) and manager.records()
+
+
+def warn_of_no_call(groups: AutomaticGroups) -> None:
+    """Say so once."""
+    groups.manager.transfers.warn_once(_NO_CALL)
 
 
 @graph_break

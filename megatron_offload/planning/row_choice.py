@@ -253,7 +253,10 @@ class RowChoice:
             is_over = self._num_measured >= (_MOST_MEASURED if is_known else _MOST_UNKNOWN)
             self.is_blind |= is_over and not is_known
             expected = self._expected(self._rung)
-            found = found.beside(expected) if found else expected
+            if found is None:
+                found = expected
+            elif is_known or found.percent - found.error <= limit:  # else it speaks against it
+                found = found.beside(expected)
             is_clear = is_known and abs(found.percent - limit) > found.error
             if not (is_clear or is_over):
                 return False
@@ -343,7 +346,8 @@ class RowChoice:
                     return max(ready or good), False, ""
         found = self._tried.get(quick)
         if found is not None:
-            return quick, True, f"a step takes {found}, at most {limit:g} % is wanted"
+            takes = "seems to take" if self.is_blind else "takes"
+            return quick, True, f"a step {takes} {found}, at most {limit:g} % is wanted"
         percent = 100 * min(us_of[1:]) / self.bare_us
         least = f"the least that frees anything is predicted to cost {percent:.2g} %"
         if self.is_blind:

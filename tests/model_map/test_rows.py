@@ -75,8 +75,12 @@ def test_rows_whose_sites_a_forward_does_not_come_by_are_not_silent(caplog):
         make_net()(tokens)
     with context:
         net(tokens).sum().backward()
+    for other in (torch.nn.Identity(), make_net()) * 3:
+        with context:
+            other(tokens)
     assert "none of their sites" not in caplog.text
-    for _ in range(2):
+    context = around(net, [{"site": "mlp", "offload": "all"}])
+    for _ in range(5):
         with context:
             make_net()(tokens).sum().backward()
     assert caplog.text.count("none of their sites was called") == 1
