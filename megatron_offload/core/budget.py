@@ -114,4 +114,5 @@ class DeviceBudget:
 
     def drop_saved(self, num_bytes: int) -> None:
         """Note that backward has left a group."""
-        self._saved_bytes = max(0, self._saved_bytes - num_bytes)  # a backward may come twice
+        left_bytes = self._saved_bytes - num_bytes
+        self._saved_bytes = left_bytes if left_bytes > 0 else 0  # a backward may come twice

@@ -185,8 +185,9 @@ class Step(StepDecisions[OffloadGroup]):
         if group.pick is not None:
             group.pick.choose(group)
         transfers.measure(group)
-        if self.knows(group) and 0 <= group.key.chunk < len(self.entered):
-            self.entered[group.key.chunk].saved_bytes += group.clock_bytes
+        number = group.key.chunk
+        if -1 < number < len(self.entered):
+            self.entered[number].saved_bytes += group.clock_bytes
         transfers.stats.by_name[group.name].num_groups += 1
         keep_reason = self._learner.reason_to_keep(group)
         if group.forced and not keep_reason:  # of which each block has some, or none
