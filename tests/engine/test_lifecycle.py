@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_offload.backends.base import Wait
 from megatron_offload.config import SimulatedConfig
 from megatron_offload.core.profile import GroupKey
+from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.errors import StateError
 
 ORDER = one_forward_one_backward(4, depth=2)
@@ -329,3 +330,34 @@ def test_an_offloaded_step_never_makes_the_host_wait(monkeypatch):
     for _ in range(2):
         run_step(model, manager, ORDER)
     assert manager.last_step.offloaded_bytes > 0
+
+
+def test_limits_know_which_forward_is_alive_whatever_order_things_come_in():
+    manager, weight = make_manager(), torch.nn.Parameter(torch.ones(64, 64))
+
+    def run(*, delay=False):
+        manager.begin_chunk()
+        x = start_group(manager, torch.ones(64, 64, requires_grad=True) * 1, "x")
+        with manager:
+            inner = x * 1  # which saves nothing
+            y = (inner @ weight).relu()
+        return commit_group(manager, y, "x", delay=delay).sum(), inner
+
+    def saved_bytes():
+        return manager.budget._saved_bytes
+
+    run()[0].backward()
+    manager.reset()
+    late, other, one_bytes = run(delay=True), run(), saved_bytes()
+    manager.flush_delayed_groups()  # while another's chunk is the current one
+    assert saved_bytes() == 2 * one_bytes > 0
+    del other
+    third = run()
+    assert saved_bytes() == 2 * one_bytes, "what has gone is forgotten, what was late isn't"
+    (grad,) = torch.autograd.grad(*late)  # its group is reached, and not left
+    fourth = run()
+    assert saved_bytes() == 3 * one_bytes
+    late[1].backward(grad)
+    for loss, _ in (third, fourth):
+        loss.backward()
+    assert saved_bytes() == 0

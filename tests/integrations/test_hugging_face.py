@@ -144,6 +144,8 @@ def test_a_second_training_has_a_context_of_its_own_model(tmp_path):
     assert offloads[0] is not offloads[1] is trainer.offload
     assert offloads[1].is_of(trainer.model)
     assert offloads[1].last_step.offloaded_bytes > 0
+    trainer.model = torch.nn.Sequential(trainer.model)
+    assert trainer.offload is offloads[1], "behind training it has what was trained"
 
 
 def test_what_is_logged_remains_the_caller_s(tmp_path):

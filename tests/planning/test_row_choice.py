@@ -99,7 +99,8 @@ def test_steps_go_on_until_it_is_clear_whether_the_limit_is_kept(
         (0.0, 1.0, 8),  # 0.8 % are predicted, and nothing speaks against it
         (0.0, 2.0, 7),  # 1.6 % and its error are more than the limit
         (0.0, 10.0, 1),
-        (11.0, 10.0, 0),  # more than was predicted
+        (5.0, 10.0, 1),
+        (8.0, 10.0, 0),  # one error above the limit, whatever was predicted
         (0.0, 30.0, 0),
     ],
 )
