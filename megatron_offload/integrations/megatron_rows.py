@@ -154,8 +154,8 @@ def _choose(chosen: LargestTensors, module: nn.Module, args: Any) -> None:
 def count_recomputed(original: Call, self: Any, hook_tensor: torch.Tensor) -> None:
     """Count what a ``CheckpointWithoutOutput`` empties because rows have asked for it."""
     parts = (part for part, built in _built.items() if RERUN in built)
-    is_ours = any(vars(part).get("activation_checkpoint") is self for part in parts)
-    if is_ours and hook_tensor.requires_grad:  # else no backward recomputes it
+    is_ours = (vars(part).get("activation_checkpoint") is self for part in parts)
+    if hook_tensor.requires_grad and any(is_ours):  # else no backward recomputes it
         outputs = self.outputs or ()  # None where a graph's warmup keeps them
         stats = PipelineOffloadManager.get_instance().transfers.stats.by_name[MOE_ACT]
         stats.recomputed_bytes += sum(output.untyped_storage().nbytes() for output in outputs)
