@@ -123,6 +123,7 @@ GRACE_S = 3.0
 SHARE_GPU = "all ranks on one GPU: bits and memory hold, times don't"
 
 _BASE = {"vocabulary": 32000, "dtype": "bf16", "pp": 1, "vpp": 1, "min_elements": 1024 * 1024}
+_BASE |= {"dp": 1, "ep": 1}
 _BASE |= {"normalization": "RMSNorm", "positions": "rope"}
 SHAPES = {
     "a": {**_BASE, "layers": 6, "hidden": 8192, "seq": 4096, "mbs": 2, "microbatches": 2},
@@ -138,10 +139,15 @@ SHAPES = {
     # Mixture of experts: routing gives their sizes, and the host waits for them.
     "moe": {**_BASE, "layers": 8, "hidden": 2048, "seq": 4096, "mbs": 2, "microbatches": 8}
     | {"pp": 2, "vpp": 2, "experts": 32},
+    # Of eight GPUs: (c) twice, and experts that are spread over all.
+    "dense8": {**_BASE, "layers": 16, "hidden": 8192, "seq": 4096, "mbs": 1, "microbatches": 8}
+    | {"pp": 4, "vpp": 2, "dp": 2},
+    "moe8": {**_BASE, "layers": 8, "hidden": 2048, "seq": 4096, "mbs": 2, "microbatches": 4}
+    | {"dp": 8, "ep": 8, "experts": 64},
     "bitwise": {**_BASE, "layers": 16, "hidden": 1024, "seq": 2048, "mbs": 1, "microbatches": 8}
     | {"pp": 4, "vpp": 2},
     "tiny": {"layers": 4, "hidden": 64, "heads": 4, "seq": 32, "mbs": 2, "microbatches": 4}
-    | {"vocabulary": 128, "dtype": "fp32", "pp": 2, "vpp": 2, "min_elements": 1}
+    | {"vocabulary": 128, "dtype": "fp32", "pp": 2, "vpp": 2, "dp": 1, "ep": 1, "min_elements": 1}
     # On a CPU torch's RMSNorm is many operations, which use their input more than once: a group's
     # boundary in front of it changes the order in which those gradients are summed.
     | {"normalization": "LayerNorm", "positions": "rope"},
@@ -150,7 +156,7 @@ SHAPES = {
 
 SIZES = (
     *("layers", "hidden", "heads", "seq", "mbs", "microbatches"),
-    *("pp", "vpp", "vocabulary", "min_elements"),
+    *("pp", "vpp", "dp", "ep", "vocabulary", "min_elements"),
 )
 
 
@@ -224,7 +230,9 @@ def read_sizes(options):
 def check_sizes(sizes):
     """Raise `ValueError` for what can't run."""
     if min(sizes[name] for name in SIZES) < 1:
-        raise ValueError("sizes, PP and VPP are at least 1")
+        raise ValueError("sizes, PP, VPP, DP and EP are at least 1")
+    if sizes["dp"] % sizes["ep"] or sizes.get("experts", sizes["ep"]) % sizes["ep"]:
+        raise ValueError("DP and the number of experts are multiples of EP")
     if sizes["hidden"] % sizes["heads"]:
         raise ValueError(f"hidden {sizes['hidden']} is no multiple of {sizes['heads']} heads")
     stages = sizes["pp"] * sizes["vpp"]
@@ -232,6 +240,11 @@ def check_sizes(sizes):
         raise ValueError(f"{sizes['layers']} layers don't divide into {stages} stages")
     if sizes["vpp"] > 1 and (sizes["pp"] == 1 or sizes["microbatches"] % sizes["pp"]):
         raise ValueError("VPP above 1 needs PP above 1, and microbatches divisible by PP")
+
+
+def num_ranks(options):
+    """Return how many processes a mode has, each with a GPU."""
+    return options.sizes["pp"] * options.sizes["dp"]
 
 
 def read_mode(text, modules=None):
@@ -314,7 +327,7 @@ class ModeRun:
         for name in ("device", "steps", "warmup", "seed", "deterministic", "examine", "turns"):
             whole[name] = getattr(options, name)
         path.write_text(json.dumps(whole | {"timeout_s": options.timeout}))
-        self._logs = [logs / f"{self._label}.rank{rank}.log" for rank in range(options.sizes["pp"])]
+        self._logs = [logs / f"{self._label}.rank{rank}.log" for rank in range(num_ranks(options))]
         self._ranks = Ranks(
             [sys.executable, str(WORKER), str(path)],
             worker_environment(options, spec),
@@ -349,7 +362,7 @@ class ModeRun:
         for kind in ("trace", "plan"):
             if files := sorted(folder.glob(f"{kind}*.json")):
                 keep(files, output / f"{kind}s" / self._label)
-        files = (folder / f"rank{rank}.json" for rank in range(self._options.sizes["pp"]))
+        files = (folder / f"rank{rank}.json" for rank in range(num_ranks(self._options)))
         return [json.loads(file.read_text()) for file in files]
 
 
@@ -374,8 +387,8 @@ def worker_environment(options, spec):
         "PYTHONPATH": os.pathsep.join(place for place in places if place),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
-        "WORLD_SIZE": str(options.sizes["pp"]),
-        "LOCAL_WORLD_SIZE": str(options.sizes["pp"]),
+        "WORLD_SIZE": str(num_ranks(options)),
+        "LOCAL_WORLD_SIZE": str(num_ranks(options)),
         "NVTE_CPU_OFFLOAD_V1": spec["te_v1"],
     }
     environment.setdefault("OMP_NUM_THREADS", "1")
@@ -502,7 +515,7 @@ def check_settings(options):
         if spec["kind"] == "megatron" and unknown:
             sys.exit(f"{spec['mode']}: megatron-core has no modules {', '.join(sorted(unknown))}")
         if spec["kind"].startswith("ours"):
-            for rank in range(options.sizes["pp"]):
+            for rank in range(num_ranks(options)):
                 try:
                     data = apply_overrides({}, options_of_rank(spec["options"], rank))
                     validate(OffloadConfig, data | named_modules(spec), spec["mode"])

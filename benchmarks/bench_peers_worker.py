@@ -85,6 +85,8 @@ def build_chunks(spec, mode, device, *, layer_spec=None, config_type=None, make=
     dtype = torch.bfloat16 if spec["dtype"] == "bf16" else torch.float32
     virtual = spec["vpp"] if spec["vpp"] > 1 else None
     full, num_experts = FULL if spec.get("full_recompute") else {}, spec.get("experts")
+    experts = _EXPERTS | {"num_moe_experts": num_experts} if num_experts else {}
+    experts |= {"expert_model_parallel_size": spec["ep"]} if spec.get("ep", 1) > 1 else {}
     config = (config_type or TransformerConfig)(
         num_layers=spec["layers"],
         hidden_size=spec["hidden"],
@@ -113,7 +115,7 @@ def build_chunks(spec, mode, device, *, layer_spec=None, config_type=None, make=
         gradient_accumulation_fusion=False,
         cross_entropy_loss_fusion=False,
         **{"activation_func": F.gelu, **full, **mode.transformer_options()},
-        **(_EXPERTS | {"num_moe_experts": num_experts} if num_experts else {}),
+        **experts,
     )
     if layer_spec is None and on_gpu:
         layer_spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
@@ -145,6 +147,7 @@ class Program:
     """The steps: the same microbatches and the same schedule in every mode."""
 
     def __init__(self, spec, mode, chunks, device):
+        from megatron.core import parallel_state
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         self.spec, self.mode, self.chunks, self.device = spec, mode, chunks, device
@@ -154,6 +157,9 @@ class Program:
 
             self.forward_backward = FullCudaGraphWrapper(self.whole_step, sys.maxsize)
         self.gradients = [p.grad for chunk in chunks for p in chunk.parameters()]
+        self.replicas = replicas_of(chunks) if spec.get("dp", 1) > 1 else ()
+        # Each replica has data of its own.
+        self.first_seed = spec["seed"] + 1_000_000 * parallel_state.get_data_parallel_rank()
         self.positions = torch.arange(spec["seq"], device=device).expand(spec["mbs"], -1)
 
     def capture_next(self):
@@ -202,12 +208,14 @@ class Program:
         )
         if not self.spec.get("whole_step_graph"):
             self.mode.end_step()
+        for gradient, group in self.replicas:
+            dist.all_reduce(gradient, group=group)
         host_ms = (time.perf_counter() - start) * 1e3
         self.synchronize()
         return (time.perf_counter() - start) * 1e3, host_ms, losses
 
     def tokens(self, number):
-        generator = torch.Generator(self.device).manual_seed(self.spec["seed"] + number)
+        generator = torch.Generator(self.device).manual_seed(self.first_seed + number)
         size = (self.spec["microbatches"], self.spec["mbs"], self.spec["seq"] + 1)
         return torch.randint(
             self.spec["vocabulary"], size, device=self.device, generator=generator
@@ -225,6 +233,20 @@ class Program:
             output = make(inputs, self.own(self.positions), None, labels=labels)
         self.mode.after_forward()
         return output, mean_loss
+
+
+def replicas_of(chunks):
+    """Return the gradients that several ranks have, each with the group of these."""
+    from megatron.core import parallel_state
+
+    dense = parallel_state.get_data_parallel_group()
+    experts = parallel_state.get_expert_data_parallel_group()
+    both = [
+        (p.grad, dense if getattr(p, "allreduce", True) else experts)
+        for chunk in chunks
+        for p in chunk.parameters()
+    ]
+    return [(gradient, group) for gradient, group in both if group.size() > 1]
 
 
 def mean_loss(losses):
@@ -289,6 +311,7 @@ def run(spec, rank):
         parallel_state.initialize_model_parallel(
             pipeline_model_parallel_size=spec["pp"],
             virtual_pipeline_model_parallel_size=spec["vpp"] if spec["vpp"] > 1 else None,
+            expert_model_parallel_size=spec.get("ep", 1),
             create_gloo_process_groups=False,
         )
         pp_rank = parallel_state.get_pipeline_model_parallel_rank()

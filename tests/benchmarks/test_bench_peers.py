@@ -85,6 +85,7 @@ def test_flags_replace_sizes():
         (["--shape", "c", "--layers", "17"], "don't divide"),
         (["--shape", "c", "--microbatches", "6"], "divisible by PP"),
         (["--shape", "a", "--vpp", "2"], "VPP above 1"),
+        (["--shape", "moe8", "--ep", "3"], "multiples of EP"),
         (["--shape", "a", "--hidden", "1000", "--heads", "7"], "no multiple"),
         (["--shape", "a", "--steps", "0"], "--steps"),
     ],
