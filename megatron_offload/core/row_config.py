@@ -36,11 +36,17 @@ _RANGES = re.compile(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*")
 
 def _ranges(value: Any) -> str:
     text = str(value).replace(" ", "")
-    if isinstance(value, bool) or not (text == "all" or _RANGES.fullmatch(text)):
+    if not (text == "all" or _RANGES.fullmatch(text)):
         raise ValueError("layers are 'all', a number, or numbers such as '0-13,20'")
     if text != "all" and any(first > last for first, last in _parts(text)):
         raise ValueError("the first of some layers comes before the last, as in '0-13'")
     return text
+
+
+def _most(value: Any) -> Any:
+    if value not in (None, "all") and not (type(value) is int and value >= 1):
+        raise ValueError("offload is 'all', or how many of the largest tensors, such as 2")
+    return value
 
 
 def _parts(text: str) -> list[tuple[int, int]]:
@@ -66,7 +72,7 @@ class RowConfig(StrictModel):
     layers: Converted[Annotated[str, BeforeValidator(_ranges)], int | str] = default("all")
     """Which layers: ``all``, or numbers from 0 over the whole model, such as ``0-13,20``."""
 
-    offload: Annotated[int, Field(strict=True, ge=1)] | Literal["all"] | None = None
+    offload: Annotated[int | Literal["all"] | None, BeforeValidator(_most)] = None
     """Offload what is saved inside the site: ``all`` of it, or so many of the largest tensors."""
 
     recompute: bool = False

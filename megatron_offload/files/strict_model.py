@@ -25,6 +25,7 @@ from pydantic import (
     TypeAdapter,
     ValidationError,
 )
+from pydantic_core import core_schema
 
 from megatron_offload.errors import ConfigError, did_you_mean, shorten
 from megatron_offload.files.renames import with_current_names
@@ -91,6 +92,24 @@ def default(value: Any) -> Any:
     return value
 
 
+def _no_switch(value: Any) -> Any:
+    """Refuse true and false, which pydantic takes for 1 and 0, where a number is meant."""
+    if isinstance(value, bool):
+        raise ValueError("a number is wanted")
+    return value
+
+
+def _refuse_switches(schema: Any) -> None:
+    """Let all numbers of a schema refuse true and false; sections inside do by themselves."""
+    for part in schema.values() if isinstance(schema, dict) else schema:
+        if isinstance(part, dict) and part.get("type") in ("int", "float"):
+            checked = core_schema.no_info_before_validator_function(_no_switch, {**part})
+            part.clear()
+            part.update(checked)
+        elif isinstance(part, (dict, list, tuple)) and "cls" not in part:
+            _refuse_switches(part)
+
+
 class StrictModel(BaseModel):
     """A configuration section: immutable, and every unknown key is an error."""
 
@@ -101,6 +120,13 @@ class StrictModel(BaseModel):
         use_attribute_docstrings=True,
         allow_inf_nan=False,
     )
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        """Return the schema in which no number is true or false."""
+        schema = handler(source)
+        _refuse_switches(schema["schema"] if "cls" in schema else schema)
+        return schema
 
     if not TYPE_CHECKING:  # a checker knows the keys without
 

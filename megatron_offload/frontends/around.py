@@ -90,8 +90,6 @@ def with_policy(
     target: int | str | None,
 ) -> OffloadConfig:
     """Return a configuration with the policy that the arguments mean together."""
-    if isinstance(most, bool):
-        raise ConfigError(f"most_slowdown_percent is a number, got {most}")
     given = {} if config is None else config.model_dump(exclude_unset=True)
     for key in ("policy", "rows"):
         if given.get(key) is not None:

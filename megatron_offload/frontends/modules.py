@@ -21,6 +21,7 @@ from megatron_offload.frontends.adopt import adopt_model
 from megatron_offload.frontends.around import engine_of, leave_search, refuse_unserved
 from megatron_offload.model_map.module_hooks import (
     ModuleHook,
+    check_model,
     expression_of,
     hook_calls,
     hooks_of,
@@ -73,7 +74,7 @@ class ModuleOffload(PatchStack):
         ``is_part``: what matches no module may be in another part, so that this only warns.
         """
         modules = [named_modules(chunk, all_names=True) for chunk in chunks]
-        wanted = dict.fromkeys([names] if isinstance(names, str) else names)
+        wanted = dict.fromkeys([names] if isinstance(names, str) else map(str, names or ()))
         kinds = {name: kind for name in wanted if (kind := _kind_of(name, modules, is_part))}
         # Spans last: their ends lie inside the boundaries of the modules beside them.
         for name, kind in sorted(kinds.items(), key=lambda item: item[1].between is not None):
@@ -107,7 +108,8 @@ def offload_modules(
         ConfigError: a name that only Megatron's call sites serve, or that matches no module with a
             forward, or no name at all.
     """
-    chunks = [_unwrap(m) for m in ([model] if isinstance(model, nn.Module) else model)]
+    are_several = isinstance(model, Iterable) and not isinstance(model, (str, nn.Module))
+    chunks = [_unwrap(check_model(m)) for m in (model if are_several else [model])]
     manager = engine_of(manager) or PipelineOffloadManager.get_instance()
     refuse_unserved("offload_modules", manager.config)
     result = ModuleOffload(manager)

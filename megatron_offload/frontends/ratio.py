@@ -77,8 +77,8 @@ class CPUOffload(AroundForwards):
     def __init__(
         self, offload_ratio: float = 0.1, tag: str = "default", config: OffloadConfig | None = None
     ) -> None:
-        if not 0 <= offload_ratio <= 1:
-            raise ValueError(f"offload_ratio must be between 0 and 1, got {offload_ratio}")
+        if not (hasattr(offload_ratio, "__float__") and 0 <= offload_ratio <= 1):
+            raise ValueError(f"offload_ratio must be between 0 and 1, got {offload_ratio!r}")
         if config is not None and tag in self._tags:
             raise ValueError(f"tag {tag!r} exists: give its configuration to its first object")
         self.offload_ratio = offload_ratio

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.nested import first_tensor
+from megatron_offload.errors import ConfigError
 
 _GLOBS = {".**": r"(?:\.[^.]+)*", "**.": r"(?:[^.]+\.)*", "**": ".*", "*": "[^.]*", "?": "[^.]"}
 """What stands for something else in a pattern over dotted names."""
@@ -118,6 +119,14 @@ def tokens_of(args: Any, kwargs: Any) -> float:
 def has_tokens(least: int, args: Any, kwargs: Any) -> bool:
     """Whether a module is given at least so many tokens."""
     return least == 0 or tokens_of(args, kwargs) >= least
+
+
+def check_model(model: Any) -> nn.Module:
+    """Return a model, which a front door was given; `ConfigError` if it is none."""
+    if not isinstance(model, nn.Module):
+        given = "the class" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise ConfigError(f"the model is an nn.Module, and was given as {given} {model!r:.60}")
+    return model
 
 
 def named_modules(chunk: nn.Module, *, all_names: bool = False) -> dict[str, nn.Module]:

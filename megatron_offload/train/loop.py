@@ -15,8 +15,15 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from pydantic import ByteSize
 
-from megatron_offload.config import OffloadConfig, module_patterns, recompute_patterns
+from megatron_offload.config import (
+    MEGATRON_MODULES,
+    RECOMPUTE_KINDS,
+    OffloadConfig,
+    module_patterns,
+    recompute_patterns,
+)
 from megatron_offload.core.policy_config import SolvedConfig
+from megatron_offload.core.row_config import MODEL
 from megatron_offload.core.trace import write_traces
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError, did_you_mean
@@ -183,14 +190,19 @@ class _Trainer:
 
 
 def check_patterns(offload: OffloadConfig, names: Collection[str]) -> None:
-    """Refuse patterns that match no module of any rank."""
-    modules, recompute = module_patterns(offload.modules), recompute_patterns(offload.recompute)
-    for key, patterns in (("modules", modules), ("recompute", recompute)):
+    """Refuse patterns, and sites of rows, that match no module of any rank."""
+    within = {name.split(".", 3)[-1] for name in names if name.startswith("decoder.layers.")}
+    within |= {*MEGATRON_MODULES, *RECOMPUTE_KINDS, MODEL}
+    for key, patterns, known in (
+        ("modules", module_patterns(offload.modules), names),
+        ("recompute", recompute_patterns(offload.recompute), names),
+        ("rows", [row.site for row in offload.rows or ()], within),
+    ):
         for pattern in patterns:
-            if not any(map(expression_of(pattern).fullmatch, names)):
+            if not any(map(expression_of(pattern).fullmatch, known)):
                 raise ConfigError(
                     f"offload.{key}: no module of any rank matches "
-                    f"{pattern!r}{did_you_mean(pattern, names)}"
+                    f"{pattern!r}{did_you_mean(pattern, known)}"
                 )
 
 

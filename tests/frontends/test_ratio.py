@@ -189,7 +189,7 @@ def test_the_ratio_may_change_between_steps():
         assert moved == pytest.approx(ratio * 40960, abs=4096)
 
 
-@pytest.mark.parametrize("ratio", [-0.1, 1.1, float("nan")])
+@pytest.mark.parametrize("ratio", [-0.1, 1.1, float("nan"), "0.3"])
 def test_a_ratio_outside_its_range_is_refused(ratio):
     with pytest.raises(ValueError, match="offload_ratio must be between 0 and 1"):
         CPUOffload(ratio, "model")

@@ -882,7 +882,7 @@ def test_a_policy_can_be_given_as_arguments(given, expected):
         ({"memory_target": "1GiB", "config": OffloadConfig(rows=[])}, "config's rows and the arg"),
         ({"policy": "auto", "manager": make_manager()}, "a manager is given"),
         ({"policy": 5}, "there is no kind '5'"),
-        ({"most_slowdown_percent": True}, "is a number, got True"),
+        ({"most_slowdown_percent": True}, "a number is wanted .got True"),
         ({"policy": "module"}, "'modules'"),
         ({"most_slowdown_percent": -1}, "most_slowdown_percent"),
     ],
