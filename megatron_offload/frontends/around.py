@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
+from functools import wraps
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar, cast
 
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -15,9 +17,11 @@ from megatron_offload.core.row_config import MODEL
 from megatron_offload.engine.automatic import AutomaticGroups, unpack
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.stats import StepStats
-from megatron_offload.errors import ConfigError
+from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.observe.run_report import save_report
 from megatron_offload.observe.unseen import comes_by_no_site, warn_of_no_call, watch_unseen
+
+_Init = TypeVar("_Init", bound=Callable[..., None])
 
 _MOST_UNCALLED = 3  # forwards without a call of any site, behind which it is said
 _ALL_MOVES = "it takes what autograd saves, whatever module that is; offload_modules() goes by name"
@@ -114,6 +118,28 @@ def refuse_unserved(door: str, config: OffloadConfig) -> None:
             raise ConfigError(f"{door} can't recompute {name!r}; {' and '.join(served)} can")
 
 
+def check_names(init: Callable[..., None], options: Mapping[str, object]) -> None:
+    """Refuse with a `TypeError` arguments that a constructor hasn't; name the nearest."""
+    known = inspect.signature(init).parameters
+    for name in options.keys() - known.keys():
+        nearest = did_you_mean(name, (one for one in known if one != "self" and one[0] != "_"))
+        raise TypeError(f"{init.__qualname__.split('.')[0]}() has no argument {name!r}{nearest}")
+
+
+def with_names_checked(init: _Init) -> _Init:
+    """Let a constructor do so."""
+
+    @wraps(init)
+    def checked(self: object, *args: Any, **options: Any) -> None:
+        try:
+            init(self, *args, **options)
+        except TypeError:
+            check_names(init, options)
+            raise
+
+    return cast(_Init, checked)
+
+
 def leave_search(manager: PipelineOffloadManager) -> None:
     """Look for no more rows, and follow what is configured."""
     if isinstance(manager.tuner, RowSearch):
@@ -147,6 +173,7 @@ class AroundForwards(saved_tensors_hooks):
     ) -> None:
         super().__init__(groups.pack, unpack)
         self._groups, self._model, self._where = groups, model, where
+        self._of_others: tuple[StepStats | None, ...] = ()
         self._depth = self._num_uncalled = 0
 
     @property
@@ -188,12 +215,27 @@ class AroundForwards(saved_tensors_hooks):
 
     def describe(self) -> str:
         """Return in words what it does and has found, and what the last step was."""
-        return self._groups.manager.describe()
+        return f"{self._groups.manager.plan}\n{self.last_step}"
 
     @property
     def last_step(self) -> StepStats:
-        """Counters of the last step that is over."""
-        return self._groups.manager.last_step
+        """Counters of the last step that is over, or else of the one that runs.
+
+        Steps that were over before an `OffloadActivations` was made were another context's.
+        """
+        manager = self._groups.manager
+        for step in (manager.last_step, manager.transfers.counted()):
+            if all(step is not one for one in self._of_others):
+                step.why = manager.why_nothing
+                return step
+        return StepStats(why=manager.why_nothing)
+
+    def _leave_out_others(self) -> None:
+        """Let `last_step` leave out what the manager has done until now."""
+        manager = self._groups.manager
+        step = manager.decisions
+        is_over = step.committed and step.is_idle()  # and ends as the next begins
+        self._of_others = step.last, manager.transfers.stats if is_over else None
 
     def save_report(self, folder: str | Path) -> None:
         """Leave in a folder what ``megatron-offload report FOLDER`` shows; each rank calls it."""

@@ -108,8 +108,8 @@ def offload_modules(
         ConfigError: a name that only Megatron's call sites serve, or that matches no module with a
             forward, or no name at all.
     """
-    are_several = isinstance(model, Iterable) and not isinstance(model, (str, nn.Module))
-    chunks = [_unwrap(check_model(m)) for m in (model if are_several else [model])]
+    given = [model] if isinstance(model, nn.Module) else model or [None]
+    chunks = [_unwrap(check_model(one)) for one in given]
     manager = engine_of(manager) or PipelineOffloadManager.get_instance()
     refuse_unserved("offload_modules", manager.config)
     result = ModuleOffload(manager)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Mapping
-from functools import partial, wraps
+from collections.abc import Mapping
+from functools import partial
 from sys import exc_info
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self
 from weakref import ref
 
 import torch
@@ -26,12 +25,14 @@ from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.stats import StepStats
-from megatron_offload.errors import ConfigError, did_you_mean
+from megatron_offload.errors import ConfigError
 from megatron_offload.frontends.adopt import HEADS, adopt_model, is_adopted_by, keep_head
 from megatron_offload.frontends.around import (
     AroundForwards,
     begin_anew,
+    check_names,
     followed,
+    with_names_checked,
     with_policy,
 )
 from megatron_offload.model_map.module_hooks import check_model
@@ -44,34 +45,12 @@ from megatron_offload.recompute.model_loss import (
 )
 from megatron_offload.recompute.patches import PatchStack
 
-_Init = TypeVar("_Init", bound=Callable[..., None])
-
 _logger = logging.getLogger(__name__)
 
 _NO_MODULE = (
     "megatron-offload: nothing is offloaded: no module was called inside the context, so that no "
     "rows can be found. 'policy: modules' offloads all that is saved"
 )
-
-
-def _check_names(options: Mapping[str, object]) -> None:
-    """Refuse arguments that `OffloadActivations` hasn't, and name the nearest."""
-    known = inspect.signature(OffloadActivations).parameters
-    for name in options.keys() - known.keys():
-        nearest = did_you_mean(name, (one for one in known if one[0] != "_"))
-        raise TypeError(f"OffloadActivations() has no argument {name!r}{nearest}")
-
-
-def _with_names_checked(init: _Init) -> _Init:
-    @wraps(init)
-    def checked(self: object, *args: Any, **options: Any) -> None:
-        try:
-            init(self, *args, **options)
-        except TypeError:
-            _check_names(options)
-            raise
-
-    return cast(_Init, checked)
 
 
 class OffloadActivations(AroundForwards):
@@ -107,7 +86,7 @@ class OffloadActivations(AroundForwards):
 
     _door = "OffloadActivations"
 
-    @_with_names_checked
+    @with_names_checked
     def __init__(
         self,
         use_pin_memory: bool = True,
@@ -166,6 +145,7 @@ class OffloadActivations(AroundForwards):
         if is_others or (tuner is None and not self.manager.rests):
             begin_anew(self.manager)
         super().__init__(groups)
+        self._leave_out_others()
         is_open = self.manager.tuner is None and self.manager.config.tuned_policy is not None
         self._seeks_model = _model is None and is_open
         self._seeking: RemovableHandle | None = None
@@ -362,7 +342,7 @@ def get_act_offloading_ctx_manager(
     check_model(model)
     _check_switch("enable_activation_offloading", enable_activation_offloading)
     if not enable_activation_offloading:
-        _check_names(options)  # else a wrong one would show later
+        check_names(OffloadActivations.__init__, options)  # else a wrong one would show later
         return NoOffload()
     context = _OffloadModel(**options, _model=model)
     if not keep_head(model) and warn_if_no_head:

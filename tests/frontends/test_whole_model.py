@@ -671,9 +671,22 @@ def test_a_context_for_each_step_takes_no_more_memory(is_named):
         resident.append(resident_bytes())
         if step in (2, 25, 49):
             slabs.append(slab_bytes())
-    assert context.last_step.offloaded_bytes > 0
+    assert context.manager.last_step.offloaded_bytes > 0
     assert len(set(slabs)) == 1
     assert max(resident[2:]) - resident[2] < 8 << 20
+
+
+def test_a_context_says_nothing_of_the_steps_of_one_before():
+    x = torch.ones(256, 64)
+    for size in (64, 32):  # of another model, in the memory of the first
+        offload, net = OffloadActivations(config=make_config()), nn.Linear(64, size)
+        assert offload.last_step.offloaded_bytes == 0
+        with offload:
+            loss = net(x).sigmoid().sum()
+        loss.backward()
+        assert 0 < offload.last_step.offloaded_bytes <= 256 * (64 + size) * 4
+        assert offload.describe().endswith(str(offload.last_step))
+        del offload
 
 
 @pytest.mark.usefixtures("no_collector")
