@@ -20,7 +20,8 @@ class GroupStats(OldAttributes):
     num_groups: int = 0
     """Groups whose forward is over."""
     offloaded_bytes: int = 0
-    """Bytes copied to the host."""
+    """Bytes copied to the host in the whole step, those too that were kept on the device all the
+    same (`StepStats.num_cancelled_offloads`), and so are not in `StepStats.saved_bytes`."""
     reloaded_bytes: int = 0
     """Bytes copied back."""
     recomputed_bytes: int = 0
@@ -108,10 +109,11 @@ class StepStats(OldAttributes):
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that the device did not hold: `peak_released_bytes`, and what sites drop.
+        """Bytes off the device, as `verdict` says: `peak_released_bytes`, and what sites drop.
 
         All that these recompute in the step counts, though it need not be missing at one time. What
-        a loss by rows saves isn't known; `externally_referenced_bytes` were on the device.
+        was copied and kept doesn't, nor what a loss by rows saves, which isn't known;
+        `externally_referenced_bytes` do, and were on the device.
         """
         by_recipe_bytes = sum(self.recomputed_bytes_by_unit.values())  # released, too
         return self.peak_released_bytes + self.recomputed_bytes - by_recipe_bytes
@@ -135,7 +137,7 @@ class StepStats(OldAttributes):
     @property
     def verdict(self) -> str:
         """What the step has won, or why that is nothing, and why most of the rest was kept."""
-        sizes = self.peak_released_bytes, self.peak_host_bytes, self.recomputed_bytes
+        sizes = self.saved_bytes, self.peak_host_bytes, self.recomputed_bytes
         device, host, again = map(format_bytes, sizes)
         whose = " at each replay of the graph that it was captured into" if self.is_captured else ""
         text = f"most at a time{whose}: {device} off the device, {host} on the host"

@@ -108,7 +108,7 @@ def offload_modules(
         ConfigError: a name that only Megatron's call sites serve, or that matches no module with a
             forward, or no name at all.
     """
-    given = [model] if isinstance(model, nn.Module) else model or [None]
+    given: Sequence[Any] = [model] if isinstance(model, nn.Module) else model or [None]
     chunks = [_unwrap(check_model(one)) for one in given]
     manager = engine_of(manager) or PipelineOffloadManager.get_instance()
     refuse_unserved("offload_modules", manager.config)

@@ -128,10 +128,10 @@ class PipelineOffloadManager:
 
     offload_summary_bytes = reached(
         "engine.last_step.peak_released_bytes_by_name",
-        "Most bytes off the device at a time, by group name.",
+        "Most bytes that were released at a time, by group name.",
     )
     offload_summary_total_bytes = reached(
-        "engine.last_step.peak_released_bytes", "Most bytes off the device at a time."
+        "engine.last_step.peak_released_bytes", "Most bytes that were released at a time."
     )
     d2h_stream = reached("engine.backend.d2h_stream", "The stream that copies to the host.")
     h2d_stream = reached("engine.backend.h2d_stream", "The stream that copies to the device.")

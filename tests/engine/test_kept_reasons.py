@@ -187,15 +187,15 @@ def test_metrics_are_the_sums_over_groups_and_all_counters_of_a_step():
 
 def test_a_step_prints_as_a_table():
     stats = StepStats(peak_released_bytes=3 << 20, peak_host_bytes=1 << 30)
-    stats.by_name["mlp"] = GroupStats("mlp", 2, 5 << 20, 4 << 20, 1 << 10, num_late_reloads=12)
+    stats.by_name["mlp"] = GroupStats("mlp", 2, 5 << 20, 4 << 20, 1 << 20, num_late_reloads=12)
     stats.by_name["mlp"].keep(2 << 20, "needed too soon in backward")
     stats.by_name["attention"] = GroupStats("attention", 10)
     assert stats.by_name["asked for"].kept_bytes == 0
     assert str(stats).splitlines() == [
         "group      groups  offloaded  reloaded  recomputed     kept  late",
-        "mlp             2    5.0 MiB   4.0 MiB     1.0 KiB  2.0 MiB    12",
+        "mlp             2    5.0 MiB   4.0 MiB     1.0 MiB  2.0 MiB    12",
         "attention      10        0 B       0 B         0 B      0 B     0",
-        "most at a time: 3.0 MiB off the device, 1.0 GiB on the host, 1.0 KiB recomputed; "
+        "most at a time: 4.0 MiB off the device, 1.0 GiB on the host, 1.0 MiB recomputed; "
         "kept: 2.0 MiB (needed too soon in backward)",
     ]
     assert len(str(StepStats()).splitlines()) == 2
