@@ -24,15 +24,19 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from megatron_offload.errors import did_you_mean
+
 __version__ = "0.3.0"
 
 if _level := os.environ.get("MEGATRON_OFFLOAD_LOG", ""):
-    _logger = logging.getLogger(__name__)
-    if _level.upper() not in logging.getLevelNamesMapping():
-        raise ValueError(f"MEGATRON_OFFLOAD_LOG is a level such as debug or info, not {_level!r}")
-    _logger.setLevel(_level.upper())
+    _logger, _known = logging.getLogger(__name__), logging.getLevelNamesMapping()
     _logger.addHandler(logging.StreamHandler())
     _logger.propagate = False
+    if _level.upper() in _known:
+        _logger.setLevel(_level.upper())
+    else:
+        _nearest = did_you_mean(_level.lower(), map(str.lower, _known))
+        _logger.warning("MEGATRON_OFFLOAD_LOG is a level, and not %r%s", _level, _nearest)
 
 if TYPE_CHECKING:
     from megatron_offload.config import OffloadConfig as OffloadConfig

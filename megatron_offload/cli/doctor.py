@@ -21,6 +21,8 @@ from megatron_offload.files.strict_model import write_model
 from megatron_offload.machine.examine import examine
 from megatron_offload.report.console import console, plain_table
 
+_WIDTH = 100  # columns in a pipe or a file
+
 
 class Given(Options):
     """The options of ``doctor``."""
@@ -40,7 +42,11 @@ def run(given: Given) -> int:
         [Text(one.level, styles[one.level]), one.title, one.found, one.advice]
         for one in examination.findings
     )
-    console().print(plain_table("This machine", ["", "looked at", "found", "what to do"], 4, rows))
+    table = plain_table("This machine", ["", "looked at", "found", "what to do"], 4, rows)
+    out = console()
+    if not out.file.isatty():  # to whose width sentences fold
+        table.width = _WIDTH
+    out.print(table)
     if given.output is not None:
         with writing(given.output):
             write_model(given.output, examination)

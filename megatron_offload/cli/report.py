@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pydantic_core import from_json
 from pydantic_settings import CliPositionalArg
 
 from megatron_offload.cli.options import Options, writing
@@ -79,5 +80,14 @@ def read_report(folder: Path) -> Report:
 
 
 def _facts_in(folder: Path) -> run_report.RunFacts | None:
-    path = folder / run_report.FACTS_NAME
-    return read_model(run_report.RunFacts, path) if path.exists() else None
+    path, log = folder / run_report.FACTS_NAME, folder / run_report.LOG_NAME
+    facts = read_model(run_report.RunFacts, path) if path.exists() else None
+    if facts is not None and log.is_file():
+        try:
+            with log.open("rb") as file:
+                steps = [from_json(line)["step"] for line in file]
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"{log} is damaged: {error}") from error
+        if steps != [*range(1, facts.num_steps + 1)]:
+            raise ConfigError(f"{log} holds other steps than the {facts.num_steps} of {path.name}")
+    return facts

@@ -153,6 +153,7 @@ def _read_machine(path: Path) -> dict[str, Any]:
     found = data.get("profile") if isinstance(data, dict) else None
     if not isinstance(found, dict) or not found.get("gpus"):
         raise ConfigError(
-            f"{path} holds no bandwidths of GPUs; run: megatron-offload doctor --output FILE"
+            f"{path} holds no bandwidths of GPUs; where there are some, run: megatron-offload "
+            "doctor --output FILE; without --machine those of four H200s count"
         )
     return validate(MachineProfile, found, f"{path}: profile").machine().model_dump()

@@ -37,7 +37,10 @@ def run(given: Given) -> int:
     folder = main_folder(given.folder)
     traces, facts = read_timelines(folder), folder / FACTS_NAME
     if not traces:
-        raise ConfigError(f"{given.folder} holds no timelines; set run.trace_step: 4 and run again")
+        raise ConfigError(
+            f"{given.folder} holds no timelines; train anew with run.trace_step: 4, or a Megatron "
+            "job with --offload-report FOLDER"
+        )
     num_ranks = read_model(RunFacts, facts).ranks if facts.exists() else 0
     with writing(path := given.folder / "trace.json"):
         write_traces(path, traces)

@@ -51,9 +51,9 @@ def read_config(given: Given) -> TrainConfig:
     data = load_yaml(find_config(given.config)) if given.config else {}
     data = apply_overrides(data, given.set)
     config = validate(TrainConfig, data, str(given.config or "command line"), given.typed)
-    if LAYER_INPUT in config.offload.modules:
+    if LAYER_INPUT in {*config.offload.modules, *(row.site for row in config.offload.rows or ())}:
         raise ConfigError(
-            "offload.modules: layer_input is for full recompute, which the trainer hasn't: leave "
+            "offload: layer_input is for full recompute, which the trainer hasn't: leave "
             "it out, or train under 'megatron-offload run'"
         )
     return config

@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from pydantic import ByteSize
 
+from megatron_offload.autotune.search_steps import NO_CLOCK
 from megatron_offload.config import (
     MEGATRON_MODULES,
     RECOMPUTE_KINDS,
@@ -75,8 +76,9 @@ def run_training(
                 summary = summarize(records, config.traced_step)
                 write_facts(folder, config, is_simulated=device.type != "cuda", **summary)
         if manager and manager.is_searching:
-            said = "the run ended before it had found its rows; raise run.steps, such as to 150"
-            out.print(f"{title}: {said}")
+            has_clock = device.type == "cuda" or manager.config.simulated.host_time
+            advice = "raise run.steps, such as to 150" if has_clock else NO_CLOCK
+            out.print(f"{title}: the run ended before it had found its rows; {advice}")
     torch.cuda.empty_cache()  # nothing where CUDA was not used
     return records
 

@@ -26,6 +26,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_offload.config import MEGATRON_MODULES
 from megatron_offload.integrations import megatron_cpu
 from megatron_offload.train.config import TrainConfig
 
@@ -135,7 +136,8 @@ def _transformer_config(
         min_offloaded_tensor_size=config.offload.min_tensor_elements,
         **settings,
     )
-    result.offload_modules = list(config.offload.modules)
+    marked = (row.site for row in config.offload.rows or () if row.site in MEGATRON_MODULES)
+    result.offload_modules = [*dict.fromkeys((*config.offload.modules, *marked))]
     return result
 
 

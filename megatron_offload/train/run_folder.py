@@ -62,6 +62,7 @@ def prepare_folder(config: TrainConfig) -> None:
 def main_folder(folder: Path) -> Path:
     """Return the folder that a report is about: of a comparison, that with offload."""
     if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}; give run.output of a run")
+        what = f"{folder} is no folder" if folder.exists() else f"there is no folder {folder}"
+        raise ConfigError(f"{what}; give run.output of a run")
     offloaded = folder / FOLDERS[1]
     return offloaded if offloaded.is_dir() else folder

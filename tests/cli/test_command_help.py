@@ -92,6 +92,7 @@ def test_help_lists_every_key_with_its_text(name, capsys):
         (("report",), "required: FOLDER"),
         (("report", "/nowhere"), "there is no folder /nowhere"),
         (("trace", "/nowhere"), "there is no folder /nowhere"),
+        (("trace", __file__), "test_command_help.py is no folder; give run.output"),
         (("report", "x", "--ouput", "y"), "arguments: --ouput y; did you mean '--output'?"),
         (
             ("plan", "--most-slowdown-percent", "x"),

@@ -45,7 +45,10 @@ def test_a_table_shows_every_finding(machine, capsys):
     shown = capsys.readouterr().out
     for finding in (FINE, MARKUP):
         assert all(text in shown for text in (finding.title, finding.found, finding.advice))
+    long = Finding("note", "title", "words " * 90)
+    machine.examination = Examination(findings=(long,), profile=None)
     assert doctor.run(options_of("--no-bandwidth")) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) == 100
     assert machine.asked == [True, False]
 
 
@@ -58,7 +61,7 @@ def test_the_status_is_1_for_an_error_alone(machine, levels, status):
     assert doctor.run(options_of()) == status
 
 
-def test_json_holds_all_that_was_found(machine, tmp_path):
+def test_json_holds_all_that_was_found(machine, tmp_path, refused):
     output = tmp_path / "new" / "doctor.json"
     assert doctor.run(options_of("--output", str(output))) == 0
     data = json.loads(output.read_text())
@@ -68,3 +71,5 @@ def test_json_holds_all_that_was_found(machine, tmp_path):
     machine.examination = Examination(findings=(FINE,), profile=None)
     doctor.run(options_of("--output", str(output)))
     assert json.loads(output.read_text())["profile"] is None
+    words = "plan", "--model", "llama3_405b", "--machine", output
+    assert "no bandwidths of GPUs; where there are some, run: megatron-off" in refused(*words)

@@ -225,6 +225,18 @@ def test_the_command_maps_a_config_far_too_large_for_this_machine(tmp_path, refu
     assert "did you mean 'llama'" in refused("map", path)
 
 
+@pytest.mark.parametrize(
+    ("kind", "said"), [("t5", "takes any model"), ("vit", "takes any model"), ("bert", "has 512 p")]
+)
+def test_the_command_says_in_a_line_what_it_cannot_map(tmp_path, kind, said, refused, caplog):
+    pytest.importorskip("transformers")
+    (path := tmp_path / "config.json").write_text(f'{{"model_type": "{kind}"}}')
+    error = refused("map", path)
+    assert said in error
+    assert len(error) < 500
+    assert not caplog.records
+
+
 def test_the_command_says_where_memory_grows_by_more_than_tokens(tmp_path, prints):
     pytest.importorskip("transformers")
     path = tmp_path / "config.json"

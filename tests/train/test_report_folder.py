@@ -55,10 +55,11 @@ def frontier(percent):
 
 
 SPAN = '"pid": 0, "ph": "X", "tid": 0, "cat": "other", "args": {"bytes": 1%s}, "ts": %s, "dur": 1'
-OFF, ON, TRACE = (
+OFF, ON, TRACE, LOG = (
     "without_offload/run.json",
     "with_offload/run.json",
     "with_offload/trace_0.json",
+    "without_offload/steps.jsonl",
 )
 
 
@@ -67,6 +68,8 @@ OFF, ON, TRACE = (
     [
         ("compare.json", "{}", "'findings' is required"),
         ("compare.json", "[]", "must hold a mapping"),
+        (LOG, '{"step": 1}\n{"st', "is damaged: "),
+        (LOG, '{"step": 1}\n', "holds other steps than the 4 of run.json"),
         ("config.yaml", "modell: {}", "did you mean 'model'"),
         (ON, '{"devicee": "x"}', "did you mean 'device'"),
         (TRACE, "{", "not plain JSON"),
@@ -148,7 +151,7 @@ def test_timelines_of_all_ranks_are_put_into_one_file(tmp_path, prints):
 
 def test_timelines_of_ranks_that_left_none_are_named(tmp_path, prints, refused):
     folder = write_run(tmp_path / "run")
-    assert "holds no timelines; set run.trace_step" in refused("trace", folder)
+    assert "holds no timelines; train anew with run.trace_step" in refused("trace", folder)
     for rank, others in ((0, "trace_1.json"), (1, "trace_0.json")):
         write_traces(folder / f"trace_{rank}.json", [StepTrace(rank, [])])
         assert f"missing in {folder}: {others}\n" in prints("trace", folder)

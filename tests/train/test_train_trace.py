@@ -29,6 +29,14 @@ def test_a_run_that_ends_before_it_has_converged_says_so(train, tmp_path, capsys
     assert not (tmp_path / "frontier.json").exists()
 
 
+@pytest.mark.by_default
+def test_a_run_without_a_gpu_and_without_a_policy_is_not_asked_for_more_steps(
+    train, tmp_path, capsys
+):
+    train(tmp_path, "run.steps=1")
+    assert "found its rows; there is no GPU here" in capsys.readouterr().err
+
+
 def test_a_traced_step_is_bitwise_identical_and_is_the_one_that_was_asked_for(train, tmp_path):
     train(tmp_path / "plain")
     train(tmp_path / "traced", "run.trace_step=3")
