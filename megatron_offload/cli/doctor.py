@@ -21,8 +21,6 @@ from megatron_offload.files.strict_model import write_model
 from megatron_offload.machine.examine import examine
 from megatron_offload.report.console import console, plain_table
 
-_WIDTH = 100  # columns in a pipe or a file
-
 
 class Given(Options):
     """The options of ``doctor``."""
@@ -45,7 +43,7 @@ def run(given: Given) -> int:
     table = plain_table("This machine", ["", "looked at", "found", "what to do"], 4, rows)
     out = console()
     if not out.file.isatty():  # to whose width sentences fold
-        table.width = _WIDTH
+        table.width = 100
     out.print(table)
     if given.output is not None:
         with writing(given.output):

@@ -316,10 +316,6 @@ class PipelineOffloadManager(Recording):
         step.why = self.why_nothing
         return step
 
-    def describe(self) -> str:
-        """Return in words what it does and has found, and what its last step was."""
-        return f"{self.plan}\n{self.last_step}"
-
     # Copies, and what is asked for
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -224,16 +224,14 @@ class AroundForwards(saved_tensors_hooks):
         Steps that were over before an `OffloadActivations` was made were another context's.
         """
         manager = self._groups.manager
-        for step in (manager.last_step, manager.transfers.counted()):
-            if all(step is not one for one in self._of_others):
-                step.why = manager.why_nothing
-                return step
-        return StepStats(why=manager.why_nothing)
+        steps = manager.last_step, manager.transfers.counted(), StepStats()
+        step = next(x for x in steps if all(x is not other for other in self._of_others))
+        step.why = manager.why_nothing
+        return step
 
     def _leave_out_others(self) -> None:
         """Let `last_step` leave out what the manager has done until now."""
-        manager = self._groups.manager
-        step = manager.decisions
+        manager, step = self._groups.manager, self._groups.manager.decisions
         is_over = step.committed and step.is_idle()  # and ends as the next begins
         self._of_others = step.last, manager.transfers.stats if is_over else None
 

@@ -21,7 +21,6 @@ from megatron_offload.frontends.adopt import adopt_model
 from megatron_offload.frontends.around import engine_of, leave_search, refuse_unserved
 from megatron_offload.model_map.module_hooks import (
     ModuleHook,
-    check_model,
     expression_of,
     hook_calls,
     hooks_of,
@@ -109,7 +108,7 @@ def offload_modules(
             forward, or no name at all.
     """
     given: Sequence[Any] = [model] if isinstance(model, nn.Module) else model or [None]
-    chunks = [_unwrap(check_model(one)) for one in given]
+    chunks = [_unwrap(m) for m in given]
     manager = engine_of(manager) or PipelineOffloadManager.get_instance()
     refuse_unserved("offload_modules", manager.config)
     result = ModuleOffload(manager)

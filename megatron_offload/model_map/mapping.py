@@ -22,12 +22,7 @@ from megatron_offload.engine.hooks import is_recording
 from megatron_offload.engine.marks import is_parameter
 from megatron_offload.errors import ConfigError
 from megatron_offload.model_map import sites
-from megatron_offload.model_map.module_hooks import (
-    check_model,
-    compiled_parts,
-    named_modules,
-    tokens_of,
-)
+from megatron_offload.model_map.module_hooks import compiled_parts, named_modules, tokens_of
 from megatron_offload.model_map.structure import has_forward, layers_of
 from megatron_offload.model_map.watch import MayMove, SavedMemory
 
@@ -188,7 +183,7 @@ def map_model(model: nn.Module, *args: Any, **kwargs: Any) -> ModelMap:
     Raises:
         ConfigError: it has saved nothing, as without grad.
     """
-    modules = named_modules(check_model(model))
+    modules = named_modules(model)
     kept = {
         x.untyped_storage()._cdata
         for x in (*model.parameters(), *model.buffers())

@@ -121,20 +121,20 @@ def has_tokens(least: int, args: Any, kwargs: Any) -> bool:
     return least == 0 or tokens_of(args, kwargs) >= least
 
 
-def check_model(model: Any) -> nn.Module:
-    """Return a model, which a front door was given; `ConfigError` if it is none."""
+def check_model(model: object) -> None:
+    """Refuse with a `ConfigError` what a front door was given and is no model."""
     if not isinstance(model, nn.Module):
         given = "the class" if isinstance(model, type) else f"a {type(model).__name__}"
         raise ConfigError(f"the model is an nn.Module, and was given as {given} {model!r:.60}")
-    return model
 
 
 def named_modules(chunk: nn.Module, *, all_names: bool = False) -> dict[str, nn.Module]:
     """Return all modules by their dotted names, to which ``torch.compile`` adds no part.
 
     Of a module that it has wrapped this is the wrapper: its hooks run outside the graph. One that
-    is registered twice has its first name, or ``all_names``.
+    is registered twice has its first name, or ``all_names``. What is no model is a `ConfigError`.
     """
+    check_model(chunk)
     modules, left = dict[str, nn.Module](), [("", chunk, set[nn.Module]())]
     while left:  # torch's own takes five times as long, and searches walk often
         path, module, seen = left.pop()

@@ -271,7 +271,7 @@ def test_bandwidths_come_from_the_doctor_s_file_and_keys_win(tmp_path, model):
         (("--model", "MODEL", "--memory-target", "much"), ": --memory-target: a size"),
         (("--model", "MODEL", "--memory-target", "22"), "22 is 22 bytes; write 22GiB or 22MiB"),
         (("--model", "MODEL", "--most-slowdown-percent", "-1"), ": --most-slowdown-percent: "),
-        (("--model", "MODEL", "--machine", "UNMEASURED"), "no bandwidths of GPUs"),
+        (("--model", "MODEL", "--machine", "UNMEASURED"), "GPUs; where there are some, run: "),
         (("--model", "MODEL", "--output", "/proc/version/plan.json"), "can't write /proc/version"),
     ],
 )

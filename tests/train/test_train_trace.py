@@ -30,11 +30,15 @@ def test_a_run_that_ends_before_it_has_converged_says_so(train, tmp_path, capsys
 
 
 @pytest.mark.by_default
-def test_a_run_without_a_gpu_and_without_a_policy_is_not_asked_for_more_steps(
-    train, tmp_path, capsys
-):
+def test_a_run_that_finds_nothing_without_a_gpu_is_asked_for_no_steps(train, tmp_path, capsys):
     train(tmp_path, "run.steps=1")
     assert "found its rows; there is no GPU here" in capsys.readouterr().err
+
+
+def test_a_row_of_a_marked_group_offloads_it(train, tmp_path):
+    rows = "offload={rows: [{site: qkv_linear, offload: all}], min_tensor_bytes: 0}"
+    train(tmp_path, rows, "run.steps=1")
+    assert json.loads((tmp_path / "steps.jsonl").read_text())["ranks"][0]["offloaded_bytes"] > 0
 
 
 def test_a_traced_step_is_bitwise_identical_and_is_the_one_that_was_asked_for(train, tmp_path):
