@@ -15,7 +15,6 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from pydantic import ByteSize
 
-from megatron_offload.autotune.search_steps import NO_CLOCK
 from megatron_offload.config import (
     MEGATRON_MODULES,
     RECOMPUTE_KINDS,
@@ -34,6 +33,7 @@ from megatron_offload.model_map.module_hooks import expression_of, named_modules
 from megatron_offload.observe.live_bytes import LiveActivationMeter
 from megatron_offload.observe.run_report import LOG_NAME, counters_of, write_facts
 from megatron_offload.observe.trace_step import trace_step
+from megatron_offload.observe.verdicts import say_last
 from megatron_offload.report.console import console
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.data import digest, microbatches
@@ -76,9 +76,7 @@ def run_training(
                 summary = summarize(records, config.traced_step)
                 write_facts(folder, config, is_simulated=device.type != "cuda", **summary)
         if manager and manager.is_searching:
-            has_clock = device.type == "cuda" or manager.config.simulated.host_time
-            advice = "raise run.steps, such as to 150" if has_clock else NO_CLOCK
-            out.print(f"{title}: the run ended before it had found its rows; {advice}")
+            say_last(manager)  # as a rank's end doesn't
     torch.cuda.empty_cache()  # nothing where CUDA was not used
     return records
 
