@@ -20,8 +20,8 @@ class GroupStats(OldAttributes):
     num_groups: int = 0
     """Groups whose forward is over."""
     offloaded_bytes: int = 0
-    """Bytes copied to the host in the whole step, those too that were kept on the device all the
-    same (`StepStats.num_cancelled_offloads`), and so are not in `StepStats.saved_bytes`."""
+    """Bytes copied to the host in the whole step. Those whose backward came before their release
+    were kept on the device too: they are not in `StepStats.saved_bytes`."""
     reloaded_bytes: int = 0
     """Bytes copied back."""
     recomputed_bytes: int = 0
