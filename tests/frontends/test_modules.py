@@ -281,6 +281,8 @@ def test_names_that_mark_nothing_are_refused_and_leave_no_hooks(names, said):
     model = make_model()
     with pytest.raises(ConfigError, match=said):
         offload_modules(model, names, manager=make_manager())
+    with pytest.raises(ConfigError, match="given as a str"):
+        offload_modules(names or "mlp", model)
     for module in model.modules():
         assert not module._forward_hooks
         assert not module._forward_pre_hooks

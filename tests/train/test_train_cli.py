@@ -63,10 +63,7 @@ def test_a_key_is_a_flag_too(file):
         (["--set", "offload.modules=5"], ": --set offload.modules: a list is wanted, as in [a, b]"),
         (["--set", "offload.modules=[]"], "no name, so nothing would be offloaded"),
         (["--offload-modules", "layer_input"], "layer_input is for full recompute"),
-        (
-            ["--set", "offload={rows: [{site: layer_input, offload: all}]}"],
-            "layer_input is for full recompute",
-        ),
+        (["--set", "offload={rows: {site: layer_input, offload: all}}"], "layer_input is for"),
         (["--set", "run.output="], ": --set run.output has no value; give one, or leave the key"),
     ],
 )
