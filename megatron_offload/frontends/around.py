@@ -118,23 +118,18 @@ def refuse_unserved(door: str, config: OffloadConfig) -> None:
             raise ConfigError(f"{door} can't recompute {name!r}; {' and '.join(served)} can")
 
 
-def check_names(init: Callable[..., None], options: Mapping[str, object]) -> None:
-    """Refuse with a `TypeError` arguments that a constructor hasn't; name the nearest."""
-    known = inspect.signature(init).parameters
-    for name in options.keys() - known.keys():
-        nearest = did_you_mean(name, (one for one in known if one != "self" and one[0] != "_"))
-        raise TypeError(f"{init.__qualname__.split('.')[0]}() has no argument {name!r}{nearest}")
-
-
-def with_names_checked(init: _Init) -> _Init:
-    """Let a constructor do so."""
+def with_nearest(init: _Init) -> _Init:
+    """Let a constructor's error about an argument that it hasn't name the nearest that it has."""
 
     @wraps(init)
     def checked(self: object, *args: Any, **options: Any) -> None:
         try:
             init(self, *args, **options)
-        except TypeError:
-            check_names(init, options)
+        except TypeError as error:
+            known = inspect.signature(init).parameters
+            for name in options.keys() - known.keys():
+                nearest = did_you_mean(name, (x for x in known if x != "self" and x[0] != "_"))
+                raise TypeError(f"{error}{nearest}") from None
             raise
 
     return cast(_Init, checked)
@@ -228,12 +223,6 @@ class AroundForwards(saved_tensors_hooks):
         step = next(x for x in steps if all(x is not other for other in self._of_others))
         step.why = manager.why_nothing
         return step
-
-    def _leave_out_others(self) -> None:
-        """Let `last_step` leave out what the manager has done until now."""
-        manager, step = self._groups.manager, self._groups.manager.decisions
-        is_over = step.committed and step.is_idle()  # and ends as the next begins
-        self._of_others = step.last, manager.transfers.stats if is_over else None
 
     def save_report(self, folder: str | Path) -> None:
         """Leave in a folder what ``megatron-offload report FOLDER`` shows; each rank calls it."""

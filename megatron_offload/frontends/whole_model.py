@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import threading
 import warnings
@@ -30,9 +31,8 @@ from megatron_offload.frontends.adopt import HEADS, adopt_model, is_adopted_by, 
 from megatron_offload.frontends.around import (
     AroundForwards,
     begin_anew,
-    check_names,
     followed,
-    with_names_checked,
+    with_nearest,
     with_policy,
 )
 from megatron_offload.model_map.module_hooks import check_model
@@ -86,7 +86,7 @@ class OffloadActivations(AroundForwards):
 
     _door = "OffloadActivations"
 
-    @with_names_checked
+    @with_nearest
     def __init__(
         self,
         use_pin_memory: bool = True,
@@ -145,7 +145,9 @@ class OffloadActivations(AroundForwards):
         if is_others or (tuner is None and not self.manager.rests):
             begin_anew(self.manager)
         super().__init__(groups)
-        self._leave_out_others()
+        step = self.manager.decisions
+        is_over = step.committed and step.is_idle()  # and ends as the next begins
+        self._of_others = step.last, self.manager.transfers.stats if is_over else None
         is_open = self.manager.tuner is None and self.manager.config.tuned_policy is not None
         self._seeks_model = _model is None and is_open
         self._seeking: RemovableHandle | None = None
@@ -342,7 +344,7 @@ def get_act_offloading_ctx_manager(
     check_model(model)
     _check_switch("enable_activation_offloading", enable_activation_offloading)
     if not enable_activation_offloading:
-        check_names(OffloadActivations.__init__, options)  # else a wrong one would show later
+        inspect.signature(OffloadActivations).bind(**options)  # else a wrong one would show later
         return NoOffload()
     context = _OffloadModel(**options, _model=model)
     if not keep_head(model) and warn_if_no_head:

@@ -56,11 +56,6 @@ class StepRecord:
         loss, step_time_s = sum(losses) / len(losses), max(rank.step_time_s for rank in ranks)
         return cls(step, loss, ranks[0].grad_norm, step_time_s, tokens, tuple(ranks))
 
-    @property
-    def is_usual(self) -> bool:
-        """Whether it moved what the run moves."""
-        return not self.ranks[0].is_planned_by
-
     def to_json(self) -> str:
         """Return one line of ``steps.jsonl``."""
         return json.dumps(asdict(self))
@@ -71,7 +66,7 @@ def summarize(steps: Sequence[StepRecord], traced_step: int = 0) -> dict[str, An
 
     The first counts for no time, nor does one that was traced.
     """
-    usual = [step for step in steps if step.is_usual]
+    usual = [step for step in steps if not step.ranks[0].is_planned_by]
     times = [step.step_time_s for step in usual if step.step not in (1, traced_step)]
     ranks = []
     for same in zip(*(step.ranks for step in usual or steps), strict=True):
