@@ -27,17 +27,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
-from rich.table import Table
 
 from megatron_offload.cli.options import writing
 from megatron_offload.cli.source import Source, SourceOptions, load_source
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig
-from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError, TargetError
 from megatron_offload.files.strict_model import TargetBytes, write_model
 from megatron_offload.planning.found import RunFrontier, read_frontier
 from megatron_offload.planning.job_choice import JobChoice, Planned
-from megatron_offload.report.console import console, plain_table
+from megatron_offload.report.console import console
 from megatron_offload.report.tables import found_table
 from megatron_offload.train.run_folder import main_folder
 
@@ -81,8 +79,7 @@ def run(given: Given) -> int:
     if given.output is not None:
         with writing(given.output):
             write_model(given.output, found)
-    tables = [_rank_table(source, choice, planned)]
-    tables += [found_table(stage, stage.followed) for stage in found.stages]
+    tables = [found_table(stage, stage.followed) for stage in found.stages]
     status = source.show(choice.without, planned.step, "with the rows", tables)
     out.print(f"plans: {given.output}" if given.output else "--output FILE keeps the plans")
     _print_rows(found)
@@ -128,17 +125,6 @@ def _show_found(given: Given, folder: Path) -> int:
 def _print_rows(found: RunFrontier, places: Sequence[int] | None = None) -> None:
     """Print the rows of a plan of each stage, to be pasted."""
     console().print(f"rows: [{', '.join(map(str, found.rows(places)))}]")
-
-
-def _rank_table(source: Source, choice: JobChoice, planned: Planned) -> Table:
-    rows = []
-    pairs = zip(choice.without.ranks, planned.step.ranks, strict=True)
-    for index, (before, after) in enumerate(pairs):
-        sizes = [before.peak_reserved_bytes, after.peak_reserved_bytes, after.peak_host_bytes]
-        sizes += [after.offloaded_bytes, after.recomputed_bytes]
-        rows.append([index, *map(format_bytes, sizes)])
-    columns = ["rank", "peak reserved memory", "with the rows", "host", "offloaded", "recomputed"]
-    return plain_table(f"Rows of {source.title}: PREDICTED", columns, 0, rows)
 
 
 def _targets(given: Given, num_stages: int) -> tuple[int, ...]:

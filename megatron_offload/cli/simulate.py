@@ -16,7 +16,6 @@ example: megatron-offload simulate --model gpt_16x8192_pp4_vpp2 \
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from rich.table import Table
@@ -24,7 +23,6 @@ from rich.table import Table
 from megatron_offload.cli.options import writing
 from megatron_offload.cli.source import Source, SourceOptions, load_source, with_flags
 from megatron_offload.core.trace import PIPELINE_WAIT, write_traces
-from megatron_offload.core.units import format_bytes
 from megatron_offload.planning.job_rows import units_of, with_units
 from megatron_offload.planning.simulate import RELEASE, RELOAD, Simulation, simulate
 from megatron_offload.report.console import console, plain_table
@@ -45,8 +43,7 @@ def run(given: Given) -> int:
         settings = source.described.offload
         job = with_units(source.job, settings.recomputable(units_of(source.job)))
         offloaded = simulate(job, settings, record=given.trace is not None)
-    tables = _tables(source, without, offloaded)
-    status = source.show(without, offloaded, "with offload", tables)
+    status = source.show(without, offloaded, "with offload", [_times(source, without, offloaded)])
     what = with_flags("everything that can be offloaded", "offload", given)
     console().print(f"with offload: {what}")
     if given.trace is not None:
@@ -57,18 +54,12 @@ def run(given: Given) -> int:
     return status
 
 
-def _tables(source: Source, without: Simulation, offloaded: Simulation) -> Iterator[Table]:
-    times, memory = [], []
+def _times(source: Source, without: Simulation, offloaded: Simulation) -> Table:
+    times = []
     for index, (plain, rank) in enumerate(zip(without.ranks, offloaded.ranks, strict=True)):
         stalls = (rank.stall_us[cause] for cause in (PIPELINE_WAIT, RELEASE, RELOAD))
         spent_us = (plain.end_us, rank.end_us, rank.compute_us, rank.recompute_us, *stalls)
         times.append([index, *(f"{us / 1e3:.1f}" for us in spent_us)])
-        peaks = (plain.peak_reserved_bytes, rank.peak_reserved_bytes, rank.peak_host_bytes)
-        moved = (rank.offloaded_bytes, rank.reloaded_bytes, rank.recomputed_bytes)
-        memory.append([index, *map(format_bytes, (*peaks, *moved)), rank.num_late])
     columns = ["rank", "ends without", "with offload", "compute", "recomputed"]
     columns += ["pipeline", "W2 release", "W4 reload"]
-    yield plain_table(f"Time of {source.title} in ms: PREDICTED", columns, 0, times)
-    columns = ["rank", "peak reserved memory", "with offload", "peak host"]
-    columns += ["out", "back", "recomputed", "late"]
-    yield plain_table(f"Memory of {source.title}: PREDICTED", columns, 0, memory)
+    return plain_table(f"Time of {source.title} in ms: PREDICTED", columns, 0, times)

@@ -26,7 +26,7 @@ from megatron_offload.machine.profile import MachineProfile
 from megatron_offload.planning.description import JobDescription, load_description
 from megatron_offload.planning.job import Job
 from megatron_offload.planning.simulate import Simulation, fair_rates
-from megatron_offload.report.console import console
+from megatron_offload.report.console import console, plain_table
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Source:
     def show(
         self, without: Simulation, step: Simulation, what: str, tables: Iterable[Table]
     ) -> int:
-        """Print whether a step ``what`` fits, tables, time, and what all of it rests on.
+        """Print whether a step ``what`` fits, its memory, tables, time, and what that rests on.
 
         Returned is 1 where it doesn't fit, else 0.
         """
@@ -51,7 +51,7 @@ class Source:
         for line in misfits or [self._fit(without, step, f"{what} at {change:+.2f} %")]:
             line = f"does not fit {what}: {line}" if misfits else line
             out.print(line, style="bold red" if misfits else "bold green")
-        for table in tables:
+        for table in (self._memory(without, step, what), *tables):
             out.print(table)
         out.print(
             f"step time: {without.step_us / 1e3:.1f} ms without offload, "
@@ -71,6 +71,16 @@ class Source:
             style="yellow",
         )
         return int(bool(misfits))
+
+    def _memory(self, without: Simulation, step: Simulation, what: str) -> Table:
+        rows = []
+        for index, (before, after) in enumerate(zip(without.ranks, step.ranks, strict=True)):
+            sizes = [before.peak_reserved_bytes, after.peak_reserved_bytes, after.peak_host_bytes]
+            sizes += [after.offloaded_bytes, after.reloaded_bytes, after.recomputed_bytes]
+            rows.append([index, *map(format_bytes, sizes), after.num_late])
+        columns = ["rank", "peak reserved memory", what, "peak host", "offloaded", "reloaded"]
+        title = f"Memory of {self.title}: PREDICTED"
+        return plain_table(title, [*columns, "recomputed", "late"], 0, rows)
 
     def _fit(self, without: Simulation, step: Simulation, what: str) -> str:
         steps, there = (without, step), self.job.machine.device_bytes

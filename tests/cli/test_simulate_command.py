@@ -33,7 +33,7 @@ def test_what_is_printed_is_what_was_simulated(model, prints):
     assert offloaded.step_us > without.step_us
     assert f"{without.step_us / 1e3:.1f} ms without offload" in printed
     assert f"{offloaded.step_us / 1e3:.1f} ms with offload" in printed
-    times, memory = rows(printed)[:2], rows(printed)[2:]
+    memory, times = rows(printed)[:2], rows(printed)[2:]
     for index, (plain, rank) in enumerate(zip(without.ranks, offloaded.ranks, strict=True)):
         stalls_us = [rank.stall_us[cause] for cause in ("pipeline", "W2", "W4")]
         numbers = [plain.end_us, rank.end_us, rank.compute_us, rank.recompute_us, *stalls_us]
