@@ -108,9 +108,9 @@ class _Trainer:
         self._config, self._device, self._group, self._manager = config, device, group, manager
         self._synchronize = torch.get_device_module(device).synchronize
         self._chunks = build_chunks(config, device)
-        if manager:
-            names = {name for chunk in self._chunks for name in named_modules(chunk.module)}
-            check_patterns(config.offload, set().union(*gather(names, group)))
+        # Of a run without offload too: a comparison is refused before it has trained.
+        names = {name for chunk in self._chunks for name in named_modules(chunk.module)}
+        check_patterns(config.offload, set().union(*gather(names, group)))
         self._optimizer = build_optimizer(config, self._chunks)
         live = config.run.measure_live_bytes
         self.meter = LiveActivationMeter(self._parameters()) if live else None

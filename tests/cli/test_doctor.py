@@ -45,8 +45,8 @@ def test_a_table_shows_every_finding(machine, capsys):
     shown = capsys.readouterr().out
     for finding in (FINE, MARKUP):
         assert all(text in shown for text in (finding.title, finding.found, finding.advice))
-    long = Finding("note", "title", "words " * 90)
-    machine.examination = Examination(findings=(long,), profile=None)
+    long = (Finding("note", "title", "words " * 90),)
+    machine.examination = Examination(findings=long, profile=None)
     assert doctor.run(options_of("--no-bandwidth")) == 0
     assert max(map(len, capsys.readouterr().out.splitlines())) == 100
     assert machine.asked == [True, False]

@@ -35,3 +35,7 @@ def test_a_pattern_may_match_on_one_rank_alone(tmp_path):
     status, err = run(words(tmp_path / "none", *settings[:-1], "offload.modules=[output.*]"))
     assert status == 2, err
     assert "no module of any rank matches 'output.*'; did you mean 'output_layer'?" in err
+    rows = "offload={rows: [{site: mpl, offload: 1}]}"
+    status, err = run(["compare", *words(tmp_path / "rows", rows)[1:]])
+    assert "did you mean 'mlp'?" in err
+    assert (status, [*tmp_path.glob("rows/*/steps.jsonl")]) == (2, []), "nothing was trained"

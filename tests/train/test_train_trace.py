@@ -29,12 +29,6 @@ def test_a_run_that_ends_before_it_has_converged_says_so(train, tmp_path, caplog
     assert not (tmp_path / "frontier.json").exists()
 
 
-@pytest.mark.by_default
-def test_a_run_that_finds_nothing_without_a_gpu_says_what_helps(train, tmp_path, caplog):
-    train(tmp_path, "run.steps=1")
-    assert "has ended before rows were found, for which some 20" in caplog.text
-
-
 def test_a_row_of_a_marked_group_offloads_it(train, tmp_path):
     rows = "offload={rows: [{site: qkv_linear, offload: all}], min_tensor_bytes: 0}"
     train(tmp_path, rows, "run.steps=1")
