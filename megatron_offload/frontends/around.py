@@ -219,8 +219,10 @@ class AroundForwards(saved_tensors_hooks):
         Steps that were over before an `OffloadActivations` was made were another context's.
         """
         manager = self._groups.manager
-        steps = manager.last_step, manager.transfers.counted(), StepStats()
-        step = next(x for x in steps if all(x is not other for other in self._of_others))
+        step = manager.last_step
+        for read in (manager.transfers.counted, StepStats):
+            if any(step is other for other in self._of_others):
+                step = read()
         step.why = manager.why_nothing
         return step
 
