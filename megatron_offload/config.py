@@ -334,16 +334,20 @@ def find_config(given: str | Path, *, kind: str = "") -> Path:
     path = Path(given)
     if path.suffix or len(path.parts) != 1 or (path.exists() and not path.is_dir()):
         return path
-    package = Path(__file__).parent
-    inside = package / "configs"  # of an installed package; a checkout has them beside it
-    folder = inside if inside.is_dir() else package.parent / "configs"
-    known = {file.stem: file for file in sorted((folder / kind).glob("*.yaml"))}
+    known = {file.stem: file for file in sorted(config_folder(kind).glob("*.yaml"))}
     if path.name not in known:
         raise ConfigError(
             f"there is no file {shorten(path.name)!r}, and no configuration of that name; "
             f"names are {', '.join(known)}"
         )
     return known[path.name]
+
+
+def config_folder(kind: str = "") -> Path:
+    """Return the folder of the package's configurations, or one in it."""
+    package = Path(__file__).parent
+    inside = package / "configs"  # of an installed package; a checkout has them beside it
+    return (inside if inside.is_dir() else package.parent / "configs") / kind
 
 
 def load_yaml(path: str | Path) -> dict[str, Any]:

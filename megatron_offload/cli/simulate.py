@@ -1,6 +1,6 @@
 r"""Predict one training step without and with offload, with no GPU: time, stalls by cause, memory.
 
-reads    the YAML of --model
+reads    a described job: a YAML file or the name of one, or of what --hf and --megatron make one
 prints   whether it fits, the step's time, and for every pipeline rank: compute, the part of it that
          recomputes what was not kept, what it waits for other stages (pipeline), for copies to the
          host whose memory is wanted (W2) and for reloads (W4), peak device and host bytes, what
@@ -10,12 +10,13 @@ writes   --trace: the timeline with offload for https://ui.perfetto.dev
 
 exit status: 0 it fits with offload, 1 it doesn't, 2 bad input
 
-example: megatron-offload simulate --model gpt_16x8192_pp4_vpp2 \
+example: megatron-offload simulate gpt_16x8192_pp4_vpp2 \
              --set offload.max_inflight_bytes=3GiB offload.prefetch_bytes=2GiB --trace step.json
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.table import Table
@@ -39,27 +40,33 @@ def run(given: Given) -> int:
     """Simulate both steps, print them and write what was asked for; return 1 if it doesn't fit."""
     with console(stderr=True).status("simulating"):
         source = load_source(given)
+        if given.print_:
+            return source.print_description()
         without = simulate(source.job)
         settings = source.described.offload
         job = with_units(source.job, settings.recomputable(units_of(source.job)))
         offloaded = simulate(job, settings, record=given.trace is not None)
-    status = source.show(without, offloaded, "with offload", [_times(source, without, offloaded)])
+    tables = _tables(source, without, offloaded)
+    status = source.show(without, offloaded, "with offload", tables)
+    out = console(quiet=given.json_)
     what = with_flags("everything that can be offloaded", "offload", given)
-    console().print(f"with offload: {what}")
+    out.print(f"with offload: {what}")
     if given.trace is not None:
         traces = [rank.trace for rank in offloaded.ranks if rank.trace is not None]
         with writing(given.trace):
             write_traces(given.trace, traces)
-        console().print(f"trace: {given.trace}, for https://ui.perfetto.dev")
+        out.print(f"trace: {given.trace}, for https://ui.perfetto.dev")
     return status
 
 
-def _times(source: Source, without: Simulation, offloaded: Simulation) -> Table:
+def _tables(source: Source, without: Simulation, offloaded: Simulation) -> Iterator[Table]:
     times = []
     for index, (plain, rank) in enumerate(zip(without.ranks, offloaded.ranks, strict=True)):
         stalls = (rank.stall_us[cause] for cause in (PIPELINE_WAIT, RELEASE, RELOAD))
         spent_us = (plain.end_us, rank.end_us, rank.compute_us, rank.recompute_us, *stalls)
         times.append([index, *(f"{us / 1e3:.1f}" for us in spent_us)])
-    columns = ["rank", "ends without", "with offload", "compute", "recomputed"]
-    columns += ["pipeline", "W2 release", "W4 reload"]
-    return plain_table(f"Time of {source.title} in ms: PREDICTED", columns, 0, times)
+    columns = ["rank", "without", "offload", "compute", "recompute"]
+    columns += ["pipeline", "copies", "reloads"]
+    title = f"Time of {source.title} in ms, in the end what it waits for: PREDICTED"
+    yield plain_table(title, columns, 0, times)
+    yield source.memory_table(without, offloaded, "with offload")

@@ -7,23 +7,26 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import add
 from pathlib import Path
 from typing import Any
 
-from pydantic_settings import CliPositionalArg
+import yaml
+from pydantic import Field
+from pydantic_settings import CliPositionalArg, CliToggleFlag
 from rich.table import Table
 
 from megatron_offload.cli.options import OptionsWithKeys
-from megatron_offload.config import find_config
+from megatron_offload.config import apply_overrides, find_config, load_yaml
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import validate
 from megatron_offload.files.text import read_json
 from megatron_offload.machine.profile import MachineProfile
 from megatron_offload.planning.description import JobDescription, load_description
+from megatron_offload.planning.foreign import describe, from_hugging_face, from_megatron
 from megatron_offload.planning.job import Job
 from megatron_offload.planning.simulate import Simulation, fair_rates
 from megatron_offload.report.console import console, plain_table
@@ -38,20 +41,44 @@ class Source:
     job: Job
     machine: str
     """Where the bandwidths come from, in words."""
+    data: dict[str, Any]
+    """The description, as it was given."""
+    as_json: bool = False
+    """Whether results are printed as JSON alone."""
+
+    def print_description(self) -> int:
+        """Print the description as YAML that ``--model`` reads; return 0."""
+        console().print(yaml.safe_dump(self.data, sort_keys=False), end="")
+        return 0
 
     def show(
-        self, without: Simulation, step: Simulation, what: str, tables: Iterable[Table]
+        self,
+        without: Simulation,
+        step: Simulation,
+        what: str,
+        tables: Iterable[Table],
+        found: Mapping[str, Any] | None = None,
     ) -> int:
-        """Print whether a step ``what`` fits, its memory, tables, time, and what that rests on.
+        """Print whether a step ``what`` fits, tables, time, and what that rests on.
 
-        Returned is 1 where it doesn't fit, else 0.
+        As JSON it is numbers, and what was ``found`` besides. Returned is 1 where it doesn't fit,
+        else 0.
         """
         out, misfits = console(), list(self.misfits(step))
+        if self.as_json:
+            keys = ["peak_reserved_bytes", "peak_host_bytes", "num_late"]
+            keys += [f"{x}_bytes" for x in ("offloaded", "reloaded", "recomputed")]
+            said = self.summary(what, step, without) | {"misfits": misfits, **(found or {})}
+            said["without_offload"] = self.summary("nothing", without, without)
+            said |= {"step_ms": step.step_us / 1e3, "step_ms_without": without.step_us / 1e3}
+            said["ranks"] = [{key: getattr(rank, key) for key in keys} for rank in step.ranks]
+            out.print(json.dumps(said, indent=1))
+            return int(bool(misfits))
         change = 100 * (step.step_us / without.step_us - 1)
         for line in misfits or [self._fit(without, step, f"{what} at {change:+.2f} %")]:
             line = f"does not fit {what}: {line}" if misfits else line
             out.print(line, style="bold red" if misfits else "bold green")
-        for table in (self._memory(without, step, what), *tables):
+        for table in tables:
             out.print(table)
         out.print(
             f"step time: {without.step_us / 1e3:.1f} ms without offload, "
@@ -65,6 +92,7 @@ class Source:
                 f"optimizer offload: {format_bytes(own_bytes)} of host memory besides, and after "
                 f"each step at least {self._optimizer_us(own_bytes) / 1e3:.1f} ms of copies"
             )
+        out.print(f"GPUs: {self.job.gpus_per_rank * len(step.ranks)} in all")
         out.print(f"bandwidths: {self.machine}")
         out.print(
             "predicted by simulation, not measured: hold it against a run before you rely on it",
@@ -72,15 +100,16 @@ class Source:
         )
         return int(bool(misfits))
 
-    def _memory(self, without: Simulation, step: Simulation, what: str) -> Table:
-        rows = []
-        for index, (before, after) in enumerate(zip(without.ranks, step.ranks, strict=True)):
-            sizes = [before.peak_reserved_bytes, after.peak_reserved_bytes, after.peak_host_bytes]
-            sizes += [after.offloaded_bytes, after.reloaded_bytes, after.recomputed_bytes]
-            rows.append([index, *map(format_bytes, sizes), after.num_late])
-        columns = ["rank", "peak reserved memory", what, "peak host", "offloaded", "reloaded"]
-        title = f"Memory of {self.title}: PREDICTED"
-        return plain_table(title, [*columns, "recomputed", "late"], 0, rows)
+    def summary(self, what: str, step: Simulation, without: Simulation) -> dict[str, Any]:
+        """Return what is done in a step, and what that needs and takes at most."""
+        peaks = [rank.peak_host_bytes for rank in step.ranks]
+        return {
+            "what": what,
+            "fits": not any(self.misfits(step)),
+            "reserved_bytes": max(rank.peak_reserved_bytes for rank in step.ranks),
+            "node_host_bytes": self._on_node(peaks)[0],
+            "takes_longer_percent": 100 * (step.step_us / without.step_us - 1),
+        }
 
     def _fit(self, without: Simulation, step: Simulation, what: str) -> str:
         steps, there = (without, step), self.job.machine.device_bytes
@@ -90,6 +119,16 @@ class Source:
         if sizes[0] > there:
             return f"fits {what}: {size} reserved {of_all}, {bare} without"
         return f"fits without offload: {bare} reserved {of_all}, {size} {what}"
+
+    def memory_table(self, without: Simulation, step: Simulation, what: str) -> Table:
+        """Return what each rank needs without anything, and with ``what`` is done in a step."""
+        rows = []
+        for index, (plain, rank) in enumerate(zip(without.ranks, step.ranks, strict=True)):
+            sizes = [plain.peak_reserved_bytes, rank.peak_reserved_bytes, rank.peak_host_bytes]
+            sizes += [rank.offloaded_bytes, rank.recomputed_bytes]
+            rows.append([index, *map(format_bytes, sizes), rank.num_late])
+        columns = ["rank", "reserved", what, "host", "offloaded", "recomputed", "late"]
+        return plain_table(f"Memory of {self.title}: PREDICTED", columns, 0, rows)
 
     def misfits(self, step: Simulation) -> Iterator[str]:
         """Yield what a step needs more of than there is."""
@@ -127,29 +166,63 @@ class SourceOptions(OptionsWithKeys):
 
     keys = JobDescription
 
-    folder: CliPositionalArg[Path | None] = None
-    """Of a run that has found rows; ``plan`` alone reads it."""
+    job: CliPositionalArg[Path | None] = None
+    """A described job: a file, or the name of one in configs/models/; for ``plan`` also the folder
+    of a run that has found rows."""
 
     model: Path | None = None
-    """A described job: a file, or the name of one in configs/models/."""
+    """Likewise a described job."""
+
+    hf: Path | None = None
+    """The config.json of a model of transformers, of which a job is made."""
+
+    megatron: str | None = None
+    """The arguments of a Megatron-LM job, in one text, likewise."""
+
+    print_: CliToggleFlag[bool] = Field(default=False, alias="print")
+    """Print the description, to be edited, and nothing else."""
+
+    json_: CliToggleFlag[bool] = Field(default=False, alias="json")
+    """Print JSON in place of tables."""
 
     machine: Path | None = None
-    """Bandwidths: the JSON of 'doctor --output FILE'; else those of the description, else those
-    measured with four H200s. Keys of the section 'machine' win."""
+    """Bandwidths: the JSON of 'doctor --output FILE'; else those of the description, else those of
+    its machine.gpu, else those measured with four H200s. Keys of the section 'machine' win."""
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of a run, or its file of plans, where it is given in place of a job."""
+        job = self.job
+        is_name = job is not None and len(job.parts) == 1 and not (job.suffix or job.exists())
+        return None if job is None or is_name or job.suffix in (".yaml", ".yml") else job
 
 
 def load_source(given: SourceOptions) -> Source:
     """Return the job that the options name; `ConfigError` says all that is wrong with the input."""
-    if given.model is None or given.folder is not None:
+    model = given.model or (None if given.folder else given.job)
+    if given.folder or sum(map(bool, (given.model, given.job, given.hf, given.megatron))) != 1:
         raise ConfigError(
-            "give a described job, --model FILE; what a run has found is shown by: "
-            "megatron-offload plan --from RUN"
+            "give one described job, NAME, --model FILE, --hf config.json or --megatron ARGUMENTS; "
+            "what a run has found is shown by: megatron-offload plan --from RUN"
         )
-    path = find_config(given.model, kind="models")
-    machine = [f"machine={json.dumps(_read_machine(given.machine))}"] if given.machine else []
-    described = load_description(path, [*machine, *given.set], given.typed)
-    origin = str(given.machine or f"{path}, what it leaves out as measured with four H200s")
-    return Source(path.stem, described, described.job(), with_flags(origin, "machine", given))
+    if model is not None:
+        path = find_config(model, kind="models")
+        title, name, data = path.stem, str(path), load_yaml(path)
+    elif given.hf is not None:
+        title = name = str(given.hf)
+        data = describe(from_hugging_face, read_json(given.hf), name)
+    else:
+        title = name = "--megatron"
+        data = describe(from_megatron, given.megatron or "", name)
+    measured = _read_machine(given.machine) if given.machine else {}
+    machine = [f"machine.{key}={json.dumps(value)}" for key, value in measured.items()]
+    overrides = [*machine, *given.set]
+    described = load_description(name, overrides, given.typed, data)
+    gpu, data = described.machine.gpu, apply_overrides(data, overrides)
+    others = f"by the data sheet of {gpu}" if gpu else "as measured with four H200s"
+    origin = str(given.machine or f"{name}, what it leaves out {others}")
+    origin = with_flags(origin, "machine", given)
+    return Source(title, described, described.job(), origin, data, given.json_)
 
 
 def with_flags(what: str, section: str, given: SourceOptions) -> str:
@@ -166,4 +239,5 @@ def _read_machine(path: Path) -> dict[str, Any]:
             f"{path} holds no bandwidths of GPUs; where there are some, run: megatron-offload "
             "doctor --output FILE; without --machine those of four H200s count"
         )
-    return validate(MachineProfile, found, f"{path}: profile").machine().model_dump()
+    profile = validate(MachineProfile, found, f"{path}: profile")
+    return profile.machine().model_dump(exclude_unset=True)

@@ -22,6 +22,9 @@ class Machine(StrictModel):
     GB/s each, to the device 55, and 25.6 each way when both run, which no single limit explains.
     """
 
+    gpu: str | None = None
+    """Name of a GPU, such as ``H100-80GB``, whose data sheet says what is not set: of this section,
+    and ``peak_tflops``, ``memory_gbps`` and ``achieved_share`` of the model."""
     d2h_gbps: Rate = 55.0
     """To the host, one GPU with the host to itself."""
     h2d_gbps: Rate = 55.0

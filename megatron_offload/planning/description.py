@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megatron_offload.config import apply_overrides, load_yaml
 from megatron_offload.errors import ConfigError
@@ -16,27 +16,10 @@ from megatron_offload.machine.profile import Machine
 from megatron_offload.planning.job import Job, RankSettings, StageWork
 from megatron_offload.planning.model import ModelDescription
 from megatron_offload.planning.model_cost import LayerCosts
+from megatron_offload.planning.parameters import num_parameters, static_bytes
+from megatron_offload.planning.presets import with_gpu
 from megatron_offload.planning.schedule import make_schedule
 from megatron_offload.planning.simulate import simulate
-
-
-def num_parameters(model: ModelDescription, rank: int) -> int:
-    """Return the weights of one GPU of a pipeline rank."""
-    hidden, of_width = model.hidden, (3 if model.gated_mlp else 2) * model.hidden
-    attention = hidden * (2 * hidden + 2 * model.kv_width)
-    expert = of_width * (model.expert_ffn or model.ffn)
-    experts = model.experts * expert // model.expert_parallel + hidden * model.experts
-    num_shared, num_whole = 0, 0
-    for stage in range(rank, len(model.layers_of_stages), model.pipeline_parallel):
-        for index in model.layers_of(stage):
-            has_experts = model.has_experts(index)
-            ffn = model.shared_expert_ffn if has_experts else model.ffn
-            num_shared += attention + of_width * ffn
-            num_whole += 2 * hidden + (experts if has_experts else 0)
-    is_last = rank == model.pipeline_parallel - 1
-    num_shared += ((rank == 0) + is_last) * model.vocabulary * hidden
-    return num_shared // model.tensor_parallel + num_whole + is_last * hidden
-
 
 _H200S = Machine()
 
@@ -58,21 +41,22 @@ def job_from_model(model: ModelDescription, machine: Machine = _H200S) -> Job:
             first, held = groups[0], groups[0].kept_bytes + hidden_bytes
             groups[0] = replace(first, num_bytes=first.num_bytes - hidden_bytes, kept_bytes=held)
         if stage == schedule.num_stages - 1:
-            groups += costs.loss()
+            groups += [*costs.loss(), *costs.further_tokens()]
         # An input and a gradient may arrive while a pass of another microbatch runs.
         buffer_bytes = 2 * hidden_bytes if schedule.num_stages > 1 else 0
         num_launches = num_layers * model.num_launches / 2
         host_us = 2 * num_launches * model.host_us_per_launch, model.host_us_per_group
         stages.append(StageWork(tuple(groups), hidden_bytes, buffer_bytes, num_launches, *host_us))
-    weights = [num_parameters(model, rank) for rank in range(schedule.num_ranks)]
+    ranks = range(schedule.num_ranks)
+    weights = [num_parameters(model, rank) for rank in ranks]
     host_bytes = (int(n * model.optimizer_host_bytes_per_parameter) for n in weights)
     return Job(
         schedule=schedule,
         stages=tuple(stages),
-        static_bytes=tuple(int(n * model.static_bytes_per_parameter) for n in weights),
+        static_bytes=tuple(static_bytes(model, rank) for rank in ranks),
         optimizer_host_bytes=tuple(host_bytes),
         machine=machine,
-        gpus_per_rank=model.tensor_parallel * model.context_parallel,
+        gpus_per_rank=model.tensor_parallel * model.context_parallel * model.data_parallel,
     )
 
 
@@ -112,6 +96,11 @@ class JobDescription(StrictModel):
     measured: MeasuredStep | None = None
     """Fits ``achieved_share``, which counts only without it."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _gpu_of(cls, data: Any) -> Any:
+        return with_gpu(data) if isinstance(data, Mapping) else data
+
     def short_job(self) -> Job | None:
         """Return the step with so few microbatches that ranks hold as much; None for no fewer."""
         model = self.model
@@ -134,14 +123,17 @@ class JobDescription(StrictModel):
 
 
 def load_description(
-    path: str | Path, overrides: Sequence[str] = (), typed: Mapping[str, str] | None = None
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    typed: Mapping[str, str] | None = None,
+    data: dict[str, Any] | None = None,
 ) -> JobDescription:
     """Read a job; `ConfigError` says all that is wrong, one line each.
 
-    ``overrides`` are ``section.key=value`` pairs, ``typed`` as of `validate`. A measured step is
-    one of the job as the file has it.
+    ``overrides`` are ``section.key=value`` pairs, ``typed`` as of `validate`, ``data`` what counts
+    in place of a file. A measured step is one of the job as the file has it.
     """
-    data = load_yaml(path)
+    data = load_yaml(path) if data is None else data
     asked = validate(JobDescription, apply_overrides(data, overrides), str(path), typed)
     measured = asked.measured
     if measured is None:

@@ -141,9 +141,9 @@ UNLIMITED = RankSettings()
 class Job:
     """A training step on all pipeline ranks.
 
-    Data-parallel replicas do the same on other nodes and are left out: one is simulated. The GPUs
-    of one tensor-parallel group do the same at the same time on one node, so one of them is
-    simulated too, with the others' share of the node's bandwidth taken (`gpus_per_rank`).
+    The GPUs of one pipeline rank, of a tensor-parallel group and of replicas, do the same at the
+    same time, so one of them is simulated, with the share of the node's bandwidth that those of its
+    node take (`gpus_per_rank`).
     """
 
     schedule: Schedule

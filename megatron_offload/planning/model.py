@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 from pydantic import ByteSize, Field, field_validator, model_validator
 
@@ -18,8 +18,30 @@ LAYER_GROUPS = (
 )
 """The groups of a layer, in its order; the last three take the place of a dense MLP's."""
 
+Dtype: TypeAlias = Literal["fp32", "fp16", "bf16", "fp8"]
+
+Sharding: TypeAlias = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
+
 _MOST = 10**9
 """Larger sizes are a slip of the pen."""
+
+
+class Attention(NamedTuple):
+    """What a token takes in attention of a layer, in values."""
+
+    query: int
+    key: int
+    value: int
+    attended: int
+    """The output of attention's core."""
+    products: tuple[tuple[int, int], ...]
+    """Inputs and outputs of the linear layers in front of the core."""
+    normed: tuple[int, ...]
+    """What goes through the norms of queries and keys."""
+    projected: tuple[int, ...]
+    """What is saved between the layer's norm and the core."""
+    norm_weights: int
+    """Not of a token: of these norms in all."""
 
 
 class ModelDescription(StrictModel):
@@ -32,7 +54,29 @@ class ModelDescription(StrictModel):
     heads: int = Field(ge=1, le=_MOST)
     kv_heads: int | None = Field(default=None, ge=1)
     """Heads of keys and values; None for as many as of queries."""
+    kv_channels: int | None = Field(default=None, ge=1, le=_MOST)
+    """Width of a head; None for ``hidden`` over ``heads``."""
+    qk_layernorm: bool = False
+    """Whether queries and keys, or what multi-latent attention makes them from, have norms."""
+    window_size: int | None = Field(default=None, ge=1, le=_MOST)
+    """Tokens that a query sees in layers with a sliding window; None where no layer has one."""
+    window_attn_skip_freq: int = Field(default=0, ge=0, le=_MOST)
+    """Of so many layers the last sees all tokens all the same; 0 for none."""
+
+    kv_lora_rank: int | None = Field(default=None, ge=1, le=_MOST)
+    """Multi-latent attention: width of what keys and values are made from; None for none. Heads
+    then are ``qk_head_dim`` + ``qk_pos_emb_head_dim`` wide, those of values ``v_head_dim``."""
+    q_lora_rank: int | None = Field(default=None, ge=1, le=_MOST)
+    """Likewise of queries; None where they are made from the layer's input."""
+    qk_head_dim: int = Field(default=128, ge=1, le=_MOST)
+    qk_pos_emb_head_dim: int = Field(default=64, ge=1, le=_MOST)
+    v_head_dim: int = Field(default=128, ge=1, le=_MOST)
+
     vocabulary: int = Field(ge=1, le=_MOST)
+    tied_embeddings: bool = False
+    """Whether embedding and head are one weight, of which first and last stage have a copy each."""
+    mtp_num_layers: int = Field(default=0, ge=0, le=100)
+    """Layers of multi-token prediction on the last stage, each with head and loss of its own."""
     gated_mlp: bool = False
     """Whether the MLP's first layer is twice as wide, as with SwiGLU."""
 
@@ -77,8 +121,24 @@ class ModelDescription(StrictModel):
 
     value_bytes: int = Field(default=2, ge=1, le=64)
     """Of an activation or a weight; 2 in bf16."""
-    static_bytes_per_parameter: float = Field(default=4.0, ge=0, le=_MOST)
-    """Weight, gradient and this GPU's share of the optimizer's state."""
+    static_bytes_per_parameter: float | None = Field(default=None, ge=0, le=_MOST)
+    """Weight, gradient and this GPU's share of the optimizer's state; None: as the keys of
+    ``optimizer`` make it, or 4 without one."""
+    optimizer: Literal["adam", "sgd"] | None = None
+    """In mixed precision: weights and gradients, weights of its own, and two moments with Adam."""
+    main_params_dtype: Dtype = "fp32"
+    main_grads_dtype: Dtype = "fp32"
+    exp_avg_dtype: Dtype = "fp32"
+    """Of both moments."""
+    data_parallel: int = Field(default=1, ge=1, le=_MOST)
+    """Replicas, which Megatron places beside each other: they share a node, and what the next key
+    says. ``num_microbatches`` are those of each."""
+    data_parallel_sharding_strategy: Sharding = "optim"
+    """What replicas share of the optimizer's state, gradients and weights: stages 0 to 3 of ZeRO.
+    With weights, two layers' are gathered at a time; with gradients, one layer's are whole."""
+    lora_rank: int = Field(default=0, ge=0, le=_MOST)
+    """LoRA on every linear layer of attention and MLP, all else frozen, by Adam unless
+    ``optimizer`` says otherwise; 0 for full training."""
     optimizer_host_bytes_per_parameter: float = Field(default=0.0, ge=0, le=_MOST)
     """What optimizer offload keeps on the host instead: with Megatron's Adam 16 bytes (weight, both
     moments and gradient, of which a step copies one each way) times ``optimizer_offload_fraction``,
@@ -128,7 +188,7 @@ class ModelDescription(StrictModel):
     @model_validator(mode="after")
     def _divides(self) -> ModelDescription:
         divisors = (
-            ("hidden", self.heads),
+            ("hidden", 1 if self.kv_channels or self.kv_lora_rank else self.heads),
             ("heads", self.kv_heads or self.heads),
             ("heads", self.tensor_parallel),
             ("ffn", self.tensor_parallel),
@@ -160,9 +220,29 @@ class ModelDescription(StrictModel):
         return self.layers + sum(ends)
 
     @property
-    def kv_width(self) -> int:
-        """What keys, or values, take of a token."""
-        return self.hidden // self.heads * (self.kv_heads or self.heads)
+    def attention(self) -> Attention:
+        """The widths of attention."""
+        hidden, heads, rank, kv_rank = self.hidden, self.heads, self.q_lora_rank, self.kv_lora_rank
+        if kv_rank is None:
+            width = self.kv_channels or hidden // heads
+            query, key = heads * width, (self.kv_heads or heads) * width
+            normed, weights = ((query, key), 2 * width) if self.qk_layernorm else ((), 0)
+            products = ((hidden, query + 2 * key),)
+            return Attention(query, key, key, query, products, normed, normed, weights)
+        head, value = self.qk_head_dim + self.qk_pos_emb_head_dim, heads * self.v_head_dim
+        shared, query = kv_rank + self.qk_pos_emb_head_dim, heads * head
+        queries = ((hidden, rank), (rank, query)) if rank else ((hidden, query),)
+        products = (*queries, (hidden, shared), (kv_rank, heads * self.qk_head_dim + value))
+        normed = (rank or 0, kv_rank) if self.qk_layernorm else ()
+        projected = (rank or 0, shared, *normed)
+        return Attention(query, query, value, value, products, normed, projected, sum(normed))
+
+    def seen_tokens(self, index: int) -> float:
+        """Return what of a sequence's tokens a query of a layer sees, without its causal half."""
+        window, skip = self.window_size or self.sequence, self.window_attn_skip_freq
+        if window >= self.sequence or (skip and index % skip == skip - 1):
+            return self.sequence
+        return 2 * window - window**2 / self.sequence
 
     @property
     def layers_of_stages(self) -> tuple[int, ...]:

@@ -41,7 +41,6 @@ class LayerCosts:
         self.tokens = model.sequence * model.microbatch // model.context_parallel
         self.token_bytes = self.tokens * model.value_bytes // model.tensor_parallel
         self.hidden_bytes = model.hidden * self.token_bytes
-        self.kv_bytes = model.kv_width * self.token_bytes
         # What sequence parallelism gathers from the other GPUs in front of a linear layer.
         num_gathered = model.tensor_parallel if model.tensor_parallel > 1 else 0
         self.gathered_bytes = self.hidden_bytes * num_gathered
@@ -55,7 +54,7 @@ class LayerCosts:
         """Return what a weight's gradient takes: its part of one, or those of whole experts."""
         num_views = self.model.tensor_parallel if experts is None else 1
         num_bytes = inputs * outputs * self.model.value_bytes * (experts or 1) // num_views
-        return 0 if self.model.fused_gradients else num_bytes
+        return 0 if self.model.fused_gradients or self.model.lora_rank else num_bytes
 
     def _product(self, flop: float) -> float:
         model = self.model
@@ -78,35 +77,40 @@ class LayerCosts:
     def _linear(
         self,
         name: str,
-        inputs: int,
-        outputs: int,
+        *products: tuple[int, int],
         saved: Sequence[int] = (),
-        *,
         norm_bytes: int = 0,
         residual_bytes: int = 0,
         gathered_bytes: int = 0,
         experts: int | None = None,
         **more: Any,
     ) -> GroupWork:
-        """Return a linear layer's group.
+        """Return the group of a linear layer, or of some, each by its inputs and outputs.
 
         ``norm_bytes`` is of the input of a norm that is part of it, ``residual_bytes`` of what is
         added to its output, ``gathered_bytes`` of the input of all GPUs together. A GPU has so many
         ``experts``, whole ones, and each token comes in a copy for each of its own.
         """
         copies = 1 if experts is None else self.model.experts_per_token
-        flop = 2.0 * copies * self.tokens * inputs * outputs
-        least_us = _PRODUCT_US * (experts or 1)
-        product_us, again_us, weight_us = (least_us + self._product(flop) for _ in range(3))
-        gradient_bytes = self._gradient_bytes(inputs, outputs, experts)
-        weight_us += self._traffic(3 * gradient_bytes)
+        flop = 2.0 * copies * self.tokens * sum(inputs * outputs for inputs, outputs in products)
+        least_us = _PRODUCT_US * (experts or 1) * len(products)
+        is_trained = self.model.lora_rank == 0
+        times = (least_us + self._product(flop) for _ in range(2 + is_trained))
+        product_us, again_us, *weight_us = times
+        gradients = [self._gradient_bytes(*product, experts) for product in products]
+        gradient_bytes = max(gradients)
+        weights_us = sum(weight_us) + self._traffic(3 * sum(gradients))
         token_bytes = copies * self.token_bytes
+        inputs, outputs = products[0][0], products[-1][1]
         temp_bytes = outputs * token_bytes + gathered_bytes
-        forward_us = product_us + self._traffic(2 * norm_bytes + 3 * residual_bytes)
+        # An adapter reads what its layer reads, and adds to what that has written.
+        adapters = 2 * token_bytes * sum(map(sum, products)) * (not is_trained)
+        moved_bytes = adapters + 2 * norm_bytes + 3 * residual_bytes
+        forward_us = product_us + self._traffic(moved_bytes)
         forward = forward_us, temp_bytes
         temp_bytes += gradient_bytes + inputs * token_bytes
         # A norm's gradient is added to that of the residual.
-        backward_us = again_us + weight_us + self._traffic(6 * norm_bytes)
+        backward_us = again_us + weights_us + self._traffic(2 * adapters + 6 * norm_bytes)
         return self._group(name, saved, forward, (backward_us, temp_bytes), **more)
 
     def _behind(self, norm: str) -> dict[str, Any]:
@@ -129,19 +133,21 @@ class LayerCosts:
         passes = (self._traffic(2 * size), size), (self._traffic(6 * size), 2 * size)
         return self._group(name, [size], *passes)
 
-    def _attention(self) -> GroupWork:
-        model, hidden, kv_bytes = self.model, self.hidden_bytes, self.kv_bytes
-        work = (1 + _ATTENTION_TOKENS / model.sequence) / _ATTENTION_SHARE
-        flop = 2.0 * work * self.tokens * model.sequence * model.hidden
+    def _attention(self, index: int) -> GroupWork:
+        model, seen = self.model, self.model.seen_tokens(index)
+        widths = model.attention[:4]
+        query, key, value, attended = (width * self.token_bytes for width in widths)
+        work = (1 + _ATTENTION_TOKENS / seen) / _ATTENTION_SHARE
+        flop = work * self.tokens * seen * (widths[0] + widths[3])
         rows_bytes = 4 * self.tokens * model.heads // model.tensor_parallel
         num_scores = self.tokens * model.sequence * model.heads // model.tensor_parallel
         rotated = (2 if model.fused_kernels else _ROTATION) if model.rotary else 0
-        rotation_bytes, qkv_bytes = rotated * (hidden + kv_bytes), hidden + 2 * kv_bytes
+        rotation_bytes, qkv_bytes = rotated * (query + key), query + key + value
         # Values are copied, slowly; gradients are put side by side.
-        forward_us = self._product(flop) + self._traffic(rotation_bytes + 5 * kv_bytes)
+        forward_us = self._product(flop) + self._traffic(rotation_bytes + 5 * value)
         backward_us = self._product(2.5 * flop) + self._traffic(rotation_bytes + 2 * qkv_bytes)
-        passes = (forward_us, qkv_bytes), (backward_us, 2 * qkv_bytes + hidden)
-        saved = hidden, kv_bytes, kv_bytes, hidden, rows_bytes
+        passes = (forward_us, qkv_bytes), (backward_us, 2 * qkv_bytes + attended)
+        saved = query, key, value, attended, rows_bytes
         block_bytes = model.deterministic * num_scores * model.value_bytes
         return self._group("core_attn", saved, *passes, backward_block_bytes=block_bytes)
 
@@ -157,13 +163,15 @@ class LayerCosts:
         return groups
 
     def _layer(self, index: int) -> list[GroupWork]:
-        model, hidden = self.model, self.model.hidden
-        qkv_width, residual_bytes = hidden + 2 * model.kv_width, self.hidden_bytes
+        model, attention, behind = self.model, self.model.attention, self._behind("attn_norm")
+        behind["saved"] += tuple(width * self.token_bytes for width in attention.projected)
+        behind["norm_bytes"] += sum(attention.normed) * self.token_bytes
+        output, residual_bytes = (attention.attended, model.hidden), self.hidden_bytes
         groups = [] if model.fused_norm else [self._norm("attn_norm")]
         groups += [
-            self._linear("qkv_linear", hidden, qkv_width, **self._behind("attn_norm")),
-            self._attention(),
-            self._linear("attn_proj", hidden, hidden, residual_bytes=residual_bytes),
+            self._linear("qkv_linear", *attention.products, **behind),
+            self._attention(index),
+            self._linear("attn_proj", output, residual_bytes=residual_bytes),
         ]
         if model.has_experts(index) or not model.fused_norm:
             groups.append(self._norm("mlp_norm"))
@@ -202,9 +210,9 @@ class LayerCosts:
         act = self._group(act_name, saved, forward, backward, kept_bytes=kept_bytes)
         units = self._units(act_name, output_bytes, act.forward_us, act_name)
         return [
-            self._linear(f"{name}_fc1", hidden, width, **before),
+            self._linear(f"{name}_fc1", (hidden, width), **before),
             act,
-            self._linear(f"{name}_fc2", ffn, hidden, (output_bytes,), units=units, **behind),
+            self._linear(f"{name}_fc2", (ffn, hidden), saved=[output_bytes], units=units, **behind),
         ]
 
     def _router(self) -> GroupWork:
@@ -212,7 +220,7 @@ class LayerCosts:
         model, hidden = self.model, self.hidden_bytes
         routed = model.experts_per_token * hidden
         num_tokens = self.tokens // model.tensor_parallel
-        router = self._linear("router", model.hidden, model.experts, residual_bytes=hidden)
+        router = self._linear("router", (model.hidden, model.experts), residual_bytes=hidden)
         # Each way tokens are copied for their experts, and what experts made is added up.
         moved_us = self._traffic(2 * (hidden + routed))
         # Its input; the indices, in int64, with probabilities, in fp32, and their order; a map.
@@ -228,11 +236,23 @@ class LayerCosts:
             is_marked=False,
         )
 
+    def further_tokens(self) -> list[GroupWork]:
+        """Return the layers of multi-token prediction with their losses, all of it kept."""
+        model, hidden = self.model, self.hidden_bytes
+        # Two norms save what they are given, and the linear layer both outputs side by side.
+        both: dict[str, Any] = {"saved": (hidden,) * 4, "norm_bytes": 2 * hidden}
+        entry = self._linear("mtp", (2 * model.hidden, model.hidden), **both)
+        own = [entry, *self.layer(model.layers - 1), *self.loss()]
+        return model.mtp_num_layers * [
+            replace(x, units=(), is_marked=False, layer=None) for x in own
+        ]
+
     def embedding(self) -> GroupWork:
         """Return what the first stage does before its layers."""
         hidden = self.hidden_bytes
         gradient_bytes = self._gradient_bytes(self.model.vocabulary, self.model.hidden)
-        backward_us = self._traffic(_SORTED_GRADIENT * hidden + 4 * gradient_bytes)
+        moved_bytes = 0 if self.model.lora_rank else _SORTED_GRADIENT * hidden + 4 * gradient_bytes
+        backward_us = self._traffic(moved_bytes)
         passes = (self._traffic(4 * hidden), 0), (backward_us, gradient_bytes + hidden)
         return self._group("embedding", (), *passes, is_marked=False)
 
@@ -245,9 +265,9 @@ class LayerCosts:
         temp_bytes = logits * model.value_bytes // 4
         moved = (3, 2) if model.fused_kernels else (_LOSS_FORWARD, _LOSS_BACKWARD)
         passes = ((self._traffic(each * logits), temp_bytes) for each in moved)
-        sizes = model.hidden, model.vocabulary, (hidden, hidden)
+        before |= {"saved": (hidden, hidden), "is_marked": False}
         return [
-            self._linear("head", *sizes, **before, is_marked=False),
+            self._linear("head", (model.hidden, model.vocabulary), **before),
             self._group("loss", (), *passes, kept_bytes=logits, is_marked=False),
         ]
 

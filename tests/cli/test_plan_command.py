@@ -216,6 +216,48 @@ def test_a_job_is_planned_for_its_gpu_whatever_that_takes_or_doesnt_fit(model, p
     assert "does not fit: pipeline rank" in capsys.readouterr().err
 
 
+def test_what_else_can_be_done_stands_beside_the_plan_and_in_json(model, prints, capsys):
+    lines = prints("plan", model).splitlines()
+    table = [line.strip("|").split("|") for line in lines if " yes | " in line]
+    found = {row[0].strip(): [cell.strip() for cell in row[2:]] for row in table}
+    said = json.loads(prints("plan", model, "--json"))
+    others = {other.pop("what"): other for other in said["alternatives"]}
+    assert found.keys() == others.keys()
+    assert {"nothing", "offload everything", "recompute 1 of 2 layers, offload others"} < {*others}
+    for what, (reserved, host, percent) in found.items():
+        assert reserved == format_bytes(others[what]["reserved_bytes"])
+        assert host == format_bytes(others[what]["node_host_bytes"])
+        assert percent == f"{others[what]['takes_longer_percent']:+.1f} %"
+    least = others["recompute all layers"]
+    assert least["reserved_bytes"] < others["nothing"]["reserved_bytes"]
+    assert least["takes_longer_percent"] > 20
+    assert [len(said["rows"]) > 0, said["fits"], len(said["ranks"])] == [True, True, 2]
+    words = ("--json", "--set", "machine.device_bytes=4MiB")
+    assert plan(model, *words) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert (said["fits"], said["alternatives"][0]["fits"]) == (False, False)
+
+
+def test_a_description_is_made_of_other_programs_files_to_be_edited(tmp_path, prints, refused):
+    config = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 512}
+    config |= {"intermediate_size": 1024, "num_attention_heads": 4, "vocab_size": 1000}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ("--hf", tmp_path / "config.json", "--model.sequence", "1024")
+    (tmp_path / "job.yaml").write_text(prints("plan", *words, "--print"))
+    assert prints("simulate", *words, "--json") == prints(
+        "simulate", tmp_path / "job.yaml", "--json"
+    )
+    assert load_model(tmp_path / "job.yaml").described.machine.gpu == "H100-80GB"
+    text = "--num-layers 2 --hidden-size 512 --num-attention-heads 4 --vocab-size 1000"
+    said = prints("plan", "--megatron", f"{text} --seq-length 1024 --swiglu", "--print")
+    assert yaml.safe_load(said)["model"].items() >= {"gated_mlp": True, "ffn": 1344}.items()
+    assert "'model.sequence' is required" in refused("plan", "--megatron", text)
+    assert "give one described job" in refused("plan", *words, "--megatron", text)
+    assert "--megatron can't be read: ValueError" in refused("plan", "--megatron", "--a 'b")
+    (tmp_path / "config.json").write_text('{"model_type": "lama"}')
+    assert "config.json: model_type 'lama' can't be" in refused("plan", *words)
+
+
 def test_a_target_out_of_reach_is_status_1_and_says_by_how_much(model, tmp_path, capsys):
     output = tmp_path / "plan.json"
     output.write_text("old")
@@ -258,7 +300,7 @@ def test_bandwidths_come_from_the_doctor_s_file_and_keys_win(tmp_path, model):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ((), "give a described job, --model FILE"),
+        ((), "give one described job, NAME, --model FILE"),
         (("EMPTY", "--model", "MODEL"), "beside a run's folder there are .*, not --model"),
         (("/nowhere",), "/nowhere holds no frontier.json"),
         (("EMPTY",), "holds no frontier.json"),

@@ -33,13 +33,13 @@ def test_what_is_printed_is_what_was_simulated(model, prints):
     assert offloaded.step_us > without.step_us
     assert f"{without.step_us / 1e3:.1f} ms without offload" in printed
     assert f"{offloaded.step_us / 1e3:.1f} ms with offload" in printed
-    memory, times = rows(printed)[:2], rows(printed)[2:]
+    times, memory = rows(printed)[:2], rows(printed)[2:]
     for index, (plain, rank) in enumerate(zip(without.ranks, offloaded.ranks, strict=True)):
         stalls_us = [rank.stall_us[cause] for cause in ("pipeline", "W2", "W4")]
         numbers = [plain.end_us, rank.end_us, rank.compute_us, rank.recompute_us, *stalls_us]
         assert times[index] == [str(index), *(f"{us / 1e3:.1f}" for us in numbers)]
         sizes = [plain.peak_reserved_bytes, rank.peak_reserved_bytes, rank.peak_host_bytes]
-        sizes += [rank.offloaded_bytes, rank.reloaded_bytes, rank.recomputed_bytes]
+        sizes += [rank.offloaded_bytes, rank.recomputed_bytes]
         assert memory[index] == [str(index), *map(format_bytes, sizes), str(rank.num_late)]
     assert "predicted by simulation, not measured" in printed
     model = model.rename(model.with_name("[bold]x.yaml"))
@@ -71,7 +71,7 @@ def test_the_timeline_is_that_of_the_step_with_offload(model, tmp_path, prints):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ((), "give a described job, --model FILE"),
+        ((), "give one described job, NAME, --model FILE"),
         (("runs/mine",), "what a run has found is shown by: megatron-offload plan --from RUN"),
         (("runs/mine", "--model", "MODEL"), "plan --from RUN"),
         (("--model", "MODEL", "--set", "offload.recompute=[nrm]"), "no kind 'nrm'; did you mean"),

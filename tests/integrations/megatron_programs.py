@@ -204,6 +204,7 @@ def build_model(config):
             num_experts=config.num_moe_experts,
             moe_grouped_gemm=config.moe_grouped_gemm,
             multi_latent_attention=config.multi_latent_attention,
+            qk_layernorm=config.qk_layernorm,
         )
     further = None
     if config.mtp_num_layers:

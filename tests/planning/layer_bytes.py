@@ -19,6 +19,14 @@ from megatron_programs import build_config, build_model, load_megatron, one_proc
 HIDDEN, FFN, EXPERT_FFN, SEQUENCE, MICROBATCH = 256, 1024, 384, 64, 2
 EXPERTS, CHOSEN, HEADS = 4, 2, 4
 GATED = {"gated_linear_unit": True, "activation_func": F.silu, "bias_activation_fusion": True}
+LATENT = {
+    "q_lora_rank": 384,
+    "kv_lora_rank": 256,
+    "qk_head_dim": 32,
+    "qk_pos_emb_head_dim": 16,
+    "v_head_dim": 32,
+    "qk_layernorm": True,
+}
 CASES = {
     "dense": {},
     "gated": GATED,
@@ -30,9 +38,19 @@ CASES = {
         "moe_token_dispatcher_type": "allgather",
         "moe_router_load_balancing_type": "none",
     },
+    "queries": {**GATED, "kv_channels": 256, "num_query_groups": 2, "qk_layernorm": True},
+    "latent": {
+        **GATED,
+        **LATENT,
+        "multi_latent_attention": True,
+        "rope_type": "rope",
+        "normalization": "LayerNorm",
+    },
 }
 GROUPS = (
     *(("input_layernorm", "attn_norm"), ("linear_qkv", "qkv_linear")),
+    *((f"{name}_layernorm", "qkv_linear") for name in ("q", "k", "kv")),
+    *((f"linear_{name}_proj", "qkv_linear") for name in ("q_down", "q_up", "kv_down", "kv_up")),
     *(("pre_mlp_layernorm", "mlp_norm"), ("router", "router")),
 )
 
@@ -85,8 +103,9 @@ def saved_bytes(case: str) -> Counter[str]:
         return tensor
 
     tokens = torch.zeros(MICROBATCH, SEQUENCE, dtype=torch.int64)
+    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(tokens, tokens, None, labels=tokens)
+        model(tokens, tokens, mask, labels=tokens)
     return found
 
 

@@ -1,0 +1,93 @@
+"""Weights of a described model on one GPU, and what they take with gradients and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import NamedTuple, get_args
+
+from megatron_offload.planning.model import ModelDescription, Sharding
+
+_DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+_STATIC_BYTES = 4.0  # of a parameter where no optimizer is described: weight and gradient in bf16
+
+
+class Weights(NamedTuple):
+    """Weights of one GPU, by who else has the same, and those of both that LoRA trains."""
+
+    dense: int = 0
+    experts: int = 0
+    adapters: int = 0
+
+    def __add__(self, other: tuple[int, ...]) -> Weights:  # type: ignore[override]
+        return Weights(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+def _layer(model: ModelDescription, *, has_experts: bool) -> Weights:
+    hidden, attention = model.hidden, model.attention
+
+    def mlp(width: int) -> list[tuple[int, int]]:
+        return [(hidden, width * (2 if model.gated_mlp else 1)), (width, hidden)]
+
+    ffn = model.shared_expert_ffn if has_experts else model.ffn
+    shared = [*attention.products, (attention.attended, hidden), *mlp(ffn)]
+    num_own = model.experts // model.expert_parallel if has_experts else 0
+    experts, router = num_own * mlp(model.expert_ffn or model.ffn), has_experts * model.experts
+    dense = sum(map(prod, shared)) // model.tensor_parallel
+    dense += (2 + router) * hidden + attention.norm_weights
+    adapters = sum(map(sum, shared)) // model.tensor_parallel + sum(map(sum, experts))
+    return Weights(dense, sum(map(prod, experts)), model.lora_rank * adapters)
+
+
+def _layers(model: ModelDescription, rank: int) -> Iterator[Weights]:
+    for stage in range(rank, len(model.layers_of_stages), model.pipeline_parallel):
+        for index in model.layers_of(stage):
+            yield _layer(model, has_experts=model.has_experts(index))
+    if rank == model.pipeline_parallel - 1:
+        hidden, last = model.hidden, model.has_experts(model.layers - 1)
+        for _ in range(model.mtp_num_layers):  # its input is two, each behind a norm
+            yield _layer(model, has_experts=last) + Weights(2 * hidden**2 + 3 * hidden)
+
+
+def _weights(model: ModelDescription, rank: int) -> Weights:
+    """Return all weights of one GPU of a pipeline rank."""
+    is_first, is_last = rank == 0, rank == model.pipeline_parallel - 1
+    # With multi-token prediction the last stage has a copy of the embedding.
+    num_embeddings = int(is_first or (is_last and model.mtp_num_layers > 0))
+    num_embeddings += is_last and not (model.tied_embeddings and num_embeddings)
+    ends = num_embeddings * model.vocabulary * model.hidden // model.tensor_parallel
+    return sum(_layers(model, rank), Weights(ends + is_last * model.hidden))
+
+
+def num_parameters(model: ModelDescription, rank: int) -> int:
+    """Return the weights of one GPU of a pipeline rank."""
+    return sum(_weights(model, rank))
+
+
+def static_bytes(model: ModelDescription, rank: int) -> int:
+    """Return what weights, gradients and optimizer take on one GPU of a pipeline rank."""
+    weights = _weights(model, rank)
+    per_parameter = model.static_bytes_per_parameter
+    if per_parameter is None and model.optimizer is None and not model.lora_rank:
+        per_parameter = _STATIC_BYTES
+    if per_parameter is not None:
+        return int(sum(weights) * per_parameter)
+    gradient = _DTYPE_BYTES[model.main_grads_dtype]
+    state = _DTYPE_BYTES[model.main_params_dtype]
+    state += 0 if model.optimizer == "sgd" else 2 * _DTYPE_BYTES[model.exp_avg_dtype]
+    stage = get_args(Sharding).index(model.data_parallel_sharding_strategy)
+    # Megatron shares the optimizer over replicas and context-parallel GPUs, experts' over all that
+    # have the same.
+    num_dense = model.data_parallel * model.context_parallel
+    num_expert = max(1, num_dense * model.tensor_parallel // model.expert_parallel)
+    shares = (num_dense, num_expert, num_dense)
+    trained = (0, 0, weights.adapters) if model.lora_rank else weights
+
+    def taken(each: tuple[int, ...], num_bytes: int, least_stage: int) -> float:
+        divided = zip(each, shares, strict=True)
+        return sum(n * num_bytes / (k if stage >= least_stage else 1) for n, k in divided)
+
+    most = max(sum(one) for one in _layers(model, rank))
+    gathered = (2 * model.value_bytes if stage == 3 else 0) + (gradient if stage >= 2 else 0)
+    num_bytes = taken(weights, model.value_bytes, 3) + taken(trained, gradient, 2)
+    return int(num_bytes + taken(trained, state, 1) + most * gathered)
