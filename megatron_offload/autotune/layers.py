@@ -27,7 +27,7 @@ from megatron_offload.model_map.module_hooks import ModuleHook, tokens_of
 from megatron_offload.model_map.sites import CallTimes, Site, modules_of
 from megatron_offload.model_map.structure import has_forward
 from megatron_offload.model_map.watch import MayMove, SavedMemory
-from megatron_offload.planning.frontier import KEEP, Action, Part, total
+from megatron_offload.planning.frontier import KEEP, LINK_SHARE, Action, Part, link_bytes, total
 
 ROUTED = EXPERTS, MOE_ACT
 """How sites end that are given what is routed to them, in an MLP that does nothing else then."""
@@ -47,9 +47,7 @@ _PART_US = 1000.0  # what a copy takes at least that is worth a group of its own
 _MOST_EXPOSED = 0.5  # of the host's time: where more delays the device, groups aren't divided
 _COPY_SHARE = 0.03  # of a copy's time, what it slows the device: they share its memory
 _REPLAY_COPY_SHARE = 0.17  # likewise in replays, whose kernels come without gaps between
-_LINK_SHARE = 1.1  # of what a link carries while layers run: behind the last one there is more
-_REPLAY_SHARE = 0.5  # likewise in replays, in which no host makes room between copies
-_PIPELINE_SHARE = 3  # times that there: backwards of other microbatches lie between forwards
+_REPLAY_SHARE = 0.5  # as `LINK_SHARE` in replays, in which no host makes room between copies
 # [Note: a layer's share of the link] Under LoRA backward is hardly longer than forward. There a
 # step took 22 % longer with 2.2 times what the forwards of 9 layers carry, and 1.1 % with 1.5 times
 # that of 12 layers; a tenth more than backward carries made reloads late (the log of measurements).
@@ -363,24 +361,17 @@ class SiteTimes(CallTimes):
         """How long all layers have run."""
         return sum(self.us(path) for path, site in self._sites.items() if site.name == "layer")
 
-    def link_bytes(self, gbps: float, numbers: Iterable[int], *, is_pipeline: bool) -> list[float]:
-        """Return for each layer how much of it and of those behind it can be copied by then.
-
-        What a layer saves is copied while those behind it run: of the last nothing, unless it is a
-        pipeline. Those of ``numbers`` that were not timed are like the last that was.
-        """
+    def link_bytes(
+        self, gbps: float, numbers: Iterable[int], *, is_pipeline: bool
+    ) -> dict[int, float]:
+        """Return `link_bytes` of layers; those that were not timed are like the last that was."""
         by_layer = defaultdict[int, float](float)
         for path, site in self._sites.items():
             by_layer[site.layer] += self.us(path) if site.name == "layer" else 0.0
         last_us = by_layer[max(by_layer)] if by_layer else 0.0
-        share = _REPLAY_SHARE if self.holds_back else _LINK_SHARE
-        share *= _PIPELINE_SHARE if is_pipeline else 1
-        found, carried_us = list[float](), 0.0
-        for number in sorted(numbers, reverse=True):
-            own_us = by_layer.get(number, last_us)
-            found.append(int(share * gbps * 1e3 * (carried_us + own_us * is_pipeline)))
-            carried_us += own_us
-        return found[::-1]
+        share = _REPLAY_SHARE if self.holds_back else LINK_SHARE
+        own_us = {number: by_layer.get(number, last_us) for number in numbers}
+        return link_bytes(own_us, share * gbps * 1e3, own_us if is_pipeline else ())
 
     @property
     def copy_share(self) -> float:

@@ -6,9 +6,15 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig
-from megatron_offload.planning.frontier import Part, Plan, of_plain, to_plain
+from megatron_offload.planning.frontier import Part, Plan
 from megatron_offload.planning.row_choice import RowChoice, Slowdown, Stage
+
+ANSWER = TypeAdapter(tuple[str, str, dict[str, Plan]])
+"""The phase (refused, trying, measuring or final), why in words, and the plan of each stage."""
+_STAGE = TypeAdapter(Stage)
 
 
 class RowAnswers:
@@ -32,22 +38,19 @@ class RowAnswers:
         self._is_trying = True
 
     def __call__(self, texts: Sequence[str]) -> str:
-        """Return ``[phase, why, {stage: plan}]``: refused, trying, measuring or final."""
+        """Return an `ANSWER`, as JSON."""
         everyone = [json.loads(text) for text in texts]
         refusal = next((one["refusal"] for one in everyone if one.get("refusal")), "")
         if refusal:
-            return json.dumps(["refused", refusal, {}])
+            return ANSWER.dump_json(("refused", refusal, {})).decode()
         if self.choice is None:
             self.choice = self._choice_of(everyone)
             is_final, text = self.choice.next()
         else:
             is_final, text = self._hear(self.choice, everyone)
-        plans = {
-            name: [to_plain({x: (y,) for x, y in stage.plan.actions.items()}), *stage.plan[1:]]
-            for name, stage in self.choice.stages.items()
-        }
+        plans = {name: stage.plan for name, stage in self.choice.stages.items()}
         phase = "trying" if self._is_trying else "measuring"
-        return json.dumps(["final" if is_final else phase, text, plans])
+        return ANSWER.dump_json(("final" if is_final else phase, text, plans)).decode()
 
     def _choice_of(self, everyone: Sequence[dict[str, Any]]) -> RowChoice:
         stages: dict[str, Stage] = {}
@@ -55,9 +58,8 @@ class RowAnswers:
             if one["actions"] is not None:
                 alike = [other["has"] for other in everyone if other["stage"] == one["stage"]]
                 most = {x: max(has[x] for has in alike) for x in ("num_inflight", "bare_bytes")}
-                actions = of_plain(one["actions"])
-                link_bytes = dict(zip(actions, one["link_bytes"], strict=True))
-                stages[one["stage"]] = Stage(actions, link_bytes, **one["has"] | most)
+                own = {"actions": one["actions"], "link_bytes": one["link_bytes"]}
+                stages[one["stage"]] = _STAGE.validate_python(own | one["has"] | most)
         policy = self._policy if isinstance(self._policy, AutoConfig) else None
         return RowChoice(policy, stages, max(one["bare_us"] for one in everyone))
 
@@ -81,10 +83,3 @@ class RowAnswers:
             self._is_trying = False
             return choice.is_blind or not self._policy.measured_plans, choice.predicted()
         return choice.next()
-
-
-def plan_of(answer: Sequence[Any]) -> Plan:
-    """Return a stage's plan of those that were answered."""
-    actions, *figures = answer
-    layers = {number: action for number, (action,) in of_plain(actions).items()}
-    return Plan(layers, *figures)

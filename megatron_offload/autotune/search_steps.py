@@ -24,13 +24,13 @@ from megatron_offload.autotune.followed import (
 from megatron_offload.autotune.layers import LayerWatch, SiteTimes
 from megatron_offload.autotune.measured import StepTimes
 from megatron_offload.autotune.model_steps import ModelSteps
-from megatron_offload.autotune.row_answers import RowAnswers, plan_of
+from megatron_offload.autotune.row_answers import ANSWER, RowAnswers
 from megatron_offload.core.row_config import UNITS, RowConfig, ranges
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.machine.bandwidth import BandwidthError, Link, median_rates
 from megatron_offload.model_map.module_hooks import named_modules
 from megatron_offload.model_map.sites import Site, sites_of_layers
-from megatron_offload.planning.frontier import Part, Plan, to_plain
+from megatron_offload.planning.frontier import Action, Part, Plan
 from megatron_offload.recompute.sites import unproven_sites
 
 StepKind: TypeAlias = Literal["open", "watched", "timed", "bare", "trying", "warming", "rows"]
@@ -142,7 +142,7 @@ class SearchSteps(FollowedRows):
         self._layer_share = sum(in_layers) / max(1, self._saved_bytes)
         if self._layer_share < LEAST_SHARE and not self._is_tight:
             self._actions = {0: tuple(watch.all_of_it(times, gbps))}
-            self._link_bytes = [math.inf]
+            self._link_bytes = {0: math.inf}
         else:
             self._actions = watch.actions(times, gbps, others, self._may_offload)
             is_pipeline = self._num_inflight > 1
@@ -153,8 +153,8 @@ class SearchSteps(FollowedRows):
         self._stage = f"{manager.learner.pp_rank or 0}/{zlib.crc32(repr(seen).encode()):x}"
         del look, timing, sites, all_sites, timed, watch, times, firsts  # no model is held
         has_bare = not (self._is_tight or holds_back)
-        first = RowAnswers(self._policy)([json.dumps(self._words(to_plain(self._actions)))])
-        plan = plan_of(json.loads(first)[-1][self._stage])
+        first = RowAnswers(self._policy)([json.dumps(self._words(self._actions))])
+        plan = ANSWER.validate_json(first)[-1][self._stage]
         ready_bytes = yield from self._prepare(plan, _NUM_BARE if has_bare else 0)
         if has_bare:
             self._bare_bytes = backend.memory().peak_allocated_bytes
@@ -237,22 +237,22 @@ class SearchSteps(FollowedRows):
             said: dict[str, Any] = {"refusal": refusal}
             if not refusal:
                 is_first = ranks.is_first_of(self._stage)
-                said = self._words(to_plain(self._actions) if is_first else None, ready_bytes)
+                said = self._words(self._actions if is_first else None, ready_bytes)
             while True:
                 found: str | None = None
                 for found in ranks.ask(json.dumps(said), self._answers):
                     if found is None:
                         yield "open" if refusal else "bare"
-                phase, text, plans = json.loads(found or '["", "", {}]')
+                phase, text, plans = ANSWER.validate_json(found or '["", "", {}]')
                 if phase == "refused":
                     self._stop(text, ADVICE, keeps_open=bool(refusal))
                     return
                 if self._stage not in plans:
                     self._stop("no plan came that the ranks have agreed on", "")
                     return
-                plan = plan_of(plans[self._stage])
+                plan = plans[self._stage]
                 if phase == "final":
-                    own = [dict(plan_of(one).actions) for one in plans.values()]
+                    own = [dict(one.actions) for one in plans.values()]
                     layers = ChainMap(*own)
                     if len(layers) < sum(map(len, own)):  # numbers count within each stage
                         layers = ChainMap(dict(plan.actions))
@@ -266,7 +266,9 @@ class SearchSteps(FollowedRows):
         except dist.DistError as error:
             self._stop(f"the job's store can't be asked what other ranks do ({error})", "")
 
-    def _words(self, actions: list[Any] | None, ready_bytes: float = math.inf) -> dict[str, Any]:
+    def _words(
+        self, actions: dict[int, tuple[Action, ...]] | None, ready_bytes: float = math.inf
+    ) -> dict[str, Any]:
         """Return what this rank has, by which the first makes plans."""
         times = self._times
         forward_us = times.fit(self._watched_tokens)

@@ -18,6 +18,8 @@ from megatron_offload.core.row_config import MODEL, UNITS, RowConfig, ranges
 Part: TypeAlias = tuple[str, int | Literal["all", "recompute"]]
 """A site, and what is done there: it is recomputed, or so many of its tensors are offloaded."""
 
+LINK_SHARE = 1.1  # of what a link carries while layers run: behind the last one there is more
+BACKWARD_SHARE = 3  # a forward and a backward, in forwards
 _NUM_PRICES = 4
 
 
@@ -77,21 +79,20 @@ class Plan(NamedTuple):
         return tuple(rows)
 
 
-def to_plain(layers: Mapping[int, Sequence[Action]]) -> list[Any]:
-    """Return actions of layers in lists, texts and numbers: what JSON has."""
-    alike: dict[tuple[Action, ...], list[int]] = {}
-    for number, actions in layers.items():
-        alike.setdefault(tuple(actions), []).append(number)
-    return [[numbers, actions] for actions, numbers in alike.items()]
+def link_bytes(
+    forward_us: Mapping[int, float], bytes_per_us: float, deep: Collection[int]
+) -> dict[int, float]:
+    """Return of each layer how much of it and of those behind it can be copied by its backward.
 
-
-def of_plain(found: Sequence[Any]) -> dict[int, tuple[Action, ...]]:
-    """Return what `to_plain` was given."""
-    layers: dict[int, tuple[Action, ...]] = {}
-    for numbers, actions in found:
-        own = [Action(tuple((site, what) for site, what in x), *more) for x, *more in actions]
-        layers |= dict.fromkeys(numbers, tuple(own))
-    return dict(sorted(layers.items()))
+    What a layer saves is copied while those behind it run: of the last nothing, but where it is
+    ``deep`` in a pipeline, so that backwards of other microbatches lie between.
+    """
+    found, behind_us = dict[int, float](), 0.0
+    for number, us in sorted(forward_us.items(), reverse=True):
+        is_deep = number in deep
+        found[number] = bytes_per_us * (BACKWARD_SHARE * (behind_us + us) if is_deep else behind_us)
+        behind_us += us
+    return found
 
 
 def frontier(

@@ -9,7 +9,15 @@ from itertools import groupby, product
 from typing import NamedTuple
 
 from megatron_offload.core.row_config import UNITS, RowConfig
-from megatron_offload.planning.frontier import KEEP, Action, Plan, total
+from megatron_offload.planning.frontier import (
+    BACKWARD_SHARE,
+    KEEP,
+    LINK_SHARE,
+    Action,
+    Plan,
+    link_bytes,
+    total,
+)
 from megatron_offload.planning.job import GroupWork, Job, StageWork
 from megatron_offload.planning.model_cost import run_again
 from megatron_offload.planning.simulate import fair_rates
@@ -29,8 +37,6 @@ _BESIDE_MLP = _GROUPS["attention"] | {"attn_norm", "mlp_norm"}
 _ACTIVATIONS = ("mlp_act", "moe_act")  # of both ``mlp_act`` is the row
 
 _COPY_SHARE = 1e-3  # of a copy's time, for an order among what the link carries
-_LINK_SHARE = 1.1  # of what a link carries while layers run: behind the last one there is more
-_BACKWARD_SHARE = 3  # a forward and a backward, in forwards
 _FORWARD_SHARE = 1 / 3  # of a layer's kernels, what its forward launches
 
 
@@ -163,19 +169,10 @@ class RankLayers:
         yield from rerun("layer")
 
     def link_bytes(self, share: float) -> dict[int, float]:
-        """Return of each layer how much of it and of those behind it can be copied in time.
-
-        That is by its backward. Where several microbatches are in flight, backwards of others lie
-        between. ``share`` is how much of it shall be taken.
-        """
-        found, behind_us = dict[int, float](), 0.0
-        for layer in reversed(self._layers):
-            us = behind_us
-            if layer.num_inflight > 1:
-                us = _BACKWARD_SHARE * (behind_us + layer.forward_us)
-            found[layer.number] = share * _LINK_SHARE * self._gbps * 1e3 * us
-            behind_us += layer.forward_us
-        return found
+        """Return `link_bytes` of the layers, of which ``share`` shall be taken."""
+        forward_us = {layer.number: layer.forward_us for layer in self._layers}
+        deep = {layer.number for layer in self._layers if layer.num_inflight > 1}
+        return link_bytes(forward_us, share * LINK_SHARE * self._gbps * 1e3, deep)
 
     def paced(self, plan: Plan, actions: Mapping[int, tuple[Action, ...]]) -> Plan:
         """Return a plan by which layers that are alike begin copies as the link ends those before.
@@ -194,7 +191,7 @@ class RankLayers:
             found[layer.number] = action = own.pop(wanted[-1] if wanted else -1)
             if action.copied_bytes:
                 free_us = max(free_us, now_us) + action.copied_bytes / self._gbps / 1e3
-            now_us += layer.forward_us * (_BACKWARD_SHARE if layer.num_inflight > 1 else 1)
+            now_us += layer.forward_us * (BACKWARD_SHARE if layer.num_inflight > 1 else 1)
         return plan._replace(actions=found)
 
 

@@ -195,7 +195,7 @@ def test_copies_take_more_of_a_replay_and_less_of_its_link():
     for holds_back in (False, True):
         times = layers.SiteTimes(sites, job.backend, holds_back=holds_back)
         times._us = {"layer": 1000.0}
-        found.append((*times.link_bytes(10.0, [0], is_pipeline=True), times.copy_share))
+        found.append((times.link_bytes(10.0, [0], is_pipeline=True)[0], times.copy_share))
     (eager, eager_share), (replay, replay_share) = found
     assert 0 < replay < eager / 2
     assert replay_share > 5 * eager_share

@@ -38,7 +38,7 @@ from megatron_offload.core.row_config import RowConfig
 from megatron_offload.errors import ConfigError, StateError
 from megatron_offload.observe.run_report import save_report
 from megatron_offload.planning.found import read_frontier
-from megatron_offload.planning.frontier import KEEP, Action, to_plain
+from megatron_offload.planning.frontier import KEEP, Action
 
 pytestmark = pytest.mark.by_default
 
@@ -386,8 +386,8 @@ def test_the_ranks_of_a_large_job_are_answered_at_once():
         said.append(
             {
                 "stage": str(stage),
-                "actions": to_plain(dict.fromkeys(layers_of_stage, actions)) if rank < 16 else None,
-                "link_bytes": [2e9] * 8,
+                "actions": dict.fromkeys(layers_of_stage, actions) if rank < 16 else None,
+                "link_bytes": dict.fromkeys(layers_of_stage, 2e9),
                 "bare_us": 5000.0,
                 "has": {"num_inflight": 16.0 - stage, "bare_bytes": 1 << 36},
             }

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import json
 
 import pytest
 
 from megatron_offload.core.policy_config import AutoConfig
-from megatron_offload.planning.frontier import Action, of_plain, to_plain
+from megatron_offload.planning.frontier import Action
 from megatron_offload.planning.row_choice import NOTHING, RowChoice, Slowdown, Stage
 
 MIB = 1 << 20
@@ -183,13 +182,6 @@ def test_what_is_refused_is_in_no_plan_from_then_on():
     assert choice.stages["a"].plan.actions[0].parts == (("mlp", 1),)
     choice.refuse({"a": [("mlp", 1)]})
     assert choice.next() == (True, NOTHING)
-
-
-def test_actions_are_what_they_were_behind_a_message():
-    parts = (("mlp", "recompute"), ("attention", 2)), (("layer", "all"),)
-    found = {number: tuple(Action(one, number % 2, 0.5, 3) for one in parts) for number in range(5)}
-    assert of_plain(json.loads(json.dumps(to_plain(found)))) == found
-    assert len(to_plain(found)) == 2, "layers that are alike are said once"
 
 
 def test_a_thousand_ranks_of_sixteen_stages_choose_at_once():
