@@ -17,12 +17,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_offload.core.row_config import UNITS, RowConfig
 from megatron_offload.errors import TargetError
 from megatron_offload.planning.description import load_description
-from megatron_offload.planning.frontier import KEEP, Action, Plan
+from megatron_offload.planning.frontier import Action, Plan
 from megatron_offload.planning.job import Job
-from megatron_offload.planning.job_choice import JobChoice, Planned, replayed, unit_rows
-from megatron_offload.planning.job_rows import WHOLE_SITES, RankLayers, units_of, with_units
+from megatron_offload.planning.job_choice import JobChoice, Planned, replayed
+from megatron_offload.planning.job_rows import WHOLE_SITES, RankLayers, units_of
 from megatron_offload.planning.replay import RankStep
 from megatron_offload.planning.simulate import simulate_ranks
 
@@ -72,21 +73,17 @@ class Search:
         self.actions: dict[tuple[str, ...], list[dict[int, tuple[Action, ...]]]] = {}
         self.programs: dict[object, RankStep] = {}
         self.layers = [[*actions] for actions in self.actions_with(())]
-        done: dict[int, tuple] = {}
-        for rank, stage in enumerate(planned.found.stages):
-            parts: dict[int, list] = {number: [] for number in self.layers[rank]}
-            for row in stage.plans[stage.followed].rows:
-                for number in row.numbers():
-                    parts[number].append((row.site, "recompute" if row.recompute else "all"))
-            done |= {number: tuple(found) for number, found in parts.items()}
-        self.start = frozenset(row.site for row in planned.found.besides), done
+        done = {number: () for own in self.layers for number in own}
+        for row in planned.rows:
+            for number in row.numbers():
+                done[number] += ((row.site, "recompute" if row.recompute else "all"),)
+        self.start = frozenset(row.site for row in planned.rows if row.site in UNITS), done
 
     def actions_with(self, units) -> list[dict[int, tuple[Action, ...]]]:
         key = tuple(sorted(units))
         if key not in self.actions:
-            job = with_units(self.job, key)
-            ranks = range(job.schedule.num_ranks)
-            self.actions[key] = [RankLayers(job, rank).actions(WHOLE_SITES) for rank in ranks]
+            layers = (RankLayers(self.job, x, key) for x in range(self.job.schedule.num_ranks))
+            self.actions[key] = [own.actions(WHOLE_SITES) for own in layers]
         return self.actions[key]
 
     def step_us(self, units, done) -> float | None:
@@ -96,7 +93,8 @@ class Search:
             key = rank, units, tuple(done[number] for number in layers)
             if key not in self.programs:
                 own = {number: Action(done[number]) for number in layers}
-                rows = (*unit_rows(units), *Plan(own, 0, 0.0, 0).rows())
+                rows = [RowConfig(site=unit, recompute=True) for unit in units]
+                rows += Plan(own, 0, 0.0, 0).rows()
                 self.programs[key] = replayed(self.job, rank, rows)
             programs.append(self.programs[key])
             if programs[-1].peak_reserved_bytes > self.most_bytes[rank]:
@@ -111,8 +109,8 @@ class Search:
         rank = rng.randrange(len(self.layers))
         for _ in range(rng.randint(1, most)):
             number = rng.choice(self.layers[rank])
-            choices = (KEEP, *self.actions_with(units)[rank][number])
-            done[number] = rng.choice(choices).parts
+            parts = rng.choice(self.actions_with(units)[rank][number]).parts
+            done[number] = tuple(part for part in parts if part[0] not in UNITS)
         return units, done
 
     def quickest_us(self, seconds: float) -> float:

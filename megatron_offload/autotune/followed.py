@@ -24,7 +24,7 @@ from megatron_offload.files.renames import OldAttributes
 from megatron_offload.files.strict_model import write_model
 from megatron_offload.machine.job_ranks import rank_in
 from megatron_offload.planning.found import NAME, RunFrontier
-from megatron_offload.planning.frontier import Action, Plan
+from megatron_offload.planning.frontier import Layers, Plan
 from megatron_offload.planning.row_choice import NOTHING, Stage
 
 _logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class FollowedRows(OldAttributes):
         # Of a forward of so many tokens, as it was watched:
         self._watched_tokens = self._num_inflight = self._layer_share = 1.0
         self._saved_bytes = self._bare_bytes = 0
-        self._actions: dict[int, tuple[Action, ...]] = {}
+        self._kinds: Sequence[Layers] = ()
         policy = manager.config.tuned_policy or AutoConfig(kind="auto")
         if manager.config.whole_step_graph and isinstance(policy, AutoConfig):
             # What eager steps take says nothing of replays.
@@ -318,7 +318,7 @@ class FollowedRows(OldAttributes):
         saved_bytes = (self._bare_bytes - memory.allocated_bytes) * tokens / self._bare_tokens
         wanted_bytes = (saved_bytes - room_bytes) * self._watched_tokens / tokens
         if stage.plan.freed_bytes < wanted_bytes:
-            first = min(self._actions)  # the layer that has begun without
+            first = min(self._kinds[0])  # the layer that has begun without
             if self._free(stage, wanted_bytes, "a forward is larger than all before", late=first):
                 groups.end()  # it may have begun without any rows
                 groups.begin()

@@ -118,8 +118,8 @@ class LayerWatch(SavedMemory):
         gbps: float,
         numbers: Sequence[int],
         may_offload: Callable[[str, str], bool] = lambda *_: True,
-    ) -> dict[int, tuple[Action, ...]]:
-        """Return what may be done with each layer, by its number.
+    ) -> list[dict[int, tuple[Action, ...]]]:
+        """Return what may be done with each layer, without functions that run again, and with.
 
         Args:
             times: of the same sites, in a forward of the same size.
@@ -184,16 +184,16 @@ class LayerWatch(SavedMemory):
                     us = _UNIT_US_PER_BYTE * sum(sizes) + times.exposed_us(host_us)
                     again = total((again, Action(((unit, "recompute"),), sum(sizes), us)))
                 layers[site.layer].append(_SeenSite(site.name, own, again))
-        kinds = found if made else found[:1]
         most_bytes = {number: gbps * 1e3 * us for number, us in times.copied_us().items()}
-        given = {
-            number: tuple(
-                action for one in kinds for action in _actions_of(one[number], most_bytes[number])
-            )
-            for number in found[0]
-        }
-        last = max(given, default=-1)
-        return _alike(given | {number: given[last] for number in numbers if given})
+        kinds: list[dict[int, tuple[Action, ...]]] = []
+        for layers in found if made else found[:1]:
+            given = {x: tuple(_actions_of(seen, most_bytes[x])) for x, seen in layers.items()}
+            for number, actions in kinds[0].items() if kinds else ():
+                # In what runs again as a whole no function does by itself.
+                given[number] += tuple(x for x in actions if ("layer", "recompute") in x.parts)
+            kinds.append(given)
+        last = max(found[0], default=-1)
+        return [_alike(one | {number: one[last] for number in numbers if one}) for one in kinds]
 
     def _offloads(
         self, path: str, saved: Mapping[int, bool], num_saved: int, times: SiteTimes, gbps: float
@@ -259,7 +259,7 @@ class _SeenSite(NamedTuple):
 
 
 def _actions_of(found: list[_SeenSite], most_bytes: float) -> Iterator[Action]:
-    """Yield what may be done with one layer: with the whole, or with each of its parts."""
+    """Yield what is done with one layer at first, and may be: with the whole, or with its parts."""
     base, choices = KEEP, dict[str, list[Action]]()
     for seen in found:
         base = total((base, seen.again))  # all else comes on top of it
@@ -270,15 +270,13 @@ def _actions_of(found: list[_SeenSite], most_bytes: float) -> Iterator[Action]:
     if any(action.copied_bytes for all_ in choices.values() for action in all_):
         # A group is released as a whole, so that small ones are sooner.
         whole = [action for action in whole if not action.copied_bytes]
+    yield base
     for action in whole:
-        if action.copied_bytes:
-            if action.copied_bytes <= most_bytes:
-                yield total((base, action))
-        elif not base.parts:  # in what runs again as a whole no function does by itself
-            yield action
+        if action.copied_bytes <= most_bytes and (action.copied_bytes or not base.parts):
+            yield total((base, action))
     for chosen in product(*choices.values()):
         action = total((base, *chosen))
-        if action.parts and action.copied_bytes <= most_bytes:
+        if action.parts != base.parts and action.copied_bytes <= most_bytes:
             yield action
 
 

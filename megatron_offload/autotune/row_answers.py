@@ -21,7 +21,7 @@ class RowAnswers:
     """Answers first what all have, then what each plan has shown.
 
     A rank says first what it has (arguments of `Stage`) and, for all that have the same layers,
-    what may be done with each (``actions``); then what it couldn't recompute or, behind as many
+    what may be done with each (``kinds``); then what it couldn't recompute or, behind as many
     steps as the others, what they took and reserved. Ranks of a stage whose first was not heard get
     no answer.
 
@@ -55,10 +55,10 @@ class RowAnswers:
     def _choice_of(self, everyone: Sequence[dict[str, Any]]) -> RowChoice:
         stages: dict[str, Stage] = {}
         for one in everyone:
-            if one["actions"] is not None:
+            if one["kinds"] is not None:
                 alike = [other["has"] for other in everyone if other["stage"] == one["stage"]]
                 most = {x: max(has[x] for has in alike) for x in ("num_inflight", "bare_bytes")}
-                own = {"actions": one["actions"], "link_bytes": one["link_bytes"]}
+                own = {"kinds": one["kinds"], "link_bytes": one["link_bytes"]}
                 stages[one["stage"]] = _STAGE.validate_python(own | one["has"] | most)
         policy = self._policy if isinstance(self._policy, AutoConfig) else None
         return RowChoice(policy, stages, max(one["bare_us"] for one in everyone))

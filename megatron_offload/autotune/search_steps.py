@@ -30,7 +30,7 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.machine.bandwidth import BandwidthError, Link, median_rates
 from megatron_offload.model_map.module_hooks import named_modules
 from megatron_offload.model_map.sites import Site, sites_of_layers
-from megatron_offload.planning.frontier import Action, Part, Plan
+from megatron_offload.planning.frontier import KEEP, Layers, Part, Plan
 from megatron_offload.recompute.sites import unproven_sites
 
 StepKind: TypeAlias = Literal["open", "watched", "timed", "bare", "trying", "warming", "rows"]
@@ -141,19 +141,19 @@ class SearchSteps(FollowedRows):
         self._largest_bytes = max(in_layers, default=0)
         self._layer_share = sum(in_layers) / max(1, self._saved_bytes)
         if self._layer_share < LEAST_SHARE and not self._is_tight:
-            self._actions = {0: tuple(watch.all_of_it(times, gbps))}
+            self._kinds = [{0: (KEEP, *watch.all_of_it(times, gbps))}]
             self._link_bytes = {0: math.inf}
         else:
-            self._actions = watch.actions(times, gbps, others, self._may_offload)
+            self._kinds = watch.actions(times, gbps, others, self._may_offload)
             is_pipeline = self._num_inflight > 1
-            self._link_bytes = times.link_bytes(gbps, self._actions, is_pipeline=is_pipeline)
+            self._link_bytes = times.link_bytes(gbps, self._kinds[0], is_pipeline=is_pipeline)
         self._saving, self._has_lengths = watch.saving, len(watch.tokens) == 1
         # What ranks have alike that have the same layers.
         seen = sorted((site.layer, x) for x, site in all_sites.items() if x in watch.called)
         self._stage = f"{manager.learner.pp_rank or 0}/{zlib.crc32(repr(seen).encode()):x}"
         del look, timing, sites, all_sites, timed, watch, times, firsts  # no model is held
         has_bare = not (self._is_tight or holds_back)
-        first = RowAnswers(self._policy)([json.dumps(self._words(self._actions))])
+        first = RowAnswers(self._policy)([json.dumps(self._words(self._kinds))])
         plan = ANSWER.validate_json(first)[-1][self._stage]
         ready_bytes = yield from self._prepare(plan, _NUM_BARE if has_bare else 0)
         if has_bare:
@@ -237,7 +237,7 @@ class SearchSteps(FollowedRows):
             said: dict[str, Any] = {"refusal": refusal}
             if not refusal:
                 is_first = ranks.is_first_of(self._stage)
-                said = self._words(self._actions if is_first else None, ready_bytes)
+                said = self._words(self._kinds if is_first else None, ready_bytes)
             while True:
                 found: str | None = None
                 for found in ranks.ask(json.dumps(said), self._answers):
@@ -267,7 +267,7 @@ class SearchSteps(FollowedRows):
             self._stop(f"the job's store can't be asked what other ranks do ({error})", "")
 
     def _words(
-        self, actions: dict[int, tuple[Action, ...]] | None, ready_bytes: float = math.inf
+        self, kinds: Sequence[Layers] | None, ready_bytes: float = math.inf
     ) -> dict[str, Any]:
         """Return what this rank has, by which the first makes plans."""
         times = self._times
@@ -287,7 +287,7 @@ class SearchSteps(FollowedRows):
             "ready_bytes": ready_bytes,
         }
         bare_us = forward_us * len(self._trained) if forward_us else max(1.0, 3 * self._forward_us)
-        own = {"stage": self._stage, "actions": actions, "link_bytes": self._link_bytes}
+        own = {"stage": self._stage, "kinds": kinds, "link_bytes": self._link_bytes}
         return {**own, "bare_us": bare_us, "has": has}
 
     def _try(self, plan: Plan) -> Generator[StepKind, None, dict[str, Any]]:

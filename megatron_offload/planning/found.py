@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from megatron_offload.core.row_config import RowConfig, ranges
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import StrictModel, read_model
-from megatron_offload.planning.row_choice import MOST_DOUBT, RowChoice
+from megatron_offload.planning.frontier import Plan
+from megatron_offload.planning.row_choice import MOST_DOUBT, RowChoice, Slowdown
 
 NAME = "frontier.json"
 _Size = Annotated[int, Field(ge=0, lt=2**63)]
@@ -53,6 +54,29 @@ class FoundStage(StrictModel):
     """Each frees more than the one before; the first does nothing."""
     followed: _Size
     """The place of the one that the run has followed."""
+
+    @classmethod
+    def of(
+        cls,
+        plans: Sequence[Plan],
+        tried: Mapping[int, tuple[Slowdown | None, int]],
+        bare_us: float,
+        num_inflight: float = 1.0,
+        **more: Any,
+    ) -> FoundStage:
+        """Make it of plans, of which those at some places were tried: what they took and needed."""
+        seen = (tried.get(place, (None, 0)) for place in range(len(plans)))
+        found = (
+            FoundPlan(
+                rows=plan.rows(),
+                freed_bytes=int(num_inflight * plan.freed_bytes),
+                predicted_percent=100 * plan.us / max(1.0, bare_us),
+                measured_percent=took if took and all(map(math.isfinite, took)) else None,
+                reserved_bytes=size or None,
+            )
+            for plan, (took, size) in zip(plans, seen, strict=True)
+        )
+        return cls(plans=tuple(found), **more)
 
     def model_post_init(self, _: object, /) -> None:
         """Refuse a place of no plan."""
@@ -95,27 +119,15 @@ class RunFrontier(StrictModel):
         is_followed: bool = True,
     ) -> RunFrontier:
         """Make it of the plans among which a run has chosen, and may follow none in the end."""
-        stages = []
-        for name, stage in choice.stages.items():
-            seen = (stage.tried.get(place, (None, 0)) for place in range(len(stage.plans)))
-            plans = (
-                FoundPlan(
-                    rows=plan.rows(),
-                    freed_bytes=int(stage.num_inflight * plan.freed_bytes),
-                    predicted_percent=100 * plan.us / max(1.0, choice.bare_us),
-                    measured_percent=found if found and all(map(math.isfinite, found)) else None,
-                    reserved_bytes=size or None,
-                )
-                for plan, (found, size) in zip(stage.plans, seen, strict=True)
+        stages = (
+            FoundStage.of(
+                *(stage.plans, stage.tried, choice.bare_us, stage.num_inflight),
+                name=name,
+                bare_bytes=stage.bare_bytes,
+                followed=stage.place if is_followed else 0,
             )
-            stages.append(
-                FoundStage(
-                    name=name,
-                    bare_bytes=stage.bare_bytes,
-                    plans=tuple(plans),
-                    followed=stage.place if is_followed else 0,
-                )
-            )
+            for name, stage in choice.stages.items()
+        )
         return cls(said=said, besides=besides, stages=tuple(stages))
 
     @property

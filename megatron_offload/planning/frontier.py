@@ -2,8 +2,8 @@
 
 A plan says of each layer which of its actions is taken. Plans are made by moves: a single layer
 takes another action, the one that frees most for what it costs. Functions know no layer: moves are
-made once without any that run again, and once where all do. Which plan is followed is for those who
-measure.
+made once from layers without any that run again, and once from layers where all do. Which plan is
+followed is for those who measure.
 """
 
 from __future__ import annotations
@@ -33,14 +33,12 @@ class Action(NamedTuple):
     copied_bytes: int = 0
     """To the host, and back as well."""
 
-    @property
-    def has_units(self) -> bool:
-        """Whether functions run again, which do so in all layers or in none."""
-        return any(site in UNITS for site, _ in self.parts)
-
 
 KEEP = Action()
 """Nothing is done."""
+
+Layers: TypeAlias = Mapping[int, Sequence[Action]]
+"""Of each layer, by its number, what is done at first and then what may be done in its place."""
 
 
 def total(actions: Collection[Action]) -> Action:
@@ -95,40 +93,40 @@ def link_bytes(
     return found
 
 
-def frontier(
-    layers: Mapping[int, Sequence[Action]], link_bytes: Mapping[int, float] | None = None
-) -> list[Plan]:
-    """Return plans in the order of what they free, beginning with the one that does nothing.
+def frontier(kinds: Sequence[Layers], link_bytes: Mapping[int, float] | None = None) -> list[Plan]:
+    """Return plans in the order of what they free, beginning with what is done at first.
 
     Of the others each takes longer than those before it. Where the link is short, what is offloaded
     first would take it from what could only be offloaded: moves are made anew as if bytes on it had
     a price.
 
     Args:
-        layers: by number what may be done with each.
+        kinds: the layers, without functions that run again, with some in all of them, or both.
         link_bytes: how much of each and of those behind it can be copied before backward comes; by
             default anything.
     """
-    kinds = [_without_units(layers)]
-    if any(action.has_units for actions in layers.values() for action in actions):
-        kinds.append(_with_units(layers))
-    prices = [0.0] if link_bytes is None else _prices(layers)
+    prices = [0.0] if link_bytes is None else _prices(kinds)
     found = [
         plan
-        for choices, price in product(kinds, prices)
-        for plan in _moves(choices, link_bytes or {}, price)
+        for layers, price in product(kinds, prices)
+        for plan in _moves(layers, link_bytes or {}, price)
     ]
     plans: list[Plan] = []
-    for plan in sorted(found, key=lambda one: (-one.freed_bytes, one.us)):
-        is_first = not plans or plan.freed_bytes < plans[-1].freed_bytes
-        if plan.freed_bytes > 0 and is_first and (not plans or plan.us < plans[-1].us):
+    more = (plan for plan in found if plan.freed_bytes > found[0].freed_bytes)
+    for plan in sorted(more, key=lambda one: (-one.freed_bytes, one.us)):
+        if not plans or (plan.freed_bytes < plans[-1].freed_bytes and plan.us < plans[-1].us):
             plans.append(plan)
     return [found[0], *plans[::-1]]
 
 
-def _prices(layers: Mapping[int, Sequence[Action]]) -> list[float]:
+def _prices(kinds: Sequence[Layers]) -> list[float]:
     """Return what a byte on the link is taken to cost: nothing, or as much as to recompute it."""
-    every = {action for actions in layers.values() for action in actions}
+    every = {
+        x._replace(freed_bytes=x.freed_bytes - first.freed_bytes, us=x.us - first.us)
+        for layers in kinds
+        for first, *others in layers.values()
+        for x in others
+    }
     reruns = sorted(x.us / x.freed_bytes for x in every if x.freed_bytes > 0 and not x.copied_bytes)
     if not (reruns and any(one.copied_bytes for one in every)):
         return [0.0]
@@ -136,34 +134,11 @@ def _prices(layers: Mapping[int, Sequence[Action]]) -> list[float]:
     return [0.0, *sorted({reruns[last * step // _NUM_PRICES] for step in range(_NUM_PRICES + 1)})]
 
 
-def _without_units(layers: Mapping[int, Sequence[Action]]) -> dict[int, tuple[Action, ...]]:
-    """Return what is done with each layer at first, and may be, where no function runs again."""
-    return {
-        number: (KEEP, *(action for action in actions if not action.has_units))
-        for number, actions in layers.items()
-    }
-
-
-def _with_units(layers: Mapping[int, Sequence[Action]]) -> dict[int, tuple[Action, ...]]:
-    """Return the same where all functions do."""
-    found = _without_units(layers)
-    for number, actions in layers.items():
-        own = [action for action in actions if action.has_units]
-        if own:
-            first = min(own, key=lambda one: (one.copied_bytes, one.us))
-            # In what runs again as a whole no function does by itself.
-            whole = (one for one in found[number] if ("layer", "recompute") in one.parts)
-            found[number] = (first, *own, *whole)
-    return found
-
-
-def _moves(
-    layers: Mapping[int, tuple[Action, ...]], link_bytes: Mapping[int, float], price: float
-) -> list[Plan]:
+def _moves(layers: Layers, link_bytes: Mapping[int, float], price: float) -> list[Plan]:
     """Return plans, in each of which one layer does what frees more than in the one before."""
     alike: dict[tuple[Action, ...], list[Action]] = {}
     choices = {
-        number: alike.setdefault(actions, _worthy(actions))
+        number: alike.setdefault(tuple(actions), _worthy(actions))
         for number, actions in sorted(layers.items())
     }
     taken = {number: layers[number][0] for number in choices}

@@ -8,7 +8,7 @@ is replayed for one rank alone; how long the step takes is simulated.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import combinations, product
@@ -17,8 +17,8 @@ from typing import NamedTuple, NoReturn, TypeAlias
 from megatron_offload.core.row_config import UNITS, RowConfig
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import TargetError
-from megatron_offload.planning.found import FoundPlan, FoundStage, RunFrontier
-from megatron_offload.planning.frontier import KEEP, Action, Plan, frontier, total
+from megatron_offload.planning.found import FoundStage, RunFrontier
+from megatron_offload.planning.frontier import Action, Plan, frontier, total
 from megatron_offload.planning.job import UNLIMITED, Job, RankSettings
 from megatron_offload.planning.job_rows import (
     WHOLE_SITES,
@@ -214,30 +214,26 @@ class _Search:
         """Return all plans of the frontiers on which the chosen ones are."""
         stages = []
         for rank, (plans, followed) in enumerate(zip(chosen.frontiers, chosen.places, strict=True)):
-            layers = self._layers(rank, chosen.units)
             boundaries = len(plans) * self._boundaries[rank] * len(self._ranks)
             shown = {followed, *range(0, len(plans), 1 + boundaries // _MOST_SHOWN)}
-            found = (
-                FoundPlan(
-                    rows=plan.rows(),
-                    freed_bytes=layers.units_bytes + plan.freed_bytes,
-                    predicted_percent=100 * (layers.units_us + plan.us) / self._bare_us,
-                    reserved_bytes=self._peak(rank, chosen.units, plan) if place in shown else None,
-                )
-                for place, plan in enumerate(plans)
-            )
+            tried = {place: (None, self._peak(rank, plans[place])) for place in shown}
             bare_bytes = self._bare.ranks[rank].peak_reserved_bytes
-            stages.append(
-                FoundStage(
-                    name=str(rank), bare_bytes=bare_bytes, plans=tuple(found), followed=followed
-                )
+            layers = self._layers(rank, chosen.units)
+            more, us = layers.units_bytes, layers.units_us
+            whole = [x._replace(freed_bytes=more + x.freed_bytes, us=us + x.us) for x in plans]
+            found = FoundStage.of(
+                *(whole, tried, self._bare_us),
+                name=str(rank),
+                bare_bytes=bare_bytes,
+                followed=followed,
             )
-        return RunFrontier(said=said, besides=unit_rows(chosen.units), stages=tuple(stages))
+            stages.append(found)
+        return RunFrontier(said=said, stages=tuple(stages))
 
     def _fitting(self, rank: int, units: _Units, share: float, target: int) -> int | None:
         """Return the first plan of a rank that seems to keep a target, if one does."""
         plans = self._plans(rank, units, share)
-        place = bisect_left(plans, True, key=lambda plan: self._peak(rank, units, plan) <= target)
+        place = bisect_left(plans, True, key=lambda plan: self._peak(rank, plan) <= target)
         return place if place < len(plans) else None
 
     def _climbed(self, rungs: Sequence[_Ranks], place: int, limit_us: float) -> list[_Ranks]:
@@ -260,7 +256,7 @@ class _Search:
         """Let single layers of a rank do something else, or two do what the other did."""
         actions = self._layers(rank, best.units).actions(self._sites)
         changes: list[dict[int, Action | int]] = [
-            {number: one} for number, own in actions.items() for one in (KEEP, *own)
+            {number: one} for number, own in actions.items() for one in own
         ]
         changes += [{x: y, y: x} for x, y in combinations(actions, 2) if actions[x] == actions[y]]
         for change in changes:
@@ -268,7 +264,7 @@ class _Search:
             now = dict(plans[place].actions)
             after = now | {n: now[x] if isinstance(x, int) else x for n, x in change.items()}
             plan = Plan(after, *total(after.values())[1:])
-            if self._has_time(_POLISHING) and self._peak(rank, best.units, plan) <= target:
+            if self._has_time(_POLISHING) and self._peak(rank, plan) <= target:
                 polished = [*plans[:place], plan, *plans[place + 1 :]]
                 best = self._quickest([best, best.changed(rank, polished, place)])
         return best
@@ -289,26 +285,25 @@ class _Search:
     def _frontier(self, rank: int, units: _Units, share: float) -> list[Plan]:
         layers = self._layers(rank, units)
         actions = layers.actions(self._sites)
-        plans = frontier(actions, layers.link_bytes(SLOW_LINK_SHARE * share))
+        plans = frontier([actions], layers.link_bytes(SLOW_LINK_SHARE * share))
         return [layers.paced(plan, actions) for plan in plans]
 
     def _frontiers(self, units: _Units, share: float) -> tuple[list[Plan], ...]:
         return tuple(self._plans(rank, units, share) for rank in self._ranks)
 
-    def _replayed(self, rank: int, units: _Units, plan: Plan) -> RankStep:
-        key = rank, units, tuple((number, action.parts) for number, action in plan.actions.items())
+    def _replayed(self, rank: int, plan: Plan) -> RankStep:
+        key = rank, tuple((number, action.parts) for number, action in plan.actions.items())
         if key not in self._steps:
-            rows = (*unit_rows(units), *plan.rows())
-            self._steps[key] = replayed(self._job, rank, rows, self._settings)
+            self._steps[key] = replayed(self._job, rank, plan.rows(), self._settings)
             self._passed += self._boundaries[rank]
         return self._steps[key]
 
-    def _peak(self, rank: int, units: _Units, plan: Plan) -> int:
-        return self._replayed(rank, units, plan).peak_reserved_bytes
+    def _peak(self, rank: int, plan: Plan) -> int:
+        return self._replayed(rank, plan).peak_reserved_bytes
 
     def _steps_of(self, ranks: _Ranks) -> list[RankStep]:
         plans = (own[place] for own, place in zip(ranks.frontiers, ranks.places, strict=True))
-        return [self._replayed(rank, ranks.units, plan) for rank, plan in enumerate(plans)]
+        return [self._replayed(rank, plan) for rank, plan in enumerate(plans)]
 
     def _simulate(self, ranks: _Ranks, *, is_slow: bool = False) -> Simulation:
         steps = self._steps_of(ranks)
@@ -333,11 +328,6 @@ class _Search:
 
     def _has_time(self, share: float = 1.0) -> bool:
         return self._passed < share * _MOST_BOUNDARIES
-
-
-def unit_rows(units: Iterable[str]) -> tuple[RowConfig, ...]:
-    """Return the rows by which units run again in all layers."""
-    return tuple(RowConfig(site=unit, recompute=True) for unit in units)
 
 
 def replayed(

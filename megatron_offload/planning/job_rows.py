@@ -105,6 +105,7 @@ class RankLayers:
     def __init__(self, job: Job, rank: int, units: Collection[str] = ()) -> None:
         before, job = job, with_units(job, units)
         held = inflight(job, rank)
+        self._again = Action(tuple((unit, "recompute") for unit in units))
         self.units_us, self.units_bytes = 0.0, 0
         for number in job.schedule.stages_of(rank):
             pairs = zip(before.stages[number].groups, job.stages[number].groups, strict=True)
@@ -123,9 +124,9 @@ class RankLayers:
         self._gbps = min(fair_rates(job.machine, num_gpus, 0, 0, num_ranks)[2:]) / 1e3
 
     def actions(self, sites: Collection[str]) -> dict[int, tuple[Action, ...]]:
-        """Return what rows may do with each layer, recompute of these sites included.
+        """Return what rows do with each layer at first, and may do, recompute of sites included.
 
-        What is freed counts in all microbatches in flight, the time in one.
+        What is freed counts in all microbatches in flight, the time in one; units count apart.
         """
         return {
             layer.number: tuple(
@@ -165,7 +166,7 @@ class RankLayers:
             [KEEP, *rerun(*own), *offloaded(*own)]
             for own in (("attention",), ("mlp", "mlp.experts"))
         )
-        yield from (one for one in map(total, product(*choices)) if one.freed_bytes > 0)
+        yield from (total((self._again, *chosen)) for chosen in product(*choices))
         yield from rerun("layer")
 
     def link_bytes(self, share: float) -> dict[int, float]:

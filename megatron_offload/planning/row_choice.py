@@ -14,7 +14,7 @@ from typing import NamedTuple
 from megatron_offload.core.policy_config import AutoConfig
 from megatron_offload.core.row_config import EXPERTS, MODEL, MOE_ACT, UNITS
 from megatron_offload.core.units import format_bytes
-from megatron_offload.planning.frontier import Action, Part, Plan, frontier
+from megatron_offload.planning.frontier import Action, Layers, Part, Plan, frontier
 
 NOTHING = (
     "nothing of what its layers save can be freed: tensors smaller than 1 MiB, or of which a copy "
@@ -86,7 +86,7 @@ class Stage:
     """Ranks that have the same layers.
 
     Args:
-        actions: by the number of a layer, what may be done with it in one microbatch.
+        kinds: the layers, as in `frontier`, in one microbatch; the first kind begins with nothing.
         link_bytes: as in `frontier`.
         num_inflight: microbatches whose backward is still to come, at most.
         bare_bytes: what is needed without rows.
@@ -95,7 +95,7 @@ class Stage:
         tokens: of forwards so far, where their lengths may decide what is done in each.
         growth: the power of its tokens by which a forward's time grows.
         ready_bytes: what the first plan may copy, as far as one does: so much memory is ready.
-        saved_bytes: in a forward of the size that ``actions`` are of.
+        saved_bytes: in a forward of the size that ``kinds`` are of.
 
     Attributes:
         plans: the frontier of what wasn't refused.
@@ -103,7 +103,7 @@ class Stage:
         tried: by the place of each that was followed, what it has cost, and what was reserved.
     """
 
-    actions: Mapping[int, Sequence[Action]]
+    kinds: Sequence[Layers]
     link_bytes: Mapping[int, float] | None = None
     num_inflight: float = 1.0
     bare_bytes: int = 0
@@ -121,15 +121,15 @@ class Stage:
     def refuse(self, parts: Iterable[Part]) -> None:
         """Plan without these from here on."""
         self._refused |= set(parts)
-        plans = frontier(
-            {
-                number: [one for one in actions if self._refused.isdisjoint(one.parts)]
-                for number, actions in self.actions.items()
-            },
-            self.link_bytes,
-        )
-        self.plans = [self._when_long(plan) for plan in plans]
+        kinds = [{x: self._left(own, x) for x, own in layers.items()} for layers in self.kinds]
+        self.plans = [self._when_long(plan) for plan in frontier(kinds, self.link_bytes)]
         self.place, self.tried = 0, dict[int, tuple[Slowdown | None, int]]()
+
+    def _left(self, actions: Sequence[Action], number: int) -> list[Action]:
+        """Return what of a layer's actions isn't refused; where the first is, of the first kind."""
+        is_left = self._refused.isdisjoint(actions[0].parts)
+        own = actions if is_left else self.kinds[0][number]
+        return [one for one in own if self._refused.isdisjoint(one.parts)]
 
     def _when_long(self, plan: Plan) -> Plan:
         """Let a plan be followed in long forwards alone: others need less than those with it.

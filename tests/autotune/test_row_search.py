@@ -155,7 +155,8 @@ class AttentiveLayer(GradientCheckpointingLayer):
 @pytest.mark.parametrize(("gbps", "what"), [(1.0, 2), (0.001, "recompute")])
 def test_a_part_that_saves_nothing_is_no_matter(gbps, what):
     job = found_job(gbps, layer=AttentiveLayer, policy=target("1KiB"))
-    found = {part for all_ in job.search._actions.values() for one in all_ for part in one.parts}
+    kinds = (all_ for kind in job.search._kinds for all_ in kind.values())
+    found = {part for all_ in kinds for one in all_ for part in one.parts}
     assert ("attention", what) in found
     assert not any("cross_attention" in path for path in job.search._sites())
     assert job.manager.rows
@@ -217,7 +218,7 @@ def test_no_more_of_a_layer_is_offloaded_than_its_backward_can_reload():
     sizes = (1000 * number for number in (10, 14, 16, 19))
     offloads = [KEEP, *(Action((("layer", size),), size, 0.0, size) for size in sizes)]
     found = layers._actions_of([layers._SeenSite("layer", offloads, KEEP)], 15_000.0)
-    assert [action.copied_bytes for action in found] == [10_000, 14_000]
+    assert [action.copied_bytes for action in found] == [0, 10_000, 14_000]
 
 
 def test_of_forwards_of_several_lengths_in_a_step_the_first_is_looked_at():
@@ -386,7 +387,7 @@ def test_the_ranks_of_a_large_job_are_answered_at_once():
         said.append(
             {
                 "stage": str(stage),
-                "actions": dict.fromkeys(layers_of_stage, actions) if rank < 16 else None,
+                "kinds": [dict.fromkeys(layers_of_stage, (KEEP, *actions))] if rank < 16 else None,
                 "link_bytes": dict.fromkeys(layers_of_stage, 2e9),
                 "bare_us": 5000.0,
                 "has": {"num_inflight": 16.0 - stage, "bare_bytes": 1 << 36},

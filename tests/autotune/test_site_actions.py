@@ -96,10 +96,16 @@ def watched(names, sizes, savers):
     return watch, SimpleNamespace(us=lambda _: 1000.0, **backward, **on_device)
 
 
+def done(watch, times):
+    """Return what may be done with the one layer, whether functions run again or not."""
+    kinds = watch.actions(times, 100.0, [])
+    return [action for kind in kinds for action in kind[0]]
+
+
 def test_what_functions_make_is_offloaded_or_made_again():
     names = {"0.l": "layer", "0.l.mlp": "mlp"}
     watch, times = watched(names, {1: 2 * MIB, 2: 4 * MIB}, dict.fromkeys((1, 2), "0.l.mlp"))
-    (actions,) = watch.actions(times, 100.0, []).values()
+    actions = done(watch, times)
     found = {one.parts: (one.freed_bytes // MIB, one.copied_bytes // MIB) for one in actions}
     act = ("mlp_act", "recompute")
     assert found[("mlp", 1),] == (4, 4)
@@ -109,15 +115,15 @@ def test_what_functions_make_is_offloaded_or_made_again():
     assert found[("layer", "recompute"),] == (6, 0)
     assert (act, ("layer", "recompute")) not in found
     times.host_share, times.exposed_us = 1.0, float
-    again = next(x for x in watch.actions(times, 100.0, [])[0] if x.parts == (act,))
+    again = next(x for x in done(watch, times) if x.parts == (act,))
     assert again.us > next(x for x in actions if x.parts == (act,)).us + 100
-    before = {one.parts: one.us for one in watch.actions(times, 100.0, [])[0]}
+    before = {one.parts: one.us for one in done(watch, times)}
     watch.saves += [((_Call("0.l.mlp"),), None)] * 50  # what is kept takes the host's time too
-    after = {one.parts: one.us for one in watch.actions(times, 100.0, [])[0]}
+    after = {one.parts: one.us for one in done(watch, times)}
     assert after[("mlp", 1),] - before[("mlp", 1),] == pytest.approx(50 * layers._KEPT_US)
     watch.saves += [((_Call("0.l.mlp"),), 2)] * 10  # so are views of what is offloaded
     del watch.savers
-    more = {one.parts: one.us for one in watch.actions(times, 100.0, [])[0]}
+    more = {one.parts: one.us for one in done(watch, times)}
     more_us = 10 * (layers._KEPT_US + layers._VIEW_US)
     assert more[("mlp", 1),] - after[("mlp", 1),] == pytest.approx(more_us)
 
@@ -128,13 +134,13 @@ def test_of_grouped_experts_the_activation_alone_is_recomputed_or_something_of_t
     sizes, savers = {1: 8 * MIB, 2: 4 * MIB, 3: 4 * MIB}, {1: paths[2], 2: paths[2], 3: paths[3]}
     watch, times = watched(names, sizes, savers)
     watch._inputs[paths[3]] = {3: 4 * MIB}
-    (actions,) = watch.actions(times, 100.0, []).values()
+    actions = done(watch, times)
     found = {one.parts: one.freed_bytes // MIB for one in actions}
     rerun, act = ("moe_act", "recompute"), ("mlp_act", "recompute")
     assert (found[rerun,], found[act, rerun], found[act,]) == (8, 8, 4)
     assert all({*parts} <= {rerun, act} for parts in found if rerun in parts)
     times.is_partial = True
-    assert not any(rerun in one.parts for one in watch.actions(times, 100.0, [])[0])
+    assert not any(rerun in one.parts for one in done(watch, times))
 
 
 def test_of_tensors_of_one_size_those_that_others_save_too_come_first():

@@ -17,7 +17,7 @@ from megatron_offload.core.units import format_bytes
 from megatron_offload.files.strict_model import write_model
 from megatron_offload.machine.profile import Machine
 from megatron_offload.planning.found import FoundPlan, FoundStage, RunFrontier
-from megatron_offload.planning.frontier import Action
+from megatron_offload.planning.frontier import KEEP, Action
 from megatron_offload.planning.job_choice import JobChoice
 from megatron_offload.planning.row_choice import RowChoice, Slowdown, Stage
 
@@ -41,7 +41,7 @@ def found_run(folder, *, num_stages=1, **changes):
     stages = {}
     for number in range(num_stages):
         layers = range(8 * number, 8 * number + 8)
-        own, num_bytes = dict.fromkeys(layers, (run,)), 100 * MIB
+        own, num_bytes = [dict.fromkeys(layers, (KEEP, run))], 100 * MIB
         stages[str(number)] = Stage(own, bare_bytes=num_bytes, reserved_bytes=num_bytes)
     choice = RowChoice(AutoConfig(kind="auto", most_slowdown_percent=3), stages, 1000.0)
     while not choice.next()[0]:

@@ -7,7 +7,8 @@ import itertools
 import pytest
 
 from megatron_offload.core.policy_config import AutoConfig
-from megatron_offload.planning.frontier import Action
+from megatron_offload.core.row_config import UNITS
+from megatron_offload.planning.frontier import KEEP, Action
 from megatron_offload.planning.row_choice import NOTHING, RowChoice, Slowdown, Stage
 
 MIB = 1 << 20
@@ -16,7 +17,7 @@ BARE_US = 1000.0
 
 def layers(num_layers=8, us=10.0, size=MIB, copied=0):
     action = Action((("mlp", 1 if copied else "recompute"),), size, us, copied)
-    return dict.fromkeys(range(num_layers), (action,))
+    return [dict.fromkeys(range(num_layers), (KEEP, action))]
 
 
 def stage(**sizes):
@@ -60,7 +61,7 @@ def test_what_steps_take_is_kept_to_whatever_was_predicted(factor):
 
 
 def test_stages_take_moves_that_cost_as_much_as_the_slowest_s():
-    stages = {"slow": stage(us=40.0), "quick": stage(us=10.0), "empty": Stage({})}
+    stages = {"slow": stage(us=40.0), "quick": stage(us=10.0), "empty": Stage([{}])}
     choice = RowChoice(auto(10), stages, BARE_US)
     searched(choice, lambda one: slowest_us(one) / BARE_US * 100)
     places = {name: one.place for name, one in stages.items()}
@@ -141,7 +142,7 @@ def test_a_plan_is_for_forwards_that_need_more_than_the_longest_does_with_it():
     for site in ("norm", "model", "mlp.experts", "moe_act"):
         what = "all" if site == "model" else "recompute"
         action = Action(((site, what),), MIB, 1.0)
-        alone = Stage({0: (action,)}, bare_bytes=2 * MIB, tokens=tokens, saved_bytes=2 * MIB)
+        alone = Stage([{0: (KEEP, action)}], bare_bytes=2 * MIB, tokens=tokens, saved_bytes=2 * MIB)
         assert alone.plans[-1].freed_bytes == MIB
         assert alone.plans[-1].min_tokens == 0, site
 
@@ -173,8 +174,8 @@ def test_where_no_plan_keeps_a_target_the_quickest_that_frees_as_much_as_any_is_
 
 
 def test_what_is_refused_is_in_no_plan_from_then_on():
-    own = {0: (Action((("mlp", "recompute"),), MIB, 1.0), Action((("mlp", 1),), MIB, 9.0, MIB))}
-    choice = RowChoice(auto(50), {"a": Stage(own, bare_bytes=MIB)}, BARE_US)
+    own = (Action((("mlp", "recompute"),), MIB, 1.0), Action((("mlp", 1),), MIB, 9.0, MIB))
+    choice = RowChoice(auto(50), {"a": Stage([{0: (KEEP, *own)}], bare_bytes=MIB)}, BARE_US)
     choice.next()
     assert choice.stages["a"].plan.actions[0].parts == (("mlp", "recompute"),)
     choice.refuse({"a": [("mlp", "recompute")]})
@@ -182,6 +183,17 @@ def test_what_is_refused_is_in_no_plan_from_then_on():
     assert choice.stages["a"].plan.actions[0].parts == (("mlp", 1),)
     choice.refuse({"a": [("mlp", 1)]})
     assert choice.next() == (True, NOTHING)
+
+
+def test_functions_of_which_one_is_refused_run_again_in_no_layer_that_has_it():
+    norm, both = (
+        Action(tuple((x, "recompute") for x in own), MIB, 1.0) for own in (UNITS[:1], UNITS)
+    )
+    mlp = Action((*both.parts, ("mlp", "recompute")), 2 * MIB, 9.0)
+    own = Stage([dict.fromkeys(range(2), (KEEP,)), {0: (norm,), 1: (both, mlp)}])
+    assert own.plans[-1].actions == {0: norm, 1: mlp}
+    own.refuse([("mlp_act", "recompute")])
+    assert [plan.actions for plan in own.plans[1:]] == [{0: norm, 1: KEEP}]
 
 
 def test_a_thousand_ranks_of_sixteen_stages_choose_at_once():
