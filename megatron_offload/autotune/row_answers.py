@@ -20,10 +20,10 @@ _STAGE = TypeAdapter(Stage)
 class RowAnswers:
     """Answers first what all have, then what each plan has shown.
 
-    A rank says first what it has (arguments of `Stage`) and, for all that have the same layers,
-    what may be done with each (``kinds``); then what it couldn't recompute or, behind as many
-    steps as the others, what they took and reserved. Ranks of a stage whose first was not heard get
-    no answer.
+    A rank says first what it has, as arguments of `Stage`; of those that have the same layers the
+    first says what may be done with these (``kinds``). Then it says what it couldn't recompute or,
+    behind as many steps as the others, what they took and reserved. Ranks of a stage whose first
+    was not heard get no answer.
 
     Args:
         policy: what is promised.
@@ -55,11 +55,10 @@ class RowAnswers:
     def _choice_of(self, everyone: Sequence[dict[str, Any]]) -> RowChoice:
         stages: dict[str, Stage] = {}
         for one in everyone:
-            if one["kinds"] is not None:
+            if one["has"]["kinds"] is not None:
                 alike = [other["has"] for other in everyone if other["stage"] == one["stage"]]
                 most = {x: max(has[x] for has in alike) for x in ("num_inflight", "bare_bytes")}
-                own = {"kinds": one["kinds"], "link_bytes": one["link_bytes"]}
-                stages[one["stage"]] = _STAGE.validate_python(own | one["has"] | most)
+                stages[one["stage"]] = _STAGE.validate_python(one["has"] | most)
         policy = self._policy if isinstance(self._policy, AutoConfig) else None
         return RowChoice(policy, stages, max(one["bare_us"] for one in everyone))
 

@@ -277,6 +277,8 @@ class SearchSteps(FollowedRows):
         are_usual = len(times.long) >= _LEAST_LONG_SHARE * len(times.tokens)
         may_be_long = is_of_one and self._has_lengths and are_usual
         has = {
+            "kinds": kinds,
+            "link_bytes": self._link_bytes,
             "num_inflight": self._num_inflight,
             "bare_bytes": self._bare_bytes,
             "reserved_bytes": self.manager.backend.memory().reserved_bytes or None,
@@ -287,8 +289,7 @@ class SearchSteps(FollowedRows):
             "ready_bytes": ready_bytes,
         }
         bare_us = forward_us * len(self._trained) if forward_us else max(1.0, 3 * self._forward_us)
-        own = {"stage": self._stage, "kinds": kinds, "link_bytes": self._link_bytes}
-        return {**own, "bare_us": bare_us, "has": has}
+        return {"stage": self._stage, "bare_us": bare_us, "has": has}
 
     def _try(self, plan: Plan) -> Generator[StepKind, None, dict[str, Any]]:
         """Follow a plan; return what of it can't be."""

@@ -384,15 +384,13 @@ def test_the_ranks_of_a_large_job_are_answered_at_once():
             for number in range(100)
         )
         layers_of_stage = range(8 * stage, 8 * stage + 8)
-        said.append(
-            {
-                "stage": str(stage),
-                "kinds": [dict.fromkeys(layers_of_stage, (KEEP, *actions))] if rank < 16 else None,
-                "link_bytes": dict.fromkeys(layers_of_stage, 2e9),
-                "bare_us": 5000.0,
-                "has": {"num_inflight": 16.0 - stage, "bare_bytes": 1 << 36},
-            }
-        )
+        has = {
+            "kinds": [dict.fromkeys(layers_of_stage, (KEEP, *actions))] if rank < 16 else None,
+            "link_bytes": dict.fromkeys(layers_of_stage, 2e9),
+            "num_inflight": 16.0 - stage,
+            "bare_bytes": 1 << 36,
+        }
+        said.append({"stage": str(stage), "bare_us": 5000.0, "has": has})
     began_s = time.thread_time()
     phase, _, plans = json.loads(answers(list(map(json.dumps, said))))
     assert phase == "trying"
