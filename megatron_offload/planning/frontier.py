@@ -121,12 +121,7 @@ def frontier(kinds: Sequence[Layers], link_bytes: Mapping[int, float] | None = N
 
 def _prices(kinds: Sequence[Layers]) -> list[float]:
     """Return what a byte on the link is taken to cost: nothing, or as much as to recompute it."""
-    every = {
-        x._replace(freed_bytes=x.freed_bytes - first.freed_bytes, us=x.us - first.us)
-        for layers in kinds
-        for first, *others in layers.values()
-        for x in others
-    }
+    every = {action for layers in kinds for own in layers.values() for action in own}
     reruns = sorted(x.us / x.freed_bytes for x in every if x.freed_bytes > 0 and not x.copied_bytes)
     if not (reruns and any(one.copied_bytes for one in every)):
         return [0.0]

@@ -85,6 +85,11 @@ def test_each_action_conserves_bytes_and_frees_what_it_says(job):
 def test_units_run_again_in_all_layers_and_what_a_whole_site_keeps_is_its_input(job):
     assert units_of(job) == ("norm", "mlp_act")
     rows = [RowConfig(site=unit, recompute=True) for unit in units_of(job)]
+    for layer, actions in RankLayers(job, 0, units_of(job)).actions(WHOLE_SITES).items():
+        *others, whole = (rows_of(action, layer) for action in actions)
+        assert others[0] == tuple(rows)
+        assert all(own[:2] == others[0] for own in others)
+        assert [row.site for row in whole] == ["layer"]
     unitwise, alone = with_rows(job, rows), with_units(job, units_of(job))
     for one, other in zip(unitwise.stages, alone.stages, strict=True):
         assert sum(g.saved_bytes for g in one.groups) == sum(g.saved_bytes for g in other.groups)
