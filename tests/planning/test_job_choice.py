@@ -49,6 +49,8 @@ def test_a_target_is_kept_by_rows_that_read_back_as_the_same_step(choice, share)
     assert (again.step_us, peaks(again)) == (planned.step.step_us, peaks(planned.step))
     for rank, stage in enumerate(planned.found.stages):
         assert stage.needed_bytes()[stage.followed] == peaks(planned.step)[rank]
+        assert bool(stage.plans[0].rows) == (stage.plans[0].freed_bytes > 0)
+        assert bool(stage.plans[0].rows) == (stage.plans[0].predicted_percent > 0)
 
 
 @pytest.mark.parametrize("percent", [0.0, 1.0, 20.0])
