@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from pydantic import TypeAdapter
 
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig
-from megatron_offload.planning.frontier import Part, Plan
+from megatron_offload.planning.frontier import Action, Layers, Part, Plan
 from megatron_offload.planning.row_choice import RowChoice, Slowdown, Stage
 
 ANSWER = TypeAdapter(tuple[str, str, dict[str, Plan]])
 """The phase (refused, trying, measuring or final), why in words, and the plan of each stage."""
-_STAGE = TypeAdapter(Stage)
+_Alike: TypeAlias = list[tuple[list[int], tuple[Action, ...]]]
+_KINDS = TypeAdapter(list[_Alike])
+
+
+def in_short(kinds: Sequence[Layers]) -> list[_Alike]:
+    """Return kinds of layers for a message, in which those that are alike are said once."""
+    found = list[_Alike]()
+    for layers in kinds:
+        alike: dict[tuple[Action, ...], list[int]] = {}
+        for number, actions in layers.items():
+            alike.setdefault(tuple(actions), []).append(number)
+        found.append([(numbers, actions) for actions, numbers in alike.items()])
+    return found
 
 
 class RowAnswers:
@@ -55,10 +67,17 @@ class RowAnswers:
     def _choice_of(self, everyone: Sequence[dict[str, Any]]) -> RowChoice:
         stages: dict[str, Stage] = {}
         for one in everyone:
-            if one["has"]["kinds"] is not None:
+            has = one["has"]
+            if has["kinds"] is not None:
                 alike = [other["has"] for other in everyone if other["stage"] == one["stage"]]
-                most = {x: max(has[x] for has in alike) for x in ("num_inflight", "bare_bytes")}
-                stages[one["stage"]] = _STAGE.validate_python(one["has"] | most)
+                more: dict[str, Any] = {"link_bytes": dict(has["link_bytes"])}
+                more["kinds"] = [
+                    {number: actions for numbers, actions in layers for number in numbers}
+                    for layers in _KINDS.validate_python(has["kinds"])
+                ]
+                for key in ("num_inflight", "bare_bytes"):
+                    more[key] = max(other[key] for other in alike)
+                stages[one["stage"]] = Stage(**has | more)
         policy = self._policy if isinstance(self._policy, AutoConfig) else None
         return RowChoice(policy, stages, max(one["bare_us"] for one in everyone))
 

@@ -24,7 +24,7 @@ from megatron_offload.autotune.followed import (
 from megatron_offload.autotune.layers import LayerWatch, SiteTimes
 from megatron_offload.autotune.measured import StepTimes
 from megatron_offload.autotune.model_steps import ModelSteps
-from megatron_offload.autotune.row_answers import ANSWER, RowAnswers
+from megatron_offload.autotune.row_answers import ANSWER, RowAnswers, in_short
 from megatron_offload.core.row_config import UNITS, RowConfig, ranges
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.machine.bandwidth import BandwidthError, Link, median_rates
@@ -277,8 +277,8 @@ class SearchSteps(FollowedRows):
         are_usual = len(times.long) >= _LEAST_LONG_SHARE * len(times.tokens)
         may_be_long = is_of_one and self._has_lengths and are_usual
         has = {
-            "kinds": kinds,
-            "link_bytes": self._link_bytes,
+            "kinds": None if kinds is None else in_short(kinds),
+            "link_bytes": [*self._link_bytes.items()],
             "num_inflight": self._num_inflight,
             "bare_bytes": self._bare_bytes,
             "reserved_bytes": self.manager.backend.memory().reserved_bytes or None,

@@ -7,6 +7,7 @@ import functools
 import gc
 import json
 import logging
+import math
 import random
 import time
 from unittest import mock
@@ -29,7 +30,7 @@ from virtual_clock import Tick
 
 from megatron_offload import OffloadActivations, OffloadConfig, get_act_offloading_ctx_manager
 from megatron_offload.autotune import layers
-from megatron_offload.autotune.row_answers import RowAnswers
+from megatron_offload.autotune.row_answers import RowAnswers, in_short
 from megatron_offload.autotune.row_search import RowSearch
 from megatron_offload.backends.base import DeviceMemory
 from megatron_offload.cli.report import write_page
@@ -385,8 +386,8 @@ def test_the_ranks_of_a_large_job_are_answered_at_once():
         )
         layers_of_stage = range(8 * stage, 8 * stage + 8)
         has = {
-            "kinds": [dict.fromkeys(layers_of_stage, (KEEP, *actions))] if rank < 16 else None,
-            "link_bytes": dict.fromkeys(layers_of_stage, 2e9),
+            "kinds": [[(list(layers_of_stage), (KEEP, *actions))]] if rank < 16 else None,
+            "link_bytes": [(number, 2e9) for number in layers_of_stage],
             "num_inflight": 16.0 - stage,
             "bare_bytes": 1 << 36,
         }
@@ -402,6 +403,18 @@ def test_the_ranks_of_a_large_job_are_answered_at_once():
     assert phase == "measuring"
     assert plans.keys() == {str(stage) for stage in range(16)}
     assert time.thread_time() - began_s < 5
+
+
+def test_layers_that_are_alike_are_said_once():
+    action = Action((("mlp", "recompute"), ("attention", 2)), 1, 0.5, 3)
+    kinds = [dict.fromkeys(range(1000), (KEEP, action)) | {7: (KEEP,)}]
+    ((usual, other),) = in_short(kinds)
+    assert (len(usual[0]), other[0]) == (999, [7])
+    has = {"kinds": in_short(kinds), "link_bytes": [(number, math.inf) for number in range(1000)]}
+    answers = RowAnswers(Config(policy=auto(3)).policy)
+    has |= {"num_inflight": 1.0, "bare_bytes": 1 << 30}
+    answers([json.dumps({"stage": "0", "bare_us": 1e6, "has": has})])
+    assert answers.choice.stages["0"].kinds == kinds
 
 
 def test_a_job_without_room_to_look_at_its_layers_keeps_what_there_is_room_for():
