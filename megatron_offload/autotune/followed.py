@@ -23,6 +23,7 @@ from megatron_offload.errors import ConfigError, StateError
 from megatron_offload.files.renames import OldAttributes
 from megatron_offload.files.strict_model import write_model
 from megatron_offload.machine.job_ranks import rank_in
+from megatron_offload.model_map.module_hooks import compiled_parts
 from megatron_offload.planning.found import NAME, RunFrontier
 from megatron_offload.planning.frontier import Layers, Plan
 from megatron_offload.planning.row_choice import NOTHING, Stage
@@ -34,10 +35,9 @@ ADVICE = (
     "there is, 'rows' name what is offloaded or recomputed and cost nothing "
     "besides (docs/rows.md), and 'policy: modules' offloads everything"
 )
-_OUTSIDE = (
-    ". Of {1} that a forward saves {0} are outside layers, such as logits and copies, which a loss "
-    "by rows does without (docs/recompute.md)"
-)
+_OUTSIDE = ". Of {1} that a forward saves {0} are outside layers{2}"
+_BY_ROWS = ", such as logits and copies, which a loss by rows does without (docs/recompute.md)"
+_IN_GRAPHS = ", or inside compiled ones, where no row reaches"
 
 _MUCH_LONGER = 4.0  # forwards for which rows are looked for again, where there are none
 _MOST_SEARCHES = 3  # so often at most
@@ -203,7 +203,10 @@ class FollowedRows(OldAttributes):
             outside = (1 - self._layer_share) * self._saved_bytes
             if outside > LEAST_SHARE * self._saved_bytes:
                 sizes = (format_bytes(int(size), 2) for size in (outside, self._saved_bytes))
-                text += _OUTSIDE.format(*sizes)
+                modules = (part for model in self._models.values() for part in model.modules())
+                more = _IN_GRAPHS if compiled_parts(modules) else ""
+                more += "" if self.loss_is_by_rows() else _BY_ROWS
+                text += _OUTSIDE.format(*sizes, more)
             self._stop(text, ADVICE if is_costly else "")
             return
         has_effect = self._has_moved or any(row.recompute for row in plan.rows())

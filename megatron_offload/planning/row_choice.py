@@ -349,7 +349,7 @@ class RowChoice:
             takes = "seems to take" if self.is_blind else "takes"
             return quick, True, f"a step {takes} {found}, at most {limit:g} % is wanted"
         percent = 100 * min(us_of[1:]) / self.bare_us
-        least = f"the least that frees anything is predicted to cost {percent:.2g} %"
+        least = f"the least that frees anything is predicted to cost {percent:.1f} %"
         if self.is_blind:
             least = f"steps differ too much to see what rows cost, and {least}"
         elif self._tried:
