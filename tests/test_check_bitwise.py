@@ -216,13 +216,6 @@ def test_every_other_model_says_yes(tmp_path, is_later):
 
 
 @pytest.mark.slow
-def test_a_later_megatron_core_says_yes(tmp_path):
-    names = ("five+mlp", "five+experts", "layer", "router")
-    only = ("--models", "dense", "moe", "--only", *(f"*:{name}" for name in names))
-    check_yes(*run(tmp_path, "--vpp", "1", "2", "--dtypes", "bf16", *only, is_later=True))
-
-
-@pytest.mark.slow
 def test_one_bit_of_a_reloaded_tensor_is_a_no(tmp_path):
     # The second counts the evaluation.
     do = "if steps == 2: tensor.as_strided((1,), (1,)).view(__import__('torch').uint8)[2] ^= 64"

@@ -16,7 +16,8 @@ import documents
 import pretrain_runs
 import pytest
 import torch
-from documents import PRELUDES, QUICKSTART, ROOT, SLOW_SNIPPETS
+from documents import QUICKSTART, ROOT
+from snippets import PRELUDES, SLOW_SNIPPETS
 
 from megatron_offload import OffloadConfig, PipelineOffloadManager
 from megatron_offload.cli import main as cli
@@ -177,7 +178,7 @@ def test_commands_that_are_not_run_parse(monkeypatch):
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.place)
 def test_every_block_is_run_or_said_to_be_none(block):
     if block.language == "python":
-        assert len(keys_of(block)) == 1, f"{block.place} needs one entry in documents.PRELUDES"
+        assert len(keys_of(block)) == 1, f"{block.place} needs one entry in snippets.PRELUDES"
     else:
         assert block.is_commands or block.language in ("text", "yaml"), block.place
 

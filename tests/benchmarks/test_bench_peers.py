@@ -1,4 +1,7 @@
-"""The pure parts of benchmarks/bench_peers.py: arguments, order, rows, R, table, and what fails."""
+"""The pure parts of benchmarks/bench_peers.py: arguments, order, rows, R, table, and what fails.
+
+And benchmarks/measure_layers.py on a CPU: what it writes is what predictions are held against.
+"""
 
 import json
 import sys
@@ -10,10 +13,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+import os
+
 import bench_peers
 import bench_peers_worker
 from bench_peers_modes import MODES
 from bench_peers_table import HEAD, STEADY, is_bitwise, last_loss, returned, rows, table
+from processes import ROOT, run_python
 
 from megatron_offload.backends import cuda
 from megatron_offload.backends.simulated import SimulatedBackend
@@ -321,3 +327,26 @@ def test_the_table_shows_the_link_where_it_was_measured():
     assert last[0] == "none 0 50.00 60.00 40.00 30.00 - - -"
     assert last[1] == "ours-all 0 50.00 60.00 40.00 30.00 45.00 - W2 1.5"
     assert "GB/s" not in table(report_of([record("none", entry(0))]))
+
+
+SCRIPT = ROOT / "benchmarks" / "measure_layers.py"
+# Of a torchrun around the tests the script must see nothing.
+OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.mark.slow
+def test_steps_of_every_shape_are_timed_and_what_comes_too_late_is_said(tmp_path):
+    pytest.importorskip("megatron.core")
+    environment = {name: value for name, value in os.environ.items() if name not in OWN}
+    command = (SCRIPT, "--device", "cpu", "--warmup", "1", "--steps", "2")
+    for limit, output in (("600", tmp_path / "a.json"), ("0", tmp_path / "b.json")):
+        words = ("--shapes", "gated", "2048", "--limit", limit, "--output", output)
+        done = run_python(*command, *words, env=environment)
+        assert done.returncode == 0, done.stderr
+    shapes = json.loads((tmp_path / "a.json").read_text())["shapes"]
+    assert list(shapes) == ["gated", "2048"]
+    for shape in shapes.values():
+        assert len(shape["steps_ms"]) == 3
+        assert 0 < shape["host_ms"] <= shape["step_ms"]
+    late = json.loads((tmp_path / "b.json").read_text())["shapes"]
+    assert [shape["error"] for shape in late.values()] == ["no time left"] * 2

@@ -34,16 +34,13 @@ def test_bytes_to_keep_are_taken_from_what_backward_needs_first(keep_bytes, num_
     assert list(kept) == list(profile.backward_order[:num_kept])
 
 
-def test_empty_groups_count_for_nothing():
-    profile = make_profile((0,) * 4)
-    assert KeepRules(fraction=0.5, keep_bytes=100).plan(profile) == {}
-
-
-def test_every_kept_group_has_a_reason():
-    kept = KeepRules(fraction=0.5, keep_bytes=100).plan(make_profile())
-    assert all(kept.values())
-    assert any("fraction 0.5" in reason for reason in kept.values())
-    assert any("100 bytes" in reason for reason in kept.values())
+def test_every_kept_group_has_a_reason_and_empty_ones_count_for_nothing():
+    rules = KeepRules(fraction=0.5, keep_bytes=100)
+    reasons = rules.plan(make_profile()).values()
+    assert all(reasons)
+    assert any("fraction 0.5" in reason for reason in reasons)
+    assert any("100 bytes" in reason for reason in reasons)
+    assert rules.plan(make_profile((0,) * 4)) == {}
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.1, 0.5, 0.999, 1.0])

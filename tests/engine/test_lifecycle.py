@@ -160,21 +160,6 @@ def test_a_leaf_that_outlives_its_graphs_keeps_no_hooks():
         assert not x._backward_hooks
 
 
-def test_a_checkpoint_inside_a_group_has_its_inputs_moved():
-    manager = make_manager(begins_chunk=True)
-    linear = torch.nn.Linear(64, 64)
-    x = torch.randn(64, 64, requires_grad=True).clone()
-
-    def run(x):
-        y = checkpoint(linear, x, use_reentrant=False)
-        return y * y.detach()
-
-    expected = torch.autograd.grad(run(x).sum(), linear.weight)
-    z = in_group(manager, run, x)
-    assert manager.transfers.stats.offloaded_bytes > 0
-    assert_same(expected, torch.autograd.grad(z.sum(), linear.weight))
-
-
 @pytest.mark.parametrize("flushes", [True, False])
 def test_delayed_groups_move_when_flushed_unless_their_backward_came_first(flushes):
     manager = make_manager(begins_chunk=True)
@@ -278,48 +263,6 @@ def test_a_forced_release_spares_what_another_tensor_reads(monkeypatch, is_marke
     manager.join_offloads()
     assert manager.transfers.stats.by_name["core"].offloaded_bytes > 0
     assert_same(expected, torch.autograd.grad(y.sum(), x))
-
-
-def test_a_closed_manager_gives_host_memory_back():
-    manager = make_manager()
-    run_step(make_model(), manager, ORDER)
-    assert manager.host_pool.stats.slab_bytes_total > 0
-    manager.close()
-    manager.close()
-    assert manager.host_pool.stats.slab_bytes_total == 0
-
-
-@pytest.mark.parametrize("timing", TIMINGS)
-@pytest.mark.parametrize("num_managers", [1, 2])
-def test_several_models_take_turns_in_one_step(num_managers, timing):
-    # As a generator and its critic do, each with forwards and backwards of its own.
-    models = make_model(seed=1), make_model(seed=2)
-    managers = [make_manager(timing, prefetch_bytes=24 * KIB) for _ in range(num_managers)]
-    order = [("F", 0), ("F", 1), ("B", 1), ("F", 1), ("B", 0), ("F", 0), ("B", 0), ("B", 1)]
-
-    def run(managers):
-        graphs, results = {}, []
-        for model in models:
-            model.zero_grad()
-        for action, index in order:
-            if action == "F":
-                manager = managers[index % len(managers)] if managers else None
-                loss = forward(models[index], manager, seed=len(results))
-                graphs.setdefault(index, []).append(loss)
-                results.append(loss.detach().clone())
-                del loss
-            else:
-                graphs[index].pop(0).backward()
-        for manager in managers:
-            manager.reset()
-        return results + [p.grad.clone() for model in models for p in model.parameters()]
-
-    expected = run([])
-    for _ in range(3):
-        assert_same(expected, run(managers))
-        for manager in managers:
-            assert manager.last_step.reloaded_bytes > 0
-            assert_nothing_left(manager)
 
 
 def test_an_offloaded_step_never_makes_the_host_wait(monkeypatch):

@@ -1,16 +1,36 @@
-"""Contexts and managers that several threads share: one thread at a time, or a clear refusal."""
+"""Contexts and managers that several threads share: one thread at a time, or a clear refusal.
+
+And graphs that die between any two lines or in another thread, or outlive an abort.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from programs import assert_nothing_left, assert_same, in_thread, make_config, make_manager
+from programs import (
+    KIB,
+    assert_nothing_left,
+    assert_same,
+    check_steps,
+    forward,
+    in_thread,
+    make_config,
+    make_manager,
+    make_model,
+    run_step,
+)
+from test_interruption import ORDER, SETTINGS, check_tiling
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
+from traps import LineTrap, Trap
 
+from megatron_offload.engine import releases
 from megatron_offload.errors import StateError
 from megatron_offload.frontends.modules import offload_modules
 from megatron_offload.frontends.ratio import CPUOffload
@@ -163,3 +183,124 @@ def test_a_recompute_in_autograd_s_own_thread_enters_the_context_again(context, 
         assert_same(expected, gradients(block, lambda loss: in_thread(loss.backward)))
     context.end_step()
     assert context.last_step.offloaded_bytes > 0
+
+
+def test_torch_is_as_it_was_behind_the_last_forward_of_all_threads():
+    original = saved_tensors_hooks.__enter__
+
+    def enter():
+        with OffloadActivations():
+            assert saved_tensors_hooks.__enter__ is not original
+
+    with OffloadActivations():
+        threads = [threading.Thread(target=enter) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert saved_tensors_hooks.__enter__ is not original
+    assert saved_tensors_hooks.__enter__ is original
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("offset", range(5))
+@pytest.mark.parametrize("timing", ["late", "random"])
+def test_a_graph_may_die_between_any_two_lines(timing, offset):
+    # As it does where the garbage collector finds it in a cycle.
+    model = make_model(layers=2, recomputes=True)
+    manager = make_manager(timing, host_slab_bytes=16 * KIB, **SETTINGS)
+    expected = run_step(model, None, ORDER)
+    old = []
+
+    class Killer(LineTrap):
+        def passed(self):
+            self.num_calls += 1
+            if old and self.num_calls % 17 == offset:
+                old.pop()
+
+    for _ in range(3):
+        old.extend(forward(model, manager) for _ in range(60))
+        manager.reset()
+        killer = Killer()
+        killer.arm(None)
+        results = run_step(model, manager, ORDER)
+        killer.disarm()
+        assert_same(expected, results)
+        old.clear()
+        assert_nothing_left(manager)
+        check_tiling(manager.host_pool)
+
+
+def test_graphs_may_die_in_another_thread_while_a_step_runs():
+    model, manager = make_model(), make_manager("random", **SETTINGS)
+    expected = run_step(model, None, ORDER)
+    old = [forward(model, manager) for _ in range(40)]
+    manager.reset()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        killer = threading.Thread(target=old.clear)
+        killer.start()
+        for _ in range(5):
+            assert_same(expected, run_step(model, manager, ORDER))
+        killer.join()
+    finally:
+        sys.setswitchinterval(interval)
+    manager.reset()
+    assert_nothing_left(manager)
+    check_tiling(manager.host_pool)
+
+
+def test_a_block_that_dies_inside_a_call_is_freed_by_the_next(monkeypatch):
+    model, manager = make_model(layers=2), make_manager(**SETTINGS)
+    old = forward(model, manager)
+    manager.reset()
+    allocate, pool = manager.host_pool.allocate_views, manager.host_pool
+    assert pool.stats.in_use_bytes > 0
+
+    def allocate_while_a_graph_dies(parts):
+        nonlocal old
+        in_use_bytes, old = pool.stats.in_use_bytes, None
+        assert pool.stats.in_use_bytes == in_use_bytes, "the pool is in use just now"
+        return allocate(parts)
+
+    monkeypatch.setattr(pool, "allocate_views", allocate_while_a_graph_dies)
+    check_steps(model, manager, ORDER)
+
+
+def test_what_died_during_another_thread_s_call_is_not_counted_as_left():
+    model, manager = make_model(layers=2), make_manager(**SETTINGS)
+    old = [forward(model, manager)]
+    manager.reset()
+    with manager.guard.lock:
+        in_thread(old.clear)
+    assert manager.host_pool.stats.in_use_bytes > 0, "put off"
+    assert not any(manager.state_of().values())
+    assert manager.host_pool.stats.in_use_bytes == 0
+
+
+@pytest.mark.parametrize("position", [*range(6), "aborted"])
+def test_a_graph_that_survives_an_interrupt_or_an_abort_is_still_right(monkeypatch, position):
+    model, trap = make_model(layers=2), Trap()
+    manager = make_manager(max_inflight_bytes=4096 * KIB)
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(forward(model, None), parameters)
+    loss = forward(model, manager)
+    if position == "aborted":
+        manager.abort()
+    else:
+        trap.error = KeyboardInterrupt
+        counts = trap.around(releases.use_count_of, after=True)
+        monkeypatch.setattr(releases, "use_count_of", counts)
+        trap.arm(position)
+        with contextlib.suppress(KeyboardInterrupt):
+            manager.join_offloads()
+        trap.disarm()
+        assert manager.guard.has_failed
+    assert_same(expected, torch.autograd.grad(loss, parameters))
+    del loss
+    if position == "aborted":
+        assert_nothing_left(manager)
+    else:
+        manager.reset()
+    check_steps(model, manager, ORDER)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import add, attrgetter, iadd
 
 import pytest
@@ -12,6 +12,7 @@ from programs import KIB, TWO_TIMINGS, assert_nothing_left, assert_same, make_ma
 from test_compile import Model as WithNorms
 from torch import nn
 
+from megatron_offload.engine.nested import tensors_in
 from megatron_offload.errors import ConfigError
 from megatron_offload.frontends.modules import offload_modules
 from megatron_offload.model_map.module_hooks import expression_of
@@ -342,3 +343,26 @@ def test_a_call_that_fails_leaves_the_marks_of_an_earlier_one():
     gradients(model)
     manager.reset()
     assert manager.last_step.by_name["mlp_act"].num_groups == 4
+
+
+@dataclass
+class Node:
+    others: list = field(default_factory=list)
+
+    @property
+    def tensor(self):
+        raise AssertionError("code of the program ran")
+
+
+Node.__dataclass_fields__["tensor"] = Node.__dataclass_fields__["others"]
+
+
+def test_what_holds_itself_is_looked_into_once_and_runs_no_code():
+    nodes, x = [Node() for _ in range(30)], torch.ones(1)
+    for node in nodes:
+        node.others += [*nodes, {"x": x}]
+    nodes.append(nodes)
+    deep = [x + 1]
+    for _ in range(5000):
+        deep = [deep]
+    assert [float(one) for one in tensors_in((nodes, deep, {"last": x + 2}))] == [1.0] * 30 + [2, 3]

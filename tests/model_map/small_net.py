@@ -1,8 +1,9 @@
-"""A small model with layers, and a context with rows around it."""
+"""A small model with layers, a context with rows around it, and its steps beside those without."""
 
 from __future__ import annotations
 
 import torch
+from programs import assert_same, take_steps
 from torch import nn
 
 from megatron_offload import OffloadConfig, get_act_offloading_ctx_manager
@@ -57,3 +58,23 @@ def make_net(num_layers=4):
 def around(net, rows, **settings):
     config = OffloadConfig(rows=rows, min_tensor_bytes=0, **settings)
     return get_act_offloading_ctx_manager(net, config=config, min_offload_size=0)
+
+
+AT_ONCE = {"max_inflight_bytes": 0, "prefetch_bytes": 0}
+
+
+def check(make, rows, *given, **settings):
+    """Compare the steps of a net with rows to those without; return the context after them."""
+    expected, net = take_steps(make(), None, *given), make()
+    context = around(net, rows, **settings)
+    assert_same(expected, take_steps(net, context, *given))
+    assert context.end_step()
+    return context
+
+
+def changed_net(change):
+    """Return a net, of which each layer was changed by a function."""
+    net = make_net()
+    for layer in net.layers:
+        change(layer)
+    return net

@@ -14,9 +14,12 @@ from html.parser import HTMLParser
 import pytest
 from reports import GIB, HOSTILE, bare_report, facts, gpu_report, many_ranks, ranks_of, trace
 
+from megatron_offload.core.row_config import RowConfig
 from megatron_offload.engine.stats import GroupStats
 from megatron_offload.errors import ConfigError
+from megatron_offload.planning.found import FoundPlan, FoundStage
 from megatron_offload.report.report import MemoryKind, Pair, render_report
+from megatron_offload.report.tables import found_rows
 
 pytest.importorskip("jinja2")
 pytest.importorskip("altair")
@@ -209,3 +212,26 @@ def test_groups_are_added_up_and_say_what_moved_and_why_the_rest_was_kept():
     moved, recomputed = "3.0 GiB offloaded", "1.0 GiB recomputed in backward"
     assert x["reasons"] == [moved, recomputed, "1.5 GiB kept: more", "1.0 GiB kept: why"]
     assert y["reasons"] == ["nothing in it to move: too small, or kept alive by something else"]
+
+
+def test_rows_are_said_in_short_without_the_parts_of_what_goes_as_a_whole():
+    rows = [
+        {"layers": "0-1,9", "site": "attention", "offload": "all"},
+        {"layers": "0-1,9", "site": "self_attention.core_attention", "offload": "all"},
+        {"layers": 3, "site": "mlp", "offload": 2},
+        {"layers": "4-5", "site": "mlp.experts", "offload": "all"},
+        {"site": "norm", "recompute": True},
+        {"layers": 7, "site": "layer", "recompute": True},
+    ]
+    plans = (
+        FoundPlan(rows=(), freed_bytes=0, predicted_percent=0.0),
+        FoundPlan(rows=[RowConfig(**row) for row in rows], freed_bytes=7, predicted_percent=1.0),
+    )
+    stage = FoundStage(name="0", bare_bytes=9, plans=plans, followed=1)
+    nothing, some = found_rows(stage)
+    assert nothing[2] == "nothing"
+    assert some[1:3] == [
+        "followed",
+        "offload attention 0-1,9, mlp 3 (2 of its tensors), mlp.experts 4-5; "
+        "recompute norm, layer 7",
+    ]

@@ -8,7 +8,6 @@ checkout of it.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import sys
@@ -24,10 +23,9 @@ from megatron_offload import OffloadConfig, PipelineOffloadManager
 from megatron_offload.cli import main as cli
 from megatron_offload.cli.report import read_report
 from megatron_offload.core.row_config import RowConfig
-from megatron_offload.errors import ConfigError, IntegrationError
+from megatron_offload.errors import ConfigError
 from megatron_offload.frontends.adopt import adopt_model
 from megatron_offload.frontends.modules import offload_modules
-from megatron_offload.integrations import megatron_core
 from megatron_offload.run import launch as launching
 from megatron_offload.run.flags import read_flags
 
@@ -341,70 +339,3 @@ def test_a_job_that_has_found_rows_says_them_once_and_keeps_to_them(tmp_path, ca
         assert manager.rows == rows
     assert (tmp_path / "trace_0.json").exists()
     assert capsys.readouterr().out.count("rows: some") == 1
-
-
-# As a plug-in
-
-
-@pytest.fixture
-def plugged(monkeypatch):
-    """Import the plug-in anew in an environment; return the process's manager."""
-
-    def plug(**environment):
-        for name in ("CONFIG", "SET", "REPORT", "LOG"):
-            monkeypatch.delenv(f"MEGATRON_OFFLOAD_{name}", raising=False)
-        for name, value in environment.items():
-            monkeypatch.setenv(f"MEGATRON_OFFLOAD_{name}", str(value))
-        monkeypatch.delitem(sys.modules, "megatron_offload.auto", raising=False)
-        importlib.import_module("megatron_offload.auto")
-        return PipelineOffloadManager.get_instance()
-
-    before = PipelineOffloadManager.instance
-    PipelineOffloadManager.instance = None
-    yield plug
-    megatron_core.uninstall()
-    PipelineOffloadManager.instance = before
-
-
-def test_importing_the_plug_in_installs_by_the_environment_and_else_the_defaults(plugged, tmp_path):
-    path = tmp_path / "offload.yaml"
-    path.write_text("policy: {kind: ratio, ratio: 0.5}\nprefetch_bytes: 2MiB\n")
-    settings = "policy.ratio=0.25 recompute=[norm]"
-    manager = plugged(CONFIG=path, SET=settings, REPORT=tmp_path / "report", LOG="info")
-    assert megatron_core.is_installed()
-    assert manager.config.policy.ratio == 0.25
-    assert manager.config.recompute == ("norm",)
-    assert manager.config.prefetch_bytes == 2 << 20
-    assert isinstance(manager.tuner, launching.ReportedSearch)
-    megatron_core.uninstall()
-    PipelineOffloadManager.instance = None
-    assert plugged().config == OffloadConfig()
-    assert megatron_core.is_installed()
-
-
-@pytest.mark.parametrize(
-    ("variable", "settings", "expected"),
-    [
-        ("SETS", "policy.kind=auto", r"variable MEGATRON_OFFLOAD_SETS; did you .*OAD_SET'"),
-        ("SET", "modles=[x]", "unknown key MEGATRON_OFFLOAD_SET modles; did you mean 'modules'"),
-        (
-            "SET",
-            "modules=[]",
-            "^MEGATRON_OFFLOAD_SET modules: no name, so nothing would be offloaded",
-        ),
-    ],
-)
-def test_a_plug_in_that_is_wrongly_configured_stops_the_job(plugged, variable, settings, expected):
-    with pytest.raises(ConfigError, match=expected):
-        plugged(**{variable: settings})
-    assert not megatron_core.is_installed()
-
-
-def test_a_process_without_megatron_core_goes_on_without_offload(plugged, monkeypatch, caplog):
-    def absent(name):
-        raise IntegrationError("megatron-core 0.16 or later is needed")
-
-    monkeypatch.setattr(megatron_core, "import_from_megatron", absent)
-    plugged()
-    assert "no offload in this process: megatron-core 0.16" in caplog.text
-    assert not megatron_core.is_installed()

@@ -63,7 +63,7 @@ def test_everything_is_restored_after_an_error_too():
     assert snapshot() == before
 
 
-def test_masks_are_those_of_the_seed():
+def test_masks_are_those_of_the_seed_and_disturb_no_generator_outside_the_tracker():
     x = torch.ones(64)
     masks = []
     with cpu_bridges():
@@ -73,9 +73,6 @@ def test_masks_are_those_of_the_seed():
     assert torch.equal(masks[0], masks[1])
     assert not torch.equal(masks[0], masks[2])
     assert not torch.equal(masks[0][0], masks[0][1])
-
-
-def test_the_tracker_does_not_disturb_the_generator_outside_it():
     with cpu_bridges():
         seed(3)
         expected = torch.rand(8)

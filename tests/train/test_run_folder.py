@@ -11,7 +11,6 @@ from megatron_offload.train.run_folder import check_output, locked
 
 
 def leave_run(folder, steps):
-    folder.mkdir(exist_ok=True)
     (folder / "steps.jsonl").write_text("{}\n" * steps)
 
 
@@ -34,19 +33,17 @@ def test_a_folder_that_can_not_be_made_is_refused(tmp_path):
             pass
 
 
+REFUSED = "holds an earlier run .{}.; choose another"
+
+
 def test_an_earlier_run_is_not_replaced_without_a_word(tmp_path):
     check_output(tmp_path)
-    leave_run(tmp_path, 4)
-    with pytest.raises(
-        ConfigError, match=r"holds an earlier run \(steps\.jsonl\); choose another run"
-    ):
-        check_output(tmp_path)
-
-
-def test_a_run_that_failed_before_its_first_step_is_no_run(tmp_path):
-    leave_run(tmp_path, 0)
-    assert (tmp_path / "steps.jsonl").exists()
+    leave_run(tmp_path, 0)  # it failed before its first step
     check_output(tmp_path)
+    leave_run(tmp_path, 4)
+    for is_for_comparison in (False, True):
+        with pytest.raises(ConfigError, match=REFUSED.format("steps.jsonl")):
+            check_output(tmp_path, is_for_comparison=is_for_comparison)
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
@@ -56,19 +53,13 @@ def test_a_log_that_is_no_file_is_refused(tmp_path, make):
         check_output(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["compare.json", "with_offload/steps.jsonl"])
-def test_a_run_does_not_write_into_a_comparison(tmp_path, name):
-    (tmp_path / "with_offload").mkdir()
-    (tmp_path / name).write_text("x")
-    with pytest.raises(ConfigError, match=f"holds an earlier run .{name}.; choose another"):
+@pytest.mark.parametrize(
+    "name", ["compare.json", "with_offload/steps.jsonl", "without_offload/steps.jsonl"]
+)
+def test_a_comparison_replaces_another_and_a_run_does_not(tmp_path, name):
+    check_output(tmp_path, is_for_comparison=True)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("x\n")
+    with pytest.raises(ConfigError, match=REFUSED.format(name)):
         check_output(tmp_path)
     check_output(tmp_path, is_for_comparison=True)
-
-
-def test_a_comparison_replaces_no_run(tmp_path):
-    check_output(tmp_path, is_for_comparison=True)
-    leave_run(tmp_path / "without_offload", 2)
-    check_output(tmp_path, is_for_comparison=True)
-    leave_run(tmp_path, 1)
-    with pytest.raises(ConfigError, match="holds an earlier run"):
-        check_output(tmp_path, is_for_comparison=True)

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from training_runs import be_the_rank, run, words
+from training_runs import be_the_rank, numbers, run, words
 from traps import lose_a_bit
 
 from megatron_offload.cli import compare as compare_command
 from megatron_offload.cli import main as cli
+from megatron_offload.planning.found import read_frontier
 
 ONE_RANK = ("parallel.pipeline=1", "parallel.virtual=1", "run.steps=3")
 
@@ -105,3 +106,28 @@ def test_train_takes_megatrons_flags_and_data_parallel_ranks(tmp_path):
         assert ranks[0]["loss"] != ranks[1]["loss"]
         assert step["tokens"] == 2 * 2 * 8
         assert {group["name"] for group in ranks[0]["groups"]} == {"mlp_act", "layer"}
+
+
+LONG = "run.steps=100"
+"""Enough for one plan."""
+
+
+@pytest.mark.slow
+def test_all_ranks_follow_the_rows_that_were_found_and_bits_are_identical(tmp_path):
+    plain, output = tmp_path / "plain", tmp_path / "planned"
+    assert run(words(plain, LONG))[0] == 0
+    assert not (plain / "frontier.json").exists()
+    policy = "offload.policy={kind: auto, most_slowdown_percent: 1000, measured_plans: 1}"
+    status, errors = run(words(output, LONG, "offload.enabled=true", policy))
+    assert status == 0, errors
+    assert numbers(output) == numbers(plain)
+    found = read_frontier(output)
+    assert len(found.stages) == 2
+    assert all(stage.followed for stage in found.stages)
+    assert errors.count(found.followed) == 1, "it is said once"
+    steps = [json.loads(line) for line in (output / "steps.jsonl").read_text().splitlines()]
+    planned = [step["ranks"][0]["is_planned_by"] for step in steps]
+    assert planned == sorted(planned, reverse=True)
+    assert 11 < sum(planned) < 99
+    usual = [rank for step in steps[sum(planned) :] for rank in step["ranks"]]
+    assert min(rank["offloaded_bytes"] + rank["recomputed_bytes"] for rank in usual) > 0

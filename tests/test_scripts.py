@@ -1,4 +1,4 @@
-"""The soak passes on the simulated device, and sees a single bit that is lost."""
+"""The soak and the zoo pass on the simulated device, and see a single bit that is lost."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from megatron_offload.recompute.proof import Proof
 
 sys.path.append(str(ROOT / "scripts"))
 
+import zoo_models
 from soak import Soak
 
 SHORT = Namespace(device="cpu", steps=20, check_interval=5, error_share=0.0, seed=3)
@@ -33,7 +34,7 @@ def test_a_short_soak_finds_nothing(tmp_path):
         assert report["counts"][f"error in {name}"] > 0
 
 
-def test_a_lost_bit_is_seen(monkeypatch):
+def test_a_bit_that_is_lost_in_a_soak_is_seen(monkeypatch):
     soak = Soak(SHORT)
     lose_a_bit(monkeypatch, "mlp")
     monkeypatch.setattr(Proof, "begin", lambda *_: False)  # else what is recomputed of it is seen
@@ -49,3 +50,31 @@ def test_growth_is_seen_and_what_returns_is_none():
         for n in range(80)
     ]
     assert soak.growth() == {"live_blocks": 1, "pinned_bytes": 60 - 39}
+
+
+def test_a_small_zoo_is_equal(tmp_path):
+    pytest.importorskip("transformers")
+    output = tmp_path / "zoo.json"
+    words = ("--here", "--only", "transformers:llama", "--output", output)
+    result = run_python(ROOT / "scripts" / "zoo.py", *words)
+    assert result.returncode == 0, result.stderr
+    rows = {row["name"]: row for row in json.loads(output.read_text())["rows"]}
+    assert rows["llama"]["status"] == "equal", rows["llama"]["reason"]
+    modes = rows["llama"]["modes"]
+    assert {mode for mode, found in modes.items() if found["did something"]} == {*modes} - {
+        "default"
+    }
+
+
+def test_a_bit_that_is_lost_in_a_zoo_is_seen(monkeypatch):
+    pytest.importorskip("transformers")
+    model, expected = zoo_models.built("transformers", "llama")
+    assert zoo_models.tried("moved", model, expected)["status"] == "equal"
+    lose_a_bit(monkeypatch)
+    assert zoo_models.tried("moved", model, expected)["status"] == "differs"
+
+
+def test_a_model_is_as_bad_as_its_worst_mode():
+    modes = {name: {"status": name, "reason": "why"} for name in ("equal", "refused", "differs")}
+    assert zoo_models.verdict(modes) == {"status": "differs", "reason": "differs: why"}
+    assert zoo_models.verdict({"moved": modes["equal"]})["status"] == "equal"

@@ -1,0 +1,332 @@
+"""Where rows have hooks, and what a forward that is watched leaves of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import threading
+import types
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from programs import assert_same, in_thread, make_manager, take_steps
+from small_net import AT_ONCE, WIDTH, Mlp, around, changed_net, make_net
+from torch import nn
+
+from megatron_offload import OffloadConfig, get_act_offloading_ctx_manager, offload_modules
+from megatron_offload.core.row_config import RowConfig
+from megatron_offload.engine.hooks import owner_of_hooks
+from megatron_offload.frontends.adopt import adopt_model
+from megatron_offload.model_map import watch
+from megatron_offload.model_map.offload_site import NoHooks
+
+
+def test_layers_without_rows_have_no_hooks_of_saved_tensors():
+    net = make_net()
+    context = around(net, [{"site": "mlp", "layers": "0-1", "offload": 1}])
+    take_steps(net, context)
+    for layer in net.layers:
+        seen = layer.hooks_seen
+        assert seen == [watch.SavedMemory, type(None), type(None)]  # the first is watched
+
+
+def test_nothing_is_looked_at_again(monkeypatch):
+    made = []
+    real = watch.SavedMemory.__init__
+    monkeypatch.setattr(
+        watch.SavedMemory, "__init__", lambda self, *given: made.append(1) or real(self, *given)
+    )
+    net = make_net()
+    rows = [{"site": "mlp", "offload": 1}, {"site": "norm", "recompute": True}]
+    context = around(net, rows)
+    take_steps(net, context, (8, 8))
+    net.eval()
+    with torch.no_grad(), context:
+        net(torch.randint(50, (1, 3)))
+    with context:
+        net(torch.randint(50, (1, 3)))  # nobody goes back
+    net.train()
+    take_steps(net, context, (20, 6, 9), num_forwards=3)
+    take_steps(net, around(net, rows), (8, 8))  # another context of the same model
+    assert made == [1]
+    take_steps(net, around(net, rows[:1]), (8, 8))
+    assert made == [1, 1]
+    net.layers[0].q = nn.Linear(WIDTH, WIDTH)
+    take_steps(net, around(net, rows[:1]), (8, 8))
+    assert made == [1, 1, 1]
+
+
+def test_a_model_with_rows_is_freed_by_reference_counts():
+    net = make_net()
+    rows = [{"site": "mlp", "offload": 1}, {"site": "norm", "layers": "0-2", "recompute": True}]
+    context = around(net, [*rows, {"site": "layer", "layers": 3, "recompute": True}])
+    take_steps(net, context)
+    parts = [weakref.ref(part) for part in net.layers[2:].modules()]
+    gc.disable()
+    try:
+        del net
+        assert not any(part() for part in parts[1:])
+    finally:
+        gc.enable()
+
+
+# What was found by breaking it.
+
+
+def test_parts_of_compiled_graphs_are_left_alone_by_the_watch():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def compile_mlp(layer):
+        layer.mlp = torch.compile(layer.mlp, backend=backend, fullgraph=True)
+
+    expected = take_steps(changed_net(compile_mlp))
+    torch.compiler.reset()
+    num_graphs = len(graphs)
+    graphs.clear()
+    net = changed_net(compile_mlp)
+    assert_same(expected, take_steps(net, around(net, [{"site": "norm", "recompute": True}])))
+    assert len(graphs) == num_graphs
+
+
+def test_another_thread_neither_ends_the_watch_nor_is_in_the_context():
+    net, seen = make_net(), []
+    context = around(net, [{"site": "mlp", "offload": 1}, {"site": "norm", "recompute": True}])
+
+    def train_beside(*_):
+        if threading.current_thread() is threading.main_thread() and not seen:
+            in_thread(lambda: seen.append(net(torch.randint(50, (1, 4)))))
+
+    net.head.register_forward_pre_hook(train_beside)
+    take_steps(net, context)
+    assert len(seen) == 1, "it has raised"
+    assert owner_of_hooks() is None
+    context.end_step()
+    assert context.last_step.by_name["norm"].recomputed_bytes > 0
+
+
+class Experts(nn.Module):
+    """Saves many tensors that are smaller than what its layer saves."""
+
+    def __init__(self, fails):
+        super().__init__()
+        self.own, self.fails, self.hooks_seen = nn.Linear(WIDTH, 4), fails, []
+
+    def forward(self, x):
+        self.hooks_seen.append(type(owner_of_hooks()))
+        if self.fails and len(self.hooks_seen) > 1:
+            raise ZeroDivisionError
+        return self.own(x.mean(0)).sin().cos().exp().tanh().sum()
+
+
+class Mixture(Mlp):
+    def __init__(self, fails):
+        super().__init__()
+        self.experts, self.hooks_seen = Experts(fails), []
+
+    def forward(self, x):
+        y = super().forward(x) * x * x.sin()
+        with contextlib.suppress(ZeroDivisionError):
+            y = y + self.experts(x)
+        self.hooks_seen.append(type(owner_of_hooks()))
+        return super().forward(y)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(
+    "row", [{"site": "mlp", "offload": 3}, {"site": "norm", "recompute": True}], ids=str
+)
+def test_parts_of_which_rows_take_nothing_have_no_hooks_of_saved_tensors(row, fails):
+    def change(layer):
+        layer.mlp = Mixture(fails)
+        layer.forward = types.MethodType(lambda self, x: x + self.mlp(self.norm(x)), layer)
+
+    lengths, make = (8, 8, 8), partial(changed_net, change)
+    expected, net = take_steps(make(), None, lengths), make()
+    context = around(net, [row], **AT_ONCE)
+    assert_same(expected, take_steps(net, context, lengths))
+    for layer in net.layers:
+        assert {*layer.mlp.experts.hooks_seen[1:]} == {type(None)}
+        assert type(None) not in layer.mlp.hooks_seen[1:]
+    context.end_step()
+    does = context.last_step.by_name[row["site"]]
+    assert does.offloaded_bytes + does.recomputed_bytes > 0
+    adopt_model(net, make_manager())
+    assert not any(layer.mlp.experts._forward_hooks for layer in net.layers)
+
+
+def compress(module):
+    """Let a user's hooks keep what a module saves in half as many bytes."""
+    stack, halved = contextlib.ExitStack(), (torch.Tensor.half, torch.Tensor.float)
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    module.register_forward_pre_hook(lambda *_: stack.enter_context(hooks(*halved)))
+    module.register_forward_hook(lambda *_: stack.close())
+
+
+def mixed_net():
+    """Return a net whose MLPs have a part of which rows take nothing."""
+    return changed_net(lambda layer: setattr(layer, "mlp", Mixture(fails=False)))
+
+
+THREE = [{"site": "mlp", "offload": 3}]
+
+
+def test_a_user_s_hooks_in_such_a_part_lie_above_those_of_groups():
+    def train(make_context):
+        net = mixed_net()
+        context = make_context(net)
+        take_steps(net, context, (8,))
+        for layer in net.layers:
+            compress(layer.mlp.experts)
+        return take_steps(net, context, (8, 8))
+
+    with_rows = train(lambda net: around(net, THREE, **AT_ONCE))
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert_same(train(lambda net: None), with_rows)
+
+
+def test_an_interrupt_in_such_a_part_leaves_no_hooks_to_a_later_call():
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    net = mixed_net()
+    context, experts = around(net, THREE, **AT_ONCE), net.layers[0].mlp.experts
+    take_steps(net, context, (8,))
+    with experts.own.register_forward_hook(stop), pytest.raises(KeyboardInterrupt), context:
+        net(torch.randint(50, (2, 8)))
+    with context:
+        for hook in experts._forward_hooks.values():
+            hook(experts, (), None)  # as where another's hook raises before the part is called
+        assert owner_of_hooks() is None
+    take_steps(net, context, (8,))
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_such_a_part_can_be_compiled_whole():
+    net = mixed_net()
+    take_steps(net, around(net, THREE, **AT_ONCE), (8,))
+    part = net.layers[0].mlp.experts.own
+    assert not part._forward_hooks
+    NoHooks(lambda: None).hook(part)
+    x = torch.ones(1, WIDTH)
+    compiled = torch.compile(lambda x: part(x), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), part(x))
+
+
+def test_parts_that_save_little_have_hooks_where_a_row_is_for_all_as_they_may_save_more():
+    net = mixed_net()
+    rows = [{"site": "mlp", "offload": "all"}]
+    config = OffloadConfig(rows=rows, min_tensor_bytes=12 * WIDTH * 4, **AT_ONCE)
+    take_steps(net, get_act_offloading_ctx_manager(net, config=config), (8, 8))
+    assert all(type(None) not in layer.mlp.experts.hooks_seen for layer in net.layers)
+
+
+def test_a_thread_that_calls_such_a_part_meanwhile_takes_no_hooks_over():
+    def beside(x):
+        net.layers[0].mlp.experts(x.detach())
+        owners.append(owner_of_hooks())
+
+    def call_beside(module, args):
+        if threading.current_thread() is threading.main_thread():
+            in_thread(lambda: beside(*args))
+
+    def take_step():
+        with manager.step():
+            manager.begin_chunk()
+            net(torch.randint(50, (2, 8))).sum().backward()
+
+    owners = []
+    net, manager = mixed_net(), make_manager(rows=THREE, min_tensor_bytes=0, **AT_ONCE)
+    adopt_model(net, manager)
+    take_step()
+    net.layers[0].mlp.experts.register_forward_pre_hook(call_beside)
+    take_step()
+    assert owners == [None]
+    assert all(layer.mlp.experts._forward_hooks for layer in net.layers)
+    assert all(type(None) not in layer.mlp.hooks_seen for layer in net.layers)
+
+
+def test_a_forward_whose_model_is_not_called_itself_is_watched_too():
+    net = make_net()
+    context = around(net, [{"site": "norm", "recompute": True}])
+    for _ in range(3):
+        with context:
+            x = net.embed(torch.randint(50, (2, 8)))
+            for layer in net.layers:
+                x = layer(x)
+        x.sum().backward()
+    context.end_step()
+    assert context.last_step.by_name["norm"].recomputed_bytes > 0
+
+
+def test_a_model_that_has_changed_and_a_copy_are_watched_anew():
+    net, both = make_net(), ("norm", "mlp")
+    take_steps(net, around(net, [{"site": site, "recompute": True} for site in both]))
+    for layer in net.layers:
+        layer.q = nn.Sequential(nn.Identity(), layer.q)
+    copies = copy.deepcopy(net), copy.deepcopy(net)
+    for model, sites in ((net, both), (copies[0], both), (copies[1], ("layer",))):
+        expected = take_steps(copy.deepcopy(model))
+        context = around(model, [{"site": site, "recompute": True} for site in sites])
+        assert_same(expected, take_steps(model, context))
+        context.end_step()
+        by_name = context.last_step.by_name
+        assert all(by_name[site].recomputed_bytes > 0 for site in sites)
+
+
+def test_a_watch_by_hand_ends_with_its_thread_s_forward_or_an_abort():
+    net, manager = make_net(), make_manager(rows=[{"site": "norm", "recompute": True}])
+
+    def evaluate_beside(*_):
+        with torch.no_grad():
+            net(torch.randint(50, (1, 4)))
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with offload_modules(net, [], manager=manager):
+        handle = net.head.register_forward_pre_hook(interrupt)
+        with handle, pytest.raises(KeyboardInterrupt), manager.step():
+            net(torch.randint(50, (2, 8)))
+        assert owner_of_hooks() is None, "abort takes it off"
+        watches = []
+
+        def look(*_):
+            if threading.current_thread() is threading.main_thread():
+                in_thread(evaluate_beside)
+                watches.extend((type(owner_of_hooks()), len(manager.observers)))
+
+        net.head.register_forward_pre_hook(look)
+        with manager.step():
+            net(torch.randint(50, (2, 8))).sum().backward()
+        assert watches == [watch.SavedMemory, 1]
+        assert owner_of_hooks() is None
+        assert manager.observers == []
+
+
+def test_hooks_of_rows_before_do_nothing_under_others():
+    net, manager = make_net(), make_manager(min_tensor_bytes=0, max_inflight_bytes=0)
+    rows = [RowConfig(site=site, recompute=True) for site in ("mlp", "norm")]
+    manager.follow_rows(rows, is_own=True)
+    adopt_model(net, manager)
+    recomputed = []
+    for followed in (rows, rows, (), [RowConfig(site="attention", offload=1)], None, rows):
+        manager.follow_rows(followed, is_own=True)
+        with manager.step():
+            net(torch.randint(50, (2, 8))).sum().backward()
+        recomputed.append(manager.last_step.recomputed_bytes > 0)
+    assert recomputed == [True, True, False, False, False, True]
+
+
+def test_an_empty_list_of_rows_keeps_all():
+    net = make_net()
+    context = around(net, [])
+    take_steps(net, context)
+    assert {*(name for layer in net.layers for name in layer.hooks_seen)} == {type(None)}
+    assert context.last_step.num_groups == 0
