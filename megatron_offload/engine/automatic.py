@@ -163,7 +163,7 @@ class AutomaticGroups:
             forward.chunk.close_group(forward.name)
         else:
             self._commit(forward)
-        forward.chunk.recipes = None  # they hold what they are bound to
+        forward.chunk.recipes.clear()  # they hold what they are bound to
         if self.watch is not None and not self._forwards:
             self.watch.end(has_failed=has_failed)
 

@@ -35,7 +35,7 @@ _FOLLOWING = {
     IN_FLIGHT: (RELEASED, KEPT),  # to KEPT: a reader came first, or the source had been emptied
     RELEASED: (RELOADED, EXTERNAL, LOST),
     RELOADED: (LOST,),
-    DROPPED: (EXTERNAL, LOST),
+    DROPPED: (LOST,),
 }
 MOVES = _Moves({(state, to): to for state, states in _FOLLOWING.items() for to in states})
 """By a state and one that it may move to, that one; a `StateError` for any other two."""

@@ -51,7 +51,7 @@ def start_group(
     Returns:
         ``tensors`` itself, the group's inputs: one tensor, or what holds some (`first_tensor`).
     """
-    chunk = _chunk_of(manager, name) if manager.starts(name, is_marked=pick is None) else None
+    chunk = chunk_of(manager, name) if manager.starts(name, is_marked=pick is None) else None
     if chunk is None:
         return tensors
     group = manager.start_group(chunk, name)
@@ -67,8 +67,8 @@ def start_group(
     return tensors
 
 
-def _chunk_of(manager: PipelineOffloadManager, name: str) -> ChunkOffloadHandler | None:
-    """Return the chunk of a group that starts now; None outside of all.
+def chunk_of(manager: PipelineOffloadManager, name: str) -> ChunkOffloadHandler | None:
+    """Return the chunk of a group that starts now; None outside of all, which is said.
 
     A program that says nothing of its chunks inside `step` has one for all forwards between
     two backwards: what is decided by chunk, such as ``fraction``, is decided for them together.

@@ -54,9 +54,9 @@ class ChunkOffloadHandler:
     open_groups: list[OffloadGroup] = field(default_factory=list, init=False)
     blocks: dict[int, weakref.ref[Block]] = field(default_factory=dict, init=False)
     """By the identity of the storage that they were saved in; some of them gone."""
-    recipes: dict[int, Recipe] | None = field(default=None, init=False)
-    """How what was made and not saved yet is recomputed, by the storage that it was made in; None
-    where nothing of that is known, and once the forward is over."""
+    recipes: dict[int, Recipe] = field(default_factory=dict, init=False)
+    """How what was made and not saved yet is recomputed, by the storage that it was made in; none
+    once the forward is over."""
     saved_bytes: int = field(default=0, init=False)
     """What its groups have saved, and what went by in between, by the step's clock."""
     _counted_keys: set[int] = field(default_factory=set, init=False)
@@ -116,6 +116,31 @@ class ChunkOffloadHandler:
             block = record.block if version == record.version else None
             if block is not None and block.aliases[0] is record.alias:
                 block.ready = ready
+        return record
+
+    @graph_break
+    def pack_output(
+        self, outputs: list[tuple[Recipe, SavedTensor]], tensor: torch.Tensor
+    ) -> SavedTensor:
+        """Record a tensor that autograd saves in no group; a pack hook.
+
+        Those that can be recomputed are added to ``outputs``.
+        """
+        if must_be_apart():
+            return apart(self.pack_output, outputs, tensor)
+        record = SavedTensor(tensor, "kept")
+        if is_parameter(tensor):
+            return record
+        for observer in self.transfers.observers:
+            observer.tensor_saved(tensor)
+        is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+        if is_plain and self.recipes and not _len_torch_dispatch_stack():
+            key = tensor.untyped_storage()._cdata
+            block = self.find_block(key)  # where a group has saved it as well
+            recipe = self.recipes.get(key) if block is None else block.recipe
+            if recipe is not None and self.may_move(tensor):
+                record.layout = layout_of(tensor)
+                outputs.append((recipe, record))
         return record
 
     def count_kept(self, name: str, tensor: torch.Tensor, reason: str = "") -> None:
@@ -194,7 +219,7 @@ class ChunkOffloadHandler:
         record.block = block = Block(transfers, group, record, stream, storage_key)
         self.blocks[storage_key] = reference = weakref.ref(block)
         references.append(reference)
-        if self.recipes is not None:
+        if self.recipes:
             block.recipe = self.recipes.pop(storage_key, None)
 
     def is_small(self, layout: TensorLayout) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -130,7 +130,6 @@ class Block:
             autograd takes none of them for a gradient that is its own.
         recipe: how it is recomputed, once it was dropped without a copy; till its group's commit,
             how it could be.
-        made: what it was made as, and on which stream: no wait orders another behind that.
     """
 
     # Defaults of the class: most blocks are made, saved in and dropped without setting most.
@@ -144,7 +143,6 @@ class Block:
     handed: dict[TensorLayout, torch.Tensor] | None = None
     storage_ref: StorageRef | None = None
     recipe: Recipe | None = None
-    made: tuple[Stream, torch.Tensor] | None = None
     is_kept: bool | None = None
     was_reached = False
     forced_by: tuple[weakref.ref[torch.Tensor], ...] = ()
@@ -175,7 +173,7 @@ class Block:
 
     def abandon(self) -> None:
         """Let go of all but what is on the device without the engine: its step was aborted."""
-        self.host = self.made = self.recipe = None
+        self.host = self.recipe = None
         if self.lease is not None:
             self.lease.region = None
         for to in (KEPT, LOST):
@@ -251,26 +249,27 @@ class Recipe(Protocol):
     depth: int
     version: int
 
-    def bind(self, block: Block, *, drops: bool) -> str:
-        """Keep what they are made from; return why the block can't be dropped, or nothing.
+    def bind(self, aliases: Sequence[torch.Tensor], stream: Stream, *, drops: bool) -> str:
+        """Keep what they are made from; return why they can't be dropped, or nothing.
 
-        ``drops`` says that it will be, where that is nothing.
+        Args:
+            aliases: of what was saved.
+            stream: on which that was.
+            drops: whether it will be dropped, where nothing is returned.
         """
 
-    def needs(self) -> set[GroupKey]:
-        """Return the groups whose bytes have to be on the device before `run`."""
+    def drop(self, record: Any, *, drops: bool) -> None:
+        """Drop what a `SavedTensor` of no group has, if it is to be and can be; count it."""
 
-    def run(self) -> torch.Tensor:
-        """Recompute the tensor, at the beginning of a storage of its own."""
+    def needs(self) -> set[GroupKey]:
+        """Return the groups whose bytes have to be on the device before `target_of`."""
+
+    def target_of(self, block: Block) -> torch.Tensor:
+        """Return a dropped block's bytes, recomputed unless something else has kept them."""
 
 
 class Pick(Protocol):
-    """Which of the tensors that one group saves are offloaded.
-
-    ``drops_only`` says that none is, but those that are recomputed are dropped.
-    """
-
-    drops_only: bool
+    """Which of the tensors that one group saves are offloaded."""
 
     def takes(self) -> bool:
         """Whether the next may be, or has no record; parameters aren't asked for."""

@@ -171,7 +171,7 @@ class PipelineOffloadManager(Recording):
         elif self._packs:  # of a forward that an exception has ended
             self._take_off_hooks()
         if self.decisions.chunk is not None:
-            self.decisions.chunk.recipes = None
+            self.decisions.chunk.recipes.clear()
         config = self.config
         if config.enabled:
             for prepare in self.at_chunk:

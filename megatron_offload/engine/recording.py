@@ -298,17 +298,26 @@ class Recording:
         pack = None
         if chunk is not None and chunk.open_groups and self.records():
             pack = partial(chunk.pack, chunk.open_groups[-1])
+        self.put_on(pack)
+        return self
+
+    def put_on(self, pack: Callable[[torch.Tensor], SavedTensor] | None) -> None:
+        """Put a pack hook in force until `__exit__`, or none."""
         self._packs.append(pack)  # first, so that none is in force that isn't known here
         if pack is not None:
             put_on(pack, SavedTensor.unpack)
-        return self
 
     @graph_break
     def __exit__(self, *exception: object) -> None:
-        if self._packs:
-            if self._packs[-1] is not None:
-                take_off(partial(is_, self._packs[-1]))
-            self._packs.pop()
+        self.take_off()
+
+    def take_off(self) -> Callable[[torch.Tensor], SavedTensor] | None:
+        """Take the last one off that was put on, and return it."""
+        pack = self._packs[-1] if self._packs else None
+        if pack is not None:
+            take_off(partial(is_, pack))
+        del self._packs[-1:]
+        return pack
 
     def has_pack(self, pack: object) -> bool:
         """Whether this is the pack hook of one of its groups, which is to be in force."""

@@ -71,7 +71,6 @@ class Releases(Reloads):
         """
         moving: list[Block] = []
         others, chooses = self.kept_by_others, group.rules.should_offload
-        drops_only = group.pick is not None and group.pick.drops_only
         num_bytes = 0
         for found in group.references:
             block = found()
@@ -82,7 +81,7 @@ class Releases(Reloads):
             is_others = bool(others) and block.identity in others
             if chooses is not None and block.is_kept is None and not is_others:
                 block.is_kept = not chooses(block.num_bytes)
-            if block.is_kept or drops_only:
+            if block.is_kept:
                 if group.pick is None:  # else the next call doesn't even see it
                     group.kept_bytes += block.num_bytes
                 self.count_kept(block, "beyond the share that is offloaded")
@@ -103,7 +102,7 @@ class Releases(Reloads):
         if block.state is SAVED:  # else it is dropped with a group before this, which shares it
             refusal = "something else keeps it alive"
             if block.identity not in self.kept_by_others:
-                refusal = recipe.bind(block, drops=group.rules.recomputes)
+                refusal = recipe.bind(block.aliases, block.stream, drops=group.rules.recomputes)
             if refusal:
                 refused = stats.refused_recipe_bytes
                 refused[refusal] = refused.get(refusal, 0) + num_bytes
@@ -119,8 +118,6 @@ class Releases(Reloads):
             block.num_bytes = 0
             self.backend.read_on(block.stream, source)
             self._drop_source(block.aliases, block.stream, group, block)
-            if group.pick is not None and group.pick.drops_only:
-                block.name = recipe.unit  # what one call saves may be of several
             name, dropped, by_unit = block.name, group.dropped_bytes, stats.recomputed_bytes_by_unit
             by_unit[recipe.unit] = by_unit.get(recipe.unit, 0) + num_bytes
             stats.by_name[name].recomputed_bytes += num_bytes

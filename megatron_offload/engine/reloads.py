@@ -23,7 +23,6 @@ from megatron_offload.engine.observer import Direction, Observer
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import StateError
 from megatron_offload.memory.host_pool import HostPool, HostRegion
-from megatron_offload.memory.layout import bytes_of
 from megatron_offload.memory.storage_ref import num_owners
 
 
@@ -141,8 +140,7 @@ class Reloads:
             return False
         block.target = source
         block.state = MOVES[block.state, EXTERNAL]
-        if block.host is not None:
-            self.host_pool.free(block.take_region(), None)
+        self.host_pool.free(block.take_region(), None)
         self.stats.externally_referenced_bytes += source.nbytes
         return True
 
@@ -167,39 +165,13 @@ class Reloads:
             reload = block.lease.reload  # this takes no lock, because it only looks
             if not reload.targets and self.backend.compute_stream() is reload.stream:
                 return block.target
-        if block.made is None:
-            target = self._target_of(block)
-            if target is not None:
-                return target
-        return self._recomputed(block)
-
-    def _recomputed(self, block: Block) -> torch.Tensor:
-        """Recompute a dropped block, once for all who need it on a stream.
-
-        Its function is the program's, so no lock is held.
-        """
-        recipe, stream = block.recipe, self.backend.compute_stream()
-        assert recipe is not None
-        if block.made is None or block.made[0] is not stream:
-            for observer in self.observers:
-                observer.recompute_starts(block)
-            made = recipe.run()
-            for observer in self.observers:
-                observer.recomputed(block, made)
-            if block.low or not made.is_contiguous():
-                made = bytes_of(made.untyped_storage(), block.low, block.high)
-            block.made = stream, made
-        target = block.made[1]
-        for observer in self.observers:
-            observer.block_read(block, target)
-        return target
+        if block.state is DROPPED and block.recipe is not None:
+            return block.recipe.target_of(block)  # its call is the program's: no lock is held
+        return self._target_of(block)
 
     @guarded
-    def _target_of(self, block: Block) -> torch.Tensor | None:
-        """Reload what is not reloaded yet, the whole group if it is on the host; and wait.
-
-        None of a dropped block that has to be recomputed.
-        """
+    def _target_of(self, block: Block) -> torch.Tensor:
+        """Reload what is not reloaded yet, the whole group if it is on the host; and wait."""
         group = block.group
         if block.state is RELEASED and group.state is ON_HOST:
             self.reload(group, is_late=True)
@@ -210,8 +182,6 @@ class Reloads:
                 f"group {group.label} was saved in a step that was aborted; its data is "
                 "gone, run the forward again"
             )
-        elif block.state is DROPPED and not self._finds_source(block):
-            return None
         target = block.target
         if block.state is RELOADED:
             self._wait_reload(block.lease, target)

@@ -81,7 +81,7 @@ class Step(StepDecisions[OffloadGroup]):
         for chunk in self.entered:
             chunk.groups.clear()
             chunk.open_groups.clear()
-            chunk.recipes = None
+            chunk.recipes.clear()
         self.entered.clear()
         self.delayed.clear()
         for group in self.groups():
@@ -210,7 +210,7 @@ class Step(StepDecisions[OffloadGroup]):
         """
         chunk = self.chunk
         if chunk is not None and chunk.position == group.key.chunk:
-            chunk.recipes = None  # its forward is over, and they may keep what is reloaded
+            chunk.recipes.clear()  # its forward is over, and they may keep what is reloaded
         for observer in self._observers:
             observer.backward_enters(group)
         if group.dropped_bytes:

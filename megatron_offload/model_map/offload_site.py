@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from threading import get_ident
 from typing import Any
 from weakref import ref
@@ -10,9 +11,9 @@ from weakref import ref
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from megatron_offload.engine.boundary import commit_group, start_group, tick
+from megatron_offload.engine.boundary import chunk_of, commit_group, start_group, tick
 from megatron_offload.engine.group import OffloadGroup, Record
-from megatron_offload.engine.hooks import put_on, take_off
+from megatron_offload.engine.hooks import owner_of, put_on, take_off
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.model_map.module_hooks import EagerHook, has_tokens, hook_calls
 
@@ -44,12 +45,12 @@ class LargestTensors:
 
     The first call is recorded whole. Of those that follow only what was chosen then, as long as
     they save as many; calls that differ by turns, or in which something is recomputed, are each
-    recorded whole. Where it is ``most`` 0 of them, those chosen are there to be recomputed; where
-    that is None, all are offloaded that others don't save too.
+    recorded whole. Where ``most`` is None, all are offloaded that others don't save too.
     """
 
-    def __init__(self, most: int | None, chosen: frozenset[int] | None = None) -> None:
-        self.most, self.chosen = most, chosen
+    def __init__(self, most: int | None) -> None:
+        self.most = most
+        self.chosen: frozenset[int] | None = None
         self.num_saved = self.num_others = 0
 
     def begin(self) -> _Call:
@@ -60,7 +61,6 @@ class LargestTensors:
 class _Call:
     def __init__(self, site: LargestTensors) -> None:
         self._site, self._chosen, self._num_saved = site, site.chosen, 0
-        self.drops_only = site.most == 0
         self._records: list[tuple[int, ref[Record]]] = []
 
     def takes(self) -> bool:
@@ -74,7 +74,7 @@ class _Call:
 
     def choose(self, group: OffloadGroup) -> None:
         site = self._site
-        if self._chosen is not None and not self.drops_only and self._num_saved != site.num_saved:
+        if self._chosen is not None and self._num_saved != site.num_saved:
             site.chosen = None  # it is another call
             site.num_others += 1
         if self._chosen is not None or site.most is None:
@@ -123,9 +123,12 @@ class OffloadSite:
         is_long = manager.rows_are_on_trial or has_tokens(self._min_tokens, args, passed)
         self._open.append(manager if is_long else None)
         if is_long:
-            pick = None if self.largest is None else self.largest.begin()
-            start_group(manager, self._first(args, passed), self.name, pick)
-            manager.__enter__()
+            self._begin(manager, self._first(args, passed))
+
+    def _begin(self, manager: PipelineOffloadManager, tensors: Sequence[Any]) -> None:
+        pick = None if self.largest is None else self.largest.begin()
+        start_group(manager, tensors, self.name, pick)
+        manager.__enter__()
 
     def end(self, module: nn.Module, args: Any, passed: Any) -> None:
         """End the group that was begun last; there is none where another hook raised before.
@@ -135,13 +138,30 @@ class OffloadSite:
         if self._open and self._find_manager() is not None:
             manager = self._open.pop()
             if manager is not None:
-                manager.__exit__()
-                commit_group(manager, self._last(args, passed), self.name)
+                self._end(manager, self._last(args, passed))
+
+    def _end(self, manager: PipelineOffloadManager, tensors: Sequence[Any]) -> None:
+        manager.__exit__()
+        commit_group(manager, tensors, self.name)
 
     def close(self, module: nn.Module, args: Any, output: Any) -> None:
         """End all that are open: the forward ended without calling the last module, or raised."""
         for _ in self._open.copy():
             self.end(module, (), {})
+
+
+class SaverSite(OffloadSite):
+    """Drops what a module saves of outputs that are recomputed, without a group."""
+
+    def _begin(self, manager: PipelineOffloadManager, tensors: Sequence[Any]) -> None:
+        chunk = chunk_of(manager, self.name) if manager.starts(self.name, is_marked=False) else None
+        manager.put_on(None if chunk is None else partial(chunk.pack_output, []))
+
+    def _end(self, manager: PipelineOffloadManager, tensors: Sequence[Any]) -> None:
+        pack: Any = manager.take_off()
+        for recipe, record in () if pack is None else pack.args[0]:
+            manager.decisions.last_call = ref(record)
+            recipe.drop(record, drops=owner_of(pack).rules.recomputes)
 
 
 class NoHooks:

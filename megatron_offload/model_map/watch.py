@@ -45,6 +45,7 @@ from megatron_offload.model_map.offload_site import (
     LargestTensors,
     NoHooks,
     OffloadSite,
+    SaverSite,
     outputs,
 )
 from megatron_offload.model_map.rows import NO_ROWS, FoundRows
@@ -62,8 +63,8 @@ class _Shown(NamedTuple):
 
     largest: Mapping[str, LargestTensors]
     """By module that rows offload, which of its tensors that is."""
-    savers: Mapping[str, tuple[str, LargestTensors]]
-    """By module, the site that it saves an output of, and which of its tensors that is."""
+    savers: Mapping[str, str]
+    """By module, the site that it saves an output of."""
     bare: frozenset[str]
     """Modules inside sites, in which no row takes anything."""
 
@@ -164,7 +165,7 @@ class SavedMemory(Observer):
             low, high = self._spans[key] = min(low, layout.low), max(high, layout.high)
             self.sizes[key] = high - low
             chunk = self.chunk
-            recipes = {} if chunk is None else chunk.recipes or {}
+            recipes = {} if chunk is None else chunk.recipes
             if key in recipes:  # a function has made it
                 self.made[key] = recipes[key].unit
         self.saves.append((tuple(self._calls), key))
@@ -237,8 +238,7 @@ class SavedMemory(Observer):
             if not bare.isdisjoint(parts):
                 changed.add(call.path)
             else:
-                is_named = key in self.made if call.path in dropped else not (key and others[key])
-                numbers[call.path][is_named].add(counts[call])
+                numbers[call.path][not (key and others[key])].add(counts[call])
                 counts[call] += 1
         for path, row in rows.offloaded.items():
             if row.most is None:
@@ -249,11 +249,7 @@ class SavedMemory(Observer):
             elif path in changed or not keys_of[path].isdisjoint(self.made):
                 # The next call chooses: other tensors are seen, or recomputed, from here on.
                 largest[path].chosen = None
-        savers_of_made = {
-            path: (name, LargestTensors(0, frozenset(numbers[path][True])))
-            for path, name in dropped.items()
-        }
-        return _Shown(largest, savers_of_made, frozenset(bare))
+        return _Shown(largest, dropped, frozenset(bare))
 
 
 class RowWatch:
@@ -283,9 +279,9 @@ class RowWatch:
         modules, handles, rows = self._modules(), list[RemovableHandle](), self._rows
         for path in shown.bare:
             handles += NoHooks(self._find_manager).hook(modules[path])
-        for path, (name, tensors) in shown.savers.items():
+        for path, name in shown.savers.items():
             tokens = (row.min_tokens for row in rows.recomputed.values() if row.site == name)
-            site = OffloadSite(name, self._find_manager, tensors, min_tokens=min(tokens, default=0))
+            site = SaverSite(name, self._find_manager, min_tokens=min(tokens, default=0))
             handles += hook_calls(modules[path], site.begin, site.end, owner=OffloadSite)
         return handles
 

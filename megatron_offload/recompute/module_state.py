@@ -1,4 +1,7 @@
-"""What modules have besides their code, so that their forward can run again with the same."""
+"""What a call reads besides activations, so that it can run again with the same.
+
+Parameters and other constants, and what modules have besides their code.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,15 @@ from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from operator import getitem, itemgetter, setitem
+from operator import attrgetter, getitem, itemgetter, setitem
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from megatron_offload.engine.marks import is_parameter
+from megatron_offload.engine.saved_tensor import changed_in_place
 from megatron_offload.errors import StateError
-from megatron_offload.recompute.recipe import Constants, lasting
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _UNREAD = frozenset(vars(nn.Module())) - {"training", *_TABLES}
@@ -26,6 +30,64 @@ _CHANGING = (torch.Tensor, torch.Generator, *_CONTAINERS)
 
 _Table = dict[str, Any]
 T = TypeVar("T")
+
+_MOST_COPIED_BYTES = 1 << 20
+
+_PLAIN = torch.Tensor, torch.nn.Parameter
+_version_of = attrgetter("_version")
+
+
+def lasting(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that holds a parameter's values until backward: a copy where it is small.
+
+    A library may release a parameter after its own layer, and reload it for that layer's
+    backward, too late for what a later layer has saved; and no version counts what is written
+    through ``.data``, as where weights are clipped or averaged.
+    """
+    if tensor.layout is not torch.strided or tensor.nbytes > _MOST_COPIED_BYTES:
+        return tensor
+    copied = tensor.detach().clone()
+    if copied.stride() != tensor.stride():  # it was expanded
+        return tensor
+    if not is_parameter(tensor):
+        return copied.requires_grad_(tensor.requires_grad)
+    if type(copied) is torch.Tensor:  # of whatever class of parameters
+        copied = torch.Tensor._make_subclass(type(tensor), copied, tensor.requires_grad)
+    else:
+        copied = torch.nn.Parameter(copied, tensor.requires_grad)
+    vars(copied).update(vars(tensor))
+    return copied
+
+
+class Constants:
+    """Tensors that never move, and must be as they are when this is made."""
+
+    __slots__ = ("_versions", "tensors")
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors, self._versions = tensors, [*map(_version_of, tensors)]
+
+    def are_unchanged(self) -> bool:
+        """Whether none was changed in place."""
+        return [*map(_version_of, self.tensors)] == self._versions
+
+    def check(self, what: str, unit: str) -> None:
+        """Raise where one was changed in place, or has no memory; ``what`` they are is said."""
+        plain = [x for x in self.tensors if type(x) in _PLAIN]
+        if self.are_unchanged() and all(map(torch.Tensor.data_ptr, plain)):
+            return  # as nearly always
+        for x, version in zip(self.tensors, self._versions, strict=True):
+            is_plain = type(x) in _PLAIN
+            has_memory = not (is_plain and x.nbytes) or x.untyped_storage().nbytes()
+            if has_memory and x._version == version:
+                continue
+            what = f"{what} of shape {list(x.shape)}, which is read when {unit!r} is recomputed,"
+            if has_memory:
+                raise changed_in_place(what, x._version, version)
+            raise StateError(
+                f"{what} has no memory now, as where a parameter is sharded until its own module's "
+                f"backward; leave {unit!r} out of recompute"
+            )
 
 
 class ModuleLayout:

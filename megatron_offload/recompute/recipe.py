@@ -13,31 +13,30 @@ keeps the blocks of its inputs, until the last record of its own block has gone.
 
 from __future__ import annotations
 
-import copy
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import InitVar, dataclass, field
 from functools import partial
-from operator import attrgetter
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from megatron_offload.backends.base import Event
+from megatron_offload.backends.base import Event, Stream
 from megatron_offload.core.profile import GroupKey
-from megatron_offload.engine.block_state import SAVED
-from megatron_offload.engine.group import Block, BlockRef, Recipe
-from megatron_offload.engine.marks import is_parameter
-from megatron_offload.engine.saved_tensor import SavedTensor, changed_in_place
-from megatron_offload.engine.transfers import Transfers
-from megatron_offload.errors import CorruptionError, StateError
+from megatron_offload.engine.block_state import DROPPED, SAVED
+from megatron_offload.engine.checking import Checker
+from megatron_offload.engine.chunk import ChunkOffloadHandler
+from megatron_offload.engine.group import BlockRef
+from megatron_offload.engine.saved_tensor import SavedTensor
+from megatron_offload.errors import CorruptionError
 from megatron_offload.memory.checksum import checksum
-from megatron_offload.memory.layout import bytes_of, layout_of
+from megatron_offload.memory.layout import TensorLayout, bytes_of, layout_of
 from megatron_offload.memory.storage_ref import StorageRef
 from megatron_offload.recompute.call_state import RandomStates, outside_vmap
+from megatron_offload.recompute.module_state import Constants
 from megatron_offload.recompute.proof import Proof, other_bits
 
 MOST_IN_A_ROW = 3
@@ -50,64 +49,6 @@ _ROW_IS_KEPT = (
     "rows: what {!r} returns is kept: it doesn't save what it takes, so that to recompute it would "
     "take as much memory"
 )
-
-_MOST_COPIED_BYTES = 1 << 20
-
-_PLAIN = torch.Tensor, torch.nn.Parameter
-_version_of = attrgetter("_version")
-
-
-def lasting(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that holds a parameter's values until backward: a copy where it is small.
-
-    A library may release a parameter after its own layer, and reload it for that layer's
-    backward, too late for what a later layer has saved; and no version counts what is written
-    through ``.data``, as where weights are clipped or averaged.
-    """
-    if tensor.layout is not torch.strided or tensor.nbytes > _MOST_COPIED_BYTES:
-        return tensor
-    copied = tensor.detach().clone()
-    if copied.stride() != tensor.stride():  # it was expanded
-        return tensor
-    if not is_parameter(tensor):
-        return copied.requires_grad_(tensor.requires_grad)
-    if type(copied) is torch.Tensor:  # of whatever class of parameters
-        copied = torch.Tensor._make_subclass(type(tensor), copied, tensor.requires_grad)
-    else:
-        copied = torch.nn.Parameter(copied, tensor.requires_grad)
-    vars(copied).update(vars(tensor))
-    return copied
-
-
-class Constants:
-    """Tensors that never move, and must be as they are when this is made."""
-
-    __slots__ = ("_versions", "tensors")
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.tensors, self._versions = tensors, [*map(_version_of, tensors)]
-
-    def are_unchanged(self) -> bool:
-        """Whether none was changed in place."""
-        return [*map(_version_of, self.tensors)] == self._versions
-
-    def check(self, what: str, unit: str) -> None:
-        """Raise where one was changed in place, or has no memory; ``what`` they are is said."""
-        plain = [x for x in self.tensors if type(x) in _PLAIN]
-        if self.are_unchanged() and all(map(torch.Tensor.data_ptr, plain)):
-            return  # as nearly always
-        for x, version in zip(self.tensors, self._versions, strict=True):
-            is_plain = type(x) in _PLAIN
-            has_memory = not (is_plain and x.nbytes) or x.untyped_storage().nbytes()
-            if has_memory and x._version == version:
-                continue
-            what = f"{what} of shape {list(x.shape)}, which is read when {unit!r} is recomputed,"
-            if has_memory:
-                raise changed_in_place(what, x._version, version)
-            raise StateError(
-                f"{what} has no memory now, as where a parameter is sharded until its own module's "
-                f"backward; leave {unit!r} out of recompute"
-            )
 
 
 def taken_apart(
@@ -132,9 +73,9 @@ class Input(SavedTensor):
     """A tensor that a recipe needs, as it was when the recipe was noted.
 
     When the recipe is bound, its block is found among its chunk's ``blocks``, by storage. Its own
-    ``recipe`` is how it is made itself, where no block has taken that; ``unit`` is for messages.
+    ``recipe`` is how it was made itself; ``unit`` is for messages.
 
-    The alias is the caller's to empty: what counts of it is the version.
+    The alias is the caller's to empty: until it has a block, what counts of it is the version.
     """
 
     __slots__ = ("_blocks", "recipe", "requires_grad", "storage_ref")
@@ -174,12 +115,15 @@ class Input(SavedTensor):
             if self.recipe is None:
                 return _INPUT_NOT_SAVED
             self.block = None
-            self.recipe = self.recipe.copy()  # a block of the input may still take that itself
             return self.recipe.bind_inputs()
         if block.state is not SAVED and not block.has(self):
             return "an input was changed in place"
         if block.recipe is not None and block.recipe.depth >= depth:
             return TOO_MANY
+        if not (block.released or self.alias.untyped_storage().nbytes()):
+            source = block.aliases[0]
+            self.alias.data = self.view_in(source, int(source.storage_offset()) * source.itemsize)
+            block.aliases.append(self.alias)
         self.recipe = None
         return ""
 
@@ -195,97 +139,166 @@ class Input(SavedTensor):
     def unpack(self) -> torch.Tensor:
         """Return the input, recomputed or reloaded where it has to be."""
         block = self.block
-        if block is not None and block.released:
-            return super().unpack()
         if block is None:  # it is recomputed as it was, whatever has changed it since
             assert self.recipe is not None
             return self.view_in(self.recipe.run(), 0)
-        self.check_version()
-        block.store.keep_source(block)
-        source, layout = block.aliases[0].detach(), self.layout  # the alias may be emptied
-        if block.released:  # by another thread, before it was to be kept
-            return super().unpack()
-        is_same = source.dtype is layout.dtype and source.storage_offset() == layout.offset
-        if is_same and source.shape == layout.size and source.stride() == layout.stride:
-            return source
-        return self.view_in(source, int(source.storage_offset()) * source.itemsize)
+        if not block.released:
+            block.store.keep_source(block)  # the stream may be another than its readers'
+        return super().unpack()
 
 
-@dataclass(slots=True, eq=False, repr=False)
 class FunctionRecipe:
-    """How one tensor, the ``output``, was made: by a call that may run again."""
+    """How one tensor was made: by a call that may run again.
 
-    again: Callable[..., Any]
-    """Runs that, under its own state; returns a tensor that shares memory with no input."""
-    parts: Sequence[Any]
-    """What it takes; each activation that can move as an `Input`."""
-    constants: Constants
-    """Of that the tensors that never move."""
-    output: InitVar[torch.Tensor]
-    unit: str
-    """The kind of recipe, by which it is counted, configured and planned."""
-    depth: int
-    """How many recipes are run one after another to make this; 0 where it can't be used."""
-    transfers: Transfers
-    proof: Proof
-    """What is known of outputs that are made like this."""
-    refusal: str
-    """Why it can't be used, or nothing."""
-    version: int = field(init=False)
-    """Version counter of the output when it was made."""
-    form: tuple[Any, ...] = field(init=False)
-    storage_ref: StorageRef = field(init=False)
-    are_equal: list[torch.Tensor] = field(default_factory=list)
+    To what is saved of it in no group it is the block, as one that was dropped.
+
+    Args:
+        again: runs the call, under its own state; what it returns shares memory with no input.
+        parts: what that takes; each activation that can move as an `Input`.
+        output: what it has made.
+        unit: the kind of recipe, by which it is counted, configured and planned.
+        chunk: whose forward it is, where it is noted.
+        proof: what is known of outputs that are made like this.
+        refusal: why it can't be used, or nothing.
+
+    Attributes:
+        depth: how many recipes are run one after another to make this; 0 where it can't be used.
+        version: version counter of the output when it was made.
+        sum, are_equal, compared: for a proof the output's checksum, what was compared with it in
+            forward, and the event behind that.
+        made: what it was made as in backward, and on which stream.
+    """
+
+    state = DROPPED
+    released, spec, low = True, None, 0
+    is_counted = False
     sum: torch.Tensor | None = None
     compared: Event = None
+    made: tuple[Stream, torch.Tensor] | None = None
+    target_version: int | None = None
+    handed: dict[TensorLayout, torch.Tensor] | None = None
 
-    def __post_init__(self, output: torch.Tensor) -> None:
-        self.version = output._version
-        self.form = output.shape, output.stride(), output.dtype
-        self.storage_ref = StorageRef(output.untyped_storage())  # as with an `Input`
+    def __init__(
+        self,
+        again: Callable[..., Any],
+        parts: Sequence[Any],
+        output: torch.Tensor,
+        unit: str,
+        chunk: ChunkOffloadHandler,
+        proof: Proof,
+        refusal: str,
+    ) -> None:
+        storage, layout = output.untyped_storage(), layout_of(output)
+        self.again, self.parts, self.unit, self.proof = again, parts, unit, proof
+        self.transfers, self._chunk = chunk.transfers, ref(chunk)
+        self.version, self.form = output._version, (output.shape, output.stride(), output.dtype)
+        self.storage_ref = StorageRef(storage)  # as with an `Input`
+        self.num_bytes, self.address = storage.nbytes(), storage.data_ptr()
+        self.aliases: list[torch.Tensor] = []
+        self.are_equal: list[torch.Tensor] = []
+        known = {id(x): x for x in parts}.values()
+        self.inputs = [x for x in known if type(x) is Input]
+        self.constants = Constants([x for x in known if isinstance(x, torch.Tensor)])
+        depth = 1 + max((x.recipe.depth for x in self.inputs if x.recipe is not None), default=0)
+        if any(x.storage_ref.cdata == self.storage_ref.cdata for x in self.inputs):
+            refusal = refusal or "it is a view of an input"
+        if any(x.layout is not torch.strided for x in self.constants.tensors):
+            refusal = refusal or "it takes a sparse tensor"
+        if layout.offset or self.num_bytes > layout.high:
+            refusal = refusal or "its storage holds more"
+        if depth > MOST_IN_A_ROW:
+            refusal = refusal or TOO_MANY
+        self.refusal = refusal
+        self.depth: int = 0 if refusal else depth
 
     @property
-    def inputs(self) -> Iterable[Input]:
-        """Those of the parts that can move, each once."""
-        return {id(part): part for part in self.parts if type(part) is Input}.values()
+    def store(self) -> FunctionRecipe:
+        """What a record asks for the output."""
+        return self
 
-    def bind(self, block: Block, *, drops: bool) -> str:
-        """Keep the inputs' blocks from here on; return why the block can't be dropped, or nothing.
+    def bind(self, aliases: Sequence[torch.Tensor], stream: Stream, *, drops: bool) -> str:
+        """As there: keep the inputs' blocks from here on.
 
         What an input is made from counts as its input too. For a proof the host waits for what
         comparisons have shown.
         """
-        if any(alias._version != self.version for alias in block.aliases):
+        if any(alias._version != self.version for alias in aliases):
             return "it was changed in place"
         if refusal := self.bind_inputs():
             if self.transfers.by_rows and refusal == _INPUT_NOT_SAVED:
                 self.transfers.warn_once(_ROW_IS_KEPT.format(self.unit))
             return refusal
-        if self.sum is None:
+        if self.compared is None or self.sum is None:
             return self.proof.refuse_unseen() if drops else ""
-        self.transfers.stats.proven_bytes += block.num_bytes
-        with self.transfers.backend.computing_on(block.stream):
-            block.stream.wait_event(self.compared)
-            are_equal = [*self.are_equal, sum_of(block.aliases[0]) == self.sum]
+        if not self.is_counted:
+            self.transfers.stats.proven_bytes += self.num_bytes
+        with self.transfers.backend.computing_on(stream):
+            stream.wait_event(self.compared)
+            are_equal = [*self.are_equal, sum_of(aliases[0]) == self.sum]
             return self.proof.resolve(are_equal)
 
-    def begin_proof(
-        self,
-        output: torch.Tensor,
-        given: Sequence[Any],
-        sources: Sequence[tuple[torch.Tensor, Recipe]],
-        *,
-        runs: bool,
-    ) -> None:
-        """Compare an output that was made now, if the call ``runs`` once more.
+    # What is saved in no group is no block: nothing copies it, nor waits for it. While something
+    # else keeps the output, that is what is read, as autograd alone would have read it.
+    def drop(self, record: SavedTensor, *, drops: bool) -> None:
+        """As there."""
+        transfers, stream = self.transfers, self.transfers.backend.compute_stream()
+        with transfers.guard.lock:  # else another thread may release what an input is in
+            refusal = self.bind([record.alias], stream, drops=drops)
+        if not self.is_counted:
+            stats, self.is_counted = transfers.stats, True
+            if refusal:
+                refused = stats.refused_recipe_bytes
+                refused[refusal] = refused.get(refusal, 0) + self.num_bytes
+            elif drops:
+                stats.by_name[self.unit].recomputed_bytes += self.num_bytes
+        if refusal or not drops:
+            return
+        if self.sum is None and any(isinstance(x, Checker) for x in transfers.observers):
+            self.sum = sum_of(record.alias)
+        alias = record.alias if record.is_detached else record.detach()
+        transfers.backend.read_on(stream, alias)
+        transfers.empty(alias)
+        self.aliases.append(alias)
+        record.block = self  # type: ignore[assignment]  # of which it asks no more
 
-        It was ``given`` its arguments; ``sources`` are those of which backward would take what
-        other recipes make.
+    def target_of(self, block: Any) -> torch.Tensor:
+        """As there, once for all who need it on a stream: no wait orders another behind that."""
+        transfers, stream = self.transfers, self.transfers.backend.compute_stream()
+        if self.made is None or self.made[0] is not stream:
+            if (chunk := self._chunk()) is not None:
+                chunk.recipes.clear()  # its forward is over, and they keep what they are made of
+            storage = torch.UntypedStorage._new_with_weak_ptr(self.storage_ref.cdata)
+            if storage is not None and storage.data_ptr() == self.address:
+                transfers.stats.externally_referenced_bytes += self.num_bytes
+                self.made = stream, bytes_of(storage)
+            else:
+                observers = () if block is self else transfers.observers
+                for observer in observers:
+                    observer.recompute_starts(block)
+                made = self.run()
+                for observer in observers:
+                    observer.recomputed(block, made)
+                if not made.is_contiguous():
+                    made = bytes_of(made.untyped_storage())
+                self.made = stream, made
+                for observer in observers:
+                    observer.block_read(block, self._from(block.low))
+        return self._from(block.low)
+
+    def _from(self, low: int) -> torch.Tensor:
+        assert self.made is not None
+        made = self.made[1]
+        return made.view(-1).view(torch.uint8)[low:] if low else made
+
+    def begin_proof(self, output: torch.Tensor, given: Sequence[Any], *, runs: bool) -> None:
+        """Compare an output that was made now of what is ``given``, if the call ``runs`` once more.
+
+        So is what is given of which backward would take what another recipe makes.
         """
         self.sum = sum_of(output)
-        for tensor, recipe in sources:
-            if isinstance(recipe, FunctionRecipe) and recipe.sum is not None:
-                self.are_equal.append(sum_of(tensor) == recipe.sum)
+        for tensor, part in zip(given, self.parts, strict=True):
+            if type(part) is Input and part.recipe is not None and part.recipe.sum is not None:
+                self.are_equal.append(sum_of(tensor) == part.recipe.sum)
         if runs:
             plain = (x for x in given if type(x) is torch.Tensor)
             own = {id(x): x.detach().requires_grad_(x.requires_grad) for x in plain}
@@ -294,13 +307,6 @@ class FunctionRecipe:
             self.are_equal.append(sum_of(made) == self.sum if is_alike else self.sum != self.sum)
         backend = self.transfers.backend
         self.compared = backend.record(backend.compute_stream())
-
-    def copy(self) -> FunctionRecipe:
-        """Return one that can be bound by itself."""
-        copied = copy.copy(self)
-        copies = {id(part): copy.copy(part) for part in self.inputs}
-        copied.parts = [copies.get(id(part), part) for part in self.parts]
-        return copied
 
     def bind_inputs(self) -> str:
         """As `bind`, for an output that is not saved."""

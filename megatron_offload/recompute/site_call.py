@@ -39,10 +39,9 @@ from megatron_offload.recompute.call_state import (
     other_states,
     outside_vmap,
 )
-from megatron_offload.recompute.module_state import ModuleLayout, ModuleState
+from megatron_offload.recompute.module_state import Constants, ModuleLayout, ModuleState
 from megatron_offload.recompute.patches import PatchStack
 from megatron_offload.recompute.proof import PROVE_EVERY, Proof, other_bits, sums_of
-from megatron_offload.recompute.recipe import Constants
 
 _logger = logging.getLogger(__name__)
 

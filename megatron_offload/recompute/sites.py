@@ -47,7 +47,7 @@ from megatron_offload.model_map.watch import SavedMemory
 from megatron_offload.recompute.call_state import are_captured
 from megatron_offload.recompute.module_state import ModuleState
 from megatron_offload.recompute.recipe import taken_apart
-from megatron_offload.recompute.recipes import recipes_of
+from megatron_offload.recompute.recipes import note_recipe
 from megatron_offload.recompute.site_call import ModuleCall, Site, SiteCall, TriedCall
 from megatron_offload.recompute.transformer_engine import is_quantising
 
@@ -178,7 +178,8 @@ class SiteHooks:
         call.picks_first = isinstance(output, (tuple, list))
         made = output[0] if call.picks_first else output
         if chunk is not None and isinstance(made, torch.Tensor):
-            recipes_of(chunk).add(
+            note_recipe(
+                chunk,
                 made,
                 call.output,
                 leaves,

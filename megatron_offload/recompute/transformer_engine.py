@@ -92,13 +92,14 @@ PipelineOffloadManager.at_chunk.append(lambda _: install())
 def _note(output: Any, function: Callable[..., Any], *inputs: Any, unit: str) -> None:
     """Note for the chunk whose hooks are in force how an output was made.
 
-    What that takes the layer saves for its own backward as well, if there is one: in a group.
+    What that takes the layer saves for its own backward as well, if there is one.
     """
     owner = owner_of_hooks()
     chunk = owner if isinstance(owner, ChunkOffloadHandler) else getattr(owner, "chunk", None)
     if chunk is None or unit not in chunk.rules.configured or is_in_backward():
         return
-    add_recipe(chunk, output, function, inputs, unit=unit, holds=bool(chunk.open_groups))
+    holds = isinstance(owner, ChunkOffloadHandler)
+    add_recipe(chunk, output, function, inputs, unit=unit, holds=holds)
 
 
 def _normalize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

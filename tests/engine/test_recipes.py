@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from programs import TIMINGS, assert_nothing_left, assert_same, in_group, make_manager, twice
-from recipe_programs import TENSOR_BYTES, WIDTH, check, make, of, one_group, rows, run, save
+from recipe_programs import ROWS, TENSOR_BYTES, WIDTH, check, make, of, one_group, rows, run, save
 
 from megatron_offload.errors import StateError
 
@@ -197,6 +197,16 @@ def test_what_was_noted_and_not_saved_keeps_nothing_through_backward():
         del y
         assert manager.decisions.is_idle()
     assert manager.last_step.recomputed_bytes > 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"checking": True}], ids=str)
+def test_an_output_of_which_the_end_is_saved_is_recomputed(settings):
+    @one_group
+    def forward(manager, x):
+        end = make(manager, torch.cos, save(x, x))[ROWS // 2 :]
+        return save(end, end).sum() + x
+
+    assert check(make_manager(**settings), forward).recomputed_bytes == TENSOR_BYTES // 2
 
 
 def test_two_consumers_share_what_is_recomputed():

@@ -1,0 +1,100 @@
+"""Outputs that rows recompute: who saves them is in no group."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from functools import partial
+
+import pytest
+import torch
+from programs import assert_same, make_manager, take_steps, twice
+from small_net import WIDTH, around, changed_net
+from torch import nn
+
+from megatron_offload.errors import CorruptionError
+from megatron_offload.frontends.adopt import adopt_model
+from megatron_offload.model_map.module_hooks import ModuleHook
+
+NORMS = [{"site": "norm", "recompute": True}]
+
+
+class Given(torch.autograd.Function):
+    """Has what it saves as the gradient of its first argument."""
+
+    @staticmethod
+    def forward(ctx, own, saved):
+        ctx.save_for_backward(saved)
+        return own.sum() * saved.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (saved,) = ctx.saved_tensors
+        return saved, None
+
+
+class Reader(nn.Module):
+    """Saves what it is given, and as a constant that is the gradient of its parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = nn.Parameter(torch.zeros(2, 8, WIDTH))
+
+    def forward(self, x):
+        return x.sin() + Given.apply(self.own, x.detach())
+
+
+def reader_net(norms_train=True):
+    def change(layer):
+        layer.mlp = Reader()
+        layer.norm.requires_grad_(norms_train)
+        layer.forward = types.MethodType(lambda self, x: x + self.mlp(self.norm(x)), layer)
+
+    return changed_net(change)
+
+
+@pytest.mark.parametrize("settings", [{}, {"checking": True}], ids=str)
+@pytest.mark.parametrize("norms_train", [True, False])
+def test_what_saves_outputs_that_rows_recompute_is_in_no_group(norms_train, settings):
+    net, steps = reader_net(norms_train), partial(take_steps, backward=twice)
+    context = around(net, NORMS, **settings)
+    assert_same(steps(reader_net(norms_train)), steps(net, context))
+    context.end_step()
+    step = context.last_step
+    assert (step.num_groups, step.by_name["norm"].recomputed_bytes) == (0, 4 * 2 * 8 * WIDTH * 4)
+
+
+def test_a_backward_forgets_what_its_forward_has_noted():
+    net, manager = reader_net(), make_manager(rows=NORMS)
+    adopt_model(net, manager)
+    for _ in range(2):
+        with manager.step():
+            chunk = manager.begin_chunk()
+            loss = net(torch.randint(50, (2, 8))).sum()
+            assert chunk.recipes or manager.step_number == 1  # which is watched
+            loss.backward()
+            assert not chunk.recipes
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_an_output_that_the_program_keeps_is_read_where_it_is(keeps, monkeypatch):
+    net, kept, calls, own = reader_net(), [], [], torch.layer_norm
+    for layer in net.layers if keeps else ():
+        layer.norm.register_forward_hook(ModuleHook(lambda *given: kept.append(given[-1])))
+    context = around(net, NORMS)
+    take_steps(net, context)
+    monkeypatch.setattr(torch, "layer_norm", lambda *given: calls.append(given) or own(*given))
+    take_steps(net, context, (8,))
+    assert len(calls) == 4 * (1 if keeps else 2)
+
+
+@pytest.mark.parametrize("settings", [{}, {"checking": True}], ids=str)
+def test_an_output_of_other_bits_is_said_in_checking_mode(settings, monkeypatch):
+    net, is_wrong = reader_net(), []
+    context = around(net, NORMS, **settings)
+    take_steps(net, context)
+    own = torch.layer_norm
+    monkeypatch.setattr(torch, "layer_norm", lambda *given: own(*given) + len(is_wrong))
+    expects = pytest.raises(CorruptionError, match="norm returns was recomputed with other bits")
+    with expects if settings else contextlib.nullcontext():
+        take_steps(net, context, (8,), meanwhile=lambda *_: is_wrong.append(1))
