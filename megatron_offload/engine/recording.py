@@ -309,15 +309,10 @@ class Recording:
 
     @graph_break
     def __exit__(self, *exception: object) -> None:
-        self.take_off()
-
-    def take_off(self) -> Callable[[torch.Tensor], SavedTensor] | None:
-        """Take the last one off that was put on, and return it."""
         pack = self._packs[-1] if self._packs else None
         if pack is not None:
             take_off(partial(is_, pack))
         del self._packs[-1:]
-        return pack
 
     def has_pack(self, pack: object) -> bool:
         """Whether this is the pack hook of one of its groups, which is to be in force."""

@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.engine.boundary import chunk_of, commit_group, start_group, tick
-from megatron_offload.engine.group import OffloadGroup, Record
-from megatron_offload.engine.hooks import owner_of, put_on, take_off
+from megatron_offload.engine.chunk import ChunkOffloadHandler
+from megatron_offload.engine.group import OffloadGroup, Recipe, Record
+from megatron_offload.engine.hooks import put_on, take_off
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.model_map.module_hooks import EagerHook, has_tokens, hook_calls
 
@@ -153,15 +154,23 @@ class OffloadSite:
 class SaverSite(OffloadSite):
     """Drops what a module saves of outputs that are recomputed, without a group."""
 
+    def __init__(self, name: str, find_manager: FindManager, min_tokens: int) -> None:
+        super().__init__(name, find_manager, min_tokens=min_tokens)
+        self._saved: list[tuple[ChunkOffloadHandler | None, list[tuple[Recipe, Any]]]] = []
+
     def _begin(self, manager: PipelineOffloadManager, tensors: Sequence[Any]) -> None:
         chunk = chunk_of(manager, self.name) if manager.starts(self.name, is_marked=False) else None
-        manager.put_on(None if chunk is None else partial(chunk.pack_output, []))
+        outputs: list[tuple[Recipe, Any]] = []
+        self._saved.append((chunk, outputs))
+        manager.put_on(None if chunk is None else partial(chunk.pack_output, outputs))
 
     def _end(self, manager: PipelineOffloadManager, tensors: Sequence[Any]) -> None:
-        pack: Any = manager.take_off()
-        for recipe, record in () if pack is None else pack.args[0]:
-            manager.decisions.last_call = ref(record)
-            recipe.drop(record, drops=owner_of(pack).rules.recomputes)
+        manager.__exit__()  # of another site of this module, perhaps: they end as they began
+        chunk, outputs = self._saved.pop()
+        if chunk is not None:
+            for recipe, record in outputs:
+                manager.decisions.last_call = ref(record)
+                recipe.drop(record, drops=chunk.rules.recomputes)
 
 
 class NoHooks:

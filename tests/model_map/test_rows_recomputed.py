@@ -12,6 +12,7 @@ from programs import assert_same, make_manager, take_steps, twice
 from small_net import WIDTH, around, changed_net
 from torch import nn
 
+from megatron_offload import offload_modules
 from megatron_offload.errors import CorruptionError
 from megatron_offload.frontends.adopt import adopt_model
 from megatron_offload.model_map.module_hooks import ModuleHook
@@ -74,6 +75,16 @@ def test_a_backward_forgets_what_its_forward_has_noted():
             assert chunk.recipes or manager.step_number == 1  # which is watched
             loss.backward()
             assert not chunk.recipes
+
+
+def test_what_saves_such_outputs_may_be_marked_as_a_group_too():
+    net, manager = reader_net(), make_manager(rows=NORMS)
+    offload_modules(net, ["layers.*.mlp"], manager=manager)
+    for _ in range(3):
+        with manager.step():
+            manager.begin_chunk()
+            net(torch.randint(50, (2, 8))).sum().backward()
+    assert manager.last_step.by_name["norm"].recomputed_bytes == 4 * 2 * 8 * WIDTH * 4
 
 
 @pytest.mark.parametrize("keeps", [False, True])
