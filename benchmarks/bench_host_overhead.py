@@ -11,6 +11,9 @@ each, and adds
 
     recomputed  with this package, which recomputes those in backward in place of offloading them
 
+``--cold-mib 16`` writes so much of the host's memory before each group, as a job's other work may:
+caches hold nothing of the package then.
+
 ``--fraction 0.1`` lets the package move so much of the bytes, and keep the rest on the device.
 
 On a CPU copies take no device time, and the streams and events of both are patches that do
@@ -76,10 +79,11 @@ class SaveFour(torch.autograd.Function):
 
 def program(mode, num_groups, start, context, commit):
     """Take one chunk forward and backward."""
-    device, num_made = mode.device, mode.num_made
+    device, num_made, others = mode.device, mode.num_made, mode.others
     x = torch.zeros(1, requires_grad=True, device=device)
     for _ in range(num_groups):
         tensors = [torch.empty(NUM_ELEMENTS, device=device) for _ in range(4 - num_made)]
+        others.add_(1)
         x = start(x)
         with context():
             x = SaveFour.apply(x, *tensors, *map(mode.make, tensors[:num_made]))
@@ -102,6 +106,8 @@ class Alone:
 
     make = staticmethod(torch.neg)
     """How a tensor is made of another."""
+    others = torch.zeros(0)
+    """What is written before each group."""
 
     def __init__(self, device, num_made):
         self.device, self.num_made = device, num_made
@@ -321,6 +327,7 @@ def main():
     parser.add_argument(
         "--fraction", type=float, default=1.0, help="of the bytes, what is offloaded"
     )
+    parser.add_argument("--cold-mib", type=int, default=0, help="written before each group")
     parser.add_argument("--num-groups", type=int, default=80, help="of a step, all chunks together")
     parser.add_argument("--num-chunks", type=int, default=1)
     parser.add_argument("--num-runs", type=int, default=60)
@@ -331,6 +338,7 @@ def main():
     if num_chunks < 1 or num_groups < 1 or num_groups % num_chunks:
         parser.error("--num-groups is a multiple of --num-chunks, and both are at least 1")
     torch.set_num_threads(1)
+    Alone.others = torch.zeros(arguments.cold_mib << 20, dtype=torch.uint8)
     num_made = arguments.made
     modes = {
         "none": Alone(device, num_made),
@@ -373,6 +381,7 @@ def main():
         "saved_tensors_per_group": 4,
         "made_of_others": num_made,
         "fraction": arguments.fraction,
+        "cold_mib": arguments.cold_mib,
         "moved_bytes_per_group": {name: round(value) for name, value in moved.items()},
         "median_us_per_group": {name: round(value, 2) for name, value in median.items()},
         "added_us_per_group": {
