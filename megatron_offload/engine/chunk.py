@@ -134,7 +134,7 @@ class ChunkOffloadHandler:
         for observer in self.transfers.observers:
             observer.tensor_saved(tensor)
         is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
-        if is_plain and self.recipes and not _len_torch_dispatch_stack():
+        if is_plain and not _len_torch_dispatch_stack():
             key = tensor.untyped_storage()._cdata
             block = self.find_block(key)  # where a group has saved it as well
             recipe = self.recipes.get(key) if block is None else block.recipe

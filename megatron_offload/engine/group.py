@@ -248,6 +248,8 @@ class Recipe(Protocol):
     unit: str
     depth: int
     version: int
+    is_counted: bool
+    """Whether what it makes counts as recomputed, or as refused, already."""
 
     def bind(self, aliases: Sequence[torch.Tensor], stream: Stream, *, drops: bool) -> str:
         """Keep what they are made from; return why they can't be dropped, or nothing.

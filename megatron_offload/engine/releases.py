@@ -38,6 +38,9 @@ from megatron_offload.memory.storage_ref import StorageRef, has_no_other, num_ow
 
 _logger = logging.getLogger(__name__)
 
+KEPT_ALIVE = "something else keeps it alive"
+"""Why what could be recomputed isn't: no memory would be freed."""
+
 
 class Releases(Reloads):
     """Drops sources of one manager's blocks, or keeps them, and knows what something else keeps."""
@@ -100,7 +103,7 @@ class Releases(Reloads):
         num_bytes, stats, recipe = block.num_bytes, self.stats, block.recipe
         assert recipe is not None
         if block.state is SAVED:  # else it is dropped with a group before this, which shares it
-            refusal = "something else keeps it alive"
+            refusal = KEPT_ALIVE
             if block.identity not in self.kept_by_others:
                 refusal = recipe.bind(block.aliases, block.stream, drops=group.rules.recomputes)
             if refusal:
@@ -118,11 +121,17 @@ class Releases(Reloads):
             block.num_bytes = 0
             self.backend.read_on(block.stream, source)
             self._drop_source(block.aliases, block.stream, group, block)
-            name, dropped, by_unit = block.name, group.dropped_bytes, stats.recomputed_bytes_by_unit
-            by_unit[recipe.unit] = by_unit.get(recipe.unit, 0) + num_bytes
-            stats.by_name[name].recomputed_bytes += num_bytes
-            dropped[name] = dropped.get(name, 0) + num_bytes
-            self.host_pool.alone.add(name, num_bytes)
+            if not recipe.is_counted:  # by one who saves it in no group
+                recipe.is_counted = True
+                by_unit, dropped, name = (
+                    stats.recomputed_bytes_by_unit,
+                    group.dropped_bytes,
+                    block.name,
+                )
+                by_unit[recipe.unit] = by_unit.get(recipe.unit, 0) + num_bytes
+                stats.by_name[name].recomputed_bytes += num_bytes
+                dropped[name] = dropped.get(name, 0) + num_bytes
+                self.host_pool.alone.add(name, num_bytes)
         group.needs = tuple(sorted({*group.needs, *recipe.needs()} - {group.key}))
         return True
 

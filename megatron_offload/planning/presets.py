@@ -21,7 +21,7 @@ def with_gpu(data: Mapping[str, Any]) -> Mapping[str, Any]:
         return data
     sheets = load_yaml(config_folder("machines") / "gpus.yaml")
     known = sheets["gpus"]
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         raise ConfigError(f"machine.gpu: no GPU {str(name)!r} is known{did_you_mean(name, known)}")
     gpu, model = known[name], data.get("model")
     found = {**data, "machine": sheets["links"][gpu["link"]] | gpu["machine"] | machine}

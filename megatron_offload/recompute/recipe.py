@@ -30,7 +30,9 @@ from megatron_offload.engine.block_state import DROPPED, SAVED
 from megatron_offload.engine.checking import Checker
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.group import BlockRef
+from megatron_offload.engine.releases import KEPT_ALIVE
 from megatron_offload.engine.saved_tensor import SavedTensor
+from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import CorruptionError
 from megatron_offload.memory.checksum import checksum
 from megatron_offload.memory.layout import TensorLayout, bytes_of, layout_of
@@ -171,7 +173,7 @@ class FunctionRecipe:
 
     state = DROPPED
     released, spec, low = True, None, 0
-    is_counted = False
+    is_counted = is_spoilt = False
     sum: torch.Tensor | None = None
     compared: Event = None
     made: tuple[Stream, torch.Tensor] | None = None
@@ -195,6 +197,7 @@ class FunctionRecipe:
         self.storage_ref = StorageRef(storage)  # as with an `Input`
         self.num_bytes, self.address = storage.nbytes(), storage.data_ptr()
         self.aliases: list[torch.Tensor] = []
+        self._counted_in: StepStats | None = None  # where it is counted as recomputed, in no group
         self.are_equal: list[torch.Tensor] = []
         known = {id(x): x for x in parts}.values()
         self.inputs = [x for x in known if type(x) is Input]
@@ -235,7 +238,10 @@ class FunctionRecipe:
         with self.transfers.backend.computing_on(stream):
             stream.wait_event(self.compared)
             are_equal = [*self.are_equal, sum_of(aliases[0]) == self.sum]
-            return self.proof.resolve(are_equal)
+            refusal = self.proof.resolve(are_equal)
+        # Who has saved it before has dropped what was written to unseen since.
+        self.is_spoilt |= bool(refusal and self.aliases and not torch.stack(are_equal).all())
+        return refusal
 
     # What is saved in no group is no block: nothing copies it, nor waits for it. While something
     # else keeps the output, that is what is read, as autograd alone would have read it.
@@ -247,10 +253,10 @@ class FunctionRecipe:
         if not self.is_counted:
             stats, self.is_counted = transfers.stats, True
             if refusal:
-                refused = stats.refused_recipe_bytes
-                refused[refusal] = refused.get(refusal, 0) + self.num_bytes
+                self._refuse(stats, refusal)
             elif drops:
                 stats.by_name[self.unit].recomputed_bytes += self.num_bytes
+                self._counted_in = stats
         if refusal or not drops:
             return
         if self.sum is None and any(isinstance(x, Checker) for x in transfers.observers):
@@ -261,6 +267,10 @@ class FunctionRecipe:
         self.aliases.append(alias)
         record.block = self  # type: ignore[assignment]  # of which it asks no more
 
+    def _refuse(self, stats: StepStats, why: str) -> None:
+        refused = stats.refused_recipe_bytes
+        refused[why] = refused.get(why, 0) + self.num_bytes
+
     def target_of(self, block: Any) -> torch.Tensor:
         """As there, once for all who need it on a stream: no wait orders another behind that."""
         transfers, stream = self.transfers, self.transfers.backend.compute_stream()
@@ -269,7 +279,12 @@ class FunctionRecipe:
                 chunk.recipes.clear()  # its forward is over, and they keep what they are made of
             storage = torch.UntypedStorage._new_with_weak_ptr(self.storage_ref.cdata)
             if storage is not None and storage.data_ptr() == self.address:
-                transfers.stats.externally_referenced_bytes += self.num_bytes
+                if self._counted_in is None:
+                    transfers.stats.externally_referenced_bytes += self.num_bytes
+                else:
+                    self._counted_in.by_name[self.unit].recomputed_bytes -= self.num_bytes
+                    self._refuse(self._counted_in, KEPT_ALIVE)
+                    self._counted_in = None
                 self.made = stream, bytes_of(storage)
             else:
                 observers = () if block is self else transfers.observers
@@ -328,8 +343,10 @@ class FunctionRecipe:
             InPlaceModificationError: something that the function takes was changed since.
             StateError: a parameter that it takes has no memory now.
             CorruptionError: the function made another kind of tensor than before, or for a proof
-                other bits.
+                other bits; or it was written to unseen between two who have saved it.
         """
+        if self.is_spoilt:
+            raise other_bits(f"what {self.proof.name} returns", self.unit)
         with outside_vmap():
             self.constants.check("a tensor", self.unit)
             # By what needs one a product of matrices chooses its kernel, even where grad is off.

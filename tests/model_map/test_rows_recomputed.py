@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from programs import assert_same, make_manager, take_steps, twice
-from small_net import WIDTH, around, changed_net
+from small_net import AT_ONCE, WIDTH, around, changed_net
 from torch import nn
 
 from megatron_offload import offload_modules
@@ -109,3 +109,63 @@ def test_an_output_of_other_bits_is_said_in_checking_mode(settings, monkeypatch)
     expects = pytest.raises(CorruptionError, match="norm returns was recomputed with other bits")
     with expects if settings else contextlib.nullcontext():
         take_steps(net, context, (8,), meanwhile=lambda *_: is_wrong.append(1))
+
+
+class Readers(nn.Module):
+    """Saves its input in three parts of its own; ``meanwhile`` is called behind the first."""
+
+    def __init__(self, meanwhile=lambda x: None):
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.meanwhile = meanwhile
+
+    def forward(self, x):
+        y = self.first(x).sin()
+        self.meanwhile(x)
+        return y * self.second(x).sin() * self.third(x).sin()
+
+
+def readers_net(meanwhile=lambda x: None):
+    def change(layer):
+        layer.mlp = Readers(meanwhile)
+        layer.forward = types.MethodType(lambda self, x: x + self.mlp(self.norm(x)), layer)
+
+    return changed_net(change)
+
+
+@pytest.mark.parametrize("reader", ["first", "third"])
+def test_an_output_that_groups_and_others_save_is_dropped_and_counted_once(reader, monkeypatch):
+    rows = [*NORMS, {"site": f"mlp.{reader}", "offload": 1}]
+    expected, net, calls, own = take_steps(readers_net()), readers_net(), [], torch.layer_norm
+    context = around(net, rows, **AT_ONCE)
+    assert_same(expected, take_steps(net, context))
+    monkeypatch.setattr(torch, "layer_norm", lambda *given: calls.append(given) or own(*given))
+    take_steps(net, context, (8,))
+    assert len(calls) == 4 * 2, "nobody keeps it, so that each runs again"
+    context.end_step()
+    assert context.last_step.recomputed_bytes == 4 * 2 * 8 * WIDTH * 4
+
+
+def test_what_is_written_to_unseen_between_two_who_save_it_is_an_error_and_not_wrong():
+    writes = []
+    net = readers_net(lambda x: x.data.add_(1) if writes else None)
+    context = around(net, NORMS)
+    take_steps(net, context, (8,))  # which is watched
+    writes.append(1)
+    with pytest.raises(CorruptionError, match="norm returns was recomputed with other bits"):
+        take_steps(net, context, (8,))
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_something_else_keeps_alive_counts_as_refused(keeps):
+    net, kept = readers_net(), []
+    for layer in net.layers if keeps else ():
+        layer.norm.register_forward_hook(ModuleHook(lambda *given: kept.append(given[-1])))
+    context = around(net, NORMS)
+    take_steps(net, context)
+    context.end_step()
+    step, num_bytes = context.last_step, 4 * 2 * 8 * WIDTH * 4
+    assert step.recomputed_bytes == (0 if keeps else num_bytes)
+    assert step.refused_recipe_bytes == (
+        {"something else keeps it alive": num_bytes} if keeps else {}
+    )
