@@ -106,8 +106,8 @@ class Releases(Reloads):
             refusal = KEPT_ALIVE
             if block.identity not in self.kept_by_others:
                 refusal = recipe.bind(block.aliases, block.stream, drops=group.rules.recomputes)
-            if refusal:
-                refused = stats.refused_recipe_bytes
+            if refusal and not recipe.is_counted:
+                recipe.is_counted, refused = True, stats.refused_recipe_bytes
                 refused[refusal] = refused.get(refusal, 0) + num_bytes
             if refusal or not group.rules.recomputes:
                 block.recipe = None

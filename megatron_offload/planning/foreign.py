@@ -31,6 +31,8 @@ def describe(make: Callable[[Any], dict[str, Any]], given: Any, source: str) -> 
 def from_hugging_face(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the description of a model from its config.json."""
     form = load_yaml(config_folder("formats") / "hugging_face.yaml")
+    if not isinstance(given, Mapping) or "model_type" not in given:
+        raise ConfigError("it says no model_type, as a config.json of transformers does")
     kind, families = str(given["model_type"]), form["families"]
     if kind not in families:
         raise ConfigError(f"model_type {kind!r} can't be described{did_you_mean(kind, families)}")

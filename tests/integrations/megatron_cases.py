@@ -18,7 +18,7 @@ GATED = {
     "activation_func": torch.nn.functional.silu,
     "add_bias_linear": False,
 }
-REMADE = {"mlp_act", "norm"}
+RECOMPUTED = {"mlp_act", "norm"}
 ROWS = [
     {"site": "core_attn", "layers": "0-1", "offload": 2},
     {"site": "mlp_norm", "layers": 3, "offload": 1},
@@ -60,14 +60,14 @@ CASES = {
     "kept-bytes": {"delta_offload_bytes_across_pp_ranks": 1 << 14},
     "wait-at-commit": {"fine_grained_offloading_max_inflight_offloads": 0},
     "one-in-flight": {"fine_grained_offloading_max_inflight_offloads": 1},
-    "by-default": {"add_bias_linear": True, "remakes": None},
-    "none-again": {"add_bias_linear": True, "remakes": ()},
-    "gelu": {"add_bias_linear": True, "remakes": REMADE},
-    "gelu-fused": {"bias_activation_fusion": True, "remakes": REMADE},
-    "gated": {**GATED, "remakes": REMADE},
-    "gated-fused": {**GATED, "bias_activation_fusion": True, "remakes": REMADE},
-    "moe-gated": {**MOE, **GATED, "remakes": REMADE},
-    "moe-gated-fused": {**MOE, **GATED, "bias_activation_fusion": True, "remakes": REMADE},
+    "by-default": {"add_bias_linear": True, "recomputes": None},
+    "none-again": {"add_bias_linear": True, "recomputes": ()},
+    "gelu": {"add_bias_linear": True, "recomputes": RECOMPUTED},
+    "gelu-fused": {"bias_activation_fusion": True, "recomputes": RECOMPUTED},
+    "gated": {**GATED, "recomputes": RECOMPUTED},
+    "gated-fused": {**GATED, "bias_activation_fusion": True, "recomputes": RECOMPUTED},
+    "moe-gated": {**MOE, **GATED, "recomputes": RECOMPUTED},
+    "moe-gated-fused": {**MOE, **GATED, "bias_activation_fusion": True, "recomputes": RECOMPUTED},
     "latent": {
         "multi_latent_attention": True,
         "q_lora_rank": 16,
@@ -77,7 +77,7 @@ CASES = {
         "v_head_dim": 16,
         "rope_type": "rope",
         "normalization": "LayerNorm",
-        "remakes": REMADE,
+        "recomputes": RECOMPUTED,
     },
     "rows": IN_ROWS,
     "rows-overlapped": {

@@ -226,12 +226,12 @@ def run_case(case, *, built_first):
     from megatron_offload.integrations import megatron_core
 
     overrides = dict(CASES[case])
-    marks_mlp = "remakes" in overrides
-    remakes = overrides.pop("remakes", None)
+    marks_mlp = "recomputes" in overrides
+    recomputes = overrides.pop("recomputes", None)
     rows = overrides.pop("rows", None)
     expected, _ = train(build_model(build_config(overrides, offload=False)), case)
     manager = PipelineOffloadManager.get_instance()
-    more = {} if remakes is None else {"recompute": [*remakes], "checking": True}
+    more = {} if recomputes is None else {"recompute": [*recomputes], "checking": True}
     settings = OffloadConfig(
         **({"policy": "modules"} if rows is None else {"rows": rows}),
         backend="simulated",

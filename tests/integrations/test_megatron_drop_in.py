@@ -44,7 +44,7 @@ MOVES = {
 }
 CAPTURED = [case for case in MOVES if "captured" in case]
 BOTH = {"norm", "mlp_act"}
-REMADE = {
+RECOMPUTED = {
     "none-again": set(),
     **dict.fromkeys(("by-default", "gelu", "gelu-fused", "gated-fused", "moe-gated-fused"), BOTH),
     "gated": {"norm"},  # by parts that have no name
@@ -60,9 +60,9 @@ LATER_ONLY = {
     "delayed": {"expert_fc1", "moe_act"},
 }
 RUNS = {
-    ("0.16", "imports-first"): [*MOVES, *STAYS, *REMADE],
+    ("0.16", "imports-first"): [*MOVES, *STAYS, *RECOMPUTED],
     ("0.16", "installed-first"): ["dense", "moe", "selective-recompute"],
-    ("later", "imports-first"): [*MOVES, *STAYS, *LATER_ONLY, "none", *REMADE],
+    ("later", "imports-first"): [*MOVES, *STAYS, *LATER_ONLY, "none", *RECOMPUTED],
     ("later", "installed-first"): ["dense", "moe", "selective-recompute"],
 }
 
@@ -103,7 +103,7 @@ def programs(*cases):
 by_run = pytest.mark.parametrize("run", [param(run) for run in RUNS])
 
 
-@programs(*MOVES, *STAYS, *LATER_ONLY, "none", *REMADE)
+@programs(*MOVES, *STAYS, *LATER_ONLY, "none", *RECOMPUTED)
 def test_losses_and_gradients_are_those_without_offload_and_nothing_is_left(run, case):
     found = finding(run)["cases"][case]
     assert found["finite"]
@@ -194,10 +194,10 @@ def test_megatrons_fraction_reaches_the_policy(run, case):
     assert steps[1]["offloaded_bytes"] < steps[0]["offloaded_bytes"]
 
 
-@programs(*REMADE)
+@programs(*RECOMPUTED)
 def test_each_unit_is_recomputed(run, case):
     for step in finding(run)["cases"][case]["steps"]:
-        assert set(step["remade"]) == REMADE[case]
+        assert set(step["remade"]) == RECOMPUTED[case]
 
 
 @by_run

@@ -17,6 +17,7 @@ from megatron_offload.errors import CorruptionError
 from megatron_offload.frontends.adopt import adopt_model
 from megatron_offload.memory.storage_ref import StorageRef
 from megatron_offload.model_map.module_hooks import ModuleHook
+from megatron_offload.recompute.recipe import FunctionRecipe
 
 NORMS = [{"site": "norm", "recompute": True}]
 
@@ -152,6 +153,16 @@ def test_an_output_that_groups_and_others_save_is_dropped_and_counted_once(reade
     assert (len(made), kept) == (4, [0, 0]), "behind the forward, and the backward"
     context.end_step()
     assert context.last_step.recomputed_bytes == 4 * 2 * 8 * WIDTH * 4
+
+
+def test_an_output_that_is_refused_to_several_counts_once(monkeypatch):
+    net = readers_net()
+    context = around(net, [*NORMS, {"site": "mlp.third", "offload": 1}], **AT_ONCE)
+    take_steps(net, context)
+    monkeypatch.setattr(FunctionRecipe, "bind", lambda *_, **__: "no")
+    take_steps(net, context, (8,))
+    context.end_step()
+    assert context.last_step.refused_recipe_bytes == {"no": 4 * 2 * 8 * WIDTH * 4}
 
 
 def test_what_is_written_to_unseen_between_two_who_save_it_is_an_error_and_not_wrong():

@@ -105,6 +105,9 @@ def test_windows_are_described_where_layers_have_them():
     assert described("qwen2", sliding_window=32, use_sliding_window=False)[1].window_size is None
     with pytest.raises(ConfigError, match="uneven distances"):
         described("gpt_oss", layer_types=["full_attention", "sliding_attention"] * 2)
+    for none in ({}, [], {"hidden_size": 8}):
+        with pytest.raises(ConfigError, match="it says no model_type"):
+            from_hugging_face(none)
     with pytest.raises(ConfigError, match=r"model_type 'lama' .* did you mean 'llama'"):
         from_hugging_face({"model_type": "lama"})
 
