@@ -124,8 +124,10 @@ class StrictModel(BaseModel):
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
         """Return the schema in which no number is true or false."""
-        schema = handler(source)
-        _refuse_switches(schema["schema"] if "cls" in schema else schema)
+        own = schema = handler(source)
+        while "cls" not in own and "schema" in own:  # checks of the section as a whole
+            own = own["schema"]
+        _refuse_switches(own.get("schema", own))
         return schema
 
     if not TYPE_CHECKING:  # a checker knows the keys without

@@ -9,7 +9,7 @@ import os
 from typing import Annotated, Literal
 
 import pytest
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megatron_offload.errors import ConfigError
 from megatron_offload.files import text as files
@@ -31,7 +31,16 @@ class Two(StrictModel):
     leaf: Leaf = Leaf()
 
 
+class Checked(StrictModel):
+    weight: int = 0
+
+    @model_validator(mode="after")
+    def check(self) -> Checked:
+        return self
+
+
 class Root(StrictModel):
+    checked: Checked | None = None
     leaf: Leaf | None = None
     leaves: tuple[Leaf, ...] = ()
     pair: tuple[int, int] = (0, 0)
@@ -61,6 +70,7 @@ class Root(StrictModel):
         ),
         ({"pair": [1]}, "'pair.1' is required"),
         ({"either": {"kind": "two", "weight": False}}, "'either.weight': a number is wanted"),
+        ({"checked": {"weight": True}}, "'checked.weight': a number is wanted"),
     ],
 )
 def test_the_nearest_key_is_named(data, message):
