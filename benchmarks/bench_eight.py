@@ -124,7 +124,7 @@ def jobs(options):
     experts = ["--shape", "moe8", "--dp", options.gpus, "--ep", options.gpus]
     ends = {}
     for name, sizes in (("dense", dense), ("experts", experts)):
-        words = [*sizes, "--modes", *options.modes, "--steps", 5, "--warmup", 4, "--timeout", 90]
+        words = [*sizes, "--modes", *options.modes, "--steps", 5, "--warmup", 4, "--timeout", 150]
         words += [*options.more, "--output", options.output / name]
         command = [sys.executable, script, *words]
         ends[name] = subprocess.run([str(word) for word in command]).returncode

@@ -146,6 +146,8 @@ class Recording:
         self._recomputed = tuple(row.site for row in rows or () if row.recompute)
         self.transfers.by_rows = self.rows is not None
         self.learner.is_measured = is_own
+        self.has_come_by_site = False
+        """Whether a site of what is recomputed was called with gradients since."""
 
     # What follows
 
@@ -218,6 +220,7 @@ class Recording:
         """
         if unit not in self.recompute:
             return False
+        self.has_come_by_site = True
         return not (drops and self._is_for_shortage) or self.learner.is_short_of_memory()
 
     def starts(self, name: str, *, is_marked: bool) -> bool:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.graph_break import graph_break
-from megatron_offload.engine.hooks import is_in_backward
+from megatron_offload.engine.hooks import is_in_backward, is_recording
 from megatron_offload.recompute.patches import PatchStack
 
 Cache: Any = getattr(torch.utils.checkpoint, "_CachingTorchDispatchMode", None)
@@ -32,9 +32,10 @@ _NOT_SEEN = (
 )
 
 _NO_CALL = (
-    "rows have offloaded nothing so far, as none of their sites was called with gradients: perhaps "
-    "another model is, or graphs are that torch has compiled before this context was made and that "
-    "lack its hooks (torch._dynamo.reset() in front of it helps). This is said once"
+    "rows have offloaded or recomputed nothing so far, as none of their sites was called with "
+    "gradients: perhaps another model is, or graphs of torch.compile are, inside which no site is "
+    "recomputed, and which lack hooks of offload if they were made before this context "
+    "(torch._dynamo.reset() in front of it helps then). This is said once"
 )
 
 _watched = WeakSet[AutomaticGroups]()
@@ -55,13 +56,19 @@ def watch_unseen(groups: AutomaticGroups) -> None:
 
 
 def comes_by_no_site(groups: AutomaticGroups) -> bool:
-    """Whether a forward that ends has no group, and none before had, where rows say to offload."""
+    """Whether a forward that ends, and all before, have come by no site of what a user has named.
+
+    Sites that are recomputed are counted apart from those that are offloaded.
+    """
     forward, manager = groups.forward, groups.manager
-    named = () if manager.rows_are_own else manager.rows or ()
-    if forward is None or not any(row.offload and not row.min_tokens for row in named):
+    if forward is None or manager.rows_are_own or manager.is_searching or not is_recording():
         return False
+    named = [row for row in manager.rows or () if not row.min_tokens]
     has_any = forward.chunk.position is not None or manager.decisions.committed
-    return not (has_any or manager.last_step.by_name) and manager.records()
+    if any(row.offload for row in named) and not (has_any or manager.last_step.by_name):
+        return manager.do_offload
+    recomputes = any(row.recompute for row in named) or (manager.rows is None and manager.recompute)
+    return bool(recomputes) and manager.do_offload and not manager.has_come_by_site
 
 
 def warn_of_no_call(groups: AutomaticGroups) -> None:

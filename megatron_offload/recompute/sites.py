@@ -195,7 +195,8 @@ class SiteHooks:
         if self.site.drops_inside and is_quantising():
             return "its quantisers' scales change with every call"
         if type(module) is not self.site.type:
-            return "its forward was replaced"
+            is_compiled = self.site.type.__module__.startswith("torch._dynamo")
+            return "it is compiled" if is_compiled else "its forward was replaced"
         if forward_ad._current_level >= 0:
             return "it runs under forward-mode differentiation"
         last = next(reversed(module._forward_pre_hooks.values()))

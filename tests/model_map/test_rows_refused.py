@@ -46,6 +46,18 @@ def test_rows_whose_sites_a_forward_does_not_come_by_are_not_silent(caplog):
     assert caplog.text.count("none of their sites was called") == 1
 
 
+@pytest.mark.parametrize(
+    "settings", [{"rows": [{"site": "mlp", "recompute": True}]}, {"rows": None, "recompute": "mlp"}]
+)
+def test_what_is_recomputed_inside_a_compiled_graph_is_not_silent(settings, caplog):
+    net, tokens = make_net(num_layers=2), torch.arange(40)[None]
+    context, compiled = around(net, **settings), torch.compile(net, backend="eager")
+    for _ in range(5):
+        with context:
+            compiled(tokens).sum().backward()
+    assert caplog.text.count("none of their sites was called") == 1
+
+
 def test_a_row_that_would_hold_an_input_in_place_of_an_output_says_so(caplog):
     net = make_net()
     context = around(net, [{"site": "mlp.drop", "recompute": True}])
