@@ -227,7 +227,8 @@ class FollowedRows(OldAttributes):
         own = self.plan.rows() if rows_of_all is None else rows_of_all
         rows = ", ".join(map(str, (*self._besides, *own)))
         scale = self._num_inflight * self._bare_tokens / self._watched_tokens
-        sizes = scale * self.plan.freed_bytes, scale * self._saved_bytes
+        most = min(self.plan.freed_bytes, self._saved_bytes)  # steps differ
+        sizes = scale * most, scale * self._saved_bytes
         freed, saved = (format_bytes(int(size), 2) for size in sizes)  # what is needed soon is kept
         pinned = format_bytes(self.manager.host_pool.stats.slab_bytes_total, 2)
         self.said = f"rows: [{rows}] free up to {freed} of {saved} saved, {pinned} pinned; {text}"

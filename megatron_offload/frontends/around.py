@@ -229,7 +229,7 @@ class AroundForwards(saved_tensors_hooks):
     def save_report(self, folder: str | Path) -> None:
         """Leave in a folder what ``megatron-offload report FOLDER`` shows; each rank calls it."""
         self.end_step()
-        save_report(self._groups.manager, folder)
+        save_report(self._groups.manager, folder, step=self.last_step)
 
     def end_step(self) -> bool:
         """End the step now if nothing that it saved is left, and return whether there was one."""

@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, Field
 
 from megatron_offload.core.trace import StepTrace, read_traces, write_traces
-from megatron_offload.engine.stats import GroupStats
+from megatron_offload.engine.stats import GroupStats, StepStats
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import StrictModel, write_model
 from megatron_offload.files.text import replace_text
@@ -53,9 +53,9 @@ class RankSummary:
     groups: tuple[GroupStats, ...] = ()
 
 
-def counters_of(manager: PipelineOffloadManager) -> dict[str, Any]:
-    """Return the counters of a manager's last step under the names of `RankSummary`."""
-    step = manager.last_step
+def counters_of(manager: PipelineOffloadManager, step: StepStats | None = None) -> dict[str, Any]:
+    """Return the counters of a manager's last step, or of another, by the names of `RankSummary`."""
+    step = step or manager.last_step
     found = {x.name: getattr(step, x.name) for x in fields(RankSummary) if hasattr(step, x.name)}
     pinned_bytes = manager.host_pool.stats.slab_bytes_total
     return found | {"groups": tuple(step.by_name.values()), "pinned_host_bytes": pinned_bytes}
@@ -84,19 +84,22 @@ class RunFacts(StrictModel):
 
 
 def save_report(
-    manager: PipelineOffloadManager, folder: str | Path, trace: StepTrace | None = None
+    manager: PipelineOffloadManager,
+    folder: str | Path,
+    trace: StepTrace | None = None,
+    step: StepStats | None = None,
 ) -> None:
     """Leave in a folder what ``megatron-offload report FOLDER`` shows; each rank calls it.
 
-    Of the first rank that is the last step, plan, configuration and versions; besides the plans
+    Of the first rank that is the last step, or the one that is given, plan, configuration and versions; besides the plans
     that were found and each rank's ``trace``. A warning says why it can't be written.
     """
     from megatron_offload.machine.job_ranks import num_ranks, rank_in  # imports torch
 
     folder, rank, search = Path(folder), rank_in(), manager.tuner
     reserved_bytes = manager.backend.memory().reserved_bytes or None
-    mine = RankSummary(rank=0, peak_reserved_bytes=reserved_bytes, **counters_of(manager))
-    facts = {"plan": manager.plan, "verdict": manager.last_step.verdict, "by_rank": (mine,)}
+    mine = RankSummary(rank=0, peak_reserved_bytes=reserved_bytes, **counters_of(manager, step))
+    facts = {"plan": manager.plan, "verdict": (step or manager.last_step).verdict, "by_rank": (mine,)}
     try:
         if os.path.lexists(folder / LOG_NAME):
             raise ConfigError("it holds a run of the trainer; name another folder")

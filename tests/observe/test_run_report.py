@@ -44,6 +44,19 @@ def test_a_context_leaves_its_last_step_and_nothing_of_an_earlier_run(tmp_path, 
     assert "on 1 rank of 2." in write_page(tmp_path).read_text()
 
 
+def test_a_context_that_has_had_no_step_leaves_none_of_an_earlier_one(tmp_path):
+    for has_step in (True, False):
+        context = OffloadActivations(config=MOVING)
+        if has_step:
+            with context:
+                loss = nn.Sequential(nn.Linear(64, 64), nn.GELU())(torch.randn(64, 64)).sum()
+            loss.backward()
+        context.save_report(tmp_path)
+        (rank,) = read_report(tmp_path).facts.by_rank
+        assert (rank.offloaded_bytes > 0) == has_step
+        del context
+
+
 def test_other_ranks_leave_their_timelines_alone(tmp_path, offload, monkeypatch):
     monkeypatch.setattr("megatron_offload.machine.job_ranks.num_ranks", lambda: 2)
     save_report(offload.manager, tmp_path, StepTrace(0))
