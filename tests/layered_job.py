@@ -149,3 +149,25 @@ class LayeredJob(MeteredJob):
         for _ in range(2):  # the first shows rows anew when tensors are needed
             self.step(rows[-1])
         return self.search
+
+
+BARE_US = 16 * 10.0 * 6 * 3
+
+
+FULL_BYTES = 79872
+"""What a step of 16 rows takes at its peak without offload."""
+
+
+def target(num_bytes):
+    return {"kind": "memory_target", "memory_target": num_bytes}
+
+
+def found_job(*given, lengths=(16,), **settings):
+    """Return a job that has found its rows."""
+    job = LayeredJob(*given, **settings)
+    job.found(lengths)
+    return job
+
+
+def actions(rows):
+    return {(row.site, row.offload or "recompute") for row in rows}

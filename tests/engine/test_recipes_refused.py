@@ -384,3 +384,12 @@ def test_what_the_program_keeps_is_not_recomputed_and_next_time_not_dropped():
         assert manager.last_step.externally_referenced_bytes >= TENSOR_BYTES
         assert manager.last_step.recomputed_bytes == (0 if num_steps else TENSOR_BYTES)
     assert manager.last_step.refused_recipe_bytes == {"something else keeps it alive": TENSOR_BYTES}
+
+
+def test_what_went_with_an_aborted_step_is_said():
+    manager = make_manager(begins_chunk=True)
+    y = of(torch.cos)(manager, rows() * 1.0)
+    manager.abort()
+    with pytest.raises(StateError, match="run the forward again"):
+        y.sum().backward()
+    check(manager, of(torch.cos))
