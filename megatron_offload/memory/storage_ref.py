@@ -56,6 +56,12 @@ def num_owners(storage: torch.UntypedStorage) -> int:
     return int(use_count_of(storage._cdata))
 
 
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Whether more than this tensor has its memory, as far as that can be known."""
+    is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+    return not is_plain or num_owners(tensor.untyped_storage()) > 2  # with this line's handle
+
+
 def has_no_other(
     storage: torch.UntypedStorage, owners: Iterable[weakref.ref[torch.Tensor]]
 ) -> bool:

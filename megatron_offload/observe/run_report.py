@@ -99,7 +99,11 @@ def save_report(
     folder, rank, search = Path(folder), rank_in(), manager.tuner
     reserved_bytes = manager.backend.memory().reserved_bytes or None
     mine = RankSummary(rank=0, peak_reserved_bytes=reserved_bytes, **counters_of(manager, step))
-    facts = {"plan": manager.plan, "verdict": (step or manager.last_step).verdict, "by_rank": (mine,)}
+    facts = {
+        "plan": manager.plan,
+        "verdict": (step or manager.last_step).verdict,
+        "by_rank": (mine,),
+    }
     try:
         if os.path.lexists(folder / LOG_NAME):
             raise ConfigError("it holds a run of the trainer; name another folder")

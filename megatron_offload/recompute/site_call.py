@@ -31,6 +31,7 @@ from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.saved_tensor import SavedTensor, changed_in_place
 from megatron_offload.engine.transfers import Transfers
 from megatron_offload.errors import StateError
+from megatron_offload.memory.storage_ref import is_shared
 from megatron_offload.recompute.call_state import (
     CallState,
     PackHook,
@@ -283,7 +284,8 @@ class SiteCall(ModuleCall):
         if made._version != version:
             what = f"a tensor of shape {list(made.shape)} that {self.site.path} saves,"
             raise changed_in_place(what, made._version, version)
-        if not is_constant:
+        # What others have must not become a gradient; what no one has goes with its node.
+        if not (is_constant and is_shared(made)):
             rerun[packed] = None
         return made
 

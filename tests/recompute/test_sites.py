@@ -17,6 +17,7 @@ from programs import assert_same, take_steps, twice
 from torch import nn
 
 from megatron_offload.errors import StateError
+from megatron_offload.memory.storage_ref import StorageRef
 from megatron_offload.model_map.module_hooks import named_modules
 from megatron_offload.model_map.structure import find_sites
 
@@ -336,6 +337,35 @@ def test_a_constant_that_a_backward_returns_is_taken_by_no_gradient():
         loss.backward()
     assert torch.equal(constant, torch.ones(WIDTH))
     assert all(torch.equal(layer.own.grad, torch.full((WIDTH,), 3.0)) for layer in net.layers)
+
+
+class Fresh(torch.autograd.Function):
+    """Saves a constant that it has made."""
+
+    made = None
+
+    @staticmethod
+    def forward(ctx, own):
+        constant = own.detach() * 2
+        Fresh.made = StorageRef(constant.untyped_storage())
+        ctx.save_for_backward(constant)
+        return own.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0]
+
+
+def test_a_constant_that_no_one_has_goes_with_its_backward_whatever_of_the_graph_stays():
+    def factor(layer):
+        layer.note = layer.own * layer.own  # a graph that no backward comes by
+        return Fresh.apply(layer.own)
+
+    net = make_net(factor)
+    for layer in net.layers:
+        layer.own, layer.note = nn.Parameter(torch.ones(WIDTH)), None
+    take_steps(net, around(net, "layer"))
+    assert Fresh.made.expired()
 
 
 NOTED = []
