@@ -54,7 +54,7 @@ class RankSummary:
 
 
 def counters_of(manager: PipelineOffloadManager, step: StepStats | None = None) -> dict[str, Any]:
-    """Return the counters of a manager's last step, or of another, by the names of `RankSummary`."""
+    """Return the counters of a manager's last step, or another, as `RankSummary` names them."""
     step = step or manager.last_step
     found = {x.name: getattr(step, x.name) for x in fields(RankSummary) if hasattr(step, x.name)}
     pinned_bytes = manager.host_pool.stats.slab_bytes_total
@@ -91,8 +91,9 @@ def save_report(
 ) -> None:
     """Leave in a folder what ``megatron-offload report FOLDER`` shows; each rank calls it.
 
-    Of the first rank that is the last step, or the one that is given, plan, configuration and versions; besides the plans
-    that were found and each rank's ``trace``. A warning says why it can't be written.
+    Of the first rank that is the last step, or the ``step`` that is given, plan, configuration and
+    versions; besides the plans that were found and each rank's ``trace``. A warning says why it
+    can't be written.
     """
     from megatron_offload.machine.job_ranks import num_ranks, rank_in  # imports torch
 
