@@ -41,7 +41,10 @@ class Machine(StrictModel):
     """GPUs that share what a node's copies get: those of pipeline ranks in order, and of each rank
     all that do the same at the same time, such as a tensor-parallel group."""
     p2p_gbps: Rate = 100.0
-    """Between neighbouring stages, in 10^9 bytes a second; messages don't slow each other down."""
+    """Of a GPU between neighbouring stages, and of others' messages between nodes; messages don't
+    slow each other down."""
+    nvlink_gbps: Rate = 360.0
+    """What other messages of a GPU get of the link inside a node."""
     device_bytes: Bytes = ByteSize(139 * 2**30)
     """Memory of a GPU; what doesn't fit is said."""
     host_bytes: Bytes = ByteSize(2 * 2**40)

@@ -16,7 +16,7 @@ from megatron_offload.machine.profile import Machine
 from megatron_offload.planning.job import Job, RankSettings, StageWork
 from megatron_offload.planning.model import ModelDescription
 from megatron_offload.planning.model_cost import LayerCosts
-from megatron_offload.planning.parameters import num_parameters, static_bytes
+from megatron_offload.planning.parameters import num_parameters, replicas_us, static_bytes
 from megatron_offload.planning.presets import with_gpu
 from megatron_offload.planning.schedule import make_schedule
 from megatron_offload.planning.simulate import simulate
@@ -29,7 +29,7 @@ def job_from_model(model: ModelDescription, machine: Machine = _H200S) -> Job:
     name = model.schedule or ("interleaved" if model.virtual_stages > 1 else "1f1b")
     sizes = model.pipeline_parallel, model.num_microbatches, model.virtual_stages
     schedule = make_schedule(name, *sizes, model.microbatch_group_size_per_vp_stage)
-    costs = LayerCosts(model)
+    costs = LayerCosts(model, machine)
     hidden_bytes = costs.hidden_bytes
     stages = []
     for stage, num_layers in enumerate(model.layers_of_stages):
@@ -56,6 +56,9 @@ def job_from_model(model: ModelDescription, machine: Machine = _H200S) -> Job:
         static_bytes=tuple(static_bytes(model, rank) for rank in ranks),
         optimizer_host_bytes=tuple(host_bytes),
         machine=machine,
+        replicas_us=tuple(
+            replicas_us(model, machine, rank, stages[rank :: schedule.num_ranks]) for rank in ranks
+        ),
         gpus_per_rank=model.tensor_parallel * model.context_parallel * model.data_parallel,
     )
 

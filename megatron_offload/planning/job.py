@@ -154,6 +154,8 @@ class Job:
     machine: Machine = Machine()  # noqa: RUF009 - frozen
     gpus_per_rank: int = 1
     """GPUs of a node that do exactly the same at the same time."""
+    replicas_us: tuple[float, ...] = ()
+    """Per pipeline rank: what it waits in the end for messages of replicas; none for nothing."""
     optimizer_host_bytes: tuple[int, ...] = ()
     """Per pipeline rank: what optimizer offload keeps on the host; none for nothing."""
 

@@ -136,6 +136,9 @@ class ModelDescription(StrictModel):
     data_parallel_sharding_strategy: Sharding = "optim"
     """What replicas share of the optimizer's state, gradients and weights: stages 0 to 3 of ZeRO.
     With weights, two layers' are gathered at a time; with gradients, one layer's are whole."""
+    overlap_grad_reduce: bool = True
+    """Whether messages of replicas are sent behind compute: Megatron's options of this name, and
+    ``overlap_param_gather``."""
     lora_rank: int = Field(default=0, ge=0, le=_MOST)
     """LoRA on every linear layer of attention and MLP, all else frozen, by Adam unless
     ``optimizer`` says otherwise; 0 for full training."""

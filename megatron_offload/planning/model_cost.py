@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
+from megatron_offload.machine.profile import Machine
 from megatron_offload.planning.job import GroupWork, UnitWork
+from megatron_offload.planning.messages import LayerMessages
 from megatron_offload.planning.model import ModelDescription
 
 _SPARED_SHARE = 0.27
@@ -36,7 +38,7 @@ _Pass: TypeAlias = tuple[float, int]
 class LayerCosts:
     """Sizes and times of one GPU, from a description."""
 
-    def __init__(self, model: ModelDescription) -> None:
+    def __init__(self, model: ModelDescription, machine: Machine | None = None) -> None:
         self.model = model
         self.tokens = model.sequence * model.microbatch // model.context_parallel
         self.token_bytes = self.tokens * model.value_bytes // model.tensor_parallel
@@ -44,6 +46,7 @@ class LayerCosts:
         # What sequence parallelism gathers from the other GPUs in front of a linear layer.
         num_gathered = model.tensor_parallel if model.tensor_parallel > 1 else 0
         self.gathered_bytes = self.hidden_bytes * num_gathered
+        self._sent = LayerMessages(model, machine or Machine(), self.hidden_bytes).sent
         self._product_us = 0.0
         self._slowness = 1.0
         groups = self._layer(model.layers - 1)
@@ -154,7 +157,7 @@ class LayerCosts:
     def layer(self, index: int) -> list[GroupWork]:
         """Return the groups of the layer at this place of the model."""
         model = self.model
-        groups = [replace(group, layer=index) for group in self._layer(index)]
+        groups = [replace(self._sent(group), layer=index) for group in self._layer(index)]
         if model.recompute == "full":
             return [run_again("layer", groups, self.hidden_bytes)]
         for place, group in enumerate(groups):
@@ -254,7 +257,7 @@ class LayerCosts:
         moved_bytes = 0 if self.model.lora_rank else _SORTED_GRADIENT * hidden + 4 * gradient_bytes
         backward_us = self._traffic(moved_bytes)
         passes = (self._traffic(4 * hidden), 0), (backward_us, gradient_bytes + hidden)
-        return self._group("embedding", (), *passes, is_marked=False)
+        return self._sent(self._group("embedding", (), *passes, is_marked=False))
 
     def loss(self) -> list[GroupWork]:
         """Return the last norm, the head, and the cross entropy in fp32."""
@@ -267,7 +270,7 @@ class LayerCosts:
         passes = ((self._traffic(each * logits), temp_bytes) for each in moved)
         before |= {"saved": (hidden, hidden), "is_marked": False}
         return [
-            self._linear("head", (model.hidden, model.vocabulary), **before),
+            self._sent(self._linear("head", (model.hidden, model.vocabulary), **before)),
             self._group("loss", (), *passes, kept_bytes=logits, is_marked=False),
         ]
 

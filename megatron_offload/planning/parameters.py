@@ -1,11 +1,14 @@
-"""Weights of a described model on one GPU, and what they take with gradients and optimizer."""
+"""Weights of a described model on one GPU: memory, with gradients and optimizer, and messages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple, get_args
 
+from megatron_offload.machine.profile import Machine
+from megatron_offload.planning.job import StageWork
+from megatron_offload.planning.messages import Peers
 from megatron_offload.planning.model import ModelDescription, Sharding
 
 _DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
@@ -64,6 +67,21 @@ def num_parameters(model: ModelDescription, rank: int) -> int:
     return sum(_weights(model, rank))
 
 
+def _sharding_stage(model: ModelDescription) -> int:
+    return get_args(Sharding).index(model.data_parallel_sharding_strategy)
+
+
+def _num_replicas(model: ModelDescription) -> Weights:
+    """Return the GPUs that have the same, of each kind of weights, as Megatron counts them."""
+    num_dense = model.data_parallel * model.context_parallel
+    num_expert = num_dense * model.tensor_parallel // model.expert_parallel
+    return Weights(num_dense, max(1, num_expert), num_dense)
+
+
+def _trained(model: ModelDescription, weights: Weights) -> Weights:
+    return Weights(adapters=weights.adapters) if model.lora_rank else weights
+
+
 def static_bytes(model: ModelDescription, rank: int) -> int:
     """Return what weights, gradients and optimizer take on one GPU of a pipeline rank."""
     weights = _weights(model, rank)
@@ -75,15 +93,10 @@ def static_bytes(model: ModelDescription, rank: int) -> int:
     gradient = _DTYPE_BYTES[model.main_grads_dtype]
     state = _DTYPE_BYTES[model.main_params_dtype]
     state += 0 if model.optimizer == "sgd" else 2 * _DTYPE_BYTES[model.exp_avg_dtype]
-    stage = get_args(Sharding).index(model.data_parallel_sharding_strategy)
-    # Megatron shares the optimizer over replicas and context-parallel GPUs, experts' over all that
-    # have the same.
-    num_dense = model.data_parallel * model.context_parallel
-    num_expert = max(1, num_dense * model.tensor_parallel // model.expert_parallel)
-    shares = (num_dense, num_expert, num_dense)
-    trained = (0, 0, weights.adapters) if model.lora_rank else weights
+    stage, shares = _sharding_stage(model), _num_replicas(model)
+    trained = _trained(model, weights)
 
-    def taken(each: tuple[int, ...], num_bytes: int, least_stage: int) -> float:
+    def taken(each: Weights, num_bytes: int, least_stage: int) -> float:
         divided = zip(each, shares, strict=True)
         return sum(n * num_bytes / (k if stage >= least_stage else 1) for n, k in divided)
 
@@ -91,3 +104,33 @@ def static_bytes(model: ModelDescription, rank: int) -> int:
     gathered = (2 * model.value_bytes if stage == 3 else 0) + (gradient if stage >= 2 else 0)
     num_bytes = taken(weights, model.value_bytes, 3) + taken(trained, gradient, 2)
     return int(num_bytes + taken(trained, state, 1) + most * gathered)
+
+
+def replicas_us(
+    model: ModelDescription, machine: Machine, rank: int, stages: Sequence[StageWork]
+) -> float:
+    """Return by how much messages of replicas draw out the step of a pipeline rank.
+
+    With ``overlap_grad_reduce`` gradients are summed behind one backward of its stages, and weights
+    gathered behind one forward; in each microbatch where they are shared besides the optimizer.
+    """
+    weights, stage = _weights(model, rank), _sharding_stage(model)
+    trained = _trained(model, weights)
+    strides = Weights(model.tensor_parallel, model.expert_parallel, model.tensor_parallel)
+    peers = [Peers(machine, *one) for one in zip(_num_replicas(model), strides, strict=True)]
+
+    def ring_us(sizes: Weights, num_bytes: int) -> float:
+        pairs = zip(peers, sizes, strict=True)
+        return sum(one.ring_us(size * num_bytes / one.num_gpus) for one, size in pairs if size)
+
+    gradients_us = ring_us(trained, _DTYPE_BYTES[model.main_grads_dtype])
+    gathered_us = ring_us(weights if stage == 3 else trained, model.value_bytes)
+    if stage == 0:  # each has all sums, and so all weights
+        gradients_us, gathered_us = 2 * gradients_us, 0.0
+    elif stage == 3:  # backward gathers weights, too
+        gradients_us += gathered_us
+    groups = [x for one in stages for x in one.groups if model.overlap_grad_reduce]
+    summed_us = max(0.0, gradients_us - sum(group.backward_us for group in groups))
+    gathered_us = max(0.0, gathered_us - sum(group.forward_us for group in groups))
+    per_summed, per_gathered = (model.num_microbatches if stage >= n else 1 for n in (2, 3))
+    return per_summed * summed_us + per_gathered * gathered_us

@@ -124,6 +124,8 @@ class _Replay:
                 self._forward(parts)
             self._message(one, sends=True)
         self._window.drain()
+        if job.replicas_us:
+            self._add(OpKind.COMPUTE, job.replicas_us[self._rank])
         left = (self._budget.inflight_bytes, self._budget.held_bytes, self._host_bytes)
         assert (*left, self._device_bytes) == (0, 0, 0, static_bytes), left
         # What it reserves and can't use is taken to be as much as the largest temporaries.

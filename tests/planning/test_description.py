@@ -10,6 +10,7 @@ import pytest
 
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import validate
+from megatron_offload.machine.profile import Machine
 from megatron_offload.planning.description import (
     JobDescription,
     fit_achieved_share,
@@ -105,7 +106,8 @@ def test_grouped_queries_and_gates_change_what_is_saved():
 
 
 def test_tensor_parallel_divides_bytes_weights_and_time():
-    one, four = job_from_model(describe()), job_from_model(describe(tensor_parallel=4))
+    silent = Machine(nvlink_gbps=1e12, p2p_latency_us=0)
+    one, four = job_from_model(describe()), job_from_model(describe(tensor_parallel=4), silent)
     assert four.gpus_per_rank == 4
     least_us = 2 * 2  # of a product of any size
     for a, b in zip(one.stages[0].groups, four.stages[0].groups, strict=True):
