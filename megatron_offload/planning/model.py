@@ -38,6 +38,8 @@ class Attention(NamedTuple):
     """Inputs and outputs of the linear layers in front of the core."""
     normed: tuple[int, ...]
     """What goes through the norms of queries and keys."""
+    norm_rows: int
+    """How many norms of a token that are."""
     projected: tuple[int, ...]
     """What is saved between the layer's norm and the core."""
     norm_weights: int
@@ -229,16 +231,18 @@ class ModelDescription(StrictModel):
         if kv_rank is None:
             width = self.kv_channels or hidden // heads
             query, key = heads * width, (self.kv_heads or heads) * width
-            normed, weights = ((query, key), 2 * width) if self.qk_layernorm else ((), 0)
+            normed, rows = ((query, key), (query + key) // width) if self.qk_layernorm else ((), 0)
             products = ((hidden, query + 2 * key),)
-            return Attention(query, key, key, query, products, normed, normed, weights)
+            weights = len(normed) * width
+            return Attention(query, key, key, query, products, normed, rows, normed, weights)
         head, value = self.qk_head_dim + self.qk_pos_emb_head_dim, heads * self.v_head_dim
         shared, query = kv_rank + self.qk_pos_emb_head_dim, heads * head
         queries = ((hidden, rank), (rank, query)) if rank else ((hidden, query),)
         products = (*queries, (hidden, shared), (kv_rank, heads * self.qk_head_dim + value))
-        normed = (rank or 0, kv_rank) if self.qk_layernorm else ()
-        projected = (rank or 0, shared, *normed)
-        return Attention(query, query, value, value, products, normed, projected, sum(normed))
+        made = tuple(filter(None, (rank, kv_rank)))
+        norms = made if self.qk_layernorm else ()
+        weights, rows, projected = sum(norms), len(norms), made + norms
+        return Attention(query, query, value, value, products, norms, rows, projected, weights)
 
     def seen_tokens(self, index: int) -> float:
         """Return what of a sequence's tokens a query of a layer sees, without its causal half."""

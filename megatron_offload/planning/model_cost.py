@@ -43,6 +43,9 @@ class LayerCosts:
         self.tokens = model.sequence * model.microbatch // model.context_parallel
         self.token_bytes = self.tokens * model.value_bytes // model.tensor_parallel
         self.hidden_bytes = model.hidden * self.token_bytes
+        self._norm_bytes = (
+            4 * self.tokens // model.tensor_parallel
+        )  # a number of each token, in fp32
         # What sequence parallelism gathers from the other GPUs in front of a linear layer.
         num_gathered = model.tensor_parallel if model.tensor_parallel > 1 else 0
         self.gathered_bytes = self.hidden_bytes * num_gathered
@@ -120,7 +123,7 @@ class LayerCosts:
         """Return what a linear layer has of the norm in front of it, and of other GPUs' tokens."""
         hidden, is_fused = self.hidden_bytes, self.model.fused_norm
         return {
-            "saved": (hidden,) * (1 + is_fused),
+            "saved": (hidden,) + (hidden, self._norm_bytes) * is_fused,
             "norm_bytes": hidden * is_fused,
             "gathered_bytes": self.gathered_bytes,
             "units": self._units("norm", hidden, self._traffic(2 * hidden), norm),
@@ -134,7 +137,7 @@ class LayerCosts:
         """Return a norm's group, where it is one of its own."""
         size = self.hidden_bytes
         passes = (self._traffic(2 * size), size), (self._traffic(6 * size), 2 * size)
-        return self._group(name, [size], *passes)
+        return self._group(name, [size, self._norm_bytes], *passes)
 
     def _attention(self, index: int) -> GroupWork:
         model, seen = self.model, self.model.seen_tokens(index)
@@ -168,6 +171,7 @@ class LayerCosts:
     def _layer(self, index: int) -> list[GroupWork]:
         model, attention, behind = self.model, self.model.attention, self._behind("attn_norm")
         behind["saved"] += tuple(width * self.token_bytes for width in attention.projected)
+        behind["saved"] += (attention.norm_rows * self._norm_bytes,)
         behind["norm_bytes"] += sum(attention.normed) * self.token_bytes
         output, residual_bytes = (attention.attended, model.hidden), self.hidden_bytes
         groups = [] if model.fused_norm else [self._norm("attn_norm")]
