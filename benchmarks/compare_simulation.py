@@ -1,11 +1,12 @@
-"""Hold the simulator against measured runs of H200s: docs/benchmarks/h200/shape_*.json.
+"""Hold the simulator against measured runs of H200s and H100s: files of docs/benchmarks.
 
 python benchmarks/compare_simulation.py --output docs/benchmarks/simulation.json
 
 The step is simulated from the model's sizes alone. Of each file one number is fitted, the part of
-the peak FLOP that matrix products achieve, so that no offload takes the time that it took there;
-the bandwidths of the node are those that the file's own run measured. Bytes are not fitted. Runs
-whose groups shared a room in which they never moved are left out: there is none any more.
+the peak FLOP that matrix products achieve, or what the host takes where that decides, so that no
+offload takes the time that it took there; the bandwidths of the node are those that the file's own
+run measured. Bytes are not fitted. Runs whose groups shared a room in which they never moved are
+left out: there is none any more. Prints errors as the table of docs/simulation.md.
 """
 
 from __future__ import annotations
@@ -13,30 +14,46 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections import defaultdict
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from megatron_offload.core.row_config import RowConfig
 from megatron_offload.machine.profile import Machine
-from megatron_offload.planning.description import (
-    fit_achieved_share,
-    job_from_model,
-    load_description,
-)
-from megatron_offload.planning.job import RankSettings
+from megatron_offload.planning.description import fit, job_from_model, load_description
+from megatron_offload.planning.job import Job, RankSettings
+from megatron_offload.planning.job_rows import with_rows, with_units
 from megatron_offload.planning.model import LAYER_GROUPS, ModelDescription
 from megatron_offload.planning.replay import replay
 from megatron_offload.planning.simulate import RELEASE, RELOAD, simulate, simulate_ranks
 
 ROOT = Path(__file__).parent.parent
-FOLDER = ROOT / "docs" / "benchmarks" / "h200"
+FOLDER = ROOT / "docs" / "benchmarks"
 FILES = (
-    *("shape_c", "shape_c_five", "shape_c_five_256"),
-    *("shape_c_without_extra", "shape_c_shared_budget"),
-    *("shape_a", "shape_a_save_on_cpu", "shape_b", "shape_d"),
+    *("h200/shape_c", "h200/shape_c_five", "h200/shape_c_five_256", "h100/four_gpus"),
+    *("h200/shape_c_without_extra", "h200/shape_c_shared_budget"),
+    *("h200/shape_c_two_gpus", "h100/two_gpus_targets", "h100/layer_inputs_two_gpus"),
+    *("h200/shape_a", "h200/shape_a_save_on_cpu", "h200/made_again_a_15", "h200/a_again"),
+    *("h200/shape_b", "h200/made_again_b_8", "h100/recompute_layers_b", "h200/layer_inputs"),
+    *("h200/shape_d", "h100/small_joined", "h200/small_limits", "h200/two_gpus_experts"),
 )
 """Those of the present engine, or of settings that it has still."""
 FIVE = ("qkv_linear", "core_attn", "attn_proj")
 """Of Megatron's five modules those that hold anything, TransformerEngine's norms being fused."""
+WHAT = {
+    "none": "no offload",
+    "recompute": "full recompute",
+    "recompute-selective": "norms and MLP recomputed by Megatron",
+    "ours-recompute": "`norm` and `mlp_act` recomputed, the rest offloaded",
+    "ours-all": "attention and MLP offloaded",
+    "ours-five": "five modules offloaded",
+    "ours:modules=core_attn,recompute=layer": "layers recomputed",
+    "ours:modules=core_attn,recompute=mlp": "MLPs recomputed, cores offloaded",
+}
+"""What is simulated, by the beginning of modes of `bench_peers.py`."""
+OFFLOADED = re.compile(r"ours:modules=mlp_fc1(?!.*(resident|target|recompute))")
+"""The same as ``ours-all``, where its name was another."""
 GIB = 2**30
 MODEL = load_description(ROOT / "configs" / "models" / "gpt_16x8192_pp4_vpp2.yaml").model
 SIZES = {
@@ -53,11 +70,20 @@ SIZES = {
 """What the measured files call the sizes of the model."""
 
 
-def described(sizes: dict) -> ModelDescription:
-    """Return the model that was measured: the described one, in these sizes."""
+def described(data: dict) -> ModelDescription:
+    """Return the model that a file measured: the described one, in these sizes."""
+    sizes = data["sizes"]
     own = {name: sizes[measured] for name, measured in SIZES.items()}
     own |= {"kv_heads": sizes.get("groups"), "gated_mlp": sizes.get("gated", False)}
     own |= {"ffn": 4 * sizes["hidden"], "rotary": sizes.get("positions") == "rope"}
+    if sizes.get("experts"):  # as in bench_peers_worker.py
+        own |= {"experts": sizes["experts"], "experts_per_token": 4, "expert_ffn": 1408}
+    if sizes.get("full_recompute"):
+        own["recompute"] = "full"
+    if "H100" in str(data.get("machine", "")):
+        own["memory_gbps"] = 3350.0
+    own["deterministic"] = bool(data.get("deterministic"))
+    own["expandable_segments"] = "expandable_segments:True" in str(data.get("environment"))
     return MODEL.model_copy(update=own)
 
 
@@ -75,12 +101,35 @@ def machine_of(ranks: list[dict]) -> Machine:
     )
 
 
-def marked(mode: str, model: ModelDescription, sizes: dict) -> ModelDescription:
-    """Return the model with the groups that a mode of `bench_peers.py` marks."""
-    if mode.startswith("ours-five"):
-        smallest = sizes["min_elements"] * model.value_bytes
-        return model.model_copy(update={"modules": FIVE, "min_tensor_bytes": smallest})
-    return model.model_copy(update={"modules": LAYER_GROUPS})
+def what(mode: str) -> str | None:
+    """Return what a mode does, by its key in `WHAT`; None for what isn't simulated."""
+    if OFFLOADED.match(mode):
+        return "ours-all"
+    if mode in WHAT:
+        return mode
+    return "ours-five" if re.match(r"ours-five:(host_memory|max_inflight)", mode) else None
+
+
+def job_of(kind: str, model: ModelDescription, sizes: dict, machine: Machine) -> Job:
+    """Return the step with what a mode does."""
+    changes: dict = {"modules": LAYER_GROUPS}
+    if kind == "recompute":
+        changes["recompute"] = "full"
+    elif kind == "ours-five":
+        changes = {"modules": FIVE, "min_tensor_bytes": sizes["min_elements"] * model.value_bytes}
+    elif "core_attn" in kind:
+        changes["modules"] = ("core_attn",)
+    job = job_from_model(model.model_copy(update=changes), machine)
+    if kind == "ours-recompute":
+        return with_units(job, ("norm", "mlp_act"))
+    rows = []
+    if kind.endswith("recompute=layer"):
+        rows = [RowConfig(site="layer", recompute=True)]
+    elif kind == "recompute-selective" or kind.endswith("recompute=mlp"):
+        rows = [RowConfig(site="mlp", recompute=True)]
+    if "core_attn" in kind:
+        rows.append(RowConfig(site="self_attention.core_attention", offload="all"))
+    return with_rows(job, rows) if rows else job
 
 
 def settings_of(rank: dict) -> RankSettings:
@@ -102,59 +151,92 @@ def off(predicted: list[float], measured: list[float]) -> float:
     return round(max(errors, key=abs, default=0.0), 1)
 
 
-def compare(file: str) -> list[dict]:
+def read(file: str) -> dict:
+    """Return what was measured."""
     data = json.loads((FOLDER / f"{file}.json").read_text())
+    return data | {"machine": file.partition("/")[0].upper()}
+
+
+def compare(file: str) -> list[dict]:
+    data = read(file)
     runs = [run for run in data["runs"] if run["status"] == "ok"]
-    none = next(run for run in runs if run["mode"] == "none")
-    machine = machine_of(none["ranks"])
-    none_ms = max(rank["step_ms"] for rank in none["ranks"])
-    model = described(data["sizes"])
-    share = fit_achieved_share(model, none_ms * 1e3, machine)
-    model = model.model_copy(update={"achieved_share": share})
+    plain = [run for run in runs if run["mode"] == "none"]
+    none_ms = slowest_ms(plain[0]["ranks"])
+    machine = machine_of(plain[0]["ranks"])
+    model = fit(described(data), none_ms * 1e3, machine)
     rows = []
     for run in runs:
-        if run["mode"] != "none" and not re.match(
-            r"ours(-five)?:(?!.*(resident|target))", run["mode"]
-        ):
+        if (kind := what(run["mode"])) is None:
             continue
-        job = job_from_model(marked(run["mode"], model, data["sizes"]), machine)
+        job = job_of(kind, model, data["sizes"], machine)
         settings: list[RankSettings | None] = [None] * job.schedule.num_ranks
-        if run["mode"] != "none":
+        if kind.startswith("ours"):
             settings = [settings_of(rank) for rank in run["ranks"]]
         programs = [replay(job, rank, one) for rank, one in enumerate(settings)]
         simulation = simulate_ranks(job, programs)
-        rows.append(row_of(file, run, simulation, none_ms, model.achieved_share))
+        row = row_of(file, run, simulation, none_ms, model)
+        rows.append({"job": title(data), "what": WHAT[kind]} | row)
     return rows
+
+
+def slowest_ms(ranks: list[dict]) -> float:
+    return max(rank["step_ms"] for rank in ranks)
+
+
+def title(data: dict) -> str:
+    """Return a job's sizes in words."""
+    sizes = data["sizes"]
+    said = f"{sizes['layers']} x {sizes['hidden']}, {sizes['mbs']} x {sizes['seq']}"
+    said += f", {sizes['experts']} experts" if sizes.get("experts") else ""
+    said += f", PP={sizes['pp']} VPP={sizes['vpp']}" if sizes["pp"] > 1 else ""
+    said += ", layers recomputed" if sizes.get("full_recompute") else ""
+    return said + ("" if sizes.get("positions") == "rope" else ", not rotated")
+
+
+def table(rows: Sequence[dict]) -> list[str]:
+    """Return the errors of each job and what it does, as Markdown: the farthest of all its runs."""
+    found = defaultdict(list)
+    for row in rows:
+        found[row["job"], row["what"]].append(row)
+    lines = ["| job | what | runs | allocated | reserved | step |", "|---|---|---|---|---|---|"]
+    for (job, done), alike in found.items():
+        errors = []
+        for name in ("allocated_gib", "reserved_gib", "step_ms"):
+            worst = max((row[name]["worst_percent"] for row in alike), key=abs)
+            errors.append(f"{worst:+.1f} %")
+        if done == WHAT["none"]:
+            errors[-1] = "fitted"
+        lines.append("| " + " | ".join((job, done, str(len(alike)), *errors)) + " |")
+    return lines
 
 
 def across_sizes() -> list[dict]:
     """Return steps of layers of all sizes, the share fitted to one of them and so to no other."""
     measured = {}
-    data = json.loads((FOLDER / "layers.json").read_text())
-    for name, shape in data["shapes"].items():
-        measured[f"layers {name}"] = shape["sizes"], shape["step_ms"]
+    for name, shape in read("h200/layers")["shapes"].items():
+        measured[f"layers {name}"] = described(shape), shape["step_ms"]
     for file in ("shape_a", "shape_a_save_on_cpu", "shape_b", "shape_c", "shape_d"):
-        data = json.loads((FOLDER / f"{file}.json").read_text())
+        data = read(f"h200/{file}")
         none = next(run for run in data["runs"] if run["mode"] == "none")
-        measured[file] = data["sizes"], max(rank["step_ms"] for rank in none["ranks"])
-    shares = {
-        name: fit_achieved_share(described(measured[name][0]), 1e3 * measured[name][1])
-        for name in ("layers 8192", "layers 4096", "layers 2048")
-    }
+        measured[file] = described(data), slowest_ms(none["ranks"])
+    shares = {}
+    for name in ("layers 8192", "layers 4096", "layers 2048"):
+        model, step_ms = measured[name]
+        shares[name] = fit(model, 1e3 * step_ms).achieved_share
     rows = []
-    for name, (sizes, step_ms) in measured.items():
+    for name, (model, step_ms) in measured.items():
         row: dict = {"name": name, "measured_ms": round(step_ms, 1), "off_percent": {}}
         for fitted, share in shares.items():
-            model = described(sizes).model_copy(update={"achieved_share": share})
-            step_us = simulate(job_from_model(model)).step_us
+            other = model.model_copy(update={"achieved_share": share})
+            step_us = simulate(job_from_model(other)).step_us
             row["off_percent"][fitted] = round(100 * (step_us / 1e3 / step_ms - 1), 1)
         rows.append(row)
     return rows
 
 
-def row_of(file: str, run: dict, simulation, none_ms: float, share: float) -> dict:
+def row_of(file: str, run: dict, simulation, none_ms: float, model: ModelDescription) -> dict:
     ranks, seen = simulation.ranks, run["ranks"]
-    seen_ms = max(rank["step_ms"] for rank in seen)
+    seen_ms = slowest_ms(seen)
     pairs = {
         "step_ms": ([simulation.step_us / 1e3], [seen_ms]),
         "end_ms": ([r.end_us / 1e3 for r in ranks], [r["step_ms"] for r in seen]),
@@ -174,7 +256,8 @@ def row_of(file: str, run: dict, simulation, none_ms: float, share: float) -> di
     row = {
         "file": f"{file}.json",
         "mode": run["mode"],
-        "achieved_share": round(share, 4),
+        "achieved_share": round(model.achieved_share, 4),
+        "host_us_per_launch": round(model.host_us_per_launch, 2),
         "added_percent": {
             "predicted": round(100 * (simulation.step_us / 1e3 / none_ms - 1), 2),
             "measured": round(100 * (seen_ms / none_ms - 1), 2),
@@ -195,11 +278,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     rows = [row for file in FILES for row in compare(file)]
-    for row in rows:
-        print(f"{row['file']}: {row['mode'][:30]}...{row['mode'][-60:]}")
-        for name, values in row.items():
-            if isinstance(values, dict):
-                print(f"  {name}: " + ", ".join(f"{k} {v}" for k, v in values.items()))
+    print("\n".join(table(rows)))
     across = across_sizes()
     for row in across:
         print(f"{row['name']}: {row['measured_ms']} ms, off by {row['off_percent']}")

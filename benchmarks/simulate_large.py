@@ -21,7 +21,7 @@ from pathlib import Path
 from megatron_offload.core.trace import PIPELINE_WAIT
 from megatron_offload.machine.profile import Machine
 from megatron_offload.planning.description import (
-    fit_achieved_share,
+    fit,
     job_from_model,
     load_description,
     num_parameters,
@@ -71,8 +71,7 @@ def row(name: str, simulation) -> dict:
 def llama() -> dict:
     step_us = reported_step_us()
     machine = LLAMA_3_405B.machine
-    share = fit_achieved_share(LLAMA_3_405B.model, step_us, machine)
-    model = LLAMA_3_405B.model.model_copy(update={"achieved_share": share})
+    model = fit(LLAMA_3_405B.model, step_us, machine)
     job = job_from_model(model, machine)
     rows = [row("no offload", simulate(job))]
     for inflight, prefetch in ((1024, 1024), (2048, 2048), (4096, 4096)):
@@ -81,7 +80,7 @@ def llama() -> dict:
     return {
         "what": "prediction, not measured: Llama 3 405B, TP 8, PP 16, DP 128, 16,384 GPUs",
         "reported_step_ms": round(step_us / 1e3, 1),
-        "achieved_share": round(share, 4),
+        "achieved_share": round(model.achieved_share, 4),
         "rows": rows,
     }
 

@@ -55,6 +55,7 @@ def job_from_model(model: ModelDescription, machine: Machine = _H200S) -> Job:
         stages=tuple(stages),
         static_bytes=tuple(static_bytes(model, rank) for rank in ranks),
         optimizer_host_bytes=tuple(host_bytes),
+        expandable_segments=model.expandable_segments,
         machine=machine,
         replicas_us=tuple(
             replicas_us(model, machine, rank, stages[rank :: schedule.num_ranks]) for rank in ranks
@@ -63,21 +64,33 @@ def job_from_model(model: ModelDescription, machine: Machine = _H200S) -> Job:
     )
 
 
-def fit_achieved_share(model: ModelDescription, step_us: float, machine: Machine = _H200S) -> float:
-    """Return the ``achieved_share`` with which a step without offload takes this time."""
-    # The time is all but linear in 1 / share, so a secant on that is there at once.
-    before, before_us, inverse = 0.0, 0.0, 1 / model.achieved_share
+def fit(model: ModelDescription, step_us: float, machine: Machine = _H200S) -> ModelDescription:
+    """Return the model whose step without offload takes this time, `ConfigError` if none does.
+
+    Where the host decides the step, it is the host that is quicker or slower, else the products.
+    """
+
+    def at(scale: float, *, of_host: bool) -> tuple[ModelDescription, float]:
+        keys = ("host_us_per_launch", "host_us_per_group")
+        found = {key: getattr(model, key) * scale for key in keys if of_host}
+        found = found or {"achieved_share": model.achieved_share / scale}
+        changed = model.model_copy(update=found)
+        return changed, simulate(job_from_model(changed, machine)).step_us
+
+    fitted, got_us = at(1.0, of_host=True)
+    of_host = at(1.01, of_host=True)[1] > 1.005 * got_us
+    # The time is all but linear in the scale, so a secant on that is there at once.
+    before, before_us, scale = 0.0, 0.0, 1.0
     for _ in range(20):
-        if inverse < 1:
+        if scale < (0.0 if of_host else model.achieved_share):
             break
-        fitted = model.model_copy(update={"achieved_share": 1 / inverse})
-        got_us = simulate(job_from_model(fitted, machine)).step_us
+        fitted, got_us = at(scale, of_host=of_host)
         if abs(got_us / step_us - 1) < 1e-6:
-            return fitted.achieved_share
-        if got_us == before_us:  # the host alone decides
+            return fitted
+        if got_us == before_us:  # the other alone decides
             break
-        step = (step_us - got_us) * (inverse - before) / (got_us - before_us)
-        before, before_us, inverse = inverse, got_us, inverse + step
+        step = (step_us - got_us) * (scale - before) / (got_us - before_us)
+        before, before_us, scale = scale, got_us, scale + step
     raise ConfigError(f"no achieved_share up to 1 makes a step of {step_us:g} us of this model")
 
 
@@ -97,7 +110,7 @@ class JobDescription(StrictModel):
     offload: RankSettings = RankSettings()
     model: ModelDescription
     measured: MeasuredStep | None = None
-    """Fits ``achieved_share``, which counts only without it."""
+    """Fits ``achieved_share``, or the host's times where it decides; they count only without it."""
 
     @model_validator(mode="before")
     @classmethod
@@ -143,6 +156,7 @@ def load_description(
         return asked
     as_measured = data | {"model": data.get("model", {}) | measured.model, "measured": None}
     before = validate(JobDescription, as_measured, f"{path}, as it was measured")
-    share = fit_achieved_share(before.model, measured.step_ms * 1e3, before.machine)
-    model = asked.model.model_copy(update={"achieved_share": share})
+    fitted = fit(before.model, measured.step_ms * 1e3, before.machine)
+    found = {k: value for k, value in fitted if value != getattr(before.model, k)}
+    model = asked.model.model_copy(update=found)
     return asked.model_copy(update={"model": model, "measured": None})

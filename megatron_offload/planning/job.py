@@ -156,6 +156,8 @@ class Job:
     """GPUs of a node that do exactly the same at the same time."""
     replicas_us: tuple[float, ...] = ()
     """Per pipeline rank: what it waits in the end for messages of replicas; none for nothing."""
+    expandable_segments: bool = False
+    """Whether what is reserved has no gaps."""
     optimizer_host_bytes: tuple[int, ...] = ()
     """Per pipeline rank: what optimizer offload keeps on the host; none for nothing."""
 

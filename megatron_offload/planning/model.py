@@ -162,6 +162,9 @@ class ModelDescription(StrictModel):
     """Whether attention's backward is the deterministic one of TransformerEngine, which for a while
     takes a value for every score."""
 
+    expandable_segments: bool = False
+    """Whether PYTORCH_CUDA_ALLOC_CONF says so: mixed sizes leave no gaps then."""
+
     recompute: Literal["full"] | tuple[Literal["norm", "mlp_act", "moe_act"], ...] = ()
     """What the job recomputes without this package: every layer, or outputs of these kinds."""
 

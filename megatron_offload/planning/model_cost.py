@@ -153,9 +153,18 @@ class LayerCosts:
         forward_us = self._product(flop) + self._traffic(rotation_bytes + 5 * value)
         backward_us = self._product(2.5 * flop) + self._traffic(rotation_bytes + 2 * qkv_bytes)
         passes = (forward_us, qkv_bytes), (backward_us, 2 * qkv_bytes + attended)
-        saved = query, key, value, attended, rows_bytes
+        saved, kept_bytes = [query, key, value, rows_bytes], 0
+        if model.rotary and not model.fused_kernels:
+            # Sines and cosines of all positions, for queries and for keys.
+            width = model.qk_pos_emb_head_dim if model.kv_lora_rank else widths[0] // model.heads
+            kept_bytes = 4 * width * model.value_bytes * self.tokens // model.microbatch
+        if "attn_proj" in model.modules:
+            saved.append(attended)
+        else:  # its projection, which is no group, holds it
+            kept_bytes += attended
         block_bytes = model.deterministic * num_scores * model.value_bytes
-        return self._group("core_attn", saved, *passes, backward_block_bytes=block_bytes)
+        more: dict[str, Any] = {"backward_block_bytes": block_bytes, "kept_bytes": kept_bytes}
+        return self._group("core_attn", saved, *passes, **more)
 
     def layer(self, index: int) -> list[GroupWork]:
         """Return the groups of the layer at this place of the model."""
@@ -197,7 +206,7 @@ class LayerCosts:
         model, hidden, experts = self.model, self.model.hidden, before.get("experts")
         name, act_name, copies, kept_bytes = "mlp", "mlp_act", 1, 0
         behind: dict[str, Any] = {"residual_bytes": self.hidden_bytes}
-        if experts is not None:  # the activation is fused with the experts' probabilities
+        if experts is not None:
             name, act_name, copies = "expert", "moe_act", model.experts_per_token
             behind = {"experts": experts}
             kept_bytes = self.tokens // model.tensor_parallel * copies * model.value_bytes
@@ -207,13 +216,17 @@ class LayerCosts:
             _ACTIVATION * (input_bytes + output_bytes),
             _ACTIVATION * (2 * input_bytes + output_bytes),
         )
-        saved = [input_bytes]
-        if model.gated_mlp and not model.fused_kernels and experts is None:
+        saved, wide_bytes = [input_bytes], 0
+        if model.gated_mlp and not model.fused_kernels:
             # Both halves that are multiplied, one of them from the activation, are new tensors.
             saved += [output_bytes, output_bytes]
             moved = _GATE_FORWARD * output_bytes, _GATE_BACKWARD * output_bytes
-        forward = self._traffic(moved[0]), output_bytes
-        backward = self._traffic(moved[1]), input_bytes + output_bytes
+        if experts is not None and not model.fused_kernels:
+            # So is what is multiplied by tokens' probabilities, in fp32.
+            saved.append(output_bytes)
+            wide_bytes = output_bytes * 4 // model.value_bytes
+        forward = self._traffic(moved[0]), output_bytes + wide_bytes
+        backward = self._traffic(moved[1]), input_bytes + output_bytes + 2 * wide_bytes
         act = self._group(act_name, saved, forward, backward, kept_bytes=kept_bytes)
         units = self._units(act_name, output_bytes, act.forward_us, act_name)
         return [

@@ -129,7 +129,8 @@ class _Replay:
         left = (self._budget.inflight_bytes, self._budget.held_bytes, self._host_bytes)
         assert (*left, self._device_bytes) == (0, 0, 0, static_bytes), left
         # What it reserves and can't use is taken to be as much as the largest temporaries.
-        reserved_bytes = step.peak_taken_bytes + self._peak_temp_bytes
+        gap_bytes = 0 if job.expandable_segments else self._peak_temp_bytes
+        reserved_bytes = step.peak_taken_bytes + gap_bytes
         step.peak_reserved_bytes = -(-reserved_bytes // _SEGMENT_BYTES) * _SEGMENT_BYTES
         return step
 

@@ -27,11 +27,13 @@ FAMILIES = {
     "gpt_16x8192_pp4_vpp2": {},
     "llama3_8b": {"kv_heads": 2},
     "mixtral_8x7b": {"kv_heads": 2},
+    "mixtral_8x7b, apart": {"kv_heads": 2, "fused_kernels": False},
+    "mixtral_8x7b, apart and not gated": {"fused_kernels": False, "gated_mlp": False},
     "qwen3_30b_a3b": {"kv_heads": 2, "experts": 16, "experts_per_token": 4},
     "gpt_oss_120b": {"kv_heads": 2, "experts": 16},
     "deepseek_v3": {"q_lora_rank": 384, "kv_lora_rank": 256, "experts": 16, "dense_layers": 0},
 }
-"""Of each shipped description what is small besides the sizes below."""
+"""Of each shipped description what is other than in its file, besides the sizes below."""
 SMALL = {"layers": 1, "hidden": 512, "ffn": 1536, "heads": 8, "vocabulary": 128, "sequence": 64}
 SMALL |= {"microbatch": 2, "fused_norm": False, "min_tensor_bytes": 0}
 GROUPS = (
@@ -45,7 +47,7 @@ GROUPS = (
 
 def small(name: str) -> ModelDescription:
     """Return the small version of a shipped description, with all of it on one GPU."""
-    model = load_description(MODELS / f"{name}.yaml").model
+    model = load_description(MODELS / f"{name.partition(',')[0]}.yaml").model
     alone = dict.fromkeys(("pipeline_parallel", "virtual_stages", "expert_parallel"), 1)
     widths = {"expert_ffn": 256} if model.expert_ffn else {}
     widths |= {"shared_expert_ffn": 256} if model.shared_expert_ffn else {}
@@ -96,7 +98,7 @@ def options_of(model: ModelDescription) -> dict:
         "add_bias_linear": False,
         "params_dtype": torch.bfloat16,
         "bf16": True,
-        "bias_activation_fusion": model.gated_mlp,
+        "bias_activation_fusion": model.gated_mlp and model.fused_kernels,
     }
     if model.gated_mlp:
         options |= {"gated_linear_unit": True, "activation_func": F.silu}
@@ -118,9 +120,11 @@ def options_of(model: ModelDescription) -> dict:
     return options
 
 
-def group_of(module: str, has_experts: bool) -> str:
+def group_of(module: str, model: ModelDescription) -> str:
     """Return the described group that a module's saved tensors belong to; empty for none."""
-    last = module.rpartition(".")[2]
+    last, has_experts = module.rpartition(".")[2], model.experts > 0
+    if last == "self_attention" and not model.fused_kernels:  # a CPU has no fused rotation
+        return "core_attn"
     for name, group in GROUPS:
         if last == name:
             return group
@@ -153,7 +157,7 @@ def saved_bytes(model: ModelDescription) -> Counter[str]:
         if storage.data_ptr() not in known:
             known.add(storage.data_ptr())
             kept.append(tensor)  # so that no other tensor takes its place
-            found[group_of(entered[-1], model.experts > 0)] += storage.nbytes()
+            found[group_of(entered[-1], model)] += storage.nbytes()
         return tensor
 
     tokens = torch.zeros(model.microbatch, model.sequence, dtype=torch.int64)
