@@ -36,6 +36,7 @@ FILES = (
     *("h200/shape_c_two_gpus", "h100/two_gpus_targets", "h100/layer_inputs_two_gpus"),
     *("h200/shape_a", "h200/shape_a_save_on_cpu", "h200/made_again_a_15", "h200/a_again"),
     *("h200/shape_b", "h200/made_again_b_8", "h100/recompute_layers_b", "h200/layer_inputs"),
+    *("h200/whole_model_4096", "h200/whole_model_8192"),
     *("h200/shape_d", "h100/small_joined", "h200/small_limits", "h200/two_gpus_experts"),
 )
 """Those of the present engine, or of settings that it has still."""
@@ -189,6 +190,7 @@ def title(data: dict) -> str:
     said = f"{sizes['layers']} x {sizes['hidden']}, {sizes['mbs']} x {sizes['seq']}"
     said += f", {sizes['experts']} experts" if sizes.get("experts") else ""
     said += f", PP={sizes['pp']} VPP={sizes['vpp']}" if sizes["pp"] > 1 else ""
+    said += ", deterministic" if data.get("deterministic") else ""
     said += ", layers recomputed" if sizes.get("full_recompute") else ""
     return said + ("" if sizes.get("positions") == "rope" else ", not rotated")
 

@@ -9,15 +9,14 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from megatron_offload.config import apply_overrides, load_yaml
-from megatron_offload.errors import ConfigError
+from megatron_offload.config import apply_overrides, config_folder, load_yaml
+from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.files.strict_model import StrictModel, validate
 from megatron_offload.machine.profile import Machine
 from megatron_offload.planning.job import Job, RankSettings, StageWork
 from megatron_offload.planning.model import ModelDescription
 from megatron_offload.planning.model_cost import LayerCosts
 from megatron_offload.planning.parameters import num_parameters, replicas_us, static_bytes
-from megatron_offload.planning.presets import with_gpu
 from megatron_offload.planning.schedule import make_schedule
 from megatron_offload.planning.simulate import simulate
 
@@ -69,22 +68,21 @@ def fit(model: ModelDescription, step_us: float, machine: Machine = _H200S) -> M
 
     Where the host decides the step, it is the host that is quicker or slower, else the products.
     """
+    host = {"host_us_per_launch": 1, "host_us_per_group": 1}
 
-    def at(scale: float, *, of_host: bool) -> tuple[ModelDescription, float]:
-        keys = ("host_us_per_launch", "host_us_per_group")
-        found = {key: getattr(model, key) * scale for key in keys if of_host}
-        found = found or {"achieved_share": model.achieved_share / scale}
+    def at(scale: float, powers: Mapping[str, int]) -> tuple[ModelDescription, float]:
+        found = {key: getattr(model, key) * scale**power for key, power in powers.items()}
         changed = model.model_copy(update=found)
         return changed, simulate(job_from_model(changed, machine)).step_us
 
-    fitted, got_us = at(1.0, of_host=True)
-    of_host = at(1.01, of_host=True)[1] > 1.005 * got_us
+    is_host = at(1.01, host)[1] > 1.005 * at(1.0, host)[1]
+    powers, least = (host, 0.0) if is_host else ({"achieved_share": -1}, model.achieved_share)
     # The time is all but linear in the scale, so a secant on that is there at once.
     before, before_us, scale = 0.0, 0.0, 1.0
     for _ in range(20):
-        if scale < (0.0 if of_host else model.achieved_share):
+        if scale < least:
             break
-        fitted, got_us = at(scale, of_host=of_host)
+        fitted, got_us = at(scale, powers)
         if abs(got_us / step_us - 1) < 1e-6:
             return fitted
         if got_us == before_us:  # the other alone decides
@@ -103,6 +101,25 @@ class MeasuredStep(StrictModel):
     """What was other there than in the section ``model``, such as ``hidden`` and ``ffn``."""
 
 
+def _with_gpu(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a description with what ``machine.gpu`` implies; what it says itself wins.
+
+    Raises:
+        ConfigError: a GPU of that name isn't known.
+    """
+    machine = data.get("machine")
+    name = machine.get("gpu") if isinstance(machine, Mapping) else None
+    if name is None:
+        return data
+    sheets = load_yaml(config_folder("machines") / "gpus.yaml")
+    known = sheets["gpus"]
+    if not isinstance(name, str) or name not in known:
+        raise ConfigError(f"machine.gpu: no GPU {str(name)!r} is known{did_you_mean(name, known)}")
+    gpu, model = known[name], data.get("model")
+    found = {**data, "machine": sheets["links"][gpu["link"]] | gpu["machine"] | machine}
+    return found | ({"model": gpu["model"] | model} if isinstance(model, dict) else {})
+
+
 class JobDescription(StrictModel):
     """A model and what stands around it: machine and budgets."""
 
@@ -115,7 +132,7 @@ class JobDescription(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _gpu_of(cls, data: Any) -> Any:
-        return with_gpu(data) if isinstance(data, Mapping) else data
+        return _with_gpu(data) if isinstance(data, Mapping) else data
 
     def short_job(self) -> Job | None:
         """Return the step with so few microbatches that ranks hold as much; None for no fewer."""

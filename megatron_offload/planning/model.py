@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 from pydantic import ByteSize, Field, field_validator, model_validator
@@ -36,14 +37,10 @@ class Attention(NamedTuple):
     """The output of attention's core."""
     products: tuple[tuple[int, int], ...]
     """Inputs and outputs of the linear layers in front of the core."""
-    normed: tuple[int, ...]
-    """What goes through the norms of queries and keys."""
-    norm_rows: int
-    """How many norms of a token that are."""
+    norms: tuple[tuple[int, int], ...]
+    """How many norms queries and keys, or what they are made from, go through, and their width."""
     projected: tuple[int, ...]
     """What is saved between the layer's norm and the core."""
-    norm_weights: int
-    """Not of a token: of these norms in all."""
 
 
 class ModelDescription(StrictModel):
@@ -234,18 +231,17 @@ class ModelDescription(StrictModel):
         if kv_rank is None:
             width = self.kv_channels or hidden // heads
             query, key = heads * width, (self.kv_heads or heads) * width
-            normed, rows = ((query, key), (query + key) // width) if self.qk_layernorm else ((), 0)
-            products = ((hidden, query + 2 * key),)
-            weights = len(normed) * width
-            return Attention(query, key, key, query, products, normed, rows, normed, weights)
+            norms = ((heads, width), (key // width, width)) if self.qk_layernorm else ()
+            products, projected = ((hidden, query + 2 * key),), tuple(map(prod, norms))
+            return Attention(query, key, key, query, products, norms, projected)
         head, value = self.qk_head_dim + self.qk_pos_emb_head_dim, heads * self.v_head_dim
         shared, query = kv_rank + self.qk_pos_emb_head_dim, heads * head
         queries = ((hidden, rank), (rank, query)) if rank else ((hidden, query),)
         products = (*queries, (hidden, shared), (kv_rank, heads * self.qk_head_dim + value))
         made = tuple(filter(None, (rank, kv_rank)))
-        norms = made if self.qk_layernorm else ()
-        weights, rows, projected = sum(norms), len(norms), made + norms
-        return Attention(query, query, value, value, products, norms, rows, projected, weights)
+        own_norms = tuple((1, width) for width in made if self.qk_layernorm)
+        projected = made * (1 + self.qk_layernorm)  # before and behind their norms
+        return Attention(query, query, value, value, products, own_norms, projected)
 
     def seen_tokens(self, index: int) -> float:
         """Return what of a sequence's tokens a query of a layer sees, without its causal half."""

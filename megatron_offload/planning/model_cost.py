@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any, TypeAlias
 
 from megatron_offload.machine.profile import Machine
 from megatron_offload.planning.job import GroupWork, UnitWork
-from megatron_offload.planning.messages import LayerMessages
+from megatron_offload.planning.messages import Peers
 from megatron_offload.planning.model import ModelDescription
 
 _SPARED_SHARE = 0.27
@@ -49,7 +50,7 @@ class LayerCosts:
         # What sequence parallelism gathers from the other GPUs in front of a linear layer.
         num_gathered = model.tensor_parallel if model.tensor_parallel > 1 else 0
         self.gathered_bytes = self.hidden_bytes * num_gathered
-        self._sent = LayerMessages(model, machine or Machine(), self.hidden_bytes).sent
+        self._machine = machine or Machine()
         self._product_us = 0.0
         self._slowness = 1.0
         groups = self._layer(model.layers - 1)
@@ -166,6 +167,32 @@ class LayerCosts:
         more: dict[str, Any] = {"backward_block_bytes": block_bytes, "kept_bytes": kept_bytes}
         return self._group("core_attn", saved, *passes, **more)
 
+    def _sent(self, group: GroupWork) -> GroupWork:
+        """Return a group with the messages of Megatron that its passes wait for.
+
+        Tensor parallelism gathers tokens in front of a block and scatters sums behind it. Keys and
+        values go round (``cp_comm_type`` p2p). A copy of a token goes to each of its experts, and
+        back (``moe_token_dispatcher_type`` alltoall).
+        """
+        model, machine, forward_us = self.model, self._machine, group.forward_us
+        backward_us, name = group.backward_us, group.name.removeprefix("shared ")
+        if name == "core_attn":  # behind its products; backward sends gradients too
+            peers = Peers(machine, model.context_parallel, model.tensor_parallel)
+            us = peers.ring_us((model.attention.key + model.attention.value) * self.token_bytes)
+            forward_us, backward_us = max(forward_us, us), max(backward_us, 2 * us)
+        elif name == "router":
+            routed_bytes = model.experts_per_token * self.hidden_bytes
+            us = 2 * Peers(machine, model.expert_parallel).all_to_all_us(routed_bytes)
+            forward_us, backward_us = forward_us + us, backward_us + us
+        elif name in ("qkv_linear", "mlp_fc1", "head", "attn_proj", "mlp_fc2", "embedding"):
+            us = Peers(machine, model.tensor_parallel).ring_us(self.hidden_bytes)
+            forward_us += us
+            if name in ("attn_proj", "mlp_fc2", "embedding"):
+                backward_us += us
+            else:  # what is gathered again, and gradients that are scattered, behind its products
+                backward_us = max(backward_us, 2 * us)
+        return replace(group, forward_us=forward_us, backward_us=backward_us)
+
     def layer(self, index: int) -> list[GroupWork]:
         """Return the groups of the layer at this place of the model."""
         model = self.model
@@ -180,8 +207,8 @@ class LayerCosts:
     def _layer(self, index: int) -> list[GroupWork]:
         model, attention, behind = self.model, self.model.attention, self._behind("attn_norm")
         behind["saved"] += tuple(width * self.token_bytes for width in attention.projected)
-        behind["saved"] += (attention.norm_rows * self._norm_bytes,)
-        behind["norm_bytes"] += sum(attention.normed) * self.token_bytes
+        behind["saved"] += (sum(number for number, _ in attention.norms) * self._norm_bytes,)
+        behind["norm_bytes"] += sum(map(prod, attention.norms)) * self.token_bytes
         output, residual_bytes = (attention.attended, model.hidden), self.hidden_bytes
         groups = [] if model.fused_norm else [self._norm("attn_norm")]
         groups += [

@@ -37,7 +37,7 @@ def _layer(model: ModelDescription, *, has_experts: bool) -> Weights:
     num_own = model.experts // model.expert_parallel if has_experts else 0
     experts, router = num_own * mlp(model.expert_ffn or model.ffn), has_experts * model.experts
     dense = sum(map(prod, shared)) // model.tensor_parallel
-    dense += (2 + router) * hidden + attention.norm_weights
+    dense += (2 + router) * hidden + sum(width for _, width in attention.norms)
     adapters = sum(map(sum, shared)) // model.tensor_parallel + sum(map(sum, experts))
     return Weights(dense, sum(map(prod, experts)), model.lora_rank * adapters)
 
