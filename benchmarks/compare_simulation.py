@@ -31,13 +31,15 @@ from megatron_offload.planning.simulate import RELEASE, RELOAD, simulate, simula
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "benchmarks"
 FILES = (
-    *("h200/shape_c", "h200/shape_c_five", "h200/shape_c_five_256", "h100/four_gpus"),
-    *("h200/shape_c_without_extra", "h200/shape_c_shared_budget"),
-    *("h200/shape_c_two_gpus", "h100/two_gpus_targets", "h100/layer_inputs_two_gpus"),
-    *("h200/shape_a", "h200/shape_a_save_on_cpu", "h200/made_again_a_15", "h200/a_again"),
-    *("h200/shape_b", "h200/made_again_b_8", "h100/recompute_layers_b", "h200/layer_inputs"),
-    *("h200/whole_model_4096", "h200/whole_model_8192"),
-    *("h200/shape_d", "h100/small_joined", "h200/small_limits", "h200/two_gpus_experts"),
+    *("h200/shape_c.json", "h200/shape_c_five.json", "h200/shape_c_five_256.json"),
+    *("h100/four_gpus.json", "h200/shape_c_without_extra.json"),
+    *("h200/shape_c_shared_budget.json", "h200/shape_c_two_gpus.json"),
+    *("h100/two_gpus_targets.json", "h100/layer_inputs_two_gpus.json", "h200/shape_a.json"),
+    *("h200/shape_a_save_on_cpu.json", "h200/made_again_a_15.json", "h200/a_again.json"),
+    *("h200/shape_b.json", "h200/made_again_b_8.json", "h100/recompute_layers_b.json"),
+    *("h200/layer_inputs.json", "h200/whole_model_4096.json", "h200/whole_model_8192.json"),
+    *("h200/shape_d.json", "h100/small_joined.json", "h200/small_limits.json"),
+    *("h200/two_gpus_experts.json", "h200/lora_found_rows_before.txt"),
 )
 """Those of the present engine, or of settings that it has still."""
 FIVE = ("qkv_linear", "core_attn", "attn_proj")
@@ -71,6 +73,11 @@ SIZES = {
 """What the measured files call the sizes of the model."""
 
 
+LORA = {"layers": 16, "hidden": 2048, "seq": 1900, "mbs": 4, "pp": 1, "positions": "rope"}
+LORA |= {"vpp": 1, "microbatches": 1, "heads": 32, "groups": 8, "vocabulary": 128256, "gated": True}
+"""The sizes of `bench_lora.py`, as of other files."""
+
+
 def described(data: dict) -> ModelDescription:
     """Return the model that a file measured: the described one, in these sizes."""
     sizes = data["sizes"]
@@ -79,6 +86,9 @@ def described(data: dict) -> ModelDescription:
     own |= {"ffn": 4 * sizes["hidden"], "rotary": sizes.get("positions") == "rope"}
     if sizes.get("experts"):  # as in bench_peers_worker.py
         own |= {"experts": sizes["experts"], "experts_per_token": 4, "expert_ffn": 1408}
+    if sizes == LORA:  # a Llama of transformers, with adapters of peft
+        own |= {"lora_rank": 16, "tied_embeddings": True, "eager_kernels": True}
+        own |= {"static_bytes_per_parameter": None}
     if sizes.get("full_recompute"):
         own["recompute"] = "full"
     if "H100" in str(data.get("machine", "")):
@@ -90,6 +100,8 @@ def described(data: dict) -> ModelDescription:
 
 def machine_of(ranks: list[dict]) -> Machine:
     """Return a machine with the node's bandwidths that a run has measured."""
+    if "link_gbps" not in ranks[0]:
+        return Machine()
 
     def total(name: str) -> float:
         return sum(rank["link_gbps"][name] for rank in ranks)
@@ -154,8 +166,22 @@ def off(predicted: list[float], measured: list[float]) -> float:
 
 def read(file: str) -> dict:
     """Return what was measured."""
-    data = json.loads((FOLDER / f"{file}.json").read_text())
+    path = FOLDER / file
+    data = json.loads(path.read_text()) if path.suffix == ".json" else read_lora(path.read_text())
     return data | {"machine": file.partition("/")[0].upper()}
+
+
+def read_lora(text: str) -> dict:
+    """Return what `bench_lora.py` has printed, as other files have it."""
+    runs = []
+    line = r"(?m)^(off|checkpoint): ([\d.]+) ms.*; ([\d.]+) / ([\d.]+) GiB"
+    for mode, *numbers in re.findall(line, text):
+        step_ms, allocated, reserved = map(float, numbers)
+        sizes = {"peak_allocated_bytes": allocated * GIB, "peak_reserved_bytes": reserved * GIB}
+        rank = {"step_ms": step_ms, "d2h_bytes": 0, "h2d_bytes": 0} | sizes
+        name = "none" if mode == "off" else "recompute"
+        runs.append({"mode": name, "status": "ok", "ranks": [rank]})
+    return {"sizes": LORA, "runs": runs}
 
 
 def compare(file: str) -> list[dict]:
@@ -190,6 +216,7 @@ def title(data: dict) -> str:
     said = f"{sizes['layers']} x {sizes['hidden']}, {sizes['mbs']} x {sizes['seq']}"
     said += f", {sizes['experts']} experts" if sizes.get("experts") else ""
     said += f", PP={sizes['pp']} VPP={sizes['vpp']}" if sizes["pp"] > 1 else ""
+    said += ", LoRA in transformers" if sizes == LORA else ""
     said += ", deterministic" if data.get("deterministic") else ""
     said += ", layers recomputed" if sizes.get("full_recompute") else ""
     return said + ("" if sizes.get("positions") == "rope" else ", not rotated")
@@ -215,10 +242,10 @@ def table(rows: Sequence[dict]) -> list[str]:
 def across_sizes() -> list[dict]:
     """Return steps of layers of all sizes, the share fitted to one of them and so to no other."""
     measured = {}
-    for name, shape in read("h200/layers")["shapes"].items():
+    for name, shape in read("h200/layers.json")["shapes"].items():
         measured[f"layers {name}"] = described(shape), shape["step_ms"]
     for file in ("shape_a", "shape_a_save_on_cpu", "shape_b", "shape_c", "shape_d"):
-        data = read(f"h200/{file}")
+        data = read(f"h200/{file}.json")
         none = next(run for run in data["runs"] if run["mode"] == "none")
         measured[file] = described(data), slowest_ms(none["ranks"])
     shares = {}
@@ -256,7 +283,7 @@ def row_of(file: str, run: dict, simulation, none_ms: float, model: ModelDescrip
                 [r["stall_us"].get(cause, 0.0) / 1e3 for r in seen],
             )
     row = {
-        "file": f"{file}.json",
+        "file": file,
         "mode": run["mode"],
         "achieved_share": round(model.achieved_share, 4),
         "host_us_per_launch": round(model.host_us_per_launch, 2),

@@ -155,6 +155,9 @@ class ModelDescription(StrictModel):
     fused_kernels: bool = False
     """Whether rotation, a gated activation and loss are one kernel each, as with Megatron's
     ``apply_rope_fusion``, ``bias_activation_fusion`` and ``cross_entropy_loss_fusion``."""
+    eager_kernels: bool = False
+    """Whether norms, rotation, gates and loss are PyTorch's own kernels, some in fp32, and so are
+    adapters, as in transformers and peft; ``fused_norm`` and ``fused_kernels`` don't count then."""
     deterministic: bool = False
     """Whether attention's backward is the deterministic one of TransformerEngine, which for a while
     takes a value for every score."""

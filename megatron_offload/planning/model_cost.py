@@ -29,6 +29,7 @@ _ACTIVATION = 1.4  # what an activation takes more than its traffic does
 _ROTATION = 29  # of the tensor that is rotated
 _GATE_FORWARD, _GATE_BACKWARD = 10.0, 23.0  # of the output of a gated activation
 _LOSS_FORWARD, _LOSS_BACKWARD = 13.0, 4.6  # of the logits in fp32; fused, 3 and 2
+_EAGER_NORM = 18, 35  # of the input, forward and backward: by reading the source, not measured
 _SORTED_GRADIENT = 30  # of a microbatch's embeddings, to add up their gradients
 
 
@@ -40,13 +41,14 @@ class LayerCosts:
     """Sizes and times of one GPU, from a description."""
 
     def __init__(self, model: ModelDescription, machine: Machine | None = None) -> None:
+        if model.eager_kernels:
+            model = model.model_copy(update={"fused_norm": False, "fused_kernels": False})
         self.model = model
         self.tokens = model.sequence * model.microbatch // model.context_parallel
         self.token_bytes = self.tokens * model.value_bytes // model.tensor_parallel
         self.hidden_bytes = model.hidden * self.token_bytes
-        self._norm_bytes = (
-            4 * self.tokens // model.tensor_parallel
-        )  # a number of each token, in fp32
+        # A norm saves a number of each token, in fp32.
+        self._norm_bytes = 4 * self.tokens // model.tensor_parallel
         # What sequence parallelism gathers from the other GPUs in front of a linear layer.
         num_gathered = model.tensor_parallel if model.tensor_parallel > 1 else 0
         self.gathered_bytes = self.hidden_bytes * num_gathered
@@ -72,6 +74,10 @@ class LayerCosts:
     def _traffic(self, num_bytes: float) -> float:
         return num_bytes / (self.model.memory_gbps * _MEMORY_SHARE * 1e3)
 
+    def _wide(self, num_bytes: int) -> int:
+        """Return what values take in fp32."""
+        return num_bytes * 4 // self.model.value_bytes
+
     def _group(
         self, name: str, saved: Sequence[int], forward: _Pass, backward: _Pass, **more: Any
     ) -> GroupWork:
@@ -90,13 +96,15 @@ class LayerCosts:
         residual_bytes: int = 0,
         gathered_bytes: int = 0,
         experts: int | None = None,
+        num_layers: int = 1,
         **more: Any,
     ) -> GroupWork:
         """Return the group of a linear layer, or of some, each by its inputs and outputs.
 
         ``norm_bytes`` is of the input of a norm that is part of it, ``residual_bytes`` of what is
         added to its output, ``gathered_bytes`` of the input of all GPUs together. A GPU has so many
-        ``experts``, whole ones, and each token comes in a copy for each of its own.
+        ``experts``, whole ones, and each token comes in a copy for each of its own. Adapters of
+        peft, in fp32, have a copy of the input of each of ``num_layers``.
         """
         copies = 1 if experts is None else self.model.experts_per_token
         flop = 2.0 * copies * self.tokens * sum(inputs * outputs for inputs, outputs in products)
@@ -109,6 +117,9 @@ class LayerCosts:
         weights_us = sum(weight_us) + self._traffic(3 * sum(gradients))
         token_bytes = copies * self.token_bytes
         inputs, outputs = products[0][0], products[-1][1]
+        if self.model.eager_kernels and not is_trained:
+            read = [self._wide(one[0] * token_bytes) for one in products]
+            saved, more["units"] = [*read * num_layers, *saved[1:]], ()
         temp_bytes = outputs * token_bytes + gathered_bytes
         # An adapter reads what its layer reads, and adds to what that has written.
         adapters = 2 * token_bytes * sum(map(sum, products)) * (not is_trained)
@@ -137,8 +148,15 @@ class LayerCosts:
     def _norm(self, name: str) -> GroupWork:
         """Return a norm's group, where it is one of its own."""
         size = self.hidden_bytes
-        passes = (self._traffic(2 * size), size), (self._traffic(6 * size), 2 * size)
-        return self._group(name, [size, self._norm_bytes], *passes)
+        forward, backward = _EAGER_NORM if self.model.eager_kernels else (2, 6)
+        passes = (self._traffic(forward * size), size), (self._traffic(backward * size), 2 * size)
+        return self._group(name, [*self._normed(size), self._norm_bytes], *passes)
+
+    def _normed(self, num_bytes: int) -> list[int]:
+        """Return what a norm saves of its input, of such a size."""
+        if not self.model.eager_kernels:
+            return [num_bytes]
+        return [self._wide(num_bytes), *([] if self.model.lora_rank else [num_bytes])]
 
     def _attention(self, index: int) -> GroupWork:
         model, seen = self.model, self.model.seen_tokens(index)
@@ -155,7 +173,7 @@ class LayerCosts:
         backward_us = self._product(2.5 * flop) + self._traffic(rotation_bytes + 2 * qkv_bytes)
         passes = (forward_us, qkv_bytes), (backward_us, 2 * qkv_bytes + attended)
         saved, kept_bytes = [query, key, value, rows_bytes], 0
-        if model.rotary and not model.fused_kernels:
+        if model.rotary and not (model.fused_kernels or model.eager_kernels):
             # Sines and cosines of all positions, for queries and for keys.
             width = model.qk_pos_emb_head_dim if model.kv_lora_rank else widths[0] // model.heads
             kept_bytes = 4 * width * model.value_bytes * self.tokens // model.microbatch
@@ -206,13 +224,15 @@ class LayerCosts:
 
     def _layer(self, index: int) -> list[GroupWork]:
         model, attention, behind = self.model, self.model.attention, self._behind("attn_norm")
-        behind["saved"] += tuple(width * self.token_bytes for width in attention.projected)
+        for width in attention.projected:
+            behind["saved"] += tuple(self._normed(width * self.token_bytes))
         behind["saved"] += (sum(number for number, _ in attention.norms) * self._norm_bytes,)
         behind["norm_bytes"] += sum(map(prod, attention.norms)) * self.token_bytes
         output, residual_bytes = (attention.attended, model.hidden), self.hidden_bytes
         groups = [] if model.fused_norm else [self._norm("attn_norm")]
+        num_layers = 3 if len(attention.products) == 1 else 1
         groups += [
-            self._linear("qkv_linear", *attention.products, **behind),
+            self._linear("qkv_linear", *attention.products, num_layers=num_layers, **behind),
             self._attention(index),
             self._linear("attn_proj", output, residual_bytes=residual_bytes),
         ]
@@ -247,6 +267,8 @@ class LayerCosts:
         if model.gated_mlp and not model.fused_kernels:
             # Both halves that are multiplied, one of them from the activation, are new tensors.
             saved += [output_bytes, output_bytes]
+            if model.eager_kernels:  # of two linear layers, so that the one half is none
+                saved = [output_bytes] * 3
             moved = _GATE_FORWARD * output_bytes, _GATE_BACKWARD * output_bytes
         if experts is not None and not model.fused_kernels:
             # So is what is multiplied by tokens' probabilities, in fp32.
@@ -257,7 +279,7 @@ class LayerCosts:
         act = self._group(act_name, saved, forward, backward, kept_bytes=kept_bytes)
         units = self._units(act_name, output_bytes, act.forward_us, act_name)
         return [
-            self._linear(f"{name}_fc1", (hidden, width), **before),
+            self._linear(f"{name}_fc1", (hidden, width), num_layers=width // ffn, **before),
             act,
             self._linear(f"{name}_fc2", (ffn, hidden), saved=[output_bytes], units=units, **behind),
         ]
@@ -267,7 +289,9 @@ class LayerCosts:
         model, hidden = self.model, self.hidden_bytes
         routed = model.experts_per_token * hidden
         num_tokens = self.tokens // model.tensor_parallel
-        router = self._linear("router", (model.hidden, model.experts), residual_bytes=hidden)
+        router = self._linear(
+            "router", (model.hidden, model.experts), residual_bytes=hidden, num_layers=0
+        )
         # Each way tokens are copied for their experts, and what experts made is added up.
         moved_us = self._traffic(2 * (hidden + routed))
         # Its input; the indices, in int64, with probabilities, in fp32, and their order; a map.
@@ -308,14 +332,18 @@ class LayerCosts:
         model, hidden = self.model, self.hidden_bytes
         logits = 4 * self.tokens * model.vocabulary // model.tensor_parallel
         before: dict[str, Any] = {"norm_bytes": hidden, "gathered_bytes": self.gathered_bytes}
-        # The logits before they were widened; the exponential is taken in place.
-        temp_bytes = logits * model.value_bytes // 4
+        # The logits before they were widened; the exponential is taken in place. Eager, there are
+        # gradients in fp32 of the logarithms of what is likely, and of the logits.
+        temp_bytes, is_eager = logits * model.value_bytes // 4, model.eager_kernels
         moved = (3, 2) if model.fused_kernels else (_LOSS_FORWARD, _LOSS_BACKWARD)
-        passes = ((self._traffic(each * logits), temp_bytes) for each in moved)
-        before |= {"saved": (hidden, hidden), "is_marked": False}
+        forward_us, backward_us = (self._traffic(each * logits) for each in moved)
+        passes = (forward_us, temp_bytes), (backward_us, temp_bytes * (not is_eager))
+        more: dict[str, Any] = {"kept_bytes": logits, "is_marked": False}
+        more["backward_block_bytes"] = 2 * logits * is_eager
+        before |= {"saved": (hidden, *self._normed(hidden)), "is_marked": False, "num_layers": 0}
         return [
             self._sent(self._linear("head", (model.hidden, model.vocabulary), **before)),
-            self._group("loss", (), *passes, kept_bytes=logits, is_marked=False),
+            self._group("loss", (), *passes, **more),
         ]
 
 

@@ -10,6 +10,7 @@ import torch
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.description import load_description
 from megatron_offload.planning.foreign import from_hugging_face, from_megatron
+from megatron_offload.planning.model_cost import LayerCosts
 from megatron_offload.planning.parameters import num_parameters
 
 ROOT = Path(__file__).parent.parent.parent
@@ -38,15 +39,63 @@ def described(kind, **changes):
     return config, load_description("config.json", data=from_hugging_face(config)).model
 
 
+def built(config, device):
+    transformers = pytest.importorskip("transformers")
+    own = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
+    with torch.device(device):
+        return transformers.AutoModelForCausalLM.from_config(own, dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_parameters_of_a_config_are_those_of_transformers(kind):
-    transformers = pytest.importorskip("transformers")
     config, model = described(kind)
-    own = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
-    with torch.device("meta"):
-        built = transformers.AutoModelForCausalLM.from_config(own, dtype=torch.bfloat16)
-    counted = sum(parameter.numel() for parameter in built.parameters())
+    counted = sum(parameter.numel() for parameter in built(config, "meta").parameters())
     assert num_parameters(model, 0) == pytest.approx(counted, rel=0.01)
+
+
+class Adapted(torch.nn.Module):
+    """A frozen linear layer with an adapter as of peft, whose weights are fp32."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, make = base.requires_grad_(False), torch.nn.Linear
+        self.down, self.up = make(base.in_features, 16, bias=False), make(16, base.out_features)
+
+    def forward(self, x):
+        return (self.base(x) + self.up(self.down(x.float()))).to(x.dtype)
+
+
+def saved_bytes(config, rank):
+    """Return what a model of transformers saves for backward."""
+    model = built(config, "cpu").train().requires_grad_(rank == 0)
+    for layer in model.model.layers if rank else ():
+        for block in (layer.self_attn, layer.mlp):
+            for name, linear in [*block.named_children()]:
+                if name.endswith("_proj"):
+                    setattr(block, name, Adapted(linear))
+    known, kept = {one.untyped_storage().data_ptr() for one in model.parameters()}, []
+
+    def pack(tensor):
+        if (place := tensor.untyped_storage().data_ptr()) not in known:
+            known.add(place)
+            kept.append(tensor)  # so that no other tensor takes its place
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(input_ids=torch.zeros(2, SEQUENCE, dtype=torch.long), use_cache=False)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept)
+
+
+@pytest.mark.parametrize("rank", [0, 16])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_an_eager_layer_saves_what_transformers_does(kind, rank):
+    config, model = described(kind)
+    update = {"eager_kernels": True, "microbatch": 2, "min_tensor_bytes": 0, "lora_rank": rank}
+    mine = sum(group.saved_bytes for group in LayerCosts(model.model_copy(update=update)).layer(1))
+    two, three = (saved_bytes(config | {"num_hidden_layers": n}, rank) for n in (2, 3))
+    # What the adapters have made so far, of 16 values of each token, is left out.
+    between = 7 * 4 * 16 * 2 * SEQUENCE * (rank > 0)
+    assert mine == pytest.approx(three - two - between, rel=0.01)
 
 
 def test_windows_are_described_where_layers_have_them():
