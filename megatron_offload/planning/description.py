@@ -101,25 +101,6 @@ class MeasuredStep(StrictModel):
     """What was other there than in the section ``model``, such as ``hidden`` and ``ffn``."""
 
 
-def _with_gpu(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a description with what ``machine.gpu`` implies; what it says itself wins.
-
-    Raises:
-        ConfigError: a GPU of that name isn't known.
-    """
-    machine = data.get("machine")
-    name = machine.get("gpu") if isinstance(machine, Mapping) else None
-    if name is None:
-        return data
-    sheets = load_yaml(config_folder("machines") / "gpus.yaml")
-    known = sheets["gpus"]
-    if not isinstance(name, str) or name not in known:
-        raise ConfigError(f"machine.gpu: no GPU {str(name)!r} is known{did_you_mean(name, known)}")
-    gpu, model = known[name], data.get("model")
-    found = {**data, "machine": sheets["links"][gpu["link"]] | gpu["machine"] | machine}
-    return found | ({"model": gpu["model"] | model} if isinstance(model, dict) else {})
-
-
 class JobDescription(StrictModel):
     """A model and what stands around it: machine and budgets."""
 
@@ -131,8 +112,20 @@ class JobDescription(StrictModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _gpu_of(cls, data: Any) -> Any:
-        return _with_gpu(data) if isinstance(data, Mapping) else data
+    def _with_gpu(cls, data: Any) -> Any:
+        """Add what ``machine.gpu`` implies; what the description says itself wins."""
+        machine = data.get("machine") if isinstance(data, Mapping) else None
+        name = machine.get("gpu") if isinstance(machine, Mapping) else None
+        if machine is None or name is None:
+            return data
+        sheets = load_yaml(config_folder("machines") / "gpus.yaml")
+        known = sheets["gpus"]
+        if not isinstance(name, str) or name not in known:
+            said = f"no GPU {str(name)!r} is known{did_you_mean(name, known)}"
+            raise ConfigError(f"machine.gpu: {said}")
+        gpu, model = known[name], data.get("model")
+        found = {**data, "machine": sheets["links"][gpu["link"]] | gpu["machine"] | machine}
+        return found | ({"model": gpu["model"] | model} if isinstance(model, dict) else {})
 
     def short_job(self) -> Job | None:
         """Return the step with so few microbatches that ranks hold as much; None for no fewer."""

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from megatron_offload.machine.profile import Machine
 from megatron_offload.planning.job import GroupWork, UnitWork
-from megatron_offload.planning.messages import Peers
+from megatron_offload.planning.messages import all_to_all_us, ring_us
 from megatron_offload.planning.model import ModelDescription
 
 _SPARED_SHARE = 0.27
@@ -195,15 +195,15 @@ class LayerCosts:
         model, machine, forward_us = self.model, self._machine, group.forward_us
         backward_us, name = group.backward_us, group.name.removeprefix("shared ")
         if name == "core_attn":  # behind its products; backward sends gradients too
-            peers = Peers(machine, model.context_parallel, model.tensor_parallel)
-            us = peers.ring_us((model.attention.key + model.attention.value) * self.token_bytes)
+            num_bytes = (model.attention.key + model.attention.value) * self.token_bytes
+            us = ring_us(machine, model.context_parallel, model.tensor_parallel, num_bytes)
             forward_us, backward_us = max(forward_us, us), max(backward_us, 2 * us)
         elif name == "router":
             routed_bytes = model.experts_per_token * self.hidden_bytes
-            us = 2 * Peers(machine, model.expert_parallel).all_to_all_us(routed_bytes)
+            us = 2 * all_to_all_us(machine, model.expert_parallel, routed_bytes)
             forward_us, backward_us = forward_us + us, backward_us + us
         elif name in ("qkv_linear", "mlp_fc1", "head", "attn_proj", "mlp_fc2", "embedding"):
-            us = Peers(machine, model.tensor_parallel).ring_us(self.hidden_bytes)
+            us = ring_us(machine, model.tensor_parallel, 1, self.hidden_bytes)
             forward_us += us
             if name in ("attn_proj", "mlp_fc2", "embedding"):
                 backward_us += us

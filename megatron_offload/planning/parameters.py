@@ -8,7 +8,7 @@ from typing import NamedTuple, get_args
 
 from megatron_offload.machine.profile import Machine
 from megatron_offload.planning.job import StageWork
-from megatron_offload.planning.messages import Peers
+from megatron_offload.planning.messages import ring_us
 from megatron_offload.planning.model import ModelDescription, Sharding
 
 _DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
@@ -116,15 +116,14 @@ def replicas_us(
     """
     weights, stage = _weights(model, rank), _sharding_stage(model)
     trained = _trained(model, weights)
-    strides = Weights(model.tensor_parallel, model.expert_parallel, model.tensor_parallel)
-    peers = [Peers(machine, *one) for one in zip(_num_replicas(model), strides, strict=True)]
+    strides = model.tensor_parallel, model.expert_parallel, model.tensor_parallel
 
-    def ring_us(sizes: Weights, num_bytes: int) -> float:
-        pairs = zip(peers, sizes, strict=True)
-        return sum(one.ring_us(size * num_bytes / one.num_gpus) for one, size in pairs if size)
+    def sent_us(sizes: Weights, num_bytes: int) -> float:
+        kinds = zip(_num_replicas(model), strides, sizes, strict=True)
+        return sum(ring_us(machine, n, stride, size * num_bytes / n) for n, stride, size in kinds)
 
-    gradients_us = ring_us(trained, _DTYPE_BYTES[model.main_grads_dtype])
-    gathered_us = ring_us(weights if stage == 3 else trained, model.value_bytes)
+    gradients_us = sent_us(trained, _DTYPE_BYTES[model.main_grads_dtype])
+    gathered_us = sent_us(weights if stage == 3 else trained, model.value_bytes)
     if stage == 0:  # each has all sums, and so all weights
         gradients_us, gathered_us = 2 * gradients_us, 0.0
     elif stage == 3:  # backward gathers weights, too

@@ -7,7 +7,7 @@ import pytest
 from megatron_offload.files.strict_model import validate
 from megatron_offload.machine.profile import Machine
 from megatron_offload.planning.description import JobDescription
-from megatron_offload.planning.messages import Peers
+from megatron_offload.planning.messages import all_to_all_us, ring_us
 from megatron_offload.planning.simulate import simulate
 
 MACHINE = Machine(gpus_per_node=8, nvlink_gbps=100, p2p_gbps=10, p2p_latency_us=5)
@@ -32,13 +32,13 @@ def more_us(name, **changes):
 
 
 def test_what_leaves_a_node_goes_over_the_network():
-    assert Peers(MACHINE, 1).ring_us(KB) == Peers(MACHINE, 1).all_to_all_us(KB) == 0
-    assert Peers(MACHINE, 4).ring_us(100 * KB) == pytest.approx(5 + 3 * 1)
-    assert Peers(MACHINE, 4).all_to_all_us(100 * KB) == pytest.approx(5 + 3 / 4)
+    assert ring_us(MACHINE, 1, 1, KB) == all_to_all_us(MACHINE, 1, KB) == 0
+    assert ring_us(MACHINE, 4, 1, 100 * KB) == pytest.approx(5 + 3 * 1)
+    assert all_to_all_us(MACHINE, 4, 100 * KB) == pytest.approx(5 + 3 / 4)
     # Of 16 GPUs eight a node share what leaves it; each copy of a token leaves by itself.
-    assert Peers(MACHINE, 16).ring_us(100 * KB) == pytest.approx(5 + 15 * 10 / 8)
-    assert Peers(MACHINE, 16).all_to_all_us(160 * KB) == pytest.approx(5 + 8 * 1)
-    assert Peers(MACHINE, 4, stride=8).ring_us(100 * KB) == pytest.approx(5 + 3 * 10)
+    assert ring_us(MACHINE, 16, 1, 100 * KB) == pytest.approx(5 + 15 * 10 / 8)
+    assert all_to_all_us(MACHINE, 16, 160 * KB) == pytest.approx(5 + 8 * 1)
+    assert ring_us(MACHINE, 4, 8, 100 * KB) == pytest.approx(5 + 3 * 10)
 
 
 def test_tensor_parallel_blocks_gather_before_and_scatter_behind():
