@@ -98,15 +98,6 @@ def test_small_tensors_and_unmarked_groups_are_kept():
     assert (marked[0].num_bytes // MIB, marked[0].kept_bytes // MIB) == (192, 64 + 1 + 4)
 
 
-def test_grouped_queries_and_gates_change_what_is_saved():
-    groups = job_from_model(describe(kv_heads=8, gated_mlp=True)).stages[0].groups
-    by_name = {group.name: group for group in groups}
-    assert by_name["core_attn"].num_bytes // MIB == 2 * 64 + 2 * 8 + 1
-    assert by_name["mlp_act"].num_bytes // MIB == 512 + 2 * 256, "both halves anew"
-    fused = job_from_model(describe(gated_mlp=True, fused_kernels=True)).stages[0].groups
-    assert next(g for g in fused if g.name == "mlp_act").num_bytes // MIB == 512
-
-
 def test_tensor_parallel_divides_bytes_weights_and_time():
     silent = Machine(nvlink_gbps=1e12, p2p_latency_us=0)
     one, four = (job_from_model(describe(rotary=False, tensor_parallel=n), silent) for n in (1, 4))

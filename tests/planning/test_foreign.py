@@ -126,3 +126,6 @@ def test_a_shipped_description_is_that_of_its_arguments():
     shipped = load_description(ROOT / "configs" / "models" / "deepseek_v3.yaml").model
     assert [getattr(model, key) for key in keys] == [getattr(shipped, key) for key in keys]
     assert (model.num_microbatches, model.recompute, model.window_size) == (64, "full", 128)
+    assert not model.overlap_grad_reduce
+    data = from_megatron(f"--overlap-grad-reduce {text}")
+    assert load_description("arguments", data=data).model.overlap_grad_reduce
