@@ -8,7 +8,8 @@ prints   of every pipeline rank the plans of rows among which was chosen, what e
          it is predicted to take or, where a run has tried it, took; of a described job first
          whether it fits, then peak memory and step time, predicted and not measured; in the end
          the rows that were chosen, to be pasted into a configuration
-writes   with --model these plans to --output, which --from reads; else nothing
+writes   of a described job these plans to --output, which --from reads, and to --picture memory
+         against time of these and of recompute, offload and both, needing the extra 'report'
 
 policy: with --memory-target the quickest plan that brings every rank under it (memory_target), else
         the most memory that costs no more than --most-slowdown-percent of the step's time (auto)
@@ -29,23 +30,24 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
-from rich.table import Table
 
 from megatron_offload.cli.options import writing
+from megatron_offload.cli.report import check_picture, write_report
 from megatron_offload.cli.source import Source, SourceOptions, load_source
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError, TargetError
 from megatron_offload.files.strict_model import TargetBytes, write_model
 from megatron_offload.planning.alternatives import alternatives
-from megatron_offload.planning.found import RunFrontier, read_frontier
-from megatron_offload.planning.job_choice import JobChoice
-from megatron_offload.report.console import console, plain_table
-from megatron_offload.report.tables import found_table
+from megatron_offload.planning.found import Alternative, RunFrontier, read_frontier
+from megatron_offload.planning.job_choice import JobChoice, Planned
+from megatron_offload.planning.simulate import Simulation
+from megatron_offload.report.console import console
+from megatron_offload.report.report import Report
+from megatron_offload.report.tables import alternative_table, found_table
 from megatron_offload.train.run_folder import main_folder
 
 _USUAL_PERCENT = AutoConfig(kind="auto").most_slowdown_percent
-_MOST_RANKS = 4  # whose plans are printed; else those of the fullest alone
 _WithoutSign = BeforeValidator(lambda text: str(text).removesuffix("%"))
 
 
@@ -61,79 +63,97 @@ class Given(SourceOptions):
     output: Path | None = None
     """Where the plans of a described job go."""
 
+    picture: Path | None = None
+    """Likewise a picture of memory against time (.svg, .png, .pdf), or the page with it (.html)."""
+
     from_: Path | None = Field(default=None, alias="from")
     """The folder of a run that has found rows, or a file of plans, to be printed."""
 
 
 def run(given: Given) -> int:
-    """Plan, print and write; return 0, or 1 where what is found doesn't fit."""
+    """Plan, print, draw and write; return 0, or 1 where what is found doesn't fit."""
     folder = given.folder if given.from_ is None else given.from_
     if folder is not None:
         return _show_found(given, folder)
-    percent = given.most_slowdown_percent
-    with console(stderr=True).status("planning"):
+    if given.picture is not None:
+        check_picture(given.picture)
+    with console(stderr=True).status("planning") as status:
         source = load_source(given)
         if given.print_:
             return source.print_description()
-        described = source.described
-        short = described.short_job() or source.job
-        choice = JobChoice(source.job, short, described.offload)
-        steps = dict(alternatives(short, described.offload))
-        others = [source.summary(what, step, steps["nothing"]) for what, step in steps.items()]
-        targets = _targets(given, source.job.schedule.num_ranks)
-        try:
-            if targets:
-                planned = choice.under(targets)
-            else:
-                planned = choice.within(_USUAL_PERCENT if percent is None else percent)
-                if percent is None and any(source.misfits(planned.step)):
-                    targets = (source.job.machine.device_bytes,) * source.job.schedule.num_ranks
-                    planned = choice.under(targets)
-        except TargetError as error:
-            return _refuse(given, source, others, error)
-    found, out = planned.found, console(quiet=given.json_)
+        job, settings = source.job, source.described.offload
+        short = source.described.short_job() or job
+        choice = JobChoice(job, short, settings)
+        steps = dict[str, Simulation]()
+        for what, step in alternatives(short, settings):
+            steps[what] = step
+            status.update(f"planning: {what}: simulated")
+        each = [source.summary(what, step, steps["nothing"]) for what, step in steps.items()]
+        status.update("planning: looking for rows")
+        planned = _planned(given, source, choice)
+    if isinstance(planned, TargetError):
+        return _refuse(given, source, each, planned)
+    without, step = choice.without, planned.step
+    first = "" if given.most_slowdown_percent is None else "leave out --most-slowdown-percent, or "
+    verdict = source.verdict(without, step, "with the rows", first)
+    each.append(source.summary("the chosen rows", step, without, "chosen"))
+    shown = source.alternatives(verdict, each)
+    found = planned.found.model_copy(update={"alternatives": shown})
+    if given.picture is not None:
+        write_report(given.picture, Report(source.title, found=found, alternatives=shown))
     if given.output is not None:
         with writing(given.output):
             write_model(given.output, found)
-    others.append(source.summary("the rows below", planned.step, choice.without))
-    peaks = [rank.peak_reserved_bytes for rank in planned.step.ranks]
-    shown = found.stages if len(peaks) <= _MOST_RANKS else [found.stages[peaks.index(max(peaks))]]
-    tables = [_table(source, others)]
-    tables.append(source.memory_table(choice.without, planned.step, "with the rows"))
-    tables += [found_table(stage, stage.followed) for stage in shown]
+    fullest = max(range(len(step.ranks)), key=lambda rank: step.ranks[rank].peak_reserved_bytes)
+    stage, out = found.stages[fullest], console(quiet=given.json_)
+    tables = [alternative_table(shown), source.memory_table(without, step, "with the rows")]
+    tables.append(found_table(stage, chosen=stage.followed))
     rows = [row.model_dump(exclude_defaults=True) for row in found.rows()]
-    more = {"rows": rows, "alternatives": others}
-    status = source.show(choice.without, planned.step, "with the rows", tables, more)
+    more = {"rows": rows, "alternatives": shown.model_dump()["each"]}
+    result = source.show(without, step, "with the rows", tables, verdict, more)
     out.print(f"plans: {given.output}" if given.output else "--output FILE keeps the plans")
+    out.print(f"picture: {given.picture}" if given.picture else "--picture FILE draws them")
     out.print(_pasted(found))
-    return status
+    return result
 
 
-def _refuse(
-    given: Given, source: Source, others: Sequence[dict[str, Any]], error: TargetError
-) -> int:
-    """Say that nothing keeps the targets, and print what else there is; return 1."""
-    fits = "" if given.memory_target else "does not fit: "
-    least = format_bytes(max(source.job.static_bytes))
-    said = f"{fits}{error}; {least} are weights, gradients and optimizer, which more GPUs may share"
-    console(stderr=True).print(f"megatron-offload: {said}")
-    as_json = json.dumps({"fits": False, "misfits": [said], "alternatives": others}, indent=1)
-    console().print(as_json if given.json_ else _table(source, others))
+def _refuse(given: Given, source: Source, each: list[Alternative], error: TargetError) -> int:
+    """Say that nothing keeps the targets, and print and draw what else there is; return 1."""
+    targets = _targets(given, len(source.job.static_bytes))
+    there = source.job.machine.device_bytes
+    first, into = "", f" {format_bytes(there)} of a GPU (machine.device_bytes)"
+    if targets:
+        first, into = "raise the target, or ", ""
+    advice = source.advice(min(targets or [there]), first)
+    shown = source.alternatives(f"does not fit{into}: {error}\nto fit: {advice}", each)
+    if given.picture is not None:
+        write_report(given.picture, Report(source.title, alternatives=shown))
+    out, json_out = console(quiet=given.json_), console(quiet=not given.json_)
+    said = {"fits": False, "misfits": [str(error)], "verdict": shown.verdict}
+    said["alternatives"] = shown.model_dump()["each"]
+    json_out.print(json.dumps(said, indent=1))
+    out.print(shown.verdict, style="bold red")
+    out.print(alternative_table(shown))
     return 1
 
 
-def _table(source: Source, others: Sequence[dict[str, Any]]) -> Table:
-    """Return a line for each of some things to do, with memory of the fullest rank."""
-    rows = []
-    for what, fits, *sizes, percent in map(dict.values, others):
-        fits = "yes" if fits else "no"
-        rows.append([what, fits, *map(format_bytes, sizes), f"{percent:+.1f} %"])
-    columns = ["what, layers of each stage", "fits", "reserved", "host, a node", "takes longer"]
-    return plain_table(f"What {source.title} may do: PREDICTED", columns, 1, rows)
+def _planned(given: Given, source: Source, choice: JobChoice) -> Planned | TargetError:
+    """Return what is asked for, or why nothing keeps the targets."""
+    percent, job = given.most_slowdown_percent, source.job
+    targets = _targets(given, job.schedule.num_ranks)
+    try:
+        if targets:
+            return choice.under(targets)
+        planned = choice.within(_USUAL_PERCENT if percent is None else percent)
+        if percent is None and any(source.misfits(planned.step)):
+            return choice.under((job.machine.device_bytes,) * job.schedule.num_ranks)
+    except TargetError as error:
+        return error
+    return planned
 
 
 def _show_found(given: Given, folder: Path) -> int:
-    names = ("model", "hf", "megatron", "print_", "json_", "output", "machine")
+    names = ("model", "hf", "megatron", "print_", "json_", "output", "picture", "machine")
     others: dict[str, Any] = {"another folder": given.from_ and given.folder}
     others |= {f"--{name.rstrip('_')}": getattr(given, name) for name in names}
     if wrong := [*(name for name, value in others.items() if value), *given.typed.values()]:
@@ -154,7 +174,7 @@ def _show_found(given: Given, folder: Path) -> int:
         if place is None:
             out.print(f"no plan of stage {stage.name} is known to fit", style="red")
             return 1
-        out.print(found_table(stage, place))
+        out.print(found_table(stage, chosen=place, followed=stage.followed))
         chosen.append(place)
     out.print(f"found: {found.said}")
     out.print(_pasted(found, chosen))

@@ -20,7 +20,7 @@ from pydantic_settings import CliPositionalArg
 
 from megatron_offload.cli.options import Options, writing
 from megatron_offload.config import OffloadConfig, load_yaml
-from megatron_offload.errors import ConfigError
+from megatron_offload.errors import ConfigError, require
 from megatron_offload.files.strict_model import read_model, validate
 from megatron_offload.files.text import read_text, replace_text
 from megatron_offload.observe import run_report
@@ -30,6 +30,8 @@ from megatron_offload.report.report import Report, render_report
 from megatron_offload.train.config import TrainConfig
 from megatron_offload.train.records import COMPARISON_NAME, FOLDERS, Comparison
 from megatron_offload.train.run_folder import main_folder
+
+_PICTURES = (".svg", ".png", ".pdf")
 
 
 class Given(Options):
@@ -51,16 +53,39 @@ def run(given: Given) -> int:
 def write_page(folder: Path, output: Path | None = None) -> Path:
     """Write the report of a folder or a file; return its path. Raises what `read_report` does."""
     path = output or (folder.with_suffix(".html") if folder.is_file() else folder / "report.html")
-    page = render_report(read_report(folder))
-    with writing(path):
-        replace_text(path, page)
+    write_report(path, read_report(folder))
     return path
+
+
+def check_picture(path: Path) -> None:
+    """Raise `ConfigError` where ``plan`` can't draw into a file, before it plans."""
+    if path.suffix not in (".html", *_PICTURES):
+        raise ConfigError(f"--picture {path}: name a picture, .svg, .png or .pdf, or a page, .html")
+    require("a picture", "jinja2", "altair", "vl_convert")
+
+
+def write_report(path: Path, report: Report) -> None:
+    """Write a page or, of a described job, its first picture alone, as the suffix says."""
+    if path.suffix not in _PICTURES:
+        page = render_report(report)
+        with writing(path):
+            replace_text(path, page)
+        return
+    if report.alternatives is None:
+        raise ConfigError(f"{path}: only plans of a described job have one picture; write .html")
+    check_picture(path)
+    from megatron_offload.report import plots
+
+    with writing(path):
+        plots.alternatives_chart(report.alternatives, has_names=True).save(path)
 
 
 def read_report(folder: Path) -> Report:
     """Read what a run of any program, or ``plan``, has left; a damaged file: `ConfigError`."""
     if folder.is_file():
-        return Report(folder.stem, found=read_frontier(folder))
+        plans = read_frontier(folder)
+        shown = plans.alternatives
+        return Report(shown.title if shown else folder.stem, found=plans, alternatives=shown)
     main = main_folder(folder)
     found = read_frontier(main) if (main / NAME).exists() else None
     facts, plain, findings = _facts_in(main), None, None

@@ -47,7 +47,9 @@ def run(given: Given) -> int:
         job = with_units(source.job, settings.recomputable(units_of(source.job)))
         offloaded = simulate(job, settings, record=given.trace is not None)
     tables = _tables(source, without, offloaded)
-    status = source.show(without, offloaded, "with offload", tables)
+    first = "see by 'megatron-offload plan' whether recompute of layers helps, "
+    verdict = source.verdict(without, offloaded, "with offload", first)
+    status = source.show(without, offloaded, "with offload", tables, verdict)
     out = console(quiet=given.json_)
     what = with_flags("everything that can be offloaded", "offload", given)
     out.print(f"with offload: {what}")

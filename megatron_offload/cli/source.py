@@ -25,8 +25,10 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import validate
 from megatron_offload.files.text import read_json
 from megatron_offload.machine.profile import MachineProfile
+from megatron_offload.planning.advice import advice
 from megatron_offload.planning.description import JobDescription, load_description
 from megatron_offload.planning.foreign import describe, from_hugging_face, from_megatron
+from megatron_offload.planning.found import Alternative, Alternatives
 from megatron_offload.planning.job import Job
 from megatron_offload.planning.simulate import Simulation, fair_rates
 from megatron_offload.report.console import console, plain_table
@@ -57,9 +59,10 @@ class Source:
         step: Simulation,
         what: str,
         tables: Iterable[Table],
+        verdict: str,
         found: Mapping[str, Any] | None = None,
     ) -> int:
-        """Print whether a step ``what`` fits, tables, time, and what that rests on.
+        """Print the verdict on a step ``what``, tables, time, and what that rests on.
 
         As JSON it is numbers, and what was ``found`` besides. Returned is 1 where it doesn't fit,
         else 0.
@@ -68,21 +71,20 @@ class Source:
         if self.as_json:
             keys = ["peak_reserved_bytes", "peak_host_bytes", "num_late"]
             keys += [f"{x}_bytes" for x in ("offloaded", "reloaded", "recomputed")]
-            said = self.summary(what, step, without) | {"misfits": misfits, **(found or {})}
-            said["without_offload"] = self.summary("nothing", without, without)
+            said = self.summary(what, step, without).model_dump() | {"misfits": misfits}
+            said |= {"verdict": verdict, **(found or {})}
+            said["without_offload"] = self.summary("nothing", without, without).model_dump()
             said |= {"step_ms": step.step_us / 1e3, "step_ms_without": without.step_us / 1e3}
             said["ranks"] = [{key: getattr(rank, key) for key in keys} for rank in step.ranks]
             out.print(json.dumps(said, indent=1))
             return int(bool(misfits))
-        change = 100 * (step.step_us / without.step_us - 1)
-        for line in misfits or [self._fit(without, step, f"{what} at {change:+.2f} %")]:
-            line = f"does not fit {what}: {line}" if misfits else line
-            out.print(line, style="bold red" if misfits else "bold green")
+        out.print(verdict, style="bold red" if misfits else "bold green")
         for table in tables:
             out.print(table)
+        change = 100 * (step.step_us / without.step_us - 1)
         out.print(
             f"step time: {without.step_us / 1e3:.1f} ms without offload, "
-            f"{step.step_us / 1e3:.1f} ms {what} ({change:+.2f} %)"
+            f"{step.step_us / 1e3:.1f} ms {what} ({change:+z.2f} %)"
         )
         host_bytes, node = self._on_node([rank.peak_host_bytes for rank in step.ranks])
         out.print(f"host memory: up to {format_bytes(host_bytes)} pinned on {node}")
@@ -100,25 +102,44 @@ class Source:
         )
         return int(bool(misfits))
 
-    def summary(self, what: str, step: Simulation, without: Simulation) -> dict[str, Any]:
+    def summary(
+        self, what: str, step: Simulation, without: Simulation, kind: str = ""
+    ) -> Alternative:
         """Return what is done in a step, and what that needs and takes at most."""
         peaks = [rank.peak_host_bytes for rank in step.ranks]
-        return {
-            "what": what,
-            "fits": not any(self.misfits(step)),
-            "reserved_bytes": max(rank.peak_reserved_bytes for rank in step.ranks),
-            "node_host_bytes": self._on_node(peaks)[0],
-            "takes_longer_percent": 100 * (step.step_us / without.step_us - 1),
-        }
+        does = ["recompute"] if any(rank.recomputed_bytes for rank in step.ranks) else []
+        does += ["offload"] if any(rank.offloaded_bytes for rank in step.ranks) else []
+        return Alternative(
+            what=what,
+            kind=kind or " and ".join(does) or "nothing",
+            fits=not any(self.misfits(step)),
+            reserved_bytes=max(rank.peak_reserved_bytes for rank in step.ranks),
+            node_host_bytes=self._on_node(peaks)[0],
+            takes_longer_percent=100 * (step.step_us / without.step_us - 1),
+        )
 
-    def _fit(self, without: Simulation, step: Simulation, what: str) -> str:
-        steps, there = (without, step), self.job.machine.device_bytes
+    def verdict(self, without: Simulation, step: Simulation, what: str, first: str = "") -> str:
+        """Return whether a step ``what`` fits; if not, also what to try, ``first`` before all."""
+        there = self.job.machine.device_bytes
+        if misfits := [f"does not fit {what}: {line}" for line in self.misfits(step)]:
+            return "\n".join((*misfits, f"to fit: {self.advice(there, first)}"))
+        steps, change = (without, step), 100 * (step.step_us / without.step_us - 1)
         sizes = [max(rank.peak_reserved_bytes for rank in one.ranks) for one in steps]
         bare, size = map(format_bytes, sizes)
         of_all = f"of {format_bytes(there)} (machine.device_bytes)"
+        what += f" at {change:+z.2f} %"
         if sizes[0] > there:
             return f"fits {what}: {size} reserved {of_all}, {bare} without"
         return f"fits without offload: {bare} reserved {of_all}, {size} {what}"
+
+    def alternatives(self, verdict: str, each: Iterable[Alternative]) -> Alternatives:
+        """Return what may be done, side by side, and what is said of it."""
+        found, there = tuple(each), self.job.machine.device_bytes
+        return Alternatives(title=self.title, verdict=verdict, device_bytes=there, each=found)
+
+    def advice(self, device_bytes: int, first: str = "") -> str:
+        """Return what helps a job that doesn't fit so much memory of a GPU."""
+        return advice(self.described.model, device_bytes, self.job.machine.gpus_per_node, first)
 
     def memory_table(self, without: Simulation, step: Simulation, what: str) -> Table:
         """Return what each rank needs without anything, and with ``what`` is done in a step."""
@@ -127,8 +148,9 @@ class Source:
             sizes = [plain.peak_reserved_bytes, rank.peak_reserved_bytes, rank.peak_host_bytes]
             sizes += [rank.offloaded_bytes, rank.recomputed_bytes]
             rows.append([index, *map(format_bytes, sizes), rank.num_late])
-        columns = ["rank", "reserved", what, "host", "offloaded", "recomputed", "late"]
-        return plain_table(f"Memory of {self.title}: PREDICTED", columns, 0, rows)
+        columns = ["rank", "without", what, "host", "offloaded", "recomputed", "late reloads"]
+        title = f"Reserved memory of each rank of {self.title}: PREDICTED"
+        return plain_table(title, columns, 0, rows)
 
     def misfits(self, step: Simulation) -> Iterator[str]:
         """Yield what a step needs more of than there is."""

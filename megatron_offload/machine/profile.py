@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, ByteSize, Field
 
-from megatron_offload.files.strict_model import Bytes, StrictModel
+from megatron_offload.files.strict_model import Bytes, StrictModel, TargetBytes
 
 Rate = Annotated[float, Field(ge=1e-6, le=1e15)]
 """Others are a slip of the pen, and make a time that is no number."""
@@ -45,7 +45,7 @@ class Machine(StrictModel):
     slow each other down."""
     nvlink_gbps: Rate = 360.0
     """What other messages of a GPU get of the link inside a node."""
-    device_bytes: Bytes = ByteSize(139 * 2**30)
+    device_bytes: TargetBytes = ByteSize(139 * 2**30)
     """Memory of a GPU; what doesn't fit is said."""
     host_bytes: Bytes = ByteSize(2 * 2**40)
     """Memory of a node that may be pinned; likewise."""

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from megatron_offload.config import apply_overrides, config_folder, load_yaml
-from megatron_offload.errors import ConfigError, did_you_mean
+from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import StrictModel, validate
 from megatron_offload.machine.profile import Machine
 from megatron_offload.planning.job import Job, RankSettings, StageWork
@@ -121,8 +121,8 @@ class JobDescription(StrictModel):
         sheets = load_yaml(config_folder("machines") / "gpus.yaml")
         known = sheets["gpus"]
         if not isinstance(name, str) or name not in known:
-            said = f"no GPU {str(name)!r} is known{did_you_mean(name, known)}"
-            raise ConfigError(f"machine.gpu: {said}")
+            names = ", ".join(known)
+            raise ConfigError(f"machine.gpu: no GPU {name!r} is known; there are {names}")
         gpu, model = known[name], data.get("model")
         found = {**data, "machine": sheets["links"][gpu["link"]] | gpu["machine"] | machine}
         return found | ({"model": gpu["model"] | model} if isinstance(model, dict) else {})

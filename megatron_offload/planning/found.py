@@ -100,6 +100,28 @@ class FoundStage(StrictModel):
         return max(0, next(slow, len(self.plans)) - 1)
 
 
+class Alternative(StrictModel):
+    """What a described job may do, and what the fullest rank and node then need: predicted."""
+
+    what: str
+    kind: str
+    """Nothing, recompute, offload, or both; or that it was chosen."""
+    fits: bool
+    reserved_bytes: _Size
+    node_host_bytes: _Size
+    takes_longer_percent: _Percent
+
+
+class Alternatives(StrictModel):
+    """What a described job may do, side by side."""
+
+    title: str
+    verdict: str
+    device_bytes: _Size
+    """What a GPU has."""
+    each: tuple[Alternative, ...] = Field(min_length=1, max_length=100)
+
+
 class RunFrontier(StrictModel):
     """All stages of a run."""
 
@@ -108,6 +130,8 @@ class RunFrontier(StrictModel):
     besides: tuple[RowConfig, ...] = ()
     """Rows of what it does in every plan."""
     stages: tuple[FoundStage, ...] = Field(min_length=1)
+    alternatives: Alternatives | None = None
+    """Of a described job what it may do in place of these plans."""
 
     @classmethod
     def of(

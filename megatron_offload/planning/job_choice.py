@@ -277,8 +277,7 @@ class _Search:
                 sizes = (format_bytes(size, 2) for size in (target, least, least - target))
                 raise TargetError(
                     "pipeline rank {} can't be brought under {}: with all that can move it still "
-                    "takes {}, {} more; raise the target, mark more modules, or lower the "
-                    "microbatch".format(rank, *sizes)
+                    "takes {}, {} more".format(rank, *sizes)
                 )
         raise TargetError("no units that run again in all layers let all ranks keep their targets")
 

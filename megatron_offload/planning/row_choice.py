@@ -78,7 +78,7 @@ class Slowdown(NamedTuple):
         return Slowdown.of(percent, self.error * other.error / together)
 
     def __str__(self) -> str:
-        return f"{self.percent:+.1f} % ({self.low:+.1f} to {self.high:+.1f})"
+        return f"{self.percent:+z.1f} % ({self.low:+z.1f} to {self.high:+z.1f})"
 
 
 @dataclass(eq=False)
@@ -291,7 +291,7 @@ class RowChoice:
         """Say what a step takes with what is followed, where that isn't measured."""
         percent = 100 * max(stage.plan.us for stage in self.stages.values()) / self.bare_us
         why = ", as steps differ too much to see it" if self.is_blind else ""
-        return f"a step is predicted to take {percent:+.1f} %{why}"
+        return f"a step is predicted to take {percent:+z.1f} %{why}"
 
     def _expected(self, rung: int) -> Slowdown:
         """Return what a step will take with a plan, by what the nearest one has taken.

@@ -16,7 +16,7 @@ import altair as alt
 
 from megatron_offload.core.trace import PIPELINE_WAIT, STREAMS, ByteCount, Counter, Span, StepTrace
 from megatron_offload.core.units import byte_unit, format_bytes, format_us
-from megatron_offload.planning.found import FoundStage
+from megatron_offload.planning.found import Alternatives, FoundStage
 
 # Okabe and Ito's colours, and greys that no colour vision takes for one of them.
 _KINDS = {
@@ -45,7 +45,16 @@ _POINTS = {
     "plan": ("#d55e00", "diamond"),
 }
 
+_DONE = {
+    "nothing": ("#626c78", "triangle-up"),
+    "recompute": ("#56b4e9", "square"),
+    "offload": ("#e69f00", "circle"),
+    "recompute and offload": ("#009e73", "cross"),
+    "chosen": ("#d55e00", "diamond"),
+}
+
 MOST_TIMELINES = 64  # ranks in one page; hundreds would be of no help
+_NEAR = 0.03  # of a picture's width and height: numbers of points so near are one text
 _COLUMNS = 2000  # of a step, fewer of more ranks than 16; what is shorter is drawn together
 
 
@@ -141,26 +150,83 @@ def tradeoff_chart(stage: FoundStage) -> Any:
     for row in sorted(rows, key=lambda row: (row["memory"], row["percent"])):
         row["is_best"] = row["percent"] < least[row["how"]]
         least[row["how"]] = min(row["percent"], least[row["how"]])
+    used = {kind: style for kind, style in _POINTS.items() if least[kind] < math.inf}
+    base, points = _memory_against_time(rows, unit, used)
+    colors = points.encoding.color
+    layers = [
+        base.transform_filter("datum.is_best").mark_line(opacity=0.6).encode(color=colors),
+        points.encode(tooltip=["plan:N", "bytes:N", "percent:Q", "how:N"]),
+    ]
+    for how, dy, align in (("measured", -13, "center"), ("plan", 15, "left")):
+        texts = base.transform_filter(f"datum.how == '{how}'").mark_text(dy=dy, align=align)
+        layers.append(texts.encode(text="plan:N"))  # others are named by their tooltips
+    return alt.layer(*layers, width=760, height=380).interactive()
+
+
+def alternatives_chart(found: Alternatives, *, has_names: bool = False) -> Any:
+    """Return a chart of what a described job may do: memory of the fullest rank against time.
+
+    Points have numbers, one for those in one place; ``has_names`` puts a list of them below.
+    """
+    scale, unit = byte_unit(max(found.device_bytes, *(x.reserved_bytes for x in found.each)))
+    rows: list[dict[str, Any]] = [
+        {
+            "number": str(number),
+            "memory": one.reserved_bytes / scale,
+            "percent": one.takes_longer_percent,
+            "how": one.kind,
+            "line": f"{number}  {one.what}: {format_bytes(one.reserved_bytes)}, "
+            f"{one.takes_longer_percent:+z.1f} %{'' if one.fits else ', does not fit'}",
+        }
+        for number, one in enumerate(found.each, 1)
+    ]
+    spans = [max(x[key] for x in rows) - min(x[key] for x in rows) for key in ("memory", "percent")]
+    labels: list[dict[str, Any]] = []
+    for row in rows:
+        for label in labels:
+            far = (abs(row["memory"] - label["memory"]), abs(row["percent"] - label["percent"]))
+            if all(x <= _NEAR * span for x, span in zip(far, spans, strict=True)):
+                label["number"] += f", {row['number']}"
+                break
+        else:
+            labels.append(dict(row))
+    used = {kind: style for kind, style in _DONE.items() if any(x["how"] == kind for x in rows)}
+    _, points = _memory_against_time(rows, unit, used)
+    texts, _ = _memory_against_time(labels, unit, used)
+    there = [{"memory": found.device_bytes / scale, "is": "memory of a GPU"}]
+    line = _chart(there).mark_rule(strokeDash=[6, 4], strokeWidth=2, color="#cc79a7")
+    layers = [
+        line.encode(x="memory:Q", tooltip=["is:N", "memory:Q"]),
+        points.encode(tooltip=["line:N"]),
+        texts.mark_text(dy=-14, fontSize=13).encode(text="number:N"),
+    ]
+    chart = alt.layer(*layers, width=760, height=380)
+    if not has_names:
+        return chart.interactive()
+    names = _chart(rows, width=760, height=20 * len(rows), view=alt.ViewBackground(stroke=None))
+    names = names.mark_text(align="left", fontSize=13).encode(
+        x=alt.value(0), y=alt.Y("number:O", axis=None, sort=None), text="line:N"
+    )
+    subtitle = [*found.verdict.splitlines(), "predicted; dashed: the memory of a GPU"]
+    title = alt.Title(found.title, subtitle=subtitle, anchor="start")
+    return alt.vconcat(chart, names, title=title, background="white")
+
+
+def _memory_against_time(
+    rows: Sequence[Mapping[str, Any]], unit: str, styles: Mapping[str, tuple[str, str]]
+) -> tuple[Any, Any]:
+    """Return a chart of rows with ``memory``, ``percent`` and ``how``, and its points in styles."""
     room = alt.Scale(zero=False, padding=35)
     axis = alt.Axis(title=f"peak memory of the rank that needs most ({unit})")
     base = _chart(rows).encode(
         x=alt.X("memory:Q", axis=axis, scale=room),
         y=alt.Y("percent:Q", title="step time against no offload (%)", scale=room),
     )
-    tips = ["plan:N", "bytes:N", "percent:Q", "how:N"]
-    used = {kind: style for kind, style in _POINTS.items() if least[kind] < math.inf}
-    colors = _by("Color", "how", {kind: color for kind, (color, _) in used.items()})
-    shapes = _by("Shape", "how", {kind: shape for kind, (_, shape) in used.items()})
-    layers = [
-        base.transform_filter("datum.is_best").mark_line(opacity=0.6).encode(color=colors),
-        base.mark_point(size=90, filled=True, opacity=1).encode(
-            color=colors, shape=shapes, tooltip=tips
-        ),
-    ]
-    for how, dy, align in (("measured", -13, "center"), ("plan", 15, "left")):
-        texts = base.transform_filter(f"datum.how == '{how}'").mark_text(dy=dy, align=align)
-        layers.append(texts.encode(text="plan:N"))  # others are named by their tooltips
-    return alt.layer(*layers, width=760, height=380).interactive()
+    points = base.mark_point(size=90, filled=True, opacity=1).encode(
+        color=_by("Color", "how", {kind: color for kind, (color, _) in styles.items()}),
+        shape=_by("Shape", "how", {kind: shape for kind, (_, shape) in styles.items()}),
+    )
+    return base, points
 
 
 def last_us(traces: Iterable[StepTrace]) -> float:

@@ -23,8 +23,8 @@ from megatron_offload.core.units import format_bytes, format_us
 from megatron_offload.errors import require
 from megatron_offload.files.text import read_text
 from megatron_offload.observe.run_report import RunFacts
-from megatron_offload.planning.found import RunFrontier
-from megatron_offload.report.tables import found_rows
+from megatron_offload.planning.found import Alternatives, RunFrontier
+from megatron_offload.report.tables import ALTERNATIVE, alternative_rows, found_rows
 
 _TEMPLATES = Path(__file__).parent / "templates"
 
@@ -92,6 +92,8 @@ class Report:
     traces: Sequence[StepTrace] = ()
     found: RunFrontier | None = None
     """The plans of rows among which was chosen."""
+    alternatives: Alternatives | None = None
+    """What a described job may do, where the report is about one."""
 
     @property
     def memory(self) -> list[MemoryKind]:
@@ -142,15 +144,18 @@ def render_report(report: Report) -> str:
     environment.filters["seconds"] = lambda time_s: format_us(time_s and 1e6 * time_s)
     traces = report.traces[: plots.MOST_TIMELINES]
     end_us = plots.last_us(traces)
-    script = _script()
+    script, alternatives = _script(), report.alternatives
+    mark = "followed" if report.facts else "chosen"
     page = environment.get_template("report.html").render(
         report=report,
         timelines=[(trace, plots.timeline_chart(trace, end_us, len(traces))) for trace in traces],
         overview=plots.overview_chart(traces, end_us) if len(traces) > 1 else None,
         stages=[
-            (stage, found_rows(stage), plots.tradeoff_chart(stage))
+            (stage, found_rows(stage, **{mark: stage.followed}), plots.tradeoff_chart(stage))
             for stage in (report.found.stages if report.found else ())
         ],
+        fits=alternatives and (ALTERNATIVE, alternative_rows(alternatives)),
+        picture=alternatives and plots.alternatives_chart(alternatives),
         script=script,
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
@@ -172,4 +177,4 @@ def _script() -> str:
 
 
 def _format_percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:+.1f} %".replace("-", "\N{MINUS SIGN}")
+    return "-" if share is None else f"{100 * share:+z.1f} %".replace("-", "\N{MINUS SIGN}")

@@ -9,7 +9,7 @@ from rich.table import Table
 from megatron_offload.core.row_config import RowConfig
 from megatron_offload.core.units import format_bytes
 from megatron_offload.observe.run_report import RankSummary
-from megatron_offload.planning.found import FoundStage
+from megatron_offload.planning.found import Alternatives, FoundStage
 from megatron_offload.planning.row_choice import Slowdown
 from megatron_offload.report.console import plain_table
 
@@ -25,6 +25,9 @@ _RANK = {
     "host": "peak_host_bytes",
 }
 _NUM_PLANS = 12  # of those that a run has found, at least
+_ROWS_WIDTH = 40  # of columns, so that the table has no more than a hundred
+PLAN = ("plan", "", "rows", "frees", "needs", "predicted", "measured")
+ALTERNATIVE = ("", "what is done", "fits", "reserved", "host of a node", "step time")
 _GPU = {"peak allocated": "peak_allocated_bytes", "peak reserved": "peak_reserved_bytes"}
 
 
@@ -41,14 +44,13 @@ def rank_table(ranks: Sequence[RankSummary], title: str) -> Table:
 def found_rows(stage: FoundStage, **marks: int) -> list[list[str]]:
     """Return some plans that a run has found: those that were tried, others at equal distances.
 
-    Of each its number, whether it was followed or is one of ``marks``, its rows, what it frees and
-    needs, and what of a step it is predicted to take, and took.
+    Of each its number, which of ``marks`` it has, its rows, what it frees and needs, and what of a
+    step it is predicted to take, and took.
     """
     plans, needed = stage.plans, stage.needed_bytes()
     wanted = [plans[-1].freed_bytes * step // _NUM_PLANS for step in range(_NUM_PLANS + 1)]
     shown = {next(p for p, x in enumerate(plans) if x.freed_bytes >= size) for size in wanted}
     shown |= {place for place, plan in enumerate(plans) if plan.measured_percent}
-    marks["followed"] = stage.followed
     rows = []
     for place in sorted({*shown, *marks.values()}):
         plan = plans[place]
@@ -56,7 +58,7 @@ def found_rows(stage: FoundStage, **marks: int) -> list[list[str]]:
         what = _in_short(plan.rows) or "nothing"
         size = format_bytes(needed[place]) if stage.bare_bytes else "not known"
         measured = str(Slowdown(*plan.measured_percent)) if plan.measured_percent else ""
-        takes = [f"{plan.predicted_percent:+.1f} %", measured]
+        takes = [f"{plan.predicted_percent:+z.1f} %", measured]
         rows.append(
             [str(place), ", ".join(which), what, format_bytes(plan.freed_bytes), size, *takes]
         )
@@ -76,7 +78,30 @@ def _in_short(rows: Iterable[RowConfig]) -> str:
     return "; ".join(f"{verb} {', '.join(texts)}" for verb, texts in does.items())
 
 
-def found_table(stage: FoundStage, chosen: int) -> Table:
+def found_table(stage: FoundStage, **marks: int) -> Table:
     """Return a line for each of `found_rows`."""
-    columns = ["plan", "", "rows", "frees", "needs", "predicted", "measured"]
-    return plain_table(f"Plans of stage {stage.name}", columns, 3, found_rows(stage, chosen=chosen))
+    rows = found_rows(stage, **marks)
+    end = len(PLAN) if any(row[-1] for row in rows) else -1
+    table = plain_table(f"Plans of stage {stage.name}", PLAN[:end], 3, (row[:end] for row in rows))
+    table.columns[2].max_width = _ROWS_WIDTH
+    return table
+
+
+def alternative_rows(found: Alternatives) -> list[list[str]]:
+    """Return of each alternative the cells below `ALTERNATIVE`, with its number in the picture."""
+    return [
+        [
+            str(number),
+            one.what,
+            "yes" if one.fits else "no",
+            *map(format_bytes, (one.reserved_bytes, one.node_host_bytes)),
+            f"{one.takes_longer_percent:+z.1f} %",
+        ]
+        for number, one in enumerate(found.each, 1)
+    ]
+
+
+def alternative_table(found: Alternatives) -> Table:
+    """Return a line for each of `alternative_rows`."""
+    title = f"What {found.title} may do in each stage: PREDICTED"
+    return plain_table(title, ALTERNATIVE, 2, alternative_rows(found))

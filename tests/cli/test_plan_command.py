@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 
@@ -162,7 +163,7 @@ def test_rows_of_a_model_are_printed_and_its_plans_kept_for_another_choice(model
     assert rows_in(prints("plan", "--from", output)) == rows
     prints("report", output)
     page = output.with_suffix(".html").read_text()
-    assert re.findall('<h2 id="(.*?)"', page) == ["plan"]
+    assert re.findall('<h2 id="(.*?)"', page) == ["fit", "plan"]
     assert 'class="missing"' not in page
     assert "rows of a described job, chosen by simulation for at most 5 %" in page
     rows = rows_in(prints("plan", "--from", output, "--memory-target", "1TiB"))
@@ -213,12 +214,14 @@ def test_a_job_is_planned_for_its_gpu_whatever_that_takes_or_doesnt_fit(model, p
     assert percent > max(3, usual_percent)
     assert mib <= int(usual_mib) - 1
     assert plan(*on("4MiB")[1:]) == 1
-    assert "does not fit: pipeline rank" in capsys.readouterr().err
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("does not fit 4.0 MiB of a GPU (machine.device_bytes): pipeline rank")
+    assert re.fullmatch(r"to fit: \S+ MiB are weights, .* share them", second)
 
 
 def test_what_else_can_be_done_stands_beside_the_plan_and_in_json(model, prints, capsys):
     lines = prints("plan", model).splitlines()
-    table = [line.strip("|").split("|") for line in lines if " yes | " in line]
+    table = [line.strip("|").split("|")[1:] for line in lines if " yes | " in line]
     found = {row[0].strip(): [cell.strip() for cell in row[2:]] for row in table}
     said = json.loads(prints("plan", model, "--json"))
     others = {other.pop("what"): other for other in said["alternatives"]}
@@ -236,6 +239,47 @@ def test_what_else_can_be_done_stands_beside_the_plan_and_in_json(model, prints,
     assert plan(model, *words) == 1
     said = json.loads(capsys.readouterr().out)
     assert (said["fits"], said["alternatives"][0]["fits"]) == (False, False)
+
+
+def test_the_picture_and_its_page_are_drawn_whether_or_not_it_fits(
+    model, tmp_path, prints, capsys, refused
+):
+    for size, status, last in (("1GiB", 0, "the chosen rows"), ("4MiB", 1, "offload others")):
+        for name in ("plan.svg", "plan.html"):
+            words = ("--set", f"machine.device_bytes={size}", "--picture", tmp_path / name)
+            assert plan(model, *words) == status
+            first, *_ = capsys.readouterr().out.splitlines()
+            drawn = (tmp_path / name).read_text()
+            assert last in drawn
+            assert first in html.unescape(drawn)
+        assert ('id="plan"' in drawn) == (status == 0)
+        assert 'id="fit"' in drawn
+    prints("plan", model, "--output", tmp_path / "plans.json")
+    prints("report", tmp_path / "plans.json", "--output", tmp_path / "again.png")
+    assert (tmp_path / "again.png").read_bytes().startswith(b"\x89PNG")
+    wrong = refused("plan", model, "--picture", tmp_path / "plan.jpg")
+    assert "name a picture, .svg, .png or .pdf, or a page, .html" in wrong
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    [
+        (1, r"--model\.tensor_parallel 2 \(4 GPUs\)"),
+        (0.4, r"--model\.pipeline_parallel 4 --model\.tensor_parallel 2 \(8 GPUs\)"),
+        (1.3, "leave out --most-.*, or lower model.microbatch or model.sequence, or raise"),
+    ],
+)
+def test_what_helps_is_said_and_helps_where_weights_are_too_large(model, share, expected, capsys):
+    size = int(share * max(load_model(model).job.static_bytes))
+    words = ["--set", f"machine.device_bytes={size}", "--most-slowdown-percent", 0]
+    assert plan(model, *words) == 1
+    said = capsys.readouterr().out.splitlines()[1]
+    assert re.search(expected, said)
+    if flags := re.search(r"such as by (.*) \(", said):
+        layout = [word.removeprefix("--") for word in flags[1].split()]
+        pairs = map("=".join, zip(layout[::2], layout[1::2], strict=True))
+        after = load_model(model, set=[*pairs]).job.static_bytes
+        assert max(after) <= 0.8 * size
 
 
 def test_a_description_is_made_of_other_programs_files_to_be_edited(tmp_path, prints, refused):
@@ -262,9 +306,9 @@ def test_a_target_out_of_reach_is_status_1_and_says_by_how_much(model, tmp_path,
     output = tmp_path / "plan.json"
     output.write_text("old")
     assert plan("--model", model, "--memory-target", "1MiB", "--output", output) == 1
-    error = capsys.readouterr().err
+    printed = capsys.readouterr().out
     found = re.search(
-        r"can't be brought under 1.00 MiB: .* it still takes (\S+) MiB, (\S+) MiB more", error
+        r"can't be brought under 1.00 MiB: .* it still takes (\S+) MiB, (\S+) MiB more", printed
     )
     least_mib, missing_mib = map(float, found.groups())
     assert least_mib == pytest.approx(1 + missing_mib, abs=0.02)

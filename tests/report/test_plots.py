@@ -11,7 +11,7 @@ from operator import mul
 import pytest
 
 from megatron_offload.core.trace import PIPELINE_WAIT, ByteCount, Counter, Span, StepTrace
-from megatron_offload.planning.found import FoundPlan, FoundStage
+from megatron_offload.planning.found import Alternative, Alternatives, FoundPlan, FoundStage
 
 altair = pytest.importorskip("altair")
 vl_convert = pytest.importorskip("vl_convert")
@@ -121,7 +121,7 @@ def lab(color, vision):
 
 
 @pytest.mark.parametrize("vision", VISIONS)
-@pytest.mark.parametrize("name", ["_KINDS", "_COUNTERS", "_POINTS"])
+@pytest.mark.parametrize("name", ["_KINDS", "_COUNTERS", "_POINTS", "_DONE"])
 def test_colours_are_distinct_by_every_kind_of_eyes(name, vision):
     colors = [color for color, _ in getattr(plots, name).values()]
     for pair in itertools.combinations(colors, 2):
@@ -186,3 +186,22 @@ def test_plans_that_a_run_has_found_are_points_and_the_one_that_was_followed_is_
     hows = [point["how"] for point in rows_of(other, "memory")]
     assert hows == [*["predicted"] * 2, "measured", "predicted", "plan"]
     assert plots.tradeoff_chart(stage.model_copy(update={"bare_bytes": 0})) is None
+
+
+def test_what_a_job_may_do_are_numbered_points_and_those_in_one_place_share_a_text():
+    def one(size, percent, kind):
+        sizes = {"reserved_bytes": size << 30, "node_host_bytes": 0}
+        more = {"fits": size < 10, "takes_longer_percent": percent}
+        return Alternative(what=f"what {size}", kind=kind, **sizes, **more)
+
+    each = (one(20, 0.0, "nothing"), one(8, 30.0, "recompute"), one(8, 30.1, "chosen"))
+    found = Alternatives(title="job", verdict="fits", device_bytes=10 << 30, each=each)
+    chart = plots.alternatives_chart(found, has_names=True)
+    rows = rows_of(chart, "memory")
+    points = [(row["memory"], row["percent"], row["how"]) for row in rows if "how" in row]
+    assert set(points) == {(20, 0.0, "nothing"), (8, 30.0, "recompute"), (8, 30.1, "chosen")}
+    assert [row["memory"] for row in rows if "is" in row] == [10], "what a GPU has"
+    assert {row["number"] for row in rows if "number" in row} == {"1", "2", "3", "2, 3"}
+    drawn = vl_convert.vegalite_to_svg(chart.to_json())
+    for text in ("1  what 20: 20.0 GiB, +0.0 %, does not fit", "2  what 8: 8.0 GiB", "2, 3", "job"):
+        assert f">{text}" in drawn.replace("\u00a0", " ")
