@@ -9,6 +9,7 @@ what is left to call then, whose errors are no longer the command's.
 from __future__ import annotations
 
 import argparse
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -74,7 +75,7 @@ def read_command(words: Sequence[str]) -> tuple[Any, Any]:
     if name not in COMMANDS:
         raise ConfigError(f"there is no command {name!r}{did_you_mean(name, COMMANDS)}")
     module = import_module(f"megatron_offload.cli.{name}")
-    parser = _Parser(prog=f"megatron-offload {name}", description=module.__doc__)
+    parser = Parser(prog=f"megatron-offload {name}", description=module.__doc__)
     if hasattr(module, "read"):
         return module, module.read(parser, more)
     add_flags(parser, module.Given)
@@ -82,16 +83,22 @@ def read_command(words: Sequence[str]) -> tuple[Any, Any]:
 
 
 def _about(words: Sequence[str]) -> str:
-    parser = _Parser(
+    parser = Parser(
         prog="megatron-offload",
         description="Exact activation offload for pipeline-parallel transformers.",
         epilog=_EPILOG,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    what = "print what bash, zsh, fish or another SHELL reads to complete commands; needs shtab"
+    parser.add_argument("--print-completion", metavar="SHELL", help=what)
     commands = parser.add_subparsers(metavar="COMMAND")
     for name, summary in COMMANDS.items():
         commands.add_parser(name, help=summary)
-    parser.parse_args(words)
+    shell = parser.parse_args(words).print_completion
+    if shell is not None:
+        from megatron_offload.cli.completion import completion
+
+        return completion(shell)
     return parser.format_help()
 
 
@@ -105,11 +112,15 @@ class _Usage(argparse.RawDescriptionHelpFormatter):
         super().add_usage(usage, own, *more, **others)
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Ends in `ConfigError`, and takes what begins with a digit behind a minus for a value."""
+
     def __init__(self, **settings: Any) -> None:
         super().__init__(
             formatter_class=_Usage, conflict_handler="resolve", allow_abbrev=False, **settings
         )
+        self._negative_number_matcher = re.compile(r"-\d")
 
     def error(self, message: str) -> NoReturn:
+        """Raise `ConfigError` in place of an exit."""
         raise ConfigError(f"{message}; see {self.prog} --help")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import re
+import shlex
+import subprocess
 import sys
 
 import pytest
@@ -105,6 +107,28 @@ def test_help_lists_every_key_with_its_text(name, capsys):
 )
 def test_a_wrong_command_line_is_one_line(words, expected, refused):
     assert expected in refused(*words)
+
+
+def test_a_shell_completes_commands_flags_and_names(tmp_path, prints, refused, monkeypatch):
+    pytest.importorskip("shtab")
+    (tmp_path / "words").write_text(prints("--print-completion", "bash"))
+
+    def completed(*words):
+        program = f"""source {tmp_path / "words"}; COMP_CWORD={len(words)}
+            COMP_WORDS=(megatron-offload {shlex.join(words)}); _shtab_megatron_offload
+            echo ${{COMPREPLY[@]}}"""
+        done = subprocess.run(["/bin/bash", "-c", program], capture_output=True, text=True)
+        return done.stdout.split()
+
+    assert completed("pl") == ["plan"]
+    assert completed("plan", "llama3_8") == ["llama3_8b"]
+    assert completed("plan", "llama3_8b", "--memory-t") == ["--memory-target"]
+    assert completed("plan", "--machine.gpu", "A100-8") == ["A100-80GB"]
+    assert completed("simulate", "--model.optimizer", "") == ["adam", "sgd"]
+    assert completed("run", "--offload-pol") == ["--offload-policy"]
+    assert "did you mean 'bash'" in refused("--print-completion", "bsh")
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert "pip install shtab" in refused("--print-completion", "bash")
 
 
 def test_bad_input_is_found_without_torch():
