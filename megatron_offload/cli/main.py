@@ -9,6 +9,7 @@ what is left to call then, whose errors are no longer the command's.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import signal
 import sys
@@ -17,7 +18,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from megatron_offload import __version__
-from megatron_offload.errors import ConfigError, OffloadError, did_you_mean
+from megatron_offload.errors import ConfigError, OffloadError, did_you_mean, require
 
 COMMANDS = {
     "run": "run a Megatron job's own script with offload",
@@ -75,7 +76,7 @@ def read_command(words: Sequence[str]) -> tuple[Any, Any]:
     if name not in COMMANDS:
         raise ConfigError(f"there is no command {name!r}{did_you_mean(name, COMMANDS)}")
     module = import_module(f"megatron_offload.cli.{name}")
-    parser = Parser(prog=f"megatron-offload {name}", description=module.__doc__)
+    parser = _Parser(prog=f"megatron-offload {name}", description=module.__doc__)
     if hasattr(module, "read"):
         return module, module.read(parser, more)
     add_flags(parser, module.Given)
@@ -83,7 +84,7 @@ def read_command(words: Sequence[str]) -> tuple[Any, Any]:
 
 
 def _about(words: Sequence[str]) -> str:
-    parser = Parser(
+    parser = _Parser(
         prog="megatron-offload",
         description="Exact activation offload for pipeline-parallel transformers.",
         epilog=_EPILOG,
@@ -96,10 +97,40 @@ def _about(words: Sequence[str]) -> str:
         commands.add_parser(name, help=summary)
     shell = parser.parse_args(words).print_completion
     if shell is not None:
-        from megatron_offload.cli.completion import completion
-
-        return completion(shell)
+        return _completion(shell)
     return parser.format_help()
+
+
+def _completion(shell: str) -> str:
+    """Return what a shell reads to complete the words of all commands. ConfigError: no shtab."""
+    require("completion of commands", "shtab")
+    import shtab
+
+    from megatron_offload.cli.options import add_flags
+    from megatron_offload.config import config_folder, load_yaml
+
+    if shell not in shtab.SUPPORTED_SHELLS:
+        raise ConfigError(f"no shell {shell!r}{did_you_mean(shell, shtab.SUPPORTED_SHELLS)}")
+    gpus = load_yaml(config_folder("machines") / "gpus.yaml")["gpus"]
+    models = sorted(file.stem for file in config_folder("models").glob("*.yaml"))
+    parser = _Parser(prog="megatron-offload")
+    commands = parser.add_subparsers()
+    for name, summary in COMMANDS.items():
+        module = import_module(f"megatron_offload.cli.{name}")
+        own = commands.add_parser(name, help=summary)
+        if hasattr(module, "read"):
+            with contextlib.suppress(ConfigError):  # its script is missing
+                module.read(own, [])
+        else:
+            add_flags(own, module.Given)
+        for action in own._actions:
+            known = {"machine.gpu": gpus, "job": models}.get(action.dest)
+            what = str(action.metavar)
+            if known or what.startswith("{"):
+                action.choices = known or what.strip("{}").split(",")
+            elif what in ("FILE", "FOLDER", "MODEL", "SCRIPT"):
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+    return shtab.complete(parser, shell)
 
 
 class _Usage(argparse.RawDescriptionHelpFormatter):
@@ -112,15 +143,12 @@ class _Usage(argparse.RawDescriptionHelpFormatter):
         super().add_usage(usage, own, *more, **others)
 
 
-class Parser(argparse.ArgumentParser):
-    """Ends in `ConfigError`, and takes what begins with a digit behind a minus for a value."""
-
+class _Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         super().__init__(
             formatter_class=_Usage, conflict_handler="resolve", allow_abbrev=False, **settings
         )
-        self._negative_number_matcher = re.compile(r"-\d")
+        self._negative_number_matcher = re.compile(r"-\d")  # a size too is a value, if a wrong one
 
     def error(self, message: str) -> NoReturn:
-        """Raise `ConfigError` in place of an exit."""
         raise ConfigError(f"{message}; see {self.prog} --help")
