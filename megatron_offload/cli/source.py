@@ -6,9 +6,11 @@ What was assumed of a machine is said.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import add
 from pathlib import Path
 from typing import Any
@@ -23,11 +25,16 @@ from megatron_offload.config import apply_overrides, find_config, load_yaml
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import validate
-from megatron_offload.files.text import read_json
+from megatron_offload.files.text import read_json, read_text
 from megatron_offload.machine.profile import MachineProfile
 from megatron_offload.planning.advice import advice
 from megatron_offload.planning.description import JobDescription, load_description
-from megatron_offload.planning.foreign import describe, from_hugging_face, from_megatron
+from megatron_offload.planning.foreign import (
+    describe,
+    from_hugging_face,
+    from_megatron,
+    names_in,
+)
 from megatron_offload.planning.found import Alternative, Alternatives
 from megatron_offload.planning.job import Job
 from megatron_offload.planning.simulate import Simulation, fair_rates
@@ -199,7 +206,7 @@ class SourceOptions(OptionsWithKeys):
     """The config.json of a model of transformers, of which a job is made."""
 
     megatron: str | None = None
-    """The arguments of a Megatron-LM job, in one text, likewise."""
+    """The arguments of a Megatron-LM job, in one text, or a script with them, likewise."""
 
     print_: CliToggleFlag[bool] = Field(default=False, alias="print")
     """Print the description, to be edited, and nothing else."""
@@ -222,6 +229,9 @@ class SourceOptions(OptionsWithKeys):
 def load_source(given: SourceOptions) -> Source:
     """Return the job that the options name; `ConfigError` says all that is wrong with the input."""
     model = given.model or (None if given.folder else given.job)
+    measured = _read_machine(given.machine) if given.machine else {}
+    machine = [f"machine.{key}={json.dumps(value)}" for key, value in measured.items()]
+    overrides, names = [*machine, *given.set], dict[str, str]()
     if given.folder or sum(map(bool, (given.model, given.job, given.hf, given.megatron))) != 1:
         raise ConfigError(
             "give one described job, NAME, --model FILE, --hf config.json or --megatron ARGUMENTS; "
@@ -233,13 +243,17 @@ def load_source(given: SourceOptions) -> Source:
     elif given.hf is not None:
         title = name = str(given.hf)
         data = describe(from_hugging_face, read_json(given.hf), name)
+        names = names_in("hugging_face", given.hf.name)
     else:
-        title = name = "--megatron"
-        data = describe(from_megatron, given.megatron or "", name)
-    measured = _read_machine(given.machine) if given.machine else {}
-    machine = [f"machine.{key}={json.dumps(value)}" for key, value in measured.items()]
-    overrides = [*machine, *given.set]
-    described = load_description(name, overrides, given.typed, data)
+        title, name, text = "the Megatron job", "--megatron", given.megatron or ""
+        if os.path.isfile(text):
+            title, text = text, read_text(text)
+        elif "--" not in text:
+            raise ConfigError(f"--megatron: no script {text!r}, and no argument in it")
+        replicas = apply_overrides({"model": {}}, given.set)["model"].get("data_parallel")
+        data = describe(partial(from_megatron, replicas=replicas), text, name)
+        names = names_in("megatron", name, "--")
+    described = load_description(name, overrides, {**names, **given.typed}, data)
     gpu, data = described.machine.gpu, apply_overrides(data, overrides)
     others = f"by the data sheet of {gpu}" if gpu else "as measured with four H200s"
     origin = str(given.machine or f"{name}, what it leaves out {others}")

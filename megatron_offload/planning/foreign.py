@@ -9,10 +9,11 @@ import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 from megatron_offload.config import config_folder, load_yaml
-from megatron_offload.errors import ConfigError, did_you_mean
+from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_yaml import parse_yaml
 
 _MOST_TOKENS = 4096  # of a sequence, unless it is said
@@ -35,11 +36,14 @@ def from_hugging_face(given: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError("it says no model_type, as a config.json of transformers does")
     kind, families = str(given["model_type"]), form["families"]
     if kind not in families:
-        raise ConfigError(f"model_type {kind!r} can't be described{did_you_mean(kind, families)}")
+        raise ConfigError(
+            f"model_type {kind!r} can't be described, but {', '.join(families)} can: edit the "
+            "description of one that is like it, which --print prints"
+        )
     model = form["job"] | families[kind] | _named(form, given)
     if given.get("mlp_only_layers") or given.get("decoder_sparse_step", 1) != 1:
         raise ConfigError("experts in some layers alone, but for the first, can't be described")
-    if shared := given.get("n_shared_experts"):
+    if (shared := given.get("n_shared_experts")) and "expert_ffn" in model:
         model["shared_expert_ffn"] = shared * model["expert_ffn"]
     if model.get("kv_lora_rank"):
         model.pop("kv_channels", None)
@@ -54,17 +58,18 @@ def from_hugging_face(given: Mapping[str, Any]) -> dict[str, Any]:
     return {"model": model, "machine": form["machine"]}
 
 
-def from_megatron(text: str) -> dict[str, Any]:
+def from_megatron(text: str, replicas: object = None) -> dict[str, Any]:
     """Return the description of a job from Megatron-LM's arguments; those it can't say count not.
 
-    A job has one replica, as arguments don't say how many GPUs there are.
+    They may be a script. ``replicas`` share the batch: unless given, as many as torchrun's own
+    arguments make, or one.
     """
     form = load_yaml(config_folder("formats") / "megatron.yaml")
-    given = _arguments(shlex.split(text, comments=True))
+    given = _arguments(_words(text))
     model = form["job"] | _named(form, given)
     for flag, implied in form["flags"].items():
         model |= implied if flag in given else {}
-    hidden, is_gated = int(model.get("hidden", 0)), model.get("gated_mlp", False)
+    hidden, is_gated = int(model.get("hidden", 64)), model.get("gated_mlp", False)
     model.setdefault("ffn", hidden * 8 // 3 // 64 * 64 if is_gated else 4 * hidden)
     if window := re.match(r"\W*(\d+)", str(given.get("window-size"))):
         model["window_size"] = 1 + int(window[1])  # those before a token
@@ -75,9 +80,37 @@ def from_megatron(text: str) -> dict[str, Any]:
     if per_stage := given.get("num-layers-per-virtual-pipeline-stage"):
         slots = model["layers"] // model.get("pipeline_parallel", 1)
         model["virtual_stages"] = slots // int(per_stage)
-    size = model.get("microbatch", 1)
-    model["num_microbatches"] = int(given.get("global-batch-size", size)) // size
+    layout = prod(model.get(f"{what}_parallel", 1) for what in ("tensor", "context", "pipeline"))
+    nodes = [given.get("nproc-per-node"), given.get("nnodes", 1)]
+    if replicas is None and all(isinstance(number, int) for number in nodes):
+        model["data_parallel"] = replicas = max(1, prod(nodes) // layout)
+    size = model.get("microbatch", 1) * (replicas if isinstance(replicas, int) else 1)
+    model["num_microbatches"] = max(1, int(given.get("global-batch-size", size)) // size)
     return {"model": model, "machine": form["machine"]}
+
+
+def names_in(form: str, source: str, before: str = "") -> dict[str, str]:
+    """Return what a source calls keys of the section ``model``, for errors."""
+    names = load_yaml(config_folder("formats") / f"{form}.yaml")["names"].items()
+    return {
+        f"model.{key}": f"{source}: {before}{f' or {before}'.join(own)} (--model.{key})"
+        for key, own in names
+    }
+
+
+def _words(text: str) -> list[str]:
+    """Return the words of a command line, or of a script, in which the variables it sets count."""
+    known, found = dict[str, str](), list[str]()
+    for word in shlex.split(text, comments=True):
+        setting = re.match(r"([A-Za-z_]\w*)=", word)
+        value = word[setting.end() :] if setting else word
+        filled = re.sub(r"\$\{?(\w+)\}?", lambda x: known.get(x[1], x[0]), value)
+        if setting:
+            known[setting[1]] = filled
+        own = filled.split() if re.search(r"(^|\s)--.*\s", filled) else [filled]
+        is_value = not (setting or "[@]" in word or word in "()")
+        found += own if is_value else ["--", *own, "--"]  # of no argument before or in it
+    return found
 
 
 def _arguments(words: Sequence[str]) -> dict[str, Any]:
@@ -87,7 +120,7 @@ def _arguments(words: Sequence[str]) -> dict[str, Any]:
         name, equals, value = word.partition("=")
         if name.startswith("--"):
             value = value if equals else "true" if after.startswith("--") else after
-            found[name[2:]] = parse_yaml(value)
+            found[name[2:].replace("_", "-")] = parse_yaml(value)
     return found
 
 

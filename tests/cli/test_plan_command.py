@@ -295,11 +295,17 @@ def test_a_description_is_made_of_other_programs_files_to_be_edited(tmp_path, pr
     text = "--num-layers 2 --hidden-size 512 --num-attention-heads 4 --vocab-size 1000"
     said = prints("plan", "--megatron", f"{text} --seq-length 1024 --swiglu", "--print")
     assert yaml.safe_load(said)["model"].items() >= {"gated_mlp": True, "ffn": 1344}.items()
-    assert "'model.sequence' is required" in refused("plan", "--megatron", text)
+    assert "--megatron: --seq-length (--model.s" in refused("plan", "--megatron", text)
+    (tmp_path / "job.sh").write_text(f"torchrun {text} --seq-length 64 --global-batch-size 6")
+    said = prints("plan", "--megatron", tmp_path / "job.sh", "--model.data_parallel", 3, "--print")
+    assert yaml.safe_load(said)["model"]["num_microbatches"] == 2
+    assert "no script 'jobs.sh', and no argument" in refused("plan", "--megatron", "jobs.sh")
     assert "give one described job" in refused("plan", *words, "--megatron", text)
     assert "--megatron can't be read: ValueError" in refused("plan", "--megatron", "--a 'b")
     (tmp_path / "config.json").write_text('{"model_type": "lama"}')
     assert "config.json: model_type 'lama' can't be" in refused("plan", *words)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": None}))
+    assert "config.json: num_hidden_layers (--model.layers) is req" in refused("plan", *words)
 
 
 def test_a_target_out_of_reach_is_status_1_and_says_by_how_much(model, tmp_path, capsys):
@@ -356,6 +362,8 @@ def test_bandwidths_come_from_the_doctor_s_file_and_keys_win(tmp_path, model):
         ),
         (("--model", "MODEL", "--memory-target", "much"), ": --memory-target: a size"),
         (("--model", "MODEL", "--memory-target", "22"), "22 is 22 bytes; write 22GiB or 22MiB"),
+        (("--model", "MODEL", "--memory-target", "-5GiB"), "size of memory is above 0, such as"),
+        (("--model", "MODEL", "--memory-target", "0GiB"), "size of memory is above 0, such as"),
         (("--model", "MODEL", "--most-slowdown-percent", "-1"), ": --most-slowdown-percent: "),
         (("--model", "MODEL", "--machine", "UNMEASURED"), "GPUs; where there are some, run: "),
         (("--model", "MODEL", "--output", "/proc/version/plan.json"), "can't write /proc/version"),

@@ -107,7 +107,7 @@ def test_windows_are_described_where_layers_have_them():
     for none in ({}, [], {"hidden_size": 8}):
         with pytest.raises(ConfigError, match="it says no model_type"):
             from_hugging_face(none)
-    with pytest.raises(ConfigError, match=r"model_type 'lama' .* did you mean 'llama'"):
+    with pytest.raises(ConfigError, match=r"model_type 'lama' .* llama, .* can: edit"):
         from_hugging_face({"model_type": "lama"})
 
 
@@ -129,3 +129,25 @@ def test_a_shipped_description_is_that_of_its_arguments():
     assert not model.overlap_grad_reduce
     data = from_megatron(f"--overlap-grad-reduce {text}")
     assert load_description("arguments", data=data).model.overlap_grad_reduce
+
+
+SCRIPT = """#!/bin/bash
+export GPUS=8
+SIZES=(
+    --num-layers 12 --hidden-size 512 # small, isn't it
+    --swiglu
+)
+LENGTH=2048
+OTHERS="--seq-length $LENGTH --vocab-size 1000 --swiglu"
+torchrun --nproc_per_node $GPUS --nnodes 2 pretrain_gpt.py ${SIZES[@]} \\
+    $OTHERS --micro-batch-size 2 --global-batch-size 64 --tensor-model-parallel-size 4 "$@"
+"""
+
+
+@pytest.mark.parametrize(("replicas", "microbatches"), [(None, 8), (2, 16)])
+def test_a_script_is_read_with_its_variables_and_its_gpus_share_the_batch(replicas, microbatches):
+    model = from_megatron(SCRIPT, replicas)["model"]
+    assert model["num_microbatches"] == microbatches
+    assert model.get("data_parallel") == (4 if replicas is None else None), "a key says it else"
+    expected = {"layers": 12, "hidden": 512, "sequence": 2048, "vocabulary": 1000}
+    assert model.items() >= (expected | {"gated_mlp": True, "tensor_parallel": 4}).items()
