@@ -112,7 +112,7 @@ def run(given: Given) -> int:
     more = {"rows": rows, "alternatives": shown.model_dump()["each"]}
     result = source.show(without, step, "with the rows", tables, verdict, more)
     out.print(f"plans: {given.output}" if given.output else "--output FILE keeps the plans")
-    out.print(f"picture: {given.picture}" if given.picture else "--picture FILE draws them")
+    out.print(f"picture: {given.picture}" if given.picture else "--picture FILE draws the table")
     out.print(_pasted(found))
     return result
 

@@ -240,6 +240,8 @@ def load_source(given: SourceOptions) -> Source:
     if model is not None:
         path = find_config(model, kind="models")
         title, name, data = path.stem, str(path), load_yaml(path)
+        rates = ("model.peak_tflops", "model.memory_gbps")
+        names = {key: f"{path.name}: machine.gpu (or {key})" for key in rates}
     elif given.hf is not None:
         title = name = str(given.hf)
         data = describe(from_hugging_face, read_json(given.hf), name)

@@ -33,7 +33,8 @@ def read_text(path: str | Path, *, limit_bytes: int = MAX_TEXT_BYTES) -> str:
                 return content.decode("utf-8")
             why = f"it holds more than {limit_bytes} bytes"
     except (OSError, ValueError) as error:
-        raise ConfigError(f"can't read {path}: {error}") from error
+        why = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"can't read {path}: {why}") from error
     raise ConfigError(f"can't read {path}: {why}")
 
 

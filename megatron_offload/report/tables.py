@@ -25,8 +25,7 @@ _RANK = {
     "host": "peak_host_bytes",
 }
 _NUM_PLANS = 12  # of those that a run has found, at least
-_ROWS_WIDTH = 40  # of columns, so that the table has no more than a hundred
-PLAN = ("plan", "", "rows", "frees", "needs", "predicted", "measured")
+_ROWS_WIDTH = 30  # characters: then the table fits a terminal of 80
 ALTERNATIVE = ("", "what is done", "fits", "reserved", "host of a node", "step time")
 _GPU = {"peak allocated": "peak_allocated_bytes", "peak reserved": "peak_reserved_bytes"}
 
@@ -80,10 +79,12 @@ def _in_short(rows: Iterable[RowConfig]) -> str:
 
 def found_table(stage: FoundStage, **marks: int) -> Table:
     """Return a line for each of `found_rows`."""
-    rows = found_rows(stage, **marks)
-    end = len(PLAN) if any(row[-1] for row in rows) else -1
-    table = plain_table(f"Plans of stage {stage.name}", PLAN[:end], 3, (row[:end] for row in rows))
-    table.columns[2].max_width = _ROWS_WIDTH
+    rows = [[f"{row[0]} {row[1]}".strip(), *row[2:]] for row in found_rows(stage, **marks)]
+    columns = ["plan", "rows", "frees", "needs", "predicted", "measured"]
+    if not any(row[-1] for row in rows):
+        rows, columns = [row[:-1] for row in rows], columns[:-1]
+    table = plain_table(f"Plans of stage {stage.name}", columns, 2, rows)
+    table.columns[1].max_width = _ROWS_WIDTH
     return table
 
 
