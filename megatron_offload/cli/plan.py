@@ -40,7 +40,7 @@ from megatron_offload.errors import ConfigError, TargetError
 from megatron_offload.files.strict_model import TargetBytes, write_model
 from megatron_offload.planning.alternatives import alternatives
 from megatron_offload.planning.found import Alternative, RunFrontier, read_frontier
-from megatron_offload.planning.job_choice import JobChoice, Planned
+from megatron_offload.planning.job_choice import JobChoice
 from megatron_offload.planning.simulate import Simulation
 from megatron_offload.report.console import console
 from megatron_offload.report.report import Report
@@ -75,8 +75,9 @@ def run(given: Given) -> int:
     folder = given.folder if given.from_ is None else given.from_
     if folder is not None:
         return _show_found(given, folder)
-    if given.picture is not None:
-        check_picture(given.picture)
+    percent, picture = given.most_slowdown_percent, given.picture
+    if picture is not None:
+        check_picture(picture)
     with console(stderr=True).status("planning") as status:
         source = load_source(given)
         if given.print_:
@@ -90,17 +91,24 @@ def run(given: Given) -> int:
             status.update(f"planning: {what}: simulated")
         each = [source.summary(what, step, steps["nothing"]) for what, step in steps.items()]
         status.update("planning: looking for rows")
-        planned = _planned(given, source, choice)
-    if isinstance(planned, TargetError):
-        return _refuse(given, source, each, planned)
+        targets = _targets(given, job.schedule.num_ranks)
+        try:
+            if targets:
+                planned = choice.under(targets)
+            else:
+                planned = choice.within(_USUAL_PERCENT if percent is None else percent)
+                if percent is None and any(source.misfits(planned.step)):
+                    planned = choice.under((job.machine.device_bytes,) * job.schedule.num_ranks)
+        except TargetError as error:
+            return _refuse(given, source, each, error)
     without, step = choice.without, planned.step
-    first = "" if given.most_slowdown_percent is None else "leave out --most-slowdown-percent, or "
+    first = "" if percent is None else "leave out --most-slowdown-percent, or "
     verdict = source.verdict(without, step, "with the rows", first)
     each.append(source.summary("the chosen rows", step, without, "chosen"))
     shown = source.alternatives(verdict, each)
     found = planned.found.model_copy(update={"alternatives": shown})
-    if given.picture is not None:
-        write_report(given.picture, Report(source.title, found=found, alternatives=shown))
+    if picture is not None:
+        write_report(picture, Report(source.title, found=found, alternatives=shown))
     if given.output is not None:
         with writing(given.output):
             write_model(given.output, found)
@@ -112,7 +120,7 @@ def run(given: Given) -> int:
     more = {"rows": rows, "alternatives": shown.model_dump()["each"]}
     result = source.show(without, step, "with the rows", tables, verdict, more)
     out.print(f"plans: {given.output}" if given.output else "--output FILE keeps the plans")
-    out.print(f"picture: {given.picture}" if given.picture else "--picture FILE draws the table")
+    out.print(f"picture: {picture}" if picture else "--picture FILE draws the table")
     out.print(_pasted(found))
     return result
 
@@ -135,21 +143,6 @@ def _refuse(given: Given, source: Source, each: list[Alternative], error: Target
     out.print(shown.verdict, style="bold red")
     out.print(alternative_table(shown))
     return 1
-
-
-def _planned(given: Given, source: Source, choice: JobChoice) -> Planned | TargetError:
-    """Return what is asked for, or why nothing keeps the targets."""
-    percent, job = given.most_slowdown_percent, source.job
-    targets = _targets(given, job.schedule.num_ranks)
-    try:
-        if targets:
-            return choice.under(targets)
-        planned = choice.within(_USUAL_PERCENT if percent is None else percent)
-        if percent is None and any(source.misfits(planned.step)):
-            return choice.under((job.machine.device_bytes,) * job.schedule.num_ranks)
-    except TargetError as error:
-        return error
-    return planned
 
 
 def _show_found(given: Given, folder: Path) -> int:

@@ -128,10 +128,12 @@ class Source:
     def verdict(self, without: Simulation, step: Simulation, what: str, first: str = "") -> str:
         """Return whether a step ``what`` fits; if not, also what to try, ``first`` before all."""
         there = self.job.machine.device_bytes
+        sizes = [max(rank.peak_reserved_bytes for rank in one.ranks) for one in (without, step)]
         if misfits := [f"does not fit {what}: {line}" for line in self.misfits(step)]:
-            return "\n".join((*misfits, f"to fit: {self.advice(there, first)}"))
-        steps, change = (without, step), 100 * (step.step_us / without.step_us - 1)
-        sizes = [max(rank.peak_reserved_bytes for rank in one.ranks) for one in steps]
+            helps = "give machine.host_bytes if a node has more, or lower model.microbatch"
+            helps = self.advice(there, first) if sizes[1] > there else helps
+            return "\n".join((*misfits, f"to fit: {helps}"))
+        change = 100 * (step.step_us / without.step_us - 1)
         bare, size = map(format_bytes, sizes)
         of_all = f"of {format_bytes(there)} (machine.device_bytes)"
         what += f" at {change:+z.2f} %"

@@ -181,18 +181,15 @@ def alternatives_chart(found: Alternatives, *, has_names: bool = False) -> Any:
         for number, one in enumerate(found.each, 1)
     ]
     spans = [max(x[key] for x in rows) - min(x[key] for x in rows) for key in ("memory", "percent")]
-    labels: list[dict[str, Any]] = []
+    labels = dict[tuple[int, ...], dict[str, Any]]()
     for row in rows:
-        for label in labels:
-            far = (abs(row["memory"] - label["memory"]), abs(row["percent"] - label["percent"]))
-            if all(x <= _NEAR * span for x, span in zip(far, spans, strict=True)):
-                label["number"] += f", {row['number']}"
-                break
-        else:
-            labels.append(dict(row))
+        places = zip((row["memory"], row["percent"]), spans, strict=True)
+        key = tuple(round(x / (span or 1.0) / _NEAR) for x, span in places)
+        label = labels.setdefault(key, {**row, "number": ""})
+        label["number"] += f"{', ' if label['number'] else ''}{row['number']}"
     used = {kind: style for kind, style in _DONE.items() if any(x["how"] == kind for x in rows)}
     _, points = _memory_against_time(rows, unit, used)
-    texts, _ = _memory_against_time(labels, unit, used)
+    texts, _ = _memory_against_time([*labels.values()], unit, used)
     there = [{"memory": found.device_bytes / scale, "is": "memory of a GPU"}]
     line = _chart(there).mark_rule(strokeDash=[6, 4], strokeWidth=2, color="#cc79a7")
     layers = [
