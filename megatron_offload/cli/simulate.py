@@ -47,7 +47,7 @@ def run(given: Given) -> int:
         job = with_units(source.job, settings.recomputable(units_of(source.job)))
         offloaded = simulate(job, settings, record=given.trace is not None)
     tables = _tables(source, without, offloaded)
-    first = "see by 'megatron-offload plan' whether recompute of layers helps, "
+    first = "try 'megatron-offload plan', which recomputes layers too, or "
     verdict = source.verdict(without, offloaded, "with offload", first)
     status = source.show(without, offloaded, "with offload", tables, verdict)
     out = console(quiet=given.json_)

@@ -27,14 +27,9 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import validate
 from megatron_offload.files.text import read_json, read_text
 from megatron_offload.machine.profile import MachineProfile
+from megatron_offload.planning import foreign
 from megatron_offload.planning.advice import advice
 from megatron_offload.planning.description import JobDescription, load_description
-from megatron_offload.planning.foreign import (
-    describe,
-    from_hugging_face,
-    from_megatron,
-    names_in,
-)
 from megatron_offload.planning.found import Alternative, Alternatives
 from megatron_offload.planning.job import Job
 from megatron_offload.planning.simulate import Simulation, fair_rates
@@ -246,8 +241,8 @@ def load_source(given: SourceOptions) -> Source:
         names = {key: f"{path.name}: machine.gpu (or {key})" for key in rates}
     elif given.hf is not None:
         title = name = str(given.hf)
-        data = describe(from_hugging_face, read_json(given.hf), name)
-        names = names_in("hugging_face", given.hf.name)
+        data = foreign.describe(foreign.from_hugging_face, read_json(given.hf), name)
+        names = foreign.names_in("hugging_face", given.hf.name)
     else:
         title, name, text = "the Megatron job", "--megatron", given.megatron or ""
         if os.path.isfile(text):
@@ -255,8 +250,8 @@ def load_source(given: SourceOptions) -> Source:
         elif "--" not in text:
             raise ConfigError(f"--megatron: no script {text!r}, and no argument in it")
         replicas = apply_overrides({"model": {}}, given.set)["model"].get("data_parallel")
-        data = describe(partial(from_megatron, replicas=replicas), text, name)
-        names = names_in("megatron", name, "--")
+        data = foreign.describe(partial(foreign.from_megatron, replicas=replicas), text, name)
+        names = foreign.names_in("megatron", name, "--")
     described = load_description(name, overrides, {**names, **given.typed}, data)
     gpu, data = described.machine.gpu, apply_overrides(data, overrides)
     others = f"by the data sheet of {gpu}" if gpu else "as measured with four H200s"

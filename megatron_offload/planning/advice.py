@@ -40,15 +40,14 @@ def _shared(model: ModelDescription, device_bytes: int, gpus_per_node: int) -> s
     first = model.pipeline_parallel
     stages = [n for n in range(first, model.layers + 1) if n == first or model.layers % n == 0]
     replicas = [n for n in doubled if n >= model.data_parallel]
-    num_bytes = sum(num_parameters(model, x) for x in range(first)) * model.tensor_parallel
-    num_bytes *= model.value_bytes  # at the least: experts' shares aren't counted
+    num_weights = sum(num_parameters(model, x) for x in range(first)) * model.tensor_parallel
+    least = num_weights * model.value_bytes / room  # GPUs, were all shared by all
     for sizes in sorted(product(stages, replicas, tensor), key=lambda one: (prod(one), one)):
-        if not num_bytes / room <= prod(sizes) <= _MOST_GPUS:
+        num_gpus = prod(sizes) * model.context_parallel
+        if not least <= num_gpus <= _MOST_GPUS:
             continue
-        pipeline, data, _ = sizes
-        changes: dict[str, object] = dict(
-            zip(("pipeline_parallel", "data_parallel", "tensor_parallel"), sizes, strict=True)
-        )
+        keys, data = ("pipeline_parallel", "data_parallel", "tensor_parallel"), sizes[1]
+        changes: dict[str, object] = dict(zip(keys, sizes, strict=True))
         if model.experts:
             shared = gcd(model.experts, data * model.context_parallel)
             changes["expert_parallel"] = max(model.expert_parallel, shared)
@@ -58,8 +57,7 @@ def _shared(model: ModelDescription, device_bytes: int, gpus_per_node: int) -> s
             other = ModelDescription(**model.model_dump() | changes)
         except ConfigError:
             continue
-        if max(static_bytes(other, rank) for rank in range(pipeline)) <= room:
+        if max(static_bytes(other, rank) for rank in range(sizes[0])) <= room:
             new = {key: x for key, x in changes.items() if x != getattr(model, key)}
-            num_gpus = prod(sizes) * model.context_parallel
             return " ".join(f"--model.{key} {x}" for key, x in new.items()) + f" ({num_gpus} GPUs)"
     return ""
