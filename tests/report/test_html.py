@@ -17,8 +17,8 @@ from reports import GIB, HOSTILE, bare_report, facts, gpu_report, many_ranks, ra
 from megatron_offload.core.row_config import RowConfig
 from megatron_offload.engine.stats import GroupStats
 from megatron_offload.errors import ConfigError
-from megatron_offload.planning.found import FoundPlan, FoundStage
-from megatron_offload.report.report import MemoryKind, Pair, render_report
+from megatron_offload.planning.found import Alternative, Alternatives, FoundPlan, FoundStage
+from megatron_offload.report.report import MemoryKind, Pair, Report, render_report
 from megatron_offload.report.tables import found_rows
 
 pytest.importorskip("jinja2")
@@ -137,6 +137,32 @@ def test_the_plans_of_each_stage_say_what_they_free_and_take():
     note = "so what is measured says nothing of a GPU"
     assert note not in text
     assert note in render_report(gpu_report(facts=facts(is_simulated=True)))
+
+
+@pytest.mark.parametrize("has_plan", [True, False])
+def test_a_described_job_s_picture_is_first_and_its_table_behind(has_plan):
+    sizes = {"reserved_bytes": 30 * GIB, "node_host_bytes": 0, "takes_longer_percent": -1e-9}
+    each = [Alternative(what=HOSTILE, kind="nothing", fits=False, **sizes)]
+    if has_plan:
+        sizes |= {"reserved_bytes": 15 * GIB, "takes_longer_percent": 2.0}
+        each.append(Alternative(what="the chosen rows", kind="chosen", fits=True, **sizes))
+    verdict = HOSTILE + "\nto fit: more"
+    shown = Alternatives(title=HOSTILE, verdict=verdict, device_bytes=20 * GIB, each=each)
+    whole = gpu_report()
+    found = {"found": whole.found} if has_plan else {}
+    text = render_report(Report(HOSTILE, alternatives=shown, **found))
+    page = Page(text)
+    assert page.open == []
+    sections = ["fit", "plan"] if has_plan else ["fit"]
+    assert [h["id"] for h in page.of("h2")] == sections
+    assert [a["href"] for a in page.of("a")] == 2 * [f"#{name}" for name in sections]
+    main = text[text.index("<main>") :]
+    assert main.index('class="chart"') < main.index("<table>")
+    assert f'class="verdict {"good" if has_plan else "bad"} wrap"' in text
+    assert ("\N{MINUS SIGN}50.0 %" in text) == has_plan, "of the job, not of a stage"
+    assert "<td>+0.0 %</td>" in text
+    assert "<script>alert" not in text
+    assert 'class="missing"' not in text
 
 
 def test_what_is_missing_is_named_with_the_way_to_get_it():
