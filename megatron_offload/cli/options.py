@@ -50,6 +50,7 @@ class OptionsWithKeys(Options):
 Given = TypeVar("Given", bound=Options)
 
 _METAVARS = {"Path": "FILE", "bool": "{true,false}", "float": "NUMBER", "int": "N", "str": "TEXT"}
+_METAVARS |= {"dict[str,Any]": "JSON"}
 
 
 def add_flags(parser: argparse.ArgumentParser, options: type[Options]) -> None:
@@ -63,7 +64,7 @@ def add_flags(parser: argparse.ArgumentParser, options: type[Options]) -> None:
             many = {"action": "extend", "nargs": "+"}
             settings |= {"action": "store"} if is_one_or_many else many
         if "metavar" in settings:
-            kind = re.sub(r"^(?:tuple|list)\[(.*?)(?:,\.\.\.)?\]$", r"\1", settings["metavar"])
+            kind = re.sub(r"(?:tuple|list)\[\{?(.*?)\}?(?:,\.\.\.)?\]", r"\1", settings["metavar"])
             settings["metavar"] = "SIZE" if "ByteSize" in kind else _METAVARS.get(kind, kind)
         if name == "--set":
             settings["metavar"] = "KEY=VALUE"

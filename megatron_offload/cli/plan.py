@@ -121,6 +121,7 @@ def run(given: Given) -> int:
     result = source.show(without, step, "with the rows", tables, verdict, more)
     out.print(f"plans: {given.output}" if given.output else "--output FILE keeps the plans")
     out.print(f"picture: {picture}" if picture else "--picture FILE draws the table")
+    out.print("the rows, for a YAML of run --offload-config, or for OffloadConfig(rows=...):")
     out.print(_pasted(found))
     return result
 

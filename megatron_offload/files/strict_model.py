@@ -91,7 +91,8 @@ BytesField = Converted[Bytes, int | str]
 OptionalBytesField = Converted[Bytes | None, int | str | None]
 
 
-Names = Annotated[tuple[str, ...], BeforeValidator(lambda x: (x,) if isinstance(x, str) else x)]
+OneOrMany = BeforeValidator(lambda x: (x,) if isinstance(x, str) else x)
+Names = Annotated[tuple[str, ...], OneOrMany]
 """A list of names; one text is a list of it."""
 
 NamesField = Converted[Names, list[str] | tuple[str, ...] | str]
@@ -202,6 +203,9 @@ def _refusal(model: Any, data: Any, source: str, error: Any, typed: Any = None) 
         place = f"{where}.kind" if issue["type"] == "union_tag_invalid" else where
         for key in (key for key in typed or () if f"{place}.".startswith(f"{key}.")):
             name, prefix = shorten(typed[key] + place.removeprefix(key).removesuffix(".0")), ""
+        if issue["type"] == "literal_error" and name in lines:  # other words would do, too
+            expected = f", {issue['ctx']['expected']} (got"
+            lines[name] = lines[name].replace(" (got", expected, 1)
         # Of the types that a value may have the first says what is wrong.
         lines.setdefault(name, prefix + _explain(model, issue, name, kind))
     said = [*lines.values()]

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, NamedTuple, TypeAlias
 from pydantic import ByteSize, Field, field_validator, model_validator
 
 from megatron_offload.errors import ConfigError, did_you_mean
-from megatron_offload.files.strict_model import Bytes, Names, StrictModel
+from megatron_offload.files.strict_model import Bytes, Names, OneOrMany, StrictModel
 from megatron_offload.machine.profile import Rate
 from megatron_offload.planning.schedule import ScheduleName
 
@@ -165,7 +165,9 @@ class ModelDescription(StrictModel):
     expandable_segments: bool = False
     """Whether PYTORCH_CUDA_ALLOC_CONF says so: mixed sizes leave no gaps then."""
 
-    recompute: Literal["full"] | tuple[Literal["norm", "mlp_act", "moe_act"], ...] = ()
+    recompute: (
+        Literal["full"] | Annotated[tuple[Literal["norm", "mlp_act", "moe_act"], ...], OneOrMany]
+    ) = ()
     """What the job recomputes without this package: every layer, or outputs of these kinds."""
 
     modules: Names = LAYER_GROUPS

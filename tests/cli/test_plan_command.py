@@ -362,6 +362,10 @@ def test_bandwidths_come_from_the_doctor_s_file_and_keys_win(tmp_path, model):
         ),
         (("--model", "MODEL", "--memory-target", "much"), ": --memory-target: a size"),
         (("--model", "MODEL", "--memory-target", "22"), "22 is 22 bytes; write 22GiB or 22MiB"),
+        (
+            ("--model", "MODEL", "--model.recompute", "selective"),
+            "'full', 'norm', 'mlp_act' or 'moe_act' ",
+        ),
         (("--model", "MODEL", "--memory-target", "-5GiB"), "size of memory is above 0, such as"),
         (("--model", "MODEL", "--memory-target", "0GiB"), "size of memory is above 0, such as"),
         (("--model", "MODEL", "--most-slowdown-percent", "-1"), ": --most-slowdown-percent: "),
