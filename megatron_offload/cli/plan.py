@@ -4,10 +4,10 @@ reads    a described job: a YAML file or the name of one, or of what --hf and --
          (--print shows it, to be edited); or frontier.json of a run's folder, in its place or by
          --from: the trainer, --offload-report and, in any program, offload.save_report(FOLDER)
          leave it, as does --output here, whose page 'megatron-offload report FILE' writes
-prints   of every pipeline rank the plans of rows among which was chosen, what each frees, and what
-         it is predicted to take or, where a run has tried it, took; of a described job first
-         whether it fits, then peak memory and step time, predicted and not measured; in the end
-         the rows that were chosen, to be pasted into a configuration
+prints   of a described job whether it fits or what helps, what else can be done, peak memory and
+         step time, predicted and not measured, and plans of the fullest rank; of a run the plans of
+         every stage, what each frees, and what it is predicted to take or, where it was tried,
+         took; in the end the rows that were chosen, to be pasted into a configuration
 writes   of a described job these plans to --output, which --from reads, and to --picture memory
          against time of these and of recompute, offload and both, needing the extra 'report'
 
