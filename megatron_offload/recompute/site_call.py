@@ -284,7 +284,7 @@ class SiteCall(ModuleCall):
         if made._version != version:
             what = f"a tensor of shape {list(made.shape)} that {self.site.path} saves,"
             raise changed_in_place(what, made._version, version)
-        # What others have must not become a gradient; what no one has goes with its node.
+        # What others have must not become a gradient; what nothing else has goes with its node.
         if not (is_constant and is_shared(made)):
             rerun[packed] = None
         return made
