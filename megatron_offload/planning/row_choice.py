@@ -344,6 +344,9 @@ class RowChoice:
                 ]
                 if good:
                     return max(ready or good), False, ""
+            # One that seemed to take too much may have met slow steps.
+            if self._tried and not quick and more and self._expected(more[0]).low <= limit:
+                return more[0], False, ""
         found = self._tried.get(quick)
         if found is not None:
             takes = "seems to take" if self.is_blind else "takes"

@@ -118,6 +118,18 @@ def test_where_steps_say_too_little_a_plan_is_followed_that_is_far_below_the_lim
     assert own.place == place
 
 
+def test_where_slow_steps_spoke_against_a_plan_the_least_is_tried_before_nothing():
+    own = stage(num_layers=2, bare_bytes=8 * MIB)
+    choice = RowChoice(auto(3), {"a": own}, BARE_US)
+    for place, percent, error in ((2, 9.0, 2.8), (1, 0.5, 0.4)):
+        assert not choice.next()[0]
+        assert own.place == place
+        while not choice.note(Slowdown.of(percent, error), {"a": 0}, 2):
+            pass
+    assert choice.next()[0]
+    assert own.place == 1
+
+
 def test_the_first_plan_copies_no_more_than_memory_is_ready_for():
     for ready_bytes, expected in ((3.5 * MIB, 3), (0, 8)):
         own = Stage(layers(copied=MIB), bare_bytes=8 * MIB, ready_bytes=ready_bytes)
