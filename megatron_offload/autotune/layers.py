@@ -341,11 +341,11 @@ class SiteTimes(CallTimes):
         The last backward, whose end isn't seen, is taken to be like the others. Where none was,
         forward alone counts.
         """
-        backward_us = {
-            path: _BACKWARD_SHARE * self.scale * self._backend.sync_elapsed_us(began, ended)
-            for (path, began), (other, ended) in pairwise(self._reached)
-            if path.partition(".")[0] == other.partition(".")[0]  # of one chunk, on end
-        }
+        backward_us = defaultdict[str, float](float)
+        for (path, began), (other, ended) in pairwise(self._reached):
+            if path.partition(".")[0] == other.partition(".")[0]:  # of one chunk, on end
+                us = self.scale * self._backend.sync_elapsed_us(began, ended)
+                backward_us[path] += _BACKWARD_SHARE * us
         usual_us = median(backward_us.values()) if backward_us else math.inf
         found = defaultdict[int, float](float)
         for path, site in self._sites.items():
@@ -362,14 +362,18 @@ class SiteTimes(CallTimes):
     def link_bytes(
         self, gbps: float, numbers: Iterable[int], *, is_pipeline: bool
     ) -> dict[int, float]:
-        """Return `link_bytes` of layers; those that were not timed are like the last that was."""
-        by_layer = defaultdict[int, float](float)
+        """Return `link_bytes` of layers; those that were not timed are like the last that was.
+
+        One that is called again is deep, as in a pipeline.
+        """
+        by_layer, calls = defaultdict[int, float](float), Counter(path for path, *_ in self._spans)
         for path, site in self._sites.items():
             by_layer[site.layer] += self.us(path) if site.name == "layer" else 0.0
         last_us = by_layer[max(by_layer)] if by_layer else 0.0
         share = _REPLAY_SHARE if self.holds_back else LINK_SHARE
         own_us = {number: by_layer.get(number, last_us) for number in numbers}
-        return link_bytes(own_us, share * gbps * 1e3, own_us if is_pipeline else ())
+        again = {site.layer for path, site in self._sites.items() if calls[path] > 1}
+        return link_bytes(own_us, share * gbps * 1e3, own_us if is_pipeline else again)
 
     @property
     def copy_share(self) -> float:

@@ -23,8 +23,9 @@ _MOST_FORWARDS = 16  # a backward that never comes, or always late, ends no step
 class ModelSteps:
     """Counts forwards between `enter` and `leave`, by hooks of the first layer of each list.
 
-    Of several that a forward calls, such as those of an encoder and a decoder, the first counts:
-    ``layer_begins`` is called with how many tokens it is given (`tokens_of`).
+    Of several that a forward calls, such as those of an encoder and a decoder, the first counts,
+    and in each call of a model its first call, as one layer may be all of them: ``layer_begins`` is
+    called with how many tokens it is given (`tokens_of`).
 
     Attributes:
         num_pending: forwards whose backward is still to come.
@@ -36,6 +37,7 @@ class ModelSteps:
 
     def __init__(
         self,
+        models: Iterable[nn.Module],
         first_layers: Iterable[nn.Module],
         now: Callable[[], Any],
         layer_begins: Callable[[float], None],
@@ -43,10 +45,18 @@ class ModelSteps:
         self.tokens: list[float] = []
         self.ended: Any = None
         self._now, self._layer_begins = now, layer_begins
-        self._is_inside = False
+        self._is_inside = self._is_in_model = self._is_counted = False
         self._called: nn.Module | None = None
+        self._open: nn.Module | None = None
+        """Whose call is counted, and not over."""
         self.num_pending = self.most_pending = self._number = 0
-        hooked = (hook_calls(x, self._begin, self._end, owner=ModelSteps) for x in first_layers)
+        firsts = [*first_layers]
+        hooked = [hook_calls(x, self._begin, self._end, owner=ModelSteps) for x in firsts]
+        hooked += [
+            hook_calls(x, self._model_begins, self._model_ends, owner=ModelSteps)
+            for x in models
+            if x not in firsts
+        ]
         self._handles = [handle for handles in hooked for handle in handles]
 
     def close(self) -> None:
@@ -65,22 +75,33 @@ class ModelSteps:
 
     def enter(self) -> None:
         """A forward begins."""
-        self._is_inside, self._called = True, None
+        self.leave()
+        self._is_inside = True
 
     def leave(self) -> None:
         """It ends."""
-        self._is_inside, self._called = False, None
+        self._is_inside = self._is_in_model = False
+        self._called = self._open = None
+
+    def _model_begins(self, *_: Any) -> None:
+        self._is_in_model, self._is_counted = True, False
+
+    def _model_ends(self, *_: Any) -> None:
+        self._is_in_model = False
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._is_inside and self._called in (None, module):
-            self._called = module
+        is_again = self._is_in_model and self._is_counted
+        if self._is_inside and self._called in (None, module) and not is_again:
+            self._called = self._open = module
+            self._is_counted = True
             tokens = tokens_of(args, kwargs)
             self.tokens.append(tokens if math.isfinite(tokens) else 1.0)
             self._layer_begins(self.tokens[-1])
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._is_inside or self._called is not module:
+        if self._open is not module:
             return
+        self._open = None
         if hook_backward(output, partial(self._reach_first, self._number)):
             self.num_pending += 1
             self.most_pending = max(self.most_pending, self.num_pending)

@@ -93,7 +93,7 @@ class SearchSteps(FollowedRows):
             if site.name == "layer"
         }
         first_layers = filter(None, (site.module() for site in firsts.values()))
-        self._clock = ModelSteps(first_layers, self._now, self._layer_begins)
+        self._clock = ModelSteps(self._models.values(), first_layers, self._now, self._layer_begins)
         self._num_ooms = manager.backend.memory().num_out_of_memory
         # A rerun may hold collectives, so that ranks don't decide on it by themselves.
         if sites and not any(site.refusal for site in sites.values()) and is_alone():

@@ -11,8 +11,14 @@ from torch import nn
 from megatron_offload.config import MEGATRON_MODULES, RECOMPUTE_SITES
 from megatron_offload.core.row_config import LOSS, UNITS, RowConfig
 from megatron_offload.errors import ConfigError, did_you_mean
-from megatron_offload.model_map.module_hooks import compiled_parts
-from megatron_offload.model_map.structure import PARTS, has_forward, layers_of, modules_within
+from megatron_offload.model_map.module_hooks import compiled_parts, named_modules
+from megatron_offload.model_map.structure import (
+    PARTS,
+    has_forward,
+    layers_of,
+    modules_within,
+    other_numbers,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -36,12 +42,6 @@ class FoundRows(NamedTuple):
     def drops_output(self, path: str) -> bool:
         """Whether what a module returns is recomputed too, where it is saved."""
         return path in self.recomputed and self.recomputed[path].site not in RECOMPUTE_SITES
-
-    def place_of(self, path: str) -> str:
-        """Return the module under whose row a module's saves are offloaded; empty where none is."""
-        while path and path not in self.offloaded:
-            path = path.rpartition(".")[0]
-        return path
 
 
 NO_ROWS = FoundRows({}, {}, frozenset())
@@ -69,13 +69,14 @@ def find_rows(
     """
     units = frozenset(row.site for row in rows if row.recompute).intersection(UNITS)
     found, layers = FoundRows({}, {}, units), layers_of(modules)
-    compiled = compiled_parts(modules.values())
+    compiled, others = compiled_parts(modules.values()), other_numbers(modules, layers)
     for row in rows:
         if row.site == LOSS:
             continue
-        numbered = [path for path, number in layers.items() if row.has_layer(number)]
+        numbers = [*layers.items(), *((path, number) for number, path in others.items())]
+        numbered = [*dict.fromkeys(path for path, number in numbers if row.has_layer(number))]
         paths = [path for layer in numbered for path in modules_within(layer, row.site, modules)]
-        if not is_part and layers and row.last_layer > max(layers.values()):
+        if not is_part and layers and row.last_layer > max(*layers.values(), *others, 0):
             raise ConfigError(f"row {row}: {_missing(row, layers, [], modules)}")
         if is_part and row.min_tokens and row.site in MEGATRON_MODULES:
             raise ConfigError(f"row {row}: groups that Megatron's layers mark take no min_tokens")
@@ -117,10 +118,15 @@ def _missing(
 ) -> str:
     """Say what there is in place of a site that isn't."""
     if not layers:
-        return "no repeated layers were found in this model, so there are no sites"
+        return "no repeated layers were found in this model, so there is no site but 'model'"
     if not numbered:
         return f"there are layers {min(layers.values())} to {max(layers.values())}"
     names = {"layer", *(kind for kind in PARTS if modules_within(numbered[0], kind, modules))}
-    for start in (f"{layer}." for layer in numbered):
-        names |= {path.removeprefix(start) for path in modules if path.startswith(start)}
+    first = {module: path for path, module in modules.items()}
+    for layer in numbered:
+        parts = {f"{layer}.{name}": x for name, x in named_modules(modules[layer]).items()}
+        for path in modules_within(layer, row.site, parts):
+            if parts[path] in first:
+                return f"{path} is {first[parts[path]]} again; name it there"
+        names |= {path.removeprefix(f"{layer}.") for path in parts} - {""}
     return f"no layer has a site {row.site!r}{did_you_mean(row.site, names)}"

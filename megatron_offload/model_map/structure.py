@@ -49,23 +49,49 @@ def layers_of(modules: Mapping[str, nn.Module]) -> dict[str, int]:
     Layers are those of Megatron and Hugging Face, and the members of each list of modules that
     have one class and parts, except within another layer. Megatron numbers them over all pipeline
     ranks, and behind them those that predict further tokens; others have their place in their list,
-    each list from 0.
+    each list from 0. A member that has another name first counts where no other layer is in there.
     """
-    layers = {path for path, module in modules.items() if path and is_known_layer(module)}
-    for path, module in modules.items():
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
+    places = {path: path for path, module in modules.items() if path and is_known_layer(module)}
+    members, first = _members(modules), {module: path for path, module in modules.items()}
+    places |= {place: place for place, member in members.items() if modules.get(place) is member}
+    within = tuple(f"{layer}." for layer in places)
+    places = {path: path for path in places if not path.startswith(within)}
+    for place, member in members.items():
+        path = first.get(member, place)
+        if modules.get(place) is member or path in members:
             continue
-        members = module._modules
-        alike = {type(child) for child in members.values()}
-        if len(alike) == 1 and all(map(_may_be_layer, members.values())):
-            layers.update(f"{path}.{name}".lstrip(".") for name in members)
-    within = tuple(f"{layer}." for layer in layers)
-    outer = [path for path in modules if path in layers and not path.startswith(within)]
-    return {path: _number_of(path, modules) for path in outer}
+        around = (f"{layer}.".startswith(f"{path}.") for layer in places if layer != path)
+        if not (path.startswith(within) or any(around)):
+            places[path] = place
+    return {
+        path: _number_of(places[path], modules[path], modules) for path in modules if path in places
+    }
 
 
-def _number_of(path: str, modules: Mapping[str, nn.Module]) -> int:
-    (home, _, name), layer = path.rpartition("."), cast(Any, modules[path])
+def other_numbers(modules: Mapping[str, nn.Module], layers: Mapping[str, int]) -> dict[int, str]:
+    """Return numbers that no layer has, and layers that have these places in a second list."""
+    names, found = {modules[path]: path for path in layers}, dict[int, str]()
+    for place, member in _members(modules).items():
+        number = _number_of(place, member, modules)
+        if member in names and number not in layers.values():
+            found.setdefault(number, names[member])
+    return found
+
+
+def _members(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the members of lists that may be layers, each by its name in its list."""
+    found = dict[str, nn.Module]()
+    for path, module in modules.items():
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module._modules) < 2:
+            continue
+        members = {name: x for name, x in module._modules.items() if _may_be_layer(x)}
+        if len(members) == len(module._modules) and len({*map(type, members.values())}) == 1:
+            found |= {f"{path}.{name}".lstrip("."): x for name, x in members.items() if x}
+    return found
+
+
+def _number_of(place: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> int:
+    (home, _, name), layer = place.rpartition("."), cast(Any, module)
     if any(base.__module__.startswith("megatron.") for base in type(layer).__mro__):
         of_decoder = layer.config.num_layers if getattr(layer, "is_mtp_layer", False) else 0
         return int(layer.layer_number) - 1 + int(of_decoder)

@@ -188,33 +188,34 @@ class SavedMemory(Observer):
         Raises:
             ConfigError: a row would free nothing, because others save what it names as well.
         """
-        rows, savers = self._rows, self.savers
-        others = {
-            one: sorted({path or "the model" for path in paths if not rows.place_of(path)})
-            for one, paths in savers.items()
-        }
+        rows, others = self._rows, defaultdict[int, set[str]](set)
         keys_of: defaultdict[str, set[int]] = defaultdict(set)
-        for storage, paths in savers.items():
-            for path in {rows.place_of(path) for path in paths} - {""}:
-                keys_of[path].add(storage)
+        for calls, key in self.saves:
+            # By the calls, not by names: a layer may call a part that another's name is first of.
+            around = next((x.path for x in reversed(calls) if x.path in rows.offloaded), None)
+            if key is not None and around is not None:
+                keys_of[around].add(key)
+            elif key is not None:
+                others[key].add(calls[-1].path)
         taken = set(self.made)
         for path, row in rows.offloaded.items():
             copied = keys_of[path] - self.made.keys()
             named = sorted(copied, key=lambda key: -self.sizes[key])[: row.most]
-            shared = [key for key in named if others[key]]
-            taken.update(key for key in named if not others[key])
+            shared = [key for key in named if key in others]
+            taken.update(key for key in named if key not in others)
             if shared and (row.most is not None or len(shared) == len(named)):
+                savers = (saver or "the model" for saver in others[shared[0]])
                 raise ConfigError(
-                    f"row {row}: {', '.join(others[shared[0]])} also save "
+                    f"row {row}: {', '.join(sorted(savers))} also save "
                     f"{format_bytes(self.sizes[shared[0]], 1)} of what {path} would offload, so "
                     "nothing would be freed; let rows offload those too, or one row what is around "
                     "them all"
                 )
         dropped = {
             path: self.made[made]
-            for made in (key for key in savers if key in self.made)
-            for path in savers[made]
-            if path not in rows.recomputed and not rows.place_of(path)
+            for made in others
+            if made in self.made
+            for path in others[made] - rows.recomputed.keys()
         }
         # Hooks inside others see a tensor first, and those around don't.
         hooked = rows.offloaded.keys() | dropped.keys()
@@ -238,7 +239,7 @@ class SavedMemory(Observer):
             if not bare.isdisjoint(parts):
                 changed.add(call.path)
             else:
-                numbers[call.path][not (key and others[key])].add(counts[call])
+                numbers[call.path][key is None or key not in others].add(counts[call])
                 counts[call] += 1
         for path, row in rows.offloaded.items():
             if row.most is None:

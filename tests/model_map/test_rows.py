@@ -25,6 +25,7 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.frontends.adopt import adopt_model
 from megatron_offload.memory.storage_ref import StorageRef
 from megatron_offload.model_map.module_hooks import ModuleHook
+from megatron_offload.model_map.structure import layers_of
 
 ROWS = {
     "offload all of the MLPs": [{"site": "mlp", "offload": "all"}],
@@ -237,3 +238,66 @@ def test_outputs_are_dropped_where_modules_and_those_around_them_save_them():
     assert by_name["mlp.act"].recomputed_bytes == of_layers * 4 * WIDTH
     assert by_name["norm"].recomputed_bytes == of_layers * 2 * WIDTH
     assert context.last_step.refused_recipe_bytes == {}
+
+
+def net_of(layers, *before):
+    """Return a net of these layers, which has some modules under other names first."""
+    net = make_net(0)
+    net._modules = {f"own{i}": x for i, x in enumerate(before)} | net._modules
+    net.layers = nn.ModuleList(layers)
+    return net
+
+
+def named_before():
+    layers = make_net().layers
+    return net_of(layers, layers[0], layers[3])
+
+
+def named_in_halves():
+    layers = make_net().layers
+    return net_of(layers, nn.ModuleList(layers[::2]))
+
+
+def by_turns():
+    first, second = make_net(2).layers
+    return net_of([first, second] * 2)
+
+
+def of_shared_mlps():
+    net = make_net()
+    for layer in net.layers:
+        layer.mlp = net.layers[0].mlp
+    return net
+
+
+@pytest.mark.parametrize(
+    ("make", "layers", "share"),
+    [
+        (named_before, "all", 4),
+        (named_before, "0-1", 2),
+        (named_before, "3", 1),
+        (named_in_halves, "all", 4),
+        (named_in_halves, "2-3", 2),
+        (by_turns, "0-3", 4),
+        (by_turns, "2", 2),
+        (of_shared_mlps, "2-3", 2),
+    ],
+)
+def test_layers_that_have_several_names_are_offloaded_once_and_whole(make, layers, share):
+    rows = [{"site": "layer", "layers": layers, "offload": "all"}]
+    stats = check(make, rows, (8, 8), **AT_ONCE).last_step
+    assert stats.num_groups == share
+    whole = check(make_net, [{"site": "layer", "offload": "all"}], (8, 8), **AT_ONCE).last_step
+    assert 4 * stats.offloaded_bytes == share * whole.offloaded_bytes
+
+
+def test_a_row_is_told_under_which_name_a_module_is_a_site():
+    row = {"site": "mlp", "layers": "1-3", "offload": "all"}
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp is layers\.0\.mlp again"):
+        around(of_shared_mlps(), [row])
+
+
+def test_blocks_stay_layers_where_a_second_list_has_what_holds_them():
+    stages = [nn.Sequential(*make_net(2).layers) for _ in range(2)]
+    layers = layers_of(dict(net_of(stages, *stages).named_modules()))
+    assert layers == {"own0.0": 0, "own0.1": 1, "own1.0": 0, "own1.1": 1}
