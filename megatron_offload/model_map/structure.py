@@ -46,8 +46,8 @@ def modules_within(layer: str, site: str, modules: Mapping[str, nn.Module]) -> l
 def layers_of(modules: Mapping[str, nn.Module]) -> dict[str, int]:
     """Return the dotted name of each layer with its number, from 0.
 
-    Layers are those of Megatron and Hugging Face, and the members of each list of modules that
-    have one class and parts, except within another layer. Megatron numbers them over all pipeline
+    Layers are those of Megatron and Hugging Face, and the members of each list of modules, or of
+    each dictionary by numbers, that have one class and parts, except within another layer. Megatron numbers them over all pipeline
     ranks, and behind them those that predict further tokens; others have their place in their list,
     each list from 0. A member that has another name first counts where no other layer is in there.
     """
@@ -82,7 +82,10 @@ def _members(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Return the members of lists that may be layers, each by its name in its list."""
     found = dict[str, nn.Module]()
     for path, module in modules.items():
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module._modules) < 2:
+        is_list = isinstance(module, (nn.ModuleList, nn.Sequential)) or (
+            isinstance(module, nn.ModuleDict) and all(map(str.isdigit, module._modules))
+        )
+        if not is_list or len(module._modules) < 2:
             continue
         members = {name: x for name, x in module._modules.items() if _may_be_layer(x)}
         if len(members) == len(module._modules) and len({*map(type, members.values())}) == 1:

@@ -301,3 +301,10 @@ def test_blocks_stay_layers_where_a_second_list_has_what_holds_them():
     stages = [nn.Sequential(*make_net(2).layers) for _ in range(2)]
     layers = layers_of(dict(net_of(stages, *stages).named_modules()))
     assert layers == {"own0.0": 0, "own0.1": 1, "own1.0": 0, "own1.1": 1}
+
+
+def test_layers_may_be_in_a_dictionary_by_number():
+    blocks = make_net(2).layers
+    of_stage, towers = nn.ModuleDict({"4": blocks[0], "5": blocks[1]}), {"a": Mlp(), "b": Mlp()}
+    net = net_of([], of_stage, nn.ModuleDict(towers))
+    assert layers_of(dict(net.named_modules())) == {"own0.4": 4, "own0.5": 5}
