@@ -47,9 +47,10 @@ def layers_of(modules: Mapping[str, nn.Module]) -> dict[str, int]:
     """Return the dotted name of each layer with its number, from 0.
 
     Layers are those of Megatron and Hugging Face, and the members of each list of modules, or of
-    each dictionary by numbers, that have one class and parts, except within another layer. Megatron numbers them over all pipeline
-    ranks, and behind them those that predict further tokens; others have their place in their list,
-    each list from 0. A member that has another name first counts where no other layer is in there.
+    each dictionary by numbers, that have one class and parts, except within another layer. Megatron
+    numbers them over all pipeline ranks, and behind them those that predict further tokens; others
+    have their place in their list, each list from 0. A member that has another name first counts
+    where no other layer is in there.
     """
     places = {path: path for path, module in modules.items() if path and is_known_layer(module)}
     members, first = _members(modules), {module: path for path, module in modules.items()}
