@@ -76,6 +76,9 @@ class StepStats(OldAttributes):
     """Released bytes whose storage something else kept alive, so that nothing was freed."""
     peak_host_bytes: int = 0
     """Most bytes of host memory in use at one time."""
+    peak_recorded_bytes: int = 0
+    """Most bytes that groups had recorded, at one time: without offload all of it is on the
+    device. What is too small, or kept for its kind, is in no group."""
     peak_released_bytes: int = 0
     """Most bytes whose device memory was released, at one time: less what is being copied. Of a
     group that is recomputed, till its backward begins."""
@@ -137,10 +140,13 @@ class StepStats(OldAttributes):
     @property
     def verdict(self) -> str:
         """What the step has won, or why that is nothing, and why most of the rest was kept."""
-        sizes = self.saved_bytes, self.peak_host_bytes, self.recomputed_bytes
-        device, host, again = map(format_bytes, sizes)
+        off_bytes, recorded_bytes = self.saved_bytes, self.peak_recorded_bytes
+        recorded_bytes += off_bytes - self.peak_released_bytes  # by sites, which have no groups
+        sizes = recorded_bytes, off_bytes, self.peak_host_bytes, self.recomputed_bytes
+        recorded, device, host, again = map(format_bytes, sizes)
         whose = " at each replay of the graph that it was captured into" if self.is_captured else ""
-        text = f"most at a time{whose}: {device} off the device, {host} on the host"
+        text = f"most at a time{whose}: {recorded} in groups, of it {device} off the device, "
+        text += f"{host} on the host"
         text += f", {again} recomputed" if self.recomputed_bytes else ""
         if not (self.offloaded_bytes or self.recomputed_bytes):
             text = self.why or "nothing was offloaded or recomputed"

@@ -88,9 +88,9 @@ def _members(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
         )
         if not is_list or len(module._modules) < 2:
             continue
-        members = {name: x for name, x in module._modules.items() if _may_be_layer(x)}
-        if len(members) == len(module._modules) and len({*map(type, members.values())}) == 1:
-            found |= {f"{path}.{name}".lstrip("."): x for name, x in members.items() if x}
+        members = {f"{path}.{name}".lstrip("."): x for name, x in module._modules.items()}
+        if all(map(_may_be_layer, members.values())) and len({*map(type, members.values())}) == 1:
+            found |= {name: member for name, member in members.items() if member is not None}
     return found
 
 

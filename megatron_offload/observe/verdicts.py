@@ -71,7 +71,7 @@ def say_last(manager: PipelineOffloadManager) -> None:
     step = manager.last_step
     if manager.is_searching:
         _say(manager, f"megatron-offload: {_UNFINISHED}")
-    elif manager.step_number > _NUM_FIRST and (step.offloaded_bytes or step.recomputed_bytes):
+    elif manager.step_number != _NUM_FIRST and (step.offloaded_bytes or step.recomputed_bytes):
         _say(manager, f"megatron-offload: of what the last step has saved, {step.verdict}")
 
 

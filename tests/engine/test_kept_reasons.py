@@ -167,7 +167,9 @@ def test_metrics_are_the_sums_over_groups_and_all_counters_of_a_step():
 
 
 def test_a_step_prints_as_a_table():
-    stats = StepStats(peak_released_bytes=3 << 20, peak_host_bytes=1 << 30)
+    stats = StepStats(
+        peak_recorded_bytes=5 << 20, peak_released_bytes=3 << 20, peak_host_bytes=1 << 30
+    )
     stats.by_name["mlp"] = GroupStats("mlp", 2, 5 << 20, 4 << 20, 1 << 20, num_late_reloads=12)
     stats.by_name["mlp"].keep(2 << 20, "needed too soon in backward")
     stats.by_name["attention"] = GroupStats("attention", 10)
@@ -176,7 +178,8 @@ def test_a_step_prints_as_a_table():
         "group      groups  offloaded  reloaded  recomputed     kept  late",
         "mlp             2    5.0 MiB   4.0 MiB     1.0 MiB  2.0 MiB    12",
         "attention      10        0 B       0 B         0 B      0 B     0",
-        "most at a time: 4.0 MiB off the device, 1.0 GiB on the host, 1.0 MiB recomputed; "
+        "most at a time: 6.0 MiB in groups, of it 4.0 MiB off the device, 1.0 GiB on the host, "
+        "1.0 MiB recomputed; "
         "kept: 2.0 MiB (needed too soon in backward)",
     ]
     assert len(str(StepStats()).splitlines()) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import pytest
@@ -251,6 +252,8 @@ def test_a_context_says_what_it_will_do_and_what_it_has_done(settings, plan, las
     assert ([plan in x for x in caplog.messages] == [True]) is ("policy" in settings)
     say_last(offload.manager)
     assert last in caplog.text + offload.describe()
+    has_won = settings.get("policy") == "modules"
+    assert ("of what the last step has saved, " in caplog.text) is has_won
 
 
 def test_a_program_says_its_plan_and_what_it_has_won_at_the_level_that_the_environment_names():
@@ -258,5 +261,27 @@ def test_a_program_says_its_plan_and_what_it_has_won_at_the_level_that_the_envir
     plan, won, last = said.splitlines()
     assert ("is offloaded from the first step on" in plan, "of what a step" in won) == (True, True)
     assert last.startswith("megatron-offload: of what the last step has saved, most at a time: ")
+    assert re.search(r"time: \d[.\d]* \S+ in groups, of it \d", last)
     said, *_ = run_python("-c", PROGRAM, MEGATRON_OFFLOAD_LOG="debgu").stderr.splitlines()
     assert said == "MEGATRON_OFFLOAD_LOG is a level, and not 'debgu'; did you mean 'debug'?"
+
+
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_what_groups_have_at_their_peak_is_of_what_is_alive(is_dropped):
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(4096, 8)
+    config = OffloadConfig(policy="modules", min_tensor_bytes=0)
+    offload, peaks = get_act_offloading_ctx_manager(model, config=config), []
+    for num_at_once in (1, 2, 1):
+        losses = []
+        for _ in range(num_at_once):
+            with offload:
+                losses.append(model(x).sum())
+            if is_dropped:
+                losses = losses[:0]
+        for loss in losses:
+            loss.backward()
+        offload.end_step()
+        peaks.append(offload.last_step.peak_recorded_bytes)
+    once = peaks[0]
+    assert peaks == [once, once if is_dropped else 2 * once, once]
+    assert once >= x.nbytes
