@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
+import sys
 from pathlib import Path
 
 import torch
@@ -81,6 +83,8 @@ def parse(description: str | None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse(__doc__)
+    if "RANK" not in os.environ:
+        raise SystemExit(f"a launcher starts it: torchrun --nproc-per-node 2 {sys.argv[0]}")
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",

@@ -346,7 +346,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="a JSON file of what was measured")
     options = parser.parse_args()
     if options.sequence is None and not torch.cuda.is_available():
-        parser.error("without a GPU give --sequence")
+        parser.error("without a GPU give --sequence, and --layers, --hidden, --ffn that are small")
     if options.whole_step_graph:
         if options.sequence is None or not torch.cuda.is_available():
             parser.error("--whole-step-graph takes a GPU, and --sequence")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -103,6 +104,8 @@ def parse(description: str | None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse(__doc__)
+    if "RANK" not in os.environ:
+        raise SystemExit(f"a launcher starts it: torchrun --nproc-per-node 2 {sys.argv[0]}")
     on_gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if on_gpu else "gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()

@@ -44,6 +44,13 @@ def test_without_a_gpu_the_longest_is_not_looked_for(tmp_path):
     assert "give --sequence" in ran.stderr
 
 
+@pytest.mark.parametrize("name", ["pipelining.py", "accelerate_fsdp2.py"])
+def test_an_example_of_several_processes_says_what_starts_it(name, tmp_path):
+    pytest.importorskip("accelerate", reason="no accelerate")
+    ran = run_python(shutil.copy(EXAMPLES / name, tmp_path), cwd=tmp_path, env={"PATH": ""})
+    assert ran.stderr.startswith("a launcher starts it: torchrun --nproc-per-node 2 ")
+
+
 def test_the_notebooks_cells_run_in_order(capsys):
     notebook, scope = json.loads((EXAMPLES / "quickstart.ipynb").read_text()), {}
     for cell in notebook["cells"]:
