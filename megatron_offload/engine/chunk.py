@@ -160,6 +160,8 @@ class ChunkOffloadHandler:
             return False
         self._counted_keys.add(key)
         self.transfers.stats.by_name[name].keep(num_bytes, reason)
+        if self.open_groups:
+            self.open_groups[-1].recorded_bytes += num_bytes
         return True
 
     def _count_unserved(self, name: str, tensor: torch.Tensor) -> None:

@@ -297,6 +297,7 @@ class OffloadGroup(Group):
             by name.
         forced: tensors that something else keeps alive and that are not read again.
         pick: which of its tensors are offloaded; None: all that can be.
+        recorded_bytes: what it saves first: without offload that is on the device.
     """
 
     moving: Sequence[Block] = ()
@@ -305,6 +306,7 @@ class OffloadGroup(Group):
     leaf_hook: RemovableHandle | None = None
     forced: tuple[weakref.ref[torch.Tensor], ...] = ()
     pick: Pick | None = None
+    recorded_bytes = 0
 
     def __init__(self, key: GroupKey, name: str, budget: DeviceBudget, rules: Rules) -> None:
         super().__init__(key, name, budget)

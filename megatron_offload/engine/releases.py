@@ -77,7 +77,11 @@ class Releases(Reloads):
         num_bytes = 0
         for found in group.references:
             block = found()
-            if block is None or (block.recipe is not None and self._drops(group, block)):
+            if block is None:
+                continue
+            if block.group is group:
+                group.recorded_bytes += block.num_bytes
+            if block.recipe is not None and self._drops(group, block):
                 continue
             if block.state is not SAVED:
                 continue

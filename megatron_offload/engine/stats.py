@@ -77,8 +77,7 @@ class StepStats(OldAttributes):
     peak_host_bytes: int = 0
     """Most bytes of host memory in use at one time."""
     peak_recorded_bytes: int = 0
-    """Most bytes that groups had recorded, at one time: without offload all of it is on the
-    device. What is too small, or kept for its kind, is in no group."""
+    """Most bytes that groups had recorded, at one time: without offload all are on the device."""
     peak_released_bytes: int = 0
     """Most bytes whose device memory was released, at one time: less what is being copied. Of a
     group that is recomputed, till its backward begins."""

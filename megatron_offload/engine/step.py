@@ -100,7 +100,7 @@ class Step(StepDecisions[OffloadGroup]):
             is_gone = groups and not any(one.state is DONE or one.blocks() for one in groups)
             if is_gone and all(key.chunk != other.position for key in self.backward_order):
                 self.budget.drop_saved(other.saved_bytes)
-                self._recorded_bytes -= sum(group.clock_bytes for group in groups)
+                self._recorded_bytes -= sum(group.recorded_bytes for group in groups)
                 other.saved_bytes = 0
         chunk.position = len(self.entered)
         self.entered.append(chunk)
@@ -192,7 +192,7 @@ class Step(StepDecisions[OffloadGroup]):
             self.entered[number].saved_bytes += group.clock_bytes
         stats = transfers.stats
         stats.by_name[group.name].num_groups += 1
-        self._recorded_bytes += group.clock_bytes
+        self._recorded_bytes += group.recorded_bytes
         stats.peak_recorded_bytes = max(stats.peak_recorded_bytes, self._recorded_bytes)
         keep_reason = self._learner.reason_to_keep(group)
         if group.forced and not keep_reason:  # of which each block has some, or none
@@ -235,7 +235,7 @@ class Step(StepDecisions[OffloadGroup]):
         if group.leaf_hook is not None:
             group.unhook()
         if group.state is not DONE and self.knows(group):
-            self._recorded_bytes -= group.clock_bytes
+            self._recorded_bytes -= group.recorded_bytes
         super().leave_backward(group)
         for observer in self._observers:
             observer.backward_left(group)

@@ -269,19 +269,18 @@ def test_a_program_says_its_plan_and_what_it_has_won_at_the_level_that_the_envir
 @pytest.mark.parametrize("is_dropped", [False, True])
 def test_what_groups_have_at_their_peak_is_of_what_is_alive(is_dropped):
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(4096, 8)
-    config = OffloadConfig(policy="modules", min_tensor_bytes=0)
+    config = OffloadConfig(policy="modules")
     offload, peaks = get_act_offloading_ctx_manager(model, config=config), []
     for num_at_once in (1, 2, 1):
         losses = []
         for _ in range(num_at_once):
             with offload:
-                losses.append(model(x).sum())
+                losses.append((model(x) * torch.tensor(2.0)).sum())
             if is_dropped:
                 losses = losses[:0]
         for loss in losses:
             loss.backward()
         offload.end_step()
         peaks.append(offload.last_step.peak_recorded_bytes)
-    once = peaks[0]
+    once = 2 * x.nbytes + 4  # what is too small to move counts, and what two save once
     assert peaks == [once, once if is_dropped else 2 * once, once]
-    assert once >= x.nbytes
