@@ -55,7 +55,7 @@ class ModelSteps:
         hooked += [
             hook_calls(x, self._model_begins, self._model_ends, owner=ModelSteps)
             for x in models
-            if x not in firsts
+            if x not in firsts and x._compiled_call_impl is None  # of whose graph they were a part
         ]
         self._handles = [handle for handles in hooked for handle in handles]
 

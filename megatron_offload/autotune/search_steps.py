@@ -30,6 +30,7 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.machine.bandwidth import BandwidthError, Link, median_rates
 from megatron_offload.model_map.module_hooks import named_modules
 from megatron_offload.model_map.sites import Site, sites_of_layers
+from megatron_offload.observe.verdicts import NO_CLOCK
 from megatron_offload.planning.frontier import KEEP, Layers, Part, Plan
 from megatron_offload.recompute.sites import unproven_sites
 
@@ -39,11 +40,6 @@ timed; nothing stands in it; what is to be recomputed is tried, and kept; rows t
 they are measured."""
 
 Look = TypeVar("Look", LayerWatch, SiteTimes)
-
-NO_CLOCK = (
-    "there is no GPU here, so that nothing can be won. 'policy: modules', in Python "
-    "OffloadConfig(policy='modules'), offloads everything all the same"
-)
 
 _NUM_BARE = 6
 _MOST_BARE = 14  # until memory is ready that a plan will pin

@@ -18,6 +18,12 @@ _logger = logging.getLogger(__name__)
 _MOST_ALIKE = 2  # managers of one plan that speak: there may be one for each layer
 _NUM_FIRST = 4  # steps, of which the first show what budgets follow
 
+NO_CLOCK = (
+    "there is no GPU here, so that nothing can be won. 'policy: modules', in Python "
+    "OffloadConfig(policy='modules'), offloads everything all the same"
+)
+"""Why a search finds nothing where steps take no time."""
+
 _UNFINISHED = (
     "the program has ended before rows were found, for which some 20 to 50 steps are looked at: "
     "only what the device had no room for was offloaded. 'rows' and 'policy: modules' look at none"
@@ -70,7 +76,8 @@ def say_last(manager: PipelineOffloadManager) -> None:
     """Say at the end of the program what the last step has won, or that it was too short."""
     step = manager.last_step
     if manager.is_searching:
-        _say(manager, f"megatron-offload: {_UNFINISHED}")
+        has_clock = manager.backend.name == "cuda" or manager.config.simulated.host_time
+        _say(manager, f"megatron-offload: {_UNFINISHED if has_clock else NO_CLOCK}")
     elif manager.step_number != _NUM_FIRST and (step.offloaded_bytes or step.recomputed_bytes):
         _say(manager, f"megatron-offload: of what the last step has saved, {step.verdict}")
 

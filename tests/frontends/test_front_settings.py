@@ -232,7 +232,12 @@ for _ in range(6):
     [
         ({"policy": "modules"}, "in a context, is offloaded from the first step", "off the device"),
         ({"rows": []}, "rows: []", "nothing is offloaded: no row says so"),
-        ({"policy": "auto"}, "then rows cost at most 3 % of a step", "has ended before rows"),
+        ({"policy": "auto"}, "then rows cost at most 3 % of a step", "there is no GPU here"),
+        (
+            {"policy": "auto", "backend": "simulated", "simulated": {"host_time": True}},
+            "then rows cost at most 3 % of a step",
+            "has ended before rows",
+        ),
         (
             {"policy": {"kind": "memory_target", "memory_target": ["1GiB", "2GiB"]}},
             "then rows let at most 1.0 GiB, 2.0 GiB be reserved",
