@@ -50,19 +50,20 @@ def layers_of(modules: Mapping[str, nn.Module]) -> dict[str, int]:
     each dictionary by numbers, that have one class and parts, except within another layer. Megatron
     numbers them over all pipeline ranks, and behind them those that predict further tokens; others
     have their place in their list, each list from 0. A member that has another name first counts
-    where no other layer is in there.
+    where no other layer is in there, and that of a list of one where there are no other layers.
     """
-    places = {path: path for path, module in modules.items() if path and is_known_layer(module)}
-    members, first = _members(modules), {module: path for path, module in modules.items()}
-    places |= {place: place for place, member in members.items() if modules.get(place) is member}
-    within = tuple(f"{layer}." for layer in places)
-    places = {path: path for path in places if not path.startswith(within)}
+    known = {path for path, module in modules.items() if path and is_known_layer(module)}
+    members = _members(modules)
+    if not (known or members):  # one layer may be called again and again
+        members = _members(modules, least=1)
+    first = {module: path for path, module in modules.items()}
+    known |= {place for place, member in members.items() if modules.get(place) is member}
+    within = tuple(f"{layer}." for layer in known)
+    places = {path: path for path in known if not path.startswith(within)}
     for place, member in members.items():
         path = first.get(member, place)
-        if modules.get(place) is member or path in members:
-            continue
-        around = (f"{layer}.".startswith(f"{path}.") for layer in places if layer != path)
-        if not (path.startswith(within) or any(around)):
+        holds_layers = any(layer.startswith(f"{path}.") for layer in places)
+        if not (path in members or path.startswith(within) or holds_layers):
             places[path] = place
     return {
         path: _number_of(places[path], modules[path], modules) for path in modules if path in places
@@ -79,14 +80,14 @@ def other_numbers(modules: Mapping[str, nn.Module], layers: Mapping[str, int]) -
     return found
 
 
-def _members(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+def _members(modules: Mapping[str, nn.Module], least: int = 2) -> dict[str, nn.Module]:
     """Return the members of lists that may be layers, each by its name in its list."""
     found = dict[str, nn.Module]()
     for path, module in modules.items():
         is_list = isinstance(module, (nn.ModuleList, nn.Sequential)) or (
             isinstance(module, nn.ModuleDict) and all(map(str.isdigit, module._modules))
         )
-        if not is_list or len(module._modules) < 2:
+        if not is_list or len(module._modules) < least:
             continue
         members = {f"{path}.{name}".lstrip("."): x for name, x in module._modules.items()}
         if all(map(_may_be_layer, members.values())) and len({*map(type, members.values())}) == 1:

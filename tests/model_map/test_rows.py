@@ -308,3 +308,10 @@ def test_layers_may_be_in_a_dictionary_by_number():
     of_stage, towers = nn.ModuleDict({"4": blocks[0], "5": blocks[1]}), {"a": Mlp(), "b": Mlp()}
     net = net_of([], of_stage, nn.ModuleDict(towers))
     assert layers_of(dict(net.named_modules())) == {"own0.4": 4, "own0.5": 5}
+
+
+def test_a_list_of_one_has_a_layer_where_there_are_no_others():
+    alone, (block,) = net_of(make_net(1).layers), make_net(1).layers
+    assert layers_of(dict(alone.named_modules())) == {"layers.0": 0}
+    beside = net_of(make_net(2).layers, nn.ModuleList([block]))
+    assert layers_of(dict(beside.named_modules())) == {"layers.0": 0, "layers.1": 1}
