@@ -21,8 +21,9 @@ from megatron_offload.core.row_config import UNITS, RowConfig
 from megatron_offload.errors import TargetError
 from megatron_offload.planning.description import load_description
 from megatron_offload.planning.frontier import Action, Plan
-from megatron_offload.planning.job import Job
-from megatron_offload.planning.job_choice import JobChoice, Planned, replayed
+from megatron_offload.planning.job import UNLIMITED, Job
+from megatron_offload.planning.job_choice import JobChoice, Planned
+from megatron_offload.planning.job_judge import replayed
 from megatron_offload.planning.job_rows import WHOLE_SITES, RankLayers, units_of
 from megatron_offload.planning.replay import RankStep
 from megatron_offload.planning.simulate import simulate_ranks
@@ -95,7 +96,7 @@ class Search:
                 own = {number: Action(done[number]) for number in layers}
                 rows = [RowConfig(site=unit, recompute=True) for unit in units]
                 rows += Plan(own, 0, 0.0, 0).rows()
-                self.programs[key] = replayed(self.job, rank, rows)
+                self.programs[key] = replayed(self.job, rank, rows, UNLIMITED)
             programs.append(self.programs[key])
             if programs[-1].peak_reserved_bytes > self.most_bytes[rank]:
                 return None

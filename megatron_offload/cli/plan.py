@@ -38,10 +38,8 @@ from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError, TargetError
 from megatron_offload.files.strict_model import TargetBytes, write_model
-from megatron_offload.planning.alternatives import alternatives
 from megatron_offload.planning.found import Alternative, RunFrontier, read_frontier
 from megatron_offload.planning.job_choice import JobChoice
-from megatron_offload.planning.simulate import Simulation
 from megatron_offload.report.console import console
 from megatron_offload.report.report import Report
 from megatron_offload.report.tables import alternative_table, found_table
@@ -82,23 +80,19 @@ def run(given: Given) -> int:
         source = load_source(given)
         if given.print_:
             return source.print_description()
-        job, settings = source.job, source.described.offload
-        short = source.described.short_job() or job
-        choice = JobChoice(job, short, settings)
-        steps = dict[str, Simulation]()
-        for what, step in alternatives(short, settings):
-            steps[what] = step
-            status.update(f"planning: {what}: simulated")
-        each = [source.summary(what, step, steps["nothing"]) for what, step in steps.items()]
+        choice = JobChoice(source.job, source.described.offload)
+        steps = choice.alternatives.items()
+        each = [source.summary(what, step, choice.without) for what, step in steps]
         status.update("planning: looking for rows")
-        targets = _targets(given, job.schedule.num_ranks)
+        targets = _targets(given, source.job.schedule.num_ranks)
         try:
             if targets:
                 planned = choice.under(targets)
             else:
                 planned = choice.within(_USUAL_PERCENT if percent is None else percent)
                 if percent is None and any(source.misfits(planned.step)):
-                    planned = choice.under((job.machine.device_bytes,) * job.schedule.num_ranks)
+                    device = source.job.machine.device_bytes
+                    planned = choice.under((device,) * source.job.schedule.num_ranks)
         except TargetError as error:
             return _refuse(given, source, each, error)
     without, step = choice.without, planned.step

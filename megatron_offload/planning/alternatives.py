@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_offload.core.row_config import RowConfig, ranges
+from megatron_offload.core.row_config import UNITS, RowConfig, ranges
 from megatron_offload.planning.job import Job, RankSettings
-from megatron_offload.planning.job_rows import units_of, with_rows
-from megatron_offload.planning.simulate import Simulation, simulate
+from megatron_offload.planning.job_rows import WHOLE_SITES, units_of
 
 
-def alternatives(job: Job, settings: RankSettings) -> Iterator[tuple[str, Simulation]]:
-    """Yield what can be done, in words, and the step with it; the first is nothing."""
+def alternatives(job: Job, settings: RankSettings) -> Iterator[tuple[str, tuple[RowConfig, ...]]]:
+    """Yield what can be done, in words and as rows, of what may be; the first is nothing."""
+    may = settings.recomputable((*UNITS, *WHOLE_SITES))
     for what, rows in _rows(job):
-        limits = settings if any(row.offload for row in rows) else None  # recompute needs no engine
-        yield what, simulate(with_rows(job, rows) if rows else job, limits)
+        if all(row.site in may for row in rows if row.recompute):
+            yield what, rows
 
 
 def _rows(job: Job) -> Iterator[tuple[str, tuple[RowConfig, ...]]]:

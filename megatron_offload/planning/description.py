@@ -17,7 +17,7 @@ from megatron_offload.planning.job import Job, RankSettings, StageWork
 from megatron_offload.planning.model import ModelDescription
 from megatron_offload.planning.model_cost import LayerCosts
 from megatron_offload.planning.parameters import num_parameters, replicas_us, static_bytes
-from megatron_offload.planning.schedule import make_schedule
+from megatron_offload.planning.schedule import steady_schedule
 from megatron_offload.planning.simulate import simulate
 
 _H200S = Machine()
@@ -27,7 +27,7 @@ def job_from_model(model: ModelDescription, machine: Machine = _H200S) -> Job:
     """Return the step of a model, from its description alone."""
     name = model.schedule or ("interleaved" if model.virtual_stages > 1 else "1f1b")
     sizes = model.pipeline_parallel, model.num_microbatches, model.virtual_stages
-    schedule = make_schedule(name, *sizes, model.microbatch_group_size_per_vp_stage)
+    schedule = steady_schedule(name, *sizes, model.microbatch_group_size_per_vp_stage)
     costs = LayerCosts(model, machine)
     hidden_bytes = costs.hidden_bytes
     stages = []
@@ -126,16 +126,6 @@ class JobDescription(StrictModel):
         gpu, model = known[name], data.get("model")
         found = {**data, "machine": sheets["links"][gpu["link"]] | gpu["machine"] | machine}
         return found | ({"model": gpu["model"] | model} if isinstance(model, dict) else {})
-
-    def short_job(self) -> Job | None:
-        """Return the step with so few microbatches that ranks hold as much; None for no fewer."""
-        model = self.model
-        size = model.microbatch_group_size_per_vp_stage or model.pipeline_parallel
-        is_short = model.num_microbatches <= 4 * size or model.num_microbatches % size
-        if model.schedule == "gpipe" or is_short:
-            return None
-        shorter = model.model_copy(update={"num_microbatches": 2 * size})
-        return self.model_copy(update={"model": shorter}).job()
 
     def job(self) -> Job:
         """Return the step that it describes; `ConfigError` where no schedule has these sizes."""

@@ -122,6 +122,20 @@ class RankLayers:
         num_gpus = min(job.gpus_per_rank, job.machine.gpus_per_node)
         num_ranks = min(job.ranks_per_node, job.schedule.num_ranks)
         self._gbps = min(fair_rates(job.machine, num_gpus, 0, 0, num_ranks)[2:]) / 1e3
+        self.link_bytes_per_us = 1e3 * self._gbps
+        stages = [job.stages[number] for number in job.schedule.stages_of(rank)]
+        self._forward_us, self._backward_us = (
+            sum(x.slowness(has_engine=False) * us(group) for x in stages for group in x.groups)
+            for us in (lambda group: group.forward_us, lambda group: group.backward_us)
+        )
+
+    def counted_us(self, plan: Plan, link_share: float) -> float:
+        """Return what a microbatch takes at least with a plan: compute, or copies beside it."""
+        copy_us = plan.copied_bytes / (link_share * self._gbps * 1e3)
+        first_us, second_us = self._forward_us, self._backward_us + self.units_us + plan.us
+        if any(layer.num_inflight > 1 for layer in self._layers):  # both ways at once
+            return max(first_us + second_us, copy_us)
+        return max(first_us, copy_us) + max(second_us, copy_us)
 
     def actions(self, sites: Collection[str]) -> dict[int, tuple[Action, ...]]:
         """Return what rows do with each layer at first, and may do, recompute of sites included.
@@ -167,6 +181,7 @@ class RankLayers:
             for own in (("attention",), ("mlp", "mlp.experts"))
         )
         yield from (total((self._again, *chosen)) for chosen in product(*choices))
+        yield from (total((self._again, whole)) for whole in offloaded("layer"))
         yield from rerun("layer")
 
     def link_bytes(self, share: float) -> dict[int, float]:

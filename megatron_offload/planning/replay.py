@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import Group, GroupState
@@ -27,6 +27,10 @@ _SEGMENT_BYTES = 2 * 1024**2
 """PyTorch's caching allocator takes large memory from the device in multiples of this."""
 
 
+_UNKNOWN = "its order is yet to be learned"
+"""Why a group is kept."""
+
+
 class OpKind(IntEnum):
     """What the compute stream comes by, and what its argument is."""
 
@@ -36,6 +40,7 @@ class OpKind(IntEnum):
     AWAIT = 3  # the copy
     SEND = 4  # the message's number
     RECEIVE = 5  # likewise
+    CYCLE = 6  # the begin, and then the end, of what repeats; 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,7 +81,21 @@ class RankStep:
     stall_us: dict[str, float] = field(default_factory=dict)
     """What the compute stream lost, by cause: waiting for another stage, for a release, for a
     reload. Waiting for the end of the step's last rank isn't in it."""
+    cycle: list[CycleTimes] = field(default_factory=list)
+    """At the begin and the end of what repeats."""
     trace: StepTrace | None = None
+
+
+class CycleTimes(NamedTuple):
+    """What has passed so far of a simulated step."""
+
+    end_us: float
+    compute_us: float
+    stall_us: dict[str, float]
+
+
+_COUNTS = ("offloaded_bytes", "reloaded_bytes", "num_late", "recomputed_bytes", "recompute_us")
+"""Of a `RankStep`, that go on with each cycle that repeats."""
 
 
 class WorkGroup(Group):
@@ -110,11 +129,17 @@ class _Replay:
         self._host_bytes = self._peak_temp_bytes = self._num_chunks = 0
         self._static_bytes = self._device_bytes = static_bytes
         self._decisions.begin_step(profile)
-        self._keep_reason = "" if profile else "its order is yet to be learned"
+        self._keep_reason = "" if profile else _UNKNOWN
         chunks: dict[tuple[int, int], list[_Part]] = {}
-        passes = job.schedule.ranks[self._rank]
+        schedule = job.schedule
+        passes = schedule.ranks[self._rank]
         pending_of = pending_bytes(job, self._rank, passes)
-        for one, self._pending_bytes in zip(passes, pending_of, strict=True):
+        cycle = schedule.cycles[self._rank] if schedule.num_repeats else ()
+        counts: list[list[float]] = []
+        for index, (one, self._pending_bytes) in enumerate(zip(passes, pending_of, strict=True)):
+            if index in cycle:
+                self._add(OpKind.CYCLE, 0)
+                counts.append([getattr(step, name) for name in _COUNTS])
             self._stage, self._is_backward = one.stage, one.kind == "B"
             self._message(one, sends=False)
             if self._is_backward:
@@ -123,6 +148,12 @@ class _Replay:
                 chunks[one.stage, one.microbatch] = parts = self._parts(one.stage)
                 self._forward(parts)
             self._message(one, sends=True)
+        if len(passes) in cycle:
+            self._add(OpKind.CYCLE, 0)
+            counts.append([getattr(step, name) for name in _COUNTS])
+        for name, before, after in zip(_COUNTS, *counts, strict=True) if counts else ():
+            count = getattr(step, name) + schedule.num_repeats * (after - before)
+            setattr(step, name, count)
         self._window.drain()
         if job.replicas_us:
             self._add(OpKind.COMPUTE, job.replicas_us[self._rank])
@@ -136,12 +167,30 @@ class _Replay:
 
     def steady(self) -> RankStep:
         """Run a step as it is once the engine has seen one; no other where nothing is offloaded."""
-        first = self.run(None)
+        self._learn()
+        profile = None
         if sizes := [group.num_bytes for group in self._decisions.committed]:
             self._budget.learn(max(sizes))
-            first = self.run(self._decisions.profile())
+            profile = self._decisions.profile()
+        step = self.run(profile)
         del self._window, self._decisions  # which hold this: no circle of so many groups
-        return first
+        return step
+
+    def _learn(self) -> None:
+        """Let a step be decided of which nothing is known, and in which so nothing moves."""
+        self._num_chunks = 0
+        chunks: dict[tuple[int, int], list[WorkGroup]] = {}
+        for one in self._job.schedule.ranks[self._rank]:
+            if one.kind == "F":
+                parts = (group for _, group in self._parts(one.stage))
+                chunks[one.stage, one.microbatch] = own = [x for x in parts if x is not None]
+                for group in own:
+                    self._decisions.start(group)
+                    self._decisions.commit(group, _UNKNOWN)
+            else:
+                for group in reversed(chunks.pop((one.stage, one.microbatch))):
+                    self._decisions.enter_backward(group)
+                    self._decisions.leave_backward(group)
 
     def _parts(self, stage: int) -> list[_Part]:
         parts: list[_Part] = []
@@ -153,8 +202,9 @@ class _Replay:
                 group = WorkGroup(GroupKey(self._num_chunks, order), work.name, self._budget)
                 group.num_bytes = work.num_bytes
                 places = {(work.layer, name) for unit in work.recomputed for name in unit.parents}
-                group.parents = tuple(one for place, one in named.items() if place in places)
-                group.needs = tuple(one.key for one in group.parents)
+                if places:
+                    group.parents = tuple(one for place, one in named.items() if place in places)
+                    group.needs = tuple(one.key for one in group.parents)
                 named[work.layer, work.name], order = group, order + 1
             parts.append((work, group))
         self._num_chunks += order > 0
@@ -281,8 +331,10 @@ class _Replay:
     def _note_peaks(self, temp_bytes: int) -> None:
         """Look at what is taken; not where it only falls."""
         step, device_bytes = self.step, self._device_bytes + temp_bytes
-        step.peak_device_bytes = max(step.peak_device_bytes, device_bytes)
-        step.peak_taken_bytes = max(step.peak_taken_bytes, device_bytes + self._pending_bytes)
+        if device_bytes > step.peak_device_bytes:
+            step.peak_device_bytes = device_bytes
+        if device_bytes + self._pending_bytes > step.peak_taken_bytes:
+            step.peak_taken_bytes = device_bytes + self._pending_bytes
 
 
 def replay(

@@ -6,7 +6,7 @@ arXiv:2104.04473).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal, TypeAlias
 
@@ -38,6 +38,12 @@ class Schedule:
     num_stages: int
     num_microbatches: int
     ranks: tuple[tuple[Pass, ...], ...]
+    """All passes, but for cycles that repeat another one."""
+    num_repeats: int = 0
+    """Of the passes in `cycle_of`, which are only once in ``ranks``."""
+    cycles: tuple[tuple[int, int], ...] = ()
+    """By rank, where something repeats: the first pass of a cycle, and that behind its last. In it
+    each stage has a forward and a backward of as many microbatches."""
 
     @property
     def num_ranks(self) -> int:
@@ -103,3 +109,35 @@ def make_schedule(
         last = backwards[len(table) - num_warmup :]
         ranks.append((*forwards[:num_warmup], *chain.from_iterable(in_turn), *last))
     return Schedule(name, num_ranks * num_virtual, num_microbatches, tuple(ranks))
+
+
+def steady_schedule(
+    name: ScheduleName,
+    num_ranks: int,
+    num_microbatches: int,
+    num_virtual: int = 1,
+    group_size: int | None = None,
+) -> Schedule:
+    """Return the schedule of `make_schedule`, of a long step without the groups that repeat others.
+
+    The first groups are there, one cycle of those between them, and the last ones: with these ranks
+    hold as much as in the whole step.
+    """
+    size = group_size or num_ranks
+    num_groups = 3  # that are kept: warm-ups take more than one, and ranks have to get in step
+    num_repeats = num_microbatches // size - num_groups
+    if name == "gpipe" or num_repeats < 2:
+        return make_schedule(name, num_ranks, num_microbatches, num_virtual, group_size)
+    num_left = num_microbatches - num_repeats * size
+    short = make_schedule(name, num_ranks, num_left, num_virtual, group_size)
+    num_forwards = size * num_virtual  # of a cycle
+    cycles = []
+    for passes in short.ranks:
+        num_warmup = [one.kind for one in passes].index("B") - 1
+        # Those behind that come in turn with backwards; the cycle lies in their middle.
+        num_others = (num_groups - 1) * num_forwards - num_warmup
+        first = num_warmup + num_others // 2 * 2
+        cycles.append((first, first + 2 * num_forwards))
+    return replace(
+        short, num_microbatches=num_microbatches, num_repeats=num_repeats, cycles=tuple(cycles)
+    )

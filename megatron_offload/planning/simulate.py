@@ -24,7 +24,7 @@ from megatron_offload.core.trace import PIPELINE_WAIT, Counter, Span, StepTrace
 from megatron_offload.errors import ConfigError
 from megatron_offload.machine.profile import Machine
 from megatron_offload.planning.job import Job, RankSettings
-from megatron_offload.planning.replay import OpKind, RankStep, replay
+from megatron_offload.planning.replay import CycleTimes, OpKind, RankStep, replay
 
 RELEASE = "W2"
 """The stall at a release, whose copy to the host is not over."""
@@ -65,6 +65,7 @@ def simulate_ranks(job: Job, replayed: Sequence[RankStep]) -> Simulation:
             one,
             compute_us=0.0,
             stall_us=stalls.copy(),
+            cycle=[],
             trace=StepTrace(index) if one.labels else None,
         )
         for index, one in enumerate(replayed)
@@ -76,7 +77,22 @@ def simulate_ranks(job: Job, replayed: Sequence[RankStep]) -> Simulation:
         raise ConfigError(
             f"schedule {job.schedule.name!r}: pipeline ranks {', '.join(stuck)} wait for each other"
         )
+    if repeats := job.schedule.num_repeats:
+        _add_repeats(ranks, repeats)
     return Simulation(max(one.end_us for one in ranks), ranks)
+
+
+def _add_repeats(ranks: Sequence[RankStep], num_repeats: int) -> None:
+    """Let a cycle come so often besides, at the pace of the slowest rank."""
+    pairs = [one.cycle for one in ranks]
+    cycle_us = max(end.end_us - begin.end_us for begin, end in pairs)
+    for one, (begin, end) in zip(ranks, pairs, strict=True):
+        one.end_us += num_repeats * cycle_us
+        one.compute_us += num_repeats * (end.compute_us - begin.compute_us)
+        for cause, us in end.stall_us.items():
+            one.stall_us[cause] += num_repeats * (us - begin.stall_us[cause])
+        # Ranks whose cycle took less will wait for the slowest.
+        one.stall_us[PIPELINE_WAIT] += num_repeats * (cycle_us - end.end_us + begin.end_us)
 
 
 def fair_rates(
@@ -174,6 +190,9 @@ class _Step:
             elif kind == OpKind.SEND:
                 us = self._transfer_us[number % len(self._transfer_us)]
                 self._after(us, messages[number].trigger, PIPELINE_WAIT)
+            elif kind == OpKind.CYCLE:
+                stall_us = rank.stall_us.copy()
+                rank.cycle.append(CycleTimes(environment.now, rank.compute_us, stall_us))
             else:
                 queue, end = queues[kind == OpKind.RELOAD], environment.event()
                 ends[number] = end

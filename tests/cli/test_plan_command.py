@@ -191,7 +191,7 @@ def test_a_memory_target_is_kept_by_what_is_printed(model, prints):
 
 
 def test_what_may_be_recomputed_is_said_by_a_key(model, prints, refused):
-    words = ("--model", model, "--most-slowdown-percent", 1000, "--set")
+    words = ("--model", model, "--most-slowdown-percent", 20, "--set", "machine.both_gbps=1")
     for given, found in (("[]", set()), ("[norm, mlp]", {"norm", "mlp"})):
         rows = rows_in(prints("plan", *words, f"offload.recompute={given}"))
         again = {row.site for row in rows if row.recompute}
@@ -204,7 +204,8 @@ def test_what_may_be_recomputed_is_said_by_a_key(model, prints, refused):
 
 def test_a_job_is_planned_for_its_gpu_whatever_that_takes_or_doesnt_fit(model, prints, capsys):
     def on(size):
-        return "plan", "--model", model, "--set", f"machine.device_bytes={size}"
+        machine = f"machine.device_bytes={size}", "machine.both_gbps=2"
+        return "plan", "--model", model, "--set", *machine
 
     quick = re.search(r"(\S+) MiB with the rows at (\S+) %", prints(*on("1GiB")))
     usual_mib, usual_percent = map(float, quick.groups())

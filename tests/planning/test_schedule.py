@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
+from problems import PIPELINE
 
+from megatron_offload.core.row_config import RowConfig
 from megatron_offload.errors import ConfigError
-from megatron_offload.planning.job import GroupWork, Job, StageWork
-from megatron_offload.planning.schedule import Pass, make_schedule
+from megatron_offload.files.strict_model import validate
+from megatron_offload.machine.profile import Machine
+from megatron_offload.planning.description import job_from_model
+from megatron_offload.planning.job import GroupWork, Job, RankSettings, StageWork
+from megatron_offload.planning.job_rows import with_rows
+from megatron_offload.planning.model import ModelDescription
+from megatron_offload.planning.schedule import Pass, make_schedule, steady_schedule
 from megatron_offload.planning.simulate import simulate
 
 NAMES = ("gpipe", "1f1b", "interleaved")
@@ -120,3 +128,45 @@ def test_1f1b_is_torch_s_own():
 def test_sizes_that_no_schedule_has(arguments, reason):
     with pytest.raises(ConfigError, match=reason):
         make_schedule(*arguments)
+
+
+@pytest.mark.parametrize("num_microbatches", [64, 200, 203])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layers": 12, "virtual_stages": 3},
+        {"layers": 13, "virtual_stages": 1, "stage_layers": [3, 6, 4], "pipeline_parallel": 3},
+        {"pipeline_parallel": 1, "virtual_stages": 1},
+        {"layers": 16, "pipeline_parallel": 8, "virtual_stages": 1},
+    ],
+)
+def test_a_long_step_is_known_by_its_first_and_last_groups(changes, num_microbatches):
+    if changes["virtual_stages"] > 1:
+        num_microbatches -= num_microbatches % 2
+    data = {**PIPELINE, "hidden": 4096, "ffn": 16384, "heads": 32, **changes}
+    model = validate(ModelDescription, data | {"num_microbatches": num_microbatches}, "model")
+    job = job_from_model(model, Machine())
+    name = "interleaved" if model.virtual_stages > 1 else "1f1b"
+    sizes = model.pipeline_parallel, num_microbatches, model.virtual_stages
+    whole = replace(job, schedule=make_schedule(name, *sizes))
+    num_passes = sum(map(len, job.schedule.ranks))
+    assert num_passes < sum(map(len, whole.schedule.ranks)) / 2
+    everywhere = RowConfig(site="layer", layers="0-99", offload="all")
+    some = RowConfig(site="mlp", layers="0,2,4,6", offload="all")
+    for rows in ((), (some,), (everywhere, RowConfig(site="norm", recompute=True))):
+        short, exact = (simulate(with_rows(x, rows), RankSettings()) for x in (job, whole))
+        assert short.step_us == pytest.approx(exact.step_us, rel=1e-3)
+        for one, other in zip(short.ranks, exact.ranks, strict=True):
+            assert one.peak_reserved_bytes == other.peak_reserved_bytes
+            assert one.peak_host_bytes == other.peak_host_bytes
+            assert one.offloaded_bytes == other.offloaded_bytes
+            assert one.recomputed_bytes == other.recomputed_bytes
+            assert one.compute_us == pytest.approx(other.compute_us)
+            lost_us, other_us = sum(one.stall_us.values()), sum(other.stall_us.values())
+            assert lost_us == pytest.approx(other_us, rel=0.01, abs=2e-3 * exact.step_us)
+
+
+def test_as_many_microbatches_as_there_may_be_take_no_longer():
+    short, long = (steady_schedule("interleaved", 4, number, 2) for number in (40, 100_000))
+    assert short.ranks == long.ranks
+    assert (short.num_repeats, long.num_repeats) == (7, 24_997)

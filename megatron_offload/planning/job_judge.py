@@ -1,0 +1,235 @@
+"""What plans of a described job need and take: counted at once, replayed and simulated for good.
+
+What a plan takes of memory depends on no time, so it is replayed for one rank alone; how long the
+step takes is simulated.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
+
+from megatron_offload.core.row_config import UNITS, RowConfig
+from megatron_offload.planning.frontier import Action, Plan, frontier
+from megatron_offload.planning.job import Job, RankSettings
+from megatron_offload.planning.job_rows import WHOLE_SITES, RankLayers, with_rows
+from megatron_offload.planning.replay import RankStep, replay
+from megatron_offload.planning.simulate import Simulation, simulate_ranks
+
+SLOW_LINK_SHARE = 0.8
+"""Of the bandwidth of copies, what a plan within a limit of time has to do with. One that was to
+cost four H200s 0.5 % at most, with all of it, cost them 3.6 % (docs/planning.md)."""
+
+NOTHING = Plan({}, 0, 0.0, 0)
+_REPLAY_US, _BARE_REPLAY_US, _OP_US = 4.2, 0.5, 2.2  # of a boundary, and of a simulated op
+_MOST_FITS = 3  # plans that are replayed for a rank and a level
+
+
+class Family(NamedTuple):
+    """How plans are made."""
+
+    units: tuple[str, ...]
+    """That run again in all layers."""
+    share: float
+    """Of the link."""
+
+
+class Ranks(NamedTuple):
+    """What all ranks do."""
+
+    family: Family
+    plans: tuple[Plan, ...]
+
+
+class Judged(NamedTuple):
+    """Plans of all ranks, and what they need and take."""
+
+    ranks: Ranks
+    step: Simulation
+    num_bytes: int
+    """Of the fullest rank, less what it may need more than others."""
+    percent: float
+    """Of the step without anything, up to a hundredth: what it takes longer."""
+    slow_percent: float
+    """Likewise, with a slower link; infinite where others are far better without."""
+
+    @property
+    def copied_bytes(self) -> int:
+        """What all ranks copy to the host."""
+        return sum(rank.offloaded_bytes for rank in self.step.ranks)
+
+
+class Counted(NamedTuple):
+    """What a step is counted to take."""
+
+    load: float
+    """Microseconds in which a microbatch's copies need the link."""
+    percent: float
+    """What it takes longer."""
+
+
+class Judge:
+    """Counts, replays and simulates plans of one job, and knows what was asked before.
+
+    Args:
+        job: the step.
+        bare: that without anything.
+        settings: what a user has set.
+        offsets: what each rank may need more than the one that may least.
+    """
+
+    def __init__(
+        self, job: Job, bare: Simulation, settings: RankSettings, offsets: Sequence[int]
+    ) -> None:
+        self._job, self._settings, self._offsets = job, settings, offsets
+        self._may = settings.recomputable((*UNITS, *WHOLE_SITES))
+        self._sites = [site for site in WHOLE_SITES if site in self._may]
+        self._ranks = range(job.schedule.num_ranks)
+        self._bare = bare
+        rates = ((name, rate) for name, rate in job.machine if "gbps" in name and "p2p" not in name)
+        slow = {name: rate and rate * SLOW_LINK_SHARE for name, rate in rates}
+        self._slow_job = replace(job, machine=job.machine.model_copy(update=slow))
+        self._boundaries = [
+            sum(2 * len(job.stages[one.stage].groups) for one in passes)
+            for passes in job.schedule.ranks
+        ]
+        self._simulation_us = sum(self._boundaries) * (_REPLAY_US + _OP_US)
+        self._work_us = 0.0
+        self._near_bytes = 0  # of a level, what is as good as on it
+        self.layers = cache(self._layers_of)
+        self.plans = cache(self._frontier)
+        self._actions = cache(self._actions_of)
+        self._least_us = cache(self._least_us_of)
+        self._steps = dict[tuple[object, ...], RankStep]()
+        self._errors = dict[tuple[int, Family | None], tuple[int, int]]()
+        self._found = dict[tuple[int, ...], Judged]()
+
+    def peak(self, rank: int, plan: Plan) -> int:
+        """Return what a rank reserves with a plan."""
+        return self._replayed(rank, plan).peak_reserved_bytes
+
+    def is_replayed(self, rank: int, plan: Plan) -> bool:
+        """Whether that is known already."""
+        return _key(rank, plan) in self._steps
+
+    def least(self, rank: int) -> int:
+        """Return the least that a rank was seen to reserve."""
+        own = (step for (other, *_), step in self._steps.items() if other == rank)
+        return min(step.peak_reserved_bytes for step in own)
+
+    # What is counted
+
+    def _bare_bytes(self, rank: int) -> int:
+        return self._bare.ranks[rank].peak_reserved_bytes - self._offsets[rank]
+
+    def _predicted(self, rank: int, family: Family, plan: Plan) -> int:
+        """Return about what a rank needs, less its offset."""
+        freed_bytes = self.layers(rank, family.units).units_bytes + plan.freed_bytes
+        return self._bare_bytes(rank) - freed_bytes + self._error(rank, family, plan)
+
+    def _place(self, rank: int, family: Family, level: int) -> int:
+        """Return the first plan of a frontier that seems to fit; behind the last for none."""
+        plans = self.plans(rank, family)
+        return bisect_left(
+            plans, True, key=lambda plan: self._predicted(rank, family, plan) <= level
+        )
+
+    def _fitting(self, rank: int, family: Family, level: int) -> Plan:
+        """Return about the first plan of a frontier that fits; else the last."""
+        plans, seen = self.plans(rank, family), dict[int, int]()
+        for _ in range(_MOST_FITS):
+            place = min(self._place(rank, family, level), len(plans) - 1)
+            if place in seen or any(0 <= level - x <= self._near_bytes for x in seen.values()):
+                break
+            seen[place] = self.peak(rank, plans[place]) - self._offsets[rank]
+            plan = plans[place]
+            error = self._error(rank, family, plan)
+            error += seen[place] - self._predicted(rank, family, plan)
+            self._errors[rank, family] = self._errors[rank, None] = error, plan.copied_bytes
+        fit = [place for place, num_bytes in seen.items() if num_bytes <= level]
+        return plans[min(fit) if fit else max(seen)]
+
+    def _error(self, rank: int, family: Family, plan: Plan) -> int:
+        """Return by how much more is needed than predicted, as copies in flight take memory, too.
+
+        It is known of another plan of the rank, or else of the rank before, or of another family.
+        """
+        keys = (rank, family), (rank - 1, family), (rank, None)
+        known = (self._errors[key] for key in keys if key in self._errors)
+        error, copied_bytes = next(known, (0, 0))
+        return int(error * plan.copied_bytes / copied_bytes) if copied_bytes else error
+
+    def _counted(self, ranks: Collection[int], family: Family, level: int) -> Sequence[Counted]:
+        """Return what a step takes longer by a count, and with a slower link.
+
+        It is nothing where the level is out of reach.
+        """
+        chosen = list[tuple[RankLayers, Plan]]()
+        for rank in ranks:
+            plans, place = self.plans(rank, family), self._place(rank, family, level)
+            if place == len(plans):
+                return ()
+            chosen.append((self.layers(rank, family.units), plans[place]))
+        found = []
+        for share in (1.0, SLOW_LINK_SHARE):
+            us = max(own.counted_us(plan, share) for own, plan in chosen)
+            percent = 100 * (max(us, self._least_us(family.units)) / self._least_us(()) - 1)
+            load = max(plan.copied_bytes / own.link_bytes_per_us for own, plan in chosen)
+            found.append(Counted(load / share, percent))
+        return found
+
+    def _least_us_of(self, units: tuple[str, ...]) -> float:
+        """Return what the busiest rank takes with units alone."""
+        return max(self.layers(rank, units).counted_us(NOTHING, 1.0) for rank in self._ranks)
+
+    # What is known
+
+    def _layers_of(self, rank: int, units: tuple[str, ...]) -> RankLayers:
+        return RankLayers(self._job, rank, units)
+
+    def _actions_of(self, rank: int, units: tuple[str, ...]) -> dict[int, tuple[Action, ...]]:
+        return self.layers(rank, units).actions(self._sites)
+
+    def _frontier(self, rank: int, family: Family) -> list[Plan]:
+        layers, actions = self.layers(rank, family.units), self._actions(rank, family.units)
+        plans = frontier([actions], layers.link_bytes(SLOW_LINK_SHARE * family.share))
+        return [layers.paced(plan, actions) for plan in plans]
+
+    def _replayed(self, rank: int, plan: Plan) -> RankStep:
+        key = _key(rank, plan)
+        if key not in self._steps:
+            self._steps[key] = replayed(self._job, rank, plan.rows(), self._settings)
+            work = _REPLAY_US if self._steps[key].copy_bytes else _BARE_REPLAY_US
+            self._work_us += work * self._boundaries[rank]
+        return self._steps[key]
+
+    def _judge(self, ranks: Ranks) -> Judged:
+        steps = [self._replayed(rank, plan) for rank, plan in enumerate(ranks.plans)]
+        key = tuple(map(id, steps))
+        if key not in self._found:
+            step, percent = self._simulated(self._job, steps)
+            pairs = zip(steps, self._offsets, strict=True)
+            num_bytes = max(rank.peak_reserved_bytes - offset for rank, offset in pairs)
+            found = self._found.values()
+            is_far = any(x.num_bytes <= num_bytes and x.percent + 1 < percent for x in found)
+            slow = math.inf if is_far else self._simulated(self._slow_job, steps)[1]
+            self._found[key] = Judged(ranks, step, num_bytes, percent, max(percent, slow))
+        return self._found[key]
+
+    def _simulated(self, job: Job, steps: Sequence[RankStep]) -> tuple[Simulation, float]:
+        step = simulate_ranks(job, steps)
+        self._work_us += _OP_US * sum(len(rank.kinds) for rank in steps)
+        return step, math.ceil(1e4 * (step.step_us / self._bare.step_us - 1) - 1e-4) / 100
+
+
+def _key(rank: int, plan: Plan) -> tuple[object, ...]:
+    return rank, tuple((number, action.parts) for number, action in plan.actions.items())
+
+
+def replayed(job: Job, rank: int, rows: Sequence[RowConfig], limits: RankSettings) -> RankStep:
+    """Return what a rank's streams do where its layers have rows, within limits of a user."""
+    return replay(with_rows(job, rows, job.schedule.stages_of(rank)), rank, limits)
