@@ -201,6 +201,9 @@ class Search(Judge):
         self._levels = [x for x in (*more, self._job.machine.device_bytes) if x < bare]
         self._levels += [bare - number * step for number in range(1, _NUM_LEVELS + 1)]
         left = {level: [*self._families] for level in self._levels}
+        there = self._job.machine.device_bytes
+        for _ in range(_MOST_TRIED if there in left else 0):
+            self._try_level({there: left[there]}, 1.0)  # what is asked first, where not all fits
         for trust, most_tried in product((1.0, 0.0), range(1, len(self._families) + 1)):
             least_left = len(self._families) - most_tried
             some = {level: own for level, own in left.items() if len(own) > least_left}
