@@ -259,34 +259,34 @@ class SiteCall(ModuleCall):
         """Of what is saved."""
 
     @graph_break
-    def pack(self, tensor: torch.Tensor) -> int | SavedTensor:
-        """Return a number in place of a saved tensor; the pack hook."""
+    def pack(self, tensor: torch.Tensor) -> list[Any] | SavedTensor:
+        """Return a number in place of a saved tensor, in a list; the pack hook."""
         number, base = len(self._forms), tensor._base
         self._forms.append((tensor.shape, tensor.dtype))
         if is_parameter(tensor) or (base is not None and is_parameter(base)):
             self._parameters.add(number)
             return SavedTensor(tensor, self.site.path)
         self._num_bytes += tensor.nbytes if tensor.layout is torch.strided else 0
-        return number
+        return [number]
 
     @graph_break
-    def unpack(self, packed: int | SavedTensor) -> torch.Tensor:
+    def unpack(self, packed: list[Any] | SavedTensor) -> torch.Tensor:
         """Return a saved tensor; the first of them runs the call again."""
         if isinstance(packed, SavedTensor):
             return packed.unpack()
-        rerun = self._made
-        if not rerun or rerun[packed] is None:
+        number, *kept = packed
+        if not kept and (not self._made or self._made[number] is None):
             self._run_again_as_given()
-            rerun = self._made
-        found = rerun[packed]
+        found = kept[0] if kept else self._made[number]
         assert found is not None
         made, version, is_constant = found
         if made._version != version:
             what = f"a tensor of shape {list(made.shape)} that {self.site.path} saves,"
             raise changed_in_place(what, made._version, version)
-        # What others have must not become a gradient; what nothing else has goes with its node.
-        if not (is_constant and is_shared(made)):
-            rerun[packed] = None
+        if is_constant and not kept:  # as long as its node has it, it is no gradient's own
+            packed.append(found)
+        if not (is_constant and is_shared(made)):  # nor is ever what others have
+            self._made[number] = None
         return made
 
     def _run_again_as_given(self) -> None:
@@ -381,7 +381,7 @@ class TriedCall(SiteCall):
     _fail = ModuleCall._refuse
 
     @graph_break
-    def unpack(self, packed: int | SavedTensor) -> torch.Tensor:
+    def unpack(self, packed: list[Any] | SavedTensor) -> torch.Tensor:
         """Return a saved tensor; the first of them runs the call again, and compares."""
         if not (self._is_over or self.site.refusal):
             self._is_over = True

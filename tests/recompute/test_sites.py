@@ -339,6 +339,27 @@ def test_a_constant_that_a_backward_returns_is_taken_by_no_gradient():
     assert all(torch.equal(layer.own.grad, torch.full((WIDTH,), 3.0)) for layer in net.layers)
 
 
+@pytest.mark.parametrize("retains", [False, True])
+def test_a_constant_in_memory_of_numpy_is_taken_for_a_gradient_where_it_would_be_without(retains):
+    def train(kinds):
+        values = np.ones((3, WIDTH), np.float32)
+        numbers = iter(range(1_000))
+        net = make_net(
+            lambda layer: Given.apply(layer.own, torch.from_numpy(values[next(numbers) % 3]))
+        )
+        for layer in net.layers:
+            layer.own = nn.Parameter(torch.zeros(WIDTH))
+        context = around(net, kinds) if kinds else contextlib.nullcontext()
+        with context:
+            loss = net(torch.arange(16).view(2, 8)).sum()
+        loss.backward(retain_graph=retains)
+        if retains:
+            loss.backward()
+        return values.tolist(), [layer.own.grad.tolist() for layer in net.layers]
+
+    assert train("layer") == train(None)
+
+
 class Fresh(torch.autograd.Function):
     """Saves a constant that it has made."""
 
