@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
@@ -26,6 +27,9 @@ PARTS = {
 """What libraries call the parts of a layer."""
 
 
+_A_NUMBER = re.compile("[0-9]{1,6}")
+
+
 def find_sites(modules: Mapping[str, nn.Module], kinds: Iterable[str]) -> dict[str, str]:
     """Return the kind of each module that is a site of these kinds, by its dotted name."""
     layers = layers_of(modules)
@@ -47,15 +51,13 @@ def layers_of(modules: Mapping[str, nn.Module]) -> dict[str, int]:
     """Return the dotted name of each layer with its number, from 0.
 
     Layers are those of Megatron and Hugging Face, and the members of each list of modules, or of
-    each dictionary by numbers, that have one class and parts, except within another layer. Megatron
-    numbers them over all pipeline ranks, and behind them those that predict further tokens; others
-    have their place in their list, each list from 0. A member that has another name first counts
-    where no other layer is in there, and that of a list of one where there are no other layers.
+    a dictionary ``layers`` by numbers, that have one class and parts, except within another layer.
+    Megatron numbers them over all pipeline ranks, and behind them those that predict further
+    tokens; others have their place in their list, each list from 0. A member that has another name
+    first counts where no other layer is in there.
     """
     known = {path for path, module in modules.items() if path and is_known_layer(module)}
     members = _members(modules)
-    if not (known or members):  # one layer may be called again and again
-        members = _members(modules, least=1)
     first = {module: path for path, module in modules.items()}
     known |= {place for place, member in members.items() if modules.get(place) is member}
     within = tuple(f"{layer}." for layer in known)
@@ -80,14 +82,14 @@ def other_numbers(modules: Mapping[str, nn.Module], layers: Mapping[str, int]) -
     return found
 
 
-def _members(modules: Mapping[str, nn.Module], least: int = 2) -> dict[str, nn.Module]:
+def _members(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Return the members of lists that may be layers, each by its name in its list."""
     found = dict[str, nn.Module]()
     for path, module in modules.items():
-        is_list = isinstance(module, (nn.ModuleList, nn.Sequential)) or (
-            isinstance(module, nn.ModuleDict) and all(map(str.isdigit, module._modules))
-        )
-        if not is_list or len(module._modules) < least:
+        is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
+        if isinstance(module, nn.ModuleDict) and path.rpartition(".")[2] == "layers":
+            is_list = all(_A_NUMBER.fullmatch(name) for name in module._modules)  # torchtitan's
+        if not is_list or len(module._modules) < 2:
             continue
         members = {f"{path}.{name}".lstrip("."): x for name, x in module._modules.items()}
         if all(map(_may_be_layer, members.values())) and len({*map(type, members.values())}) == 1:

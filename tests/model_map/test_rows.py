@@ -303,15 +303,10 @@ def test_blocks_stay_layers_where_a_second_list_has_what_holds_them():
     assert layers == {"own0.0": 0, "own0.1": 1, "own1.0": 0, "own1.1": 1}
 
 
-def test_layers_may_be_in_a_dictionary_by_number():
-    blocks = make_net(2).layers
-    of_stage, towers = nn.ModuleDict({"4": blocks[0], "5": blocks[1]}), {"a": Mlp(), "b": Mlp()}
-    net = net_of([], of_stage, nn.ModuleDict(towers))
-    assert layers_of(dict(net.named_modules())) == {"own0.4": 4, "own0.5": 5}
-
-
-def test_a_list_of_one_has_a_layer_where_there_are_no_others():
-    alone, (block,) = net_of(make_net(1).layers), make_net(1).layers
-    assert layers_of(dict(alone.named_modules())) == {"layers.0": 0}
-    beside = net_of(make_net(2).layers, nn.ModuleList([block]))
-    assert layers_of(dict(beside.named_modules())) == {"layers.0": 0, "layers.1": 1}
+def test_layers_may_be_in_a_dictionary_by_number_of_that_name():
+    first, second = make_net(2).layers
+    heads, dated = {"0": Mlp(), "1": Mlp()}, {"20240101": Mlp(), "20240102": Mlp()}
+    net = net_of([], nn.ModuleDict(heads), nn.ModuleDict({"layers": nn.ModuleDict(dated)}))
+    assert layers_of(dict(net.named_modules())) == {}
+    net.layers = nn.ModuleDict({"4": first, "5": second})  # torchtitan's, of a later stage
+    assert layers_of(dict(net.named_modules())) == {"layers.4": 4, "layers.5": 5}
