@@ -107,6 +107,8 @@ class SavedMemory(Observer):
         self.storages: list[StorageRef] = []
         self._may_move, self._rows = may_move, rows
         self._calls: list[_Call] = [_Call("")]
+        self.called = set[str]()
+        """Paths of modules."""
         self._handles: list[RemovableHandle] = []
 
     def watch(self, modules: Mapping[str, nn.Module]) -> None:
@@ -130,6 +132,7 @@ class SavedMemory(Observer):
 
     def _enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._calls.append(_Call(path))
+        self.called.add(path)
 
     def _leave(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
         while len(self._calls) > 1:  # more than one where another hook has raised
@@ -333,7 +336,7 @@ class RowWatch:
         return seen
 
     def end(self, *, has_failed: bool) -> None:
-        """End what `begin` has begun; where that has failed, the next forward shows all.
+        """End what `begin` has begun; the next shows all if that has failed, or come by no site.
 
         Raises:
             ConfigError: as `SavedMemory.choose`.
@@ -342,7 +345,9 @@ class RowWatch:
             return
         seen, modules = self._stop(), self._modules()
         manager, shown = seen.manager, _Shown(self.largest, {}, frozenset())
-        if manager is not None and seen.saves and not has_failed:
+        sites = self._rows.offloaded.keys() | self._rows.recomputed.keys()
+        is_of_sites = not sites or not sites.isdisjoint(seen.called)
+        if manager is not None and seen.saves and is_of_sites and not has_failed:
             try:
                 shown = seen.choose(self.largest)
             except ConfigError as error:

@@ -32,10 +32,11 @@ _NOT_SEEN = (
 )
 
 _NO_CALL = (
-    "rows have offloaded or recomputed nothing so far, as none of their sites was called with "
-    "gradients: perhaps another model is, or graphs of torch.compile are, inside which no site is "
-    "recomputed, and which lack hooks of offload if they were made before this context "
-    "(torch._dynamo.reset() in front of it helps then). This is said once"
+    "nothing is {} so far of what was named, as none of those sites was called with gradients: the "
+    "model may have been evaluated alone, another one be called, hooks of another checkpoint be "
+    "around them, or graphs of torch.compile be, inside which no site is recomputed, and which "
+    "lack hooks if they were made before this context (torch._dynamo.reset() in front of it helps "
+    "then). This is said once"
 )
 
 _watched = WeakSet[AutomaticGroups]()
@@ -55,25 +56,27 @@ def watch_unseen(groups: AutomaticGroups) -> None:
             _patches.wrap(saved_tensors_hooks, "__enter__", _note)
 
 
-def comes_by_no_site(groups: AutomaticGroups) -> bool:
-    """Whether a forward that ends, and all before, have come by no site of what a user has named.
+def done_nowhere(groups: AutomaticGroups) -> str:
+    """Return what a user has named and no forward has come by so far, behind one that ends.
 
-    Sites that are recomputed are counted apart from those that are offloaded.
+    That is ``offloaded`` or ``recomputed``; else nothing.
     """
     forward, manager = groups.forward, groups.manager
     if forward is None or manager.rows_are_own or manager.is_searching or not is_recording():
-        return False
+        return ""
+    if not manager.do_offload:
+        return ""
     named = [row for row in manager.rows or () if not row.min_tokens]
     has_any = forward.chunk.position is not None or manager.decisions.committed
     if any(row.offload for row in named) and not (has_any or manager.last_step.by_name):
-        return manager.do_offload
+        return "offloaded"
     recomputes = any(row.recompute for row in named) or (manager.rows is None and manager.recompute)
-    return bool(recomputes) and manager.do_offload and not manager.has_come_by_site
+    return "recomputed" if recomputes and not manager.has_come_by_site else ""
 
 
-def warn_of_no_call(groups: AutomaticGroups) -> None:
+def warn_of_no_call(groups: AutomaticGroups, what: str) -> None:
     """Say so once."""
-    groups.manager.transfers.warn_once(_NO_CALL)
+    groups.manager.transfers.warn_once(_NO_CALL.format(what))
 
 
 @graph_break

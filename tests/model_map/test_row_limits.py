@@ -139,7 +139,8 @@ def test_rows_for_calls_of_another_length_need_no_other_watch():
     net = make_net()
     for least, num_watched in ((0, 1), (2, 0), (10**6, 0)):
         context = around(net, [{"site": "mlp", "offload": 1, "min_tokens": least}])
-        with mock.patch.object(watch.SavedMemory, "watch", autospec=True) as begun:
+        real = {"autospec": True, "side_effect": watch.SavedMemory.watch}
+        with mock.patch.object(watch.SavedMemory, "watch", **real) as begun:
             take_steps(net, context)
         context.end_step()
         assert begun.call_count == num_watched

@@ -38,12 +38,12 @@ def test_rows_whose_sites_a_forward_does_not_come_by_are_not_silent(caplog):
     for other in (torch.nn.Identity(), make_net()) * 3:
         with context:
             other(tokens)
-    assert "none of their sites" not in caplog.text
+    assert "none of those sites" not in caplog.text
     context = around(net, [{"site": "mlp", "offload": "all"}])
     for _ in range(5):
         with context:
             make_net()(tokens).sum().backward()
-    assert caplog.text.count("none of their sites was called") == 1
+    assert caplog.text.count("none of those sites was called") == 1
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,18 @@ def test_what_is_recomputed_inside_a_compiled_graph_is_not_silent(settings, capl
     for _ in range(5):
         with context:
             compiled(tokens).sum().backward()
-    assert caplog.text.count("none of their sites was called") == 1
+    assert caplog.text.count("none of those sites was called") == 1
+
+
+def test_a_forward_that_comes_by_no_site_does_not_show_who_saves_what_rows_recompute():
+    net = make_net()
+    context = around(net, [{"site": "norm", "recompute": True}])
+    with context:  # as where an auxiliary model comes first
+        loss = nn.Linear(WIDTH, 4)(torch.randn(4, WIDTH)).sum()
+    loss.backward()
+    take_steps(net, context)
+    context.end_step()
+    assert context.last_step.by_name["norm"].recomputed_bytes > 0
 
 
 def test_a_row_that_would_hold_an_input_in_place_of_an_output_says_so(caplog):
