@@ -54,7 +54,12 @@ def jobs() -> Iterator[tuple[str, Job]]:
         "16 x 8192, norms apart, gated": (
             *("model.fused_norm=false", "model.gated_mlp=true", "model.ffn=22016"),
         ),
-        "16 x 4096, experts": (*small, "model.experts=8", "model.expert_parallel=8"),
+        "16 x 4096, experts": (
+            *small,
+            "model.experts=8",
+            "model.expert_parallel=8",
+            "model.data_parallel=8",
+        ),
         "llama3_405b": (),
     }
     for name, overrides in described.items():

@@ -39,7 +39,7 @@ from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError, TargetError
 from megatron_offload.files.strict_model import TargetBytes, write_model
 from megatron_offload.planning.found import Alternative, RunFrontier, read_frontier
-from megatron_offload.planning.job_choice import JobChoice
+from megatron_offload.planning.job_choice import JobChoice, Planned
 from megatron_offload.report.console import console
 from megatron_offload.report.report import Report
 from megatron_offload.report.tables import alternative_table, found_table
@@ -84,15 +84,15 @@ def run(given: Given) -> int:
         steps = choice.alternatives.items()
         each = [source.summary(what, step, choice.without) for what, step in steps]
         status.update("planning: looking for rows")
-        targets = _targets(given, source.job.schedule.num_ranks)
+        there = source.job.machine.device_bytes
+        targets = [min(x, there) for x in _targets(given, source.job.schedule.num_ranks)]
         try:
             if targets:
                 planned = choice.under(targets)
             else:
                 planned = choice.within(_USUAL_PERCENT if percent is None else percent)
-                if percent is None and any(source.misfits(planned.step)):
-                    device = source.job.machine.device_bytes
-                    planned = choice.under((device,) * source.job.schedule.num_ranks)
+                if any(source.misfits(planned.step)):
+                    planned = _fitting(choice, planned, there, percent)
         except TargetError as error:
             return _refuse(given, source, each, error)
     without, step = choice.without, planned.step
@@ -118,6 +118,20 @@ def run(given: Given) -> int:
     out.print("the rows, for a YAML of run --offload-config, or for OffloadConfig(rows=...):")
     out.print(_pasted(found))
     return result
+
+
+def _fitting(
+    choice: JobChoice, planned: Planned, device_bytes: int, percent: float | None
+) -> Planned:
+    """Return the quickest plan that fits a GPU, if it keeps a limit of time; else what there is."""
+    try:
+        fitting = choice.under([device_bytes] * len(choice.without.ranks))
+    except TargetError:
+        if percent is None:
+            raise
+        return planned
+    took = 100 * (fitting.step.step_us / choice.without.step_us - 1)
+    return fitting if percent is None or took <= percent else planned
 
 
 def _refuse(given: Given, source: Source, each: list[Alternative], error: TargetError) -> int:

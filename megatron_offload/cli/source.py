@@ -35,6 +35,9 @@ from megatron_offload.planning.job import Job
 from megatron_offload.planning.simulate import Simulation, fair_rates
 from megatron_offload.report.console import console, plain_table
 
+_NEARLY = 0.96
+"""Of a GPU's memory, above which a prediction is too near to be sure (docs/simulation.md)."""
+
 
 @dataclass(frozen=True)
 class Source:
@@ -132,9 +135,11 @@ class Source:
         bare, size = map(format_bytes, sizes)
         of_all = f"of {format_bytes(there)} (machine.device_bytes)"
         what += f" at {change:+z.2f} %"
+        needed = sizes[1] if sizes[0] > there else sizes[0]
+        barely = "barely " if needed > _NEARLY * there else ""
         if sizes[0] > there:
-            return f"fits {what}: {size} reserved {of_all}, {bare} without"
-        return f"fits without offload: {bare} reserved {of_all}, {size} {what}"
+            return f"{barely}fits {what}: {size} reserved {of_all}, {bare} without"
+        return f"{barely}fits without offload: {bare} reserved {of_all}, {size} {what}"
 
     def alternatives(self, verdict: str, each: Iterable[Alternative]) -> Alternatives:
         """Return what may be done, side by side, and what is said of it."""
@@ -237,6 +242,8 @@ def load_source(given: SourceOptions) -> Source:
     if model is not None:
         path = find_config(model, kind="models")
         title, name, data = path.stem, str(path), load_yaml(path)
+        if "model_type" in data:
+            raise ConfigError(f"{path} is a config.json of transformers: give it behind --hf")
         rates = ("model.peak_tflops", "model.memory_gbps")
         names = {key: f"{path.name}: machine.gpu (or {key})" for key in rates}
     elif given.hf is not None:

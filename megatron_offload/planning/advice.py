@@ -28,7 +28,7 @@ def advice(model: ModelDescription, device_bytes: int, gpus_per_node: int, first
     flags = _shared(model, device_bytes, gpus_per_node)
     return (
         f"{format_bytes(least)} are weights, gradients and optimizer, which no offload of "
-        f"activations frees: let more GPUs share them{flags and f', such as by {flags}'}"
+        f"activations frees: let GPUs share them{flags and f', by at least {flags}'}"
     )
 
 
@@ -39,20 +39,25 @@ def _shared(model: ModelDescription, device_bytes: int, gpus_per_node: int) -> s
     tensor = [n for n in doubled if model.tensor_parallel <= n <= gpus_per_node]
     first = model.pipeline_parallel
     stages = [n for n in range(first, model.layers + 1) if n == first or model.layers % n == 0]
-    replicas = [n for n in doubled if n >= model.data_parallel]
+    strategy = model.data_parallel_sharding_strategy
+    ways = ["optim" if strategy == "no_shard" else strategy]
+    ways += ["optim_grads_params"] if first == 1 else []
     num_weights = sum(num_parameters(model, x) for x in range(first)) * model.tensor_parallel
     least = num_weights * model.value_bytes / room  # GPUs, were all shared by all
-    for sizes in sorted(product(stages, replicas, tensor), key=lambda one: (prod(one), one)):
+    least = max(least, first * model.data_parallel * model.tensor_parallel)  # those that it has
+    order = sorted(product(ways, stages, tensor, doubled), key=lambda one: prod(one[1:]))
+    for way, num_stages, num_tensor, data in order:
+        sizes = num_stages, data, num_tensor
         num_gpus = prod(sizes) * model.context_parallel
-        if not least <= num_gpus <= _MOST_GPUS:
+        if not least * model.context_parallel <= num_gpus <= _MOST_GPUS:
             continue
-        keys, data = ("pipeline_parallel", "data_parallel", "tensor_parallel"), sizes[1]
+        keys = "pipeline_parallel", "data_parallel", "tensor_parallel"
         changes: dict[str, object] = dict(zip(keys, sizes, strict=True))
         if model.experts:
             shared = gcd(model.experts, data * model.context_parallel)
             changes["expert_parallel"] = max(model.expert_parallel, shared)
-        if data > 1 and model.data_parallel_sharding_strategy == "no_shard":
-            changes["data_parallel_sharding_strategy"] = "optim"
+        if data > 1:
+            changes["data_parallel_sharding_strategy"] = way
         try:
             other = ModelDescription(**model.model_dump() | changes)
         except ConfigError:

@@ -5,6 +5,7 @@ Which name is which key stands in configs/formats/; what they don't say has a va
 
 from __future__ import annotations
 
+import logging
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,11 @@ from megatron_offload.config import config_folder, load_yaml
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_yaml import parse_yaml
 
+_logger = logging.getLogger(__name__)
+
 _MOST_TOKENS = 4096  # of a sequence, unless it is said
+_VARIABLE = re.compile(r"\$\{?(\w+)(?::?-([^}]*))?\}?")
+"""Of a shell, with a default."""
 
 
 def describe(make: Callable[[Any], dict[str, Any]], given: Any, source: str) -> dict[str, Any]:
@@ -66,6 +71,7 @@ def from_megatron(text: str, replicas: object = None) -> dict[str, Any]:
     """
     form = load_yaml(config_folder("formats") / "megatron.yaml")
     given = _arguments(_words(text))
+    _check_known(form, given)
     model = form["job"] | _named(form, given)
     for flag, implied in form["flags"].items():
         model |= implied if flag in given else {}
@@ -75,8 +81,12 @@ def from_megatron(text: str, replicas: object = None) -> dict[str, Any]:
         model["window_size"] = 1 + int(window[1])  # those before a token
     if dense := re.fullmatch(r"\W*0\W*(\d+)\W*1\W*\d+\W*", str(given.get("moe-layer-freq"))):
         model["dense_layers"] = int(dense[1])  # ([0]*3+[1]*58)
-    if given.get("recompute-granularity") == "full":
+    if given.get("recompute-granularity") == "full" and given.get("recompute-method") != "block":
         model["recompute"] = "full"
+    uncounted = [name for name in form["not_counted"] if given.get(name, False) is not False]
+    if uncounted:
+        said = ", ".join(f"--{name} {given[name]}".removesuffix(" True") for name in uncounted)
+        _logger.warning("megatron-offload: not counted: %s", said)
     if per_stage := given.get("num-layers-per-virtual-pipeline-stage"):
         slots = model["layers"] // model.get("pipeline_parallel", 1)
         model["virtual_stages"] = slots // int(per_stage)
@@ -103,8 +113,8 @@ def _words(text: str) -> list[str]:
     known, found = dict[str, str](), list[str]()
     for word in shlex.split(text, comments=True):
         setting = re.match(r"([A-Za-z_]\w*)=", word)
-        value = word[setting.end() :] if setting else word
-        filled = re.sub(r"\$\{?(\w+)\}?", lambda x: known.get(x[1], x[0]), value)
+        value = word[setting.end() :].rstrip(";") if setting else word
+        filled = _VARIABLE.sub(lambda x: known.get(x[1], x[2] or x[0]), value)
         if setting:
             known[setting[1]] = filled
         own = filled.split() if re.search(r"(^|\s)--.*\s", filled) else [filled]
@@ -122,6 +132,17 @@ def _arguments(words: Sequence[str]) -> dict[str, Any]:
             value = value if equals else "true" if after.startswith("--") else after
             found[name[2:].replace("_", "-")] = parse_yaml(value)
     return found
+
+
+def _check_known(form: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Refuse what a script computes, where it says sizes of the job."""
+    names = {*form["sizes"], *(name for own in form["names"].values() for name in own)}
+    for name in names & given.keys():
+        if "$" in str(given[name]):
+            raise ConfigError(
+                f"--{name} is {given[name]!r}: of a script's variables those count that it sets "
+                "plainly, or gives a default"
+            )
 
 
 def _named(form: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

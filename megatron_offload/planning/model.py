@@ -208,6 +208,12 @@ class ModelDescription(StrictModel):
         for what, number in divisors:
             if getattr(self, what) % number:
                 raise ValueError(f"{what} {getattr(self, what)} is no multiple of {number}")
+        num_gpus = self.tensor_parallel * self.context_parallel * self.data_parallel
+        if num_gpus % self.expert_parallel:
+            raise ValueError(
+                f"expert_parallel {self.expert_parallel} doesn't divide the {num_gpus} GPUs of a "
+                "stage (tensor_parallel, context_parallel and data_parallel)"
+            )
         num_stages = self.pipeline_parallel * self.virtual_stages
         if self.stage_layers is not None:
             if len(self.stage_layers) != num_stages or sum(self.stage_layers) != self.layers:

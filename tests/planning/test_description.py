@@ -183,6 +183,7 @@ def test_stages_may_have_other_numbers_of_layers():
 
 
 MOE = {"experts": 8, "experts_per_token": 2, "expert_ffn": 4096, "gated_mlp": True}
+MOE |= {"data_parallel": 4}
 
 
 def test_experts_take_as_many_tokens_a_gpu_as_are_chosen():
@@ -212,6 +213,8 @@ def test_weights_of_experts_are_shared_and_the_first_layers_may_be_dense():
     assert names == [["mlp_fc1", "mlp_fc1"], ["mlp_fc1", "expert_fc1"]]
     with pytest.raises(ConfigError, match="experts 8 is no multiple of 3"):
         describe(**MOE, expert_parallel=3)
+    with pytest.raises(ConfigError, match="expert_parallel 8 doesn't divide the 4 GPUs of a stage"):
+        describe(**MOE, expert_parallel=8)
 
 
 def test_the_share_is_fitted_to_a_step_and_never_beyond_all():

@@ -144,6 +144,19 @@ torchrun --nproc_per_node $GPUS --nnodes 2 pretrain_gpt.py ${SIZES[@]} \\
 """
 
 
+def test_what_a_script_computes_is_refused_and_what_has_no_key_is_said(caplog):
+    text = SCRIPT.replace("GPUS=8", "GPUS=${1:-8}")
+    assert from_megatron(text) == from_megatron(SCRIPT)
+    with pytest.raises(ConfigError, match=r"--seq-length is '\$LEN': of a script's variables"):
+        from_megatron(SCRIPT.replace("$LENGTH", "$LEN"))
+    assert not caplog.messages
+    block = "--recompute-granularity full --recompute-method block --recompute-num-layers 2"
+    model = from_megatron(f"--num-layers 12 {block} --cpu-offloading")["model"]
+    assert "recompute" not in model
+    (said,) = caplog.messages
+    assert "--recompute-method block, --recompute-num-layers 2, --cpu-offloading" in said
+
+
 @pytest.mark.parametrize(("replicas", "microbatches"), [(None, 8), (2, 16)])
 def test_a_script_is_read_with_its_variables_and_its_gpus_share_the_batch(replicas, microbatches):
     model = from_megatron(SCRIPT, replicas)["model"]

@@ -61,6 +61,7 @@ def test_keys_and_values_go_round_behind_attention():
 
 def test_tokens_go_to_their_experts_and_back():
     keys = {"experts": 8, "experts_per_token": 2, "expert_ffn": 1024, "expert_parallel": 4}
+    keys |= {"data_parallel": 4}
     us = 2 * 3 / 4 * 2 * BLOCK_BYTES / 100e3
     assert more_us("router", **keys) == pytest.approx((us, us))
 
