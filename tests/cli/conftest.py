@@ -12,3 +12,9 @@ def model(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text(SMALL)
     return path
+
+
+@pytest.fixture(autouse=True)
+def few_levels(monkeypatch):
+    """Let searches of described jobs look at fewer levels; what they find is tested elsewhere."""
+    monkeypatch.setattr("megatron_offload.planning.job_search._NUM_LEVELS", 5)
