@@ -203,9 +203,7 @@ class SavedMemory(Observer):
         taken = set(self.made)
         for path, row in rows.offloaded.items():
             copied = keys_of[path] - self.made.keys()
-            in_order = (
-                key for key in self.sizes if key in copied
-            )  # of those of one size the first
+            in_order = (key for key in self.sizes if key in copied)  # of one size the first ones
             named = sorted(in_order, key=lambda key: -self.sizes[key])[: row.most]
             shared = [key for key in named if key in others]
             taken.update(key for key in named if key not in others)
