@@ -216,10 +216,22 @@ def test_a_job_is_planned_for_its_gpu_whatever_that_takes_or_doesnt_fit(model, p
     percent, mib = map(float, tight.groups())
     assert percent > max(3, usual_percent)
     assert mib <= int(usual_mib) - 1
+    tight = on(f"{int(usual_mib) - 1}MiB")
+    assert prints(*tight, "--memory-target", "1GiB").startswith(first), "what the GPU has counts"
+    given = [*tight, "--most-slowdown-percent"]
+    assert prints(*given, percent + 0.01).startswith(first)
+    assert plan(*given[1:], 3) == 1
+    assert capsys.readouterr().out.startswith("does not fit with the rows")
     assert plan(*on("4MiB")[1:]) == 1
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert first.startswith("does not fit 4.0 MiB of a GPU (machine.device_bytes): pipeline rank")
     assert re.fullmatch(r"to fit: \S+ MiB are weights, .* share them", second)
+
+
+def test_a_config_of_transformers_is_no_description(tmp_path, refused):
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "llama"}')
+    assert "give it behind --hf" in refused("plan", "--model", path)
 
 
 def test_what_else_can_be_done_stands_beside_the_plan_and_in_json(model, prints, capsys):
