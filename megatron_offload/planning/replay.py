@@ -177,7 +177,7 @@ class _Replay:
         return step
 
     def _learn(self) -> None:
-        """Let a step be decided of which nothing is known, and in which so nothing moves."""
+        """Let a step be decided of which nothing is known, and in which so nothing is offloaded."""
         self._num_chunks = 0
         chunks: dict[tuple[int, int], list[WorkGroup]] = {}
         for one in self._job.schedule.ranks[self._rank]:

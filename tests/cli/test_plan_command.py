@@ -209,14 +209,12 @@ def test_a_job_is_planned_for_its_gpu_whatever_that_takes_or_doesnt_fit(model, p
 
     quick = re.search(r"(\S+) MiB with the rows at (\S+) %", prints(*on("1GiB")))
     usual_mib, usual_percent = map(float, quick.groups())
-    first, *_ = prints(*on(f"{int(usual_mib) - 1}MiB")).splitlines()
-    tight = re.fullmatch(
-        r"barely fits with the rows at (\S+) %: (\S+) MiB reserved of .* without", first
-    )
-    percent, mib = map(float, tight.groups())
+    tight = on(f"{int(usual_mib) - 1}MiB")
+    first, *_ = prints(*tight).splitlines()
+    said = r"barely fits with the rows at (\S+) %: (\S+) MiB reserved of .* without"
+    percent, mib = map(float, re.fullmatch(said, first).groups())
     assert percent > max(3, usual_percent)
     assert mib <= int(usual_mib) - 1
-    tight = on(f"{int(usual_mib) - 1}MiB")
     assert prints(*tight, "--memory-target", "1GiB").startswith(first), "what the GPU has counts"
     given = [*tight, "--most-slowdown-percent"]
     assert prints(*given, percent + 0.01).startswith(first)

@@ -93,7 +93,7 @@ def test_small_tensors_and_unmarked_groups_are_kept():
     stage = job_from_model(describe(min_tensor_bytes="2MiB", modules=["core_attn"])).stages[0]
     marked = [group for group in stage.groups if group.is_marked]
     assert [group.name for group in marked] == ["core_attn"] * 2
-    # The output of the core stays, as its projection, no group, has it too; so do sums of scores,
+    # The output of the core is kept, as its projection, no group, has it too; so do sums of scores,
     # and sines and cosines.
     assert (marked[0].num_bytes // MIB, marked[0].kept_bytes // MIB) == (192, 64 + 1 + 4)
 

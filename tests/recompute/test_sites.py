@@ -17,7 +17,6 @@ from programs import assert_same, take_steps, twice
 from torch import nn
 
 from megatron_offload.errors import StateError
-from megatron_offload.memory.storage_ref import StorageRef
 from megatron_offload.model_map.module_hooks import named_modules
 from megatron_offload.model_map.structure import find_sites
 
@@ -310,83 +309,6 @@ def test_nested_sites_are_right_while_steps_are_looked_at():
 def test_a_layer_may_begin_with_a_compiled_part():
     layers = [nn.Sequential(torch.compile(nn.Linear(4, 4)), nn.GELU()) for _ in range(2)]
     assert sorted(find_sites(named_modules(nn.ModuleList(layers)), ["layer"])) == ["0", "1"]
-
-
-class Given(torch.autograd.Function):
-    """Has a saved constant as the gradient of its first argument."""
-
-    @staticmethod
-    def forward(ctx, own, constant):
-        ctx.save_for_backward(constant)
-        return own.new_ones(())
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return ctx.saved_tensors[0], None
-
-
-def test_a_constant_that_a_backward_returns_is_taken_by_no_gradient():
-    constant = torch.ones(WIDTH)
-    net = make_net(lambda layer: Given.apply(layer.own, constant))
-    for layer in net.layers:
-        layer.own = nn.Parameter(torch.zeros(WIDTH))
-    context = around(net, "layer")
-    for _ in range(3):
-        with context:
-            loss = net(torch.randint(50, (2, 8))).sum()
-        loss.backward()
-    assert torch.equal(constant, torch.ones(WIDTH))
-    assert all(torch.equal(layer.own.grad, torch.full((WIDTH,), 3.0)) for layer in net.layers)
-
-
-@pytest.mark.parametrize("retains", [False, True])
-def test_a_constant_in_memory_of_numpy_is_taken_for_a_gradient_where_it_would_be_without(retains):
-    def train(kinds):
-        values = np.ones((3, WIDTH), np.float32)
-        numbers = iter(range(1_000))
-        net = make_net(
-            lambda layer: Given.apply(layer.own, torch.from_numpy(values[next(numbers) % 3]))
-        )
-        for layer in net.layers:
-            layer.own = nn.Parameter(torch.zeros(WIDTH))
-        context = around(net, kinds) if kinds else contextlib.nullcontext()
-        with context:
-            loss = net(torch.arange(16).view(2, 8)).sum()
-        loss.backward(retain_graph=retains)
-        if retains:
-            loss.backward()
-        return values.tolist(), [layer.own.grad.tolist() for layer in net.layers]
-
-    assert train("layer") == train(None)
-
-
-class Fresh(torch.autograd.Function):
-    """Saves a constant that it has made."""
-
-    made = None
-
-    @staticmethod
-    def forward(ctx, own):
-        constant = own.detach() * 2
-        Fresh.made = StorageRef(constant.untyped_storage())
-        ctx.save_for_backward(constant)
-        return own.sum()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.saved_tensors[0]
-
-
-def test_a_constant_that_no_one_has_goes_with_its_backward_whatever_of_the_graph_stays():
-    def factor(layer):
-        layer.note = layer.own * layer.own  # a graph that no backward comes by
-        return Fresh.apply(layer.own)
-
-    net = make_net(factor)
-    for layer in net.layers:
-        layer.own, layer.note = nn.Parameter(torch.ones(WIDTH)), None
-    take_steps(net, around(net, "layer"))
-    assert Fresh.made.expired()
 
 
 NOTED = []

@@ -196,7 +196,7 @@ def test_a_kind_of_site_that_no_module_is_says_so(caplog):
 
 
 class WrittenLater(nn.Module):
-    """Begins to write to what its norm returns, in a way that nobody is reported."""
+    """Begins to write to what its norm returns, in a way that no counter shows."""
 
     def __init__(self):
         super().__init__()
