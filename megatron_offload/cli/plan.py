@@ -136,8 +136,8 @@ def _fitting(
 
 def _refuse(given: Given, source: Source, each: list[Alternative], error: TargetError) -> int:
     """Say that nothing keeps the targets, and print and draw what else there is; return 1."""
-    targets = _targets(given, len(source.job.static_bytes))
     there = source.job.machine.device_bytes
+    targets = [x for x in _targets(given, len(source.job.static_bytes)) if x < there]
     first, into = "", f" {format_bytes(there)} of a GPU (machine.device_bytes)"
     if targets:
         first, into = "raise the target, or ", ""

@@ -75,7 +75,7 @@ def _num_replicas(model: ModelDescription) -> Weights:
     """Return the GPUs that have the same, of each kind of weights, as Megatron counts them."""
     num_dense = model.data_parallel * model.context_parallel
     num_expert = num_dense * model.tensor_parallel // model.expert_parallel
-    return Weights(num_dense, max(1, num_expert), num_dense)
+    return Weights(num_dense, num_expert, num_dense)
 
 
 def _trained(model: ModelDescription, weights: Weights) -> Weights:

@@ -220,7 +220,7 @@ def test_a_job_is_planned_for_its_gpu_whatever_that_takes_or_doesnt_fit(model, p
     assert prints(*given, percent + 0.01).startswith(first)
     assert plan(*given[1:], 3) == 1
     assert capsys.readouterr().out.startswith("does not fit with the rows")
-    assert plan(*on("4MiB")[1:]) == 1
+    assert plan(*on("4MiB")[1:], "--memory-target", "1GiB") == 1
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert first.startswith("does not fit 4.0 MiB of a GPU (machine.device_bytes): pipeline rank")
     assert re.fullmatch(r"to fit: \S+ MiB are weights, .* share them", second)
