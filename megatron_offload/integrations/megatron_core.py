@@ -38,6 +38,7 @@ from megatron_offload.integrations.megatron_recompute import PATCHES
 from megatron_offload.integrations.megatron_rows import (
     NOTES,
     WITHOUT_WEIGHTS,
+    copy_uncompiled,
     count_recomputed,
     mark_layers,
     refuse_rows,
@@ -364,6 +365,7 @@ _PATCHES: dict[str, Call] = {
         count_recomputed
     ),
     "tensor_parallel.random:CheckpointWithoutOutputFunction.forward": _saving_arguments,
+    "tensor_parallel.random._get_share_storage": copy_uncompiled,
     "transformer.transformer_config:TransformerConfig.__post_init__": _taking_our_names,
 }
 """As `PATCHES`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -160,6 +161,23 @@ def count_recomputed(original: Call, self: Any, hook_tensor: torch.Tensor) -> No
         stats = PipelineOffloadManager.get_instance().transfers.stats.by_name[MOE_ACT]
         stats.recomputed_bytes += sum(output.untyped_storage().nbytes() for output in outputs)
     original(self, hook_tensor)
+
+
+def copy_uncompiled(original: Call) -> Call:
+    """Return what gives a ``CheckpointWithoutOutput`` its outputs back: up to 0.18 a copy.
+
+    Since, Megatron compiles an extension for that in the first backward, which takes a compiler and
+    some 17 s. Where rows alone have asked for the recompute it is a copy still.
+    """
+    is_ours = any(RERUN in built for built in _built.values())
+    is_compiled = sys.modules["megatron.core.tensor_parallel.random"]._share_storage_ext is not None
+    return _copy_storage if is_ours and not is_compiled else original()
+
+
+def _copy_storage(output: torch.Tensor, recomputed: torch.Tensor) -> None:
+    source, target = recomputed.untyped_storage(), output.untyped_storage()
+    target.resize_(source.nbytes())
+    target.copy_(source)
 
 
 def unmark_layers(model: nn.Module | None) -> None:

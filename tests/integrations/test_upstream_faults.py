@@ -44,6 +44,11 @@ def test_6553_inputs_of_recomputed_norms_are_offloaded(findings):
     assert found["alive"]["ours"] == [2, 2, 2]
 
 
+def test_recompute_that_rows_ask_for_compiles_nothing(findings):
+    failed = "RuntimeError: no compiler"
+    assert findings["uncompiled"] == {"Megatron's": failed, "without rows": failed, "rows": True}
+
+
 def test_6429_segments_run_again_between_forwards(findings):
     """#6429, #6311: there recompute by segments under overlap is refused with offload."""
     assert findings["segments, not run again"]["theirs"] == RIGHT

@@ -158,6 +158,28 @@ def pinned_inputs():
     return {**compare(norm_inputs(alive), max_inflight_bytes=0), "alive": alive}
 
 
+def uncompiled():
+    """Activations that rows recompute where nothing can be compiled."""
+    from megatron.core.tensor_parallel import random
+
+    from megatron_offload.integrations import megatron_rows
+
+    def gradients_of(side):
+        got = attempt(side, steps)
+        return got if isinstance(got, str) else all(map(torch.equal, expected, got))
+
+    steps = norm_inputs({})
+    expected = attempt(Without(), steps)
+    with (
+        mock.patch.object(random, "_share_storage_ext", None),
+        mock.patch.object(random, "load_inline", side_effect=RuntimeError("no compiler")),
+    ):
+        found = {"Megatron's": gradients_of(Without()), "without rows": gradients_of(Ours())}
+        experts = torch.nn.Module()
+        megatron_rows._built[experts] = {megatron_rows.RERUN: False}
+        return found | {"rows": gradients_of(Ours())}
+
+
 def segments(*, again=True):
     """#6429: segments that are run again while another microbatch's forward is under way."""
 
@@ -283,6 +305,7 @@ PROGRAMS = {
     "early_end": early_end,
     "early_end, two layers": functools.partial(early_end, 2),
     "pinned_inputs": pinned_inputs,
+    "uncompiled": uncompiled,
     "segments": segments,
     "segments, not run again": functools.partial(segments, again=False),
     "discarded_output": discarded_output,
