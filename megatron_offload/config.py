@@ -266,7 +266,7 @@ class OffloadConfig(StrictModel):
             target = policy.memory_target  # which may have too few ranks; others refuse that
             sizes = map(format_bytes, [target] if isinstance(target, int) else target)
             limit = f"let at most {', '.join(sizes)} be reserved"
-        return f"policy {policy.kind}: some 20 to 50 steps are looked at, then rows {limit}"
+        return f"policy {policy.kind}: some 20 to 80 steps are looked at, then rows {limit}"
 
     def without_offload(self) -> OffloadConfig:
         """Return the same, but where only ``recompute`` says what is done, nothing is offloaded."""

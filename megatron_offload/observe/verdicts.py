@@ -25,7 +25,7 @@ NO_CLOCK = (
 """Why a search finds nothing where steps take no time."""
 
 _UNFINISHED = (
-    "the program has ended before rows were found, for which some 20 to 50 steps are looked at: "
+    "the program has ended before rows were found, for which some 20 to 80 steps are looked at: "
     "only what the device had no room for was offloaded. 'rows' and 'policy: modules' look at none"
 )
 _NO_TUNER = (
