@@ -17,9 +17,7 @@ from programs import assert_nothing_left
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_offload.config import OffloadConfig
-from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.chunk import ChunkOffloadHandler
-from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.nested import inner_tensors
 from megatron_offload.frontends.whole_model import OffloadActivations
 from megatron_offload.integrations import transformer_engine as policy
@@ -266,32 +264,6 @@ def test_a_whole_model_keeps_its_bits_and_its_weights(kind, precision, caches, w
             assert watch.weights
         assert offload.last_step.num_refused_blocks == 0
         watch.assert_no_weight_moved(model)
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp8-delayed", "fp8-current"])
-@pytest.mark.parametrize("kind", ["transformer", "layernorm-mlp", "grouped-linear"])
-def test_marked_groups_keep_their_bits(kind, precision, watch):
-    recipe = recipe_of(precision)
-    model, expected = make_model(kind), trained(kind, precision)
-    manager = PipelineOffloadManager(CONFIG)
-
-    def grouped(model, x, options):
-        manager.begin_chunk()
-        for layer in model:
-            x = start_group(manager, x, "layer")
-            with manager:
-                x = layer(x, **options)
-            x = commit_group(manager, x, "layer")
-        return x
-
-    try:
-        assert_same_bits(train(model, recipe, grouped), expected)
-        manager.reset()
-        assert manager.last_step.offloaded_bytes > 0
-        watch.assert_no_weight_moved(model)
-        assert_nothing_left(manager)
-    finally:
-        manager.close()
 
 
 def test_no_flag_of_theirs_is_touched():
