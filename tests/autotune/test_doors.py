@@ -141,23 +141,6 @@ def test_the_device_s_memory_is_given_back_as_a_long_forward_ends(num_short, las
     assert trims == [pytest.approx(job.peak_bytes, rel=0.2)], "once, with all of it in use"
 
 
-@pytest.mark.parametrize("num_unused", [0, 1])
-def test_it_is_given_back_too_where_forwards_had_waited_or_were_of_no_use(num_unused, monkeypatch):
-    job, trims = LayeredJob(0.1, policy=auto(30)), []
-    monkeypatch.setattr(job.backend, "trim_device", lambda: trims.append(job.search.is_converged))
-    for number in range(80):
-        losses = []
-        for _ in range(2 if number == 6 or not num_unused else 1):
-            with job.offload:
-                losses.append(job.net(torch.randn(16, WIDTH)).square().sum())
-        for loss in losses[num_unused * (number == 6) :]:
-            loss.backward()
-        if job.search.is_converged and trims:
-            break
-    assert job.manager.rows
-    assert trims == [True]
-
-
 def test_more_memory_is_made_ready_where_a_longer_forward_comes_meanwhile(monkeypatch):
     job = LayeredJob(0.1, policy=auto(3), host_slab_bytes=1 << 15)
     asked, left = [], [0]

@@ -68,23 +68,6 @@ def test_a_part_that_saves_nothing_is_no_matter(gbps, what):
     assert job.manager.rows
 
 
-class IdleLayer(AttentiveLayer):
-    """Its attention saves nothing in this step, as experts don't that get no tokens."""
-
-    def forward(self, x):
-        with torch.no_grad():
-            around = self.self_attention(x)
-        return GradientCheckpointingLayer.forward(self, x + self.cross_attention(around))
-
-
-def test_ranks_are_of_one_stage_whatever_their_layers_save():
-    stages = {
-        LayeredJob(0.001, layer=x, policy=auto(40)).found()._stage
-        for x in (AttentiveLayer, IdleLayer)
-    }
-    assert len(stages) == 1
-
-
 def test_experts_are_recomputed_where_their_routing_can_not_be():
     job = found_job(0.001, policy=auto(40), layer=RoutedLayer)
     assert actions(job.manager.rows) == {("mlp.experts", "recompute")}
@@ -237,12 +220,3 @@ def test_inputs_of_checkpointed_layers_are_offloaded_for_good():
     assert actions(job.search.plan.rows()) == {("model", "all")}
     job.step()
     assert job.manager.last_step.offloaded_bytes > 0
-
-
-def test_layers_of_a_tower_that_is_not_called_are_no_matter():
-    job = LayeredJob(0.001, policy=auto(40))
-    job.net.tower = torch.nn.ModuleList(GradientCheckpointingLayer(job) for _ in range(3))
-    job.offload = job.context()
-    job.found()
-    assert actions(job.manager.rows) == {("layer", "recompute")}
-    assert {row.layers for row in job.manager.rows} == {"0-5"}

@@ -44,25 +44,6 @@ def test_of_forwards_of_several_lengths_in_a_step_the_first_is_looked_at():
     assert len(job.search._times.tokens) == 3 * 4, "none was looked at in vain"
 
 
-def test_lengths_that_are_drawn_anew_are_one_program():
-    job, lengths = LayeredJob(0.001, policy=auto(20)), (8, 16, 24, 40)
-    search = job.found(lengths)
-    rows, num_steps = search.plan.rows(), len(job.steps)
-    job.step(40)
-    longest_bytes, took_us, bare_us = job.peak_bytes, 0.0, 0.0
-    for length in (8, 40, 64, 3, 24, 16):
-        own_us = length * 10.0 * 6 * 3
-        is_long = length >= search.plan.min_tokens
-        assert (job.step(length) > own_us) == is_long, "others take nothing"
-        if length in lengths:
-            assert job.peak_bytes <= longest_bytes, "and need no more than the longest has left"
-            took_us, bare_us = took_us + job.steps[-1][1], bare_us + own_us
-    assert 8 < search.plan.min_tokens <= 40
-    assert 10 < 100 * (took_us / bare_us - 1) <= 20
-    assert num_steps < 80
-    assert job.manager.rows == rows
-
-
 class TupleLayer(GradientCheckpointingLayer):
     def forward(self, pair):
         return super().forward(pair[0])
@@ -119,15 +100,6 @@ def test_what_is_said_holds_whatever_lengths_do_to_time(kind, monkeypatch):
     assert slowdown == pytest.approx(found.percent, abs=4), "steps so far were of other lengths"
 
 
-def test_where_long_forwards_are_too_rare_to_be_measured_plans_are_for_all():
-    job = LayeredJob(0.001, policy=auto(20))
-    for number in range(120):
-        job.step(200 if number == 5 else 8)
-    assert job.search.is_converged
-    assert {row.min_tokens for row in job.manager.rows} == {0}
-    assert "None" not in job.search.said
-
-
 def loss_of(job, length=16):
     with job.offload:
         return job.net(torch.randn(length, WIDTH)).square().sum()
@@ -144,15 +116,6 @@ def test_several_forwards_before_their_backwards_all_have_rows():
     for _ in range(2):
         step_of_several(job, [8] * 4)
     assert {row.min_tokens for row in job.manager.rows} == {0}
-
-
-def test_plans_are_for_all_forwards_where_several_come_before_their_backwards():
-    job = LayeredJob(0.001, policy=auto(20))
-    for _ in range(60):
-        step_of_several(job, (40, 8, 24))
-    assert job.search.is_converged
-    assert job.manager.rows
-    assert {plan.min_tokens for plan in job.search._own.plans} == {0}
 
 
 def test_much_longer_steps_are_looked_at_where_nothing_was_found_before(monkeypatch):
@@ -210,49 +173,12 @@ def test_a_forward_that_is_twice_as_long_finds_room(percent):
     job.step(16)
 
 
-def _several(job):
-    """Two forwards before their backwards."""
-    for loss in [loss_of(job), loss_of(job)]:
-        loss.backward()
-
-
-def _late(job):
-    """A backward behind the next forward."""
-    before, job.late = getattr(job, "late", None), loss_of(job)
-    if before is not None:
-        before.backward()
-
-
 def _accumulating(job):
     """An optimizer's step behind each fourth."""
     job.number = getattr(job, "number", 0) + 1
     loss_of(job).backward()
     if job.number % 4 == 0:
         job.backend.advance_compute(5000.0)
-
-
-@pytest.mark.parametrize("step", [_several, _late, _accumulating])
-def test_what_is_said_is_what_it_costs_however_a_program_steps(step):
-    job = LayeredJob(0.001, policy=auto(20))
-
-    def us(number=32):
-        began_us = job.now()
-        for _ in range(number):
-            step(job)
-        return job.now() - began_us
-
-    for _ in range(2000):
-        if not job.search.is_converged:
-            step(job)
-    assert job.search.is_converged
-    with_rows_us = us()
-    job.manager.disable_offload()
-    bare_us = us()
-    optimizer_us = 8 * 5000.0 if step is _accumulating else 0.0
-    percent = 100 * ((with_rows_us - optimizer_us) / (bare_us - optimizer_us) - 1)
-    assert 5 < percent <= 20
-    found = job.search._own.tried[job.search._own.place][0]
-    assert found.low - 1 <= percent <= found.high + 1
 
 
 @pytest.mark.parametrize("shift", range(4))

@@ -64,24 +64,6 @@ def test_a_group_in_a_step_begins_a_chunk_by_itself(order, num_chunks):
         assert_nothing_left(manager)
 
 
-def test_a_chunk_that_the_program_has_begun_and_one_of_a_group_around_backwards_remain():
-    mlps, manager = make_mlps(), make_manager()
-    x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    with manager.step(), torch.no_grad():
-        loss_of(mlps, manager, 0)
-        assert manager.cur_forward_chunk() is None, "nothing is recorded"
-    with manager.step():
-        manager.begin_chunk()
-        train(mlps, manager, "FBFB")
-        assert num_chunks_of(manager) == 1
-    with manager.step():
-        y = start_group(manager, x, "outer")
-        loss_of(mlps, manager, 0).backward()
-        loss_of(mlps, manager, 1).backward()
-        commit_group(manager, y * 2, "outer")
-        assert num_chunks_of(manager) == 1
-
-
 def test_groups_outside_of_a_step_and_a_chunk_are_reported_once(caplog):
     mlps, manager = make_mlps(), make_manager()
     expected = train(mlps, None, "FB")

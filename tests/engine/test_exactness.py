@@ -8,10 +8,7 @@ import types
 import pytest
 import torch
 from programs import in_group, make_manager
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_offload.frontends.modules import offload_modules
 from megatron_offload.recompute.call_state import RandomStates
 
 SIZE = 64
@@ -98,18 +95,6 @@ def written_twice(group):
     return [x.grad]
 
 
-def workspace(group):
-    x, w, v = torch.rand(SIZE), *(torch.rand(SIZE, requires_grad=True) for _ in range(2))
-    buffer = torch.empty(SIZE)
-    torch.mul(x, 2, out=buffer)
-    log = group(lambda a: a * w, buffer.data)
-    torch.mul(x, 3, out=buffer)
-    y = group(lambda a: a * v, buffer.data)
-    del buffer
-    y.sum().backward()
-    return [v.grad, log]
-
-
 def parts_with_counters_of_their_own(group):
     x, w, v = torch.rand(2, SIZE), torch.rand(2, SIZE, requires_grad=True), torch.rand(1, SIZE)
     v.requires_grad_()
@@ -174,7 +159,6 @@ def outcome(program, group):
     two_readers_one_writes,
     written_then_read_as_a_view,
     written_twice,
-    workspace,
     parts_with_counters_of_their_own,
     stale_view,
     lambda group: stale_view(group, gives=False),
@@ -194,58 +178,6 @@ def test_a_program_ends_as_without_offload(program):
         assert found == expected
     else:
         assert all(map(torch.equal, expected, found)), (expected, found)
-
-
-class RoundsAll(TorchDispatchMode):
-    """Emulate a format: whatever an operation returns is rounded."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        return made.bfloat16().float() if isinstance(made, torch.Tensor) else made
-
-
-class CountsAll(TorchFunctionMode):
-    num = 0
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.num += 1
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("checking", [False, True])
-def test_a_mode_sees_what_the_program_does_and_no_more(checking):
-    x = torch.linspace(-1, 1, 2 * SIZE).requires_grad_()
-
-    def run(group):
-        with RoundsAll(), CountsAll() as counts:
-            y = group(lambda x: x * x.sin(), x)
-        (grad,) = torch.autograd.grad(y.sum(), x)
-        return grad, counts.num
-
-    manager = make_manager(max_inflight_bytes=0, prefetch_bytes=0, checking=checking)
-    expected, num = run(lambda run, x: run(x))
-    with manager.step():
-        found, num_found = run(lambda run, x: in_group(manager, run, x))
-    assert torch.equal(found, expected)
-    assert manager.last_step.offloaded_bytes > 0
-    assert num_found <= num + 10, "boundaries look at their tensors"
-
-
-def test_a_model_inside_a_group_leaves_no_hook_of_it_in_force():
-    manager = make_manager()
-    root = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
-    offload_modules(root, ["0", "1"], manager=manager)
-
-    def run(x):
-        h = (x * x).sin()
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-            h = root(h) * h
-        return h.exp()
-
-    with manager.step():
-        y = in_group(manager, run, torch.randn(4, 8, requires_grad=True))
-        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-        y.sum().backward()
 
 
 def test_a_copy_that_fails_is_tried_once():

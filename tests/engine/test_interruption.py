@@ -308,16 +308,6 @@ def check_every_position_without_marks(manager, trap, **which):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("timing", "after"), [("late", False), ("random", True)])
-def test_an_error_at_every_call_of_the_backend_without_marks(monkeypatch, timing, after):
-    manager, trap = make_manager(timing, **LIMITS), Trap()
-    for name in traps.BACKEND_CALLS:
-        call = getattr(manager.backend, name)
-        monkeypatch.setattr(manager.backend, name, trap.around(call, after=after))
-    assert check_every_position_without_marks(manager, trap) > 50
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_keyboard_interrupt_at_every_line_without_marks(request, line_trap):
     stride, manager = request.config.getoption("--every-line"), make_manager("random", **LIMITS)

@@ -21,7 +21,6 @@ from megatron_offload.engine.stats import GroupStats, StepStats
 
 ROOMY = {"max_inflight_bytes": 64 * KIB, "prefetch_bytes": 64 * KIB}
 FULL = {"host_memory_bytes": 4 * KIB, "host_slab_bytes": 4 * KIB}
-HALF = {"policy": {"kind": "ratio", "ratio": 0.5}}
 
 
 @pytest.mark.parametrize(
@@ -98,20 +97,6 @@ def test_storage_that_two_groups_save_is_kept_once(settings):
     assert stats.refused_bytes == sum(kept.values()) * ("host_memory_bytes" in settings)
     for group in stats.by_name.values():
         assert sum(group.kept_bytes_by_reason.values()) == group.kept_bytes
-
-
-@pytest.mark.parametrize(
-    ("share", "microbatches"),
-    [({"fraction": 0.5}, (2, 2, 2, 5, 5, 7, 7, 2, 2)), (HALF, (2, 2, 2, 5, 5, 7, 7))],
-)
-def test_a_share_holds_for_other_numbers_of_microbatches_than_were_learned(share, microbatches):
-    manager, model = make_manager(**share), make_model()
-    for number, num_microbatches in enumerate(microbatches):
-        run_step(model, manager, one_forward_one_backward(num_microbatches, depth=1))
-        stats = manager.last_step
-        if number:  # the first shows what there is to share
-            assert 0 < stats.offloaded_bytes <= 0.65 * (stats.offloaded_bytes + stats.kept_bytes)
-    manager.close()
 
 
 def test_where_a_parameter_was_no_activation_is_taken_for_it():

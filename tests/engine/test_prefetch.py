@@ -6,7 +6,6 @@ import pytest
 import torch
 from programs import (
     KIB,
-    ORDER,
     TIMINGS,
     assert_nothing_left,
     assert_same,
@@ -17,7 +16,6 @@ from programs import (
 from torch import nn
 
 from megatron_offload.engine.automatic import AutomaticGroups
-from megatron_offload.engine.observer import Observer
 
 
 @pytest.mark.parametrize("timing", TIMINGS)
@@ -35,46 +33,6 @@ def test_a_wrong_prediction_is_exact(timing):
         assert_same(reference, run_step(model, manager, order))
         assert_nothing_left(manager)
     assert manager.last_step.num_late_reloads == 0, "the order of the last step is learned at once"
-
-
-def test_after_a_wrong_turn_the_rest_of_a_chunk_is_reloaded_in_time():
-    model, manager = make_model(), make_manager(prefetch_bytes=40 * KIB)
-    forwards = [("F", m) for m in range(4)]
-    for _ in range(2):
-        run_step(model, manager, [*forwards, *[("B", m) for m in range(4)]])
-    run_step(model, manager, [*forwards, *[("B", m) for m in (2, 0, 1, 3)]])
-    # What was reloaded for the wrong microbatch takes the budget of the one that came (6 groups).
-    assert manager.last_step.num_late_reloads == 6
-
-
-class Compute(Observer):
-    """Works for 10 us at each boundary."""
-
-    def __init__(self, backend):
-        self.backend = backend
-
-    def group_committed(self, group):
-        self.backend.advance_compute(10.0)
-
-    backward_left = group_committed
-
-
-def test_transfers_hide_behind_compute_when_the_link_is_fast_enough():
-    model = make_model()
-    stalls = {}
-    for gbps in (0.001, 1000.0):
-        manager = make_manager("late", prefetch_bytes=40 * KIB, max_inflight_bytes=40 * KIB)
-        simulated = manager.config.simulated.model_copy(update={"d2h_gbps": gbps, "h2d_gbps": gbps})
-        config = manager.config.model_copy(update={"simulated": simulated})
-        manager.configure(config)
-        backend = manager.backend
-        manager.observers.append(Compute(backend))
-        for _ in range(3):
-            run_step(model, manager, ORDER)
-        stalls[gbps] = sum(backend.stall_us.values())
-        total = backend.timestamp(backend.compute_stream())
-        assert total == pytest.approx(stalls[gbps] + 10.0 * 3 * 2 * 6 * len(model) * 2)
-    assert stalls[1000.0] < 10.0 < stalls[0.001]
 
 
 def test_what_a_second_pass_will_need_again_leaves_the_room_to_what_is_ahead():

@@ -59,17 +59,6 @@ def test_the_summary_counts_what_is_recomputed_until_its_backward():
     assert manager.host_pool.alone.total_bytes == 0
 
 
-def test_its_memory_is_free_from_the_commit_on():
-    manager = make_manager(begins_chunk=True)
-    x = rows() * 1.0
-    y = in_group(manager, lambda x: make(manager, F.gelu, save(x, x)), x, "act")
-    before = y.untyped_storage()._weak_ref()
-    z = in_group(manager, lambda y: save(y, y), y, "user")
-    del y
-    assert torch.UntypedStorage._new_with_weak_ptr(before) is None
-    z.sum().backward()
-
-
 def test_what_it_is_made_of_is_reloaded_before_it():
     def forward(manager, x):
         y = in_group(manager, lambda x: make(manager, F.gelu, save(x, x)), x, "source")
@@ -104,20 +93,6 @@ def test_what_needs_a_gradient_needs_it_when_it_is_recomputed():
     assert check(make_manager(min_tensor_bytes=1024), forward).recomputed_bytes == TENSOR_BYTES
 
 
-def test_what_lies_in_a_list_is_an_input_as_any_other():
-    @one_group
-    def forward(manager, x):
-        parts = [x.cos(), x.sin()]
-        saved = save(save(x, parts[0]), parts[1])
-        y = make(manager, lambda parts: F.dropout(torch.cat(parts), 0.3), parts)
-        parts.clear()
-        return save(y, y).sum() + saved
-
-    stats = check(make_manager(), forward)
-    assert stats.recomputed_bytes == 2 * TENSOR_BYTES
-    assert stats.offloaded_bytes > 2 * TENSOR_BYTES  # the list keeps none of them on the device
-
-
 def test_what_is_made_on_the_way_may_be_changed_behind_the_commit():
     """Autograd has not saved it, so to change it is allowed."""
 
@@ -129,28 +104,6 @@ def test_what_is_made_on_the_way_may_be_changed_behind_the_commit():
 
         y, z = in_group(manager, inner, x)
         return z + y.mul_(3.0)
-
-    assert check(make_manager(), forward).recomputed_bytes == TENSOR_BYTES
-
-
-class Norm(torch.autograd.Function):
-    """Returns a view of what it has made, as Liger's does."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return F.layer_norm(x.view(-1, WIDTH), (WIDTH,)).view(x.shape)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * ctx.saved_tensors[0].cos()
-
-
-def test_a_function_of_the_program_may_return_a_view_of_what_it_makes():
-    @one_group
-    def forward(manager, x):
-        y = make(manager, Norm.apply, x)
-        return save(y, y) + y.t().sin().t() * y
 
     assert check(make_manager(), forward).recomputed_bytes == TENSOR_BYTES
 
@@ -177,24 +130,6 @@ def test_recipes_in_a_row_are_followed_three_deep():
         assert stats.recomputed_bytes == 4 * TENSOR_BYTES
         assert stats.refused_recipe_bytes == {"more than 3 recipes in a row": TENSOR_BYTES}
         assert check(make_manager(timing, checking=True), unsaved).recomputed_bytes == TENSOR_BYTES
-
-
-def test_what_was_noted_and_not_saved_keeps_nothing_through_backward():
-    manager = make_manager("eager")
-    weight = torch.full((WIDTH, WIDTH), 0.1).requires_grad_()
-
-    def norm_of(x):
-        return make(manager, lambda x: F.layer_norm(x, (WIDTH,)), x)
-
-    def mlp(y):
-        return y @ weight + make(manager, lambda y: y * 2.0, y).sum()  # which nobody saves
-
-    with manager.step():
-        y = in_group(manager, norm_of, rows() * 1.0, "norm")
-        in_group(manager, mlp, y, "mlp").sum().backward()
-        del y
-        assert manager.decisions.is_idle()
-    assert manager.last_step.recomputed_bytes > 0
 
 
 @pytest.mark.parametrize("settings", [{}, {"checking": True}], ids=str)
@@ -346,47 +281,3 @@ def test_an_error_of_the_function_is_the_program_s_and_harms_nothing():
             manager.abort()
         assert_same(expected, run(manager, of(function)))
         assert_nothing_left(manager)
-
-
-def test_a_commit_that_is_put_off_drops_later():
-    def forward(manager, x):
-        y = in_group(
-            manager, lambda x: save(save(x, x), make(manager, torch.cos, x)), x, delay=True
-        )
-        if manager:
-            assert manager.transfers.stats.recomputed_bytes == 0
-            manager.begin_chunk()  # the next forward has begun when the copies are issued
-            manager.flush_delayed_groups()
-        return y
-
-    assert check(make_manager(checking=True), forward).recomputed_bytes == TENSOR_BYTES
-
-
-def test_an_input_that_another_thread_releases_as_it_is_to_be_kept_is_reloaded(monkeypatch):
-    def forward(manager):
-        leaf = rows()
-
-        def inner(x):
-            side, y, z = x * 2.0, make(manager, F.gelu, x), save(x, x)
-            return side, save(y, y) + z  # backward doesn't enter by the first
-
-        x = leaf * 1.0
-        _, z = in_group(manager, inner, x, "a") if manager else inner(x)
-        del x
-        z.square().mean().backward()
-        return leaf.grad
-
-    manager = make_manager("late", max_inflight_bytes=1 << 20)
-    keep, released = manager.transfers.keep_source, []
-
-    def keep_too_late(block):
-        manager.join_offloads()  # another thread
-        released.append(block.released)
-        keep(block)
-
-    monkeypatch.setattr(manager.transfers, "keep_source", keep_too_late)
-    for _ in range(4):
-        manager.begin_chunk()
-        assert torch.equal(forward(manager), forward(None))
-        manager.reset()
-    assert any(released)

@@ -251,32 +251,6 @@ def test_what_a_kernel_has_written_to_unseen_is_not_recomputed(then):
     assert check(make_manager(), forward).recomputed_bytes == 0
 
 
-class Overwrite(torch.autograd.Function):
-    """As Liger's losses: a kernel leaves the gradient where the logits were."""
-
-    @staticmethod
-    def forward(ctx, logits):
-        loss = logits.exp().sum()
-        logits.data.exp_()
-        ctx.save_for_backward(logits.detach())
-        return loss
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * ctx.saved_tensors[0]
-
-
-@pytest.mark.parametrize("is_saved_before", [False, True])
-def test_what_is_saved_detached_is_not_recomputed(is_saved_before):
-    @one_group
-    def forward(manager, x):
-        logits = make(manager, torch.tanh, x)
-        x = save(x, x, logits) if is_saved_before else save(x, x)
-        return x + Overwrite.apply(logits)
-
-    assert refusals(make_manager(), forward) == {OTHER_BITS: TENSOR_BYTES}
-
-
 class HalvesCosines(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         made = function(*args, **(kwargs or {}))

@@ -8,16 +8,10 @@ from programs import check_steps, make_config, make_manager, make_model, one_for
 
 from megatron_offload import CPUOffload, OffloadActivations, offload_modules
 from megatron_offload.config import OffloadConfig
-from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import validate
 
 ORDER = one_forward_one_backward(4, depth=2)
-
-
-@pytest.fixture
-def second_rank(monkeypatch):
-    monkeypatch.setattr(PipelineOffloadManager, "pipeline_rank", staticmethod(lambda: 2))
 
 
 def test_what_is_not_enabled_records_and_moves_nothing_until_it_is_configured_again():

@@ -64,6 +64,9 @@ def test_what_was_emptied_before_the_groups_end_is_kept():
     assert_same(expected, torch.autograd.grad(y.sum(), x))
 
 
+# What something else keeps.
+
+
 def test_an_event_behind_one_of_several_tensors_says_nothing_of_the_others():
     manager, chunk, group = open_group()
     x, y = torch.randn(KIB), torch.randn(KIB)
@@ -77,9 +80,6 @@ def test_an_event_behind_one_of_several_tensors_says_nothing_of_the_others():
     assert of_x[0].block is of_x[1].block
     assert of_x[0].block.ready is None
     assert of_y.block.ready is event
-
-
-# What something else keeps.
 
 
 def step(manager, *, holder=None, change=None):

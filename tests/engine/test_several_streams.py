@@ -55,34 +55,6 @@ def test_each_microbatch_and_its_backward_may_have_a_stream(timing, settings, re
     assert (manager.last_step.recomputed_bytes > 0) == recomputes
 
 
-@pytest.mark.parametrize("timing", TIMINGS)
-def test_a_group_may_end_on_another_stream_than_it_saves_on(timing):
-    manager = make_manager(timing, max_inflight_bytes=0, prefetch_bytes=0)
-    backend = manager.backend
-    compute, side = backend.compute_stream(), backend.side_stream
-    weights = [torch.randn(512, requires_grad=True) for _ in range(4)]
-
-    def step(offload):
-        x = y = torch.linspace(-1, 1, 512, requires_grad=True)
-        manager.begin_chunk()
-        for weight in weights:
-            y = start_group(manager, y, "g") if offload else y
-            with manager if offload else torch.enable_grad():
-                y = (y * weight).sin()
-            with backend.computing_on(side):
-                side.wait_event(compute.record_event())
-                y = commit_group(manager, y, "g") if offload else y
-        found = torch.autograd.grad(y.sum(), [x, *weights])
-        manager.reset()
-        return found
-
-    expected = step(offload=False)
-    for _ in range(2):
-        assert_same(expected, step(offload=True))
-        assert manager.last_step.reloaded_bytes > 0
-        assert_nothing_left(manager)
-
-
 def shared_by_two(manager):
     """Return an input, two outputs that share a saved tensor, and the gradients to expect."""
     x, saved = torch.randn(512, requires_grad=True), torch.randn(512)
@@ -95,23 +67,6 @@ def shared_by_two(manager):
     commit_group(manager, outputs[0], "g")
     manager.join_offloads()
     return x, outputs, expected
-
-
-@pytest.mark.parametrize("timing", TIMINGS)
-@pytest.mark.parametrize("first", [0, 1])
-def test_one_tensor_may_be_read_on_both(timing, first):
-    manager = make_manager(timing)
-    backend = manager.backend
-    streams = backend.compute_stream(), backend.side_stream
-    for _ in range(2):
-        x, outputs, expected = shared_by_two(manager)
-        for stream in (streams[first], streams[not first]):
-            stream.wait_event(streams[0].record_event())
-            with backend.computing_on(stream):
-                assert_same(expected, torch.autograd.grad(outputs.pop().sum(), x))
-        manager.reset()
-        assert manager.last_step.reloaded_bytes == 512 * 4
-        assert_nothing_left(manager)
 
 
 @pytest.mark.parametrize("timing", TIMINGS)

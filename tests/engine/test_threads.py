@@ -32,7 +32,6 @@ from traps import LineTrap, Trap
 
 from megatron_offload.engine import releases
 from megatron_offload.errors import StateError
-from megatron_offload.frontends.modules import offload_modules
 from megatron_offload.frontends.ratio import CPUOffload
 from megatron_offload.frontends.whole_model import OffloadActivations
 
@@ -138,22 +137,6 @@ def test_threads_that_race_are_right_or_refused():
             assert_same(expected, gradients)
     context.end_step()
     assert_nothing_left(context.manager)
-
-
-def test_marked_models_in_two_threads_have_a_manager_each():
-    models = [run(torch.enable_grad())[1] for _ in range(2)]
-
-    def train(model):
-        manager = make_manager()
-        offload_modules(model, ["*"], manager=manager)
-        for _ in range(3):
-            with manager.step():
-                model(torch.ones(4, 32)).sum().backward()
-        assert manager.last_step.offloaded_bytes > 0
-        return [p.grad for p in model.parameters()]
-
-    with ThreadPoolExecutor(2) as pool:
-        assert_same(*pool.map(train, models))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

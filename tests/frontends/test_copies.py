@@ -77,18 +77,6 @@ def test_a_copy_of_a_marked_model_is_unmarked(duplicate):
     assert num_groups(twin, model) == 4
 
 
-@WAYS
-def test_a_copy_of_a_model_whose_head_is_kept(duplicate):
-    model, manager = make_model(), make_manager(recompute="**.linear_fc1")
-    expected = gradients(model)
-    context = get_act_offloading_ctx_manager(model[0], min_offload_size=0, manager=manager)
-    twin = duplicate(model)
-    for either in (model, twin):
-        with context:
-            assert_same(expected, gradients(either))
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-
-
 class Owner(Model):
     """A module that holds what moves its tensors."""
 

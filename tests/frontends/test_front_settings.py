@@ -112,22 +112,6 @@ def test_a_set_key_counts_where_the_argument_is_left_out(key, value, argument, o
     OffloadActivations(config=make_config(**{key: value}), **{argument: value})
 
 
-def test_the_arguments_reach_the_engine():
-    offload = OffloadActivations(
-        use_pin_memory=False,
-        use_streams=False,
-        min_offload_size=77,
-        config=OffloadConfig(host_memory_bytes="1MiB"),
-    )
-    config = offload.manager.config
-    assert (config.pin_memory, config.copy_streams) == (False, False)
-    assert config.host_memory_bytes == 1 << 20
-    with offload:
-        pass
-    offload.close()
-    offload.close()
-
-
 def test_a_context_that_does_nothing_can_be_asked_and_refuses_what_no_context_takes():
     model = nn.Linear(3, 3)
     with get_act_offloading_ctx_manager(model, False, config=OffloadConfig()) as entered:

@@ -182,21 +182,6 @@ def test_threads_of_a_data_parallel_model_are_counted_and_said_once(caplog):
     assert caplog.text.count("nn.DataParallel's threads") == 1
 
 
-@pytest.mark.parametrize("settings", [{}, {"checking": True}], ids=str)
-def test_a_default_device_is_the_program_s_own_affair(settings):
-    model, x = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 3)), torch.randn(8, 32)
-    expected = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
-    with torch.device("meta"):
-        offload = make_offload(max_inflight_bytes=0, prefetch_bytes=0, **settings)
-        for _ in range(3):
-            with offload:
-                loss = model(x).square().mean()
-            assert_same(expected, torch.autograd.grad(loss, list(model.parameters())))
-    del loss
-    offload.end_step()
-    assert offload.last_step.reloaded_bytes > 0
-
-
 def test_what_is_reloaded_during_an_evaluation_is_no_tensor_of_inference_mode():
     offload = make_offload(max_inflight_bytes=0, prefetch_bytes=4 * KIB, recompute=())
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)))

@@ -7,8 +7,7 @@ import gc
 import pytest
 import torch
 from programs import assert_nothing_left, assert_same
-from test_cuda import MIB, Layer, make_inputs, make_manager, make_model, run_step
-from test_made_again import Remade, step
+from test_cuda import MIB, Layer, Remade, make_inputs, make_manager, make_model, run_step
 from traps import BACKEND_CALLS, InjectedError, Trap
 
 from megatron_offload.errors import CorruptionError
@@ -27,19 +26,19 @@ def _whole_device():
 def test_an_error_at_every_call_of_the_backend(monkeypatch, tells, kind):
     model = make_model(layers=2, width=512, kind=kind)
     inputs = make_inputs(model, rows=512)
-    expected = step(model, None, inputs)
+    expected = run_step(model, None, inputs)
     manager = make_manager(max_inflight_bytes=2 * MIB, prefetch_bytes=4 * MIB)
     trap = Trap()
     for name in BACKEND_CALLS:
         call = getattr(manager.backend, name)
         monkeypatch.setattr(manager.backend, name, trap.around(call))
     for _ in range(2):
-        assert_same(expected, step(model, manager, inputs))
+        assert_same(expected, run_step(model, manager, inputs))
     trap.arm(None)
-    step(model, manager, inputs)
+    run_step(model, manager, inputs)
     num_calls = trap.num_calls
     del expected[:]
-    expected += step(model, None, inputs)
+    expected += run_step(model, None, inputs)
     gc.collect()
     allocated = torch.cuda.memory_allocated()
     gc.freeze()  # the libraries needn't be looked through each time
@@ -49,15 +48,15 @@ def test_an_error_at_every_call_of_the_backend(monkeypatch, tells, kind):
         try:
             if tells:
                 with manager.step():
-                    step(model, manager, inputs)
+                    run_step(model, manager, inputs)
             else:
-                step(model, manager, inputs)
+                run_step(model, manager, inputs)
         except InjectedError:
             pass
         else:  # what is learned decides how many calls a step makes: this one had fewer
             assert position >= trap.num_calls > 0.8 * num_calls
         trap.disarm()
-        assert_same(expected, step(model, manager, inputs))
+        assert_same(expected, run_step(model, manager, inputs))
         gc.collect()
         assert_nothing_left(manager)
         assert torch.cuda.memory_allocated() <= allocated

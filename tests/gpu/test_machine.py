@@ -10,8 +10,7 @@ import time
 
 import pytest
 import torch
-from test_cuda import MIB, Layer, make_inputs, make_manager, make_model, run_step
-from test_made_again import Remade
+from test_cuda import MIB, Layer, Remade, make_inputs, make_manager, make_model, run_step
 
 from megatron_offload.backends import visible_devices
 from megatron_offload.backends.cuda import CudaBackend

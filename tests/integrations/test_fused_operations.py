@@ -8,8 +8,6 @@ import pytest
 import small_fuser
 import torch
 from small_fuser import (
-    BYTES,
-    ROWS,
     WIDTH,
     FusedOperation,
     FusibleOperation,
@@ -69,35 +67,6 @@ def test_a_share_of_the_rest_counts_only_the_rest():
         assert CPUOffload(0.0, "rest").last_step.offloaded_bytes == 0
     finally:
         CPUOffload.forget("rest")
-
-
-def test_runs_inside_runs_keep_their_own_settings(monkeypatch):
-    groups = policy.operation_groups()
-    inner = fused()
-
-    class Outer(FusibleOperation):
-        pass
-
-    outer = Sequential(FusibleOperation(WIDTH), Outer(WIDTH))
-    rand = torch.rand
-    calls = []
-
-    def rand_with_a_run(*shape):
-        calls.append(shape)
-        if len(calls) == 2:
-            with torch.enable_grad():
-                inner(torch.ones(ROWS, WIDTH, requires_grad=True))
-        return rand(*shape)
-
-    policy.set_activation_offloading(outer.operations[0], True)
-    monkeypatch.setattr(torch, "rand", rand_with_a_run)
-    y = outer(torch.ones(ROWS, WIDTH, requires_grad=True))
-    monkeypatch.undo()
-    assert len(calls) == 5
-    y.sum().backward()
-    del y
-    assert groups.end_step_if_over()
-    assert groups.manager.last_step.offloaded_bytes == BYTES
 
 
 def test_another_fuser_is_refused(monkeypatch):

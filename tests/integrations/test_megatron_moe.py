@@ -15,14 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("megatron.core")
 
-import megatron.core
 from megatron.core.transformer.moe import token_dispatcher
 from moe_programs import (
-    HIDDEN,
     MEGATRONS,
     NUM_LOCAL_EXPERTS,
-    Layer,
-    alone,
     form_of,
     megatrons,
     outcome,
@@ -142,26 +138,6 @@ def test_megatrons_own_step_makes_the_host_wait_four_times_and_this_one_never():
     assert in_forward == ["aten::index", "aten::repeat_interleave", "aten::index"]
     assert in_backward == ["aten::index_put"]
     assert waits(megatron_moe.indices_to_multihot) == ([], [])
-
-
-def waits_around_dispatch():
-    """Return what makes the host wait between DeepEP's dispatch and the experts, and backwards."""
-    with alone():
-        layer = Layer(moe_router_dtype="fp32")
-        dispatched = layer.dispatch(torch.rand(20, HIDDEN, requires_grad=True))
-        with HostSyncs() as found:
-            tokens, probs = layer.manager.get_permuted_hidden_states_by_experts(dispatched)
-            (tokens.sum() + probs.sum()).backward()
-    # DeepEP's counts of tokens lie on the host: to read them waits for nothing.
-    return sorted(name for name in found.names if name != "aten::_local_scalar_dense")
-
-
-def test_what_still_waits_around_the_step_is_the_older_permute_without_fusion():
-    left = ["aten::masked_select"] * 2 if megatron.core.__version__.startswith("0.16.") else []
-    own = ["aten::index", "aten::index", "aten::index_put", "aten::repeat_interleave"]
-    assert waits_around_dispatch() == sorted(own + left)
-    megatron_moe.install()
-    assert waits_around_dispatch() == left
 
 
 # In the place of Megatron's.

@@ -7,8 +7,7 @@ import pickle
 
 import pytest
 import torch
-import zoo
-from programs import TWO_TIMINGS, assert_nothing_left, assert_same, make_manager
+from programs import TWO_TIMINGS, make_manager
 from small_fuser import BYTES, CHOICES, ROWS, WIDTH, choose, fused, gradient, moved, separate
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
@@ -61,38 +60,6 @@ def test_the_innermost_setting_wins(make_model, manager):
     choose(model, act=True)
     alone = model.operations[1]
     assert moved(alone, gradient(alone)) == 1, "called alone"
-
-
-def test_a_module_that_is_used_inside_itself(manager):
-    class Recursive(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x, depth=3):
-            x = torch.tanh(self.linear(x))
-            return self(x, depth - 1) if depth else x
-
-    model = Recursive()
-    expected = gradient(model)
-    policy.set_activation_offloading(model, True)
-    for _ in range(2):
-        assert moved(model, expected) >= 4
-
-
-@pytest.mark.parametrize("name", zoo.ZOO)
-@pytest.mark.parametrize("timing", TWO_TIMINGS)
-def test_every_model_of_the_zoo(name, manager):
-    def context(model):
-        for index, module in enumerate(model.modules()):
-            if index:
-                policy.set_activation_offloading(module, index % 3 != 0)
-        return torch.enable_grad()
-
-    assert_same(zoo.train(name, order="FFBB"), zoo.train(name, context, order="FFBB"))
-    assert policy.operation_groups().end_step_if_over()
-    assert_nothing_left(manager)
-    assert manager.last_step.reloaded_bytes > 0
 
 
 @OF_BOTH

@@ -231,16 +231,6 @@ def test_a_chunk_driven_by_hand_is_exact(manager, x, era):
         assert not any(manager.state_of().values())
 
 
-def test_a_commit_by_hand_releases_what_it_is_asked_to(manager):
-    handler = begin(manager)
-    handler.on_group_start_forward("mlp")
-    source = torch.randn(64)
-    record, expected = handler.tensor_push(source), source.clone()
-    handler.on_group_commit_forward("mlp", [source])
-    assert source.untyped_storage().nbytes() == 0
-    assert torch.equal(record.unpack(), expected)
-
-
 # The pool of host tensors
 
 
