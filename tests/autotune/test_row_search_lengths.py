@@ -118,6 +118,15 @@ def test_several_forwards_before_their_backwards_all_have_rows():
     assert {row.min_tokens for row in job.manager.rows} == {0}
 
 
+def test_plans_are_for_all_forwards_where_several_come_before_their_backwards():
+    job = LayeredJob(0.001, policy=auto(20))
+    for _ in range(60):
+        step_of_several(job, (40, 8, 24))
+    assert job.search.is_converged
+    assert job.manager.rows
+    assert {plan.min_tokens for plan in job.search._own.plans} == {0}
+
+
 def test_much_longer_steps_are_looked_at_where_nothing_was_found_before(monkeypatch):
     monkeypatch.setattr(layers, "_LEAST_BYTES", 1 << 14)
     job = found_job(1.0, policy=auto(20), layer=PlainLayer, lengths=(2,))

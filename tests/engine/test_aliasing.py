@@ -67,6 +67,20 @@ def test_only_the_bytes_between_the_first_and_the_last_view_move():
     assert_same([expected[1024:2048], expected[3072:4096]], seen[0])
 
 
+@pytest.mark.parametrize("is_view", [True, False])
+def test_what_is_copied_with_a_view_is_not_copied_again(is_view):
+    manager, seen = make_manager(prefetch_bytes=0, begins_chunk=True), []
+    whole = torch.randn(48, 48)
+    parts = whole.chunk(3, dim=1) if is_view else [whole.view(24, 96), whole, whole.t()]
+    expected = [spec.clone() for spec in parts]
+    losses = [offload(manager, [spec], seen, f"part {at}") for at, spec in enumerate(parts)]
+    assert manager.transfers.stats.offloaded_bytes == 48 * 48 * 4
+    del whole, parts
+    for loss in losses:
+        loss.backward()
+    assert_same(expected, [tensor for (tensor,) in seen])
+
+
 @pytest.mark.parametrize("timing", TIMINGS)
 @pytest.mark.parametrize("inflight_bytes", [0, 64 * KIB])
 @pytest.mark.parametrize("parts", [(1024, 1024, 4096), (1000, 500, 4096), (4000, 8, 100)])

@@ -46,6 +46,16 @@ def test_a_wrapper_moves_part_by_part(timing):
     assert_nothing_left(offload.manager)
 
 
+def test_wrappers_in_wrappers_move_too():
+    offload = make_offload(**TIGHT)
+    a, b, c = (torch.randn(40, 40) for _ in range(3))
+    back = saved_and_back(
+        offload, lambda: TwoTensor(TwoTensor(a.clone(), b.clone()), TwoTensor(c.clone(), a.clone()))
+    )
+    assert_same([b, c], [back.a.b, back.b.a])
+    assert offload.last_step.offloaded_bytes == 4 * a.nbytes
+
+
 def test_a_wrapper_that_was_opted_out_is_kept_with_its_parts():
     offload, full = make_offload(**TIGHT), torch.randn(40, 40)
 

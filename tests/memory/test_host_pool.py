@@ -111,6 +111,22 @@ def test_counters_and_warnings_tell_the_cap_from_memory_that_can_t_be_pinned(err
     )
 
 
+def test_what_could_not_be_pinned_keeps_nothing_alive():
+    class Mine:
+        pass
+
+    pool = make(Unpinnable(0))
+    mine = Mine()
+    gone = weakref.ref(mine)
+
+    def ask(mine):
+        assert pool.allocate(1000) is None
+
+    ask(mine)
+    del mine
+    assert gone() is None
+
+
 def test_where_a_slab_can_t_be_pinned_less_is():
     backend = Unpinnable(8 * KIB)
     pool = make(backend)
