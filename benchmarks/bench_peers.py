@@ -204,7 +204,10 @@ def parse_arguments(arguments=None):
         options.specs = [read_mode(text, options.modules) for text in options.modes]
     except ValueError as error:
         parser.error(str(error))
+    in_stage = options.sizes["layers"] // (options.sizes["pp"] * options.sizes["vpp"])
     for spec in options.specs:
+        if spec["arguments"].get("layers", 0) > in_stage:
+            parser.error(f"{spec['mode']}: a stage has {in_stage} layers")
         if options.device == "cpu" and spec["kind"].startswith("ours"):
             spec["options"].insert(0, "simulated.host_time=true")  # who plans wants times
         if options.whole_step_graph and spec["kind"].startswith("ours"):

@@ -86,6 +86,7 @@ def test_flags_replace_sizes():
         (["--shape", "c", "--modes", "nonsense"], "unknown mode 'nonsense'"),
         (["--shape", "c", "--modes", "megatron:fraction=1"], "takes no fraction=1"),
         (["--shape", "c", "--modes", "recompute-layers:x"], "takes no layers=x"),
+        (["--shape", "c", "--modes", "recompute-layers:3"], "a stage has 2 layers"),
         (["--shape", "c", "--modes", "ours-all:fraction"], "key=value"),
         (["--shape", "c", "--modes", "none", "none"], "listed twice"),
         (["--shape", "c", "--layers", "17"], "don't divide"),
