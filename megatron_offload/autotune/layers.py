@@ -66,8 +66,6 @@ class LayerWatch(SavedMemory):
         self._inputs: defaultdict[str, dict[int, int]] = defaultdict(dict)
         self.tokens: set[float] = set()
         """That the sites were given, but experts."""
-        self.called: set[str] = set()
-        """Sites that ran at all: not those of a tower that has nothing to look at."""
         self.saving: set[str] = set()
         """Those that saved something: not what only passes on what it is given. Known once
         `actions` has been asked."""
@@ -104,7 +102,6 @@ class LayerWatch(SavedMemory):
             yield Action(((MODEL, "all"),), num_bytes, us, num_bytes)
 
     def _note_inputs(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.called.add(path)
         if not self._sites[path].name.endswith(ROUTED):
             self.tokens.add(tokens_of(args, kwargs))
         for leaf in tensors_in((args, kwargs)):
@@ -132,6 +129,7 @@ class LayerWatch(SavedMemory):
         savers, made, num_saved = self.savers, self.made, Counter[str]()
         for calls, _ in self.saves:
             num_saved.update(call.path for call in calls)
+        self._num_calls = Counter(x.path for x in {x for calls, _ in self.saves for x in calls})
         all_inside: defaultdict[str, dict[int, bool]] = defaultdict(dict)
         for key, paths in savers.items():
             around = [
@@ -207,7 +205,8 @@ class LayerWatch(SavedMemory):
         least_bytes = max(_LEAST_BYTES, _PART_US * gbps * 1e3)
         large = sorted(x for x, size in inner.items() if x and size >= least_bytes)
         sizes = [(self.sizes[x], is_own, len(self.savers[x])) for x, is_own in saved.items()]
-        for what, num_tensors, num_views, num_bytes in _offloads(sizes, has_inner=bool(large)):
+        found = _offloads(sizes, self._num_calls[path], has_inner=bool(large))
+        for what, num_tensors, num_views, num_bytes in found:
             host_us = _GROUP_US + _TENSOR_US * num_tensors + _VIEW_US * num_views
             us = times.exposed_us(host_us + _KEPT_US * num_saved)
             us += times.copy_share * num_bytes / gbps / 1e3
@@ -227,23 +226,24 @@ def _part(site: Site, path: str, saver: str) -> str:
 
 
 def _offloads(
-    sizes: Iterable[tuple[int, bool, int]], *, has_inner: bool
+    sizes: Iterable[tuple[int, bool, int]], num_calls: int = 1, *, has_inner: bool
 ) -> Iterator[tuple[int | Literal["all"], int, int, int]]:
     """Yield what of a site may be offloaded, of the sizes of what it saves.
 
     With these come whether they are saved there alone, and how often. With what is offloaded comes
     how many tensors that is, how often these are saved, and their bytes. Rows pick the largest
-    tensors; where others save one too, all that are left to a site may go. With parts that are
-    groups of their own (``has_inner``) all of it leaves sooner.
+    tensors of each call, all alike; where others save one too, all that are left to a site may go.
+    With parts that are groups of their own (``has_inner``) all of it leaves sooner.
     """
     num_bytes, num_views, ordered = 0, 0, sorted(sizes, key=lambda one: (-one[0], one[1]))
-    for number, (size, is_own, views) in enumerate(ordered[:_MOST_TENSORS], 1):
-        if not is_own or size < _LEAST_BYTES:
+    for number in range(1, _MOST_TENSORS + 1):
+        taken = ordered[(number - 1) * num_calls : number * num_calls]
+        if not (taken and all(own and size >= _LEAST_BYTES for size, own, _ in taken)):
             break
-        num_bytes += size
-        num_views += views
-        if number < len(ordered) or not has_inner:
-            yield number, number, num_views, num_bytes
+        num_bytes += sum(size for size, *_ in taken)
+        num_views += sum(views for *_, views in taken)
+        if number * num_calls < len(ordered) or not has_inner:
+            yield number, min(number * num_calls, len(ordered)), num_views, num_bytes
     own = [(size, views) for size, is_own, views in ordered if is_own]
     all_bytes, all_views = map(sum, zip(*own, strict=True)) if own else (0, 0)
     if all_bytes - (0 if has_inner else num_bytes) >= _LEAST_BYTES:

@@ -192,18 +192,21 @@ class SavedMemory(Observer):
             ConfigError: a row would free nothing, because others save what it names as well.
         """
         rows, others = self._rows, defaultdict[int, set[str]](set)
-        keys_of: defaultdict[str, set[int]] = defaultdict(set)
+        keys_of: defaultdict[_Call, set[int]] = defaultdict(set)
         for calls, key in self.saves:
             # By the calls, not by names: a layer may call a part that another's name is first of.
-            around = next((x.path for x in reversed(calls) if x.path in rows.offloaded), None)
+            around = next((x for x in reversed(calls) if x.path in rows.offloaded), None)
             if key is not None and around is not None:
                 keys_of[around].add(key)
             elif key is not None:
                 others[key].add(calls[-1].path)
-        taken = set(self.made)
-        for path, row in rows.offloaded.items():
-            copied = keys_of[path] - self.made.keys()
-            in_order = (key for key in self.sizes if key in copied)  # of one size the first ones
+        taken, with_made = set(self.made), set[str]()
+        for call, keys in keys_of.items():
+            row = rows.offloaded[call.path]
+            if not keys.isdisjoint(self.made):
+                with_made.add(call.path)
+            in_order = (key for key in self.sizes if key in keys - self.made.keys())
+            # Of one size the first ones.
             named = sorted(in_order, key=lambda key: -self.sizes[key])[: row.most]
             shared = [key for key in named if key in others]
             taken.update(key for key in named if key not in others)
@@ -211,9 +214,9 @@ class SavedMemory(Observer):
                 savers = (saver or "the model" for saver in others[shared[0]])
                 raise ConfigError(
                     f"row {row}: {', '.join(sorted(savers))} also save "
-                    f"{format_bytes(self.sizes[shared[0]], 1)} of what {path} would offload, so "
-                    "nothing would be freed; let rows offload those too, or one row what is around "
-                    "them all"
+                    f"{format_bytes(self.sizes[shared[0]], 1)} of what {call.path} would offload, "
+                    "so nothing would be freed; let rows offload those too, or one row what is "
+                    "around them all"
                 )
         dropped = {
             path: self.made[made]
@@ -251,7 +254,7 @@ class SavedMemory(Observer):
                 num_saved = max((n for call, n in counts.items() if call.path == path), default=0)
                 largest[path].num_saved = num_saved
                 largest[path].chosen = frozenset(range(num_saved)) - left_out if left_out else None
-            elif path in changed or not keys_of[path].isdisjoint(self.made):
+            elif path in changed or path in with_made:
                 # The next call chooses: other tensors are seen, or recomputed, from here on.
                 largest[path].chosen = None
         return _Shown(largest, dropped, frozenset(bare))

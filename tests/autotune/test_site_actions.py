@@ -90,7 +90,9 @@ def test_the_host_s_time_counts_where_layers_take_no_longer_than_to_be_launched(
 def watched(names, sizes, savers):
     watch = LayerWatch({x: site(name) for x, name in names.items()}, lambda _: True, make_manager())
     watch.sizes, watch.made = sizes, {2: "mlp_act"}
-    watch.saves = [((_Call(path),), key) for key, path in savers.items()]
+    calls = {name: _Call(name) for name in names}
+    around = {x: tuple(y for name, y in calls.items() if x.startswith(name)) for x in calls}
+    watch.saves = [(around[path], key) for key, path in savers.items()]
     on_device = {"host_share": 0.0, "exposed_us": lambda _: 0.0, "copy_share": 0.03}
     backward = {"copied_us": lambda: {0: 1500.0}, "is_partial": False}
     return watch, SimpleNamespace(us=lambda _: 1000.0, **backward, **on_device)
@@ -121,10 +123,10 @@ def test_what_functions_make_is_offloaded_or_made_again():
     again = next(x for x in done(watch, times) if x.parts == (act,))
     assert again.us > next(x for x in actions if x.parts == (act,)).us + 100
     before = {one.parts: one.us for one in done(watch, times)}
-    watch.saves += [((_Call("0.l.mlp"),), None)] * 50  # what is kept takes the host's time too
+    watch.saves += [(watch.saves[0][0], None)] * 50  # what is kept takes the host's time too
     after = {one.parts: one.us for one in done(watch, times)}
     assert after[("mlp", 1),] - before[("mlp", 1),] == pytest.approx(50 * layers._KEPT_US)
-    watch.saves += [((_Call("0.l.mlp"),), 2)] * 10  # so are views of what is offloaded
+    watch.saves += [(watch.saves[0][0], 2)] * 10  # so are views of what is offloaded
     del watch.savers
     more = {one.parts: one.us for one in done(watch, times)}
     more_us = 10 * (layers._KEPT_US + layers._VIEW_US)
@@ -149,3 +151,8 @@ def test_of_grouped_experts_the_activation_alone_is_recomputed_or_something_of_t
 def test_of_tensors_of_one_size_those_that_others_save_too_come_first():
     found = layers._offloads([(4, True, 1), (4, False, 1), (2, True, 1)], has_inner=False)
     assert [what for what, *_ in found] == ["all"], "a row for one might pick the other's"
+
+
+def test_as_many_tensors_are_offloaded_of_each_call_of_a_site():
+    found = layers._offloads([(8, True, 1)] * 3 + [(4, True, 2)] * 6, 3, has_inner=True)
+    assert [*found] == [(1, 3, 3, 24), (2, 6, 9, 36), ("all", 9, 15, 48)]

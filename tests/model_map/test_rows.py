@@ -78,6 +78,21 @@ def test_a_row_offloads_no_more_than_its_largest_tensors():
     assert first == second == third > 0
 
 
+class NarrowAct(nn.Module):
+    """Saves four tensors of half the size."""
+
+    def forward(self, x):
+        y = x[..., : 2 * WIDTH].clone().sin().cos().exp().tanh()
+        return torch.cat((y, y), -1)
+
+
+def test_a_row_offloads_as_many_tensors_in_each_call_of_its_site():
+    net = by_turns()
+    for layer in net.layers:
+        layer.mlp.act, layer.mlp.drop = NarrowAct(), nn.Identity()
+    assert offloaded(net, 2) == [4 * 2 * 8 * (4 + 2) * WIDTH * 4] * 3
+
+
 def test_what_is_recomputed_in_front_of_a_site_is_dropped_where_two_of_its_tensors_are_offloaded():
     def change(layer):
         layer.forward = lambda x: x + layer.mlp(layer.norm(x))
