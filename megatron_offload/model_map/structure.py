@@ -128,3 +128,8 @@ def has_forward(module: nn.Module) -> bool:
 def stands_for_nothing(module: nn.Module) -> bool:
     """Whether a module only returns what it is given."""
     return (type(module).__module__, type(module).__name__) in _NOTHING
+
+
+def keeps_inside(module: nn.Module) -> bool:
+    """Whether of a module only what it returns can be recomputed: it is torch's, without parts."""
+    return type(module).__module__.startswith("torch.nn.") and not module._modules

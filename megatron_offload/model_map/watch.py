@@ -49,7 +49,7 @@ from megatron_offload.model_map.offload_site import (
     outputs,
 )
 from megatron_offload.model_map.rows import NO_ROWS, FoundRows
-from megatron_offload.model_map.structure import has_forward
+from megatron_offload.model_map.structure import has_forward, keeps_inside
 
 _logger = logging.getLogger(__name__)
 
@@ -110,6 +110,7 @@ class SavedMemory(Observer):
         self.called = set[str]()
         """Paths of modules."""
         self._handles: list[RemovableHandle] = []
+        self._leaves = set[str]()  # sites of which only what they return may be dropped
 
     def watch(self, modules: Mapping[str, nn.Module]) -> None:
         """Watch what comes, in modules by their dotted names.
@@ -143,6 +144,8 @@ class SavedMemory(Observer):
             if is_plain and tensor.layout is torch.strided:
                 self.storages.append(StorageRef(tensor.untyped_storage()))
                 self.made[self.storages[-1].cdata] = self._rows.recomputed[path].site
+                if keeps_inside(module) and self._may_move(tensor):
+                    self._leaves.add(path)
 
     @graph_break
     def pack(self, tensor: torch.Tensor) -> SavedTensor:
@@ -182,6 +185,21 @@ class SavedMemory(Observer):
                 found.setdefault(key, []).append(calls[-1].path)
         return found
 
+    def _refuse_unsaved(self) -> None:
+        """Refuse a row that recomputes what is saved nowhere, or where it is recomputed itself."""
+        recomputed = self._rows.recomputed
+        saved = {
+            self.made.get(key) for key, paths in self.savers.items() if {*paths} - {*recomputed}
+        }
+        for path, row in recomputed.items():
+            own = {other for other, one in recomputed.items() if one is row}
+            if own <= self._leaves and row.site not in saved and row.site not in UNITS:
+                around = row.site.rpartition(".")[0] or "layer"
+                raise ConfigError(
+                    f"row {row}: what {path} returns is saved by nothing that isn't recomputed as "
+                    f"well, so nothing would be freed; name what is around it, such as {around!r}"
+                )
+
     def choose(self, largest: Mapping[str, LargestTensors]) -> _Shown:
         """Choose which of the tensors that rows name are offloaded, and which are to be dropped.
 
@@ -218,6 +236,7 @@ class SavedMemory(Observer):
                     "so nothing would be freed; let rows offload those too, or one row what is "
                     "around them all"
                 )
+        self._refuse_unsaved()
         dropped = {
             path: self.made[made]
             for made in others

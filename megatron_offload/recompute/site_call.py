@@ -32,6 +32,7 @@ from megatron_offload.engine.saved_tensor import SavedTensor, changed_in_place
 from megatron_offload.engine.transfers import Transfers
 from megatron_offload.errors import StateError
 from megatron_offload.memory.storage_ref import is_shared
+from megatron_offload.model_map.structure import keeps_inside
 from megatron_offload.recompute.call_state import (
     CallState,
     PackHook,
@@ -85,8 +86,7 @@ class Site:
 
     def __init__(self, path: str, unit: str, module: nn.Module, *, draws: bool) -> None:
         self.path, self.unit, self.draws, self.type = path, unit, draws, type(module)
-        is_of_torch = self.type.__module__.startswith("torch.nn.") and not module._modules
-        self.drops_inside = draws and not is_of_torch
+        self.drops_inside = draws and not keeps_inside(module)
         self.drops_output = unit not in RECOMPUTE_SITES
         self.refusal, self.fills_late = "", False
         self.layout: ModuleLayout | None = None

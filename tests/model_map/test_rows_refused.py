@@ -78,6 +78,17 @@ def test_a_row_that_would_hold_an_input_in_place_of_an_output_says_so(caplog):
     assert context.last_step.by_name["mlp.drop"].recomputed_bytes == 0
 
 
+@pytest.mark.parametrize(
+    ("site", "around_it"), [("mlp.*", "mlp"), ("mlp.down", "mlp"), ("k", "layer")]
+)
+def test_outputs_that_nothing_else_saves_are_no_site_to_recompute(site, around_it):
+    net = make_net()
+    for layer in net.layers:
+        layer.forward = lambda x, layer=layer: x + layer.k(x) + layer.mlp(x)
+    with pytest.raises(ConfigError, match=f"isn't recomputed as well.*such as '{around_it}'"):
+        take_steps(net, around(net, [{"site": site, "recompute": True}]))
+
+
 def test_what_others_save_too_is_refused():
     net = make_net()
     rows = [{"site": "q", "offload": "all"}]
