@@ -24,8 +24,8 @@ class ModelSteps:
     """Counts forwards between `enter` and `leave`, by hooks of the first layer of each list.
 
     Of several that a forward calls, such as those of an encoder and a decoder, the first counts,
-    and in each call of a model its first call, as one layer may be all of them: ``layer_begins`` is
-    called with how many tokens it is given (`tokens_of`).
+    and in each call of a model, or where only its parts are called, its first call, as one layer
+    may be all of them: ``layer_begins`` is called with how many tokens it is given (`tokens_of`).
 
     Attributes:
         num_pending: forwards whose backward is still to come.
@@ -45,7 +45,7 @@ class ModelSteps:
         self.tokens: list[float] = []
         self.ended: Any = None
         self._now, self._layer_begins = now, layer_begins
-        self._is_inside = self._is_in_model = self._is_counted = False
+        self._is_inside = self._is_counted = False
         self._called: nn.Module | None = None
         self._open: nn.Module | None = None
         """Whose call is counted, and not over."""
@@ -53,7 +53,7 @@ class ModelSteps:
         firsts = [*first_layers]
         hooked = [hook_calls(x, self._begin, self._end, owner=ModelSteps) for x in firsts]
         hooked += [
-            hook_calls(x, self._model_begins, self._model_ends, owner=ModelSteps)
+            hook_calls(x, self._count_anew, self._count_anew, owner=ModelSteps)
             for x in models
             if x not in firsts and x._compiled_call_impl is None  # of whose graph they were a part
         ]
@@ -80,18 +80,14 @@ class ModelSteps:
 
     def leave(self) -> None:
         """It ends."""
-        self._is_inside = self._is_in_model = False
+        self._is_inside = self._is_counted = False
         self._called = self._open = None
 
-    def _model_begins(self, *_: Any) -> None:
-        self._is_in_model, self._is_counted = True, False
-
-    def _model_ends(self, *_: Any) -> None:
-        self._is_in_model = False
+    def _count_anew(self, *_: Any) -> None:
+        self._is_counted = False
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        is_again = self._is_in_model and self._is_counted
-        if self._is_inside and self._called in (None, module) and not is_again:
+        if self._is_inside and self._called in (None, module) and not self._is_counted:
             self._called = self._open = module
             self._is_counted = True
             tokens = tokens_of(args, kwargs)

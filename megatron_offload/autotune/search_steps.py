@@ -61,8 +61,8 @@ class SearchSteps(FollowedRows):
         self._span: tuple[Any, Any] = None, None
         """From the first to the last of the step before."""
         self._looks: LayerWatch | SiteTimes | None = None
-        self._look_tokens, self._has_failed = 0.0, False
-        """Of the forward that is looked at."""
+        self._look_tokens, self._num_looked, self._has_failed = 0.0, 0, False
+        """Of what is looked at: the tokens of its first forward, and its forwards."""
         self._trained = set[int]()
         """The models that had a forward with gradients: a teacher's are no part of the step."""
         self._rows: tuple[RowConfig, ...] = ()
@@ -130,7 +130,8 @@ class SearchSteps(FollowedRows):
         times.scale = self._watched_tokens / self._look_tokens
         if not holds_back:
             times.sizes = [tokens / self._look_tokens for tokens in self._times.long]
-        self._num_inflight = max(1.0, self._clock.most_pending / len(self._trained))
+        at_a_time = len(self._trained) * max(1, self._num_looked)
+        self._num_inflight = max(1.0, self._clock.most_pending / at_a_time)
         self._forward_us = times.forward_us
         gbps = measure_link(manager)
         in_layers, self._saved_bytes = watch.sizes_in_layers, watch.saved_bytes
@@ -186,7 +187,8 @@ class SearchSteps(FollowedRows):
         num_short = 0
         while True:
             look = make()
-            self._looks, self._has_failed, self._look_tokens = look, False, 0.0
+            self._looks, self._has_failed = look, False
+            self._look_tokens, self._num_looked = 0.0, 0
             yield kind
             self._looks = None
             is_short = self._look_tokens < LONG_SHARE * max(self._times.tokens)
