@@ -123,6 +123,7 @@ class FollowedRows(OldAttributes):
         self._watched_tokens = self._num_inflight = self._layer_share = 1.0
         self._saved_bytes = self._bare_bytes = 0
         self._kinds: Sequence[Layers] = ()
+        self._link_bytes = dict[int, float]()
         policy = manager.config.tuned_policy or AutoConfig(kind="auto")
         if manager.config.whole_step_graph and isinstance(policy, AutoConfig):
             # What eager steps take says nothing of replays.
@@ -322,7 +323,7 @@ class FollowedRows(OldAttributes):
         saved_bytes = (self._bare_bytes - memory.allocated_bytes) * tokens / self._bare_tokens
         wanted_bytes = (saved_bytes - room_bytes) * self._watched_tokens / tokens
         if stage.plan.freed_bytes < wanted_bytes:
-            first = min(self._kinds[0])  # the layer that has begun without
+            first = next(iter(self._link_bytes))  # the layer that has begun without
             if self._free(stage, wanted_bytes, "a forward is larger than all before", late=first):
                 groups.end()  # it may have begun without any rows
                 groups.begin()

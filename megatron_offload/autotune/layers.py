@@ -371,7 +371,9 @@ class SiteTimes(CallTimes):
             by_layer[site.layer] += self.us(path) if site.name == "layer" else 0.0
         last_us = by_layer[max(by_layer)] if by_layer else 0.0
         share = _REPLAY_SHARE if self.holds_back else LINK_SHARE
-        own_us = {number: by_layer.get(number, last_us) for number in numbers}
+        order, wanted = dict.fromkeys(self._sites[path].layer for path in calls), sorted(numbers)
+        called = [number for number in order if number in wanted]
+        own_us = {x: by_layer.get(x, last_us) for x in max(called, wanted, key=len)}
         again = {site.layer for path, site in self._sites.items() if calls[path] > 1}
         return link_bytes(own_us, share * gbps * 1e3, own_us if is_pipeline else again)
 

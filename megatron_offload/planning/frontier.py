@@ -83,14 +83,15 @@ def link_bytes(
     """Return of each layer how much of it and of those behind it can be copied by its backward.
 
     What a layer saves is copied while those behind it run: of the last nothing, but where it is
-    ``deep`` in a pipeline, so that backwards of other microbatches lie between.
+    ``deep`` in a pipeline, so that backwards of other microbatches lie between. Layers come, and
+    are returned, in the order of their calls.
     """
     found, behind_us = dict[int, float](), 0.0
-    for number, us in sorted(forward_us.items(), reverse=True):
+    for number, us in reversed(forward_us.items()):
         is_deep = number in deep
         found[number] = bytes_per_us * (BACKWARD_SHARE * (behind_us + us) if is_deep else behind_us)
         behind_us += us
-    return found
+    return dict(reversed(found.items()))
 
 
 def frontier(kinds: Sequence[Layers], link_bytes: Mapping[int, float] | None = None) -> list[Plan]:
@@ -102,8 +103,8 @@ def frontier(kinds: Sequence[Layers], link_bytes: Mapping[int, float] | None = N
 
     Args:
         kinds: the layers, without functions that run again, with some in all of them, or both.
-        link_bytes: how much of each and of those behind it can be copied before backward comes; by
-            default anything.
+        link_bytes: how much of each and of those behind it can be copied before backward comes, in
+            the order of their calls; by default anything, in the order of their numbers.
     """
     prices = [0.0] if link_bytes is None else _prices(kinds)
     found = [
@@ -132,9 +133,9 @@ def _prices(kinds: Sequence[Layers]) -> list[float]:
 def _moves(layers: Layers, link_bytes: Mapping[int, float], price: float) -> list[Plan]:
     """Return plans, in each of which one layer does what frees more than in the one before."""
     alike: dict[tuple[Action, ...], list[Action]] = {}
+    order = [*filter(layers.__contains__, link_bytes)] or sorted(layers)
     choices = {
-        number: alike.setdefault(tuple(actions), _worthy(actions))
-        for number, actions in sorted(layers.items())
+        number: alike.setdefault(tuple(layers[number]), _worthy(layers[number])) for number in order
     }
     taken = {number: layers[number][0] for number in choices}
     left = dict.fromkeys(choices, math.inf) | dict(link_bytes)
@@ -161,7 +162,7 @@ def _moves(layers: Layers, link_bytes: Mapping[int, float], price: float) -> lis
         if number < 0:
             return plans
         more_bytes = after.copied_bytes - taken[number].copied_bytes
-        left |= {x: left[x] - more_bytes for x in choices if x <= number}
+        left |= {x: left[x] - more_bytes for x in order[: order.index(number) + 1]}
         taken = taken | {number: after}
 
 

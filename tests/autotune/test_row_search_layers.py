@@ -154,6 +154,13 @@ def test_layers_that_no_library_lets_be_recomputed_are_offloaded_alone(gbps):
     assert bool(actions(job.manager.rows)) == (gbps == 1.0)
 
 
+def test_layers_have_the_numbers_of_their_list_and_are_planned_in_the_order_of_their_calls():
+    job = LayeredJob(0.5, layer=PlainLayer, policy=auto(4))
+    job.net.forward = lambda x: job.net.head(torch.nn.Sequential(*job.net.layers[::-1])(x))
+    job.found()
+    assert {row.layers for row in job.manager.rows} == {"1-5"}, "the first is called last"
+
+
 def test_a_layer_that_can_not_run_again_is_seen_before_anything_is_dropped(caplog):
     caplog.set_level(logging.INFO, logger="megatron_offload")
     job = found_job(0.001, layer=RandomLayer, policy=auto(40))
