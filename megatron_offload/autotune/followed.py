@@ -25,7 +25,7 @@ from megatron_offload.files.strict_model import write_model
 from megatron_offload.machine.job_ranks import rank_in
 from megatron_offload.model_map.module_hooks import compiled_parts
 from megatron_offload.planning.found import NAME, RunFrontier
-from megatron_offload.planning.frontier import Layers, Plan
+from megatron_offload.planning.frontier import KEEP, Layers, Plan
 from megatron_offload.planning.row_choice import NOTHING, Stage
 
 _logger = logging.getLogger(__name__)
@@ -323,7 +323,7 @@ class FollowedRows(OldAttributes):
         saved_bytes = (self._bare_bytes - memory.allocated_bytes) * tokens / self._bare_tokens
         wanted_bytes = (saved_bytes - room_bytes) * self._watched_tokens / tokens
         if stage.plan.freed_bytes < wanted_bytes:
-            first = next(iter(self._link_bytes))  # the layer that has begun without
+            first = next(iter(self._link_bytes), None)  # the layer that has begun without
             if self._free(stage, wanted_bytes, "a forward is larger than all before", late=first):
                 groups.end()  # it may have begun without any rows
                 groups.begin()
@@ -332,7 +332,7 @@ class FollowedRows(OldAttributes):
         """Follow a plan, in all forwards, that frees so much but in one layer; else the last."""
         for place in range(stage.place, len(stage.plans)):
             plan = stage.plans[place]
-            late_bytes = 0 if late is None else plan.actions[late].freed_bytes
+            late_bytes = 0 if late is None else plan.actions.get(late, KEEP).freed_bytes
             if plan.freed_bytes - late_bytes >= wanted_bytes:
                 break
         is_other = place > stage.place or bool(self.plan and self.plan.min_tokens)

@@ -124,7 +124,6 @@ class LayerWatch(SavedMemory):
             numbers: of layers that were not watched, and are taken to be like the last that was.
             may_offload: whether what the site saves of this name and dotted name may be offloaded.
         """
-        # Without functions that run again, and with them.
         found = tuple[defaultdict[int, list[_SeenSite]], ...](defaultdict(list) for _ in range(2))
         savers, made, num_saved = self.savers, self.made, Counter[str]()
         for calls, _ in self.saves:

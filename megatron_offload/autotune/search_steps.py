@@ -31,7 +31,7 @@ from megatron_offload.machine.bandwidth import BandwidthError, Link, median_rate
 from megatron_offload.model_map.module_hooks import named_modules
 from megatron_offload.model_map.sites import Site, sites_of_layers
 from megatron_offload.observe.verdicts import NO_CLOCK
-from megatron_offload.planning.frontier import KEEP, Layers, Part, Plan
+from megatron_offload.planning.frontier import KEEP, Layers, Part, Plan, frontier
 from megatron_offload.recompute.sites import unproven_sites
 
 StepKind: TypeAlias = Literal["open", "watched", "timed", "bare", "trying", "warming", "rows"]
@@ -49,6 +49,9 @@ _NUM_IN_A_LONG_ROUND = 8  # likewise among ranks, where that takes as long, and 
 _PROBE_BYTES = 32 << 20  # what one of the copies moves that time the link
 _LEAST_LONG_SHARE = 0.25  # of forwards, by which plans are for long ones alone
 _MOST_SHORT = 3  # so many smaller ones are looked at in vain
+_MODEL = -1  # in place of a layer's number
+_LARGE_SHARE = 0.5  # of what is saved: where layers that don't run again free less, all may move
+_ONE_LAYER = "no other layer shows what the only one saves while that is recomputed"
 
 
 class SearchSteps(FollowedRows):
@@ -106,8 +109,9 @@ class SearchSteps(FollowedRows):
         needed_bytes = self._bare_bytes = backend.memory().peak_allocated_bytes + released_bytes
         capacity_bytes = backend.capacity_bytes() or math.inf
         self._is_tight = released_bytes > 0 and needed_bytes > MOST_SHARE * capacity_bytes
-        if self._is_tight and manager.rows is None:
-            yield from self._agree(refusal="layers can't be recomputed here unasked")
+        if self._is_tight and (manager.rows is None or len(numbers) < 2):
+            why = "layers can't be recomputed here unasked"
+            yield from self._agree(refusal=why if manager.rows is None else _ONE_LAYER)
             return
         manager.learner.follow_rules()
         others = numbers[:-1] if self._is_tight else []
@@ -137,13 +141,19 @@ class SearchSteps(FollowedRows):
         in_layers, self._saved_bytes = watch.sizes_in_layers, watch.saved_bytes
         self._largest_bytes = max(in_layers, default=0)
         self._layer_share = sum(in_layers) / max(1, self._saved_bytes)
+        all_of_it = {_MODEL: (KEEP, *watch.all_of_it(times, gbps))}
         if self._layer_share < LEAST_SHARE and not self._is_tight:
-            self._kinds = [{0: (KEEP, *watch.all_of_it(times, gbps))}]
-            self._link_bytes = {0: math.inf}
+            self._kinds, self._link_bytes = [all_of_it], {}
         else:
             self._kinds = watch.actions(times, gbps, others, self._may_offload)
             is_pipeline = self._num_inflight > 1
             self._link_bytes = times.link_bytes(gbps, self._kinds[0], is_pipeline=is_pipeline)
+            is_plain = self._has_groups and is_alone() and all(x.refusal for x in sites.values())
+            if is_plain and not (self._is_tight or self._named_recompute or times.host_share):
+                may_move = any(x.copied_bytes for own in self._kinds[0].values() for x in own)
+                most_bytes = frontier(self._kinds, self._link_bytes)[-1].freed_bytes
+                if may_move and most_bytes < _LARGE_SHARE * self._saved_bytes:
+                    self._kinds.append(all_of_it)
         self._saving, self._has_lengths = watch.saving, len(watch.tokens) == 1
         # What ranks have alike that have the same layers.
         seen = sorted((site.layer, x) for x, site in all_sites.items() if x in watch.called)

@@ -15,6 +15,7 @@ from megatron_offload.model_map.module_hooks import compiled_parts, named_module
 from megatron_offload.model_map.structure import (
     PARTS,
     has_forward,
+    keeps_inside,
     layers_of,
     modules_within,
     other_numbers,
@@ -93,6 +94,12 @@ def find_rows(
             if not is_part:
                 raise ConfigError(missing)
             _logger.warning("%s (in this part of the model)", missing)
+        is_whole = row.recompute and row.site in RECOMPUTE_SITES
+        if is_whole and paths and all(keeps_inside(modules[path]) for path in paths):
+            raise ConfigError(
+                f"row {row}: {paths[0]} has no parts, so that nothing inside it can be recomputed; "
+                "name what is around it, such as 'layer'"
+            )
         for path in paths:
             if other := found.recomputed.get(path, found.offloaded.get(path)):
                 raise ConfigError(f"rows {other} and {row} are both about {path}")

@@ -54,10 +54,11 @@ def layers_of(modules: Mapping[str, nn.Module]) -> dict[str, int]:
     a dictionary ``layers`` by numbers, that have one class and parts, except within another layer.
     Megatron numbers them over all pipeline ranks, and behind them those that predict further
     tokens; others have their place in their list, each list from 0. A member that has another name
-    first counts where no other layer is in there.
+    first counts where no other layer is in there. In a model without other layers a list's only
+    member is one, such as one that is called again and again.
     """
     known = {path for path, module in modules.items() if path and is_known_layer(module)}
-    members = _members(modules)
+    members = _members(modules) or ({} if known else _members(modules, least=1))
     first = {module: path for path, module in modules.items()}
     known |= {place for place, member in members.items() if modules.get(place) is member}
     within = tuple(f"{layer}." for layer in known)
@@ -82,16 +83,24 @@ def other_numbers(modules: Mapping[str, nn.Module], layers: Mapping[str, int]) -
     return found
 
 
-def _members(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the members of lists that may be layers, each by its name in its list."""
+def _members(modules: Mapping[str, nn.Module], least: int = 2) -> dict[str, nn.Module]:
+    """Return the members of lists that may be layers, each by its name in its list.
+
+    Lists have at ``least`` so many. An only member isn't one that does nothing but hold a list, and
+    is in no `nn.Sequential`.
+    """
     found = dict[str, nn.Module]()
     for path, module in modules.items():
         is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
         if isinstance(module, nn.ModuleDict) and path.rpartition(".")[2] == "layers":
             is_list = all(_A_NUMBER.fullmatch(name) for name in module._modules)  # torchtitan's
-        if not is_list or len(module._modules) < 2:
+        if not is_list or len(module._modules) < least:
             continue
         members = {f"{path}.{name}".lstrip("."): x for name, x in module._modules.items()}
+        if len(members) == 1 and (
+            isinstance(module, nn.Sequential) or _holds_list(*members.values())
+        ):
+            continue
         if all(map(_may_be_layer, members.values())) and len({*map(type, members.values())}) == 1:
             found |= {name: member for name, member in members.items() if member is not None}
     return found
@@ -104,6 +113,11 @@ def _number_of(place: str, module: nn.Module, modules: Mapping[str, nn.Module]) 
         return int(layer.layer_number) - 1 + int(of_decoder)
     siblings = [*modules[home]._modules] if home in modules else [name]
     return int(name) if name.isdigit() else siblings.index(name)
+
+
+def _holds_list(module: nn.Module | None) -> bool:
+    parts = [] if module is None else [*module.children()]
+    return len(parts) == 1 and isinstance(parts[0], nn.ModuleList)
 
 
 def _may_be_layer(module: nn.Module | None) -> bool:

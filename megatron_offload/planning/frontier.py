@@ -159,7 +159,7 @@ def _moves(layers: Layers, link_bytes: Mapping[int, float], price: float) -> lis
                 if worth > best:
                     best, move = worth, (number, after)
         number, after = move
-        if number < 0:
+        if not after.freed_bytes:
             return plans
         more_bytes = after.copied_bytes - taken[number].copied_bytes
         left |= {x: left[x] - more_bytes for x in order[: order.index(number) + 1]}

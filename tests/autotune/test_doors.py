@@ -6,11 +6,11 @@ import time
 
 import pytest
 import torch
-from layered_job import WIDTH, LayeredJob, auto
+from layered_job import WIDTH, LayeredJob, actions, auto
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from virtual_clock import Tick
 
-from megatron_offload.autotune import layers
+from megatron_offload.autotune import layers, search_steps
 from megatron_offload.backends.simulated import SimulatedBackend
 from megatron_offload.frontends.modules import offload_modules
 from megatron_offload.integrations.torch_pipelining import offload_pipeline
@@ -103,6 +103,10 @@ def test_parts_of_a_layer_without_mlp_are_named_from_the_layer(monkeypatch):
             x = Tick.apply(x, job.backend.advance_compute, job.us_per_row * len(x))
             return job.note(self.inner(job.note(x.sin())).sigmoid())
 
+    job = LayeredJob(1.0, layer=Block, policy=auto(3))
+    job.found()
+    assert actions(job.search.plan.rows()) == {("model", "all")}, "layers' rows free less than half"
+    monkeypatch.setattr(search_steps, "_LARGE_SHARE", 0.0)
     monkeypatch.setattr(layers, "_PART_US", 0.0)
     job = LayeredJob(1.0, layer=Block, policy=auto(3))
     assert "rows" in job.found().said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from unittest import mock
 
 import pytest
@@ -16,6 +17,7 @@ from layered_job import (
     target,
 )
 
+from megatron_offload.autotune import search_steps
 from megatron_offload.autotune.row_search import RowSearch
 from megatron_offload.backends.base import DeviceMemory
 
@@ -31,7 +33,17 @@ def test_a_job_without_room_to_look_at_its_layers_keeps_what_there_is_room_for()
     assert job.manager.learner.is_open
 
 
-def test_rows_of_which_nothing_leaves_are_not_followed():
+def test_a_layer_alone_in_too_little_memory_is_recomputed_and_no_error():
+    job = LayeredJob(1.0, 24_000, policy=auto(40), num_layers=1)
+    job.net.forward = lambda x: job.net.head(torch.nn.Sequential(*[job.net.layers[0]] * 6)(x))
+    while not job.search.is_converged:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            job.step()
+    assert "no other layer shows what the only one saves" in job.search.said
+
+
+def test_rows_of_which_nothing_leaves_are_not_followed(monkeypatch):
+    monkeypatch.setattr(search_steps, "_LARGE_SHARE", 0.0)
     job = found_job(1.0, policy=auto(20), layer=PlainLayer, num_layers=2)
     assert "needed again at once" in job.search.said
     assert not job.manager.rows

@@ -318,6 +318,30 @@ def test_blocks_stay_layers_where_a_second_list_has_what_holds_them():
     assert layers == {"own0.0": 0, "own0.1": 1, "own1.0": 0, "own1.1": 1}
 
 
+class InOneList(nn.Module):
+    """Holds its only layer as ALBERT does, which calls it again and again."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.inner = nn.ModuleList([layer])
+
+    def forward(self, x):
+        return self.inner[0](x)
+
+
+def test_an_only_layer_is_one_and_each_of_its_calls_has_what_its_row_says():
+    def make():
+        (layer,), net = make_net(1).layers, make_net(0)
+        net.groups, net.heads = nn.ModuleList([InOneList(layer)]), nn.Sequential(Mlp())
+        del net.layers
+        object.__setattr__(net, "layers", [net.groups[0]] * 4)
+        return net
+
+    assert layers_of(dict(make().named_modules())) == {"groups.0.inner.0": 0}
+    stats = check(make, [{"site": "mlp", "offload": 2}], (8, 8), **AT_ONCE).last_step
+    assert stats.offloaded_bytes == 4 * 2 * 2 * 8 * 4 * WIDTH * 4
+
+
 def test_layers_may_be_in_a_dictionary_by_number_of_that_name():
     first, second = make_net(2).layers
     heads, dated = {"0": Mlp(), "1": Mlp()}, {"20240101": Mlp(), "20240102": Mlp()}

@@ -78,6 +78,14 @@ def test_a_row_that_would_hold_an_input_in_place_of_an_output_says_so(caplog):
     assert context.last_step.by_name["mlp.drop"].recomputed_bytes == 0
 
 
+def test_a_module_without_parts_is_no_site_to_recompute_as_a_whole():
+    net = make_net()
+    for layer in net.layers:
+        layer.mlp = nn.Linear(WIDTH, WIDTH)
+    with pytest.raises(ConfigError, match=r"layers\.0\.mlp has no parts.*such as 'layer'"):
+        around(net, [{"site": "mlp", "recompute": True}])
+
+
 @pytest.mark.parametrize(
     ("site", "around_it"), [("mlp.*", "mlp"), ("mlp.down", "mlp"), ("k", "layer")]
 )
