@@ -34,9 +34,9 @@ def test_a_job_without_room_to_look_at_its_layers_keeps_what_there_is_room_for()
 
 
 def test_a_layer_alone_in_too_little_memory_is_recomputed_and_no_error():
-    job = LayeredJob(1.0, 24_000, policy=auto(40), num_layers=1)
+    job = LayeredJob(1.0, 30_000, policy=auto(40), num_layers=1)
     job.net.forward = lambda x: job.net.head(torch.nn.Sequential(*[job.net.layers[0]] * 6)(x))
-    while not job.search.is_converged:
+    for _ in range(60):
         with contextlib.suppress(torch.OutOfMemoryError):
             job.step()
     assert "no other layer shows what the only one saves" in job.search.said
