@@ -264,8 +264,9 @@ class SavedMemory(Observer):
         for call, parts, key in inside:
             if not bare.isdisjoint(parts):
                 changed.add(call.path)
-            else:
-                numbers[call.path][key is None or key not in others].add(counts[call])
+            else:  # what is recomputed is dropped only where all who save it do so
+                is_taken = key is None or key in self.made or key not in others
+                numbers[call.path][is_taken].add(counts[call])
                 counts[call] += 1
         for path, row in rows.offloaded.items():
             if row.most is None:

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from programs import assert_same, make_manager, take_steps, twice
-from small_net import AT_ONCE, WIDTH, around, changed_net
+from small_net import AT_ONCE, WIDTH, around, changed_net, check, make_net
 from torch import nn
 
 from megatron_offload import offload_modules
@@ -65,6 +65,23 @@ def test_what_saves_outputs_that_rows_recompute_is_in_no_group(norms_train, sett
     context.end_step()
     step = context.last_step
     assert (step.num_groups, step.by_name["norm"].recomputed_bytes) == (0, 4 * 2 * 8 * WIDTH * 4)
+
+
+@pytest.mark.parametrize("offload", ["all", 1])
+def test_an_output_is_dropped_too_where_one_of_its_readers_is_offloaded(offload):
+    stats = check(make_net, [{"site": "q", "offload": offload}, *NORMS], **AT_ONCE).last_step
+    assert (stats.recomputed_bytes, stats.offloaded_bytes) == (4 * 2 * 8 * WIDTH * 4, 0)
+    assert stats.refused_recipe_bytes == {}
+
+
+def test_a_norm_that_keeps_nothing_for_its_own_backward_is_not_recomputed(caplog):
+    def change(layer):
+        layer.norm.requires_grad_(False)
+        layer.forward = lambda x: x + layer.q(layer.norm(x.detach())).sin()
+
+    stats = check(partial(changed_net, change), NORMS, **AT_ONCE).last_step
+    assert stats.recomputed_bytes == 0, "its input would be held in place of its output"
+    assert "it doesn't save what it takes" in caplog.text
 
 
 def test_a_backward_forgets_what_its_forward_has_noted():
