@@ -53,6 +53,14 @@ def is_adopted_by(model: nn.Module, manager: PipelineOffloadManager) -> bool:
     return any(found() is manager for found in _adopted.get(model, ()))
 
 
+def leave_models(manager: PipelineOffloadManager) -> None:
+    """Take off all that `adopt_model` and `keep_head` have set for this manager."""
+    for model, adopted in [*_adopted.items()]:
+        if is_adopted_by(model, manager):
+            _leave(ref(model), adopted)
+            unhook({keep_head}, model.modules())
+
+
 def _leave(model: ref[nn.Module], adopted: object) -> None:
     """Take off what one call has set, and a watched forward behind it, but no later call's."""
     found = model()

@@ -173,9 +173,10 @@ class AroundForwards(saved_tensors_hooks):
 
     @property
     def _search(self) -> RowSearch | None:
-        """What looks for rows, outside of all forwards."""
-        tuner = self._groups.manager.tuner
-        return tuner if isinstance(tuner, RowSearch) and not self._depth else None
+        """What looks for rows, outside of all forwards, until `close`."""
+        tuner, pool = self._groups.manager.tuner, self._groups.manager.host_pool
+        is_looking = isinstance(tuner, RowSearch) and not (self._depth or pool.is_closed)
+        return tuner if is_looking else None
 
     def __enter__(self) -> Self:  # type: ignore[override]  # torch's returns nothing
         search = self._search

@@ -27,7 +27,13 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import ConfigError
-from megatron_offload.frontends.adopt import HEADS, adopt_model, is_adopted_by, keep_head
+from megatron_offload.frontends.adopt import (
+    HEADS,
+    adopt_model,
+    is_adopted_by,
+    keep_head,
+    leave_models,
+)
 from megatron_offload.frontends.around import (
     AroundForwards,
     begin_anew,
@@ -181,7 +187,8 @@ class OffloadActivations(AroundForwards):
 
     def __enter__(self) -> Self:  # type: ignore[override]  # torch's returns nothing
         model = None if self._of_model is None else self._of_model()
-        if model is not None and not is_adopted_by(model, self.manager):
+        is_closed = self.manager.host_pool.is_closed
+        if not (model is None or is_closed or is_adopted_by(model, self.manager)):
             _hook(ref(model), ref(self._groups))  # another context has been made for it since
         super().__enter__()
         try:
@@ -230,8 +237,12 @@ class OffloadActivations(AroundForwards):
         return self._of_model is not None and self._of_model() is model
 
     def close(self) -> None:
-        """Free all memory; a second call does nothing more."""
+        """Free all memory and take off all hooks; a second call does nothing more."""
+        self._seeks_model = False
         self.manager.close()
+        leave_models(self.manager)
+        if isinstance(self.manager.tuner, RowSearch):
+            self.manager.tuner.close()
 
 
 class _OffloadModel(OffloadActivations):

@@ -16,9 +16,15 @@ from programs import assert_same, in_thread, make_manager, take_steps
 from small_net import AT_ONCE, WIDTH, Mlp, around, changed_net, make_net
 from torch import nn
 
-from megatron_offload import OffloadConfig, get_act_offloading_ctx_manager, offload_modules
+from megatron_offload import (
+    OffloadActivations,
+    OffloadConfig,
+    get_act_offloading_ctx_manager,
+    offload_modules,
+)
 from megatron_offload.core.row_config import RowConfig
 from megatron_offload.engine.hooks import owner_of_hooks
+from megatron_offload.errors import StateError
 from megatron_offload.frontends.adopt import adopt_model
 from megatron_offload.model_map import watch
 from megatron_offload.model_map.offload_site import NoHooks
@@ -322,6 +328,31 @@ def test_hooks_of_rows_before_do_nothing_under_others():
             net(torch.randint(50, (2, 8))).sum().backward()
         recomputed.append(manager.last_step.recomputed_bytes > 0)
     assert recomputed == [True, True, False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rows": [{"site": "mlp", "offload": 1}, {"site": "norm", "recompute": True}]},
+        {"recompute": ["layer"], "policy": "modules"},
+        {"policy": "auto", "simulated": {"host_time": True}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("num_steps", [1, 5])
+def test_a_context_that_is_closed_leaves_no_hooks(settings, num_steps):
+    config = OffloadConfig(backend="simulated", min_tensor_bytes=0, **settings)
+    net = make_net()
+    context, other = get_act_offloading_ctx_manager(net, config=config), make_net()
+    unknown = OffloadActivations(config=config) if settings.get("policy") == "auto" else None
+    take_steps(net, context, (8,) * num_steps)
+    take_steps(other, unknown, (8,) * num_steps)
+    for one in filter(None, (context, unknown)):
+        one.close()
+        with contextlib.suppress(StateError), one:
+            net(torch.randint(50, (2, 8)))
+    modules = [*net.modules(), *other.modules()]
+    assert not any(x._forward_hooks or x._forward_pre_hooks for x in modules)
 
 
 def test_an_empty_list_of_rows_keeps_all():
