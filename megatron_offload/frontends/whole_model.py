@@ -385,7 +385,7 @@ def _hook(model: ref[nn.Module], groups: ref[AutomaticGroups]) -> None:
 
 def _entered(groups: ref[AutomaticGroups]) -> PipelineOffloadManager | None:
     found = groups()
-    return found.manager if found is not None and found.is_inside and found.forward else None
+    return None if found is None else found.manager_inside()
 
 
 @graph_break

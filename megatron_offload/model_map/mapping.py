@@ -167,7 +167,7 @@ class _Watch(SavedMemory):
         super()._enter(path, module, args, kwargs)
         self.tokens[path] = max(self.tokens[path], tokens_of(args, kwargs))
         leaves = [x for x in tree_leaves((args, kwargs)) if not isinstance(x, FakeTensor)]
-        refusal = sites.call_refusal(module, leaves) or sites.parts_refusal([*module.modules()])
+        refusal = sites.call_refusal(module, leaves) or sites.parts_of(module)[1]
         refusal = refusal if is_recording() else "it runs without grad, or in a checkpoint"
         self.refusals[path] = self.refusals[path] or refusal
 

@@ -149,15 +149,20 @@ def emptied_inside(config: Any, site: str) -> str:
     return f"recompute_modules recomputes {', '.join(inside)} inside it" if inside else ""
 
 
-def parts_refusal(parts: Sequence[nn.Module]) -> str:
-    """Return why a module can't run again, of what is inside it; it is the first of the parts."""
+def parts_of(module: nn.Module) -> tuple[list[nn.Module], str]:
+    """Return a module and all inside it, and why it can't run again, by what they are."""
+    parts, seen = [module], {module}
     for part in parts:
         if isinstance(part, torch.jit.ScriptModule):
-            return "a part of it is in TorchScript"
+            return parts, "a part of it is in TorchScript"
         for hooks in (part._forward_hooks, part._forward_pre_hooks):
-            if hooks and part is not parts[0] and not all(map(is_own_hook, hooks.values())):
-                return "a part of it has hooks"
-    return ""
+            if hooks and part is not module and not all(map(is_own_hook, hooks.values())):
+                return parts, "a part of it has hooks"
+        for inner in part._modules.values():
+            if inner is not None and inner not in seen:
+                seen.add(inner)
+                parts.append(inner)
+    return parts, ""
 
 
 def call_refusal(module: nn.Module, leaves: Sequence[Any]) -> str:

@@ -103,7 +103,7 @@ class CallState:
         self.random_states = random_states
         self._values = [*map(call, _GETTERS)]
         self._has_grad = keeps_grad and torch.is_grad_enabled()
-        self._device_context = device_context()
+        self._device_context = device_context() if _num_function_modes() else None
 
     def run(self, function: Callable[..., Any], *args: Any, pack: PackHook = as_it_is) -> Any:
         """Call a function under this state; afterwards all is as it was before.
@@ -145,9 +145,11 @@ class CallState:
 
 def are_captured(devices: Iterable[str]) -> bool:
     """Whether a graph of one of these types of devices is captured: its states can't be read."""
-    modules = [torch.get_device_module(kind) for kind in devices if kind != "cpu"]
-    asked = [getattr(module, "is_current_stream_capturing", None) for module in modules]
-    return any(is_captured is not None and is_captured() for is_captured in asked)
+    for kind in devices:
+        module = None if kind == "cpu" else torch.get_device_module(kind)
+        if hasattr(module, "is_current_stream_capturing") and module.is_current_stream_capturing():
+            return True
+    return False
 
 
 def other_states() -> tuple[Any, Any]:
@@ -175,6 +177,9 @@ if _is_known:
     _is_known = random.getstate()[1] == (*_python_words[1:], _python_words[0])
 
 
+_TRACKER = "megatron.core.tensor_parallel.random"
+
+
 class RandomStates:
     """The states as they are when this is made: the host's, these devices', and the tracker's."""
 
@@ -188,9 +193,13 @@ class RandomStates:
             if isinstance(state, torch.Generator):  # as CUDA graphs may use
                 self._tracked[name] = state.get_state()
 
+    def now(self) -> RandomStates:
+        """Return the same ones as they are now."""
+        return RandomStates(self._states)
+
     def are_current(self) -> bool:
         """Whether nothing was drawn since."""
-        found = RandomStates(self._states)
+        found = self.now()
         return all(
             now.keys() == then.keys() and all(torch.equal(now[name], then[name]) for name in now)
             for now, then in ((found._states, self._states), (found._tracked, self._tracked))
@@ -198,7 +207,7 @@ class RandomStates:
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function that draws from these; behind it all is as it was before."""
-        now, tracked_now = RandomStates(self._states), _tracked()
+        now, tracked_now = self.now(), _tracked()
         tracked = tracked_now.copy()
         for name, bits in self._tracked.items():
             state = tracked[name]
@@ -212,12 +221,11 @@ class RandomStates:
 
 
 def _tracker() -> Any:
-    home = sys.modules.get("megatron.core.tensor_parallel.random")
-    return getattr(home, "_CUDA_RNG_STATE_TRACKER", None)
+    return getattr(sys.modules[_TRACKER], "_CUDA_RNG_STATE_TRACKER", None)
 
 
 def _tracked() -> dict[str, Any]:
-    tracker = _tracker()
+    tracker = _tracker() if _TRACKER in sys.modules else None
     return {} if tracker is None else dict(tracker.get_states())
 
 

@@ -10,7 +10,8 @@ from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from operator import attrgetter, getitem, itemgetter, setitem
+from itertools import chain
+from operator import attrgetter, getitem, is_, itemgetter, setitem
 from typing import Any, TypeVar
 
 import torch
@@ -33,8 +34,9 @@ T = TypeVar("T")
 
 _MOST_COPIED_BYTES = 1 << 20
 
-_PLAIN = torch.Tensor, torch.nn.Parameter
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
 _version_of = attrgetter("_version")
+_parameters_of, _buffers_of, _modules_of = map(itemgetter, _TABLES)
 
 
 def lasting(tensor: torch.Tensor) -> torch.Tensor:
@@ -73,8 +75,8 @@ class Constants:
 
     def check(self, what: str, unit: str) -> None:
         """Raise where one was changed in place, or has no memory; ``what`` they are is said."""
-        plain = [x for x in self.tensors if type(x) in _PLAIN]
-        if self.are_unchanged() and all(map(torch.Tensor.data_ptr, plain)):
+        is_plain = _PLAIN.issuperset(map(type, self.tensors))
+        if self.are_unchanged() and is_plain and all(map(torch.Tensor.data_ptr, self.tensors)):
             return  # as nearly always
         for x, version in zip(self.tensors, self._versions, strict=True):
             is_plain = type(x) in _PLAIN
@@ -98,6 +100,7 @@ class ModuleLayout:
     Attributes:
         changing: the positions of values that are tensors, or may change of themselves.
         parameters: the positions of parameters.
+        flags: the positions of what says whether a module trains.
     """
 
     def __init__(self, tables: Sequence[_Table]) -> None:
@@ -108,7 +111,8 @@ class ModuleLayout:
         values = [*map(getitem, self._owners(tables), self._names)]
         self._types = [*map(type, values)]
         ends = [bisect(self._numbers, i * len(tables) // 4 - 1) for i in (1, 2, 3)]
-        self.parameters = slice(*ends[:2])
+        self.parameters = [i for i in range(*ends[:2]) if values[i] is not None]
+        self.flags = [i for i in range(ends[0]) if self._names[i] == "training"]
         self.changing = [
             i
             for i in (*range(ends[0]), *range(*ends[1:]))
@@ -152,24 +156,27 @@ class ModuleState:
     ``copies`` says whether small parameters are copied, in case they are written to unseen.
     """
 
+    __slots__ = ("_contents", "_given", "_tables", "_tensors", "_values", "layout", "training")
+
     def __init__(
         self, parts: Sequence[nn.Module], known: ModuleLayout | None, *, copies: bool
     ) -> None:
-        owns = [vars(part) for part in parts]
-        tables = [*owns, *[own[name] for name in _TABLES for own in owns]]
-        layout, values = _read(tables, known)
-        self.layout, self._tables, self._values = layout, tables, values
-        self.training = tuple([bool(own.get("training")) for own in owns])
+        owns = [*map(vars, parts)]
+        inner = map(_parameters_of, owns), map(_buffers_of, owns), map(_modules_of, owns)
+        self._tables = tables = [*owns, *chain(*inner)]
+        self.layout, self._values = layout, values = _read(tables, known)
+        self.training = tuple(map(values.__getitem__, layout.flags))
         copied: dict[int, Any] = {}
         tensors: list[torch.Tensor] = []
         for i in layout.changing:
             values[i] = _copy_of(values[i], copied, tensors)
-        given = values[layout.parameters]
+        given = [*map(values.__getitem__, layout.parameters)]
         if copies:
-            own = {id(x): lasting(x) for x in given if x is not None}
-            values[layout.parameters] = given = [own.get(id(x)) for x in given]
-        self._given = Constants([x for x in given if x is not None])
-        self._tensors = Constants(tensors)
+            own = {id(x): lasting(x) for x in given}
+            for i in layout.parameters:
+                values[i] = own[id(values[i])]
+            given = [*own.values()]
+        self._given, self._tensors = Constants(given), Constants(tensors)
         self._contents: list[torch.Tensor] | None = None
 
     def keep_contents(self) -> None:
@@ -202,7 +209,8 @@ class ModuleState:
             values[i] = _copy_of(values[i], copies)
         layout, now = _read(self._tables, self.layout)
         try:
-            self.layout.put(self._tables, values)
+            if layout is not self.layout or not all(map(is_, values, now)):
+                self.layout.put(self._tables, values)
             return function()
         finally:
             try:

@@ -17,6 +17,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import repeat
 from typing import Any
 from weakref import ref
 
@@ -60,7 +61,7 @@ def taken_apart(
 
     So tensors in them are inputs as any other, and who changes a list afterwards changes nothing.
     """
-    if not kwargs and not any(isinstance(x, (list, tuple, dict)) for x in args):
+    if not kwargs and not any(map(isinstance, args, repeat((list, tuple, dict)))):
         return function, args
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
     return partial(_call, function, spec), leaves

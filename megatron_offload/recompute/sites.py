@@ -18,6 +18,8 @@ from weakref import ref
 
 import torch
 from torch import nn
+from torch._C import _current_graph_task_id
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.utils.hooks import RemovableHandle
@@ -25,9 +27,9 @@ from torch.utils.hooks import RemovableHandle
 from megatron_offload.config import RECOMPUTE_SITES, recompute_patterns
 from megatron_offload.engine.hooks import (
     has_modes,
-    is_in_backward,
     is_recording,
     is_traced,
+    owner_of,
     owner_of_hooks,
     put_on,
     take_off,
@@ -41,10 +43,10 @@ from megatron_offload.model_map.module_hooks import (
     unhook,
 )
 from megatron_offload.model_map.offload_site import FindManager
-from megatron_offload.model_map.sites import call_refusal, parts_refusal
+from megatron_offload.model_map.sites import call_refusal, parts_of
 from megatron_offload.model_map.structure import find_sites, layers_of
 from megatron_offload.model_map.watch import SavedMemory
-from megatron_offload.recompute.call_state import are_captured
+from megatron_offload.recompute.call_state import RandomStates, are_captured
 from megatron_offload.recompute.module_state import ModuleState
 from megatron_offload.recompute.recipe import taken_apart
 from megatron_offload.recompute.recipes import note_recipe
@@ -116,9 +118,10 @@ class SiteHooks:
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note what the call begins with, and replace by numbers what it saves."""
-        if is_in_backward():  # a rerun, which may end without `end`
+        if _current_graph_task_id() != -1:  # a rerun, which may end without `end`
             return
-        around = owner_of_hooks()
+        hooks = _top_saved_tensors_default_hooks(True)
+        around = owner_of(hooks[0]) if hooks else None
         if isinstance(around, SiteCall) and around.site is self.site:
             around.depth += 1  # it calls itself
         call = self._call(module, args, kwargs)
@@ -132,28 +135,32 @@ class SiteHooks:
         site, manager = self.site, self._find_manager()
         if manager is None or not manager.do_offload or not is_recording() or is_traced():
             return None
-        is_long = manager.rows_are_on_trial or has_tokens(self._min_tokens, args, kwargs)
+        is_on_trial, least = manager.rows_are_on_trial, self._min_tokens
+        is_long = not least or is_on_trial or has_tokens(least, args, kwargs)
         if not (manager.may_recompute(site.unit, drops=site.drops_inside) and is_long):
             return None
         if site.transfers() is not manager.transfers:
             site.prove_for(ref(manager.transfers))
         function, leaves = taken_apart(module.forward, args, kwargs)
-        parts = [*module.modules()]
-        refusal = site.refusal or self._refusal(module, leaves) or parts_refusal(parts)
+        parts, refusal = parts_of(module)
+        refusal = site.refusal or self._refusal(module, leaves) or refusal
         if refusal:
             site.warn(refusal, is_asked_for=not manager.rows_are_own)
             return None
         state = ModuleState(parts, site.layout, copies=site.drops_output)
         site.layout = state.layout
-        devices = {x.device.type for x in leaves if isinstance(x, torch.Tensor)} - {"meta"}
-        is_captured = site.draws and are_captured(devices)
-        if is_captured and state.training not in site.proven_in.keys() - site.drawn_in:
-            site.warn("it draws random numbers, or may, and a graph is captured")
-            return None
-        how = site, manager, state, function, leaves, devices, is_captured
+        states = None
+        if site.draws:
+            devices = {x.device.type for x in leaves if isinstance(x, torch.Tensor)} - {"meta"}
+            if not are_captured(devices):
+                states = RandomStates(devices)
+            elif state.training not in site.proven_in.keys() - site.drawn_in:
+                site.warn("it draws random numbers, or may, and a graph is captured")
+                return None
+        how = site, manager, state, function, leaves, states
         if not site.drops_inside:
             return ModuleCall(*how)
-        if not manager.rows_are_on_trial:
+        if not is_on_trial:
             return SiteCall(*how)
         tried = TriedCall(*how)
         return tried if tried.proves else None
@@ -161,7 +168,7 @@ class SiteHooks:
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """Leave the call, which may have raised."""
         site = self.site
-        if is_in_backward():
+        if _current_graph_task_id() != -1:
             return
         call = owner_of_hooks() if site.drops_inside else (self._calls or [None]).pop()
         if not isinstance(call, ModuleCall) or call.site is not site:
@@ -172,9 +179,11 @@ class SiteHooks:
                 return
             take_off(partial(eq, call.pack))
         leaves = call.leaves
-        if not call.close(output) or isinstance(owner_of_hooks(), SavedMemory):
-            return  # in the latter it isn't known yet who saves it
-        chunk = call.manager.recorded_chunk() if site.drops_output else None
+        if not (call.close(output) and site.drops_output):
+            return
+        if isinstance(owner_of_hooks(), SavedMemory):  # it isn't known yet who saves it
+            return
+        chunk = call.manager.recorded_chunk()
         call.picks_first = isinstance(output, (tuple, list))
         made = output[0] if call.picks_first else output
         if chunk is not None and isinstance(made, torch.Tensor):
