@@ -177,11 +177,6 @@ class AutomaticGroups:
         """Its chunk."""
         return None if self.forward is None else self.forward.chunk
 
-    def manager_inside(self) -> PipelineOffloadManager | None:
-        """Return the manager while this thread is in a forward that is recorded."""
-        is_recorded = self._forwards and self._forwards[-1] and self._thread == get_ident()
-        return self.manager if is_recorded else None
-
     @property
     def is_inside(self) -> bool:
         """Whether a forward is under way in this thread, recorded or not."""

@@ -385,7 +385,7 @@ def _hook(model: ref[nn.Module], groups: ref[AutomaticGroups]) -> None:
 
 def _entered(groups: ref[AutomaticGroups]) -> PipelineOffloadManager | None:
     found = groups()
-    return None if found is None else found.manager_inside()
+    return found.manager if found is not None and found.forward and found.is_inside else None
 
 
 @graph_break

@@ -35,9 +35,7 @@ from megatron_offload.engine.hooks import device_context, leave_modes
 
 _HERE = nullcontext()
 
-MODES = "a mode of dispatch or of functions was entered, which may change what it computes"
-"""Why what ran where `has_modes` can't run again."""
-
+PackHook = Callable[[torch.Tensor], Any]
 
 _NAMED = """cudnn_enabled cudnn_benchmark cudnn_deterministic mkldnn_enabled mkldnn_deterministic
     nnpack_enabled blas_preferred_backend cublas_allow_fp16_accumulation
@@ -77,8 +75,6 @@ def _switches() -> Iterator[tuple[Callable[[], Any], Callable[..., Any]]]:
         )
 
 
-PackHook = Callable[[torch.Tensor], Any]
-
 _SWITCHES = tuple(_switches())
 _GETTERS = tuple(read for read, _ in _SWITCHES)
 
@@ -95,12 +91,12 @@ class CallState:
     ``random_states`` is None of what draws nothing.
     """
 
-    __slots__ = ("_device_context", "_has_grad", "_values", "random_states")
+    __slots__ = ("_device_context", "_has_grad", "_random_states", "_values")
 
     def __init__(
-        self, *, keeps_grad: bool = False, random_states: RandomStates | None = None
+        self, random_states: RandomStates | None = None, *, keeps_grad: bool = False
     ) -> None:
-        self.random_states = random_states
+        self._random_states = random_states
         self._values = [*map(call, _GETTERS)]
         self._has_grad = keeps_grad and torch.is_grad_enabled()
         self._device_context = device_context() if _num_function_modes() else None
@@ -134,9 +130,9 @@ class CallState:
         if has_hooks:
             _push_saved_tensors_default_hooks(pack, as_it_is)
         try:
-            if self.random_states is None:
+            if self._random_states is None:
                 return function(*args)
-            return self.random_states.run(function, *args)
+            return self._random_states.run(function, *args)
         finally:
             if has_hooks:
                 _pop_saved_tensors_default_hooks()
@@ -145,11 +141,14 @@ class CallState:
 
 def are_captured(devices: Iterable[str]) -> bool:
     """Whether a graph of one of these types of devices is captured: its states can't be read."""
-    for kind in devices:
-        module = None if kind == "cpu" else torch.get_device_module(kind)
-        if hasattr(module, "is_current_stream_capturing") and module.is_current_stream_capturing():
-            return True
-    return False
+    modules = map(torch.get_device_module, devices)
+    return any(getattr(module, "is_current_stream_capturing", bool)() for module in modules)
+
+
+def devices_of(leaves: Iterable[Any]) -> set[str]:
+    """Return the types of the devices of tensors among these, but the host, which all have."""
+    tensors = (x for x in leaves if isinstance(x, torch.Tensor))
+    return {x.device.type for x in tensors if not (x.is_cpu or x.is_meta)}
 
 
 def other_states() -> tuple[Any, Any]:
@@ -177,55 +176,52 @@ if _is_known:
     _is_known = random.getstate()[1] == (*_python_words[1:], _python_words[0])
 
 
-_TRACKER = "megatron.core.tensor_parallel.random"
-
-
 class RandomStates:
-    """The states as they are when this is made: the host's, these devices', and the tracker's."""
+    """The states as they are when this is made: the host's, these devices', and the tracker's.
+
+    ``by_kind`` are those of devices, by their types.
+    """
 
     def __init__(self, devices: Iterable[str] = ()) -> None:
-        self._states = {"cpu": torch.default_generator.get_state()}
+        self.by_kind = {"cpu": torch.default_generator.get_state()}
         for kind in devices:
             if kind != "cpu":
-                self._states[kind] = torch.get_device_module(kind).get_rng_state()
+                self.by_kind[kind] = torch.get_device_module(kind).get_rng_state()
         self._tracked = _tracked()
         for name, state in self._tracked.items():
             if isinstance(state, torch.Generator):  # as CUDA graphs may use
                 self._tracked[name] = state.get_state()
 
-    def now(self) -> RandomStates:
-        """Return the same ones as they are now."""
-        return RandomStates(self._states)
-
     def are_current(self) -> bool:
         """Whether nothing was drawn since."""
-        found = self.now()
+        found = RandomStates(self.by_kind)
         return all(
             now.keys() == then.keys() and all(torch.equal(now[name], then[name]) for name in now)
-            for now, then in ((found._states, self._states), (found._tracked, self._tracked))
+            for now, then in ((found.by_kind, self.by_kind), (found._tracked, self._tracked))
         )
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function that draws from these; behind it all is as it was before."""
-        now, tracked_now = self.now(), _tracked()
+        now, tracked_now = RandomStates(self.by_kind), _tracked()
         tracked = tracked_now.copy()
         for name, bits in self._tracked.items():
             state = tracked[name]
             is_generator = isinstance(state, torch.Generator)
             tracked[name] = state.clone_state().set_state(bits) if is_generator else bits
         try:
-            _set(self._states, tracked)
+            _set(self.by_kind, tracked)
             return function(*args)
         finally:
-            _set(now._states, tracked_now)
+            _set(now.by_kind, tracked_now)
 
 
 def _tracker() -> Any:
-    return getattr(sys.modules[_TRACKER], "_CUDA_RNG_STATE_TRACKER", None)
+    home = sys.modules.get("megatron.core.tensor_parallel.random")
+    return getattr(home, "_CUDA_RNG_STATE_TRACKER", None)
 
 
 def _tracked() -> dict[str, Any]:
-    tracker = _tracker() if _TRACKER in sys.modules else None
+    tracker = _tracker()
     return {} if tracker is None else dict(tracker.get_states())
 
 

@@ -10,7 +10,6 @@ from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import chain
 from operator import attrgetter, getitem, is_, itemgetter, setitem
 from typing import Any, TypeVar
 
@@ -35,8 +34,8 @@ T = TypeVar("T")
 _MOST_COPIED_BYTES = 1 << 20
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
-_version_of = attrgetter("_version")
-_parameters_of, _buffers_of, _modules_of = map(itemgetter, _TABLES)
+version_of = attrgetter("_version")
+"""Returns how often a tensor was changed in place."""
 
 
 def lasting(tensor: torch.Tensor) -> torch.Tensor:
@@ -67,11 +66,11 @@ class Constants:
     __slots__ = ("_versions", "tensors")
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.tensors, self._versions = tensors, [*map(_version_of, tensors)]
+        self.tensors, self._versions = tensors, [*map(version_of, tensors)]
 
     def are_unchanged(self) -> bool:
         """Whether none was changed in place."""
-        return [*map(_version_of, self.tensors)] == self._versions
+        return [*map(version_of, self.tensors)] == self._versions
 
     def check(self, what: str, unit: str) -> None:
         """Raise where one was changed in place, or has no memory; ``what`` they are is said."""
@@ -100,7 +99,6 @@ class ModuleLayout:
     Attributes:
         changing: the positions of values that are tensors, or may change of themselves.
         parameters: the positions of parameters.
-        flags: the positions of what says whether a module trains.
     """
 
     def __init__(self, tables: Sequence[_Table]) -> None:
@@ -112,7 +110,6 @@ class ModuleLayout:
         self._types = [*map(type, values)]
         ends = [bisect(self._numbers, i * len(tables) // 4 - 1) for i in (1, 2, 3)]
         self.parameters = [i for i in range(*ends[:2]) if values[i] is not None]
-        self.flags = [i for i in range(ends[0]) if self._names[i] == "training"]
         self.changing = [
             i
             for i in (*range(ends[0]), *range(*ends[1:]))
@@ -142,8 +139,7 @@ class ModuleLayout:
 
 def _read(tables: Sequence[_Table], layout: ModuleLayout | None) -> tuple[ModuleLayout, list[Any]]:
     """Return where values are in these tables, as in a known layout if that holds, and these."""
-    values = None if layout is None else layout.read(tables)
-    if layout is None or values is None:
+    if layout is None or (values := layout.read(tables)) is None:
         layout = ModuleLayout(tables)
         values = layout.read(tables)
         assert values is not None
@@ -162,10 +158,9 @@ class ModuleState:
         self, parts: Sequence[nn.Module], known: ModuleLayout | None, *, copies: bool
     ) -> None:
         owns = [*map(vars, parts)]
-        inner = map(_parameters_of, owns), map(_buffers_of, owns), map(_modules_of, owns)
-        self._tables = tables = [*owns, *chain(*inner)]
+        self._tables = tables = [*owns, *[own[name] for name in _TABLES for own in owns]]
         self.layout, self._values = layout, values = _read(tables, known)
-        self.training = tuple(map(values.__getitem__, layout.flags))
+        self.training = tuple([bool(own.get("training")) for own in owns])
         copied: dict[int, Any] = {}
         tensors: list[torch.Tensor] = []
         for i in layout.changing:

@@ -38,8 +38,8 @@ from megatron_offload.errors import CorruptionError
 from megatron_offload.memory.checksum import checksum
 from megatron_offload.memory.layout import TensorLayout, bytes_of, layout_of
 from megatron_offload.memory.storage_ref import StorageRef
-from megatron_offload.recompute.call_state import RandomStates, outside_vmap
-from megatron_offload.recompute.module_state import Constants
+from megatron_offload.recompute.call_state import RandomStates, devices_of, outside_vmap
+from megatron_offload.recompute.module_state import Constants, version_of
 from megatron_offload.recompute.proof import Proof, other_bits
 
 MOST_IN_A_ROW = 3
@@ -200,14 +200,18 @@ class FunctionRecipe:
         self.aliases: list[torch.Tensor] = []
         self._counted_in: StepStats | None = None  # where it is counted as recomputed, in no group
         self.are_equal: list[torch.Tensor] = []
-        known = {id(x): x for x in parts}.values()
-        self.inputs = [x for x in known if type(x) is Input]
-        self.constants = Constants([x for x in known if isinstance(x, torch.Tensor)])
-        depth = 1 + max((x.recipe.depth for x in self.inputs if x.recipe is not None), default=0)
-        if any(x.storage_ref.cdata == self.storage_ref.cdata for x in self.inputs):
-            refusal = refusal or "it is a view of an input"
-        if any(x.layout is not torch.strided for x in self.constants.tensors):
-            refusal = refusal or "it takes a sparse tensor"
+        self.inputs, constants, depth = list[Input](), list[torch.Tensor](), 1
+        for part in {id(x): x for x in parts}.values():
+            if type(part) is Input:
+                self.inputs.append(part)
+                depth = max(depth, 1 + (0 if part.recipe is None else part.recipe.depth))
+                if part.storage_ref.cdata == self.storage_ref.cdata:
+                    refusal = refusal or "it is a view of an input"
+            elif isinstance(part, torch.Tensor):
+                constants.append(part)
+                if part.layout is not torch.strided:
+                    refusal = refusal or "it takes a sparse tensor"
+        self.constants = Constants(constants)
         if layout.offset or self.num_bytes > layout.high:
             refusal = refusal or "its storage holds more"
         if depth > MOST_IN_A_ROW:
@@ -226,7 +230,7 @@ class FunctionRecipe:
         What an input is made from counts as its input too. For a proof the host waits for what
         comparisons have shown.
         """
-        if any(alias._version != self.version for alias in aliases):
+        if {*map(version_of, aliases)} != {self.version}:
             return "it was changed in place"
         if refusal := self.bind_inputs():
             if self.transfers.by_rows and refusal == _INPUT_NOT_SAVED:
@@ -260,7 +264,8 @@ class FunctionRecipe:
                 self._counted_in = stats
         if refusal or not drops:
             return
-        if self.sum is None and any(isinstance(x, Checker) for x in transfers.observers):
+        is_watched = transfers.observers and self.sum is None
+        if is_watched and any(isinstance(x, Checker) for x in transfers.observers):
             self.sum = sum_of(record.alias)
         alias = record.alias if record.is_detached else record.detach()
         transfers.backend.read_on(stream, alias)
@@ -369,15 +374,14 @@ class FunctionRecipe:
 
     def _call(self, parts: Sequence[Any]) -> torch.Tensor:
         """Return what the call makes; for a proof no random state is changed."""
-        run = self.again
-        with ExitStack() as undo:
-            if self.sum is not None:
-                devices = {x.device.type for x in parts if isinstance(x, torch.Tensor)}
-                run = partial(RandomStates(devices).run, run)
-                undo.callback(random.setstate, random.getstate())
-                undo.callback(np.random.set_state, np.random.get_state(legacy=False))
-            made: torch.Tensor = run(*parts)
+        made: torch.Tensor = (self.again if self.sum is None else self._run_for_proof)(*parts)
         return made.detach() if type(made) is torch.Tensor else made
+
+    def _run_for_proof(self, *parts: Any) -> Any:
+        with ExitStack() as undo:
+            undo.callback(random.setstate, random.getstate())
+            undo.callback(np.random.set_state, np.random.get_state(legacy=False))
+            return RandomStates(devices_of(parts)).run(self.again, *parts)
 
     def _is_as_before(self, made: torch.Tensor) -> bool:
         is_plain = type(made) is torch.Tensor and made.storage_offset() == 0

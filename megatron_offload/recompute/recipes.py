@@ -25,7 +25,7 @@ from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.nested import is_wrapper, tensors_in
 from megatron_offload.engine.transfers import Transfers
 from megatron_offload.memory.layout import layout_of
-from megatron_offload.recompute.call_state import MODES, CallState, RandomStates
+from megatron_offload.recompute.call_state import CallState, RandomStates, devices_of
 from megatron_offload.recompute.module_state import lasting
 from megatron_offload.recompute.patches import Call
 from megatron_offload.recompute.proof import Proof
@@ -36,6 +36,8 @@ from megatron_offload.recompute.recipe import (
 )
 
 T = TypeVar("T")
+
+_MODES = "a mode of dispatch or of functions was entered, which may change what it computes"
 
 
 def note_recipe(
@@ -62,7 +64,7 @@ def note_recipe(
         return
     key = output.untyped_storage()._cdata
     is_held = holds and chunk.transfers.by_rows and not chunk.open_groups
-    refusal = proof.refusal or (MODES if has_modes() else "")
+    refusal = proof.refusal or (_MODES if has_modes() else "")
     known: dict[int, Any] = {}
     for given in inputs:
         if isinstance(given, torch.Tensor) and id(given) not in known:
@@ -108,7 +110,8 @@ def _part_of(
     kept = given if has_modes() else lasting(given)
     if is_parameter(given):
         return kept, ""
-    kept = kept.detach()  # to hold a graph from one of its records is a cycle
+    if kept is given:
+        kept = kept.detach()  # to hold a graph from one of its records is a cycle
     why = "an input is made of several tensors" if is_wrapper(given) else ""
     return kept.requires_grad_(given.requires_grad), why
 
@@ -192,9 +195,8 @@ def recomputable(
     chunk = None if manager is None else manager.recorded_chunk()
     if chunk is None or (preserve_rng_state and chunk.transfers.backend.is_capturing()):
         return function(*inputs)  # a capture can't read the random state
-    devices = (one.device.type for one in tensors_in(inputs))
-    states = RandomStates(devices) if preserve_rng_state else None
-    call_state = CallState(keeps_grad=True, random_states=states)
+    states = RandomStates(devices_of(tensors_in(inputs))) if preserve_rng_state else None
+    call_state = CallState(states, keeps_grad=True)
     output = function(*inputs)
     add_recipe(chunk, output, function, inputs, unit=unit, state=call_state)
     return output

@@ -109,40 +109,27 @@ class Site:
             _logger.log(level, "recompute: %s, and maybe others, is kept: %s", self.path, refusal)
 
 
+@dataclass(eq=False, repr=False)
 class ModuleCall:
-    """A call of a site's module: what it needs to run again, but for the tensors it is given.
+    """A call of a site's module: what it needs to run again, but for the tensors it is given."""
 
-    Args:
-        site: of the module.
-        manager: in whose forward it is.
-        state: what the module has.
-        function: runs the module's forward.
-        leaves: what that takes; emptied when it is over.
-        states: random ones that it may draw from; None of what draws nothing, and in a capture,
-            where they can't be read, and nothing can be waited for.
+    site: Site
+    manager: PipelineOffloadManager
+    """In whose forward it is."""
+    state: ModuleState
+    function: Callable[..., Any]
+    """Runs the module's forward."""
+    leaves: Sequence[Any]
+    """What that takes; emptied when it is over."""
+    random_states: RandomStates | None
+    """None of what draws nothing, and while a graph is captured: then they can't be read, and
+    nothing can be waited for."""
+    picks_first: bool = False
+    """Whether of what it returns the first is what is recomputed."""
 
-    Attributes:
-        picks_first: whether of what it returns the first is what is recomputed.
-    """
-
-    __slots__ = (
-        *("__weakref__", "_call_state", "_given", "function", "leaves", "manager", "picks_first"),
-        *("site", "state"),
-    )
-
-    def __init__(
-        self,
-        site: Site,
-        manager: PipelineOffloadManager,
-        state: ModuleState,
-        function: Callable[..., Any],
-        leaves: Sequence[Any],
-        states: RandomStates | None,
-    ) -> None:
-        self.site, self.manager, self.state = site, manager, state
-        self.function, self.leaves, self.picks_first = function, leaves, False
-        self._given = Constants([x for x in leaves if isinstance(x, torch.Tensor)])
-        self._call_state = CallState(keeps_grad=site.draws, random_states=states)
+    def __post_init__(self) -> None:
+        self._given = Constants([x for x in self.leaves if isinstance(x, torch.Tensor)])
+        self._call_state = CallState(self.random_states, keeps_grad=self.site.draws)
 
     def output(self, *leaves: Any) -> Any:
         """Return what it returned, of the same arguments."""
@@ -237,33 +224,23 @@ class SiteCall(ModuleCall):
         InPlaceModificationError: something that it takes was changed since.
     """
 
-    __slots__ = (
-        *("_forms", "_inputs", "_is_open", "_made", "_num_bytes", "_others", "_parameters"),
-        *("_states_after", "_step_number", "_sums", "_template", "_unpack", "depth", "proves"),
-        "transfers",
-    )
-
-    def __init__(self, site: Site, manager: PipelineOffloadManager, *how: Any) -> None:
-        super().__init__(site, manager, *how)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        site, manager = self.site, self.manager
         self.depth = 0
         """How often the site has called itself and has not returned."""
         self.transfers = manager.transfers  # by which hooks that an interrupt has left are found
         hooks = _top_saved_tensors_default_hooks(True)
         own = partial(SavedTensor, group_name=site.path), SavedTensor.unpack
         pack, self._unpack = hooks or own
-        self._inputs: dict[int, tuple[Any, bool]] = {}
-        self._template: list[tuple[int, Any]] = []
-        for leaf in self.leaves:
-            is_tensor = isinstance(leaf, torch.Tensor)
-            key = id(leaf) if is_tensor else 0
-            if is_tensor and key not in self._inputs:
-                self._inputs[key] = pack(leaf), leaf.requires_grad
-            self._template.append((key, None if is_tensor else leaf))
+        tensors = {id(x): x for x in self._given.tensors}
+        self._inputs = {key: (pack(x), x.requires_grad) for key, x in tensors.items()}
+        self._template = [(id(x), None) if id(x) in tensors else (0, x) for x in self.leaves]
         self._is_open, self._step_number = True, manager.step_number
         manager.decisions.last_call = ref(self)
         since = self._step_number - site.proven_in.get(self.state.training, -PROVE_EVERY)
         is_due = not 0 < since < PROVE_EVERY or manager.config.checking
-        self.proves = is_due and self._call_state.random_states is not None
+        self.proves = is_due and self.random_states is not None
         if self.proves:
             self.state.keep_contents()
         self._others = other_states()
@@ -332,13 +309,13 @@ class SiteCall(ModuleCall):
                 again, or has changed what it was given.
         """
         may_run = super().close(output)
-        self._is_open, site, states = False, self.site, self._call_state.random_states
+        self._is_open, site, states = False, self.site, self.random_states
         if self._others != other_states():
             if not self.manager.rows_are_own or isinstance(self, TriedCall):
                 self._fail("draws random numbers of Python or numpy")
             self.proves = states is not None  # or a thread has: bits will say
         if self.proves and states is not None:
-            self._sums, self._states_after = sums_of(output), states.now()
+            self._sums, self._states_after = sums_of(output), RandomStates(states.by_kind)
             if not states.are_current():
                 site.drawn_in.add(self.state.training)
         self.transfers.stats.by_name[site.unit].recomputed_bytes += self._num_bytes

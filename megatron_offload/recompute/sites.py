@@ -11,15 +11,13 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
-from operator import eq
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import nn
 from torch._C import _current_graph_task_id
-from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch._C._autograd import _pop_saved_tensors_default_hooks
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.utils.hooks import RemovableHandle
@@ -29,10 +27,8 @@ from megatron_offload.engine.hooks import (
     has_modes,
     is_recording,
     is_traced,
-    owner_of,
     owner_of_hooks,
     put_on,
-    take_off,
 )
 from megatron_offload.model_map.module_hooks import (
     EagerHook,
@@ -46,7 +42,7 @@ from megatron_offload.model_map.offload_site import FindManager
 from megatron_offload.model_map.sites import call_refusal, parts_of
 from megatron_offload.model_map.structure import find_sites, layers_of
 from megatron_offload.model_map.watch import SavedMemory
-from megatron_offload.recompute.call_state import RandomStates, are_captured
+from megatron_offload.recompute.call_state import RandomStates, are_captured, devices_of
 from megatron_offload.recompute.module_state import ModuleState
 from megatron_offload.recompute.recipe import taken_apart
 from megatron_offload.recompute.recipes import note_recipe
@@ -120,8 +116,7 @@ class SiteHooks:
         """Note what the call begins with, and replace by numbers what it saves."""
         if _current_graph_task_id() != -1:  # a rerun, which may end without `end`
             return
-        hooks = _top_saved_tensors_default_hooks(True)
-        around = owner_of(hooks[0]) if hooks else None
+        around = owner_of_hooks()
         if isinstance(around, SiteCall) and around.site is self.site:
             around.depth += 1  # it calls itself
         call = self._call(module, args, kwargs)
@@ -135,8 +130,7 @@ class SiteHooks:
         site, manager = self.site, self._find_manager()
         if manager is None or not manager.do_offload or not is_recording() or is_traced():
             return None
-        is_on_trial, least = manager.rows_are_on_trial, self._min_tokens
-        is_long = not least or is_on_trial or has_tokens(least, args, kwargs)
+        is_long = manager.rows_are_on_trial or has_tokens(self._min_tokens, args, kwargs)
         if not (manager.may_recompute(site.unit, drops=site.drops_inside) and is_long):
             return None
         if site.transfers() is not manager.transfers:
@@ -151,7 +145,7 @@ class SiteHooks:
         site.layout = state.layout
         states = None
         if site.draws:
-            devices = {x.device.type for x in leaves if isinstance(x, torch.Tensor)} - {"meta"}
+            devices = devices_of(leaves)
             if not are_captured(devices):
                 states = RandomStates(devices)
             elif state.training not in site.proven_in.keys() - site.drawn_in:
@@ -160,7 +154,7 @@ class SiteHooks:
         how = site, manager, state, function, leaves, states
         if not site.drops_inside:
             return ModuleCall(*how)
-        if not is_on_trial:
+        if not manager.rows_are_on_trial:
             return SiteCall(*how)
         tried = TriedCall(*how)
         return tried if tried.proves else None
@@ -177,7 +171,7 @@ class SiteHooks:
             if call.depth:
                 call.depth -= 1
                 return
-            take_off(partial(eq, call.pack))
+            _pop_saved_tensors_default_hooks()
         leaves = call.leaves
         if not (call.close(output) and site.drops_output):
             return
@@ -208,9 +202,8 @@ class SiteHooks:
             return "it is compiled" if is_compiled else "its forward was replaced"
         if forward_ad._current_level >= 0:
             return "it runs under forward-mode differentiation"
-        last = next(reversed(module._forward_pre_hooks.values()))
-        first = next(iter(module._forward_hooks.values()))
-        if getattr(last, "hook", None) != self.begin or getattr(first, "hook", None) != self.end:
+        last, first = next(reversed(module._forward_pre_hooks)), next(iter(module._forward_hooks))
+        if last != _SHARED_ID or first != _SHARED_ID:
             return "another hook of it comes in between"
         if _global_forward_hooks or _global_forward_pre_hooks:
             return "there are global hooks of forwards"
