@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from ctypes import c_uint
 from functools import lru_cache, partial
 from operator import call
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -93,11 +93,16 @@ class CallState:
 
     __slots__ = ("_device_context", "_has_grad", "_random_states", "_values")
 
+    _last: ClassVar[list[Any]] = []
+
     def __init__(
         self, random_states: RandomStates | None = None, *, keeps_grad: bool = False
     ) -> None:
         self._random_states = random_states
-        self._values = [*map(call, _GETTERS)]
+        values = [*map(call, _GETTERS)]
+        if values != CallState._last:  # else all calls keep one list
+            CallState._last = values
+        self._values = CallState._last
         self._has_grad = keeps_grad and torch.is_grad_enabled()
         self._device_context = device_context() if _num_function_modes() else None
 

@@ -176,6 +176,7 @@ class FunctionRecipe:
     released, spec, low = True, None, 0
     is_counted = is_spoilt = False
     sum: torch.Tensor | None = None
+    are_equal: Sequence[torch.Tensor] = ()
     compared: Event = None
     made: tuple[Stream, torch.Tensor] | None = None
     target_version: int | None = None
@@ -194,12 +195,11 @@ class FunctionRecipe:
         storage, layout = output.untyped_storage(), layout_of(output)
         self.again, self.parts, self.unit, self.proof = again, parts, unit, proof
         self.transfers, self._chunk = chunk.transfers, ref(chunk)
-        self.version, self.form = output._version, (output.shape, output.stride(), output.dtype)
+        self.version, self.form = output._version, (layout.size, layout.stride, layout.dtype)
         self.storage_ref = StorageRef(storage)  # as with an `Input`
         self.num_bytes, self.address = storage.nbytes(), storage.data_ptr()
         self.aliases: list[torch.Tensor] = []
         self._counted_in: StepStats | None = None  # where it is counted as recomputed, in no group
-        self.are_equal: list[torch.Tensor] = []
         self.inputs, constants, depth = list[Input](), list[torch.Tensor](), 1
         for part in {id(x): x for x in parts}.values():
             if type(part) is Input:
@@ -316,17 +316,17 @@ class FunctionRecipe:
 
         So is what is given of which backward would take what another recipe makes.
         """
-        self.sum = sum_of(output)
+        self.sum, are_equal = sum_of(output), list[torch.Tensor]()
         for tensor, part in zip(given, self.parts, strict=True):
             if type(part) is Input and part.recipe is not None and part.recipe.sum is not None:
-                self.are_equal.append(sum_of(tensor) == part.recipe.sum)
+                are_equal.append(sum_of(tensor) == part.recipe.sum)
         if runs:
             plain = (x for x in given if type(x) is torch.Tensor)
             own = {id(x): x.detach().requires_grad_(x.requires_grad) for x in plain}
             made = self._call([own.get(id(x), x) for x in given])
             is_alike = self._is_as_before(made)
-            self.are_equal.append(sum_of(made) == self.sum if is_alike else self.sum != self.sum)
-        backend = self.transfers.backend
+            are_equal.append(sum_of(made) == self.sum if is_alike else self.sum != self.sum)
+        backend, self.are_equal = self.transfers.backend, are_equal
         self.compared = backend.record(backend.compute_stream())
 
     def bind_inputs(self) -> str:

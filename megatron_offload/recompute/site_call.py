@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from threading import RLock
@@ -41,7 +41,12 @@ from megatron_offload.recompute.call_state import (
     other_states,
     outside_vmap,
 )
-from megatron_offload.recompute.module_state import Constants, ModuleLayout, ModuleState
+from megatron_offload.recompute.module_state import (
+    NO_CONSTANTS,
+    Constants,
+    ModuleLayout,
+    ModuleState,
+)
 from megatron_offload.recompute.patches import PatchStack
 from megatron_offload.recompute.proof import PROVE_EVERY, Proof, other_bits, sums_of
 
@@ -62,6 +67,10 @@ class _Muted:
     __getattr__ = __call__
 
 
+_Form = tuple[torch.Size, torch.dtype, bool]
+"""Of a saved tensor, and whether it is a parameter or a view of one: that is kept, as what a rerun
+saves in its place would keep memory that is to be freed."""
+
 _running = RLock()
 """Held while a call runs again: it changes modules and random states, and puts them back."""
 
@@ -79,6 +88,7 @@ class Site:
         fills_late: whether a kernel fills what is saved last behind that: a rerun must not end
             there.
         layout: where its modules had what their forward reads, when that was last seen.
+        forms: of what its last call has saved; calls that save the same keep one list.
         proof: of what it returns.
         proven_in: the step in which it was proven last, by the training flags of its modules.
         drawn_in: the flags under which random numbers were drawn in a proof.
@@ -90,6 +100,7 @@ class Site:
         self.drops_output = unit not in RECOMPUTE_SITES
         self.refusal, self.fills_late = "", False
         self.layout: ModuleLayout | None = None
+        self.forms: list[_Form] = []
         self.said = set[str]()
         """Why sites of the model were kept so far."""
         self.prove_for(lambda: None)
@@ -150,7 +161,7 @@ class ModuleCall:
     def close(self, output: Any) -> bool:
         """Know that it is over, and has returned this; return whether it may run again."""
         is_unchanged = self._given.are_unchanged()
-        self.leaves = self._given.tensors = ()
+        self.leaves, self._given = (), NO_CONSTANTS
         if not is_unchanged:
             self._fail("changes in place what it is given")
         elif not self.state.is_unchanged():
@@ -182,33 +193,32 @@ class Enough(BaseException):
 class Rerun:
     """What a call saves when it runs again."""
 
-    num_saved: int
-    """Behind the last of so many it may end."""
-    parameters: Collection[int]
-    """Of what is saved: an alias of one would keep memory that is to be freed."""
+    expected: Sequence[_Form]
+    """Of what the call has saved: behind the last it may end."""
     proves: bool
     runs_on: bool
     """Whether it goes to its end."""
     made: list[tuple[torch.Tensor, int, bool] | None] = field(default_factory=list)
     """Until it is read each with its version, and whether autograd could take it as a gradient of
     its own, if nothing else had it; None of a parameter."""
-    forms: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
+    forms: list[_Form] = field(default_factory=list)
     at_last_save: list[torch.Tensor] = field(default_factory=list)
 
     @graph_break
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """Keep a tensor that is saved; the pack hook."""
-        made, kept = self.made, tensor
-        self.forms.append((tensor.shape, tensor.dtype))
-        if len(made) in self.parameters:
+        made, kept, expected = self.made, tensor, self.expected
+        is_own = len(made) < len(expected) and expected[len(made)][2]
+        self.forms.append((tensor.shape, tensor.dtype, is_own))
+        if is_own:
             made.append(None)
         else:
             is_constant = not tensor.requires_grad and tensor.is_leaf
             is_constant = is_constant and (tensor.is_floating_point() or tensor.is_complex())
             kept = tensor.detach()
             made.append((kept, tensor._version, is_constant))
-        if len(made) >= self.num_saved:
-            if self.proves and len(made) == self.num_saved:
+        if len(made) >= len(expected):
+            if self.proves and len(made) == len(expected):
                 self.at_last_save = sums_of(made)
             elif not self.runs_on:
                 raise Enough
@@ -243,25 +253,23 @@ class SiteCall(ModuleCall):
         self.proves = is_due and self.random_states is not None
         if self.proves:
             self.state.keep_contents()
-        self._others = other_states()
-        self._sums: list[torch.Tensor] = []
+        self._others: Any = other_states()
+        self._sums: Sequence[torch.Tensor] = ()
         self._states_after: RandomStates | None = None
-        self._forms: list[tuple[torch.Size, torch.dtype]] = []
+        self._forms: list[_Form] = []
         """Of each tensor that was saved."""
         self._num_bytes = 0
-        self._made: list[tuple[torch.Tensor, int, bool] | None] = []
+        self._made: list[tuple[torch.Tensor, int, bool] | None] | None = None
         """As in its last `Rerun`."""
-        self._parameters = set[int]()
-        """Of what is saved."""
 
     @graph_break
     def pack(self, tensor: torch.Tensor) -> list[Any] | SavedTensor:
         """Return a number in place of a saved tensor, in a list; the pack hook."""
         number, base = len(self._forms), tensor._base
-        self._forms.append((tensor.shape, tensor.dtype))
-        is_own = type(tensor) is not torch.Tensor and is_parameter(tensor)
-        if is_own or (base is not None and is_parameter(base)):
-            self._parameters.add(number)
+        one = tensor if base is None else base
+        is_own = type(one) is not torch.Tensor and is_parameter(one)
+        self._forms.append((tensor.shape, tensor.dtype, is_own))
+        if is_own:
             return SavedTensor(tensor, self.site.path)
         self._num_bytes += tensor.nbytes if tensor.layout is torch.strided else 0
         return [number]
@@ -274,6 +282,7 @@ class SiteCall(ModuleCall):
         number, *kept = packed
         if not kept and (not self._made or self._made[number] is None):
             self._run_again_as_given()
+        assert self._made is not None
         found = kept[0] if kept else self._made[number]
         assert found is not None
         made, version, is_constant = found
@@ -310,7 +319,11 @@ class SiteCall(ModuleCall):
         """
         may_run = super().close(output)
         self._is_open, site, states = False, self.site, self.random_states
-        if self._others != other_states():
+        others, self._others = self._others, None  # which take kilobytes
+        if self._forms == site.forms:
+            self._forms = site.forms
+        site.forms = self._forms
+        if others != other_states():
             if not self.manager.rows_are_own or isinstance(self, TriedCall):
                 self._fail("draws random numbers of Python or numpy")
             self.proves = states is not None  # or a thread has: bits will say
@@ -325,7 +338,7 @@ class SiteCall(ModuleCall):
     def _run_again(self, leaves: Sequence[Any], *, needs_output: bool = False) -> Any:
         site, proves = self.site, self.proves and not self._is_open
         runs_on, num_saved = needs_output or proves or site.fills_late, len(self._forms)
-        rerun = Rerun(num_saved, self._parameters, proves, runs_on)
+        rerun = Rerun(self._forms, proves, runs_on)
         made = rerun.made
 
         def run() -> tuple[Any, bool]:
@@ -370,7 +383,7 @@ class TriedCall(SiteCall):
     @graph_break
     def pack(self, tensor: torch.Tensor) -> SavedTensor:
         """Return a record of a saved tensor; the pack hook."""
-        self._forms.append((tensor.shape, tensor.dtype))
+        self._forms.append((tensor.shape, tensor.dtype, False))
         return SavedTensor(tensor, self.site.path)
 
     _fail = ModuleCall._refuse
@@ -386,5 +399,5 @@ class TriedCall(SiteCall):
                 pass  # there is no room to try
             except Exception as error:  # noqa: BLE001 - whatever a module raises
                 self._fail(f"can't run again with the same bits ({error})")
-            self._made = []
+            self._made = None
         return super().unpack(packed)
