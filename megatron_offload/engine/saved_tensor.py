@@ -78,6 +78,9 @@ class SavedTensor:
             shape, dtype = self.layout.size, self.layout.dtype
         return f"of shape {list(shape)} and dtype {dtype}, saved in group {self.group_name!r},"
 
+    # [Note: the check for in-place changes] Autograd skips its own where hooks are set, so the
+    # record makes it, by an alias with the tensor's version counter. The release empties that,
+    # which drops the memory and keeps the counter.
     @graph_break
     def unpack(self) -> torch.Tensor:
         """Return the saved tensor; the compute stream waits for its reload where there is one.
@@ -89,7 +92,7 @@ class SavedTensor:
             return apart(self.unpack)
         alias = self.alias
         if alias._version != self.version:
-            self.check_version()
+            raise changed_in_place(f"a tensor {self._description()}", alias._version, self.version)
         block = self.block
         if block is None:  # it may get one yet
             return alias.detach() if self.is_detached else alias
@@ -134,15 +137,6 @@ class SavedTensor:
         if block.handed is None:
             block.handed = {}
         return block.handed.setdefault(self.layout, found)
-
-    # [Note: the check for in-place changes] Autograd skips its own where hooks are set, so the
-    # record makes it, by an alias with the tensor's version counter. The release empties that,
-    # which drops the memory and keeps the counter.
-    def check_version(self) -> None:
-        """Raise `InPlaceModificationError` where the tensor was changed since it was saved."""
-        version = self.alias._version
-        if version != self.version:
-            raise changed_in_place(f"a tensor {self._description()}", version, self.version)
 
     def view_in(self, memory: torch.Tensor, low: int) -> torch.Tensor:
         """Return the tensor in memory that begins with byte ``low`` of what was its storage."""

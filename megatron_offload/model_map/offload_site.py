@@ -9,7 +9,6 @@ from typing import Any
 from weakref import ref
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.engine.boundary import chunk_of, commit_group, start_group, tick
 from megatron_offload.engine.chunk import ChunkOffloadHandler
@@ -184,9 +183,9 @@ class NoHooks:
         self._lifted: list[tuple[int, list[Any]]] = []
         """By the thread that each is of; of calls that an interrupt has ended, too."""
 
-    def hook(self, module: nn.Module) -> list[RemovableHandle]:
+    def hook(self, module: nn.Module) -> None:
         """Hook the part; in a compiled graph, whose parts they would be, the hooks do nothing."""
-        return hook_calls(module, self._begin, self._end, owner=NoHooks, kind=EagerHook)
+        hook_calls(module, self._begin, self._end, owner=NoHooks, kind=EagerHook)
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         manager = self._find_manager()

@@ -302,33 +302,30 @@ class RowWatch:
         largest = {path: LargestTensors(row.most) for path, row in rows.offloaded.items()}
         self.largest = largest if self._shown is None else self._shown.largest
 
-    def _hook_savers(self, shown: _Shown) -> list[RemovableHandle]:
+    def _hook_savers(self, shown: _Shown) -> None:
         """Hook what saves outputs that rows recompute, and parts of which rows take nothing."""
-        modules, handles, rows = self._modules(), list[RemovableHandle](), self._rows
+        modules, rows = self._modules(), self._rows
         for path in shown.bare:
-            handles += NoHooks(self._find_manager).hook(modules[path])
+            NoHooks(self._find_manager).hook(modules[path])
         for path, name in shown.savers.items():
             tokens = (row.min_tokens for row in rows.recomputed.values() if row.site == name)
             site = SaverSite(name, self._find_manager, min_tokens=min(tokens, default=0))
-            handles += hook_calls(modules[path], site.begin, site.end, owner=OffloadSite)
-        return handles
+            hook_calls(modules[path], site.begin, site.end, owner=OffloadSite)
 
-    def hook(self, *, is_called: bool) -> list[RemovableHandle]:
+    def hook(self, *, is_called: bool) -> None:
         """Hook what a forward has shown; if none was watched, the model, where a call of it is one.
 
-        The hooks of another watch go.
+        Those of another watch were taken off.
         """
-        root = self._modules()[""]
-        handles = hooks_of(RowWatch, root)
         if self._shown is not None:
-            return self._hook_savers(self._shown)
-        if is_called:
-            handles += hook_calls(
-                root,
+            self._hook_savers(self._shown)
+        elif is_called:
+            hook_calls(
+                self._modules()[""],
                 lambda *_: self.begin(),  # behind what begins a chunk
                 lambda *given: self.end(has_failed=given[-1] is None),
+                owner=RowWatch,
             )
-        return handles
 
     def _modules(self) -> dict[str, nn.Module]:
         root = self._root()

@@ -99,10 +99,8 @@ class CallState:
         self, random_states: RandomStates | None = None, *, keeps_grad: bool = False
     ) -> None:
         self._random_states = random_states
-        values = [*map(call, _GETTERS)]
-        if values != CallState._last:  # else all calls keep one list
-            CallState._last = values
-        self._values = CallState._last
+        values, last = [*map(call, _GETTERS)], CallState._last
+        CallState._last = self._values = last if values == last else values  # all keep one
         self._has_grad = keeps_grad and torch.is_grad_enabled()
         self._device_context = device_context() if _num_function_modes() else None
 
@@ -175,17 +173,12 @@ def _numpys(generator: Any) -> Any:
     return _words_at(generator.ctypes.state_address)
 
 
-_is_known = sys.implementation.name == "cpython" and hasattr(random, "_inst")
-if _is_known:
-    _python_words = _words_at(id(random._inst) + object.__basicsize__)
-    _is_known = random.getstate()[1] == (*_python_words[1:], _python_words[0])
+_python_words = _words_at(id(random._inst) + object.__basicsize__)
+_is_known = random.getstate()[1] == (*_python_words[1:], _python_words[0])
 
 
 class RandomStates:
-    """The states as they are when this is made: the host's, these devices', and the tracker's.
-
-    ``by_kind`` are those of devices, by their types.
-    """
+    """The states when this is made: of the host and devices, ``by_kind``, and of the tracker."""
 
     def __init__(self, devices: Iterable[str] = ()) -> None:
         self.by_kind = {"cpu": torch.default_generator.get_state()}

@@ -6,7 +6,6 @@ Parameters and other constants, and what modules have besides their code.
 from __future__ import annotations
 
 import copy
-from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -34,8 +33,7 @@ T = TypeVar("T")
 _MOST_COPIED_BYTES = 1 << 20
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
-version_of = attrgetter("_version")
-"""Returns how often a tensor was changed in place."""
+_version_of = attrgetter("_version")
 
 
 def lasting(tensor: torch.Tensor) -> torch.Tensor:
@@ -50,14 +48,13 @@ def lasting(tensor: torch.Tensor) -> torch.Tensor:
     copied = tensor.detach().clone()
     if copied.stride() != tensor.stride():  # it was expanded
         return tensor
-    if not is_parameter(tensor):
-        return copied.requires_grad_(tensor.requires_grad)
-    if type(copied) is torch.Tensor:  # of whatever class of parameters
-        copied = torch.Tensor._make_subclass(type(tensor), copied, tensor.requires_grad)
-    else:
-        copied = torch.nn.Parameter(copied, tensor.requires_grad)
-    vars(copied).update(vars(tensor))
-    return copied
+    if is_parameter(tensor):
+        if type(copied) is torch.Tensor:  # of whatever class of parameters
+            copied = torch.Tensor._make_subclass(type(tensor), copied)
+        else:
+            copied = torch.nn.Parameter(copied, tensor.requires_grad)
+        vars(copied).update(vars(tensor))
+    return copied.requires_grad_(tensor.requires_grad)
 
 
 class Constants:
@@ -66,11 +63,11 @@ class Constants:
     __slots__ = ("_versions", "tensors")
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.tensors, self._versions = tensors, [*map(version_of, tensors)]
+        self.tensors, self._versions = tensors, [*map(_version_of, tensors)]
 
     def are_unchanged(self) -> bool:
         """Whether none was changed in place."""
-        return [*map(version_of, self.tensors)] == self._versions
+        return [*map(_version_of, self.tensors)] == self._versions
 
     def check(self, what: str, unit: str) -> None:
         """Raise where one was changed in place, or has no memory; ``what`` they are is said."""
@@ -78,8 +75,7 @@ class Constants:
         if self.are_unchanged() and is_plain and all(map(torch.Tensor.data_ptr, self.tensors)):
             return  # as nearly always
         for x, version in zip(self.tensors, self._versions, strict=True):
-            is_plain = type(x) in _PLAIN
-            has_memory = not (is_plain and x.nbytes) or x.untyped_storage().nbytes()
+            has_memory = type(x) not in _PLAIN or not x.nbytes or x.untyped_storage().nbytes()
             if has_memory and x._version == version:
                 continue
             what = f"{what} of shape {list(x.shape)}, which is read when {unit!r} is recomputed,"
@@ -112,13 +108,11 @@ class ModuleLayout:
         self._owners = itemgetter(*self._numbers)
         values = [*map(getitem, self._owners(tables), self._names)]
         self._types = [*map(type, values)]
-        ends = [bisect(self._numbers, i * len(tables) // 4 - 1) for i in (1, 2, 3)]
-        self.parameters = [i for i in range(*ends[:2]) if values[i] is not None]
-        self.changing = [
-            i
-            for i in (*range(ends[0]), *range(*ends[1:]))
-            if self._names[i] not in _TABLES and issubclass(self._types[i], _CHANGING)
-        ]
+        of_parameters = range(len(tables) // 4, len(tables) // 2)
+        changing = [i for i, kind in enumerate(self._types) if issubclass(kind, _CHANGING)]
+        changing = [i for i in changing if self._names[i] not in _TABLES]
+        self.parameters = [i for i in changing if self._numbers[i] in of_parameters]
+        self.changing = [i for i in changing if self._numbers[i] not in of_parameters]
 
     def read(self, tables: Sequence[_Table]) -> list[Any] | None:
         """Return the values in these tables; None where their names or classes are others."""
@@ -155,8 +149,6 @@ class ModuleState:
 
     ``copies`` says whether small parameters are copied, in case they are written to unseen.
     """
-
-    __slots__ = ("_contents", "_given", "_tables", "_tensors", "_values", "layout", "training")
 
     def __init__(
         self, parts: Sequence[nn.Module], known: ModuleLayout | None, *, copies: bool

@@ -39,7 +39,7 @@ from megatron_offload.memory.checksum import checksum
 from megatron_offload.memory.layout import TensorLayout, bytes_of, layout_of
 from megatron_offload.memory.storage_ref import StorageRef
 from megatron_offload.recompute.call_state import RandomStates, devices_of, outside_vmap
-from megatron_offload.recompute.module_state import Constants, version_of
+from megatron_offload.recompute.module_state import Constants
 from megatron_offload.recompute.proof import Proof, other_bits
 
 MOST_IN_A_ROW = 3
@@ -200,18 +200,14 @@ class FunctionRecipe:
         self.num_bytes, self.address = storage.nbytes(), storage.data_ptr()
         self.aliases: list[torch.Tensor] = []
         self._counted_in: StepStats | None = None  # where it is counted as recomputed, in no group
-        self.inputs, constants, depth = list[Input](), list[torch.Tensor](), 1
-        for part in {id(x): x for x in parts}.values():
-            if type(part) is Input:
-                self.inputs.append(part)
-                depth = max(depth, 1 + (0 if part.recipe is None else part.recipe.depth))
-                if part.storage_ref.cdata == self.storage_ref.cdata:
-                    refusal = refusal or "it is a view of an input"
-            elif isinstance(part, torch.Tensor):
-                constants.append(part)
-                if part.layout is not torch.strided:
-                    refusal = refusal or "it takes a sparse tensor"
-        self.constants = Constants(constants)
+        known = {id(x): x for x in parts}.values()
+        self.inputs = [x for x in known if type(x) is Input]
+        self.constants = Constants([x for x in known if isinstance(x, torch.Tensor)])
+        depth = 1 + max((x.recipe.depth for x in self.inputs if x.recipe is not None), default=0)
+        if any(x.storage_ref.cdata == self.storage_ref.cdata for x in self.inputs):
+            refusal = refusal or "it is a view of an input"
+        if any(x.layout is not torch.strided for x in self.constants.tensors):
+            refusal = refusal or "it takes a sparse tensor"
         if layout.offset or self.num_bytes > layout.high:
             refusal = refusal or "its storage holds more"
         if depth > MOST_IN_A_ROW:
@@ -230,7 +226,7 @@ class FunctionRecipe:
         What an input is made from counts as its input too. For a proof the host waits for what
         comparisons have shown.
         """
-        if {*map(version_of, aliases)} != {self.version}:
+        if any(alias._version != self.version for alias in aliases):
             return "it was changed in place"
         if refusal := self.bind_inputs():
             if self.transfers.by_rows and refusal == _INPUT_NOT_SAVED:

@@ -29,11 +29,7 @@ from megatron_offload.recompute.call_state import CallState, RandomStates, devic
 from megatron_offload.recompute.module_state import lasting
 from megatron_offload.recompute.patches import Call
 from megatron_offload.recompute.proof import Proof
-from megatron_offload.recompute.recipe import (
-    FunctionRecipe,
-    Input,
-    taken_apart,
-)
+from megatron_offload.recompute.recipe import FunctionRecipe, Input, taken_apart
 
 T = TypeVar("T")
 

@@ -133,20 +133,16 @@ class ModuleCall:
     leaves: Sequence[Any]
     """What that takes; emptied when it is over."""
     random_states: RandomStates | None
-    """None of what draws nothing, and while a graph is captured: then they can't be read, and
-    nothing can be waited for."""
-    picks_first: bool = False
-    """Whether of what it returns the first is what is recomputed."""
+    """None of what draws nothing, and while a graph is captured, where they can't be read."""
 
     def __post_init__(self) -> None:
         self._given = Constants([x for x in self.leaves if isinstance(x, torch.Tensor)])
         self._call_state = CallState(self.random_states, keeps_grad=self.site.draws)
 
     def output(self, *leaves: Any) -> Any:
-        """Return what it returned, of the same arguments."""
+        """Return what it returned, of the same arguments, or the first of several."""
         with _running:
-            output = self._run_again(leaves, needs_output=True)
-        return output[0] if self.picks_first else output
+            return first_of(self._run_again(leaves, needs_output=True))
 
     def _run_again(self, leaves: Sequence[Any], *, needs_output: bool = False) -> Any:
         return self.run(self.function, *leaves)
@@ -173,16 +169,20 @@ class ModuleCall:
 
         ``pack`` is given what it saves.
         """
-        site, state = self.site, self.state
+        router = sys.modules.get(_ROUTER) if self.site.draws else None  # a norm routes nothing
         run = partial(self._call_state.run, function, *args, pack=pack)
-        if not site.draws or _ROUTER not in sys.modules:  # a norm routes nothing
-            return state.run(run, site.path, site.unit)
-        router = sys.modules[_ROUTER]
+        if router is None:
+            return self.state.run(run, self.site.path, self.site.unit)
         with PatchStack() as patches:
             for log in _LOGS:  # an auxiliary loss is not noted twice
                 if hasattr(router, log):
                     patches.replace(router, log, _Muted())
-            return state.run(run, site.path, site.unit)
+            return self.state.run(run, self.site.path, self.site.unit)
+
+
+def first_of(output: Any) -> Any:
+    """Return what is recomputed of what a module returns: the first of several."""
+    return output[0] if isinstance(output, (tuple, list)) and output else output
 
 
 class Enough(BaseException):
@@ -320,9 +320,7 @@ class SiteCall(ModuleCall):
         may_run = super().close(output)
         self._is_open, site, states = False, self.site, self.random_states
         others, self._others = self._others, None  # which take kilobytes
-        if self._forms == site.forms:
-            self._forms = site.forms
-        site.forms = self._forms
+        site.forms = self._forms = site.forms if self._forms == site.forms else self._forms
         if others != other_states():
             if not self.manager.rows_are_own or isinstance(self, TriedCall):
                 self._fail("draws random numbers of Python or numpy")

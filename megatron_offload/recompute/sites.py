@@ -46,7 +46,7 @@ from megatron_offload.recompute.call_state import RandomStates, are_captured, de
 from megatron_offload.recompute.module_state import ModuleState
 from megatron_offload.recompute.recipe import taken_apart
 from megatron_offload.recompute.recipes import note_recipe
-from megatron_offload.recompute.site_call import ModuleCall, Site, SiteCall, TriedCall
+from megatron_offload.recompute.site_call import ModuleCall, Site, SiteCall, TriedCall, first_of
 from megatron_offload.recompute.transformer_engine import is_quantising
 
 _logger = logging.getLogger(__name__)
@@ -143,14 +143,12 @@ class SiteHooks:
             return None
         state = ModuleState(parts, site.layout, copies=site.drops_output)
         site.layout = state.layout
-        states = None
-        if site.draws:
-            devices = devices_of(leaves)
-            if not are_captured(devices):
-                states = RandomStates(devices)
-            elif state.training not in site.proven_in.keys() - site.drawn_in:
-                site.warn("it draws random numbers, or may, and a graph is captured")
-                return None
+        devices = devices_of(leaves) if site.draws else ()
+        is_captured = site.draws and are_captured(devices)
+        if is_captured and state.training not in site.proven_in.keys() - site.drawn_in:
+            site.warn("it draws random numbers, or may, and a graph is captured")
+            return None
+        states = None if is_captured or not site.draws else RandomStates(devices)
         how = site, manager, state, function, leaves, states
         if not site.drops_inside:
             return ModuleCall(*how)
@@ -173,17 +171,13 @@ class SiteHooks:
                 return
             _pop_saved_tensors_default_hooks()
         leaves = call.leaves
-        if not (call.close(output) and site.drops_output):
-            return
-        if isinstance(owner_of_hooks(), SavedMemory):  # it isn't known yet who saves it
-            return
-        chunk = call.manager.recorded_chunk()
-        call.picks_first = isinstance(output, (tuple, list))
-        made = output[0] if call.picks_first else output
-        if chunk is not None and isinstance(made, torch.Tensor):
+        may_run = call.close(output) and site.drops_output
+        chunk = call.manager.recorded_chunk() if may_run else None
+        # While a forward is watched it isn't known yet who saves it.
+        if chunk is not None and not isinstance(owner_of_hooks(), SavedMemory):
             note_recipe(
                 chunk,
-                made,
+                first_of(output),
                 call.output,
                 leaves,
                 site.unit,
@@ -214,13 +208,13 @@ def recompute_modules(
     modules: Mapping[str, nn.Module],
     sites: Mapping[str, tuple[str, int]],
     find_manager: FindManager,
-) -> list[RemovableHandle]:
+) -> None:
     """Let modules be recomputed, by their dotted name that of their unit and the fewest tokens.
 
     The hooks of an earlier call on the same modules go. ``find_manager`` is as in `SiteHooks`.
     """
     layers, compiled = layers_of(modules), compiled_parts(modules.values())
-    handles, said = [], set[str]()
+    said = set[str]()
     known = {path: _site_of(modules[path]) for path in sites}
     unhook({SiteHooks}, modules.values())
     for path, (unit, min_tokens) in sites.items():
@@ -239,8 +233,6 @@ def recompute_modules(
         own = hook_calls(module, hooks.begin, hooks.end, owner=SiteHooks, kind=EagerHook)
         for handle, last in zip(own, (True, False), strict=True):
             _share_id(handle, last=last)
-        handles += own
-    return handles
 
 
 def unproven_sites(modules: Mapping[str, nn.Module]) -> list[str]:
