@@ -87,7 +87,7 @@ def link_bytes(
     are returned, in the order of their calls.
     """
     found, behind_us = dict[int, float](), 0.0
-    for number, us in reversed(forward_us.items()):
+    for number, us in reversed([*forward_us.items()]):
         is_deep = number in deep
         found[number] = bytes_per_us * (BACKWARD_SHARE * (behind_us + us) if is_deep else behind_us)
         behind_us += us

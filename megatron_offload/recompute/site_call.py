@@ -31,7 +31,7 @@ from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.saved_tensor import SavedTensor, changed_in_place
 from megatron_offload.engine.transfers import Transfers
 from megatron_offload.errors import StateError
-from megatron_offload.memory.storage_ref import is_shared
+from megatron_offload.memory.storage_ref import StorageRef, is_shared
 from megatron_offload.model_map.structure import keeps_inside
 from megatron_offload.recompute.call_state import (
     CallState,
@@ -89,6 +89,7 @@ class Site:
             there.
         layout: where its modules had what their forward reads, when that was last seen.
         forms: of what its last call has saved; calls that save the same keep one list.
+        counted_share: of the bytes that a call saves, those that it hasn't saved before.
         proof: of what it returns.
         proven_in: the step in which it was proven last, by the training flags of its modules.
         drawn_in: the flags under which random numbers were drawn in a proof.
@@ -101,6 +102,7 @@ class Site:
         self.refusal, self.fills_late = "", False
         self.layout: ModuleLayout | None = None
         self.forms: list[_Form] = []
+        self.counted_share = 1.0
         self.said = set[str]()
         """Why sites of the model were kept so far."""
         self.prove_for(lambda: None)
@@ -259,6 +261,8 @@ class SiteCall(ModuleCall):
         self._forms: list[_Form] = []
         """Of each tensor that was saved."""
         self._num_bytes = 0
+        self._counted: dict[tuple[int, int, int], StorageRef] = {}
+        """By storage, offset and bytes, each once, where it is proven."""
         self._made: list[tuple[torch.Tensor, int, bool] | None] | None = None
         """As in its last `Rerun`."""
 
@@ -271,7 +275,12 @@ class SiteCall(ModuleCall):
         self._forms.append((tensor.shape, tensor.dtype, is_own))
         if is_own:
             return SavedTensor(tensor, self.site.path)
-        self._num_bytes += tensor.nbytes if tensor.layout is torch.strided else 0
+        num_bytes = tensor.nbytes if tensor.layout is torch.strided else 0
+        self._num_bytes += num_bytes
+        if self.proves and num_bytes and torch._C._has_storage(tensor):
+            key = tensor.untyped_storage()._cdata, int(tensor.storage_offset()), num_bytes
+            if key not in self._counted:  # and no other storage gets its identity
+                self._counted[key] = StorageRef(tensor.untyped_storage())
         return [number]
 
     @graph_break
@@ -325,11 +334,15 @@ class SiteCall(ModuleCall):
             if not self.manager.rows_are_own or isinstance(self, TriedCall):
                 self._fail("draws random numbers of Python or numpy")
             self.proves = states is not None  # or a thread has: bits will say
+        if self.proves and self._num_bytes:
+            num_counted = sum(num_bytes for *_, num_bytes in self._counted)
+            self._counted, site.counted_share = {}, num_counted / self._num_bytes
         if self.proves and states is not None:
             self._sums, self._states_after = sums_of(output), RandomStates(states.by_kind)
             if not states.are_current():
                 site.drawn_in.add(self.state.training)
-        self.transfers.stats.by_name[site.unit].recomputed_bytes += self._num_bytes
+        num_bytes = round(self._num_bytes * site.counted_share)
+        self.transfers.stats.by_name[site.unit].recomputed_bytes += num_bytes
         return may_run
 
     @graph_break

@@ -183,7 +183,7 @@ class SiteHooks:
                 site.unit,
                 site.proof,
                 runs=not site.drops_inside,
-                holds=(site.drops_inside or not site.draws) and made.requires_grad,
+                holds=site.drops_inside or not site.draws,
             )
 
     def _refusal(self, module: nn.Module, leaves: Sequence[Any]) -> str:

@@ -67,6 +67,24 @@ def test_what_saves_outputs_that_rows_recompute_is_in_no_group(norms_train, sett
     assert (step.num_groups, step.by_name["norm"].recomputed_bytes) == (0, 4 * 2 * 8 * WIDTH * 4)
 
 
+class Sines(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.own = nn.Identity()
+
+    def forward(self, x):
+        return x.sin() * x.sin().square()
+
+
+def test_memory_that_a_site_saves_twice_counts_once():
+    def change(layer):
+        layer.mlp = Sines()
+
+    stats = check(partial(changed_net, change), [{"site": "mlp", "recompute": True}]).last_step
+    assert stats.recomputed_bytes == 4 * 4 * 2 * 8 * WIDTH * 4  # x, both sines, and the square
+    assert "32.0 KiB in groups, of it 32.0 KiB off the device" in stats.verdict
+
+
 @pytest.mark.parametrize("offload", ["all", 1])
 def test_an_output_is_dropped_too_where_one_of_its_readers_is_offloaded(offload):
     stats = check(make_net, [{"site": "q", "offload": offload}, *NORMS], **AT_ONCE).last_step
