@@ -106,8 +106,10 @@ def machine_of(ranks: list[dict]) -> Machine:
     def total(name: str) -> float:
         return sum(rank["link_gbps"][name] for rank in ranks)
 
+    node_gbps = total("both_d2h") + total("both_h2d")
     return Machine(
-        node_gbps=total("both_d2h") + total("both_h2d"),
+        node_gbps=node_gbps,
+        node_d2h_share=total("both_d2h") / node_gbps,
         node_d2h_gbps=total("d2h"),
         node_h2d_gbps=total("h2d"),
         gpus_per_node=len(ranks),

@@ -32,7 +32,7 @@ from megatron_offload.planning.advice import advice
 from megatron_offload.planning.description import JobDescription, load_description
 from megatron_offload.planning.found import Alternative, Alternatives
 from megatron_offload.planning.job import Job
-from megatron_offload.planning.simulate import Simulation, fair_rates
+from megatron_offload.planning.simulate import Simulation, even_rate
 from megatron_offload.report.console import console, plain_table
 
 _NEARLY = 0.96
@@ -177,7 +177,7 @@ class Source:
         """Return what copying takes at least: a quarter of what lies there, each way."""
         job, machine = self.job, self.job.machine
         num_gpus = min(job.gpus_per_rank, machine.gpus_per_node)
-        rank_rate = min(fair_rates(machine, num_gpus, 0, 0, 1)[2:])
+        rank_rate = even_rate(machine, num_gpus, 1)
         ways = (machine.node_d2h_gbps, machine.node_h2d_gbps)
         node_rate = 1e3 * min(machine.node_gbps / 2, *filter(None, ways))
         return max(max(job.optimizer_host_bytes) / rank_rate, node_bytes / node_rate) / 4

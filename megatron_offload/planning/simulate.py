@@ -101,19 +101,29 @@ def fair_rates(
     """Return the rates where so many ranks of a node copy each way, or both; 0 for what none does.
 
     They are bytes per microsecond of a copy to the host, of one to the device, and of each with the
-    other direction busy. All are raised together, and those that a limit binds stop there.
+    other direction busy. All are raised together, those to the host faster by `node_d2h_share`, and
+    those that a limit binds stop there.
     """
     numbers = [gpus_per_rank * number for number in (num_d2h, num_h2d, num_both, num_both)]
     both_gbps = (min(machine.both_gbps, one) for one in (machine.d2h_gbps, machine.h2d_gbps))
     rates = [machine.d2h_gbps, machine.h2d_gbps, *both_gbps]
+    weights = [machine.node_d2h_share, 1 - machine.node_d2h_share] * 2
     limits = ((0, 2), machine.node_d2h_gbps), ((1, 3), machine.node_h2d_gbps)
     for kinds, gbps in (*limits, (range(4), machine.node_gbps)):
-        left_gbps, left = gbps or math.inf, sum(numbers[kind] for kind in kinds)
-        for kind in sorted(kinds, key=rates.__getitem__):
-            rates[kind] = min(rates[kind], left_gbps / left) if numbers[kind] else 0.0
+        left_gbps = gbps or math.inf
+        left = sum(numbers[kind] * weights[kind] for kind in kinds)
+        for kind in sorted(kinds, key=lambda kind: rates[kind] / weights[kind]):
+            share = weights[kind] / left if numbers[kind] else 0.0
+            rates[kind] = min(rates[kind], left_gbps * share) if numbers[kind] else 0.0
             left_gbps -= rates[kind] * numbers[kind]
-            left -= numbers[kind]
+            left -= numbers[kind] * weights[kind]
     return tuple(rate * 1e3 for rate in rates)
+
+
+def even_rate(machine: Machine, gpus_per_rank: int, num_ranks: int) -> float:
+    """Return the rate, each way, of ranks of a node that all copy as much both ways."""
+    even = machine.model_copy(update={"node_d2h_share": 0.5})
+    return min(fair_rates(even, gpus_per_rank, 0, 0, num_ranks)[2:])
 
 
 class _Queue:

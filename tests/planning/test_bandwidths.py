@@ -23,6 +23,7 @@ def test_of_one_machine_the_slowest_gpu_counts_and_the_sum_of_all():
         h2d_gbps=54,
         both_gbps=44,
         node_gbps=100,
+        node_d2h_share=0.41,
         node_d2h_gbps=None,
         node_h2d_gbps=None,
         gpus_per_node=2,

@@ -77,13 +77,22 @@ def test_a_schedule_whose_ranks_wait_in_a_circle_is_refused():
     ("num_d2h", "num_h2d", "num_both", "gbps"),
     [
         *((1, 0, 0, 55.0), (0, 1, 0, 55.0), (0, 0, 1, 51.0), (4, 0, 0, 41.0), (0, 4, 0, 51.25)),
-        (0, 0, 4, 25.625),  # the node's limit, each way
+        (0, 0, 4, (30.75, 20.5)),  # the node's limit, of which more goes to the host
     ],
 )
 def test_a_host_with_four_h200s(num_d2h, num_h2d, num_both, gbps):
     rates = fair_rates(Machine(), 1, num_d2h, num_h2d, num_both)
     used = [rate for rate in rates if rate]
-    assert used == pytest.approx([gbps * 1e3] * len(used))
+    assert [rate / 1e3 for rate in used] == pytest.approx(
+        gbps if isinstance(gbps, tuple) else [gbps] * len(used)
+    )
+
+
+def test_two_gpus_of_a_host_share_its_sum_as_they_were_measured_to():
+    # docs/benchmarks/h200/two_gpus_eight.txt: 50.9 to the host and 32.1 to the device.
+    machine = Machine(node_gbps=166.0, gpus_per_node=2)
+    assert fair_rates(machine, 1, 0, 0, 1)[2:] == (51e3, 51e3)
+    assert fair_rates(machine, 1, 0, 0, 2)[2:] == pytest.approx((50.9e3, 32.1e3), rel=0.05)
 
 
 def test_gpus_of_one_rank_count_each():
