@@ -16,7 +16,13 @@ from megatron_offload.machine.profile import Machine
 from megatron_offload.planning.job import Job, RankSettings, StageWork
 from megatron_offload.planning.model import ModelDescription
 from megatron_offload.planning.model_cost import LayerCosts
-from megatron_offload.planning.parameters import num_parameters, replicas_us, static_bytes
+from megatron_offload.planning.parameters import (
+    num_parameters,
+    replicas_us,
+    static_bytes,
+    unused_bytes,
+    workspace_bytes,
+)
 from megatron_offload.planning.schedule import steady_schedule
 from megatron_offload.planning.simulate import simulate
 
@@ -52,7 +58,8 @@ def job_from_model(model: ModelDescription, machine: Machine = _H200S) -> Job:
     return Job(
         schedule=schedule,
         stages=tuple(stages),
-        static_bytes=tuple(static_bytes(model, rank) for rank in ranks),
+        static_bytes=tuple(static_bytes(model, rank) + workspace_bytes(model) for rank in ranks),
+        unused_bytes=tuple(unused_bytes(model, rank) for rank in ranks),
         optimizer_host_bytes=tuple(host_bytes),
         expandable_segments=model.expandable_segments,
         machine=machine,

@@ -7,8 +7,8 @@ second, of one direction unless said.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -53,6 +53,8 @@ class GroupWork:
     backward_block_bytes: int = 0
     """What its backward takes besides and leaves no gaps of behind: one block of one size, or a
     layer that is recomputed."""
+    is_apart: bool = False
+    """Whether its tensors are larger than those of layers, whose freed memory they can't use."""
     is_marked: bool = True
     """Whether the engine sees it as a group; if not, all that it saves is kept."""
     units: tuple[UnitWork, ...] = ()
@@ -158,6 +160,8 @@ class Job:
     """Per pipeline rank: what it waits in the end for messages of replicas; none for nothing."""
     expandable_segments: bool = False
     """Whether what is reserved has no gaps."""
+    unused_bytes: tuple[int, ...] = ()
+    """Per pipeline rank: what is reserved beside ``static_bytes``; none for nothing."""
     optimizer_host_bytes: tuple[int, ...] = ()
     """Per pipeline rank: what optimizer offload keeps on the host; none for nothing."""
 
@@ -172,17 +176,28 @@ QUEUED_LAUNCHES = 1024
 number; about a thousand are seen (https://stackoverflow.com/questions/53970187)."""
 
 
-def pending_bytes(job: Job, rank: int, passes: Iterable[Pass]) -> Iterator[int]:
-    """Yield, before each pass that a rank launches, what is freed of messages and can't be used.
+def message_bytes(job: Job, rank: int, passes: Sequence[Pass]) -> Iterator[tuple[int, int]]:
+    """Yield, before each pass that a rank launches, what messages hold, and have freed too early.
+
+    A Megatron stage refers to its last input, and so to that one's gradient, until its next
+    forward; the interleaved schedule to the input that came last in its warm-up, until the end.
 
     PyTorch marks messages between stages with `record_stream`, so the allocator reuses their memory
     again only some launches later; docs/simulation.md says how many.
     """
     stages, own_stages = job.stages, frozenset(job.schedule.stages_of(rank))
-    num_launched, pending = 0.0, 0
+    num_launched, pending, held_bytes = 0.0, 0, 0
     freed: deque[tuple[float, int]] = deque()  # at how many launches they are back, and bytes
+    last_inputs: dict[int, int] = {}  # by stage, of which no other pass is in flight
+    num_inflight: Counter[int] = Counter()
+    warmed_up = None  # the backward of that input
+    if len(own_stages) > 1:
+        warmed_up = replace(passes[[one.kind for one in passes].index("B") - 1], kind="B")
     for one in passes:
-        yield pending
+        if one.kind == "F":
+            num_inflight[one.stage] += 1
+            last_inputs.pop(one.stage, None)
+        yield held_bytes + sum(last_inputs.values()), pending
         num_launched += stages[one.stage].num_launches
         # A forward is the last to need what it sends. A backward is so of its input, of the
         # gradient that has come and of that which it sends; each is as large as its output.
@@ -194,3 +209,11 @@ def pending_bytes(job: Job, rank: int, passes: Iterable[Pass]) -> Iterator[int]:
                 pending += num_bytes
         while freed and freed[0][0] <= num_launched:
             pending -= freed.popleft()[1]
+        if one.kind == "B":
+            num_inflight[one.stage] -= 1
+            is_received = one.stage > 0 and one.stage - 1 not in own_stages
+            num_bytes = is_received * 2 * stages[one.stage - 1].output_bytes
+            if one == warmed_up:
+                held_bytes += num_bytes
+            elif not num_inflight[one.stage]:
+                last_inputs[one.stage] = num_bytes

@@ -121,6 +121,9 @@ class LayerCosts:
             read = [self._wide(one[0] * token_bytes) for one in products]
             saved, more["units"] = [*read * num_layers, *saved[1:]], ()
         temp_bytes = outputs * token_bytes + gathered_bytes
+        if self.model.eager_kernels and not is_trained and num_layers:
+            # What an adapter adds, before and behind its scale, in fp32.
+            temp_bytes += 2 * self._wide(outputs * token_bytes) // num_layers
         # An adapter reads what its layer reads, and adds to what that has written.
         adapters = 2 * token_bytes * sum(map(sum, products)) * (not is_trained)
         moved_bytes = adapters + 2 * norm_bytes + 3 * residual_bytes
@@ -339,8 +342,9 @@ class LayerCosts:
         forward_us, backward_us = (self._traffic(each * logits) for each in moved)
         passes = (forward_us, temp_bytes), (backward_us, temp_bytes * (not is_eager))
         more: dict[str, Any] = {"kept_bytes": logits, "is_marked": False}
-        more["backward_block_bytes"] = 2 * logits * is_eager
+        more |= {"backward_block_bytes": 2 * logits * is_eager, "is_apart": is_eager}
         before |= {"saved": (hidden, *self._normed(hidden)), "is_marked": False, "num_layers": 0}
+        before["is_apart"] = is_eager
         return [
             self._sent(self._linear("head", (model.hidden, model.vocabulary), **before)),
             self._group("loss", (), *passes, **more),
@@ -351,6 +355,12 @@ def run_again(name: str, groups: Sequence[GroupWork], input_bytes: int) -> Group
     """Return groups that keep their input alone, and are recomputed as a whole in backward."""
     forward_us = sum(group.forward_us for group in groups)
     saved_bytes = sum(group.saved_bytes for group in groups)
+    temp_bytes = max(group.backward_temp_bytes for group in groups)
+    # Each group's backward runs beside what those before it have saved.
+    peaks, held_bytes = [], 0
+    for group in groups:
+        held_bytes += group.saved_bytes
+        peaks.append(held_bytes + group.backward_temp_bytes + group.backward_block_bytes)
     return GroupWork(
         name,
         0,
@@ -359,8 +369,8 @@ def run_again(name: str, groups: Sequence[GroupWork], input_bytes: int) -> Group
         kept_bytes=input_bytes,
         # What its groups save goes as soon as the next has taken it, or with the whole.
         forward_temp_bytes=max(group.saved_bytes + group.forward_temp_bytes for group in groups),
-        backward_temp_bytes=max(group.backward_temp_bytes for group in groups),
-        backward_block_bytes=saved_bytes + max(group.backward_block_bytes for group in groups),
+        backward_temp_bytes=temp_bytes,
+        backward_block_bytes=max(peaks) - temp_bytes,
         is_marked=False,
         recomputed=(UnitWork(name, saved_bytes - input_bytes, forward_us),),
         layer=groups[0].layer,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import NamedTuple, get_args
+from typing import NamedTuple, TypeAlias, get_args
 
 from megatron_offload.machine.profile import Machine
 from megatron_offload.planning.job import StageWork
@@ -12,6 +12,10 @@ from megatron_offload.planning.messages import ring_us
 from megatron_offload.planning.model import ModelDescription, Sharding
 
 _DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+_SEGMENT_BYTES = 20 * 2**20  # kLargeBuffer of c10/cuda/CUDACachingAllocator
+_WORKSPACE_BYTES = 32 * 2**20
+"""Of cuBLAS on a Hopper, where PyTorch has one in each thread that multiplies, forward's and
+backward's, and TransformerEngine one besides, with experts one for each of four streams."""
 _STATIC_BYTES = 4.0  # of a parameter where no optimizer is described: weight and gradient in bf16
 
 
@@ -26,30 +30,63 @@ class Weights(NamedTuple):
         return Weights(*(a + b for a, b in zip(self, other, strict=True)))
 
 
-def _layer(model: ModelDescription, *, has_experts: bool) -> Weights:
+_Products: TypeAlias = list[tuple[int, int]]
+"""Inputs and outputs of linear layers."""
+
+
+def _products(model: ModelDescription, *, has_experts: bool) -> tuple[_Products, _Products]:
+    """Return those of a layer that tensor parallelism cuts, and whole ones of a GPU's experts."""
     hidden, attention = model.hidden, model.attention
 
-    def mlp(width: int) -> list[tuple[int, int]]:
+    def mlp(width: int) -> _Products:
         return [(hidden, width * (2 if model.gated_mlp else 1)), (width, hidden)]
 
     ffn = model.shared_expert_ffn if has_experts else model.ffn
     shared = [*attention.products, (attention.attended, hidden), *mlp(ffn)]
     num_own = model.experts // model.expert_parallel if has_experts else 0
-    experts, router = num_own * mlp(model.expert_ffn or model.ffn), has_experts * model.experts
+    return shared, num_own * mlp(model.expert_ffn or model.ffn)
+
+
+def _layer(model: ModelDescription, *, has_experts: bool) -> Weights:
+    shared, experts = _products(model, has_experts=has_experts)
     dense = sum(map(prod, shared)) // model.tensor_parallel
-    dense += (2 + router) * hidden + sum(width for _, width in attention.norms)
+    dense += (2 + has_experts * model.experts) * model.hidden
+    dense += sum(width for _, width in model.attention.norms)
     adapters = sum(map(sum, shared)) // model.tensor_parallel + sum(map(sum, experts))
     return Weights(dense, sum(map(prod, experts)), model.lora_rank * adapters)
 
 
-def _layers(model: ModelDescription, rank: int) -> Iterator[Weights]:
+def _kinds(model: ModelDescription, rank: int) -> Iterator[bool]:
+    """Yield of each layer of a pipeline rank whether it has experts."""
     for stage in range(rank, len(model.layers_of_stages), model.pipeline_parallel):
-        for index in model.layers_of(stage):
-            yield _layer(model, has_experts=model.has_experts(index))
+        yield from map(model.has_experts, model.layers_of(stage))
+
+
+def _layers(model: ModelDescription, rank: int) -> Iterator[Weights]:
+    for has_experts in _kinds(model, rank):
+        yield _layer(model, has_experts=has_experts)
     if rank == model.pipeline_parallel - 1:
         hidden, last = model.hidden, model.has_experts(model.layers - 1)
         for _ in range(model.mtp_num_layers):  # its input is two, each behind a norm
             yield _layer(model, has_experts=last) + Weights(2 * hidden**2 + 3 * hidden)
+
+
+def unused_bytes(model: ModelDescription, rank: int) -> int:
+    """Return what PyTorch's allocator reserves beside weights and gradients.
+
+    Tensors of 1 to 10 MiB lie in segments of 20 MiB, unless an optimizer has them in its buffers.
+    """
+    if model.optimizer is not None or model.expandable_segments:
+        return 0
+    unused = 0
+    for has_experts in _kinds(model, rank):
+        shared, experts = _products(model, has_experts=has_experts)
+        sizes = [size // model.tensor_parallel for size in map(prod, shared)]
+        for size in (*sizes, *map(prod, experts)):
+            num_bytes = size * model.value_bytes
+            if 2**20 < num_bytes < _SEGMENT_BYTES / 2:
+                unused += _SEGMENT_BYTES // (_SEGMENT_BYTES // num_bytes) - num_bytes
+    return unused * (1 if model.lora_rank else 2)
 
 
 def _weights(model: ModelDescription, rank: int) -> Weights:
@@ -104,6 +141,12 @@ def static_bytes(model: ModelDescription, rank: int) -> int:
     gathered = (2 * model.value_bytes if stage == 3 else 0) + (gradient if stage >= 2 else 0)
     num_bytes = taken(weights, model.value_bytes, 3) + taken(trained, gradient, 2)
     return int(num_bytes + taken(trained, state, 1) + most * gathered)
+
+
+def workspace_bytes(model: ModelDescription) -> int:
+    """Return what matrix products have for themselves."""
+    num_own = 0 if model.eager_kernels else 5 if model.experts else 1
+    return (2 + num_own) * _WORKSPACE_BYTES
 
 
 def replicas_us(

@@ -20,7 +20,7 @@ from megatron_offload.core.profile import GroupKey, StepProfile
 from megatron_offload.core.step import StepDecisions
 from megatron_offload.core.trace import ByteCount, StepTrace
 from megatron_offload.core.window import InFlightWindow
-from megatron_offload.planning.job import GroupWork, Job, RankSettings, pending_bytes
+from megatron_offload.planning.job import GroupWork, Job, RankSettings, message_bytes
 from megatron_offload.planning.schedule import Pass
 
 _SEGMENT_BYTES = 2 * 1024**2
@@ -126,17 +126,18 @@ class _Replay:
         """Run a step, along one that was seen; before that nothing is offloaded."""
         job, static_bytes = self._job, self._job.static_bytes[self._rank]
         self.step = step = RankStep(peak_device_bytes=static_bytes, peak_taken_bytes=static_bytes)
-        self._host_bytes = self._peak_temp_bytes = self._num_chunks = 0
+        self._host_bytes = self._peak_temp_bytes = self._layers_temp_bytes = 0
+        self._num_chunks = 0
         self._static_bytes = self._device_bytes = static_bytes
         self._decisions.begin_step(profile)
         self._keep_reason = "" if profile else _UNKNOWN
         chunks: dict[tuple[int, int], list[_Part]] = {}
         schedule = job.schedule
         passes = schedule.ranks[self._rank]
-        pending_of = pending_bytes(job, self._rank, passes)
+        messages = message_bytes(job, self._rank, passes)
         cycle = schedule.cycles[self._rank] if schedule.num_repeats else ()
         counts: list[list[float]] = []
-        for index, (one, self._pending_bytes) in enumerate(zip(passes, pending_of, strict=True)):
+        for index, (one, self._messages) in enumerate(zip(passes, messages, strict=True)):
             if index in cycle:
                 self._add(OpKind.CYCLE, 0)
                 counts.append([getattr(step, name) for name in _COUNTS])
@@ -159,9 +160,13 @@ class _Replay:
             self._add(OpKind.COMPUTE, job.replicas_us[self._rank])
         left = (self._budget.inflight_bytes, self._budget.held_bytes, self._host_bytes)
         assert (*left, self._device_bytes) == (0, 0, 0, static_bytes), left
-        # What it reserves and can't use is taken to be as much as the largest temporaries.
-        gap_bytes = 0 if job.expandable_segments else self._peak_temp_bytes
-        reserved_bytes = step.peak_taken_bytes + gap_bytes
+        # What it reserves and can't use is taken to be as much as the largest temporaries, or what
+        # waits for messages, which at other times is as free.
+        reserved_bytes = step.peak_taken_bytes
+        if not job.expandable_segments:
+            reserved_bytes += self._layers_temp_bytes
+            reserved_bytes = max(reserved_bytes, step.peak_device_bytes + self._peak_temp_bytes)
+        reserved_bytes += job.unused_bytes[self._rank] if job.unused_bytes else 0
         step.peak_reserved_bytes = -(-reserved_bytes // _SEGMENT_BYTES) * _SEGMENT_BYTES
         return step
 
@@ -223,7 +228,12 @@ class _Replay:
             if group is not None:
                 self._decisions.start(group)
             self._count(work.saved_bytes)  # what it leaves there
-            self._compute(group, work.forward_us, work.forward_temp_bytes)
+            temp_bytes, beside_bytes = work.forward_temp_bytes, 0
+            if work.is_apart:
+                beside_bytes = self._layers_temp_bytes
+            else:
+                self._layers_temp_bytes = max(self._layers_temp_bytes, temp_bytes)
+            self._compute(group, work.forward_us, temp_bytes, beside_bytes=beside_bytes)
             if group is not None:
                 self._decisions.commit(group, self._keep_reason)
 
@@ -245,11 +255,15 @@ class _Replay:
                 self._decisions.leave_backward(group)
 
     def _compute(
-        self, group: WorkGroup | None, us: float, temp_bytes: int, block_bytes: int = 0
+        self,
+        group: WorkGroup | None,
+        us: float,
+        temp_bytes: int,
+        block_bytes: int = 0,
+        beside_bytes: int = 0,
     ) -> None:
         temp_bytes += self._job.stages[self._stage].buffer_bytes
-        if temp_bytes > self._peak_temp_bytes:
-            self._peak_temp_bytes = temp_bytes
+        self._peak_temp_bytes = max(self._peak_temp_bytes, temp_bytes + beside_bytes)
         self._note_peaks(temp_bytes + block_bytes)
         us *= self._slowness[self._stage]
         if us > 0:
@@ -330,11 +344,12 @@ class _Replay:
 
     def _note_peaks(self, temp_bytes: int) -> None:
         """Look at what is taken; not where it only falls."""
-        step, device_bytes = self.step, self._device_bytes + temp_bytes
+        step, (held_bytes, pending_bytes) = self.step, self._messages
+        device_bytes = self._device_bytes + temp_bytes + held_bytes
         if device_bytes > step.peak_device_bytes:
             step.peak_device_bytes = device_bytes
-        if device_bytes + self._pending_bytes > step.peak_taken_bytes:
-            step.peak_taken_bytes = device_bytes + self._pending_bytes
+        if device_bytes + pending_bytes > step.peak_taken_bytes:
+            step.peak_taken_bytes = device_bytes + pending_bytes
 
 
 def replay(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,7 @@ from megatron_offload.planning.job import (
     GroupWork,
     Job,
     StageWork,
-    pending_bytes,
+    message_bytes,
 )
 from megatron_offload.planning.replay import replay
 from megatron_offload.planning.schedule import Pass, make_schedule
@@ -30,7 +31,7 @@ def pipeline(num_launches, *, name="1f1b", num_ranks=4, num_virtual=1, num_bytes
 
 def counts(job, rank, *passes):
     """Return what is pending behind each pass."""
-    return [*pending_bytes(job, rank, [*passes, passes[-1]])][1:]
+    return [pending for _, pending in message_bytes(job, rank, [*passes, passes[-1]])][1:]
 
 
 def passes_of(stage, kinds):
@@ -76,3 +77,38 @@ def test_the_reserved_estimate_counts_it_when_it_is_there_and_not_the_most_of_it
     first = simulate(job).ranks[0]
     assert first.peak_device_bytes == 2 * 3 * large
     assert first.peak_taken_bytes == first.peak_reserved_bytes == (2 * 3 + 4 + 2) * large
+
+
+@pytest.mark.parametrize(
+    ("rank", "expected"),
+    [
+        (1, "F0 " * 8 + "F0 B0 " * 8 + "B0 B0 B0 B0 B2 B4 B4 B4"),
+        (2, "F0 " * 6 + "F0 B0 " * 3 + "F2 B2 F4 B4 F4 B4 " + "F2 B2 " * 4 + "B2 B2 B4 B4 B4 B4"),
+    ],
+)
+def test_a_stage_holds_its_last_input_and_the_schedule_that_of_its_warmup(rank, expected):
+    # As megatron-core 0.16.1's interleaved schedule did on four processes: of ranks 0 and 1 four
+    # tensors more than inputs were alive, of ranks 2 and 3 eight.
+    schedule = make_schedule("interleaved", 4, 8, 2)
+    job = Job(schedule, (StageWork((), 1),) * 8, (0,) * 4)
+    held = message_bytes(job, rank, schedule.ranks[rank])
+    pairs = zip(schedule.ranks[rank], held, strict=True)
+    assert [f"{one.kind}{size}" for one, (size, _) in pairs] == expected.split()
+
+
+def test_gaps_are_those_of_all_temporaries_or_of_a_forward_s_beside_messages():
+    large = 2 * 1024**2
+    work = GroupWork("g", 0, 1.0, 2.0, forward_temp_bytes=large, backward_temp_bytes=5 * large)
+    apart = replace(work, name="loss", forward_temp_bytes=7 * large, is_apart=True)
+
+    def reserved(*groups, num_ranks=1, **more):
+        stage = StageWork(groups, 3 * large, 0, 0.0)
+        job = Job(make_schedule("1f1b", num_ranks, 4), (stage,) * num_ranks, (0,) * num_ranks)
+        return replay(replace(job, **more), 0, None).peak_reserved_bytes // large
+
+    assert reserved(work) == 5 + 5
+    assert reserved(work, expandable_segments=True) == 5
+    assert reserved(work, unused_bytes=(large,)) == 5 + 5 + 1
+    assert reserved(work, apart) == 7 + 7 + 1, "whose tensors fit into none of a layer's"
+    pending = 4 * 3 + 3 * 3  # outputs, and gradients, behind which the last backward runs
+    assert reserved(work, num_ranks=2) == 5 + pending + 1
