@@ -24,9 +24,9 @@ from megatron_offload.planning.description import (
     fit,
     job_from_model,
     load_description,
-    num_parameters,
 )
 from megatron_offload.planning.job import GroupWork, Job, RankSettings, StageWork
+from megatron_offload.planning.parameters import num_parameters
 from megatron_offload.planning.schedule import make_schedule
 from megatron_offload.planning.simulate import RELEASE, RELOAD, simulate
 

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from megatron_offload.planning.advice import advice
 from megatron_offload.planning.description import JobDescription, load_description
 from megatron_offload.planning.found import Alternative, Alternatives
 from megatron_offload.planning.job import Job
-from megatron_offload.planning.simulate import Simulation, even_rate
+from megatron_offload.planning.simulate import Simulation
 from megatron_offload.report.console import console, plain_table
 
 _NEARLY = 0.96
@@ -93,12 +92,6 @@ class Source:
         )
         host_bytes, node = self._on_node([rank.peak_host_bytes for rank in step.ranks])
         out.print(f"host memory: up to {format_bytes(host_bytes)} pinned on {node}")
-        own_bytes, _ = self._on_node(self.job.optimizer_host_bytes)
-        if own_bytes:
-            out.print(
-                f"optimizer offload: {format_bytes(own_bytes)} of host memory besides, and after "
-                f"each step at least {self._optimizer_us(own_bytes) / 1e3:.1f} ms of copies"
-            )
         out.print(f"GPUs: {self.job.gpus_per_rank * len(step.ranks)} in all")
         out.print(f"bandwidths: {self.machine}")
         out.print(
@@ -164,23 +157,13 @@ class Source:
     def misfits(self, step: Simulation) -> Iterator[str]:
         """Yield what a step needs more of than there is."""
         device_bytes = max(rank.peak_reserved_bytes for rank in step.ranks)
-        pinned = (rank.peak_host_bytes for rank in step.ranks)
-        held = [*map(add, pinned, self.job.optimizer_host_bytes)]
-        needs = {"device_bytes": (device_bytes, "a GPU"), "host_bytes": self._on_node(held)}
+        pinned = [rank.peak_host_bytes for rank in step.ranks]
+        needs = {"device_bytes": (device_bytes, "a GPU"), "host_bytes": self._on_node(pinned)}
         for key, (needed, where) in needs.items():
             there = getattr(self.job.machine, key)
             if needed > there:
                 sizes = f"{format_bytes(needed)} of {where}, which has {format_bytes(there)}"
                 yield f"{sizes} (machine.{key})"
-
-    def _optimizer_us(self, node_bytes: int) -> float:
-        """Return what copying takes at least: a quarter of what lies there, each way."""
-        job, machine = self.job, self.job.machine
-        num_gpus = min(job.gpus_per_rank, machine.gpus_per_node)
-        rank_rate = even_rate(machine, num_gpus, 1)
-        ways = (machine.node_d2h_gbps, machine.node_h2d_gbps)
-        node_rate = 1e3 * min(machine.node_gbps / 2, *filter(None, ways))
-        return max(max(job.optimizer_host_bytes) / rank_rate, node_bytes / node_rate) / 4
 
     def _on_node(self, sizes: Sequence[int]) -> tuple[int, str]:
         """Return what GPUs hold on a node's host at most, by rank; and what a node is."""

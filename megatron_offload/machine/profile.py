@@ -19,7 +19,7 @@ class Machine(StrictModel):
     """What copies and messages get, in 10^9 bytes a second; defaults: measured with four H200s.
 
     A host whose directions differ gives less one way: four H200s that all copy to the host get 41
-    GB/s each, to the device 55, and 51.2 both ways together, of which more goes to the host.
+    GB/s each, to the device 55, and 51.2 both ways together, of which more is offloaded.
     """
 
     gpu: str | None = None

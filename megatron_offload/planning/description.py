@@ -17,7 +17,6 @@ from megatron_offload.planning.job import Job, RankSettings, StageWork
 from megatron_offload.planning.model import ModelDescription
 from megatron_offload.planning.model_cost import LayerCosts
 from megatron_offload.planning.parameters import (
-    num_parameters,
     replicas_us,
     static_bytes,
     unused_bytes,
@@ -53,14 +52,11 @@ def job_from_model(model: ModelDescription, machine: Machine = _H200S) -> Job:
         host_us = 2 * num_launches * model.host_us_per_launch, model.host_us_per_group
         stages.append(StageWork(tuple(groups), hidden_bytes, buffer_bytes, num_launches, *host_us))
     ranks = range(schedule.num_ranks)
-    weights = [num_parameters(model, rank) for rank in ranks]
-    host_bytes = (int(n * model.optimizer_host_bytes_per_parameter) for n in weights)
     return Job(
         schedule=schedule,
         stages=tuple(stages),
         static_bytes=tuple(static_bytes(model, rank) + workspace_bytes(model) for rank in ranks),
         unused_bytes=tuple(unused_bytes(model, rank) for rank in ranks),
-        optimizer_host_bytes=tuple(host_bytes),
         expandable_segments=model.expandable_segments,
         machine=machine,
         replicas_us=tuple(

@@ -162,8 +162,6 @@ class Job:
     """Whether what is reserved has no gaps."""
     unused_bytes: tuple[int, ...] = ()
     """Per pipeline rank: what is reserved beside ``static_bytes``; none for nothing."""
-    optimizer_host_bytes: tuple[int, ...] = ()
-    """Per pipeline rank: what optimizer offload keeps on the host; none for nothing."""
 
     @property
     def ranks_per_node(self) -> int:

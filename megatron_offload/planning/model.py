@@ -141,10 +141,6 @@ class ModelDescription(StrictModel):
     lora_rank: int = Field(default=0, ge=0, le=_MOST)
     """LoRA on every linear layer of attention and MLP, all else frozen, by Adam unless
     ``optimizer`` says otherwise; 0 for full training."""
-    optimizer_host_bytes_per_parameter: float = Field(default=0.0, ge=0, le=_MOST)
-    """What optimizer offload keeps on the host instead: with Megatron's Adam 16 bytes (weight, both
-    moments and gradient, of which a step copies one each way) times ``optimizer_offload_fraction``,
-    divided by the GPUs that share the optimizer."""
     fused_norm: bool = True
     """Whether norms are part of the linear layer behind them, as TransformerEngine's, and so no
     groups of their own."""

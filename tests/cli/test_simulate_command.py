@@ -110,35 +110,3 @@ def test_what_fits_neither_gpu_nor_host_is_said_first_and_is_status_1(model, cap
         rf"\S+ MiB with {what} at \S+ %",
         first,
     )
-
-
-MOVED_BYTES = 8 * (2 * 2 * (12 * 1024**2 + 2 * 1024) + 2001 * 1024)
-"""Of two layers, embedding and head, the last norm."""
-
-
-def test_an_optimizer_on_the_host_is_counted(model, prints, capsys):
-    given = ["simulate", "--model", model, "--set", "machine.host_bytes=300MiB"]
-    printed = prints(*given)
-    assert "optimizer offload" not in printed
-    assert "not fit" not in printed
-    assert main([*map(str, given), "model.optimizer_host_bytes_per_parameter=8"]) == 1
-    printed = capsys.readouterr().out
-    assert f"optimizer offload: {format_bytes(MOVED_BYTES)} of host memory besides" in printed
-    assert f"at least {MOVED_BYTES / 4 / 102e6:.1f} ms of copies" in printed, "two GPUs' 51 GB/s"
-    assert re.search(r"offload: \d+\.\d MiB of a node of 2 GPUs, which has 300.0 MiB", printed)
-
-
-@pytest.mark.parametrize(
-    ("limit", "gbps"),
-    [
-        ("machine.d2h_gbps=1", 2),
-        ("machine.h2d_gbps=2", 4),
-        ("machine.both_gbps=3", 6),
-        ("machine.node_gbps=8", 4),
-        ("machine.node_h2d_gbps=5", 5),
-    ],
-)
-def test_copies_of_an_optimizer_take_as_long_as_the_narrowest_link(model, prints, limit, gbps):
-    given = ["--model", model, "--set", "model.optimizer_host_bytes_per_parameter=8", limit]
-    found = re.search(r"at least (\S+) ms of copies", prints("simulate", *given))
-    assert float(found[1]) == pytest.approx(MOVED_BYTES / 4 / gbps / 1e6, rel=0.01)

@@ -16,12 +16,11 @@ from megatron_offload.planning.description import (
     fit,
     job_from_model,
     load_description,
-    num_parameters,
 )
 from megatron_offload.planning.job import RankSettings
 from megatron_offload.planning.model import ModelDescription
 from megatron_offload.planning.model_cost import LayerCosts
-from megatron_offload.planning.parameters import static_bytes
+from megatron_offload.planning.parameters import num_parameters, static_bytes
 from megatron_offload.planning.simulate import simulate
 
 ROOT = Path(__file__).parent.parent.parent
