@@ -24,7 +24,7 @@ from megatron_offload.machine.profile import Machine
 from megatron_offload.planning.description import fit, job_from_model, load_description
 from megatron_offload.planning.job import Job, RankSettings
 from megatron_offload.planning.job_rows import with_rows, with_units
-from megatron_offload.planning.model import LAYER_GROUPS, ModelDescription
+from megatron_offload.planning.model import LAYER_GROUPS, VALUE_BYTES, ModelDescription
 from megatron_offload.planning.replay import replay
 from megatron_offload.planning.simulate import RELEASE, RELOAD, simulate, simulate_ranks
 
@@ -131,7 +131,7 @@ def job_of(kind: str, model: ModelDescription, sizes: dict, machine: Machine) ->
     if kind == "recompute":
         changes["recompute"] = "full"
     elif kind == "ours-five":
-        changes = {"modules": FIVE, "min_tensor_bytes": sizes["min_elements"] * model.value_bytes}
+        changes = {"modules": FIVE, "min_tensor_bytes": sizes["min_elements"] * VALUE_BYTES}
     elif "core_attn" in kind:
         changes["modules"] = ("core_attn",)
     job = job_from_model(model.model_copy(update=changes), machine)

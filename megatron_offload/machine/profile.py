@@ -55,6 +55,25 @@ class Machine(StrictModel):
     p2p_latency_us: float = Field(default=10.0, ge=0, le=1e9)
     """Of a message of any size."""
 
+    def _sent_us(self, near_bytes: float, far_bytes: float) -> float:
+        slowest_us = max(near_bytes / self.nvlink_gbps, far_bytes / self.p2p_gbps) / 1e3
+        return self.p2p_latency_us + slowest_us if slowest_us else 0.0
+
+    def ring_us(self, num_gpus: int, stride: int, num_bytes: float) -> float:
+        """Return what it takes to gather so many bytes of each GPU, or to scatter sums of as many.
+
+        Of a group every ``stride``-th GPU is one, as Megatron places them. All GPUs of a node share
+        what a ring sends out of it.
+        """
+        sent_bytes = (num_gpus - 1) * num_bytes
+        near = min(num_gpus, max(1, self.gpus_per_node // stride))
+        return self._sent_us(sent_bytes, sent_bytes / near if near < num_gpus else 0.0)
+
+    def all_to_all_us(self, num_gpus: int, num_bytes: float) -> float:
+        """Return what it takes neighbours that have so many bytes, of which each gets its part."""
+        near = min(num_gpus, self.gpus_per_node)
+        return self._sent_us(*(n * num_bytes / num_gpus for n in (near - 1, num_gpus - near)))
+
 
 class CopyRates(StrictModel):
     """How fast one GPU copies, in 10^9 bytes a second, from and to page-locked memory."""

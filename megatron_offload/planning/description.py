@@ -16,16 +16,14 @@ from megatron_offload.machine.profile import Machine
 from megatron_offload.planning.job import Job, RankSettings, StageWork
 from megatron_offload.planning.model import ModelDescription
 from megatron_offload.planning.model_cost import LayerCosts
-from megatron_offload.planning.parameters import (
-    replicas_us,
-    static_bytes,
-    unused_bytes,
-    workspace_bytes,
-)
+from megatron_offload.planning.parameters import replicas_us, static_bytes, unused_bytes
 from megatron_offload.planning.schedule import steady_schedule
 from megatron_offload.planning.simulate import simulate
 
 _H200S = Machine()
+_WORKSPACE_BYTES = 32 * 2**20
+"""Of cuBLAS on a Hopper, where PyTorch has one in each thread that multiplies, forward's and
+backward's, and TransformerEngine one besides, with experts one for each of four streams."""
 
 
 def job_from_model(model: ModelDescription, machine: Machine = _H200S) -> Job:
@@ -52,10 +50,12 @@ def job_from_model(model: ModelDescription, machine: Machine = _H200S) -> Job:
         host_us = 2 * num_launches * model.host_us_per_launch, model.host_us_per_group
         stages.append(StageWork(tuple(groups), hidden_bytes, buffer_bytes, num_launches, *host_us))
     ranks = range(schedule.num_ranks)
+    num_workspaces = 2 + (0 if model.eager_kernels else 5 if model.experts else 1)
+    workspaces = num_workspaces * _WORKSPACE_BYTES
     return Job(
         schedule=schedule,
         stages=tuple(stages),
-        static_bytes=tuple(static_bytes(model, rank) + workspace_bytes(model) for rank in ranks),
+        static_bytes=tuple(static_bytes(model, rank) + workspaces for rank in ranks),
         unused_bytes=tuple(unused_bytes(model, rank) for rank in ranks),
         expandable_segments=model.expandable_segments,
         machine=machine,
@@ -71,21 +71,22 @@ def fit(model: ModelDescription, step_us: float, machine: Machine = _H200S) -> M
 
     Where the host decides the step, it is the host that is quicker or slower, else the products.
     """
-    host = {"host_us_per_launch": 1, "host_us_per_group": 1}
 
-    def at(scale: float, powers: Mapping[str, int]) -> tuple[ModelDescription, float]:
-        found = {key: getattr(model, key) * scale**power for key, power in powers.items()}
+    def at(scale: float, *, is_host: bool) -> tuple[ModelDescription, float]:
+        keys = ("host_us_per_launch", "host_us_per_group") if is_host else ()
+        found = {key: getattr(model, key) * scale for key in keys}
+        found = found or {"achieved_share": model.achieved_share / scale}
         changed = model.model_copy(update=found)
         return changed, simulate(job_from_model(changed, machine)).step_us
 
-    is_host = at(1.01, host)[1] > 1.005 * at(1.0, host)[1]
-    powers, least = (host, 0.0) if is_host else ({"achieved_share": -1}, model.achieved_share)
+    is_host = at(1.01, is_host=True)[1] > 1.005 * at(1.0, is_host=True)[1]
+    least = 0.0 if is_host else model.achieved_share
     # The time is all but linear in the scale, so a secant on that is there at once.
     before, before_us, scale = 0.0, 0.0, 1.0
     for _ in range(20):
         if scale < least:
             break
-        fitted, got_us = at(scale, powers)
+        fitted, got_us = at(scale, is_host=is_host)
         if abs(got_us / step_us - 1) < 1e-6:
             return fitted
         if got_us == before_us:  # the other alone decides

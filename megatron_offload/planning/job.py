@@ -192,14 +192,15 @@ def message_bytes(job: Job, rank: int, passes: Sequence[Pass]) -> Iterator[tuple
     if len(own_stages) > 1:
         warmed_up = replace(passes[[one.kind for one in passes].index("B") - 1], kind="B")
     for one in passes:
-        if one.kind == "F":
-            num_inflight[one.stage] += 1
+        is_forward = one.kind == "F"
+        num_inflight[one.stage] += 1 if is_forward else -1
+        if is_forward:
             last_inputs.pop(one.stage, None)
         yield held_bytes + sum(last_inputs.values()), pending
         num_launched += stages[one.stage].num_launches
         # A forward is the last to need what it sends. A backward is so of its input, of the
         # gradient that has come and of that which it sends; each is as large as its output.
-        num_inputs = 0 if one.kind == "F" else 2
+        num_inputs = 0 if is_forward else 2
         for other, number in ((one.stage + 1, 1), (one.stage - 1, num_inputs)):
             if 0 <= other < len(stages) and other not in own_stages:
                 num_bytes = number * stages[min(one.stage, other)].output_bytes
@@ -207,11 +208,10 @@ def message_bytes(job: Job, rank: int, passes: Sequence[Pass]) -> Iterator[tuple
                 pending += num_bytes
         while freed and freed[0][0] <= num_launched:
             pending -= freed.popleft()[1]
-        if one.kind == "B":
-            num_inflight[one.stage] -= 1
-            is_received = one.stage > 0 and one.stage - 1 not in own_stages
-            num_bytes = is_received * 2 * stages[one.stage - 1].output_bytes
-            if one == warmed_up:
-                held_bytes += num_bytes
-            elif not num_inflight[one.stage]:
-                last_inputs[one.stage] = num_bytes
+        if is_forward or one.stage == 0 or one.stage - 1 in own_stages:
+            continue
+        num_bytes = 2 * stages[one.stage - 1].output_bytes
+        if one == warmed_up:
+            held_bytes += num_bytes
+        elif not num_inflight[one.stage]:
+            last_inputs[one.stage] = num_bytes

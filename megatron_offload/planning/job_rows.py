@@ -20,7 +20,7 @@ from megatron_offload.planning.frontier import (
 )
 from megatron_offload.planning.job import GroupWork, Job, StageWork
 from megatron_offload.planning.model_cost import run_again
-from megatron_offload.planning.simulate import even_rate
+from megatron_offload.planning.simulate import fair_rates
 
 WHOLE_SITES = ("attention", "mlp.experts", "mlp", "layer")
 """What a row may recompute as a whole; the later go before those that lie in them."""
@@ -118,10 +118,11 @@ class RankLayers:
             for layer, groups in _layers(job.stages[number])
             if layer is not None
         ]
-        # What a GPU's copies get each way while all of a node copy.
+        # What a GPU's copies get each way while all of a node copy, as much in as out.
+        even = job.machine.model_copy(update={"node_d2h_share": 0.5})
         num_gpus = min(job.gpus_per_rank, job.machine.gpus_per_node)
         num_ranks = min(job.ranks_per_node, job.schedule.num_ranks)
-        self._gbps = even_rate(job.machine, num_gpus, num_ranks) / 1e3
+        self._gbps = min(fair_rates(even, num_gpus, 0, 0, num_ranks)[2:]) / 1e3
         self.link_bytes_per_us = 1e3 * self._gbps
         stages = [job.stages[number] for number in job.schedule.stages_of(rank)]
         self._forward_us, self._backward_us = (

@@ -23,6 +23,8 @@ Dtype: TypeAlias = Literal["fp32", "fp16", "bf16", "fp8"]
 
 Sharding: TypeAlias = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
+VALUE_BYTES = 2
+"""Of an activation or a weight, in bf16."""
 _MOST = 10**9
 """Larger sizes are a slip of the pen."""
 
@@ -118,8 +120,6 @@ class ModelDescription(StrictModel):
     account_for_loss_in_pipeline_split: bool = False
     """Likewise the head and the loss."""
 
-    value_bytes: int = Field(default=2, ge=1, le=64)
-    """Of an activation or a weight; 2 in bf16."""
     static_bytes_per_parameter: float | None = Field(default=None, ge=0, le=_MOST)
     """Weight, gradient and this GPU's share of the optimizer's state; None: as the keys of
     ``optimizer`` make it, or 4 without one."""

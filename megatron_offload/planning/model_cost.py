@@ -12,8 +12,7 @@ from typing import Any, TypeAlias
 
 from megatron_offload.machine.profile import Machine
 from megatron_offload.planning.job import GroupWork, UnitWork
-from megatron_offload.planning.messages import all_to_all_us, ring_us
-from megatron_offload.planning.model import ModelDescription
+from megatron_offload.planning.model import VALUE_BYTES, ModelDescription
 
 _SPARED_SHARE = 0.27
 """A GPU at its limit of power runs products slower: for each microsecond in which it only reads and
@@ -30,6 +29,7 @@ _ROTATION = 29  # of the tensor that is rotated
 _GATE_FORWARD, _GATE_BACKWARD = 10.0, 23.0  # of the output of a gated activation
 _LOSS_FORWARD, _LOSS_BACKWARD = 13.0, 4.6  # of the logits in fp32; fused, 3 and 2
 _EAGER_NORM = 18, 35  # of the input, forward and backward: by reading the source, not measured
+_WIDE = 4 // VALUE_BYTES  # what values in fp32 take more
 _SORTED_GRADIENT = 30  # of a microbatch's embeddings, to add up their gradients
 
 
@@ -45,7 +45,7 @@ class LayerCosts:
             model = model.model_copy(update={"fused_norm": False, "fused_kernels": False})
         self.model = model
         self.tokens = model.sequence * model.microbatch // model.context_parallel
-        self.token_bytes = self.tokens * model.value_bytes // model.tensor_parallel
+        self.token_bytes = self.tokens * VALUE_BYTES // model.tensor_parallel
         self.hidden_bytes = model.hidden * self.token_bytes
         # A norm saves a number of each token, in fp32.
         self._norm_bytes = 4 * self.tokens // model.tensor_parallel
@@ -62,7 +62,7 @@ class LayerCosts:
     def _gradient_bytes(self, inputs: int, outputs: int, experts: int | None = None) -> int:
         """Return what a weight's gradient takes: its part of one, or those of whole experts."""
         num_views = self.model.tensor_parallel if experts is None else 1
-        num_bytes = inputs * outputs * self.model.value_bytes * (experts or 1) // num_views
+        num_bytes = inputs * outputs * VALUE_BYTES * (experts or 1) // num_views
         return 0 if self.model.fused_gradients or self.model.lora_rank else num_bytes
 
     def _product(self, flop: float) -> float:
@@ -73,10 +73,6 @@ class LayerCosts:
 
     def _traffic(self, num_bytes: float) -> float:
         return num_bytes / (self.model.memory_gbps * _MEMORY_SHARE * 1e3)
-
-    def _wide(self, num_bytes: int) -> int:
-        """Return what values take in fp32."""
-        return num_bytes * 4 // self.model.value_bytes
 
     def _group(
         self, name: str, saved: Sequence[int], forward: _Pass, backward: _Pass, **more: Any
@@ -118,12 +114,12 @@ class LayerCosts:
         token_bytes = copies * self.token_bytes
         inputs, outputs = products[0][0], products[-1][1]
         if self.model.eager_kernels and not is_trained:
-            read = [self._wide(one[0] * token_bytes) for one in products]
+            read = [_WIDE * one[0] * token_bytes for one in products]
             saved, more["units"] = [*read * num_layers, *saved[1:]], ()
         temp_bytes = outputs * token_bytes + gathered_bytes
         if self.model.eager_kernels and not is_trained and num_layers:
             # What an adapter adds, before and behind its scale, in fp32.
-            temp_bytes += 2 * self._wide(outputs * token_bytes) // num_layers
+            temp_bytes += 2 * _WIDE * outputs * token_bytes // num_layers
         # An adapter reads what its layer reads, and adds to what that has written.
         adapters = 2 * token_bytes * sum(map(sum, products)) * (not is_trained)
         moved_bytes = adapters + 2 * norm_bytes + 3 * residual_bytes
@@ -159,7 +155,7 @@ class LayerCosts:
         """Return what a norm saves of its input, of such a size."""
         if not self.model.eager_kernels:
             return [num_bytes]
-        return [self._wide(num_bytes), *([] if self.model.lora_rank else [num_bytes])]
+        return [_WIDE * num_bytes, *([] if self.model.lora_rank else [num_bytes])]
 
     def _attention(self, index: int) -> GroupWork:
         model, seen = self.model, self.model.seen_tokens(index)
@@ -179,12 +175,12 @@ class LayerCosts:
         if model.rotary and not (model.fused_kernels or model.eager_kernels):
             # Sines and cosines of all positions, for queries and for keys.
             width = model.qk_pos_emb_head_dim if model.kv_lora_rank else widths[0] // model.heads
-            kept_bytes = 4 * width * model.value_bytes * self.tokens // model.microbatch
+            kept_bytes = 4 * width * VALUE_BYTES * self.tokens // model.microbatch
         if "attn_proj" in model.modules:
             saved.append(attended)
         else:  # its projection, which is no group, holds it
             kept_bytes += attended
-        block_bytes = model.deterministic * num_scores * model.value_bytes
+        block_bytes = model.deterministic * num_scores * VALUE_BYTES
         more: dict[str, Any] = {"backward_block_bytes": block_bytes, "kept_bytes": kept_bytes}
         return self._group("core_attn", saved, *passes, **more)
 
@@ -199,14 +195,14 @@ class LayerCosts:
         backward_us, name = group.backward_us, group.name.removeprefix("shared ")
         if name == "core_attn":  # behind its products; backward sends gradients too
             num_bytes = (model.attention.key + model.attention.value) * self.token_bytes
-            us = ring_us(machine, model.context_parallel, model.tensor_parallel, num_bytes)
+            us = machine.ring_us(model.context_parallel, model.tensor_parallel, num_bytes)
             forward_us, backward_us = max(forward_us, us), max(backward_us, 2 * us)
         elif name == "router":
             routed_bytes = model.experts_per_token * self.hidden_bytes
-            us = 2 * all_to_all_us(machine, model.expert_parallel, routed_bytes)
+            us = 2 * machine.all_to_all_us(model.expert_parallel, routed_bytes)
             forward_us, backward_us = forward_us + us, backward_us + us
         elif name in ("qkv_linear", "mlp_fc1", "head", "attn_proj", "mlp_fc2", "embedding"):
-            us = ring_us(machine, model.tensor_parallel, 1, self.hidden_bytes)
+            us = machine.ring_us(model.tensor_parallel, 1, self.hidden_bytes)
             forward_us += us
             if name in ("attn_proj", "mlp_fc2", "embedding"):
                 backward_us += us
@@ -259,7 +255,7 @@ class LayerCosts:
         if experts is not None:
             name, act_name, copies = "expert", "moe_act", model.experts_per_token
             behind = {"experts": experts}
-            kept_bytes = self.tokens // model.tensor_parallel * copies * model.value_bytes
+            kept_bytes = self.tokens // model.tensor_parallel * copies * VALUE_BYTES
         width = ffn * (2 if model.gated_mlp else 1)
         input_bytes, output_bytes = (copies * each * self.token_bytes for each in (width, ffn))
         moved = (
@@ -276,7 +272,7 @@ class LayerCosts:
         if experts is not None and not model.fused_kernels:
             # So is what is multiplied by tokens' probabilities, in fp32.
             saved.append(output_bytes)
-            wide_bytes = output_bytes * 4 // model.value_bytes
+            wide_bytes = _WIDE * output_bytes
         forward = self._traffic(moved[0]), output_bytes + wide_bytes
         backward = self._traffic(moved[1]), input_bytes + output_bytes + 2 * wide_bytes
         act = self._group(act_name, saved, forward, backward, kept_bytes=kept_bytes)
@@ -299,7 +295,7 @@ class LayerCosts:
         moved_us = self._traffic(2 * (hidden + routed))
         # Its input; the indices, in int64, with probabilities, in fp32, and their order; a map.
         token_bytes = model.experts_per_token * (8 + 4 + 8)
-        token_bytes += model.experts * (1 + model.value_bytes)
+        token_bytes += model.experts * (1 + VALUE_BYTES)
         return replace(
             router,
             forward_us=router.forward_us + moved_us,
@@ -337,7 +333,7 @@ class LayerCosts:
         before: dict[str, Any] = {"norm_bytes": hidden, "gathered_bytes": self.gathered_bytes}
         # The logits before they were widened; the exponential is taken in place. Eager, there are
         # gradients in fp32 of the logarithms of what is likely, and of the logits.
-        temp_bytes, is_eager = logits * model.value_bytes // 4, model.eager_kernels
+        temp_bytes, is_eager = logits // _WIDE, model.eager_kernels
         moved = (3, 2) if model.fused_kernels else (_LOSS_FORWARD, _LOSS_BACKWARD)
         forward_us, backward_us = (self._traffic(each * logits) for each in moved)
         passes = (forward_us, temp_bytes), (backward_us, temp_bytes * (not is_eager))

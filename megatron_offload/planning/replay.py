@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import Group, GroupState
-from megatron_offload.core.profile import GroupKey, StepProfile
+from megatron_offload.core.profile import GroupKey
 from megatron_offload.core.step import StepDecisions
 from megatron_offload.core.trace import ByteCount, StepTrace
 from megatron_offload.core.window import InFlightWindow
@@ -25,10 +25,6 @@ from megatron_offload.planning.schedule import Pass
 
 _SEGMENT_BYTES = 2 * 1024**2
 """PyTorch's caching allocator takes large memory from the device in multiples of this."""
-
-
-_UNKNOWN = "its order is yet to be learned"
-"""Why a group is kept."""
 
 
 class OpKind(IntEnum):
@@ -81,17 +77,9 @@ class RankStep:
     stall_us: dict[str, float] = field(default_factory=dict)
     """What the compute stream lost, by cause: waiting for another stage, for a release, for a
     reload. Waiting for the end of the step's last rank isn't in it."""
-    cycle: list[CycleTimes] = field(default_factory=list)
-    """At the begin and the end of what repeats."""
+    cycle: list[tuple[float, ...]] = field(default_factory=list)
+    """At the begin and the end of what repeats: the time, ``compute_us`` and ``stall_us``."""
     trace: StepTrace | None = None
-
-
-class CycleTimes(NamedTuple):
-    """What has passed so far of a simulated step."""
-
-    end_us: float
-    compute_us: float
-    stall_us: dict[str, float]
 
 
 _COUNTS = ("offloaded_bytes", "reloaded_bytes", "num_late", "recomputed_bytes", "recompute_us")
@@ -122,15 +110,19 @@ class _Replay:
         self._window: InFlightWindow[WorkGroup] = InFlightWindow(self._release, self._budget)
         self._decisions = StepDecisions(self, self._window, self._budget)
 
-    def run(self, profile: StepProfile | None) -> RankStep:
-        """Run a step, along one that was seen; before that nothing is offloaded."""
+    def run(self) -> RankStep:
+        """Run a step as it is once the engine has seen one; no other where nothing is offloaded."""
+        self._learn()
+        profile = None
+        if sizes := [group.num_bytes for group in self._decisions.committed]:
+            self._budget.learn(max(sizes))
+            profile = self._decisions.profile()
         job, static_bytes = self._job, self._job.static_bytes[self._rank]
         self.step = step = RankStep(peak_device_bytes=static_bytes, peak_taken_bytes=static_bytes)
         self._host_bytes = self._peak_temp_bytes = self._layers_temp_bytes = 0
         self._num_chunks = 0
         self._static_bytes = self._device_bytes = static_bytes
         self._decisions.begin_step(profile)
-        self._keep_reason = "" if profile else _UNKNOWN
         chunks: dict[tuple[int, int], list[_Part]] = {}
         schedule = job.schedule
         passes = schedule.ranks[self._rank]
@@ -149,9 +141,6 @@ class _Replay:
                 chunks[one.stage, one.microbatch] = parts = self._parts(one.stage)
                 self._forward(parts)
             self._message(one, sends=True)
-        if len(passes) in cycle:
-            self._add(OpKind.CYCLE, 0)
-            counts.append([getattr(step, name) for name in _COUNTS])
         for name, before, after in zip(_COUNTS, *counts, strict=True) if counts else ():
             count = getattr(step, name) + schedule.num_repeats * (after - before)
             setattr(step, name, count)
@@ -160,24 +149,14 @@ class _Replay:
             self._add(OpKind.COMPUTE, job.replicas_us[self._rank])
         left = (self._budget.inflight_bytes, self._budget.held_bytes, self._host_bytes)
         assert (*left, self._device_bytes) == (0, 0, 0, static_bytes), left
-        # What it reserves and can't use is taken to be as much as the largest temporaries, or what
-        # waits for messages, which at other times is as free.
+        # What it can't use is taken to be as much as the largest temporaries of a forward, beside
+        # what waits for messages, or of any pass.
         reserved_bytes = step.peak_taken_bytes
         if not job.expandable_segments:
             reserved_bytes += self._layers_temp_bytes
             reserved_bytes = max(reserved_bytes, step.peak_device_bytes + self._peak_temp_bytes)
         reserved_bytes += job.unused_bytes[self._rank] if job.unused_bytes else 0
         step.peak_reserved_bytes = -(-reserved_bytes // _SEGMENT_BYTES) * _SEGMENT_BYTES
-        return step
-
-    def steady(self) -> RankStep:
-        """Run a step as it is once the engine has seen one; no other where nothing is offloaded."""
-        self._learn()
-        profile = None
-        if sizes := [group.num_bytes for group in self._decisions.committed]:
-            self._budget.learn(max(sizes))
-            profile = self._decisions.profile()
-        step = self.run(profile)
         del self._window, self._decisions  # which hold this: no circle of so many groups
         return step
 
@@ -191,7 +170,7 @@ class _Replay:
                 chunks[one.stage, one.microbatch] = own = [x for x in parts if x is not None]
                 for group in own:
                     self._decisions.start(group)
-                    self._decisions.commit(group, _UNKNOWN)
+                    self._decisions.commit(group, "its order is yet to be learned")
             else:
                 for group in reversed(chunks.pop((one.stage, one.microbatch))):
                     self._decisions.enter_backward(group)
@@ -228,14 +207,14 @@ class _Replay:
             if group is not None:
                 self._decisions.start(group)
             self._count(work.saved_bytes)  # what it leaves there
-            temp_bytes, beside_bytes = work.forward_temp_bytes, 0
+            temp_bytes, layers_bytes = work.forward_temp_bytes, self._layers_temp_bytes
             if work.is_apart:
-                beside_bytes = self._layers_temp_bytes
+                self._peak_temp_bytes = max(self._peak_temp_bytes, temp_bytes + layers_bytes)
             else:
-                self._layers_temp_bytes = max(self._layers_temp_bytes, temp_bytes)
-            self._compute(group, work.forward_us, temp_bytes, beside_bytes=beside_bytes)
+                self._layers_temp_bytes = max(layers_bytes, temp_bytes)
+            self._compute(group, work.forward_us, temp_bytes)
             if group is not None:
-                self._decisions.commit(group, self._keep_reason)
+                self._decisions.commit(group)
 
     def _backward(self, chunk: list[_Part]) -> None:
         for work, group in reversed(chunk):
@@ -255,15 +234,10 @@ class _Replay:
                 self._decisions.leave_backward(group)
 
     def _compute(
-        self,
-        group: WorkGroup | None,
-        us: float,
-        temp_bytes: int,
-        block_bytes: int = 0,
-        beside_bytes: int = 0,
+        self, group: WorkGroup | None, us: float, temp_bytes: int, block_bytes: int = 0
     ) -> None:
         temp_bytes += self._job.stages[self._stage].buffer_bytes
-        self._peak_temp_bytes = max(self._peak_temp_bytes, temp_bytes + beside_bytes)
+        self._peak_temp_bytes = max(self._peak_temp_bytes, temp_bytes)
         self._note_peaks(temp_bytes + block_bytes)
         us *= self._slowness[self._stage]
         if us > 0:
@@ -359,4 +333,4 @@ def replay(
 
     With ``records`` labels are kept, and memory over the program.
     """
-    return _Replay(job, rank, settings, records).steady()
+    return _Replay(job, rank, settings, records).run()

@@ -40,7 +40,7 @@ class Schedule:
     ranks: tuple[tuple[Pass, ...], ...]
     """All passes, but for cycles that repeat another one."""
     num_repeats: int = 0
-    """Of the passes in `cycle_of`, which are only once in ``ranks``."""
+    """Of the passes in ``cycles``, which are only once in ``ranks``."""
     cycles: tuple[tuple[int, int], ...] = ()
     """By rank, where something repeats: the first pass of a cycle, and that behind its last. In it
     each stage has a forward and a backward of as many microbatches."""

@@ -24,7 +24,7 @@ from megatron_offload.core.trace import PIPELINE_WAIT, Counter, Span, StepTrace
 from megatron_offload.errors import ConfigError
 from megatron_offload.machine.profile import Machine
 from megatron_offload.planning.job import Job, RankSettings
-from megatron_offload.planning.replay import CycleTimes, OpKind, RankStep, replay
+from megatron_offload.planning.replay import OpKind, RankStep, replay
 
 RELEASE = "W2"
 """The stall at a release, whose copy to the host is not over."""
@@ -84,15 +84,15 @@ def simulate_ranks(job: Job, replayed: Sequence[RankStep]) -> Simulation:
 
 def _add_repeats(ranks: Sequence[RankStep], num_repeats: int) -> None:
     """Let a cycle come so often besides, at the pace of the slowest rank."""
-    pairs = [one.cycle for one in ranks]
-    cycle_us = max(end.end_us - begin.end_us for begin, end in pairs)
-    for one, (begin, end) in zip(ranks, pairs, strict=True):
+    cycles = [[end - begin for begin, end in zip(*one.cycle, strict=True)] for one in ranks]
+    cycle_us = max(us for us, *_ in cycles)
+    for one, (us, compute_us, *stalls_us) in zip(ranks, cycles, strict=True):
         one.end_us += num_repeats * cycle_us
-        one.compute_us += num_repeats * (end.compute_us - begin.compute_us)
-        for cause, us in end.stall_us.items():
-            one.stall_us[cause] += num_repeats * (us - begin.stall_us[cause])
+        one.compute_us += num_repeats * compute_us
+        for cause, lost_us in zip(one.stall_us, stalls_us, strict=True):
+            one.stall_us[cause] += num_repeats * lost_us
         # Ranks whose cycle took less will wait for the slowest.
-        one.stall_us[PIPELINE_WAIT] += num_repeats * (cycle_us - end.end_us + begin.end_us)
+        one.stall_us[PIPELINE_WAIT] += num_repeats * (cycle_us - us)
 
 
 def fair_rates(
@@ -113,17 +113,11 @@ def fair_rates(
         left_gbps = gbps or math.inf
         left = sum(numbers[kind] * weights[kind] for kind in kinds)
         for kind in sorted(kinds, key=lambda kind: rates[kind] / weights[kind]):
-            share = weights[kind] / left if numbers[kind] else 0.0
-            rates[kind] = min(rates[kind], left_gbps * share) if numbers[kind] else 0.0
+            own_gbps = left_gbps * weights[kind] / left if left else 0.0
+            rates[kind] = min(rates[kind], own_gbps) if numbers[kind] else 0.0
             left_gbps -= rates[kind] * numbers[kind]
             left -= numbers[kind] * weights[kind]
     return tuple(rate * 1e3 for rate in rates)
-
-
-def even_rate(machine: Machine, gpus_per_rank: int, num_ranks: int) -> float:
-    """Return the rate, each way, of ranks of a node that all copy as much both ways."""
-    even = machine.model_copy(update={"node_d2h_share": 0.5})
-    return min(fair_rates(even, gpus_per_rank, 0, 0, num_ranks)[2:])
 
 
 class _Queue:
@@ -201,8 +195,7 @@ class _Step:
                 us = self._transfer_us[number % len(self._transfer_us)]
                 self._after(us, messages[number].trigger, PIPELINE_WAIT)
             elif kind == OpKind.CYCLE:
-                stall_us = rank.stall_us.copy()
-                rank.cycle.append(CycleTimes(environment.now, rank.compute_us, stall_us))
+                rank.cycle.append((environment.now, rank.compute_us, *rank.stall_us.values()))
             else:
                 queue, end = queues[kind == OpKind.RELOAD], environment.event()
                 ends[number] = end

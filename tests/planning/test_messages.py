@@ -7,7 +7,6 @@ import pytest
 from megatron_offload.files.strict_model import validate
 from megatron_offload.machine.profile import Machine
 from megatron_offload.planning.description import JobDescription
-from megatron_offload.planning.messages import all_to_all_us, ring_us
 from megatron_offload.planning.model import ModelDescription
 from megatron_offload.planning.parameters import num_parameters
 from megatron_offload.planning.simulate import simulate
@@ -34,13 +33,13 @@ def more_us(name, **changes):
 
 
 def test_what_leaves_a_node_goes_over_the_network():
-    assert ring_us(MACHINE, 1, 1, KB) == all_to_all_us(MACHINE, 1, KB) == 0
-    assert ring_us(MACHINE, 4, 1, 100 * KB) == pytest.approx(5 + 3 * 1)
-    assert all_to_all_us(MACHINE, 4, 100 * KB) == pytest.approx(5 + 3 / 4)
+    assert MACHINE.ring_us(1, 1, KB) == MACHINE.all_to_all_us(1, KB) == 0
+    assert MACHINE.ring_us(4, 1, 100 * KB) == pytest.approx(5 + 3 * 1)
+    assert MACHINE.all_to_all_us(4, 100 * KB) == pytest.approx(5 + 3 / 4)
     # Of 16 GPUs eight a node share what leaves it; each copy of a token leaves by itself.
-    assert ring_us(MACHINE, 16, 1, 100 * KB) == pytest.approx(5 + 15 * 10 / 8)
-    assert all_to_all_us(MACHINE, 16, 160 * KB) == pytest.approx(5 + 8 * 1)
-    assert ring_us(MACHINE, 4, 8, 100 * KB) == pytest.approx(5 + 3 * 10)
+    assert MACHINE.ring_us(16, 1, 100 * KB) == pytest.approx(5 + 15 * 10 / 8)
+    assert MACHINE.all_to_all_us(16, 160 * KB) == pytest.approx(5 + 8 * 1)
+    assert MACHINE.ring_us(4, 8, 100 * KB) == pytest.approx(5 + 3 * 10)
 
 
 def test_tensor_parallel_blocks_gather_before_and_scatter_behind():
