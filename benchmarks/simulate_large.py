@@ -26,7 +26,7 @@ from megatron_offload.planning.description import (
     load_description,
 )
 from megatron_offload.planning.job import GroupWork, Job, RankSettings, StageWork
-from megatron_offload.planning.parameters import num_parameters
+from megatron_offload.planning.parameters import weights_of
 from megatron_offload.planning.schedule import make_schedule
 from megatron_offload.planning.simulate import RELEASE, RELOAD, simulate
 
@@ -45,7 +45,7 @@ def reported_step_us() -> float:
     model = LLAMA_3_405B.model
     tokens = model.sequence * model.num_microbatches * DATA_PARALLEL
     weights = sum(
-        num_parameters(model, rank) * model.tensor_parallel
+        weights_of(model, rank).number * model.tensor_parallel
         for rank in range(model.pipeline_parallel)
     )
     flop = 6.0 * weights * tokens + 6.0 * model.layers * model.hidden * model.sequence * tokens

@@ -39,7 +39,7 @@ class Machine(StrictModel):
     """The most of it that goes to the devices; None sets no such bound."""
     node_d2h_share: float = Field(default=0.6, ge=0.01, le=0.99)
     """The part of ``node_gbps`` that is offloaded where both directions would take all of it: 0.59
-    to 0.63 on 94 hosts of two and four H100s and H200s, whose sums are 127 to 220."""
+    to 0.63 in 94 measurements of two and four H100s and H200s, whose sums are 127 to 220."""
     gpus_per_node: int = Field(default=4, ge=1)
     """GPUs that share what a node's copies get: those of pipeline ranks in order, and of each rank
     all that do the same at the same time, such as a tensor-parallel group."""

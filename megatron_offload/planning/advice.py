@@ -8,7 +8,7 @@ from math import gcd, prod
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError
 from megatron_offload.planning.model import VALUE_BYTES, ModelDescription
-from megatron_offload.planning.parameters import num_parameters, static_bytes
+from megatron_offload.planning.parameters import static_bytes, weights_of
 
 _MOST_SHARE = 0.8  # of a GPU's memory, that weights, gradients and optimizer may take
 _MOST_GPUS = 2**14
@@ -42,7 +42,7 @@ def _shared(model: ModelDescription, device_bytes: int, gpus_per_node: int) -> s
     strategy = model.data_parallel_sharding_strategy
     ways = ["optim" if strategy == "no_shard" else strategy]
     ways += ["optim_grads_params"] if first == 1 else []
-    num_weights = sum(num_parameters(model, x) for x in range(first)) * model.tensor_parallel
+    num_weights = sum(weights_of(model, x).number for x in range(first)) * model.tensor_parallel
     least = num_weights * VALUE_BYTES / room  # GPUs, were all shared by all
     least = max(least, first * model.data_parallel * model.tensor_parallel)  # those that it has
     order = sorted(product(ways, stages, tensor, doubled), key=lambda one: prod(one[1:]))

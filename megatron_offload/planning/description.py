@@ -16,7 +16,7 @@ from megatron_offload.machine.profile import Machine
 from megatron_offload.planning.job import Job, RankSettings, StageWork
 from megatron_offload.planning.model import ModelDescription
 from megatron_offload.planning.model_cost import LayerCosts
-from megatron_offload.planning.parameters import replicas_us, static_bytes, unused_bytes
+from megatron_offload.planning.parameters import replicas_us, static_bytes, weights_of
 from megatron_offload.planning.schedule import steady_schedule
 from megatron_offload.planning.simulate import simulate
 
@@ -50,18 +50,15 @@ def job_from_model(model: ModelDescription, machine: Machine = _H200S) -> Job:
         host_us = 2 * num_launches * model.host_us_per_launch, model.host_us_per_group
         stages.append(StageWork(tuple(groups), hidden_bytes, buffer_bytes, num_launches, *host_us))
     ranks = range(schedule.num_ranks)
-    num_workspaces = 2 + (0 if model.eager_kernels else 5 if model.experts else 1)
-    workspaces = num_workspaces * _WORKSPACE_BYTES
+    workspaces = _WORKSPACE_BYTES * (2 + (0 if model.eager_kernels else 5 if model.experts else 1))
     return Job(
         schedule=schedule,
         stages=tuple(stages),
         static_bytes=tuple(static_bytes(model, rank) + workspaces for rank in ranks),
-        unused_bytes=tuple(unused_bytes(model, rank) for rank in ranks),
+        unused_bytes=tuple(weights_of(model, rank).unused_bytes for rank in ranks),
         expandable_segments=model.expandable_segments,
         machine=machine,
-        replicas_us=tuple(
-            replicas_us(model, machine, rank, stages[rank :: schedule.num_ranks]) for rank in ranks
-        ),
+        replicas_us=tuple(replicas_us(model, machine, rank, stages) for rank in ranks),
         gpus_per_rank=model.tensor_parallel * model.context_parallel * model.data_parallel,
     )
 

@@ -200,8 +200,7 @@ def message_bytes(job: Job, rank: int, passes: Sequence[Pass]) -> Iterator[tuple
         num_launched += stages[one.stage].num_launches
         # A forward is the last to need what it sends. A backward is so of its input, of the
         # gradient that has come and of that which it sends; each is as large as its output.
-        num_inputs = 0 if is_forward else 2
-        for other, number in ((one.stage + 1, 1), (one.stage - 1, num_inputs)):
+        for other, number in ((one.stage + 1, 1), (one.stage - 1, 0 if is_forward else 2)):
             if 0 <= other < len(stages) and other not in own_stages:
                 num_bytes = number * stages[min(one.stage, other)].output_bytes
                 freed.append((num_launched + QUEUED_LAUNCHES, num_bytes))

@@ -23,8 +23,7 @@ Dtype: TypeAlias = Literal["fp32", "fp16", "bf16", "fp8"]
 
 Sharding: TypeAlias = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
-VALUE_BYTES = 2
-"""Of an activation or a weight, in bf16."""
+VALUE_BYTES = 2  # of an activation or a weight, in bf16
 _MOST = 10**9
 """Larger sizes are a slip of the pen."""
 

@@ -288,22 +288,23 @@ class LayerCosts:
         model, hidden = self.model, self.hidden_bytes
         routed = model.experts_per_token * hidden
         num_tokens = self.tokens // model.tensor_parallel
-        router = self._linear(
-            "router", (model.hidden, model.experts), residual_bytes=hidden, num_layers=0
-        )
-        # Each way tokens are copied for their experts, and what experts made is added up.
-        moved_us = self._traffic(2 * (hidden + routed))
         # Its input; the indices, in int64, with probabilities, in fp32, and their order; a map.
         token_bytes = model.experts_per_token * (8 + 4 + 8)
         token_bytes += model.experts * (1 + VALUE_BYTES)
+        more: dict[str, Any] = {
+            "residual_bytes": hidden,
+            "kept_bytes": hidden + num_tokens * token_bytes,
+        }
+        product = model.hidden, model.experts
+        router = self._linear("router", product, num_layers=0, is_marked=False, **more)
+        # Each way tokens are copied for their experts, and what experts made is added up.
+        moved_us = self._traffic(2 * (hidden + routed))
         return replace(
             router,
             forward_us=router.forward_us + moved_us,
             backward_us=router.backward_us + moved_us,
-            kept_bytes=hidden + num_tokens * token_bytes,
             forward_temp_bytes=routed,
             backward_temp_bytes=2 * routed,
-            is_marked=False,
         )
 
     def further_tokens(self) -> list[GroupWork]:
@@ -337,10 +338,9 @@ class LayerCosts:
         moved = (3, 2) if model.fused_kernels else (_LOSS_FORWARD, _LOSS_BACKWARD)
         forward_us, backward_us = (self._traffic(each * logits) for each in moved)
         passes = (forward_us, temp_bytes), (backward_us, temp_bytes * (not is_eager))
-        more: dict[str, Any] = {"kept_bytes": logits, "is_marked": False}
-        more |= {"backward_block_bytes": 2 * logits * is_eager, "is_apart": is_eager}
-        before |= {"saved": (hidden, *self._normed(hidden)), "is_marked": False, "num_layers": 0}
-        before["is_apart"] = is_eager
+        apart: dict[str, Any] = {"is_marked": False, "is_apart": is_eager}
+        before |= {"saved": (hidden, *self._normed(hidden)), "num_layers": 0} | apart
+        more = {"kept_bytes": logits, "backward_block_bytes": 2 * logits * is_eager} | apart
         return [
             self._sent(self._linear("head", (model.hidden, model.vocabulary), **before)),
             self._group("loss", (), *passes, **more),

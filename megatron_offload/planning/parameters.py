@@ -29,9 +29,6 @@ class Weights(NamedTuple):
         """Of all weights."""
         return self.dense + self.experts + self.adapters
 
-    def __add__(self, other: tuple[int, ...]) -> Weights:  # type: ignore[override]
-        return Weights(*(a + b for a, b in zip(self, other, strict=True)))
-
 
 def _layer(model: ModelDescription, *, has_experts: bool) -> Weights:
     hidden, attention = model.hidden, model.attention
@@ -70,27 +67,19 @@ def _layers(model: ModelDescription, rank: int) -> Iterator[Weights]:
     if rank == model.pipeline_parallel - 1:
         hidden, last = model.hidden, model.has_experts(model.layers - 1)
         for _ in range(model.mtp_num_layers):  # its input is two, each behind a norm
-            yield _layer(model, has_experts=last) + Weights(2 * hidden**2 + 3 * hidden)
+            own = _layer(model, has_experts=last)
+            yield own._replace(dense=own.dense + 2 * hidden**2 + 3 * hidden)
 
 
-def _weights(model: ModelDescription, rank: int) -> Weights:
+def weights_of(model: ModelDescription, rank: int) -> Weights:
     """Return all weights of one GPU of a pipeline rank."""
     is_first, is_last = rank == 0, rank == model.pipeline_parallel - 1
     # With multi-token prediction the last stage has a copy of the embedding.
     num_embeddings = int(is_first or (is_last and model.mtp_num_layers > 0))
     num_embeddings += is_last and not (model.tied_embeddings and num_embeddings)
     ends = num_embeddings * model.vocabulary * model.hidden // model.tensor_parallel
-    return sum(_layers(model, rank), Weights(ends + is_last * model.hidden))
-
-
-def num_parameters(model: ModelDescription, rank: int) -> int:
-    """Return the weights of one GPU of a pipeline rank."""
-    return _weights(model, rank).number
-
-
-def unused_bytes(model: ModelDescription, rank: int) -> int:
-    """Return what the allocator reserves beside weights and gradients."""
-    return _weights(model, rank).unused_bytes
+    each = *_layers(model, rank), Weights(ends + is_last * model.hidden)
+    return Weights(*map(sum, zip(*each, strict=True)))
 
 
 def _sharding_stage(model: ModelDescription) -> int:
@@ -110,7 +99,7 @@ def _trained(model: ModelDescription, weights: Weights) -> Weights:
 
 def static_bytes(model: ModelDescription, rank: int) -> int:
     """Return what weights, gradients and optimizer take on one GPU of a pipeline rank."""
-    weights = _weights(model, rank)
+    weights = weights_of(model, rank)
     per_parameter = model.static_bytes_per_parameter
     if per_parameter is None and model.optimizer is None and not model.lora_rank:
         per_parameter = _STATIC_BYTES
@@ -140,7 +129,7 @@ def replicas_us(
     With ``overlap_grad_reduce`` gradients are summed behind one backward of its stages, and weights
     gathered behind one forward; in each microbatch where they are shared besides the optimizer.
     """
-    weights, stage = _weights(model, rank), _sharding_stage(model)
+    weights, stage = weights_of(model, rank), _sharding_stage(model)
     trained = _trained(model, weights)
     strides = model.tensor_parallel, model.expert_parallel, model.tensor_parallel
 
@@ -154,7 +143,8 @@ def replicas_us(
         gradients_us, gathered_us = 2 * gradients_us, 0.0
     elif stage == 3:  # backward gathers weights, too
         gradients_us += gathered_us
-    groups = [x for one in stages for x in one.groups if model.overlap_grad_reduce]
+    own = stages[rank :: model.pipeline_parallel] if model.overlap_grad_reduce else ()
+    groups = [group for one in own for group in one.groups]
     summed_us = max(0.0, gradients_us - sum(group.backward_us for group in groups))
     gathered_us = max(0.0, gathered_us - sum(group.forward_us for group in groups))
     per_summed, per_gathered = (model.num_microbatches if stage >= n else 1 for n in (2, 3))

@@ -119,8 +119,7 @@ class _Replay:
             profile = self._decisions.profile()
         job, static_bytes = self._job, self._job.static_bytes[self._rank]
         self.step = step = RankStep(peak_device_bytes=static_bytes, peak_taken_bytes=static_bytes)
-        self._host_bytes = self._peak_temp_bytes = self._layers_temp_bytes = 0
-        self._num_chunks = 0
+        self._host_bytes = self._peak_temp_bytes = self._layers_temp_bytes = self._num_chunks = 0
         self._static_bytes = self._device_bytes = static_bytes
         self._decisions.begin_step(profile)
         chunks: dict[tuple[int, int], list[_Part]] = {}
@@ -305,8 +304,7 @@ class _Replay:
         """Take memory; below 0 free it."""
         self._device_bytes += device_bytes
         self._host_bytes += host_bytes
-        if self._host_bytes > self.step.peak_host_bytes:
-            self.step.peak_host_bytes = self._host_bytes
+        self.step.peak_host_bytes = max(self.step.peak_host_bytes, self._host_bytes)
         if self._records:
             counts = {
                 ByteCount.HELD: self._device_bytes - self._static_bytes,
@@ -320,10 +318,8 @@ class _Replay:
         """Look at what is taken; not where it only falls."""
         step, (held_bytes, pending_bytes) = self.step, self._messages
         device_bytes = self._device_bytes + temp_bytes + held_bytes
-        if device_bytes > step.peak_device_bytes:
-            step.peak_device_bytes = device_bytes
-        if device_bytes + pending_bytes > step.peak_taken_bytes:
-            step.peak_taken_bytes = device_bytes + pending_bytes
+        step.peak_device_bytes = max(step.peak_device_bytes, device_bytes)
+        step.peak_taken_bytes = max(step.peak_taken_bytes, device_bytes + pending_bytes)
 
 
 def replay(

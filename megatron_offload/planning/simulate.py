@@ -110,8 +110,7 @@ def fair_rates(
     weights = [machine.node_d2h_share, 1 - machine.node_d2h_share] * 2
     limits = ((0, 2), machine.node_d2h_gbps), ((1, 3), machine.node_h2d_gbps)
     for kinds, gbps in (*limits, (range(4), machine.node_gbps)):
-        left_gbps = gbps or math.inf
-        left = sum(numbers[kind] * weights[kind] for kind in kinds)
+        left_gbps, left = gbps or math.inf, sum(numbers[kind] * weights[kind] for kind in kinds)
         for kind in sorted(kinds, key=lambda kind: rates[kind] / weights[kind]):
             own_gbps = left_gbps * weights[kind] / left if left else 0.0
             rates[kind] = min(rates[kind], own_gbps) if numbers[kind] else 0.0
@@ -143,8 +142,8 @@ class _Step:
         machine = job.machine
         gpus_per_rank = min(job.gpus_per_rank, machine.gpus_per_node)
         self._rates = functools.cache(functools.partial(fair_rates, machine, gpus_per_rank))
-        us_per_byte = 1e-3 / machine.p2p_gbps
-        output_us = [machine.p2p_latency_us + s.output_bytes * us_per_byte for s in job.stages]
+        latency_us, rate = machine.p2p_latency_us, 1e3 * machine.p2p_gbps
+        output_us = [latency_us + stage.output_bytes / rate for stage in job.stages]
         # By number, less the microbatch. A gradient is as large as what the stage before has sent.
         self._transfer_us = [
             us for stage in range(len(output_us)) for us in (output_us[stage - 1], output_us[stage])

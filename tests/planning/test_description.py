@@ -20,7 +20,7 @@ from megatron_offload.planning.description import (
 from megatron_offload.planning.job import RankSettings
 from megatron_offload.planning.model import ModelDescription
 from megatron_offload.planning.model_cost import LayerCosts
-from megatron_offload.planning.parameters import num_parameters, static_bytes
+from megatron_offload.planning.parameters import static_bytes, weights_of
 from megatron_offload.planning.simulate import simulate
 
 ROOT = Path(__file__).parent.parent.parent
@@ -72,7 +72,7 @@ def test_a_wrong_description_is_refused_by_name(change, said):
 def test_weights_are_those_that_the_real_model_counted():
     # docs/benchmarks/h200/shape_c.json, "parameters" of the four ranks.
     counted = [3483435008, 3221291008, 3221291008, 3483443200]
-    assert [num_parameters(describe(), rank) for rank in range(4)] == counted
+    assert [weights_of(describe(), rank).number for rank in range(4)] == counted
 
 
 def test_groups_hold_what_the_engine_saw_them_hold():
@@ -177,7 +177,7 @@ def test_stages_may_have_other_numbers_of_layers():
     stages = job_from_model(uneven).stages
     counts = [sum(group.name == "core_attn" for group in stage.groups) for stage in stages]
     assert counts == [1, 3, 2, 2, 2, 2, 2, 2]
-    assert num_parameters(uneven, 1) > num_parameters(uneven, 2)
+    assert weights_of(uneven, 1).number > weights_of(uneven, 2).number
     for wrong in ([2] * 7, [1] * 8):
         with pytest.raises(ConfigError, match=r"stage_layers .* the model has 8 with 16"):
             describe(stage_layers=wrong)
@@ -204,7 +204,7 @@ def test_experts_take_as_many_tokens_a_gpu_as_are_chosen():
 
 def test_weights_of_experts_are_shared_and_the_first_layers_may_be_dense():
     def weights(**changes):
-        return num_parameters(describe(**MOE, **changes), 1)
+        return weights_of(describe(**MOE, **changes), 1).number
 
     expert = 3 * 4096 * 8192
     assert weights() - weights(expert_parallel=4) == 4 * 6 * expert

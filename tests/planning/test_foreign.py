@@ -11,7 +11,7 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.planning.description import load_description
 from megatron_offload.planning.foreign import from_hugging_face, from_megatron
 from megatron_offload.planning.model_cost import LayerCosts
-from megatron_offload.planning.parameters import num_parameters
+from megatron_offload.planning.parameters import weights_of
 
 ROOT = Path(__file__).parent.parent.parent
 SEQUENCE = 128
@@ -50,7 +50,7 @@ def built(config, device):
 def test_parameters_of_a_config_are_those_of_transformers(kind):
     config, model = described(kind)
     counted = sum(parameter.numel() for parameter in built(config, "meta").parameters())
-    assert num_parameters(model, 0) == pytest.approx(counted, rel=0.01)
+    assert weights_of(model, 0).number == pytest.approx(counted, rel=0.01)
 
 
 class Adapted(torch.nn.Module):

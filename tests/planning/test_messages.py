@@ -8,7 +8,7 @@ from megatron_offload.files.strict_model import validate
 from megatron_offload.machine.profile import Machine
 from megatron_offload.planning.description import JobDescription
 from megatron_offload.planning.model import ModelDescription
-from megatron_offload.planning.parameters import num_parameters
+from megatron_offload.planning.parameters import weights_of
 from megatron_offload.planning.simulate import simulate
 
 MACHINE = Machine(gpus_per_node=8, nvlink_gbps=100, p2p_gbps=10, p2p_latency_us=5)
@@ -73,7 +73,7 @@ def test_replicas_wait_for_what_no_pass_hides():
 
     bare_us = step_us(1e12)
     assert step_us() == pytest.approx(bare_us, abs=10), "behind a backward and a forward"
-    weights = num_parameters(validate(ModelDescription, SIZES, "model"), 0)
+    weights = weights_of(validate(ModelDescription, SIZES, "model"), 0).number
     shown_us = step_us(overlap_grad_reduce=False) - bare_us
     assert shown_us == pytest.approx(7 / 8 * weights * (4 + 2) / 100e3, rel=0.01)
     shared = {"data_parallel_sharding_strategy": "optim_grads_params"}

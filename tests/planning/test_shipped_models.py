@@ -10,7 +10,7 @@ from megatron_offload.config import config_folder, load_yaml
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import validate
 from megatron_offload.planning.description import JobDescription, load_description
-from megatron_offload.planning.parameters import num_parameters, static_bytes
+from megatron_offload.planning.parameters import static_bytes, weights_of
 
 MODELS = Path(__file__).parent.parent.parent / "configs" / "models"
 ALONE = dict.fromkeys(("pipeline_parallel", "virtual_stages", "tensor_parallel"), 1)
@@ -33,7 +33,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_those_that_were_published(name):
     model = load_description(MODELS / f"{name}.yaml").model
-    counted = num_parameters(model.model_copy(update=ALONE), 0)
+    counted = weights_of(model.model_copy(update=ALONE), 0).number
     assert counted == pytest.approx(PUBLISHED[name], rel=0.01)
 
 
@@ -72,13 +72,13 @@ def test_a_gpu_s_name_says_what_a_job_leaves_out():
 )
 def test_replicas_share_what_they_are_said_to(change, per_parameter):
     model = described(**change).model
-    assert static_bytes(model, 0) == pytest.approx(num_parameters(model, 0) * per_parameter)
+    assert static_bytes(model, 0) == pytest.approx(weights_of(model, 0).number * per_parameter)
 
 
 def test_sharded_weights_are_gathered_a_layer_at_a_time():
     keys = {"data_parallel": 8, "data_parallel_sharding_strategy": "optim_grads_params"}
     model, layer = described(**keys).model, 12 * 1024**2 + 2 * 1024
-    wanted = num_parameters(model, 0) * 18 / 8 + layer * (2 * 2 + 4)
+    wanted = weights_of(model, 0).number * 18 / 8 + layer * (2 * 2 + 4)
     assert static_bytes(model, 0) == pytest.approx(wanted)
 
 
@@ -93,8 +93,8 @@ def test_experts_are_shared_by_all_gpus_that_have_the_same():
 def test_adapters_alone_have_gradients_and_an_optimizer():
     whole, lora = (described(lora_rank=r, optimizer=None) for r in (0, 16))
     adapters = 4 * 16 * (1024 + 3072 + 2048 + 2 * (1024 + 4096))
-    weights = num_parameters(whole.model, 0)
-    assert num_parameters(lora.model, 0) == weights + adapters
+    weights = weights_of(whole.model, 0).number
+    assert weights_of(lora.model, 0).number == weights + adapters
     assert static_bytes(lora.model, 0) == 2 * weights + 18 * adapters
     backward = [sum(g.backward_us for g in x.job().stages[0].groups) for x in (whole, lora)]
     assert backward[1] < backward[0]
