@@ -152,8 +152,7 @@ def load_description(
     """
     data = load_yaml(path) if data is None else data
     asked = validate(JobDescription, apply_overrides(data, overrides), str(path), typed)
-    measured = asked.measured
-    if measured is None:
+    if (measured := asked.measured) is None:
         return asked
     as_measured = data | {"model": data.get("model", {}) | measured.model, "measured": None}
     before = validate(JobDescription, as_measured, f"{path}, as it was measured")

@@ -77,22 +77,17 @@ def simulate_ranks(job: Job, replayed: Sequence[RankStep]) -> Simulation:
         raise ConfigError(
             f"schedule {job.schedule.name!r}: pipeline ranks {', '.join(stuck)} wait for each other"
         )
-    if repeats := job.schedule.num_repeats:
-        _add_repeats(ranks, repeats)
+    if num_repeats := job.schedule.num_repeats:  # of a cycle, at the pace of the slowest rank
+        cycles = [[end - begin for begin, end in zip(*one.cycle, strict=True)] for one in ranks]
+        cycle_us = max(us for us, *_ in cycles)
+        for one, (us, compute_us, *stalls_us) in zip(ranks, cycles, strict=True):
+            one.end_us += num_repeats * cycle_us
+            one.compute_us += num_repeats * compute_us
+            for cause, lost_us in zip(one.stall_us, stalls_us, strict=True):
+                one.stall_us[cause] += num_repeats * lost_us
+            # Ranks whose cycle took less will wait for the slowest.
+            one.stall_us[PIPELINE_WAIT] += num_repeats * (cycle_us - us)
     return Simulation(max(one.end_us for one in ranks), ranks)
-
-
-def _add_repeats(ranks: Sequence[RankStep], num_repeats: int) -> None:
-    """Let a cycle come so often besides, at the pace of the slowest rank."""
-    cycles = [[end - begin for begin, end in zip(*one.cycle, strict=True)] for one in ranks]
-    cycle_us = max(us for us, *_ in cycles)
-    for one, (us, compute_us, *stalls_us) in zip(ranks, cycles, strict=True):
-        one.end_us += num_repeats * cycle_us
-        one.compute_us += num_repeats * compute_us
-        for cause, lost_us in zip(one.stall_us, stalls_us, strict=True):
-            one.stall_us[cause] += num_repeats * lost_us
-        # Ranks whose cycle took less will wait for the slowest.
-        one.stall_us[PIPELINE_WAIT] += num_repeats * (cycle_us - us)
 
 
 def fair_rates(
