@@ -107,6 +107,7 @@ def test_no_limit_is_exceeded_and_every_copy_is_at_one(seed):
     machine = Machine(
         d2h_gbps=d2h, h2d_gbps=h2d, both_gbps=both, node_gbps=node, node_d2h_gbps=node_d2h
     )
+    machine = machine.model_copy(update={"node_d2h_share": rng.uniform(0.1, 0.9)})
     numbers = [rng.randint(0, 4) for _ in range(3)]
     rates = [rate / 1e3 for rate in fair_rates(machine, 1, *numbers)]
     numbers.append(numbers[2])
