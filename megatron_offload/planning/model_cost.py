@@ -99,13 +99,14 @@ class LayerCosts:
 
         ``norm_bytes`` is of the input of a norm that is part of it, ``residual_bytes`` of what is
         added to its output, ``gathered_bytes`` of the input of all GPUs together. A GPU has so many
-        ``experts``, whole ones, and each token comes in a copy for each of its own. Adapters of
-        peft, in fp32, have a copy of the input of each of ``num_layers``.
+        ``experts``, whole ones, and each token comes in a copy for each of its own. Each of
+        ``num_layers`` may have an adapter; those of peft, in fp32, have a copy of its input.
         """
         copies = 1 if experts is None else self.model.experts_per_token
         flop = 2.0 * copies * self.tokens * sum(inputs * outputs for inputs, outputs in products)
         least_us = _PRODUCT_US * (experts or 1) * len(products)
         is_trained = self.model.lora_rank == 0
+        is_adapted = num_layers > 0 and not is_trained
         times = (least_us + self._product(flop) for _ in range(2 + is_trained))
         product_us, again_us, *weight_us = times
         gradients = [self._gradient_bytes(*product, experts) for product in products]
@@ -117,11 +118,11 @@ class LayerCosts:
             read = [_WIDE * one[0] * token_bytes for one in products]
             saved, more["units"] = [*read * num_layers, *saved[1:]], ()
         temp_bytes = outputs * token_bytes + gathered_bytes
-        if self.model.eager_kernels and not is_trained and num_layers:
+        if self.model.eager_kernels and is_adapted:
             # What an adapter adds, before and behind its scale, in fp32.
             temp_bytes += 2 * _WIDE * outputs * token_bytes // num_layers
         # An adapter reads what its layer reads, and adds to what that has written.
-        adapters = 2 * token_bytes * sum(map(sum, products)) * (not is_trained)
+        adapters = 2 * token_bytes * sum(map(sum, products)) * is_adapted
         moved_bytes = adapters + 2 * norm_bytes + 3 * residual_bytes
         forward_us = product_us + self._traffic(moved_bytes)
         forward = forward_us, temp_bytes
