@@ -259,14 +259,16 @@ class OffloadConfig(StrictModel):
             return f"rows: [{', '.join(map(str, self.rows))}]"
         policy = self.tuned_policy if is_open else None
         if policy is None:
-            return "what is marked, or saved in a context, is offloaded from the first step on"
+            what = "what is marked, or saved in a context, is offloaded from the first step on"
+            return f"{what}, within the shares and limits that are set"
         if isinstance(policy, AutoConfig):
-            limit = f"cost at most {policy.most_slowdown_percent:g} % of a step"
+            limit = f"costs at most {policy.most_slowdown_percent:g} % of a step"
         else:
             target = policy.memory_target  # which may have too few ranks; others refuse that
             sizes = map(format_bytes, [target] if isinstance(target, int) else target)
-            limit = f"let at most {', '.join(sizes)} be reserved"
-        return f"policy {policy.kind}: some 20 to 80 steps are looked at, then rows {limit}"
+            limit = f"lets at most {', '.join(sizes)} be reserved"
+        looked = f"policy {policy.kind}: some 20 to 80 steps are looked at"
+        return f"{looked}, then what is offloaded and recomputed {limit}"
 
     def without_offload(self) -> OffloadConfig:
         """Return the same, but where only ``recompute`` says what is done, nothing is offloaded."""

@@ -34,11 +34,13 @@ class MeteredJob:
         self.peak_bytes = self.most_bytes = 0
         update = {"d2h_gbps": gbps, "h2d_gbps": gbps, "poison": False, "check_hazards": False}
         self.backend = SimulatedBackend(config.simulated.model_copy(update=update))
+        has_clock = {"simulated": config.simulated.model_copy(update={"host_time": True})}
         self.backend.capacity_bytes = lambda: self.capacity_bytes
         self.backend.memory = lambda: DeviceMemory(
             self.meter.live_bytes, self.meter.peak_bytes, self.most_bytes, self.num_ooms
         )
         self.backend.trim_device = lambda: self.meter.reset_peak()
+        config = config.model_copy(update=has_clock)
         self.manager = PipelineOffloadManager(config, backend=self.backend)
 
     def meter_activations(self, model):

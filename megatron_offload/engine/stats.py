@@ -144,16 +144,17 @@ class StepStats(OldAttributes):
         sizes = recorded_bytes, off_bytes, self.peak_host_bytes, self.recomputed_bytes
         recorded, device, host, again = map(format_bytes, sizes)
         whose = " at each replay of the graph that it was captured into" if self.is_captured else ""
-        text = f"most at a time{whose}: {recorded} in groups, of it {device} off the device, "
-        text += f"{host} on the host"
-        text += f", {again} recomputed" if self.recomputed_bytes else ""
+        text = f"at most {recorded} of activations were saved{whose}, {device} of them off the "
+        text += f"device, {host} on the host"
+        text += f"; {again} recomputed" if self.recomputed_bytes else ""
         if not (self.offloaded_bytes or self.recomputed_bytes):
             text = self.why or "nothing was offloaded or recomputed"
         reasons = Counter[str]()
         for group in self.by_name.values():
             reasons.update(group.kept_bytes_by_reason)
         largest = reasons.most_common(_MOST_REASONS)
-        kept = ", ".join(f"{format_bytes(size)} ({why})" for why, size in largest if size)
+        least = largest[0][1] / 100 if largest else 0
+        kept = ", ".join(f"{format_bytes(size)} ({why})" for why, size in largest if size > least)
         return f"{text}; kept: {kept}" if kept else text
 
     def __str__(self) -> str:
@@ -172,4 +173,5 @@ class StepStats(OldAttributes):
             aligned = (cell.rjust(width) for cell, width in zip(cells, others, strict=True))
             lines.append("  ".join((name.ljust(first), *aligned)))
         held = (f"still held by a graph: {leak}" for leak in self.leaks)
-        return "\n".join((*lines, self.verdict, *held))
+        table = lines if len(lines) > 1 else []
+        return "\n".join((*table, self.verdict, *held))

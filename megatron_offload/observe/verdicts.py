@@ -25,8 +25,8 @@ NO_CLOCK = (
 """Why a search finds nothing where steps take no time."""
 
 _UNFINISHED = (
-    "the program has ended before rows were found, for which some 20 to 80 steps are looked at: "
-    "only what the device had no room for was offloaded. 'rows' and 'policy: modules' look at none"
+    "the program has ended before it was found what to offload, for which some 20 to 80 steps are "
+    "looked at: only what the device had no room for was. 'rows' and 'policy: modules' look at none"
 )
 _NO_TUNER = (
     "policy %r looks for rows in a model, and this manager was given none, so that all that is "
@@ -53,8 +53,8 @@ def _chunk_begins(manager: PipelineOffloadManager) -> None:
         _plans[plan] += 1
         # At the end there may be no group of ranks any more.
         _begun[manager] = manager.config, rank_in() == 0 and _plans[plan] <= _MOST_ALIKE
-        if _plans[plan] == 1:
-            _say(manager, plan)
+        if _plans[plan] == 1 and (_has_clock(manager) or not manager.is_searching):
+            _say(manager, plan)  # else that there is no GPU is all that will be found
 
 
 def _step_ended(manager: PipelineOffloadManager) -> None:
@@ -62,7 +62,7 @@ def _step_ended(manager: PipelineOffloadManager) -> None:
     if manager.tuner is not None:
         return
     if manager.step_number == _NUM_FIRST:
-        _say(manager, f"megatron-offload: of what a step saves, {manager.last_step.verdict}")
+        _say(manager, f"megatron-offload: in step {_NUM_FIRST} {manager.last_step.verdict}")
     policy, needs_none = manager.config.policy, manager.learner.is_open or manager.rests
     if isinstance(policy, SolvedConfig) and manager.config.enabled and not needs_none:
         manager.transfers.warn_once(_NO_TUNER, policy.kind)
@@ -72,14 +72,22 @@ PipelineOffloadManager.at_chunk.append(_chunk_begins)
 PipelineOffloadManager.at_reset.append(_step_ended)
 
 
-def say_last(manager: PipelineOffloadManager) -> None:
-    """Say at the end of the program what the last step has won, or that it was too short."""
+def say_last(manager: PipelineOffloadManager, *, has_table: bool = False) -> None:
+    """Say once, as a program ends, what the last step has won, or that there were too few steps.
+
+    A run that ``has_table`` of its steps has said there what was won.
+    """
     step = manager.last_step
+    is_known = has_table or manager.step_number == _NUM_FIRST
     if manager.is_searching:
-        has_clock = manager.backend.name == "cuda" or manager.config.simulated.host_time
-        _say(manager, f"megatron-offload: {_UNFINISHED if has_clock else NO_CLOCK}")
-    elif manager.step_number != _NUM_FIRST and (step.offloaded_bytes or step.recomputed_bytes):
-        _say(manager, f"megatron-offload: of what the last step has saved, {step.verdict}")
+        _say(manager, f"megatron-offload: {_UNFINISHED if _has_clock(manager) else NO_CLOCK}")
+    elif not is_known and (step.offloaded_bytes or step.recomputed_bytes):
+        _say(manager, f"megatron-offload: in the last step {step.verdict}")
+    _begun.pop(manager, None)
+
+
+def _has_clock(manager: PipelineOffloadManager) -> bool:
+    return manager.backend.name == "cuda" or manager.config.simulated.host_time
 
 
 @atexit.register

@@ -75,8 +75,8 @@ def run_training(
             if rank_in() == 0:
                 summary = summarize(records, config.traced_step)
                 write_facts(folder, config, is_simulated=device.type != "cuda", **summary)
-        if manager and manager.is_searching:
-            say_last(manager)  # as a rank's end doesn't
+        if manager:
+            say_last(manager, has_table=True)
     torch.cuda.empty_cache()  # nothing where CUDA was not used
     return records
 

@@ -47,7 +47,7 @@ def test_what_is_found_frees_memory_and_costs_no_more_than_it_may(gbps, percent,
     assert found.low - 0.1 <= slowdown <= found.high + 0.1
     assert ("layer", "recompute") in actions(job.manager.rows) or gbps == 1.0
     plan, text = caplog.messages
-    assert "policy auto: some 20 to 80 steps are looked at, then rows cost at most" in plan
+    assert "policy auto: some 20 to 80 steps are looked at, then what is offloaded and" in plan
     assert text == f"megatron-offload: auto: {search.said}"
     rows = search.said.partition("rows: ")[2].partition(" free")[0]
     assert Config(rows=rows).rows == job.manager.rows, "what it says can be pasted"

@@ -123,7 +123,7 @@ def test_groups_that_are_never_committed_are_reported_once(committed, caplog):
                 step()
     plan, said, won = caplog.messages
     assert (plan, "as 'mlp' in this step" in said) == (manager.plan, True)
-    assert won.endswith("of what a step saves, nothing was offloaded or recomputed")
+    assert won.endswith("in step 4 nothing was offloaded or recomputed")
     caplog.clear()
     with manager.step():
         train(mlps, manager, "FB")

@@ -216,15 +216,15 @@ for _ in range(6):
     [
         ({"policy": "modules"}, "in a context, is offloaded from the first step", "off the device"),
         ({"rows": []}, "rows: []", "nothing is offloaded: no row says so"),
-        ({"policy": "auto"}, "then rows cost at most 3 % of a step", "there is no GPU here"),
+        ({"policy": "auto"}, "recomputed costs at most 3 % of a step", "there is no GPU here"),
         (
             {"policy": "auto", "backend": "simulated", "simulated": {"host_time": True}},
-            "then rows cost at most 3 % of a step",
-            "has ended before rows",
+            "then what is offloaded and recomputed costs at most 3 % of a step",
+            "has ended before it was found",
         ),
         (
             {"policy": {"kind": "memory_target", "memory_target": ["1GiB", "2GiB"]}},
-            "then rows let at most 1.0 GiB, 2.0 GiB be reserved",
+            "recomputed lets at most 1.0 GiB, 2.0 GiB be reserved",
             "nothing is offloaded yet: the first steps",
         ),
         ({"enabled": False}, "nothing is offloaded: it is switched off", "it is switched off"),
@@ -238,19 +238,19 @@ def test_a_context_says_what_it_will_do_and_what_it_has_done(settings, plan, las
     with offload:
         loss = model(torch.randn(4096, 8)).sum()
     loss.backward()
-    assert ([plan in x for x in caplog.messages] == [True]) is ("policy" in settings)
+    said, has_won = [plan in x for x in caplog.messages], settings.get("policy") == "modules"
+    assert (said == [True]) is (has_won or "simulated" in settings), "what can't be isn't promised"
     say_last(offload.manager)
     assert last in caplog.text + offload.describe()
-    has_won = settings.get("policy") == "modules"
-    assert ("of what the last step has saved, " in caplog.text) is has_won
+    assert ("in the last step at most " in caplog.text) is has_won
 
 
 def test_a_program_says_its_plan_and_what_it_has_won_at_the_level_that_the_environment_names():
     said = run_python("-c", PROGRAM, MEGATRON_OFFLOAD_LOG="info").stderr
     plan, won, last = said.splitlines()
-    assert ("is offloaded from the first step on" in plan, "of what a step" in won) == (True, True)
-    assert last.startswith("megatron-offload: of what the last step has saved, most at a time: ")
-    assert re.search(r"time: \d[.\d]* \S+ in groups, of it \d", last)
+    assert "is offloaded from the first step on" in plan
+    assert won.replace("in step 4", "in the last step") == last
+    assert re.search(r": in the last step at most \d[.\d]* \S+ of activations were saved, \d", last)
     said, *_ = run_python("-c", PROGRAM, MEGATRON_OFFLOAD_LOG="debgu").stderr.splitlines()
     assert said == "MEGATRON_OFFLOAD_LOG is a level, and not 'debgu'; did you mean 'debug'?"
 

@@ -25,7 +25,7 @@ def test_a_run_that_ends_before_it_has_converged_says_so(train, tmp_path, caplog
     steps = [json.loads(line)["ranks"][0] for line in lines]
     assert any(step["is_planned_by"] for step in steps)
     assert all(step["offloaded_bytes"] == 0 for step in steps[:2]), "all is kept that has room"
-    assert "the program has ended before rows were found" in caplog.text
+    assert "the program has ended before it was found what" in caplog.text
     assert not (tmp_path / "frontier.json").exists()
 
 
