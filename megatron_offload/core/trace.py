@@ -26,6 +26,8 @@ STREAMS = ("compute", "d2h", "h2d")
 PIPELINE_WAIT = "pipeline"
 """The wait of a stall that is for another stage, and no copy: only a simulation knows."""
 
+_WAITS = {"W2": "to the host", "W4": "back", PIPELINE_WAIT: "waits for a stage"}
+
 
 class ByteCount(StrEnum):
     """The counters of bytes in a trace."""
@@ -119,7 +121,7 @@ class StepTrace:
         facts = [
             f"step {format_us(self.duration_us)}",
             f"compute waits for copies {format_us(waited_us)} ({share:.1%})",
-            *(f"{wait} wait {format_us(lost_us)}" for wait, lost_us in self.stall_us.items()),
+            *(f"{_WAITS.get(wait, wait)} {format_us(us)}" for wait, us in self.stall_us.items()),
         ]
         for stream, num_bytes in self.num_bytes.items():
             busy_us = sum(span.duration_us for span in self.of(stream))

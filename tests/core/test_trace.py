@@ -72,7 +72,7 @@ def test_the_sums_are_those_of_the_spans():
     assert trace.facts() == [
         "step 30.0 µs",
         "compute waits for copies 4.0 µs (13.3%)",
-        "W2 wait 4.0 µs",
+        "to the host 4.0 µs",
         "D2H 11.7 KiB at 2 GB/s",
         "H2D 7.8 KiB at 4 GB/s",
     ]

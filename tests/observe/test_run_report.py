@@ -36,12 +36,11 @@ def test_a_context_leaves_its_last_step_and_nothing_of_an_earlier_run(tmp_path, 
     (rank,) = found.facts.by_rank
     assert rank.offloaded_bytes == offload.last_step.offloaded_bytes > 0
     assert rank.pinned_host_bytes >= rank.peak_host_bytes > 0
-    assert "without offload over the last step on 1 rank." in page
-    assert f"The last step: {offload.last_step.verdict}<" in page
+    assert f"In the last step {offload.last_step.verdict}.<" in page
     assert OffloadConfig(**load_yaml(tmp_path / "config.yaml")) == offload.manager.config
     path = tmp_path / "run.json"
     path.write_text(path.read_text().replace('"ranks": 1', '"ranks": 2'))
-    assert "on 1 rank of 2." in write_page(tmp_path).read_text()
+    assert "In the last step of the first of 2 ranks at most" in write_page(tmp_path).read_text()
 
 
 def test_a_context_that_has_had_no_step_leaves_none_of_an_earlier_one(tmp_path):

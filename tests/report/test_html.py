@@ -204,7 +204,6 @@ def test_without_packages_what_installs_them_is_named(monkeypatch, missing):
 @pytest.mark.parametrize(
     ("findings", "kind", "words"),
     [
-        (None, "neutral", "Not compared with a run without offload"),
         ({"losses of 5 steps": True}, "good", "Bitwise identical"),
         ({"losses": True, "norms": False}, "bad", "NOT the same bits (norms differ)"),
     ],

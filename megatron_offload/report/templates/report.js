@@ -1,19 +1,21 @@
 const dark = matchMedia("(prefers-color-scheme: dark)");
-const drawn = new Map();
+const looks = new Map(); // of each chart, how it is drawn
+const views = new Map();
 const charts = [...document.querySelectorAll(".chart")];
 const picker = document.querySelector("#rank");
-let width = innerWidth;
 
 async function draw(box) {
-  if (!box.clientWidth || drawn.has(box)) return; // what is hidden is drawn when it is picked
-  drawn.set(box, undefined);
+  const look = `${box.clientWidth} ${dark.matches}`;
+  if (!box.clientWidth || looks.get(box) === look) return; // what is hidden is drawn when it is picked
+  looks.set(box, look);
   const bytes = Uint8Array.from(atob(box.firstElementChild.textContent), (c) => c.charCodeAt(0));
   const unzipped = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
   const chart = await new Response(unzipped).json();
-  const labels = chart.vconcat ? 125 : 70;
+  const labels = chart.vconcat ? 125 : 76;
   for (const part of chart.vconcat ?? [chart]) part.width = Math.max(160, box.clientWidth - labels);
+  const own = document.createElement("div");
   const ink = dark.matches ? "#e7ebef" : "#1b1f24";
-  const found = await vegaEmbed(box.lastElementChild, chart, {
+  const found = await vegaEmbed(own, chart, {
     actions: false,
     renderer: "canvas", // thousands of spans
     ast: true, // the page's policy allows no eval
@@ -23,10 +25,13 @@ async function draw(box) {
       background: "transparent",
       text: { color: ink },
       axis: { gridColor: dark.matches ? "#313942" : "#d9dee4" },
-      legend: { columns: innerWidth < 700 ? 1 : 5 },
+      legend: { columns: box.clientWidth < 670 ? 1 : 5, labelLimit: 0 },
     },
   });
-  drawn.set(box, found);
+  if (looks.get(box) !== look) return found.finalize(); // it has another width by now
+  views.get(box)?.finalize();
+  views.set(box, found);
+  box.lastElementChild.replaceWith(own);
   const canvas = box.querySelector("canvas");
   canvas.style.touchAction = "pan-y"; // up and down a finger scrolls the page
   const tell = (event) => canvas.dispatchEvent(new PointerEvent("pointermove", event));
@@ -38,7 +43,6 @@ function pick(rank) {
   if (!picker || rank === undefined) return;
   picker.value = rank;
   for (const one of document.querySelectorAll("[data-rank]")) one.hidden = one.dataset.rank != rank;
-  charts.forEach(draw);
 }
 
 function zoom(button) {
@@ -49,14 +53,8 @@ function zoom(button) {
   canvas.dispatchEvent(new WheelEvent("wheel", { ...at, deltaY: Number(button.dataset.zoom) }));
 }
 
-function drawAnew() {
-  drawn.forEach((found) => found?.finalize());
-  drawn.clear();
-  charts.forEach(draw);
-}
-
 picker?.addEventListener("change", () => pick(picker.value));
 for (const one of document.querySelectorAll("[data-zoom]")) one.addEventListener("click", () => zoom(one));
-dark.addEventListener("change", drawAnew);
-addEventListener("resize", () => width !== innerWidth && ((width = innerWidth), drawAnew()));
-charts.forEach(draw);
+dark.addEventListener("change", () => charts.forEach(draw));
+const widths = new ResizeObserver((seen) => seen.forEach(({ target }) => draw(target)));
+for (const box of charts) widths.observe(box);
