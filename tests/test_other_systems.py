@@ -8,6 +8,7 @@ PROGRAM = """
 import mmap, os, pkgutil, signal, sys
 from contextlib import nullcontext
 from importlib import import_module
+from unittest import mock
 
 import pydantic_settings, rich.console, torch.distributed, torch.multiprocessing, transformers
 
@@ -30,6 +31,7 @@ for found in pkgutil.walk_packages(megatron_offload.__path__, "megatron_offload.
 
 from megatron_offload import OffloadActivations, OffloadConfig
 from megatron_offload.cli.main import main
+from megatron_offload.train import config, launch
 
 
 def gradients(context):
@@ -49,6 +51,10 @@ offload.save_report(sys.argv[1])
 assert offload.last_step.offloaded_bytes > 0
 assert main(["plan", "llama3_8b"]) in (0, 1)
 assert main(["report", sys.argv[1]]) == 0
+with mock.patch("torch.multiprocessing.spawn") as spawn:
+    spawn.return_value.processes = ()
+    launch._start_ranks([("", config.TrainConfig())], "cpu", None)
+launch._rank_main(0, True, None, {}, ())  # which has no parent, and ends
 """
 
 

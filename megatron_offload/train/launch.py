@@ -94,7 +94,7 @@ def _start_ranks(runs: Runs, kind: str, comparison: Path | None) -> None:
     try:
         with tempfile.TemporaryDirectory() as folder:
             place = {"world_size": num_ranks, "init_method": f"file://{folder}/store"}
-            both = signal.SIGTERM, signal.SIGHUP
+            both = {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}  # as on Windows
             ends = [number for number in both if signal.getsignal(number) != signal.SIG_IGN]
             handlers = {number: signal.signal(number, _stop) for number in ends}
             # Ranks ignore it too, while they start: no traceback from amid their imports.
@@ -127,7 +127,7 @@ def _rank_main(rank: int, ignores: bool, refusals: Any, place: dict[str, Any], w
 
     if not ignores:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # at once, and without a traceback
-    _prctl_pr_set_pdeathsig(signal.SIGKILL)  # torch's is SIGINT
+    _prctl_pr_set_pdeathsig(getattr(signal, "SIGKILL", signal.SIGTERM))  # torch's is SIGINT
     parent = multiprocessing.parent_process()
     if parent is None or not parent.is_alive():
         return
