@@ -131,8 +131,8 @@ def test_a_file_of_ones_own_wins_over_a_name_and_a_folder_does_not(tmp_path, mon
     ("words", "names"),
     [
         (["train", "--config", "quickstrat"], RUN_CONFIGS),
-        (["simulate", "--model", "lama3"], MODELS),
-        (["plan", "--model", "lama3"], MODELS),
+        (["simulate", "lama3"], MODELS),
+        (["plan", "lama3"], MODELS),
     ],
 )
 def test_an_unknown_name_is_refused_with_those_that_exist(words, names, refused):

@@ -1,9 +1,9 @@
 r"""Choose rows of a described job by simulation, with no GPU, or print those that a run has found.
 
 reads    a described job: a YAML file or the name of one, or of what --hf and --megatron make one
-         (--print shows it, to be edited); or frontier.json of a run's folder, in its place or by
-         --from: the trainer, --offload-report and, in any program, offload.save_report(FOLDER)
-         leave it, as does --output here, whose page 'megatron-offload report FILE' writes
+         (--print shows it, to be edited); or with --from frontier.json of a run's folder: the
+         trainer, --offload-report and, in any program, offload.save_report(FOLDER) leave it, as
+         does --output here, whose page 'megatron-offload report FILE' writes
 prints   of a described job whether it fits or what helps, what else can be done, peak memory and
          step time, predicted and not measured, and plans of the fullest rank; of a run the plans of
          every stage, what each frees, and what it is predicted to take or, where it was tried,
@@ -27,7 +27,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
@@ -70,9 +70,8 @@ class Given(SourceOptions):
 
 def run(given: Given) -> int:
     """Plan, print, draw and write; return 0, or 1 where what is found doesn't fit."""
-    folder = given.folder if given.from_ is None else given.from_
-    if folder is not None:
-        return _show_found(given, folder)
+    if given.from_ is not None:
+        return _show_found(given, given.from_)
     percent, picture = given.most_slowdown_percent, given.picture
     if picture is not None:
         check_picture(picture)
@@ -155,10 +154,9 @@ def _refuse(given: Given, source: Source, each: list[Alternative], error: Target
 
 
 def _show_found(given: Given, folder: Path) -> int:
-    names = ("model", "hf", "megatron", "print_", "json_", "output", "picture", "machine")
-    others: dict[str, Any] = {"another folder": given.from_ and given.folder}
-    others |= {f"--{name.rstrip('_')}": getattr(given, name) for name in names}
-    if wrong := [*(name for name, value in others.items() if value), *given.typed.values()]:
+    names = ("job", "hf", "megatron", "print_", "json_", "output", "picture", "machine")
+    others = (f"--{name.rstrip('_')}" for name in names if getattr(given, name))
+    if wrong := [*(name.replace("--job", "a job") for name in others), *given.typed.values()]:
         raise ConfigError(
             "beside a run's folder there are --memory-target and --most-slowdown-percent, not "
             f"{', '.join(wrong)}"

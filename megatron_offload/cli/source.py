@@ -53,7 +53,7 @@ class Source:
     """Whether results are printed as JSON alone."""
 
     def print_description(self) -> int:
-        """Print the description as YAML that ``--model`` reads; return 0."""
+        """Print the description as YAML that can be given in its place; return 0."""
         console().print(yaml.safe_dump(self.data, sort_keys=False), end="")
         return 0
 
@@ -181,11 +181,7 @@ class SourceOptions(OptionsWithKeys):
     keys = JobDescription
 
     job: CliPositionalArg[Path | None] = None
-    """A described job: a file, or the name of one in configs/models/; for ``plan`` also the folder
-    of a run that has found rows."""
-
-    model: Path | None = None
-    """Likewise a described job."""
+    """A described job: a file, or the name of one in configs/models/."""
 
     hf: Path | None = None
     """The config.json of a model of transformers, of which a job is made."""
@@ -203,27 +199,19 @@ class SourceOptions(OptionsWithKeys):
     """Bandwidths: the JSON of 'doctor --output FILE'; else those of the description, else those of
     its machine.gpu, else those measured with four H200s. Keys of the section 'machine' win."""
 
-    @property
-    def folder(self) -> Path | None:
-        """The folder of a run, or its file of plans, where it is given in place of a job."""
-        job = self.job
-        is_name = job is not None and len(job.parts) == 1 and not (job.suffix or job.exists())
-        return None if job is None or is_name or job.suffix in (".yaml", ".yml") else job
-
 
 def load_source(given: SourceOptions) -> Source:
     """Return the job that the options name; `ConfigError` says all that is wrong with the input."""
-    model = given.model or (None if given.folder else given.job)
     measured = _read_machine(given.machine) if given.machine else {}
     machine = [f"machine.{key}={json.dumps(value)}" for key, value in measured.items()]
-    overrides, names = [*machine, *given.set], dict[str, str]()
-    if given.folder or sum(map(bool, (given.model, given.job, given.hf, given.megatron))) != 1:
+    overrides, names, job = [*machine, *given.set], dict[str, str](), given.job
+    if (job and job.is_dir()) or sum(map(bool, (job, given.hf, given.megatron))) != 1:
         raise ConfigError(
-            "give one described job, NAME, --model FILE, --hf config.json or --megatron ARGUMENTS; "
+            "give one described job, NAME, a FILE, --hf config.json or --megatron ARGUMENTS; "
             "what a run has found is shown by: megatron-offload plan --from RUN"
         )
-    if model is not None:
-        path = find_config(model, kind="models")
+    if job is not None:
+        path = find_config(job, kind="models")
         title, name, data = path.stem, str(path), load_yaml(path)
         if "model_type" in data:
             raise ConfigError(f"{path} is a config.json of transformers: give it behind --hf")

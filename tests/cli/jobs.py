@@ -39,7 +39,7 @@ RATES = {
 
 def load_model(path, **options):
     """Return what ``plan`` knows of a described model."""
-    return load_source(SourceOptions(model=path, **options))
+    return load_source(SourceOptions(job=path, **options))
 
 
 def measured(folder, num_gpus=8):

@@ -140,7 +140,7 @@ def test_bad_input_is_found_without_torch():
 
 @pytest.mark.parametrize(
     "words",
-    ["plan --model MODEL --memory-target 1TiB", "simulate --model MODEL --trace FOLDER/trace.json"],
+    ["plan MODEL --memory-target 1TiB", "simulate MODEL --trace FOLDER/trace.json"],
 )
 def test_planning_and_simulating_need_no_torch(words, model, tmp_path):
     words = words.replace("MODEL", str(model)).replace("FOLDER", str(tmp_path)).split()
@@ -182,7 +182,7 @@ def test_an_interrupt_while_it_starts_is_one_line(module):
     assert (done.returncode, done.stderr) == (130, "megatron-offload: interrupted\n")
 
 
-@pytest.mark.parametrize(("words", "status"), [((), 0), (("plan", "--model", "x"), 2)])
+@pytest.mark.parametrize(("words", "status"), [((), 0), (("plan", "x"), 2)])
 def test_an_interrupt_once_all_is_done_changes_nothing(words, status):
     program = (
         "import atexit, os, signal, sys\n"

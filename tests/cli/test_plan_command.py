@@ -146,7 +146,7 @@ def rows_in(printed):
 
 def test_rows_of_a_model_are_printed_and_its_plans_kept_for_another_choice(model, tmp_path, prints):
     output = tmp_path / "new" / "plans.json"
-    printed = prints("plan", "--model", model, "--most-slowdown-percent", "5%", "--output", output)
+    printed = prints("plan", model, "--most-slowdown-percent", "5%", "--output", output)
     rows = rows_in(printed)
     assert rows
     source = load_model(model)
@@ -173,7 +173,7 @@ def test_rows_of_a_model_are_printed_and_its_plans_kept_for_another_choice(model
 
 def test_without_output_a_model_leaves_nothing(model, tmp_path, capsys):
     before = sorted(tmp_path.iterdir())
-    assert plan("--model", model, "--memory-target", "1TiB") == 0
+    assert plan(model, "--memory-target", "1TiB") == 0
     assert sorted(tmp_path.iterdir()) == before
     printed = capsys.readouterr().out
     assert "--output FILE keeps the plans" in printed
@@ -184,15 +184,15 @@ def test_a_memory_target_is_kept_by_what_is_printed(model, prints):
     source = load_model(model)
     choice = JobChoice(source.job)
     target = peak_of(choice.without) * 7 // 8
-    rows = rows_in(prints("plan", "--model", model, "--memory-target", target, 1 << 40))
+    rows = rows_in(prints("plan", model, "--memory-target", target, 1 << 40))
     first, second = choice.step(rows).ranks
     assert first.peak_reserved_bytes <= target < choice.without.ranks[0].peak_reserved_bytes
     assert second.offloaded_bytes == 0
-    assert plan("--model", model, "--memory-target", *["1TiB"] * 3) == 2
+    assert plan(model, "--memory-target", *["1TiB"] * 3) == 2
 
 
 def test_what_may_be_recomputed_is_said_by_a_key(model, prints, refused):
-    words = ("--model", model, "--most-slowdown-percent", 20, "--set", "machine.both_gbps=1")
+    words = (model, "--most-slowdown-percent", 20, "--set", "machine.both_gbps=1")
     for given, found in (("[]", set()), ("[norm, mlp]", {"norm", "mlp"})):
         rows = rows_in(prints("plan", *words, f"offload.recompute={given}"))
         again = {row.site for row in rows if row.recompute}
@@ -206,7 +206,7 @@ def test_what_may_be_recomputed_is_said_by_a_key(model, prints, refused):
 def test_a_job_is_planned_for_its_gpu_whatever_that_takes_or_doesnt_fit(model, prints, capsys):
     def on(size):
         machine = f"machine.device_bytes={size}", "machine.both_gbps=2"
-        return "plan", "--model", model, "--set", *machine
+        return "plan", model, "--set", *machine
 
     quick = re.search(r"(\S+) MiB with the rows at (\S+) %", prints(*on("1GiB")))
     usual_mib, usual_percent = map(float, quick.groups())
@@ -230,7 +230,7 @@ def test_a_job_is_planned_for_its_gpu_whatever_that_takes_or_doesnt_fit(model, p
 def test_a_config_of_transformers_is_no_description(tmp_path, refused):
     path = tmp_path / "config.json"
     path.write_text('{"model_type": "llama"}')
-    assert "give it behind --hf" in refused("plan", "--model", path)
+    assert "give it behind --hf" in refused("plan", path)
 
 
 def test_what_else_can_be_done_stands_beside_the_plan_and_in_json(model, prints, capsys):
@@ -328,7 +328,7 @@ def test_a_description_is_made_of_other_programs_files_to_be_edited(tmp_path, pr
 def test_a_target_out_of_reach_is_status_1_and_says_by_how_much(model, tmp_path, capsys):
     output = tmp_path / "plan.json"
     output.write_text("old")
-    assert plan("--model", model, "--memory-target", "1MiB", "--output", output) == 1
+    assert plan(model, "--memory-target", "1MiB", "--output", output) == 1
     printed = capsys.readouterr().out
     found = re.search(
         r"can't be brought under 1.00 MiB: .* it still takes (\S+) MiB, (\S+) MiB more", printed
@@ -338,14 +338,13 @@ def test_a_target_out_of_reach_is_status_1_and_says_by_how_much(model, tmp_path,
     assert output.read_text() == "old"
 
 
-def test_a_comparison_s_folder_shows_what_its_run_has_found(tmp_path, prints, refused):
+def test_a_comparison_s_folder_shows_what_its_run_has_found(tmp_path, prints):
     run = tmp_path / "compared" / "with_offload"
     run.mkdir(parents=True)
     found_run(run)
     for folder in (run, run.parent):
-        rows = rows_in(prints("plan", folder, "--memory-target", "85MiB"))
+        rows = rows_in(prints("plan", "--from", folder, "--memory-target", "85MiB"))
         assert [row.layers for row in rows] == ["all", "0-3"]
-    assert "beside a run's folder there are" in refused("plan", run, "--from", run)
 
 
 def test_bandwidths_come_from_the_doctor_s_file_and_keys_win(tmp_path, model):
@@ -367,27 +366,27 @@ def test_bandwidths_come_from_the_doctor_s_file_and_keys_win(tmp_path, model):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ((), "give one described job, NAME, --model FILE"),
-        (("EMPTY", "--model", "MODEL"), "beside a run's folder there are .*, not --model"),
-        (("/nowhere",), "/nowhere holds no frontier.json"),
-        (("EMPTY",), "holds no frontier.json"),
-        (("--model", "/nowhere.yaml"), "can't read /nowhere.yaml"),
-        (("--model", "MODEL", "--set", "model.layrs=3"), "did you mean 'layers'"),
+        ((), "give one described job, NAME, a FILE"),
+        (("MODEL", "--from", "EMPTY"), "beside a run's folder there are .*, not a job"),
+        (("--from", "/nowhere"), "/nowhere holds no frontier.json"),
+        (("--from", "EMPTY"), "holds no frontier.json"),
+        (("/nowhere.yaml",), "can't read /nowhere.yaml"),
+        (("MODEL", "--set", "model.layrs=3"), "did you mean 'layers'"),
         (
-            ("--model", "MODEL", "--most-slowdown-percent", "1", "--memory-target", "1GiB"),
+            ("MODEL", "--most-slowdown-percent", "1", "--memory-target", "1GiB"),
             "give either --memory-target",
         ),
-        (("--model", "MODEL", "--memory-target", "much"), ": --memory-target: a size"),
-        (("--model", "MODEL", "--memory-target", "22"), "22 is 22 bytes; write 22GiB or 22MiB"),
+        (("MODEL", "--memory-target", "much"), ": --memory-target: a size"),
+        (("MODEL", "--memory-target", "22"), "22 is 22 bytes; write 22GiB or 22MiB"),
         (
-            ("--model", "MODEL", "--model.recompute", "selective"),
+            ("MODEL", "--model.recompute", "selective"),
             "'full', 'norm', 'mlp_act' or 'moe_act' ",
         ),
-        (("--model", "MODEL", "--memory-target", "-5GiB"), "size of memory is above 0, such as"),
-        (("--model", "MODEL", "--memory-target", "0GiB"), "size of memory is above 0, such as"),
-        (("--model", "MODEL", "--most-slowdown-percent", "-1"), ": --most-slowdown-percent: "),
-        (("--model", "MODEL", "--machine", "UNMEASURED"), "GPUs; where there are some, run: "),
-        (("--model", "MODEL", "--output", "/proc/version/plan.json"), "can't write /proc/version"),
+        (("MODEL", "--memory-target", "-5GiB"), "size of memory is above 0, such as"),
+        (("MODEL", "--memory-target", "0GiB"), "size of memory is above 0, such as"),
+        (("MODEL", "--most-slowdown-percent", "-1"), ": --most-slowdown-percent: "),
+        (("MODEL", "--machine", "UNMEASURED"), "GPUs; where there are some, run: "),
+        (("MODEL", "--output", "/proc/version/plan.json"), "can't write /proc/version"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(tmp_path, model, refused, words, expected):

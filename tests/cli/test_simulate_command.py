@@ -25,7 +25,7 @@ def rows(printed):
 
 
 def test_what_is_printed_is_what_was_simulated(model, prints):
-    printed = prints("simulate", "--model", model, "--set", "offload.max_inflight_bytes=8MiB")
+    printed = prints("simulate", model, "--set", "offload.max_inflight_bytes=8MiB")
     job = load_model(model).job
     without = simulate(job)
     settings = RankSettings(max_inflight_bytes=8 * 2**20)
@@ -43,7 +43,7 @@ def test_what_is_printed_is_what_was_simulated(model, prints):
         assert memory[index] == [str(index), *map(format_bytes, sizes), str(rank.num_late)]
     assert "predicted by simulation, not measured" in printed
     model = model.rename(model.with_name("[bold]x.yaml"))
-    assert "[bold]x" in prints("simulate", "--model", model), "no markup"
+    assert "[bold]x" in prints("simulate", model), "no markup"
 
 
 def test_what_is_recomputed_and_where_is_said_by_keys(model):
@@ -60,7 +60,7 @@ def test_what_is_recomputed_and_where_is_said_by_keys(model):
 
 def test_the_timeline_is_that_of_the_step_with_offload(model, tmp_path, prints):
     trace = tmp_path / "trace.json"
-    assert f"trace: {trace}" in prints("simulate", "--model", model, "--trace", trace)
+    assert f"trace: {trace}" in prints("simulate", model, "--trace", trace)
     job = load_model(model).job
     expected = simulate(with_units(job, units_of(job)), RankSettings(), record=True)
     for found, rank in zip(read_traces(trace), expected.ranks, strict=True):
@@ -71,14 +71,13 @@ def test_the_timeline_is_that_of_the_step_with_offload(model, tmp_path, prints):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ((), "give one described job, NAME, --model FILE"),
-        (("runs/mine",), "what a run has found is shown by: megatron-offload plan --from RUN"),
-        (("runs/mine", "--model", "MODEL"), "plan --from RUN"),
-        (("--model", "MODEL", "--set", "offload.recompute=[nrm]"), "no kind 'nrm'; did you mean"),
-        (("--model", "MODEL", "--trace", "/"), "'/' is a folder; name a file"),
-        (("--model", "MODEL", "--machine", "TRAINER"), "trainer.yaml"),
-        (("--model", "MODEL", "--trace", "/proc/x.json"), "can't write /proc/x.json"),
-        (("--model", "MODEL", "--set", "model.pipeline_parallel=3"), "divide into 3 stages"),
+        ((), "give one described job, NAME, a FILE"),
+        (("/",), "what a run has found is shown by: megatron-offload plan --from RUN"),
+        (("MODEL", "--set", "offload.recompute=[nrm]"), "no kind 'nrm'; did you mean"),
+        (("MODEL", "--trace", "/"), "'/' is a folder; name a file"),
+        (("MODEL", "--machine", "TRAINER"), "trainer.yaml"),
+        (("MODEL", "--trace", "/proc/x.json"), "can't write /proc/x.json"),
+        (("MODEL", "--set", "model.pipeline_parallel=3"), "divide into 3 stages"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(tmp_path, model, refused, words, expected):
@@ -90,7 +89,7 @@ def test_bad_input_is_one_line_and_status_2(tmp_path, model, refused, words, exp
 @pytest.mark.parametrize("command", ["simulate", "plan"])
 def test_what_fits_neither_gpu_nor_host_is_said_first_and_is_status_1(model, capsys, command):
     words = ["--most-slowdown-percent", "1000"] if command == "plan" else []
-    given = [command, "--model", str(model), *words, "--set"]
+    given = [command, str(model), *words, "--set"]
     assert main([*given, "machine.device_bytes=8MiB", "machine.host_bytes=4MiB"]) == 1
     lines = capsys.readouterr().out.splitlines()[:2]
     for line, end in zip(
