@@ -2,7 +2,7 @@
 
     python benchmarks/draw_quickstart.py [runs/quickstart]
 
-Reads the steps that both runs have left; writes docs/images/quickstart.png.
+Reads the steps that both runs have left; writes docs/images/quickstart.svg.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> None:
     texts = bars.mark_text(align="left", dx=5).encode(text="text:N")
     bars = bars.mark_bar().encode(color=color)
     chart = altair.hconcat(altair.layer(*lines), altair.layer(bars, texts), spacing=40)
-    chart.save(ROOT / "docs" / "images" / "quickstart.png", scale_factor=1.5)
+    chart.properties(background="white").save(ROOT / "docs" / "images" / "quickstart.svg")
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ _RANK = {
     "reloaded": "reloaded_bytes",
     "recomputed": "recomputed_bytes",
     "late": "num_late_reloads",
-    "peak live saved": "peak_live_activation_bytes",
-    "host": "peak_host_bytes",
+    "saved, peak": "peak_live_activation_bytes",
+    "host, peak": "peak_host_bytes",
 }
 _NUM_PLANS = 12  # of those that a run has found, at least
 _ROWS_WIDTH = 30  # characters: then the table fits a terminal of 80
