@@ -19,7 +19,6 @@ example: megatron-offload compare --config quickstart
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from megatron_offload.cli.report import write_page
@@ -29,7 +28,7 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import read_model
 from megatron_offload.observe.run_report import RunFacts, write_config
 from megatron_offload.report.console import console
-from megatron_offload.report.report import memory_kinds
+from megatron_offload.report.report import Report
 from megatron_offload.report.tables import rank_table
 from megatron_offload.train import records
 from megatron_offload.train.config import TrainConfig
@@ -51,9 +50,12 @@ def run(given: Given) -> int:
             out.print(f"{name}: {'equal' if equal else 'DIFFERENT'}")
         out.print(f"bitwise identical: {'yes' if result.is_identical else 'no'}", style="bold")
         write_config(config, folder)
-        found = found_in(offloaded.run.output)
-        files = (*found, f"findings: {folder / records.COMPARISON_NAME}", _report(folder))
-        for line in (*files, *_summary(config, facts, result)):
+        try:
+            page = f"report, for a browser: {write_page(folder)}"
+        except ConfigError as error:  # the comparison stands
+            page = f"report: left out: {error}"
+        files = f"findings: {folder / records.COMPARISON_NAME}", page
+        for line in (*found_in(offloaded.run.output), *files, *_summary(config, facts, result)):
             out.print(line)
     return 0 if result.is_identical else 1
 
@@ -85,7 +87,7 @@ def _summary(
     if not facts[1].is_simulated:
         off, on = (run.step_time_s or 0.0 for run in facts)
         text = f"Median step: {1e3 * on:.1f} ms, without {1e3 * off:.1f} ms."
-    for kind in memory_kinds(*facts)[:1]:
+    for kind in Report("", facts[1], facts[0]).memory[:1]:
         was, now = map(format_bytes, kind.highest)
         text = f"{now} of {kind.name} at the peak of the fullest rank, {was} without. {text}"
     yield f"Memory: {text}"
@@ -93,11 +95,3 @@ def _summary(
         "Next: open the report; then put 'megatron-offload run' before a Megatron script, or "
         "'with OffloadActivations():' around the forward of any model."
     )
-
-
-def _report(folder: Path) -> str:
-    """Write the HTML page; return where it is, or why there is none: the comparison stands."""
-    try:
-        return f"report, for a browser: {write_page(folder)}"
-    except ConfigError as error:
-        return f"report: left out: {error}"

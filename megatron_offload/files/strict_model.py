@@ -52,24 +52,15 @@ Bytes = Annotated[ByteSize, BeforeValidator(_plain_size), Field(lt=2**63)]
 """A number of bytes, or a text such as ``64MiB`` or ``1.5GB``."""
 
 
-_A_MEMORY = "a size of memory is above 0, such as 26GiB"
-
-
-def _unsigned(value: Any) -> Any:
-    if str(value).lstrip().startswith("-"):
-        raise ValueError(_A_MEMORY)
-    return value
-
-
 def _with_unit(size: ByteSize) -> ByteSize:
     """Refuse what no step fits into, and what was meant in another unit."""
     if size < 1024:
         said = f"{size} is {size} bytes; write {size}GiB or {size}MiB"
-        raise ValueError(said if size else _A_MEMORY)
+        raise ValueError(said if size else "a size of memory is above 0, such as 26GiB")
     return size
 
 
-TargetBytes = Annotated[Bytes, BeforeValidator(_unsigned), AfterValidator(_with_unit)]
+TargetBytes = Annotated[Bytes, AfterValidator(_with_unit)]
 """What a step has to fit into."""
 
 

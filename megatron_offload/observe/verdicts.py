@@ -53,7 +53,8 @@ def _chunk_begins(manager: PipelineOffloadManager) -> None:
         _plans[plan] += 1
         # At the end there may be no group of ranks any more.
         _begun[manager] = manager.config, rank_in() == 0 and _plans[plan] <= _MOST_ALIKE
-        if _plans[plan] == 1 and (_has_clock(manager) or not manager.is_searching):
+        is_open = manager.is_searching or manager.learner.is_open
+        if _plans[plan] == 1 and (_has_clock(manager) or not is_open):
             _say(manager, plan)  # else that there is no GPU is all that will be found
 
 

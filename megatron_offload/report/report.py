@@ -65,17 +65,6 @@ class MemoryKind(NamedTuple):
         return Pair(*(max((x for x in run if x is not None), default=None) for run in runs))
 
 
-def memory_kinds(plain: RunFacts | None, offloaded: RunFacts | None) -> list[MemoryKind]:
-    """Return each rank's peaks without and with offload, of each kind that was measured."""
-    found = []
-    for name, key in _MEMORY.items():
-        after = [getattr(rank, key) for rank in offloaded.by_rank] if offloaded else []
-        before = [getattr(rank, key) for rank in plain.by_rank] if plain else [None] * len(after)
-        if any(value is not None for value in after):
-            found.append(MemoryKind(name, tuple(map(Pair, before, after))))
-    return found
-
-
 @dataclass(frozen=True, slots=True)
 class Report:
     """One run, the two runs of a comparison, or plans of rows alone."""
@@ -98,7 +87,13 @@ class Report:
     @property
     def memory(self) -> list[MemoryKind]:
         """What was measured, the one that counts most first."""
-        return memory_kinds(self.plain, self.facts)
+        found, plain = [], self.plain
+        for name, key in _MEMORY.items():
+            after = [getattr(rank, key) for rank in self.facts.by_rank] if self.facts else []
+            before = [getattr(x, key) for x in plain.by_rank] if plain else [None] * len(after)
+            if any(value is not None for value in after):
+                found.append(MemoryKind(name, tuple(map(Pair, before, after))))
+        return found
 
     @property
     def step_time_s(self) -> Pair:

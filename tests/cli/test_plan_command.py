@@ -382,7 +382,7 @@ def test_bandwidths_come_from_the_doctor_s_file_and_keys_win(tmp_path, model):
             ("MODEL", "--model.recompute", "selective"),
             "'full', 'norm', 'mlp_act' or 'moe_act' ",
         ),
-        (("MODEL", "--memory-target", "-5GiB"), "size of memory is above 0, such as"),
+        (("MODEL", "--memory-target", "-5GiB"), "memory-target: a size is 0 or more bytes"),
         (("MODEL", "--memory-target", "0GiB"), "size of memory is above 0, such as"),
         (("MODEL", "--most-slowdown-percent", "-1"), ": --most-slowdown-percent: "),
         (("MODEL", "--machine", "UNMEASURED"), "GPUs; where there are some, run: "),
