@@ -157,8 +157,9 @@ def tradeoff_chart(stage: FoundStage) -> Any:
         base.transform_filter("datum.is_best").mark_line(opacity=0.6).encode(color=colors),
         points.encode(tooltip=["plan:N", "bytes:N", "percent:Q", "how:N"]),
     ]
-    for how, align in (("measured", "center"), ("plan", "left")):  # no better plan is above
-        texts = base.transform_filter(f"datum.how == '{how}'").mark_text(dy=-13, align=align)
+    # Below and left of what is followed there is nothing: it would be better.
+    for how, dy, align in (("measured", -13, "center"), ("plan", 15, "right")):
+        texts = base.transform_filter(f"datum.how == '{how}'").mark_text(dy=dy, align=align)
         layers.append(texts.encode(text="plan:N"))  # others are named by their tooltips
     return alt.layer(*layers, width=760, height=380).interactive()
 

@@ -11,8 +11,11 @@ async function draw(box) {
   const bytes = Uint8Array.from(atob(box.firstElementChild.textContent), (c) => c.charCodeAt(0));
   const unzipped = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
   const chart = await new Response(unzipped).json();
-  const labels = chart.vconcat ? 125 : 76;
-  for (const part of chart.vconcat ?? [chart]) part.width = Math.max(160, box.clientWidth - labels);
+  for (const part of chart.vconcat ?? []) part.width = Math.max(160, box.clientWidth - 125); // labels
+  if (!chart.vconcat) {
+    chart.width = box.clientWidth;
+    chart.autosize = { type: "fit-x", contains: "padding" };
+  }
   const own = document.createElement("div");
   const ink = dark.matches ? "#e7ebef" : "#1b1f24";
   const found = await vegaEmbed(own, chart, {
