@@ -127,7 +127,7 @@ class Source:
         change = 100 * (step.step_us / without.step_us - 1)
         bare, size = map(format_bytes, sizes)
         of_all = f"of {format_bytes(there)} (machine.device_bytes)"
-        what += f" at {change:+z.2f} %"
+        what += f" at {change:+z.2f} % of the step's time"
         needed = sizes[1] if sizes[0] > there else sizes[0]
         barely = "barely " if needed > _NEARLY * there else ""
         if sizes[0] > there:

@@ -212,7 +212,7 @@ def test_a_job_is_planned_for_its_gpu_whatever_that_takes_or_doesnt_fit(model, p
     usual_mib, usual_percent = map(float, quick.groups())
     tight = on(f"{int(usual_mib) - 1}MiB")
     first, *_ = prints(*tight).splitlines()
-    said = r"barely fits with the rows at (\S+) %: (\S+) MiB reserved of .* without"
+    said = r"barely fits with the rows at (\S+) % of .*: (\S+) MiB reserved of .* without"
     percent, mib = map(float, re.fullmatch(said, first).groups())
     assert percent > max(3, usual_percent)
     assert mib <= int(usual_mib) - 1

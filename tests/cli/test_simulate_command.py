@@ -106,6 +106,6 @@ def test_what_fits_neither_gpu_nor_host_is_said_first_and_is_status_1(model, cap
     first, *_ = capsys.readouterr().out.splitlines()
     assert re.fullmatch(
         r"fits without offload: \S+ MiB reserved of 1.0 GiB \(machine.device_bytes\), "
-        rf"\S+ MiB with {what} at \S+ %",
+        rf"\S+ MiB with {what} at \S+ % of the step's time",
         first,
     )
