@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 from megatron_offload.config import OffloadConfig
 from megatron_offload.core.policy_config import SolvedConfig
 from megatron_offload.engine.manager import PipelineOffloadManager
+from megatron_offload.engine.stats import StepStats
 from megatron_offload.machine.job_ranks import rank_in
 
 _logger = logging.getLogger(__name__)
@@ -36,6 +37,8 @@ _NO_TUNER = (
 _begun = WeakKeyDictionary[PipelineOffloadManager, tuple[OffloadConfig, bool]]()
 """The configuration under which each manager has begun, and whether it speaks: on the first rank,
 as one of the first with its plan."""
+_trained = WeakKeyDictionary[PipelineOffloadManager, StepStats]()
+"""The last step of each that had groups: a program may end with an evaluation."""
 _plans = Counter[str]()
 """How many managers of the process have begun with each plan."""
 
@@ -60,6 +63,8 @@ def _chunk_begins(manager: PipelineOffloadManager) -> None:
 
 def _step_ended(manager: PipelineOffloadManager) -> None:
     """Say once what steps win that follow the settings alone; a search says its own."""
+    if manager.last_step.num_groups:
+        _trained[manager] = manager.last_step
     if manager.tuner is not None:
         return
     if manager.step_number == _NUM_FIRST:
@@ -78,7 +83,7 @@ def say_last(manager: PipelineOffloadManager, *, has_table: bool = False) -> Non
 
     A run that ``has_table`` of its steps has said there what was won.
     """
-    step = manager.last_step
+    step = manager.last_step if manager.rows == () else _trained.get(manager, manager.last_step)
     is_known = has_table or manager.step_number == _NUM_FIRST
     if manager.is_searching:
         _say(manager, f"megatron-offload: {_UNFINISHED if _has_clock(manager) else NO_CLOCK}")

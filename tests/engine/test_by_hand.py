@@ -13,6 +13,7 @@ from torch import nn
 from megatron_offload import PipelineOffloadManager, group_commit, group_start
 from megatron_offload.engine import step as step_file
 from megatron_offload.engine.boundary import commit_group, start_group
+from megatron_offload.observe.verdicts import say_last
 
 ROWS, WIDTH = 16, 32
 
@@ -129,6 +130,18 @@ def test_groups_that_are_never_committed_are_reported_once(committed, caplog):
         train(mlps, manager, "FB")
     assert not caplog.records
     assert manager.last_step.offloaded_bytes > 0
+
+
+def test_a_program_that_ends_with_an_evaluation_says_its_last_training_step(caplog):
+    mlps, manager = make_mlps(), make_manager()
+    for _ in range(5):
+        with manager.step():
+            train(mlps, manager, "FB")
+    with manager.step(), torch.no_grad():
+        loss_of(mlps, manager, 0)
+    assert manager.last_step.offloaded_bytes == 0
+    say_last(manager)
+    assert "in the last step at most" in caplog.messages[-1]
 
 
 def test_a_program_that_never_ends_a_step_has_counters_and_is_reported(monkeypatch, caplog):
