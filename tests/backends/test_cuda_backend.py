@@ -56,6 +56,17 @@ def runtime(monkeypatch):
     return runtime
 
 
+@pytest.fixture
+def backend(monkeypatch):
+    """One without a device, outside a capture."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    backend = object.__new__(cuda.CudaBackend)
+    backend.device = torch.device("cuda", 3)
+    backend._pin_memory, backend._is_for_graphs = True, False
+    backend._near_cpus, backend._ahead = frozenset(), cuda._PagesAhead()
+    return backend
+
+
 @pytest.mark.skipif(
     not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no large pages"
 )
@@ -87,9 +98,7 @@ def test_pages_are_pinned_for_as_long_as_anything_refers_to_them(runtime):
 
 
 @pytest.mark.parametrize(("pause_s", "num_left"), [(0.0, 0), (3600.0, 2)])
-def test_what_is_let_go_is_unpinned_one_by_one(pause_s, num_left, runtime, monkeypatch):
-    backend = object.__new__(cuda.CudaBackend)
-    backend._is_for_graphs = False
+def test_what_is_let_go_is_unpinned_one_by_one(pause_s, num_left, backend, runtime, monkeypatch):
     monkeypatch.setattr(cuda, "_DROP_S", pause_s)
     memory = [cuda._PinnedPages(8 * KIB) for _ in range(3)]
     for pages in memory:
@@ -126,21 +135,14 @@ def test_memory_that_can_not_be_had_is_an_error_of_the_documented_kind(runtime, 
     assert not runtime.pinned
 
 
-def test_pages_are_registered_next_to_the_device(runtime, monkeypatch):
-    backend = object.__new__(cuda.CudaBackend)
-    backend._pin_memory, backend._near_cpus = True, frozenset({max(os.sched_getaffinity(0))})
-    backend._ahead, ran_on = cuda._PagesAhead(), []
+def test_pages_are_registered_next_to_the_device(backend, runtime, monkeypatch):
+    backend._near_cpus, ran_on = frozenset({max(os.sched_getaffinity(0))}), []
     monkeypatch.setattr(cuda, "_register", lambda *_: ran_on.append(os.sched_getaffinity(0)))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert backend.empty_host(8 * KIB).nbytes == 8 * KIB
     assert ran_on == [backend._near_cpus]
 
 
-def test_pages_that_were_touched_ahead_are_pinned_first_and_the_rest_goes(runtime, monkeypatch):
-    backend = object.__new__(cuda.CudaBackend)
-    backend._pin_memory, backend._near_cpus, backend._ahead = True, frozenset(), cuda._PagesAhead()
-    backend._is_for_graphs = False
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+def test_pages_that_were_touched_ahead_are_pinned_first_and_the_rest_goes(backend, runtime):
     backend.prepare_host(8 * KIB, 2)
     deadline = time.monotonic() + 10
     while len(backend._ahead.ready) < 2 and time.monotonic() < deadline:
@@ -161,8 +163,7 @@ def test_pages_that_were_touched_ahead_are_pinned_first_and_the_rest_goes(runtim
     assert not runtime.pinned
 
 
-def test_a_capture_pins_nothing_and_waits_for_nothing(monkeypatch):
-    backend = object.__new__(cuda.CudaBackend)
+def test_a_capture_pins_nothing_and_waits_for_nothing(backend, monkeypatch):
     backend._pin_memory = False
     backend.d2h_stream = backend.h2d_stream = stream = mock.Mock()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -236,13 +237,11 @@ def bindings(monkeypatch):
 
 
 @pytest.fixture
-def copying(bindings, monkeypatch):
+def copying(backend, bindings, monkeypatch):
     """Return a function that copies tensors and says how many of them one by one."""
-    backend = object.__new__(cuda.CudaBackend)
     backend._copy_many, backend._nvtx = cuda._find_copy_many(3), False
     backend.record = backend.compute_stream = mock.Mock()
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
     def copy(sources, handle=77):
         targets = [torch.empty_like(source) for source in sources]
@@ -292,13 +291,6 @@ def test_without_bindings_or_with_older_ones_nothing_is_copied_at_once(bindings,
     assert cuda._find_copy_many(3) is None
     monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", None)
     assert cuda._find_copy_many(3) is None
-
-
-@pytest.fixture
-def backend():
-    backend = object.__new__(cuda.CudaBackend)
-    backend.device = torch.device("cuda", 3)
-    return backend
 
 
 def test_memory_is_that_of_all_pools_of_the_backends_own_device(backend, monkeypatch):
