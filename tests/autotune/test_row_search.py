@@ -126,6 +126,18 @@ def test_another_model_behind_the_first_steps_lets_the_search_begin_anew():
     assert {path.partition(".")[0] for path in search._sites()} == {"0", "1"}
 
 
+def test_a_step_of_a_manager_s_own_has_no_forward_of_a_teacher():
+    job = LayeredJob(policy=auto(3))
+    search, teacher = RowSearch([job.net], job.manager, mock.Mock()), object()
+    for _ in range(3):
+        search.forward_begins(job.net)
+        search.forward_ends(has_failed=False)
+        with torch.no_grad():
+            search.forward_begins(teacher)
+            search.forward_ends(has_failed=False)
+    assert search._trained == {id(job.net)}
+
+
 def test_a_context_for_the_same_model_goes_on_and_for_another_begins_anew():
     torch.manual_seed(0)
     config = OffloadConfig(backend="simulated")

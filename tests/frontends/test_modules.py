@@ -299,6 +299,16 @@ def test_hooks_that_a_watched_forward_has_set_go_with_the_others():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+def test_a_call_that_fails_leaves_the_marks_of_an_earlier_one():
+    model, manager = make_model(), make_manager()
+    offload_modules(model, ["mlp_act"], manager=manager)
+    with pytest.raises(ConfigError, match="no module matches"):
+        offload_modules(model, ["mlp_act", "layers.*.nothing"], manager=manager)
+    gradients(model)
+    manager.reset()
+    assert manager.last_step.by_name["mlp_act"].num_groups == 4
+
+
 @dataclass
 class Node:
     others: list = field(default_factory=list)
