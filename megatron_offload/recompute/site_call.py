@@ -209,8 +209,9 @@ class Rerun:
     @graph_break
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """Keep a tensor that is saved; the pack hook."""
-        made, kept, expected = self.made, tensor, self.expected
-        is_own = len(made) < len(expected) and expected[len(made)][2]
+        made, kept, number = self.made, tensor, len(self.made)
+        num_left = len(self.expected) - number - 1
+        is_own = num_left >= 0 and self.expected[number][2]
         self.forms.append((tensor.shape, tensor.dtype, is_own))
         if is_own:
             made.append(None)
@@ -219,8 +220,8 @@ class Rerun:
             is_constant = is_constant and (tensor.is_floating_point() or tensor.is_complex())
             kept = tensor.detach()
             made.append((kept, tensor._version, is_constant))
-        if len(made) >= len(expected):
-            if self.proves and len(made) == len(expected):
+        if num_left <= 0:
+            if self.proves and num_left == 0:
                 self.at_last_save = sums_of(made)
             elif not self.runs_on:
                 raise Enough
@@ -270,8 +271,7 @@ class SiteCall(ModuleCall):
     def pack(self, tensor: torch.Tensor) -> list[Any] | SavedTensor:
         """Return a number in place of a saved tensor, in a list; the pack hook."""
         number, base = len(self._forms), tensor._base
-        one = tensor if base is None else base
-        is_own = type(one) is not torch.Tensor and is_parameter(one)
+        is_own = is_parameter(tensor) or (base is not None and is_parameter(base))
         self._forms.append((tensor.shape, tensor.dtype, is_own))
         if is_own:
             return SavedTensor(tensor, self.site.path)
