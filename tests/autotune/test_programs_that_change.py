@@ -44,24 +44,22 @@ class Wrapped(nn.Module):
         return self.base(x)
 
 
-def replace_layer(job):
-    job.net.layers[1] = GradientCheckpointingLayer(job)
-
-
-def replace_layers(job):
-    job.net.layers = nn.ModuleList(GradientCheckpointingLayer(job) for _ in range(3))
-
-
-def remove_layer(job):
-    del job.net.layers[-1]
-
-
 def wrap_mlps(job):
     for layer in job.net.layers:
         layer.mlp = Wrapped(layer.mlp)
 
 
-@pytest.mark.parametrize("change", [replace_layer, replace_layers, remove_layer, wrap_mlps])
+CHANGES = {
+    "another layer": lambda job: setattr(job.net.layers, "1", GradientCheckpointingLayer(job)),
+    "other layers": lambda job: setattr(
+        job.net, "layers", nn.ModuleList(GradientCheckpointingLayer(job) for _ in range(3))
+    ),
+    "a layer less": lambda job: job.net.layers.pop(-1),
+    "wrapped parts": wrap_mlps,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("at", [1, 2, 3, 5, 9])
 def test_a_model_may_change_while_it_is_looked_at(change, at):
     job = make_job()

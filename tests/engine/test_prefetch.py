@@ -35,6 +35,16 @@ def test_a_wrong_prediction_is_exact(timing):
     assert manager.last_step.num_late_reloads == 0, "the order of the last step is learned at once"
 
 
+def test_after_a_wrong_turn_the_rest_of_a_chunk_is_reloaded_in_time():
+    model, manager = make_model(), make_manager(prefetch_bytes=40 * KIB)
+    forwards = [("F", m) for m in range(4)]
+    for _ in range(2):
+        run_step(model, manager, [*forwards, *[("B", m) for m in range(4)]])
+    run_step(model, manager, [*forwards, *[("B", m) for m in (2, 0, 1, 3)]])
+    # What was reloaded for the wrong microbatch takes the budget of the one that came (6 groups).
+    assert manager.last_step.num_late_reloads == 6
+
+
 def test_what_a_second_pass_will_need_again_leaves_the_room_to_what_is_ahead():
     """As a zero-bubble schedule goes: the gradients of inputs first, those of weights later."""
     manager = make_manager(prefetch_bytes=8 * KIB)

@@ -15,9 +15,9 @@ from programs import (
     Times,
     assert_nothing_left,
     assert_same,
+    check_steps,
     make_manager,
     make_model,
-    run_step,
 )
 
 from megatron_offload.backends.base import Wait
@@ -40,7 +40,6 @@ def test_each_microbatch_and_its_backward_may_have_a_stream(timing, settings, re
     backend = manager.backend
     streams = backend.compute_stream(), backend.side_stream
     model = make_model(recomputes=recomputes)
-    expected = run_step(model, None, ORDER)
 
     def place(action, microbatch):
         here = streams[(microbatch + (crosses and action == "B")) % 2]
@@ -48,9 +47,7 @@ def test_each_microbatch_and_its_backward_may_have_a_stream(timing, settings, re
             here.wait_event(streams[microbatch % 2].record_event())
         return backend.computing_on(here)
 
-    for _ in range(3):
-        assert_same(expected, run_step(model, manager, ORDER, place=place))
-        assert_nothing_left(manager)
+    check_steps(model, manager, ORDER, 3, place=place)
     assert manager.last_step.reloaded_bytes > 0
     assert (manager.last_step.recomputed_bytes > 0) == recomputes
 

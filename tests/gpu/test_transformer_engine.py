@@ -266,25 +266,6 @@ def test_a_whole_model_keeps_its_bits_and_its_weights(kind, precision, caches, w
         watch.assert_no_weight_moved(model)
 
 
-def test_no_flag_of_theirs_is_touched():
-    from transformer_engine.pytorch import cpu_offload
-
-    model = make_model("layernorm-mlp")
-    seen = []
-    with contextlib.closing(OffloadActivations(config=CONFIG)) as offload:
-
-        def forward(model, x, options):
-            with offload:
-                seen.append(cpu_offload.is_cpu_offload_enabled())
-                return plain(model, x, options)
-
-        train(model, None, forward, num_steps=1)
-    assert seen == [False, False]
-    found = te.module.linear.quantize_weight
-    transformer_engine.uninstall()
-    assert te.module.linear.quantize_weight is not found
-
-
 CHOICES = [(), ("fc1",), ("act",), ("fc2",), ("fc1", "act", "fc2")]
 
 
