@@ -150,9 +150,9 @@ class SearchSteps(FollowedRows):
             self._link_bytes = times.link_bytes(gbps, self._kinds[0], is_pipeline=is_pipeline)
             is_plain = self._has_groups and is_alone() and all(x.refusal for x in sites.values())
             if is_plain and not (self._is_tight or self._named_recompute or times.host_share):
-                can_copy = any(x.copied_bytes for own in self._kinds[0].values() for x in own)
+                has_copies = any(x.copied_bytes for own in self._kinds[0].values() for x in own)
                 most_bytes = frontier(self._kinds, self._link_bytes)[-1].freed_bytes
-                if can_copy and most_bytes < _LARGE_SHARE * self._saved_bytes:
+                if has_copies and most_bytes < _LARGE_SHARE * self._saved_bytes:
                     self._kinds.append(all_of_it)
         self._saving, self._has_lengths = watch.saving, len(watch.tokens) == 1
         # What ranks have alike that have the same layers.

@@ -6,8 +6,8 @@ called on the thread that runs the step: it must not block, and changes nothing 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeAlias, TypeVar
 
 import torch
 
@@ -15,6 +15,8 @@ from megatron_offload.backends.base import Pair, Wait
 from megatron_offload.engine.group import Block, OffloadGroup
 
 Direction: TypeAlias = Literal["d2h", "h2d"]
+
+T = TypeVar("T")
 
 
 class Observer:
@@ -60,11 +62,11 @@ class Observer:
     def block_read(self, block: Block, target: torch.Tensor) -> None:
         """A record reads the released block's bytes here, ordered behind their reload."""
 
-    def recompute_starts(self, block: Block) -> None:
-        """A dropped block is about to be recomputed; its recipe has the unit."""
+    def recompute_starts(self, label: str) -> None:
+        """What was dropped is about to be recomputed, of this group or, in none, of this site."""
 
-    def recomputed(self, block: Block, made: torch.Tensor) -> None:
-        """A dropped block was recomputed, in this memory."""
+    def recomputed(self, made: object) -> None:
+        """It was: of a block, or of what a site returns, as this tensor."""
 
     def copy_starts(self, direction: Direction) -> None:
         """Copies are about to be queued on the stream of this direction."""
@@ -77,3 +79,13 @@ class Observer:
 
     def wait_issued(self, why: Wait, group: OffloadGroup) -> None:
         """The compute stream waits: in W2 for a group's offload, whose source is then released."""
+
+
+def recompute(observers: Sequence[Observer], label: str, run: Callable[[], T]) -> T:
+    """Run again what makes something that was dropped, and report that."""
+    for observer in observers:
+        observer.recompute_starts(label)
+    made = run()
+    for observer in observers:
+        observer.recomputed(made)
+    return made

@@ -175,9 +175,8 @@ class AroundForwards(saved_tensors_hooks):
     def _search(self) -> RowSearch | None:
         """What looks for rows, outside of all forwards, until `close`."""
         tuner, pool = self._groups.manager.tuner, self._groups.manager.host_pool
-        if isinstance(tuner, RowSearch) and not (self._depth or pool.is_closed):
-            return tuner
-        return None
+        is_over = self._depth or pool.is_closed
+        return tuner if isinstance(tuner, RowSearch) and not is_over else None
 
     def __enter__(self) -> Self:  # type: ignore[override]  # torch's returns nothing
         search = self._search

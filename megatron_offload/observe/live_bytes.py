@@ -11,7 +11,6 @@ from collections.abc import Iterable
 
 import torch
 
-from megatron_offload.engine.group import Block
 from megatron_offload.engine.observer import Observer
 
 
@@ -64,8 +63,9 @@ class LiveActivationMeter(Observer, torch.autograd.graph.saved_tensors_hooks):
 
     tensor_saved = tensor_reloaded = observe
 
-    def recomputed(self, block: Block, made: torch.Tensor) -> None:
-        self.observe(made)
+    def recomputed(self, made: object) -> None:
+        if isinstance(made, torch.Tensor):
+            self.observe(made)
 
     def _measure(self, keys: Iterable[int]) -> None:
         for key in list(keys):

@@ -11,13 +11,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
-
 from megatron_offload.backends.base import Pair, Wait
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.core.trace import STREAMS, ByteCount, Counter, Span, StepTrace
 from megatron_offload.engine.block_state import SAVED
-from megatron_offload.engine.group import Block, OffloadGroup
+from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.observer import Direction, Observer
 
@@ -28,8 +26,8 @@ class _Turn(NamedTuple):
     time: Any
     kind: str
     """As `Span.kind`."""
-    group: OffloadGroup | None
-    """None where the program is in none."""
+    label: str
+    """Of a group, or of what is recomputed; empty where the program is in none."""
     wait: str = ""
 
 
@@ -66,7 +64,7 @@ class _Tracer(Observer):
     def __init__(self, manager: PipelineOffloadManager) -> None:
         self._manager, self._backend = manager, manager.backend
         self._turns: list[_Turn] = []
-        self._recomputing: list[OffloadGroup] = []
+        self._recomputing: list[str] = []
         self._copies: list[_Copy] = []
         self._open: list[tuple[str, OffloadGroup]] = []
         """The passes and groups that the program is in, innermost last."""
@@ -79,13 +77,14 @@ class _Tracer(Observer):
 
     def _turn(self) -> None:
         """Note what the compute stream does from now on."""
-        kind, group = self._place()
+        kind, label = self._place()
         if self._recomputing:
-            kind, group = "recompute", self._recomputing[-1]
-        self._turns.append(_Turn(self._now(), kind, group))
+            kind, label = "recompute", self._recomputing[-1]
+        self._turns.append(_Turn(self._now(), kind, label))
 
-    def _place(self) -> tuple[str, OffloadGroup | None]:
-        return self._open[-1] if self._open else ("other", None)
+    def _place(self) -> tuple[str, str]:
+        kind, group = self._open[-1] if self._open else ("other", None)
+        return kind, "" if group is None else group.label
 
     def _now(self) -> Any:
         return self._backend.timestamp(self._backend.compute_stream())
@@ -135,12 +134,12 @@ class _Tracer(Observer):
             if kind == "backward" and not is_around:
                 self.backward_leaves(group)
 
-    def recompute_starts(self, block: Block) -> None:
-        self._recomputing.append(block.group)
+    def recompute_starts(self, label: str) -> None:
+        self._recomputing.append(label)
         self._turn()
 
-    def recomputed(self, block: Block, made: torch.Tensor) -> None:
-        self._recomputing.pop()
+    def recomputed(self, made: object) -> None:
+        del self._recomputing[-1:]  # none where a pass has begun meanwhile
         self._turn()
 
     def copy_starts(self, direction: Direction) -> None:
@@ -208,8 +207,7 @@ class _Tracer(Observer):
                 trace.spans.append(span)
 
         for turn, until in itertools.pairwise(self._turns):
-            label = turn.group.label if turn.group else ""
-            add("compute", turn.time, until.time, turn.kind, label, wait=turn.wait)
+            add("compute", turn.time, until.time, turn.kind, turn.label, wait=turn.wait)
         for stream, label, start, end, num_bytes in self._copies:
             add(stream, start, end, stream, label, num_bytes=num_bytes)
         trace.counters = [

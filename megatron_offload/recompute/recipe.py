@@ -31,6 +31,7 @@ from megatron_offload.engine.block_state import DROPPED, SAVED
 from megatron_offload.engine.checking import Checker
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.group import BlockRef
+from megatron_offload.engine.observer import recompute
 from megatron_offload.engine.releases import KEPT_ALIVE
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.stats import StepStats
@@ -289,16 +290,12 @@ class FunctionRecipe:
                     self._counted_in = None
                 self.made = stream, bytes_of(storage)
             else:
-                observers = () if block is self else transfers.observers
-                for observer in observers:
-                    observer.recompute_starts(block)
-                made = self.run()
-                for observer in observers:
-                    observer.recomputed(block, made)
+                label = self.unit if block is self else block.group.label
+                made = recompute(transfers.observers, label, self.run)
                 if not made.is_contiguous():
                     made = bytes_of(made.untyped_storage())
                 self.made = stream, made
-                for observer in observers:
+                for observer in () if block is self else transfers.observers:
                     observer.block_read(block, self._from(block.low))
         return self._from(block.low)
 

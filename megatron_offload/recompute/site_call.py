@@ -28,6 +28,7 @@ from megatron_offload.config import RECOMPUTE_SITES
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_parameter
+from megatron_offload.engine.observer import recompute
 from megatron_offload.engine.saved_tensor import SavedTensor, changed_in_place
 from megatron_offload.engine.transfers import Transfers
 from megatron_offload.errors import StateError
@@ -240,7 +241,7 @@ class SiteCall(ModuleCall):
     def __post_init__(self) -> None:
         super().__post_init__()
         site, manager = self.site, self.manager
-        self.depth = 0
+        self.depth, self._is_open, self._step_number = 0, True, manager.step_number
         """How often the site has called itself and has not returned."""
         self.transfers = manager.transfers  # by which hooks that an interrupt has left are found
         hooks = _top_saved_tensors_default_hooks(True)
@@ -249,7 +250,6 @@ class SiteCall(ModuleCall):
         tensors = {id(x): x for x in self._given.tensors}
         self._inputs = {key: (pack(x), x.requires_grad) for key, x in tensors.items()}
         self._template = [(id(x), None) if id(x) in tensors else (0, x) for x in self.leaves]
-        self._is_open, self._step_number = True, manager.step_number
         manager.decisions.last_call = ref(self)
         since = self._step_number - site.proven_in.get(self.state.training, -PROVE_EVERY)
         is_due = not 0 < since < PROVE_EVERY or manager.config.checking
@@ -366,7 +366,8 @@ class SiteCall(ModuleCall):
                 is_same = is_same and all(map(torch.equal, sums_of(output), self._sums))
             return output, is_same
 
-        output, is_same = self.run(run, pack=rerun.keep)
+        again = partial(self.run, run, pack=rerun.keep)
+        output, is_same = recompute(self.manager.observers, site.path, again)
         if rerun.forms != self._forms:
             raise StateError(
                 f"{site.path} saved other tensors when it was recomputed: its forward must do "

@@ -17,6 +17,7 @@ from megatron_offload.errors import CorruptionError
 from megatron_offload.frontends.adopt import adopt_model
 from megatron_offload.memory.storage_ref import StorageRef
 from megatron_offload.model_map.module_hooks import ModuleHook
+from megatron_offload.observe.trace_step import trace_step
 from megatron_offload.recompute.recipe import FunctionRecipe
 
 NORMS = [{"site": "norm", "recompute": True}]
@@ -65,6 +66,18 @@ def test_what_saves_outputs_that_rows_recompute_is_in_no_group(norms_train, sett
     context.end_step()
     step = context.last_step
     assert (step.num_groups, step.by_name["norm"].recomputed_bytes) == (0, 4 * 2 * 8 * WIDTH * 4)
+
+
+def test_what_sites_return_and_what_whole_layers_do_has_spans_in_a_trace():
+    rows = [{"site": "norm", "recompute": True, "layers": "0-1"}]
+    rows += [{"site": "layer", "recompute": True, "layers": 2}]
+    net = make_net()
+    context = around(net, rows, simulated={"host_time": True})
+    take_steps(net, context)
+    with trace_step(context.manager) as trace:
+        take_steps(net, context, (8,))
+    found = [span.label for span in trace.spans if span.kind == "recompute"]
+    assert found == ["layers.2", "norm", "norm"]
 
 
 class Sines(nn.Module):
