@@ -122,16 +122,20 @@ def commit_group(
 def tick(manager: PipelineOffloadManager, tensors: object, num_bytes: int) -> None:
     """Let the step's clock go by a layer without groups, now and when backward comes to its end.
 
+    It doesn't where no backward can come, and goes by once in several over one graph.
+
     Args:
         manager: whose copies are released and reloaded by that clock.
         tensors: the layer's outputs, as of `commit_group`.
         num_bytes: what the clock counts.
     """
+    left_in = [manager.step_number]
 
     def backward_comes(*_: object) -> None:
-        manager.tick(num_bytes, True)
+        if left_in and left_in.pop() == manager.step_number:
+            manager.tick(num_bytes, True)
 
-    if manager.tick(num_bytes):
+    if _first_activation(tensors) is not None and manager.tick(num_bytes):
         hook_backward(tensors, backward_comes)
 
 

@@ -225,8 +225,8 @@ class LayerClock:
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """Let it go by behind the call, where nothing in there did."""
         begun_at, manager = self._begun_at.pop() if self._begun_at else -1, self._find_manager()
-        if manager is None or begun_at < 0 or not manager.records():
-            return
+        if manager is None or begun_at < 0 or output is None or not manager.records():
+            return  # perhaps it has raised
         window = manager.window
         passed_bytes = window.step_bytes - begun_at
         if passed_bytes > 0:

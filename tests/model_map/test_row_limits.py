@@ -53,6 +53,27 @@ def test_steps_too_short_for_rows_change_nothing_in_those_that_come():
     assert context.last_step.reloaded_bytes == 7 * 2 * 2 * 8 * 4 * WIDTH * 4
 
 
+def test_the_clock_goes_by_a_layer_once_and_by_none_that_raises():
+    def saved_bytes(num_backwards=1, *, raises=False):
+        net = make_net(8)
+        context = around(net, [{"site": "mlp", "layers": 0, "offload": 2}])
+        losses = []
+        for _ in range(3):
+            with context:
+                losses.append(net(torch.arange(8)[None]).sum())
+        for number in range(num_backwards):
+            losses[0].backward(retain_graph=number + 1 < num_backwards)
+        if raises:
+            net.layers[4].mlp.forward = None
+            net.layers[0].forward = lambda x: x  # it has no group then, as the next three
+            with pytest.raises(TypeError), context:
+                net(torch.arange(8)[None])
+        return context.manager.budget._saved_bytes
+
+    assert saved_bytes(2) == saved_bytes() > 0
+    assert saved_bytes(raises=True) == saved_bytes() + 4 * saved_bytes() // 16
+
+
 class NumberedBlock(Block):
     """Of a chunk of a pipeline stage, as Megatron counts its layers."""
 
