@@ -109,8 +109,8 @@ class SiteHooks:
 
     def __init__(self, site: Site, find_manager: FindManager, min_tokens: int) -> None:
         self.site, self._find_manager, self._min_tokens = site, find_manager, min_tokens
-        self._calls: list[ModuleCall | None] = []
-        """Under way, where the inside is kept: no hooks say so."""
+        self._last: ModuleCall | None = None
+        """Under way, or ended by an interrupt, where the inside is kept: no hooks say so."""
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note what the call begins with, and replace by numbers what it saves."""
@@ -121,7 +121,7 @@ class SiteHooks:
             around.depth += 1  # it calls itself
         call = self._call(module, args, kwargs)
         if not self.site.drops_inside:
-            self._calls.append(call)
+            self._last = call
         elif isinstance(call, SiteCall):
             put_on(call.pack, call.unpack)
 
@@ -162,7 +162,9 @@ class SiteHooks:
         site = self.site
         if _current_graph_task_id() != -1:
             return
-        call = owner_of_hooks() if site.drops_inside else (self._calls or [None]).pop()
+        if not site.drops_inside and self._find_manager() is None:
+            return  # another thread's
+        call, self._last = owner_of_hooks() if site.drops_inside else self._last, None
         if not isinstance(call, ModuleCall) or call.site is not site:
             return
         if isinstance(call, SiteCall):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import types
 from functools import partial
 
@@ -78,6 +79,24 @@ def test_what_sites_return_and_what_whole_layers_do_has_spans_in_a_trace():
         take_steps(net, context, (8,))
     found = [span.label for span in trace.spans if span.kind == "recompute"]
     assert found == ["layers.2", "norm", "norm"]
+
+
+def test_a_norm_s_call_that_an_interrupt_has_ended_is_not_kept_for_good(monkeypatch):
+    net, given, layer_norm = make_net(), [], nn.functional.layer_norm
+    context = around(net, NORMS)
+    take_steps(net, context)
+
+    def interrupt(x, *_):
+        given.append(StorageRef(x.untyped_storage()))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(nn.functional, "layer_norm", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        take_steps(net, context)
+    monkeypatch.setattr(nn.functional, "layer_norm", layer_norm)
+    take_steps(net, context, (8,))
+    gc.collect()
+    assert given[0].expired()
 
 
 class Sines(nn.Module):
