@@ -88,14 +88,9 @@ class LayerWatch(SavedMemory):
         """Of what could be offloaded and is saved inside layers."""
         return [self.sizes[key] for key, paths in self.savers.items() if any(paths)]
 
-    @property
-    def saved_bytes(self) -> int:
-        """What could be offloaded, in layers and outside."""
-        return sum(self.sizes.values())
-
     def all_of_it(self, times: SiteTimes, gbps: float) -> Iterator[Action]:
         """Yield what offloads all that is saved, in layers and outside, if anything can be."""
-        num_bytes = self.saved_bytes
+        num_bytes = sum(self.sizes.values())
         if num_bytes and gbps:
             copy_us = num_bytes / gbps / 1e3
             us = times.copy_share * copy_us + max(0.0, copy_us - times.forward_us)

@@ -51,7 +51,6 @@ _LEAST_LONG_SHARE = 0.25  # of forwards, by which plans are for long ones alone
 _MOST_SHORT = 3  # so many smaller ones are looked at in vain
 _MODEL = -1  # in place of a layer's number
 _LARGE_SHARE = 0.5  # of what is saved: where layers that don't run again free less, all may move
-_ONE_LAYER = "no other layer shows what the only one saves while that is recomputed"
 
 
 class SearchSteps(FollowedRows):
@@ -110,8 +109,7 @@ class SearchSteps(FollowedRows):
         capacity_bytes = backend.capacity_bytes() or math.inf
         self._is_tight = released_bytes > 0 and needed_bytes > MOST_SHARE * capacity_bytes
         if self._is_tight and (manager.rows is None or len(numbers) < 2):
-            why = "layers can't be recomputed here unasked"
-            yield from self._agree(refusal=why if manager.rows is None else _ONE_LAYER)
+            yield from self._agree(refusal="layers can't be recomputed here unasked, or it has one")
             return
         manager.learner.follow_rules()
         others = numbers[:-1] if self._is_tight else []
@@ -138,7 +136,7 @@ class SearchSteps(FollowedRows):
         self._num_inflight = max(1.0, self._clock.most_pending / at_a_time)
         self._forward_us = times.forward_us
         gbps = measure_link(manager)
-        in_layers, self._saved_bytes = watch.sizes_in_layers, watch.saved_bytes
+        in_layers, self._saved_bytes = watch.sizes_in_layers, sum(watch.sizes.values())
         self._largest_bytes = max(in_layers, default=0)
         self._layer_share = sum(in_layers) / max(1, self._saved_bytes)
         all_of_it = {_MODEL: (KEEP, *watch.all_of_it(times, gbps))}

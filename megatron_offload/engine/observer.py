@@ -7,7 +7,7 @@ called on the thread that runs the step: it must not block, and changes nothing 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -15,8 +15,6 @@ from megatron_offload.backends.base import Pair, Wait
 from megatron_offload.engine.group import Block, OffloadGroup
 
 Direction: TypeAlias = Literal["d2h", "h2d"]
-
-T = TypeVar("T")
 
 
 class Observer:
@@ -81,7 +79,7 @@ class Observer:
         """The compute stream waits: in W2 for a group's offload, whose source is then released."""
 
 
-def recompute(observers: Sequence[Observer], label: str, run: Callable[[], T]) -> T:
+def recompute(observers: Sequence[Observer], label: str, run: Callable[[], Any]) -> Any:
     """Run again what makes something that was dropped, and report that."""
     for observer in observers:
         observer.recompute_starts(label)

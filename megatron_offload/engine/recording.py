@@ -317,10 +317,6 @@ class Recording:
             take_off(partial(is_, pack))
         del self._packs[-1:]
 
-    def has_pack(self, pack: object) -> bool:
-        """Whether this is the pack hook of one of its groups, which is to be in force."""
-        return any(pack is one for one in self._packs)
-
     def _take_off_hooks(self) -> None:
         """Take off all, whatever cut short the code that was to do so."""
         self._packs.clear()

@@ -20,7 +20,6 @@ from megatron_offload.model_map.module_hooks import hook_calls, named_modules, u
 from megatron_offload.model_map.offload_site import (
     FindManager,
     LayerClock,
-    NoHooks,
     OffloadSite,
 )
 from megatron_offload.model_map.rows import find_rows
@@ -41,7 +40,7 @@ _WRAPPED = ("module", "_orig_mod", "base_model", "model")
 """Where wrappers hold the model: data parallelism, ``torch.compile``, adapters."""
 
 
-_HOOKS = frozenset({NoHooks, OffloadSite, LayerClock, RowWatch, nn.DataParallel})
+_HOOKS = frozenset({OffloadSite, LayerClock, RowWatch, nn.DataParallel})
 """Whose hooks `adopt_model` sets, beside those of `recompute_modules`."""
 
 _adopted = WeakKeyDictionary[nn.Module, "list[ref[PipelineOffloadManager]]"]()
@@ -53,7 +52,7 @@ def is_adopted_by(model: nn.Module, manager: PipelineOffloadManager) -> bool:
     return any(found() is manager for found in _adopted.get(model, ()))
 
 
-def leave_models(manager: PipelineOffloadManager) -> None:
+def leave_all(manager: PipelineOffloadManager) -> None:
     """Take off all that `adopt_model` and `keep_head` have set for this manager."""
     for model, adopted in [*_adopted.items()]:
         if is_adopted_by(model, manager):

@@ -19,7 +19,7 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.observe.run_report import save_report
-from megatron_offload.observe.unseen import done_nowhere, warn_of_no_call, watch_unseen
+from megatron_offload.observe.unseen import done_nowhere, watch_unseen
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
 
@@ -198,10 +198,10 @@ class AroundForwards(saved_tensors_hooks):
                 search.forward_ends(has_failed=has_failed)
         finally:
             try:
-                if not (has_failed or self._depth) and (what := done_nowhere(self._groups)):
+                if not (has_failed or self._depth) and (text := done_nowhere(self._groups)):
                     self._num_uncalled += 1
                     if self._num_uncalled > _MOST_UNCALLED:
-                        warn_of_no_call(self._groups, what)
+                        self._groups.manager.transfers.warn_once(text)
                 self._groups.end(has_failed=has_failed)
             finally:
                 watch_unseen(self._groups)

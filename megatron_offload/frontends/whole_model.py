@@ -27,13 +27,7 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.errors import ConfigError
-from megatron_offload.frontends.adopt import (
-    HEADS,
-    adopt_model,
-    is_adopted_by,
-    keep_head,
-    leave_models,
-)
+from megatron_offload.frontends.adopt import HEADS, adopt_model, is_adopted_by, keep_head, leave_all
 from megatron_offload.frontends.around import (
     AroundForwards,
     begin_anew,
@@ -240,7 +234,7 @@ class OffloadActivations(AroundForwards):
         """Free all memory and take off all hooks; a second call does nothing more."""
         self._seeks_model = False
         self.manager.close()
-        leave_models(self.manager)
+        leave_all(self.manager)
         if isinstance(self.manager.tuner, RowSearch):
             self.manager.tuner.close()
 

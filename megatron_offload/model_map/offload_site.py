@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from threading import get_ident
 from typing import Any
 from weakref import ref
 
@@ -13,9 +12,8 @@ from torch import nn
 from megatron_offload.engine.boundary import chunk_of, commit_group, start_group, tick
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.group import OffloadGroup, Recipe, Record
-from megatron_offload.engine.hooks import put_on, take_off
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.model_map.module_hooks import EagerHook, has_tokens, hook_calls
+from megatron_offload.model_map.module_hooks import has_tokens
 
 FindManager = Callable[[], PipelineOffloadManager | None]
 """Returns whose forward it is; None where it is no manager's."""
@@ -170,40 +168,6 @@ class SaverSite(OffloadSite):
             for recipe, record in outputs:
                 manager.decisions.last_call = ref(record)
                 recipe.drop(record, drops=chunk.rules.recomputes)
-
-
-class NoHooks:
-    """Lets a part of a site be without the hooks of groups, as no row takes anything there.
-
-    Autograd keeps what such a part saves as it does without this package.
-    """
-
-    def __init__(self, find_manager: FindManager) -> None:
-        self._find_manager = find_manager
-        self._lifted: list[tuple[int, list[Any]]] = []
-        """By the thread that each is of; of calls that an interrupt has ended, too."""
-
-    def hook(self, module: nn.Module) -> None:
-        """Hook the part; in a compiled graph, whose parts they would be, the hooks do nothing."""
-        hook_calls(module, self._begin, self._end, owner=NoHooks, kind=EagerHook)
-
-    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        manager = self._find_manager()
-        if manager is None:
-            return
-        if self._lifted:
-            has_pack = manager.has_pack
-            self._lifted = [one for one in self._lifted if any(has_pack(x) for x, _ in one[1])]
-        if hooks := take_off(manager.has_pack, all_of_them=True):
-            self._lifted.append((get_ident(), hooks))
-
-    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        manager = self._find_manager()
-        if manager is not None and self._lifted and self._lifted[-1][0] == get_ident():
-            _, hooks = self._lifted.pop()
-            own = [both for both in hooks if manager.has_pack(both[0])]
-            for both in (*own, *take_off(lambda _: True, all_of_them=True)):
-                put_on(*both)  # below what was put on since
 
 
 class LayerClock:

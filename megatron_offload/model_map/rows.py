@@ -32,13 +32,10 @@ class FoundRows(NamedTuple):
     units: frozenset[str]
     """What is recomputed in functions as well, wherever these are."""
 
-    def of_any_length(self) -> FoundRows:
-        """Return the same for calls of all lengths."""
-        recomputed, offloaded = (
-            {path: row.model_copy(update={"min_tokens": 0}) for path, row in rows.items()}
-            for rows in (self.recomputed, self.offloaded)
-        )
-        return FoundRows(recomputed, offloaded, self.units)
+    @property
+    def what(self) -> tuple[object, ...]:
+        """What they do in calls of any length."""
+        return [{p: (x.site, x.offload) for p, x in one.items()} for one in self[:2]], self.units
 
     def drops_output(self, path: str) -> bool:
         """Whether what a module returns is recomputed too, where it is saved."""

@@ -116,8 +116,7 @@ def _number_of(place: str, module: nn.Module, modules: Mapping[str, nn.Module]) 
 
 
 def _holds_list(module: nn.Module | None) -> bool:
-    parts = [] if module is None else [*module.children()]
-    return len(parts) == 1 and isinstance(parts[0], nn.ModuleList)
+    return module is not None and [*map(type, module.children())] == [nn.ModuleList]
 
 
 def _may_be_layer(module: nn.Module | None) -> bool:

@@ -24,7 +24,6 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.core.row_config import UNITS
 from megatron_offload.core.units import format_bytes
-from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.hooks import put_on, take_off
 from megatron_offload.engine.manager import PipelineOffloadManager
@@ -43,7 +42,6 @@ from megatron_offload.model_map.module_hooks import (
 from megatron_offload.model_map.offload_site import (
     FindManager,
     LargestTensors,
-    NoHooks,
     OffloadSite,
     SaverSite,
     outputs,
@@ -55,8 +53,6 @@ _logger = logging.getLogger(__name__)
 
 MayMove = Callable[[torch.Tensor], bool]
 
-_LEAST_KEPT = 4  # tensors that a module saves and no row takes, for which hooks are taken off
-
 
 class _Shown(NamedTuple):
     """What a watched forward has shown."""
@@ -65,8 +61,6 @@ class _Shown(NamedTuple):
     """By module that rows offload, which of its tensors that is."""
     savers: Mapping[str, str]
     """By module, the site that it saves an output of."""
-    bare: frozenset[str]
-    """Modules inside sites, in which no row takes anything."""
 
 
 class _Call:
@@ -154,11 +148,6 @@ class SavedMemory(Observer):
             self.tensor_saved(tensor)
         return SavedTensor(tensor, "kept")
 
-    @property
-    def chunk(self) -> ChunkOffloadHandler | None:
-        """Whose forward it is."""
-        return None if self.manager is None else self.manager.cur_forward_chunk()
-
     def tensor_saved(self, tensor: torch.Tensor) -> None:
         """Note a tensor that is saved now."""
         key = None
@@ -170,7 +159,7 @@ class SavedMemory(Observer):
             low, high = self._spans.get(key, (layout.low, layout.high))
             low, high = self._spans[key] = min(low, layout.low), max(high, layout.high)
             self.sizes[key] = high - low
-            chunk = self.chunk
+            chunk = None if self.manager is None else self.manager.cur_forward_chunk()
             recipes = {} if chunk is None else chunk.recipes
             if key in recipes:  # a function has made it
                 self.made[key] = recipes[key].unit
@@ -204,7 +193,6 @@ class SavedMemory(Observer):
         """Choose which of the tensors that rows name are offloaded, and which are to be dropped.
 
         Of a row for all that a site saves some may be others' too, which is kept from here on.
-        Modules that save only what is kept need no hooks of saved tensors.
 
         Raises:
             ConfigError: a row would free nothing, because others save what it names as well.
@@ -218,7 +206,7 @@ class SavedMemory(Observer):
                 keys_of[around].add(key)
             elif key is not None:
                 others[key].add(calls[-1].path)
-        taken, with_made = set(self.made), set[str]()
+        with_made = set[str]()
         for call, keys in keys_of.items():
             row = rows.offloaded[call.path]
             if not keys.isdisjoint(self.made):
@@ -227,7 +215,6 @@ class SavedMemory(Observer):
             # Of one size the first ones.
             named = sorted(in_order, key=lambda key: -self.sizes[key])[: row.most]
             shared = [key for key in named if key in others]
-            taken.update(key for key in named if key not in others)
             if shared and (row.most is not None or len(shared) == len(named)):
                 savers = (saver or "the model" for saver in others[shared[0]])
                 raise ConfigError(
@@ -245,39 +232,23 @@ class SavedMemory(Observer):
         }
         # Hooks inside others see a tensor first, and those around don't.
         hooked = rows.offloaded.keys() | dropped.keys()
-        inside = [
-            (calls[place], [call.path for call in calls[place + 1 :]], key)
-            for calls, key in self.saves
-            if (place := max((i for i, x in enumerate(calls) if x.path in hooked), default=-1)) >= 0
-        ]
-        # Of a row for all, what is too small in this forward may be larger in others.
-        all_taken = {path for path, row in rows.offloaded.items() if row.most is None}
-        needed = {*rows.recomputed}
-        for call, parts, key in inside:
-            if key in taken or call.path in all_taken:
-                needed.update(parts)
-        outer = Counter(next((x for x in parts if x not in needed), "") for _, parts, _ in inside)
-        bare = {path for path, number in outer.items() if path and number >= _LEAST_KEPT}
         counts: Counter[_Call] = Counter()
         numbers: defaultdict[str, dict[bool, set[int]]] = defaultdict(lambda: defaultdict(set))
-        changed = set[str]()
-        for call, parts, key in inside:
-            if not bare.isdisjoint(parts):
-                changed.add(call.path)
-            else:  # what is recomputed is dropped only where all who save it do so
+        for calls, key in self.saves:
+            inner = next((x for x in reversed(calls) if x.path in hooked), None)
+            if inner is not None:  # what is recomputed is dropped only where all who save it do so
                 is_taken = key is None or key in self.made or key not in others
-                numbers[call.path][is_taken].add(counts[call])
-                counts[call] += 1
+                numbers[inner.path][is_taken].add(counts[inner])
+                counts[inner] += 1
         for path, row in rows.offloaded.items():
             if row.most is None:
                 left_out = numbers[path][False] - numbers[path][True]
                 num_saved = max((n for call, n in counts.items() if call.path == path), default=0)
                 largest[path].num_saved = num_saved
                 largest[path].chosen = frozenset(range(num_saved)) - left_out if left_out else None
-            elif path in changed or path in with_made:
-                # The next call chooses: other tensors are seen, or recomputed, from here on.
+            elif path in with_made:  # the next call chooses: these are recomputed from here on
                 largest[path].chosen = None
-        return _Shown(largest, dropped, frozenset(bare))
+        return _Shown(largest, dropped)
 
 
 class RowWatch:
@@ -297,16 +268,14 @@ class RowWatch:
         if root in _watched:
             rows_then, parts, shown = _watched[root]
             has_same = [part() for part in parts] == [*self._modules().values()]
-            if has_same and rows_then == rows.of_any_length():
+            if has_same and rows_then == rows.what:
                 self._shown = shown
         largest = {path: LargestTensors(row.most) for path, row in rows.offloaded.items()}
         self.largest = largest if self._shown is None else self._shown.largest
 
     def _hook_savers(self, shown: _Shown) -> None:
-        """Hook what saves outputs that rows recompute, and parts of which rows take nothing."""
+        """Hook what saves outputs that rows recompute."""
         modules, rows = self._modules(), self._rows
-        for path in shown.bare:
-            NoHooks(self._find_manager).hook(modules[path])
         for path, name in shown.savers.items():
             tokens = (row.min_tokens for row in rows.recomputed.values() if row.site == name)
             site = SaverSite(name, self._find_manager, min_tokens=min(tokens, default=0))
@@ -365,7 +334,7 @@ class RowWatch:
         if self._seen is None or self._thread != get_ident():
             return
         seen, modules = self._stop(), self._modules()
-        manager, shown = seen.manager, _Shown(self.largest, {}, frozenset())
+        manager, shown = seen.manager, _Shown(self.largest, {})
         sites = self._rows.offloaded.keys() | self._rows.recomputed.keys()
         is_of_sites = not sites or not sites.isdisjoint(seen.called)
         if manager is not None and seen.saves and is_of_sites and not has_failed:
@@ -377,7 +346,7 @@ class RowWatch:
                 manager.refused_rows = str(error)
             self._warn_of_units(manager, seen)
             self._shown = shown
-            _watched[modules[""]] = self._rows.of_any_length(), [*map(ref, modules.values())], shown
+            _watched[modules[""]] = self._rows.what, [*map(ref, modules.values())], shown
             hooks_of(RowWatch, modules[""])
             self._hook_savers(shown)
 
@@ -390,6 +359,6 @@ class RowWatch:
                 _logger.warning("row %s: nothing of this kind is saved in this model", row)
 
 
-_watched = WeakKeyDictionary[nn.Module, tuple[FoundRows, list[ref[nn.Module]], _Shown]]()
+_watched = WeakKeyDictionary[nn.Module, tuple[object, list[ref[nn.Module]], _Shown]]()
 """What a watched forward of a model has shown: under which rows, in which modules, who saves what
 rows recompute."""

@@ -57,10 +57,7 @@ def watch_unseen(groups: AutomaticGroups) -> None:
 
 
 def done_nowhere(groups: AutomaticGroups) -> str:
-    """Return what a user has named and no forward has come by so far, behind one that ends.
-
-    That is ``offloaded`` or ``recomputed``; else nothing.
-    """
+    """Say that no forward has come by what a user has named, behind one that ends; or nothing."""
     forward, manager = groups.forward, groups.manager
     if forward is None or manager.rows_are_own or manager.is_searching or not is_recording():
         return ""
@@ -69,14 +66,9 @@ def done_nowhere(groups: AutomaticGroups) -> str:
     named = [row for row in manager.rows or () if not row.min_tokens]
     has_any = forward.chunk.position is not None or manager.decisions.committed
     if any(row.offload for row in named) and not (has_any or manager.last_step.by_name):
-        return "offloaded"
+        return _NO_CALL.format("offloaded")
     recomputes = any(row.recompute for row in named) or (manager.rows is None and manager.recompute)
-    return "recomputed" if recomputes and not manager.has_come_by_site else ""
-
-
-def warn_of_no_call(groups: AutomaticGroups, what: str) -> None:
-    """Say so once."""
-    groups.manager.transfers.warn_once(_NO_CALL.format(what))
+    return _NO_CALL.format("recomputed") if recomputes and not manager.has_come_by_site else ""
 
 
 @graph_break

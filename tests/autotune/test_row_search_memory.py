@@ -39,7 +39,7 @@ def test_a_layer_alone_in_too_little_memory_is_recomputed_and_no_error():
     for _ in range(60):
         with contextlib.suppress(torch.OutOfMemoryError):
             job.step()
-    assert "no other layer shows what the only one saves" in job.search.said
+    assert "layers can't be recomputed here unasked, or it has one" in job.search.said
 
 
 def test_rows_of_which_nothing_leaves_are_not_followed(monkeypatch):

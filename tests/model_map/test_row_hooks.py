@@ -6,14 +6,12 @@ import contextlib
 import copy
 import gc
 import threading
-import types
 import weakref
-from functools import partial
 
 import pytest
 import torch
 from programs import assert_same, in_thread, make_manager, take_steps
-from small_net import AT_ONCE, WIDTH, Mlp, around, changed_net, make_net
+from small_net import WIDTH, around, changed_net, make_net
 from torch import nn
 
 from megatron_offload import (
@@ -27,7 +25,6 @@ from megatron_offload.engine.hooks import owner_of_hooks
 from megatron_offload.errors import StateError
 from megatron_offload.frontends.adopt import adopt_model
 from megatron_offload.model_map import watch
-from megatron_offload.model_map.offload_site import NoHooks
 
 
 def test_layers_without_rows_have_no_hooks_of_saved_tensors():
@@ -115,147 +112,6 @@ def test_another_thread_neither_ends_the_watch_nor_is_in_the_context():
     assert owner_of_hooks() is None
     context.end_step()
     assert context.last_step.by_name["norm"].recomputed_bytes > 0
-
-
-class Experts(nn.Module):
-    """Saves many tensors that are smaller than what its layer saves."""
-
-    def __init__(self, fails):
-        super().__init__()
-        self.own, self.fails, self.hooks_seen = nn.Linear(WIDTH, 4), fails, []
-
-    def forward(self, x):
-        self.hooks_seen.append(type(owner_of_hooks()))
-        if self.fails and len(self.hooks_seen) > 1:
-            raise ZeroDivisionError
-        return self.own(x.mean(0)).sin().cos().exp().tanh().sum()
-
-
-class Mixture(Mlp):
-    def __init__(self, fails):
-        super().__init__()
-        self.experts, self.hooks_seen = Experts(fails), []
-
-    def forward(self, x):
-        y = super().forward(x) * x * x.sin()
-        with contextlib.suppress(ZeroDivisionError):
-            y = y + self.experts(x)
-        self.hooks_seen.append(type(owner_of_hooks()))
-        return super().forward(y)
-
-
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize(
-    "row", [{"site": "mlp", "offload": 3}, {"site": "norm", "recompute": True}], ids=str
-)
-def test_parts_of_which_rows_take_nothing_have_no_hooks_of_saved_tensors(row, fails):
-    def change(layer):
-        layer.mlp = Mixture(fails)
-        layer.forward = types.MethodType(lambda self, x: x + self.mlp(self.norm(x)), layer)
-
-    lengths, make = (8, 8, 8), partial(changed_net, change)
-    expected, net = take_steps(make(), None, lengths), make()
-    context = around(net, [row], **AT_ONCE)
-    assert_same(expected, take_steps(net, context, lengths))
-    for layer in net.layers:
-        assert {*layer.mlp.experts.hooks_seen[1:]} == {type(None)}
-        assert type(None) not in layer.mlp.hooks_seen[1:]
-    context.end_step()
-    does = context.last_step.by_name[row["site"]]
-    assert does.offloaded_bytes + does.recomputed_bytes > 0
-    adopt_model(net, make_manager())
-    assert not any(layer.mlp.experts._forward_hooks for layer in net.layers)
-
-
-def compress(module):
-    """Let a user's hooks keep what a module saves in half as many bytes."""
-    stack, halved = contextlib.ExitStack(), (torch.Tensor.half, torch.Tensor.float)
-    hooks = torch.autograd.graph.saved_tensors_hooks
-    module.register_forward_pre_hook(lambda *_: stack.enter_context(hooks(*halved)))
-    module.register_forward_hook(lambda *_: stack.close())
-
-
-def mixed_net():
-    """Return a net whose MLPs have a part of which rows take nothing."""
-    return changed_net(lambda layer: setattr(layer, "mlp", Mixture(fails=False)))
-
-
-THREE = [{"site": "mlp", "offload": 3}]
-
-
-def test_a_user_s_hooks_in_such_a_part_lie_above_those_of_groups():
-    def train(make_context):
-        net = mixed_net()
-        context = make_context(net)
-        take_steps(net, context, (8,))
-        for layer in net.layers:
-            compress(layer.mlp.experts)
-        return take_steps(net, context, (8, 8))
-
-    with_rows = train(lambda net: around(net, THREE, **AT_ONCE))
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    assert_same(train(lambda net: None), with_rows)
-
-
-def test_an_interrupt_in_such_a_part_leaves_no_hooks_to_a_later_call():
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    net = mixed_net()
-    context, experts = around(net, THREE, **AT_ONCE), net.layers[0].mlp.experts
-    take_steps(net, context, (8,))
-    with experts.own.register_forward_hook(stop), pytest.raises(KeyboardInterrupt), context:
-        net(torch.randint(50, (2, 8)))
-    with context:
-        for hook in experts._forward_hooks.values():
-            hook(experts, (), None)  # as where another's hook raises before the part is called
-        assert owner_of_hooks() is None
-    take_steps(net, context, (8,))
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-
-
-def test_such_a_part_can_be_compiled_whole():
-    net = mixed_net()
-    take_steps(net, around(net, THREE, **AT_ONCE), (8,))
-    part = net.layers[0].mlp.experts.own
-    assert not part._forward_hooks
-    NoHooks(lambda: None).hook(part)
-    x = torch.ones(1, WIDTH)
-    compiled = torch.compile(lambda x: part(x), backend="eager", fullgraph=True)
-    assert torch.equal(compiled(x), part(x))
-
-
-def test_parts_that_save_little_have_hooks_where_a_row_is_for_all_as_they_may_save_more():
-    net = mixed_net()
-    rows = [{"site": "mlp", "offload": "all"}]
-    config = OffloadConfig(rows=rows, min_tensor_bytes=12 * WIDTH * 4, **AT_ONCE)
-    take_steps(net, get_act_offloading_ctx_manager(net, config=config), (8, 8))
-    assert all(type(None) not in layer.mlp.experts.hooks_seen for layer in net.layers)
-
-
-def test_a_thread_that_calls_such_a_part_meanwhile_takes_no_hooks_over():
-    def beside(x):
-        net.layers[0].mlp.experts(x.detach())
-        owners.append(owner_of_hooks())
-
-    def call_beside(module, args):
-        if threading.current_thread() is threading.main_thread():
-            in_thread(lambda: beside(*args))
-
-    def take_step():
-        with manager.step():
-            manager.begin_chunk()
-            net(torch.randint(50, (2, 8))).sum().backward()
-
-    owners = []
-    net, manager = mixed_net(), make_manager(rows=THREE, min_tensor_bytes=0, **AT_ONCE)
-    adopt_model(net, manager)
-    take_step()
-    net.layers[0].mlp.experts.register_forward_pre_hook(call_beside)
-    take_step()
-    assert owners == [None]
-    assert all(layer.mlp.experts._forward_hooks for layer in net.layers)
-    assert all(type(None) not in layer.mlp.hooks_seen for layer in net.layers)
 
 
 def test_a_forward_whose_model_is_not_called_itself_is_watched_too():
