@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from threading import RLock
 from typing import Any
@@ -50,6 +50,7 @@ from megatron_offload.recompute.module_state import (
 )
 from megatron_offload.recompute.patches import PatchStack
 from megatron_offload.recompute.proof import PROVE_EVERY, Proof, other_bits, sums_of
+from megatron_offload.recompute.rerun import Enough, Form, Rerun
 
 _logger = logging.getLogger(__name__)
 
@@ -67,10 +68,6 @@ class _Muted:
 
     __getattr__ = __call__
 
-
-_Form = tuple[torch.Size, torch.dtype, bool]
-"""Of a saved tensor, and whether it is a parameter or a view of one: that is kept, as what a rerun
-saves in its place would keep memory that is to be freed."""
 
 _running = RLock()
 """Held while a call runs again: it changes modules and random states, and puts them back."""
@@ -102,7 +99,7 @@ class Site:
         self.drops_output = unit not in RECOMPUTE_SITES
         self.refusal, self.fills_late = "", False
         self.layout: ModuleLayout | None = None
-        self.forms: list[_Form] = []
+        self.forms: list[Form] = []
         self.counted_share = 1.0
         self.said = set[str]()
         """Why sites of the model were kept so far."""
@@ -188,47 +185,6 @@ def first_of(output: Any) -> Any:
     return output[0] if isinstance(output, (tuple, list)) and output else output
 
 
-class Enough(BaseException):
-    """All that a call had saved was saved again."""
-
-
-@dataclass(slots=True, eq=False)
-class Rerun:
-    """What a call saves when it runs again."""
-
-    expected: Sequence[_Form]
-    """Of what the call has saved: behind the last it may end."""
-    proves: bool
-    runs_on: bool
-    """Whether it goes to its end."""
-    made: list[tuple[torch.Tensor, int, bool] | None] = field(default_factory=list)
-    """Until it is read each with its version, and whether autograd could take it as a gradient of
-    its own, if nothing else had it; None of a parameter."""
-    forms: list[_Form] = field(default_factory=list)
-    at_last_save: list[torch.Tensor] = field(default_factory=list)
-
-    @graph_break
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Keep a tensor that is saved; the pack hook."""
-        made, kept, number = self.made, tensor, len(self.made)
-        num_left = len(self.expected) - number - 1
-        is_own = num_left >= 0 and self.expected[number][2]
-        self.forms.append((tensor.shape, tensor.dtype, is_own))
-        if is_own:
-            made.append(None)
-        else:
-            is_constant = not tensor.requires_grad and tensor.is_leaf
-            is_constant = is_constant and (tensor.is_floating_point() or tensor.is_complex())
-            kept = tensor.detach()
-            made.append((kept, tensor._version, is_constant))
-        if num_left <= 0:
-            if self.proves and num_left == 0:
-                self.at_last_save = sums_of(made)
-            elif not self.runs_on:
-                raise Enough
-        return kept
-
-
 class SiteCall(ModuleCall):
     """One whose inside is dropped: what of that backward has not read yet.
 
@@ -241,8 +197,9 @@ class SiteCall(ModuleCall):
     def __post_init__(self) -> None:
         super().__post_init__()
         site, manager = self.site, self.manager
-        self.depth, self._is_open, self._step_number = 0, True, manager.step_number
+        self.depth = 0
         """How often the site has called itself and has not returned."""
+        self._is_open, self._step_number = True, manager.step_number
         self.transfers = manager.transfers  # by which hooks that an interrupt has left are found
         hooks = _top_saved_tensors_default_hooks(True)
         own = partial(SavedTensor, group_name=site.path), SavedTensor.unpack
@@ -259,7 +216,7 @@ class SiteCall(ModuleCall):
         self._others: Any = other_states()
         self._sums: Sequence[torch.Tensor] = ()
         self._states_after: RandomStates | None = None
-        self._forms: list[_Form] = []
+        self._forms: list[Form] = []
         """Of each tensor that was saved."""
         self._num_bytes = 0
         self._counted: dict[tuple[int, int, int], StorageRef] = {}
