@@ -77,9 +77,10 @@ def other_numbers(modules: Mapping[str, nn.Module], layers: Mapping[str, int]) -
     """Return numbers that no layer has, and layers that have these places in a second list."""
     names, found = {modules[path]: path for path in layers}, dict[int, str]()
     for place, member in _members(modules).items():
-        number = _number_of(place, member, modules)
-        if member in names and number not in layers.values():
-            found.setdefault(number, names[member])
+        if member in names:  # others, such as experts of Megatron, may have no number
+            number = _number_of(place, member, modules)
+            if number not in layers.values():
+                found.setdefault(number, names[member])
     return found
 
 

@@ -38,6 +38,7 @@ CASES = {
     "moe": MOE,
     "names-beyond": {"offload_modules": [*ATTENTION, "mlp_fc1", "**.linear_fc2", "router"]},
     "names-beyond-alone": {"offload_modules": ["mlp_fc1"]},
+    "moe-one-by-one": {**MOE, "moe_grouped_gemm": False, "offload_modules": ATTENTION},
     "moe-recompute-act": {**EXPERTS, **SELECTIVE, "recompute_modules": ["moe_act"]},
     "selective-recompute": {**SELECTIVE, "recompute_modules": ["layernorm", "core_attn"]},
     "full-recompute": FULL,

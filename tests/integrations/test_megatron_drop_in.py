@@ -31,6 +31,7 @@ MOVES = {
     "names-beyond": ATTENTION | {"mlp_fc1", "**.linear_fc2"},
     "names-beyond-alone": {"mlp_fc1"},
     "moe": ATTENTION | {"expert_fc1", "moe_act"},
+    "moe-one-by-one": ATTENTION,
     "moe-recompute-act": {"expert_fc1", "moe_act"},
     "selective-recompute": {"attn_norm", "attn_proj", "mlp_norm"},
     **{case: {"layer_input"} for case in INPUTS},
