@@ -181,8 +181,7 @@ class OffloadActivations(AroundForwards):
 
     def __enter__(self) -> Self:  # type: ignore[override]  # torch's returns nothing
         model = None if self._of_model is None else self._of_model()
-        is_closed = self.manager.host_pool.is_closed
-        if not (model is None or is_closed or is_adopted_by(model, self.manager)):
+        if model is not None and not is_adopted_by(model, self.manager):
             _hook(ref(model), ref(self._groups))  # another context has been made for it since
         super().__enter__()
         try:
@@ -232,7 +231,7 @@ class OffloadActivations(AroundForwards):
 
     def close(self) -> None:
         """Free all memory and take off all hooks; a second call does nothing more."""
-        self._seeks_model = False
+        self._of_model, self._seeks_model = None, False
         self.manager.close()
         leave_all(self.manager)
         if isinstance(self.manager.tuner, RowSearch):

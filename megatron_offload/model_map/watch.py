@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.core.row_config import UNITS
 from megatron_offload.core.units import format_bytes
+from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.hooks import put_on, take_off
 from megatron_offload.engine.manager import PipelineOffloadManager
@@ -148,6 +149,11 @@ class SavedMemory(Observer):
             self.tensor_saved(tensor)
         return SavedTensor(tensor, "kept")
 
+    @property
+    def chunk(self) -> ChunkOffloadHandler | None:
+        """Whose forward it is, as of `AutomaticGroups`."""
+        return None if self.manager is None else self.manager.cur_forward_chunk()
+
     def tensor_saved(self, tensor: torch.Tensor) -> None:
         """Note a tensor that is saved now."""
         key = None
@@ -159,8 +165,7 @@ class SavedMemory(Observer):
             low, high = self._spans.get(key, (layout.low, layout.high))
             low, high = self._spans[key] = min(low, layout.low), max(high, layout.high)
             self.sizes[key] = high - low
-            chunk = None if self.manager is None else self.manager.cur_forward_chunk()
-            recipes = {} if chunk is None else chunk.recipes
+            recipes = {} if self.chunk is None else self.chunk.recipes
             if key in recipes:  # a function has made it
                 self.made[key] = recipes[key].unit
         self.saves.append((tuple(self._calls), key))
