@@ -169,6 +169,18 @@ class Job:
         return max(1, self.machine.gpus_per_node // self.gpus_per_rank)
 
 
+def node_bytes(job: Job, sizes: Sequence[int]) -> int:
+    """Return what GPUs hold on a node's host at most, of what one of each pipeline rank does."""
+    num_gpus, size = min(job.gpus_per_rank, job.machine.gpus_per_node), job.ranks_per_node
+    nodes = (sum(sizes[first : first + size]) for first in range(0, len(sizes), size))
+    return num_gpus * max(nodes, default=0)
+
+
+def spare_host_bytes(job: Job) -> int:
+    """Return what of a node's host memory optimizer offload leaves."""
+    return max(0, job.machine.host_bytes - node_bytes(job, job.optimizer_host_bytes))
+
+
 QUEUED_LAUNCHES = 1024
 """Kernels that wait in a stream of CUDA before the next launch blocks the host. NVIDIA documents no
 number; about a thousand are seen (https://stackoverflow.com/questions/53970187)."""

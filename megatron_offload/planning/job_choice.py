@@ -7,6 +7,7 @@ gives a worse plan, and no plan that a person would write is better than the one
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple, NoReturn
 
 from megatron_offload.core.row_config import RowConfig
@@ -16,7 +17,7 @@ from megatron_offload.planning.found import FoundStage, RunFrontier
 from megatron_offload.planning.frontier import Plan
 from megatron_offload.planning.job import UNLIMITED, Job, RankSettings
 from megatron_offload.planning.job_judge import Judged, replayed
-from megatron_offload.planning.job_search import Search, frontier_of
+from megatron_offload.planning.job_search import Search, frontier_of, is_better, lowest, percent_of
 from megatron_offload.planning.simulate import Simulation, simulate, simulate_ranks
 
 _MOST_SHOWN = 10  # plans of a rank
@@ -62,20 +63,18 @@ class JobChoice:
             TargetError: one can't be kept.
         """
         search, target = self._search(targets), min(targets)
-        edge = frontier_of(search.judged, lambda one: one.percent)
+        edge = frontier_of(search.judged, percent_of)
         place = next((x for x, one in enumerate(edge) if one.num_bytes <= target), None)
         if place is None:
-            self._refuse(search, targets)
+            self._refuse(edge[-1], targets)
         chosen = edge[place]
         if search.judged[0].num_bytes <= target:
             chosen = search.judged[0]
         elif place:
-            _, chosen = search.narrowed(
-                *(edge[place - 1], chosen),
-                took=lambda one: one.percent,
-                fits=lambda one: one.num_bytes > target,
-                may=lambda _: True,
-            )
+            pairs = pairwise(lowest(edge, percent_of))
+            more, less = next(pair for pair in pairs if pair[1].num_bytes <= target)
+            _, one = search.narrowed(more, less, percent_of, lambda x: x.num_bytes <= target)
+            chosen = min(chosen, one, key=percent_of)
         return self._planned(search, chosen, "the targets")
 
     def within(self, most_slowdown_percent: float) -> Planned:
@@ -89,19 +88,19 @@ class JobChoice:
 
         def took(one: Judged) -> float:
             is_free = one.percent <= 0 and any(one is other for other in written)
-            return 0.0 if is_free else one.slow_percent
+            return 0.0 if is_free else search.slow_percent(one)
 
-        def may(one: Judged) -> bool:
-            return not any(_is_better(other, one) for other in written)
+        def keeps(one: Judged) -> bool:
+            return one.percent <= most_slowdown_percent and took(one) <= most_slowdown_percent
 
-        def fits(one: Judged) -> bool:
-            return took(one) <= most_slowdown_percent
-
-        edge = frontier_of(filter(may, search.judged), took)
-        place = max(x for x, one in enumerate(edge) if fits(one))
-        chosen = edge[place]
+        some = sorted(search.judged, key=lambda one: (one.num_bytes, one.percent))
+        fine = (one for one in some if not any(is_better(other, one) for other in written))
+        chosen = next(filter(keeps, fine))
+        edge = [search.judged[0], *frontier_of(search.judged, percent_of)]
+        place = next(x for x in reversed(range(len(edge))) if keeps(edge[x]))
         if place + 1 < len(edge):
-            chosen, _ = search.narrowed(chosen, edge[place + 1], took, fits, may)
+            one, _ = search.narrowed(edge[place], edge[place + 1], took, keeps)
+            chosen = min(one, chosen, key=lambda one: one.num_bytes)
         text = f"at most {most_slowdown_percent:g} % of the step's time"
         return self._planned(search, chosen, text)
 
@@ -115,10 +114,7 @@ class JobChoice:
         """Return what was simulated for targets that differ as these do."""
         offsets = tuple(target - min(targets) for target in targets)
         if offsets not in self._searches:
-            levels = [min(targets)] if any(offsets) else []
-            self._searches[offsets] = Search(
-                self._job, self.without, self._settings, offsets, levels
-            )
+            self._searches[offsets] = Search(self._job, self.without, self._settings, offsets)
         return self._searches[offsets]
 
     def _planned(self, search: Search, chosen: Judged, what: str) -> Planned:
@@ -163,19 +159,14 @@ class JobChoice:
         )
         return Planned(found, found.rows(), chosen.step)
 
-    def _refuse(self, search: Search, targets: Sequence[int]) -> NoReturn:
-        for rank, target in enumerate(targets):
-            least = search.least(rank)
-            if least > target:
-                sizes = (format_bytes(size, 2) for size in (target, least, least - target))
-                raise TargetError(
-                    "pipeline rank {} can't be brought under {}: with all that can move it still "
-                    "takes {}, {} more".format(rank, *sizes)
-                )
-        raise TargetError("no plan was found with which all ranks keep their targets")
-
-
-def _is_better(one: Judged, other: Judged) -> bool:
-    """Whether one needs no more and takes no longer, and differs in one of both."""
-    pairs = (one.num_bytes, one.percent), (other.num_bytes, other.percent)
-    return pairs[0] != pairs[1] and all(x <= y for x, y in zip(*pairs, strict=True))
+    def _refuse(self, least: Judged, targets: Sequence[int]) -> NoReturn:
+        """Say by how much the plan misses that needs least."""
+        sizes = [rank.peak_reserved_bytes for rank in least.step.ranks]
+        pairs = zip(sizes, targets, strict=True)
+        rank = max((size - target, rank) for rank, (size, target) in enumerate(pairs))[1]
+        size, target = sizes[rank], targets[rank]
+        words = (format_bytes(x, 2) for x in (target, size, size - target))
+        raise TargetError(
+            "pipeline rank {} can't be brought under {}: with all that can move it still "
+            "takes {}, {} more".format(rank, *words)
+        )

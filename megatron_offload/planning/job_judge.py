@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
 from megatron_offload.core.row_config import UNITS, RowConfig
 from megatron_offload.planning.frontier import Action, Plan, frontier
-from megatron_offload.planning.job import Job, RankSettings
+from megatron_offload.planning.job import Job, RankSettings, node_bytes, spare_host_bytes
 from megatron_offload.planning.job_rows import WHOLE_SITES, RankLayers, with_rows
 from megatron_offload.planning.replay import RankStep, replay
 from megatron_offload.planning.simulate import Simulation, simulate_ranks
@@ -52,10 +52,10 @@ class Judged(NamedTuple):
     step: Simulation
     num_bytes: int
     """Of the fullest rank, less what it may need more than others."""
+    host_bytes: int
+    """Pinned on the fullest node."""
     percent: float
     """Of the step without anything, up to a hundredth: what it takes longer."""
-    slow_percent: float
-    """Likewise, with a slower link; infinite where others are far better without."""
 
     @property
     def copied_bytes(self) -> int:
@@ -90,6 +90,7 @@ class Judge:
         self._sites = [site for site in WHOLE_SITES if site in self._may]
         self._ranks = range(job.schedule.num_ranks)
         self._bare = bare
+        self._host_bytes = spare_host_bytes(job)
         rates = ((name, rate) for name, rate in job.machine if "gbps" in name and "p2p" not in name)
         slow = {name: rate and rate * SLOW_LINK_SHARE for name, rate in rates}
         self._slow_job = replace(job, machine=job.machine.model_copy(update=slow))
@@ -104,13 +105,21 @@ class Judge:
         self.plans = cache(self._frontier)
         self._actions = cache(self._actions_of)
         self._least_us = cache(self._least_us_of)
+        fullest = max(self._ranks, key=self._bare_bytes)
+        busiest = max(self._ranks, key=lambda rank: self.layers(rank, ()).counted_us(NOTHING))
+        self._counted_ranks = {fullest, busiest}
         self._steps = dict[tuple[object, ...], RankStep]()
         self._errors = dict[tuple[int, Family | None], tuple[int, int]]()
         self._found = dict[tuple[int, ...], Judged]()
+        self._slow = dict[int, tuple[float, Judged]]()  # kept, so that no other has its id
 
     def peak(self, rank: int, plan: Plan) -> int:
         """Return what a rank reserves with a plan."""
         return self._replayed(rank, plan).peak_reserved_bytes
+
+    def _need(self, rank: int, plan: Plan) -> int:
+        """Return that, less the rank's offset."""
+        return self.peak(rank, plan) - self._offsets[rank]
 
     def is_replayed(self, rank: int, plan: Plan) -> bool:
         """Whether that is known already."""
@@ -131,18 +140,17 @@ class Judge:
         freed_bytes = self.layers(rank, family.units).units_bytes + plan.freed_bytes
         return self._bare_bytes(rank) - freed_bytes + self._error(rank, family, plan)
 
-    def _place(self, rank: int, family: Family, level: int) -> int:
+    def _place(self, rank: int, family: Family, level: int, plans: Sequence[Plan]) -> int:
         """Return the first plan of a frontier that seems to fit; behind the last for none."""
-        plans = self.plans(rank, family)
         return bisect_left(
             plans, True, key=lambda plan: self._predicted(rank, family, plan) <= level
         )
 
-    def _fitting(self, rank: int, family: Family, level: int) -> Plan:
+    def _fitting(self, rank: int, family: Family, level: int, plans: Sequence[Plan]) -> Plan:
         """Return about the first plan of a frontier that fits; else the last."""
-        plans, seen = self.plans(rank, family), dict[int, int]()
+        seen = dict[int, int]()
         for _ in range(_MOST_FITS):
-            place = min(self._place(rank, family, level), len(plans) - 1)
+            place = min(self._place(rank, family, level, plans), len(plans) - 1)
             if place in seen or any(0 <= level - x <= self._near_bytes for x in seen.values()):
                 break
             seen[place] = self.peak(rank, plans[place]) - self._offsets[rank]
@@ -163,28 +171,23 @@ class Judge:
         error, copied_bytes = next(known, (0, 0))
         return int(error * plan.copied_bytes / copied_bytes) if copied_bytes else error
 
-    def _counted(self, ranks: Collection[int], family: Family, level: int) -> Sequence[Counted]:
-        """Return what a step takes longer by a count, and with a slower link.
-
-        It is nothing where the level is out of reach.
-        """
+    def _counted(self, family: Family, level: int) -> Counted | None:
+        """Return what a step takes longer by a count; None where the level is out of reach."""
         chosen = list[tuple[RankLayers, Plan]]()
-        for rank in ranks:
-            plans, place = self.plans(rank, family), self._place(rank, family, level)
+        for rank in self._counted_ranks:
+            plans, place = self.plans(rank, family), 0
+            place = self._place(rank, family, level, plans)
             if place == len(plans):
-                return ()
+                return None
             chosen.append((self.layers(rank, family.units), plans[place]))
-        found = []
-        for share in (1.0, SLOW_LINK_SHARE):
-            us = max(own.counted_us(plan, share) for own, plan in chosen)
-            percent = 100 * (max(us, self._least_us(family.units)) / self._least_us(()) - 1)
-            load = max(plan.copied_bytes / own.link_bytes_per_us for own, plan in chosen)
-            found.append(Counted(load / share, percent))
-        return found
+        us = max(own.counted_us(plan) for own, plan in chosen)
+        percent = 100 * (max(us, self._least_us(family.units)) / self._least_us(()) - 1)
+        load = max(plan.copied_bytes / own.link_bytes_per_us for own, plan in chosen)
+        return Counted(load, percent)
 
     def _least_us_of(self, units: tuple[str, ...]) -> float:
         """Return what the busiest rank takes with units alone."""
-        return max(self.layers(rank, units).counted_us(NOTHING, 1.0) for rank in self._ranks)
+        return max(self.layers(rank, units).counted_us(NOTHING) for rank in self._ranks)
 
     # What is known
 
@@ -214,11 +217,16 @@ class Judge:
             step, percent = self._simulated(self._job, steps)
             pairs = zip(steps, self._offsets, strict=True)
             num_bytes = max(rank.peak_reserved_bytes - offset for rank, offset in pairs)
-            found = self._found.values()
-            is_far = any(x.num_bytes <= num_bytes and x.percent + 1 < percent for x in found)
-            slow = math.inf if is_far else self._simulated(self._slow_job, steps)[1]
-            self._found[key] = Judged(ranks, step, num_bytes, percent, max(percent, slow))
+            host_bytes = node_bytes(self._job, [rank.peak_host_bytes for rank in steps])
+            self._found[key] = Judged(ranks, step, num_bytes, host_bytes, percent)
         return self._found[key]
+
+    def slow_percent(self, one: Judged) -> float:
+        """Return what a plan takes longer with a slower link, too."""
+        if id(one) not in self._slow:
+            percent = self._simulated(self._slow_job, one.step.ranks)[1]
+            self._slow[id(one)] = max(one.percent, percent), one
+        return self._slow[id(one)][0]
 
     def _simulated(self, job: Job, steps: Sequence[RankStep]) -> tuple[Simulation, float]:
         step = simulate_ranks(job, steps)

@@ -18,7 +18,7 @@ from megatron_offload.planning.frontier import (
     link_bytes,
     total,
 )
-from megatron_offload.planning.job import GroupWork, Job, StageWork
+from megatron_offload.planning.job import GroupWork, Job, StageWork, spare_host_bytes
 from megatron_offload.planning.model_cost import run_again
 from megatron_offload.planning.simulate import fair_rates
 
@@ -124,15 +124,17 @@ class RankLayers:
         num_ranks = min(job.ranks_per_node, job.schedule.num_ranks)
         self._gbps = min(fair_rates(even, num_gpus, 0, 0, num_ranks)[2:]) / 1e3
         self.link_bytes_per_us = 1e3 * self._gbps
+        num_held = sum(layer.num_inflight for layer in self._layers) / max(1, len(self._layers))
+        self._host_bytes = spare_host_bytes(job) / (num_gpus * num_ranks * max(1.0, num_held))
         stages = [job.stages[number] for number in job.schedule.stages_of(rank)]
         self._forward_us, self._backward_us = (
             sum(x.slowness(has_engine=False) * us(group) for x in stages for group in x.groups)
             for us in (lambda group: group.forward_us, lambda group: group.backward_us)
         )
 
-    def counted_us(self, plan: Plan, link_share: float) -> float:
+    def counted_us(self, plan: Plan) -> float:
         """Return what a microbatch takes at least with a plan: compute, or copies beside it."""
-        copy_us = plan.copied_bytes / (link_share * self._gbps * 1e3)
+        copy_us = plan.copied_bytes / self.link_bytes_per_us
         first_us, second_us = self._forward_us, self._backward_us + self.units_us + plan.us
         if any(layer.num_inflight > 1 for layer in self._layers):  # both ways at once
             return max(first_us + second_us, copy_us)
@@ -186,10 +188,14 @@ class RankLayers:
         yield from rerun("layer")
 
     def link_bytes(self, share: float) -> dict[int, float]:
-        """Return `link_bytes` of the layers, of which ``share`` shall be taken."""
+        """Return `link_bytes` of the layers, of which ``share`` shall be taken.
+
+        A GPU's part of its node's host memory bounds them, too.
+        """
         forward_us = {layer.number: layer.forward_us for layer in self._layers}
         deep = {layer.number for layer in self._layers if layer.num_inflight > 1}
-        return link_bytes(forward_us, share * LINK_SHARE * self._gbps * 1e3, deep)
+        found = link_bytes(forward_us, share * LINK_SHARE * self._gbps * 1e3, deep)
+        return {number: min(num_bytes, self._host_bytes) for number, num_bytes in found.items()}
 
     def paced(self, plan: Plan, actions: Mapping[int, tuple[Action, ...]]) -> Plan:
         """Return a plan by which layers that are alike begin copies as the link ends those before.

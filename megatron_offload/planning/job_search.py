@@ -1,179 +1,238 @@
 """The plans of a described job that are simulated.
 
-First those that a person would write (`planning.alternatives`), then plans at levels of memory. For
-a level each pipeline rank has the first plan of a frontier that fits; a `Family` says which units
-run again in all layers, and how much of the link copies shall take. Which family is simulated next
-is what promises most by a count of compute and copies. In the end single layers do something else.
-All that doesn't depend on what is asked. `Search.narrowed` looks between two neighbours of a
-frontier, and each plan that it finds there is a neighbour of both.
+First those that a person would write (`planning.alternatives`) and the one that frees most, then,
+again and again, some between two neighbours of the frontier: where the device's memory ends, and
+where the largest gap is. At a level of memory each pipeline rank has the first plan of a frontier
+that fits; a `Family` says which units run again in all layers, and how much of the link copies
+shall take. Those are simulated that promise most by a count of compute and copies. Then layers of
+ranks that need too much free more, and in the end single layers do something else. All that
+doesn't depend on what is asked. `Search.narrowed` looks between two neighbours of a frontier, and
+each plan that it finds there is a neighbour of both.
 
 The same job gives the same plans: no clock and no chance is in it.
 """
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right, insort
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import combinations, pairwise, product
 
 from megatron_offload.core.row_config import UNITS, RowConfig
 from megatron_offload.planning.alternatives import alternatives
-from megatron_offload.planning.frontier import Action, Part, Plan, total
+from megatron_offload.planning.frontier import Action, Layers, Part, Plan, frontier, total
 from megatron_offload.planning.job import Job, RankSettings
-from megatron_offload.planning.job_judge import NOTHING, Counted, Family, Judge, Judged, Ranks
+from megatron_offload.planning.job_judge import (
+    SLOW_LINK_SHARE,
+    Counted,
+    Family,
+    Judge,
+    Judged,
+    Ranks,
+)
 from megatron_offload.planning.job_rows import units_of
 from megatron_offload.planning.simulate import Simulation
 
 _LINK_SHARES = (1.0, 0.6, 0.0, 1.6, 0.3, 3.0, 0.8, 1.25, 0.45, 2.2)
-_NUM_LEVELS = 24
-_SMALL_US = 32_000  # a simulation of a job of which single layers are changed, for as much work
-_SMALL_WORK = 1.5
-_MOST_WORK_US = 3.2e6  # as `Judge` counts it, of one core
-_NARROWED = 0.5  # as much again, to narrow down what is asked
+_ANY_SHARE = 10.0  # of the link: what copies take doesn't matter
+_MOST_WORK_US = 4.8e6  # as `Judge` counts it, of one core
 _WRITTEN = 0.5  # of the work for what a person would write, which counts
-_SEARCHED = 0.6  # of the work at levels, the rest by single layers that do something else
-_LEAST_HOPE = 0.02  # of what a step costs with 1 % more
-_FILLED = 0.04  # of the work, between two plans
-_NUM_HALVES = 4
-_MOST_TRIED = 2  # families at each of them
+_NARROWED = 0.1, 0.2, 0.3  # as much again in all, by rounds that narrow down what is asked
+_POLISHED = 0.02  # likewise, at a time
+_PLACES = 0.5, 0.25, 0.75  # of a gap, where plans are made
+_NUM_WAYS = 6  # to make them
+_MOST_FILLED = 36  # plans in a gap
+_LITTLE = 0.5  # percent: below, gaps count as much
+_LESS_HOPE = 0.7  # times that, for each
 
 
 class Search(Judge):
     """Simulates plans of one job.
 
-    Args:
-        levels: of memory, for which plans are made besides.
-
     Attributes:
-        judged: all that was simulated; first nothing.
-        alternatives: those of them that a person would write, in words.
+        judged: all that was simulated and keeps to the host's memory; first nothing.
+        alternatives: those that a person would write, in words, whatever they need.
     """
 
     def __init__(
-        self,
-        job: Job,
-        bare: Simulation,
-        settings: RankSettings,
-        offsets: Sequence[int],
-        levels: Sequence[int] = (),
+        self, job: Job, bare: Simulation, settings: RankSettings, offsets: Sequence[int]
     ) -> None:
         super().__init__(job, bare, settings, offsets)
         units = tuple(unit for unit in units_of(job) if unit in self._may)
         sets = dict.fromkeys(((), units, *((unit,) for unit in units)))
         self._families = [Family(own, share) for share, own in product(_LINK_SHARES, sets)]
         self._losses = list[Counted]()
-        self._is_small = self._simulation_us < _SMALL_US
-        self._most_us = _MOST_WORK_US * (_SMALL_WORK if self._is_small else 1)
-        fullest = max(self._ranks, key=self._bare_bytes)
-        busiest = max(self._ranks, key=lambda rank: self.layers(rank, ()).counted_us(NOTHING, 1.0))
-        self._counted_ranks = {fullest, busiest}
         rows = alternatives(job, settings)
         self.alternatives = {what: self._judge(self._written(own)) for what, own in rows}
         self._work_us *= _WRITTEN
-        self._at_levels(levels)
-        self._fill_all()
-        self.judged = [*self._found.values()]
+        fullest = max(self._ranks, key=self._bare_bytes)
+        freeing = (x for x in self._families if x.share == max(_LINK_SHARES))
+        most = min(freeing, key=lambda x: self._predicted(fullest, x, self.plans(fullest, x)[-1]))
+        self._judge(Ranks(most, tuple(self.plans(rank, most)[-1] for rank in self._ranks)))
+        self._fill_gaps(self._allowed, percent_of, 1.0)
+        self.judged = self._allowed()
         self._known = self._found, self._steps, self._errors, self._losses
-        self._found, self._steps = self._found.copy(), self._steps.copy()
 
     def narrowed(
         self,
         more: Judged,
         less: Judged,
         took: Callable[[Judged], float],
-        fits: Callable[[Judged], bool],
-        may: Callable[[Judged], bool],
+        keeps: Callable[[Judged], bool],
     ) -> tuple[Judged, Judged]:
         """Return neighbours that are nearer to each other than two of a frontier.
 
-        The first needs more memory and takes less time than the second. In between a plan is looked
-        for at half the memory, on that side of it again which ``fits`` says, and so on. What is
-        found before depends on nothing but the two; so what another question finds is in order.
+        The first needs more memory and takes less time than the second; one of them keeps what is
+        asked. What is found before depends on nothing but the two, and lies between them; so what
+        another question finds is in order.
 
         Args:
             more: what needs more memory.
             less: what takes more time.
             took: the time.
-            fits: whether what is asked lies between this and ``less``.
-            may: whether a plan may be taken.
+            keeps: whether a plan keeps what is asked.
         """
         found, steps, errors, losses = self._known
         self._found, self._steps = found.copy(), steps.copy()
         self._errors, self._losses = errors.copy(), losses.copy()
-        self._work_us = 0.0
-        share = _NARROWED if self._is_small else _NARROWED / 2
-        for number in range(1, _NUM_HALVES + 1):
-            self._fill(more, less, took, share * number / _NUM_HALVES)
-            inside = [
-                one
-                for one in self._found.values()
-                if less.num_bytes <= one.num_bytes < more.num_bytes
-                if took(more) <= took(one) < took(less) and may(one)
-            ]
-            if inside:
-                one = min(inside, key=lambda one: (took(one), one.num_bytes))
-                more, less = (one, less) if fits(one) else (more, one)
+        self._work_us, is_kept = 0.0, keeps(more)
+        for share in _NARROWED:
+            between = partial(self._between, more, less, took)
+            self._fill_gaps(between, took, share)
+            edge = frontier_of(between(), took)
+            place = [keeps(one) for one in edge].count(is_kept)
+            more, less = edge[max(place, 1) - 1], edge[min(place, len(edge) - 1)]
+            if more is less:
+                break
         return more, less
 
+    def _between(self, more: Judged, less: Judged, took: Callable[[Judged], float]) -> list[Judged]:
+        """Return two plans, and those between them than which none that is written is better."""
+        written = self.alternatives.values()
+        some = (x for x in self._allowed() if less.num_bytes <= x.num_bytes < more.num_bytes)
+        fine = (x for x in some if not any(is_better(other, x) for other in written))
+        return [more, less, *(one for one in fine if took(more) <= took(one) < took(less))]
+
+    def _allowed(self) -> list[Judged]:
+        return [one for one in self._found.values() if one.host_bytes <= self._host_bytes]
+
+    def _fill_gaps(
+        self, found: Callable[[], list[Judged]], took: Callable[[Judged], float], share: float
+    ) -> None:
+        """Simulate plans between neighbours of a frontier until so much work is done.
+
+        First that is where the device's memory ends, then where the gap is largest.
+        """
+        there, num_filled = self._job.machine.device_bytes, Counter[tuple[int, int]]()
+
+        def hope(pair: tuple[Judged, Judged]) -> float:
+            more, less = map(took, pair)
+            gap = (pair[0].num_bytes - pair[1].num_bytes) * (less - more) / (_LITTLE + more)
+            return gap * _LESS_HOPE ** num_filled[_ids(pair)]
+
+        while self._work_us < share * _MOST_WORK_US:
+            pairs = [*pairwise(lowest(frontier_of(found(), took), took))]
+            pairs = [pair for pair in pairs if num_filled[_ids(pair)] < _MOST_FILLED]
+            if not pairs:
+                break
+            at_end = [x for x in pairs if x[1].num_bytes <= there < x[0].num_bytes]
+            pair = max(at_end if num_filled.total() < _NUM_WAYS and at_end else pairs, key=hope)
+            self._fill(*pair, found, *divmod(num_filled[_ids(pair)], _NUM_WAYS))
+            num_filled[_ids(pair)] += 1
+
     def _fill(
-        self, more: Judged, less: Judged, took: Callable[[Judged], float], share: float
+        self,
+        more: Judged,
+        less: Judged,
+        found: Callable[[], list[Judged]],
+        times: int,
+        way: int,
     ) -> None:
-        """Simulate plans about two neighbours of a frontier, until so much work is done."""
-        level, left = (more.num_bytes + less.num_bytes) // 2, [*self._families]
-        for _ in range(_MOST_TRIED):
-            if self._has_time(share):
-                self._try_level({level: left}, 1.0)
-        for may_copy in (False, True):
-            self._lessen(more, less.num_bytes, share, may_copy)
-        self._other_shares(more, level, took, share)
-        small = [x for x in self._found.values() if x.num_bytes < more.num_bytes]
-        polished = self._polished(min(small, key=took), more.num_bytes - 1, took)
-        while self._has_time(share) and next(polished, self) is None:
-            pass
+        """Simulate a plan between two others, in one of several ways."""
+        gap_bytes = more.num_bytes - less.num_bytes
+        level = less.num_bytes + int(gap_bytes * _PLACES[times % len(_PLACES)])
+        self._near_bytes = gap_bytes // 8
+        units, plans = more.ranks.family.units, more.ranks.plans
+        if way < 2:  # anew
+            for family, counted in self._promising(level)[2 * times + way :][:1]:
+                fitting = [
+                    self._fitting(x, family, level, self.plans(x, family)) for x in self._ranks
+                ]
+                one = self._judge(Ranks(family, tuple(fitting)))
+                insort(self._losses, Counted(counted.load, one.percent - counted.percent))
+        elif way < 5:  # layers that do as in the other, or what frees more, without copies or with
+            choices = list[Layers]()
+            for rank, (plan, other) in enumerate(zip(plans, less.ranks.plans, strict=True)):
+                own = self._actions(rank, units)
+                if way == 2:
+                    own = {x: (_alike(other.actions[x], some),) for x, some in own.items()}
+                choices.append({x: (now, *own[x]) for x, now in plan.actions.items()})
+            share = (_ANY_SHARE, 0.0, more.ranks.family.share)[way - 2]
+            self._mixed(Family(units, share), choices, level)
+        else:
+            level = level if times % 2 else more.num_bytes - 1
+            small = (x for x in found() if x.num_bytes <= level)
+            polished = self._polished(min(small, key=lambda x: x.percent), level)
+            until = self._work_us + _POLISHED * _MOST_WORK_US
+            while self._work_us < until and next(polished, self) is None:
+                pass
 
-    def _lessen(self, one: Judged, level: int, share: float, may_copy: bool) -> None:
-        """Let layers of the fullest rank free more, each time for least, down to a level."""
-        while one.num_bytes > level and self._has_time(share):
-            family, plans = one.ranks
-            rank = self._fullest(plans)
-            now = plans[rank].actions
-            moves = [
-                (freed_bytes / max(1e-3, action.us - now[number].us), number, action)
-                for number, own in self._actions(rank, family.units).items()
-                for action in own
-                if may_copy or action.copied_bytes <= now[number].copied_bytes
-                if (freed_bytes := action.freed_bytes - now[number].freed_bytes) > 0
-            ]
-            _, number, action = max(moves, default=(0.0, 0, None), key=lambda move: move[0])
-            other = (
-                self._with(one, rank, {**now, number: action}, self._need(rank, plans[rank]))
-                if action
-                else one
-            )
-            if other is one:
-                break
-            one = other
+    def _promising(self, level: int) -> list[tuple[Family, Counted]]:
+        """Return the families that promise most at a level."""
+        pairs = ((family, self._counted(family, level)) for family in self._families)
+        known = [(family, counted) for family, counted in pairs if counted is not None]
+        return sorted(known, key=lambda x: (x[1].percent + self._loss(x[1].load), x[1].load))
 
-    def _other_shares(
-        self, one: Judged, level: int, took: Callable[[Judged], float], share: float
-    ) -> None:
-        """Let ranks, from the fullest on, have plans that copy another share, down to a level."""
-        while one.num_bytes > level and self._has_time(share):
-            family, plans = one.ranks
-            rank = self._fullest(plans)
-            fitting = [self._fitting(rank, family._replace(share=x), level) for x in _LINK_SHARES]
-            good = [x for x in fitting if self._need(rank, x) <= level]
-            others = [
-                self._judge(Ranks(family, (*plans[:rank], plan, *plans[rank + 1 :])))
-                for plan in good
-                if self._has_time(share)
-            ]
-            if not others:
-                break
-            one = min(others, key=took)
+    def _loss(self, load: float) -> float:
+        """Return what was lost with the fullest link that was no fuller, in percent."""
+        place = bisect_right(self._losses, load, key=lambda one: one.load)
+        return self._losses[place - 1].percent if place else 0.0
 
-    # What is simulated
+    def _mixed(self, family: Family, choices: Sequence[Layers], level: int) -> None:
+        """Simulate the first plans that fit where layers do first one thing, then others."""
+        plans = []
+        for rank, own in enumerate(choices):
+            layers = self.layers(rank, family.units)
+            link = layers.link_bytes(SLOW_LINK_SHARE * family.share)
+            actions = self._actions(rank, family.units)
+            found = [layers.paced(plan, actions) for plan in frontier([own], link)]
+            plans.append(self._fitting(rank, family, level, found))
+        self._judge(Ranks(family, tuple(plans)))
+
+    def _polished(self, best: Judged, level: int) -> Iterator[None]:
+        """Look for quicker plans that keep to a level, and yield after each that is made."""
+        last = None
+        while best is not last:
+            last = best
+            for rank, change in self._changes(best.ranks.family.units):
+                family, plans = best.ranks
+                now = plans[rank].actions
+                after = {x: now[y] if isinstance(y, int) else y for x, y in change.items()}
+                done = total(after.values()), total([now[x] for x in after])
+                is_quicker = len(change) > 1 or done[0].us < done[1].us
+                least = done[1].freed_bytes - level + best.num_bytes
+                if is_quicker and done[0].freed_bytes >= least:
+                    plan = _plan({**now, **after})
+                    if self._need(rank, plan) <= level:
+                        others = *plans[:rank], plan, *plans[rank + 1 :]
+                        one = self._judge(Ranks(family, others))
+                        if one.host_bytes <= self._host_bytes and one.percent < best.percent:
+                            best = one
+                    yield
+
+    def _changes(self, units: tuple[str, ...]) -> Iterator[tuple[int, dict[int, Action | int]]]:
+        """Yield a rank and what some of its layers could do, or whose part they could take."""
+        for rank in self._ranks:
+            for number, own in self._actions(rank, units).items():
+                for one in own:
+                    yield rank, {number: one}
+        for rank in self._ranks:
+            actions = self._actions(rank, units)
+            for x, y in combinations(actions, 2):
+                if actions[x] == actions[y]:
+                    yield rank, {x: y, y: x}
 
     def _written(self, rows: Sequence[RowConfig]) -> Ranks:
         """Return what rows say, in the actions of layers."""
@@ -189,132 +248,13 @@ class Search(Judge):
                 ]
                 own = (x for x in actions if {*parts} <= {*x.parts})
                 taken[number] = next(own, Action((*actions[0].parts, *parts)))
-            plans.append(Plan(taken, *total(taken.values())[1:]))
+            plans.append(_plan(taken))
         return Ranks(Family(units, 1.0), tuple(plans))
 
-    def _at_levels(self, more: Sequence[int]) -> None:
-        """Simulate plans at levels of memory, of each level once, then twice, while it promises."""
-        bare, fullest = max((self._bare_bytes(rank), rank) for rank in self._ranks)
-        last = (self._predicted(fullest, x, self.plans(fullest, x)[-1]) for x in self._families)
-        step = (bare - min(last)) // _NUM_LEVELS
-        self._near_bytes = step // 2
-        self._levels = [x for x in (*more, self._job.machine.device_bytes) if x < bare]
-        self._levels += [bare - number * step for number in range(1, _NUM_LEVELS + 1)]
-        left = {level: [*self._families] for level in self._levels}
-        there = self._job.machine.device_bytes
-        for _ in range(_MOST_TRIED if there in left else 0):
-            self._try_level({there: left[there]}, 1.0)  # what is asked first, where not all fits
-        for trust, most_tried in product((1.0, 0.0), range(1, len(self._families) + 1)):
-            least_left = len(self._families) - most_tried
-            some = {level: own for level, own in left.items() if len(own) > least_left}
-            while self._has_time(_SEARCHED if self._is_small else 1.0):
-                level = self._try_level(some, trust)
-                if level is None:
-                    break
-                some.pop(level)
 
-    def _try_level(self, levels: Mapping[int, list[Family]], trust: float) -> int | None:
-        """Simulate what promises most at levels, and take it from what is left; return where.
-
-        It may promise nothing. With ``trust`` it is taken to lose as much as what was simulated
-        with as full a link.
-        """
-        best, found = _LEAST_HOPE, None
-        for level, families in levels.items():
-            there = [x for x in self._found.values() if x.num_bytes <= level]
-            now = min((x.percent for x in there), default=1e3)
-            now_slow = min((x.slow_percent for x in there), default=1e3)
-            for family in families if now_slow > 0 else ():
-                counted = self._counted(self._counted_ranks, family, level)
-                hopes = (
-                    (took - one.percent - trust * self._loss(one.load)) / (took + 1)
-                    for took, one in zip((now, now_slow), counted, strict=False)
-                )
-                hope = max(hopes, default=0.0)
-                if hope > best:
-                    best, found = hope, (level, family, counted)
-        if found is None:
-            return None
-        level, family, counted = found
-        levels[level].remove(family)
-        plans = [self._fitting(rank, family, level) for rank in self._ranks]
-        one = self._judge(Ranks(family, tuple(plans)))
-        for took, own in zip((one.percent, one.slow_percent), counted, strict=True):
-            if took < math.inf:
-                insort(self._losses, Counted(own.load, took - own.percent))
-        return level
-
-    def _loss(self, load: float) -> float:
-        """Return what was lost with the fullest link that was no fuller, in percent."""
-        place = bisect_right(self._losses, load, key=lambda one: one.load)
-        return self._losses[place - 1].percent if place else 0.0
-
-    def _fill_all(self) -> None:
-        """Look for plans between neighbours of the frontier, first where least is known.
-
-        Most is looked for where the device's memory ends.
-        """
-        there = self._job.machine.device_bytes
-        filled = set[tuple[int, int]]()
-        least = max(_FILLED, 6 * self._simulation_us / self._most_us)
-        while self._has_time():
-            edge = frontier_of(self._found.values(), lambda x: x.percent)
-            pairs = [x for x in pairwise(edge) if (id(x[0]), id(x[1])) not in filled]
-            if not pairs:
-                break
-            ends = [x for x in pairs if x[1].num_bytes <= there < x[0].num_bytes]
-            is_end = bool(ends) and len(filled) < _NUM_HALVES
-            more, less = ends[0] if is_end else max(pairs, key=_hole)
-            filled.add((id(more), id(less)))
-            share = self._work_us / self._most_us + (3 if is_end else 1) * least
-            self._fill(more, less, lambda x: x.percent, min(1.0, share))
-
-    def _polished(
-        self, best: Judged, level: int, took: Callable[[Judged], float]
-    ) -> Iterator[None]:
-        """Look for quicker plans that keep to a level, and yield after each that is made."""
-        last = None
-        while best is not last:
-            last = best
-            for rank, change in self._changes(best.ranks.family.units):
-                now = best.ranks.plans[rank].actions
-                after = {x: now[y] if isinstance(y, int) else y for x, y in change.items()}
-                done = total(after.values()), total([now[x] for x in after])
-                is_quicker = len(change) > 1 or done[0].us < done[1].us
-                least = done[1].freed_bytes - level + best.num_bytes
-                if is_quicker and done[0].freed_bytes >= least:
-                    other = self._with(best, rank, {**now, **after}, level)
-                    best = min(best, other, key=took)
-                    yield
-
-    def _with(self, best: Judged, rank: int, actions: Mapping[int, Action], level: int) -> Judged:
-        """Return the same with other actions of a rank, if that keeps to a level."""
-        family, plans = best.ranks
-        plan = Plan(actions, *total(actions.values())[1:])
-        if self._need(rank, plan) > level:
-            return best
-        return self._judge(Ranks(family, (*plans[:rank], plan, *plans[rank + 1 :])))
-
-    def _changes(self, units: tuple[str, ...]) -> Iterator[tuple[int, dict[int, Action | int]]]:
-        """Yield a rank and what some of its layers could do, or whose part they could take."""
-        for rank in self._ranks:
-            for number, own in self._actions(rank, units).items():
-                for one in own:
-                    yield rank, {number: one}
-        for rank in self._ranks:
-            actions = self._actions(rank, units)
-            for x, y in combinations(actions, 2):
-                if actions[x] == actions[y]:
-                    yield rank, {x: y, y: x}
-
-    def _need(self, rank: int, plan: Plan) -> int:
-        return self.peak(rank, plan) - self._offsets[rank]
-
-    def _fullest(self, plans: Sequence[Plan]) -> int:
-        return max(self._ranks, key=lambda rank: self._need(rank, plans[rank]))
-
-    def _has_time(self, share: float = 1.0) -> bool:
-        return self._work_us < share * self._most_us
+def percent_of(one: Judged) -> float:
+    """Return what a step takes longer."""
+    return one.percent
 
 
 def frontier_of(found: Iterable[Judged], took: Callable[[Judged], float]) -> list[Judged]:
@@ -326,7 +266,36 @@ def frontier_of(found: Iterable[Judged], took: Callable[[Judged], float]) -> lis
     return best[::-1]
 
 
-def _hole(pair: tuple[Judged, Judged]) -> float:
-    """Return how much lies between two neighbours of a frontier; short times count more."""
-    more, less = pair
-    return (more.num_bytes - less.num_bytes) * (less.percent - more.percent) / (1 + more.percent)
+def lowest(edge: Sequence[Judged], took: Callable[[Judged], float]) -> list[Judged]:
+    """Return the corners of a frontier: none lies above a line between two others."""
+
+    def slope(more: Judged, less: Judged) -> float:
+        return (took(less) - took(more)) / (more.num_bytes - less.num_bytes)
+
+    corners = list[Judged]()
+    for one in edge:
+        while len(corners) > 1 and slope(*corners[-2:]) >= slope(corners[-2], one):
+            corners.pop()
+        corners.append(one)
+    return corners
+
+
+def is_better(one: Judged, other: Judged) -> bool:
+    """Whether one needs no more and takes no longer, and differs in one of both."""
+    pairs = (one.num_bytes, one.percent), (other.num_bytes, other.percent)
+    return pairs[0] != pairs[1] and all(x <= y for x, y in zip(*pairs, strict=True))
+
+
+def _plan(actions: Mapping[int, Action]) -> Plan:
+    return Plan(actions, *total(actions.values())[1:])
+
+
+def _ids(pair: tuple[Judged, Judged]) -> tuple[int, int]:
+    return id(pair[0]), id(pair[1])
+
+
+def _alike(action: Action, others: Sequence[Action]) -> Action:
+    """Return which of others does the same but for units; else the first."""
+    parts = {x for x in action.parts if x[0] not in UNITS}
+    alike = (x for x in others if {y for y in x.parts if y[0] not in UNITS} == parts)
+    return next(alike, others[0])

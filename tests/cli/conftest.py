@@ -15,6 +15,6 @@ def model(tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def few_levels(monkeypatch):
-    """Let searches of described jobs look at fewer levels; what they find is tested elsewhere."""
-    monkeypatch.setattr("megatron_offload.planning.job_search._NUM_LEVELS", 5)
+def little_work(monkeypatch):
+    """Let searches of described jobs be short; what they find is tested elsewhere."""
+    monkeypatch.setattr("megatron_offload.planning.job_search._MOST_WORK_US", 3e5)

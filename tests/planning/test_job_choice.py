@@ -16,7 +16,7 @@ from megatron_offload.errors import TargetError
 from megatron_offload.files.strict_model import validate
 from megatron_offload.planning import job_search
 from megatron_offload.planning.description import JobDescription
-from megatron_offload.planning.job import RankSettings
+from megatron_offload.planning.job import RankSettings, node_bytes
 from megatron_offload.planning.job_choice import JobChoice
 from megatron_offload.planning.job_judge import SLOW_LINK_SHARE
 from megatron_offload.planning.simulate import simulate, simulate_ranks
@@ -112,6 +112,21 @@ def test_only_what_may_be_is_recomputed_and_limits_of_a_user_are_kept():
     settings = (RankSettings(recompute=(), **one) for one in limits)
     waits, free = (JobChoice(job, settings=one).within(1000) for one in settings)
     assert max(peaks(waits.step)) < max(peaks(free.step))
+
+
+def test_a_node_s_host_memory_is_a_limit_that_plans_keep():
+    job = described().job()
+    target = int(0.6 * max(peaks(simulate(job))))
+    free = JobChoice(job).under([target] * 2)
+    needed = node_bytes(job, [rank.peak_host_bytes for rank in free.step.ranks])
+    for share in (0.5, 0.0):
+        machine = job.machine.model_copy(update={"host_bytes": int(share * needed)})
+        less = replace(job, machine=machine)
+        for planned in (JobChoice(less).under([target] * 2), JobChoice(less).within(30.0)):
+            pinned = [rank.peak_host_bytes for rank in planned.step.ranks]
+            assert node_bytes(less, pinned) <= share * needed
+            assert max(peaks(planned.step)) <= target
+            assert planned.step.step_us > free.step.step_us
 
 
 def test_a_long_job_keeps_its_target_and_its_limit():
