@@ -24,7 +24,6 @@ example: megatron-offload plan gpt_16x8192_pp4_vpp2 \
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -39,7 +38,8 @@ from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError, TargetError
 from megatron_offload.files.strict_model import TargetBytes, write_model
 from megatron_offload.planning.found import Alternative, RunFrontier, read_frontier
-from megatron_offload.planning.job_choice import JobChoice, Planned
+from megatron_offload.planning.job_choice import JobChoice, MissedTargetError, Planned
+from megatron_offload.planning.simulate import Simulation
 from megatron_offload.report.console import console
 from megatron_offload.report.report import Report
 from megatron_offload.report.tables import alternative_table, found_table
@@ -92,11 +92,12 @@ def run(given: Given) -> int:
                 planned = choice.within(_USUAL_PERCENT if percent is None else percent)
                 if any(source.misfits(planned.step)):
                     planned = _fitting(choice, planned, there, percent)
-        except TargetError as error:
-            return _refuse(given, source, each, error)
+        except MissedTargetError as error:
+            return _refuse(given, source, choice.without, each, error)
     without, step = choice.without, planned.step
     first = "" if percent is None else "leave out --most-slowdown-percent, or "
     verdict = source.verdict(without, step, "with the rows", first)
+    verdict += f"\n{planned.found.said}"
     each.append(source.summary("the chosen rows", step, without, "chosen"))
     shown = source.alternatives(verdict, each)
     found = planned.found.model_copy(update={"alternatives": shown})
@@ -133,24 +134,27 @@ def _fitting(
     return fitting if percent is None or took <= percent else planned
 
 
-def _refuse(given: Given, source: Source, each: list[Alternative], error: TargetError) -> int:
+def _refuse(
+    given: Given,
+    source: Source,
+    without: Simulation,
+    each: list[Alternative],
+    error: MissedTargetError,
+) -> int:
     """Say that nothing keeps the targets, and print and draw what else there is; return 1."""
-    there = source.job.machine.device_bytes
-    targets = [x for x in _targets(given, len(source.job.static_bytes)) if x < there]
+    there, what = source.job.machine.device_bytes, "with what needs least"
     first, into = "", f" {format_bytes(there)} of a GPU (machine.device_bytes)"
-    if targets:
+    if error.target_bytes < there:
         first, into = "raise the target, or ", ""
-    advice = source.advice(min(targets or [there]), first)
+    advice = source.advice(error.target_bytes, first)
+    each = [*each, source.summary("what needs least", error.step, without)]
     shown = source.alternatives(f"does not fit{into}: {error}\nto fit: {advice}", each)
     if given.picture is not None:
         write_report(given.picture, Report(source.title, alternatives=shown))
-    out, json_out = console(quiet=given.json_), console(quiet=not given.json_)
-    said = {"fits": False, "misfits": [str(error)], "verdict": shown.verdict}
-    said["alternatives"] = shown.model_dump()["each"]
-    json_out.print(json.dumps(said, indent=1))
-    out.print(shown.verdict, style="bold red")
-    out.print(alternative_table(shown))
-    return 1
+    tables = [alternative_table(shown), source.memory_table(without, error.step, what)]
+    more = {"rank": error.rank, "target_bytes": error.target_bytes}
+    more |= {"alternatives": shown.model_dump()["each"]}
+    return source.show(without, error.step, what, tables, shown.verdict, more, [str(error)])
 
 
 def _show_found(given: Given, folder: Path) -> int:
@@ -172,13 +176,35 @@ def _show_found(given: Given, folder: Path) -> int:
         elif given.most_slowdown_percent is not None:
             place = stage.within(given.most_slowdown_percent)
         if place is None:
-            out.print(f"no plan of stage {stage.name} is known to fit", style="red")
+            text = f"does not fit: no plan of stage {stage.name} is known to fit"
+            out.print(text, style="bold red")
             return 1
-        out.print(found_table(stage, chosen=place, followed=stage.followed))
         chosen.append(place)
+    verdict, fits = _verdict(found, chosen, targets)
+    out.print(verdict, style="bold green" if fits else "bold red")
+    for stage, place in zip(found.stages, chosen, strict=True):
+        out.print(found_table(stage, chosen=place, followed=stage.followed))
     out.print(f"found: {found.said}")
     out.print(_pasted(found, chosen))
-    return 0
+    return int(not fits)
+
+
+def _verdict(found: RunFrontier, places: Sequence[int], targets: Sequence[int]) -> tuple[str, bool]:
+    """Return whether a plan of each stage fits, in words, and as far as that is known."""
+    pairs = [*zip(found.stages, places, strict=True)]
+    percent = max(stage.plans[place].percent for stage, place in pairs)
+    what = f"with the rows at {percent:+z.2f} % of the stage that loses most"
+    if not all(stage.bare_bytes for stage in found.stages):
+        return f"what is needed is not known, {what}", True
+    sizes = [stage.needed_bytes()[place] for stage, place in pairs]
+    there = found.alternatives.device_bytes if found.alternatives else 0
+    limits = targets or [there] * len(sizes)
+    spare, size, limit = min((y - x, x, y) for x, y in zip(sizes, limits, strict=True))
+    if not limit:
+        return f"needs {format_bytes(size)} reserved {what}", True
+    fits = "fits" if spare >= 0 else "does not fit"
+    of_all = f"{format_bytes(limit)} (each stage keeps its limit by itself)"
+    return f"{fits} {what}: {format_bytes(size)} reserved of {of_all}", spare >= 0
 
 
 def _pasted(found: RunFrontier, places: Sequence[int] | None = None) -> str:

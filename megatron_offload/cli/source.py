@@ -30,10 +30,11 @@ from megatron_offload.planning import foreign
 from megatron_offload.planning.advice import advice
 from megatron_offload.planning.description import JobDescription, load_description
 from megatron_offload.planning.found import Alternative, Alternatives
-from megatron_offload.planning.job import Job
+from megatron_offload.planning.job import Job, node_bytes
 from megatron_offload.planning.simulate import Simulation
 from megatron_offload.report.console import console, plain_table
 
+_IN_A_STEP = "offloaded a step", "recomputed a step", "late reloads"
 _NEARLY = 0.96
 """Of a GPU's memory, above which a prediction is too near to be sure (docs/simulation.md)."""
 
@@ -53,8 +54,9 @@ class Source:
     """Whether results are printed as JSON alone."""
 
     def print_description(self) -> int:
-        """Print the description as YAML that can be given in its place; return 0."""
-        console().print(yaml.safe_dump(self.data, sort_keys=False), end="")
+        """Print the description as YAML that can be given in its place, or as JSON; return 0."""
+        as_yaml = yaml.safe_dump(self.data, sort_keys=False)
+        console().print(json.dumps(self.data, indent=1) + "\n" if self.as_json else as_yaml, end="")
         return 0
 
     def show(
@@ -65,17 +67,19 @@ class Source:
         tables: Iterable[Table],
         verdict: str,
         found: Mapping[str, Any] | None = None,
+        missed: Sequence[str] = (),
     ) -> int:
         """Print the verdict on a step ``what``, tables, time, and what that rests on.
 
         As JSON it is numbers, and what was ``found`` besides. Returned is 1 where it doesn't fit,
-        else 0.
+        or what was asked is ``missed``, else 0.
         """
-        out, misfits = console(), list(self.misfits(step))
+        out, misfits = console(), [*missed, *self.misfits(step)]
         if self.as_json:
             keys = ["peak_reserved_bytes", "peak_host_bytes", "num_late"]
             keys += [f"{x}_bytes" for x in ("offloaded", "reloaded", "recomputed")]
-            said = self.summary(what, step, without).model_dump() | {"misfits": misfits}
+            said = self.summary(what, step, without).model_dump()
+            said |= {"fits": not misfits, "misfits": misfits}
             said |= {"verdict": verdict, **(found or {})}
             said["without_offload"] = self.summary("nothing", without, without).model_dump()
             said |= {"step_ms": step.step_us / 1e3, "step_ms_without": without.step_us / 1e3}
@@ -90,8 +94,8 @@ class Source:
             f"step time: {without.step_us / 1e3:.1f} ms without offload, "
             f"{step.step_us / 1e3:.1f} ms {what} ({change:+z.2f} %)"
         )
-        host_bytes, node = self._on_node([rank.peak_host_bytes for rank in step.ranks])
-        out.print(f"host memory: up to {format_bytes(host_bytes)} pinned on {node}")
+        host_bytes = node_bytes(self.job, [rank.peak_host_bytes for rank in step.ranks])
+        out.print(f"host memory: up to {format_bytes(host_bytes)} pinned on {self._node}")
         out.print(f"GPUs: {self.job.gpus_per_rank * len(step.ranks)} in all")
         out.print(f"bandwidths: {self.machine}")
         out.print(
@@ -112,7 +116,7 @@ class Source:
             kind=kind or " and ".join(does) or "nothing",
             fits=not any(self.misfits(step)),
             reserved_bytes=max(rank.peak_reserved_bytes for rank in step.ranks),
-            node_host_bytes=self._on_node(peaks)[0],
+            node_host_bytes=node_bytes(self.job, peaks),
             takes_longer_percent=100 * (step.step_us / without.step_us - 1),
         )
 
@@ -150,29 +154,28 @@ class Source:
             sizes = [plain.peak_reserved_bytes, rank.peak_reserved_bytes, rank.peak_host_bytes]
             sizes += [rank.offloaded_bytes, rank.recomputed_bytes]
             rows.append([index, *map(format_bytes, sizes), rank.num_late])
-        columns = ["rank", "without", what, "host", "offloaded", "recomputed", "late reloads"]
-        title = f"Reserved memory of each rank of {self.title}: PREDICTED"
+        columns = ["rank", "without", what, "host", *_IN_A_STEP]
+        title = f"Reserved memory and pinned host of a GPU of each rank of {self.title}: PREDICTED"
         return plain_table(title, columns, 0, rows)
 
     def misfits(self, step: Simulation) -> Iterator[str]:
         """Yield what a step needs more of than there is."""
         device_bytes = max(rank.peak_reserved_bytes for rank in step.ranks)
         pinned = [rank.peak_host_bytes for rank in step.ranks]
-        needs = {"device_bytes": (device_bytes, "a GPU"), "host_bytes": self._on_node(pinned)}
+        needs = {"device_bytes": (device_bytes, "a GPU")}
+        needs["host_bytes"] = node_bytes(self.job, pinned), self._node
         for key, (needed, where) in needs.items():
             there = getattr(self.job.machine, key)
             if needed > there:
                 sizes = f"{format_bytes(needed)} of {where}, which has {format_bytes(there)}"
                 yield f"{sizes} (machine.{key})"
 
-    def _on_node(self, sizes: Sequence[int]) -> tuple[int, str]:
-        """Return what GPUs hold on a node's host at most, by rank; and what a node is."""
-        job, size = self.job, self.job.ranks_per_node
-        gpus_per_node = job.machine.gpus_per_node
-        peaks = [num_bytes * min(job.gpus_per_rank, gpus_per_node) for num_bytes in sizes]
-        nodes = [sum(peaks[first : first + size]) for first in range(0, len(peaks), size)]
-        num_gpus = min(gpus_per_node, len(peaks) * job.gpus_per_rank)
-        return max(nodes, default=0), f"a node of {num_gpus} GPU{'' if num_gpus == 1 else 's'}"
+    @property
+    def _node(self) -> str:
+        """What a node is, in words."""
+        job = self.job
+        num_gpus = min(job.machine.gpus_per_node, job.schedule.num_ranks * job.gpus_per_rank)
+        return f"a node of {num_gpus} GPU{'' if num_gpus == 1 else 's'}"
 
 
 class SourceOptions(OptionsWithKeys):

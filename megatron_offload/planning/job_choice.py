@@ -16,7 +16,7 @@ from megatron_offload.errors import TargetError
 from megatron_offload.planning.found import FoundStage, RunFrontier
 from megatron_offload.planning.frontier import Plan
 from megatron_offload.planning.job import UNLIMITED, Job, RankSettings
-from megatron_offload.planning.job_judge import Judged, replayed
+from megatron_offload.planning.job_judge import SLOW_LINK_SHARE, Judged, replayed
 from megatron_offload.planning.job_search import Search, frontier_of, is_better, lowest, percent_of
 from megatron_offload.planning.simulate import Simulation, simulate, simulate_ranks
 
@@ -30,6 +30,20 @@ class Planned(NamedTuple):
     found: RunFrontier
     rows: tuple[RowConfig, ...]
     step: Simulation
+
+
+class MissedTargetError(TargetError):
+    """No plan keeps the targets.
+
+    Attributes:
+        step: with the plan that needs least.
+        rank: which misses its target by most.
+        target_bytes: its target.
+    """
+
+    def __init__(self, text: str, step: Simulation, rank: int, target_bytes: int) -> None:
+        super().__init__(text)
+        self.step, self.rank, self.target_bytes = step, rank, target_bytes
 
 
 class JobChoice:
@@ -60,13 +74,13 @@ class JobChoice:
         Of those that are as quick it is the one that needs least; nothing is done where that fits.
 
         Raises:
-            TargetError: one can't be kept.
+            MissedTargetError: one can't be kept.
         """
         search, target = self._search(targets), min(targets)
         edge = frontier_of(search.judged, percent_of)
         place = next((x for x, one in enumerate(edge) if one.num_bytes <= target), None)
         if place is None:
-            self._refuse(edge[-1], targets)
+            self._refuse(search, edge[-1], targets)
         chosen = edge[place]
         if search.judged[0].num_bytes <= target:
             chosen = search.judged[0]
@@ -102,6 +116,7 @@ class JobChoice:
             one, _ = search.narrowed(edge[place], edge[place + 1], took, keeps)
             chosen = min(one, chosen, key=lambda one: one.num_bytes)
         text = f"at most {most_slowdown_percent:g} % of the step's time"
+        text += f", with {SLOW_LINK_SHARE:g} of the bandwidth to the host, too"
         return self._planned(search, chosen, text)
 
     def step(self, rows: Sequence[RowConfig]) -> Simulation:
@@ -139,10 +154,11 @@ class JobChoice:
                     shown = [one for one in shown if needs[id(one)] > need]
                 if not shown or need < needs[id(shown[-1])]:
                     shown.append(plan)
+            bare_bytes = self.without.ranks[rank].peak_reserved_bytes
             stage = FoundStage.of(
                 [
                     one._replace(
-                        freed_bytes=one.freed_bytes + layers.units_bytes,
+                        freed_bytes=max(0, bare_bytes - needs[id(one)]),
                         us=one.us + layers.units_us,
                     )
                     for one in shown
@@ -150,7 +166,7 @@ class JobChoice:
                 {place: (None, needs[id(one)]) for place, one in enumerate(shown)},
                 bare_us,
                 name=str(rank),
-                bare_bytes=self.without.ranks[rank].peak_reserved_bytes,
+                bare_bytes=bare_bytes,
                 followed=shown.index(followed),
             )
             stages.append(stage)
@@ -159,14 +175,17 @@ class JobChoice:
         )
         return Planned(found, found.rows(), chosen.step)
 
-    def _refuse(self, least: Judged, targets: Sequence[int]) -> NoReturn:
+    def _refuse(self, search: Search, least: Judged, targets: Sequence[int]) -> NoReturn:
         """Say by how much the plan misses that needs least."""
         sizes = [rank.peak_reserved_bytes for rank in least.step.ranks]
         pairs = zip(sizes, targets, strict=True)
-        rank = max((size - target, rank) for rank, (size, target) in enumerate(pairs))[1]
+        _, rank = max((size - target, rank) for rank, (size, target) in enumerate(pairs))
         size, target = sizes[rank], targets[rank]
         words = (format_bytes(x, 2) for x in (target, size, size - target))
-        raise TargetError(
+        text = (
             "pipeline rank {} can't be brought under {}: with all that can move it still "
             "takes {}, {} more".format(rank, *words)
         )
+        if any(one.num_bytes < least.num_bytes for one in search.alternatives.values()):
+            text += ", as a node's host has no more memory (machine.host_bytes)"
+        raise MissedTargetError(text, least.step, rank, target)

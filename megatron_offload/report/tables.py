@@ -43,6 +43,8 @@ def rank_table(ranks: Sequence[RankSummary], title: str) -> Table:
 def found_rows(stage: FoundStage, **marks: int) -> list[list[str]]:
     """Return some plans that a run has found: those that were tried, others at equal distances.
 
+    Of so few as are shown at least all are.
+
     Of each its number, which of ``marks`` it has, its rows, what it frees and needs, and what of a
     step it is predicted to take, and took.
     """
@@ -50,6 +52,7 @@ def found_rows(stage: FoundStage, **marks: int) -> list[list[str]]:
     wanted = [plans[-1].freed_bytes * step // _NUM_PLANS for step in range(_NUM_PLANS + 1)]
     shown = {next(p for p, x in enumerate(plans) if x.freed_bytes >= size) for size in wanted}
     shown |= {place for place, plan in enumerate(plans) if plan.measured_percent}
+    shown |= {*range(len(plans))} if len(plans) <= _NUM_PLANS + 1 else set()
     rows = []
     for place in sorted({*shown, *marks.values()}):
         plan = plans[place]
@@ -70,7 +73,8 @@ def _in_short(rows: Iterable[RowConfig]) -> str:
     for row in rows:
         if row.offload == "all" and "." in row.site and row.site != "mlp.experts":
             continue
-        text = row.site if row.layers == "all" else f"{row.site} {row.layers}"
+        # A list may be broken behind a comma alone.
+        text = row.site if row.layers == "all" else f"{row.site} {row.layers.replace(',', ', ')}"
         if row.most is not None and row.offload:
             text += f" ({row.most} of its tensors)"
         does.setdefault("offload" if row.offload else "recompute", []).append(text)
@@ -83,7 +87,8 @@ def found_table(stage: FoundStage, **marks: int) -> Table:
     columns = ["plan", "rows", "frees", "needs", "predicted", "measured"]
     if not any(row[-1] for row in rows):
         rows, columns = [row[:-1] for row in rows], columns[:-1]
-    table = plain_table(f"Plans of stage {stage.name}", columns, 2, rows)
+    some = f", {len(rows)} of {len(stage.plans)}" if len(rows) < len(stage.plans) else ""
+    table = plain_table(f"Plans of stage {stage.name}{some}", columns, 2, rows)
     table.columns[1].max_width = _ROWS_WIDTH
     return table
 

@@ -65,8 +65,11 @@ def found_run(folder, *, num_stages=1, **changes):
 )
 def test_the_plans_that_a_run_has_found_are_printed_to_be_pasted(words, layers, tmp_path, prints):
     found_run(tmp_path)
-    *table, said, rows = prints("plan", "--from", tmp_path, *words).splitlines()
+    verdict, *table, said, rows = prints("plan", "--from", tmp_path, *words).splitlines()
     assert said == "found: it was found"
+    fits = r"fits with the rows at \S+ % .*: \S+ MiB reserved of \d\d.0 MiB \(each stage keeps its"
+    needs = "needs .* reserved with the rows at .* of the stage that loses most"
+    assert re.match(fits if "--memory-target" in words else needs, verdict)
     config = OffloadConfig(**yaml.safe_load(rows))
     assert [(row.site, row.layers) for row in config.rows] == [("loss", "all"), ("mlp", layers)]
     (chosen,) = (line for line in table if "chosen" in line)
@@ -166,7 +169,10 @@ def test_rows_of_a_model_are_printed_and_its_plans_kept_for_another_choice(model
     page = output.with_suffix(".html").read_text()
     assert re.findall('<h2 id="(.*?)"', page) == ["fit", "plan"]
     assert 'class="missing"' not in page
-    assert "rows of a described job, chosen by simulation for at most 5 %" in page
+    limit = "chosen by simulation for at most 5 % of the step's time, with 0.8 of the bandwidth"
+    assert limit in html.unescape(page)
+    assert limit in printed.splitlines()[1]
+    assert "reserved of 139.0 GiB" in prints("plan", "--from", output).splitlines()[0]
     rows = rows_in(prints("plan", "--from", output, "--memory-target", "1TiB"))
     assert {row.site for row in rows} <= {"norm", "mlp_act"}
 
@@ -253,6 +259,8 @@ def test_what_else_can_be_done_stands_beside_the_plan_and_in_json(model, prints,
     assert plan(model, *words) == 1
     said = json.loads(capsys.readouterr().out)
     assert (said["fits"], said["alternatives"][0]["fits"]) == (False, False)
+    assert said["target_bytes"] == 4 * MIB < said["reserved_bytes"]
+    assert len(said["misfits"]) == len(said["ranks"]) == 2
 
 
 def test_the_picture_and_its_page_are_drawn_whether_or_not_it_fits(
@@ -309,6 +317,8 @@ def test_a_description_is_made_of_other_programs_files_to_be_edited(tmp_path, pr
         "simulate", tmp_path / "job.yaml", "--json"
     )
     assert load_model(tmp_path / "job.yaml").described.machine.gpu == "H100-80GB"
+    as_json = json.loads(prints("plan", *words, "--print", "--json"))
+    assert as_json == yaml.safe_load((tmp_path / "job.yaml").read_text())
     text = "--num-layers 2 --hidden-size 512 --num-attention-heads 4 --vocab-size 1000"
     said = prints("plan", "--megatron", f"{text} --seq-length 1024 --swiglu", "--print")
     assert yaml.safe_load(said)["model"].items() >= {"gated_mlp": True, "ffn": 1344}.items()

@@ -257,6 +257,6 @@ def test_rows_are_said_in_short_without_the_parts_of_what_goes_as_a_whole():
     assert nothing[1:3] == ["chosen", "nothing"]
     assert some[1:3] == [
         "followed",
-        "offload attention 0-1,9, mlp 3 (2 of its tensors), mlp.experts 4-5; "
+        "offload attention 0-1, 9, mlp 3 (2 of its tensors), mlp.experts 4-5; "
         "recompute norm, layer 7",
     ]
