@@ -13,8 +13,9 @@ writes   of a described job these plans to --output, which --from reads, and to 
 
 policy: with --memory-target the quickest plan that brings every rank under it (memory_target), else
         the most memory that costs no more than --most-slowdown-percent of the step's time (auto)
-        or, where that doesn't fit and none was given, the quickest plan that does; of a run's
-        plans, with neither, what the run has followed
+        or, where that doesn't fit and none was given, the quickest plan that does; none pins more
+        than machine.host_bytes; of a run's plans, each of whose stages keeps a limit by itself,
+        with neither what the run has followed
 
 exit status: 0 what is printed fits, 1 it doesn't, or the target can't be kept, 2 bad input
 
@@ -86,12 +87,7 @@ def run(given: Given) -> int:
         there = source.job.machine.device_bytes
         targets = [min(x, there) for x in _targets(given, source.job.schedule.num_ranks)]
         try:
-            if targets:
-                planned = choice.under(targets)
-            else:
-                planned = choice.within(_USUAL_PERCENT if percent is None else percent)
-                if any(source.misfits(planned.step)):
-                    planned = _fitting(choice, planned, there, percent)
+            planned = choice.under(targets) if targets else _within(choice, source, percent)
         except MissedTargetError as error:
             return _refuse(given, source, choice.without, each, error)
     without, step = choice.without, planned.step
@@ -120,18 +116,25 @@ def run(given: Given) -> int:
     return result
 
 
-def _fitting(
-    choice: JobChoice, planned: Planned, device_bytes: int, percent: float | None
-) -> Planned:
-    """Return the quickest plan that fits a GPU, if it keeps a limit of time; else what there is."""
+def _within(choice: JobChoice, source: Source, percent: float | None) -> Planned:
+    """Return what a limit of time allows; where that doesn't fit a GPU the quickest plan that does.
+
+    A limit that was given is kept, though, where both can't be.
+    """
+    limit, ranks = _USUAL_PERCENT if percent is None else percent, choice.without.ranks
+    if not any(source.misfits(choice.without)):
+        return choice.within(limit)
     try:
-        fitting = choice.under([device_bytes] * len(choice.without.ranks))
+        fitting = choice.under([source.job.machine.device_bytes] * len(ranks))
     except TargetError:
         if percent is None:
             raise
-        return planned
-    took = 100 * (fitting.step.step_us / choice.without.step_us - 1)
-    return fitting if percent is None or took <= percent else planned
+        return choice.within(limit)
+    is_quick = 100 * (fitting.step.step_us / choice.without.step_us - 1) <= limit
+    if not is_quick and percent is None:
+        return fitting
+    planned = choice.within(limit)
+    return fitting if is_quick and any(source.misfits(planned.step)) else planned
 
 
 def _refuse(

@@ -98,7 +98,6 @@ class Judge:
             sum(2 * len(job.stages[one.stage].groups) for one in passes)
             for passes in job.schedule.ranks
         ]
-        self._simulation_us = sum(self._boundaries) * (_REPLAY_US + _OP_US)
         self._work_us = 0.0
         self._near_bytes = 0  # of a level, what is as good as on it
         self.layers = cache(self._layers_of)
@@ -109,7 +108,7 @@ class Judge:
         busiest = max(self._ranks, key=lambda rank: self.layers(rank, ()).counted_us(NOTHING))
         self._counted_ranks = {fullest, busiest}
         self._steps = dict[tuple[object, ...], RankStep]()
-        self._errors = dict[tuple[int, Family | None], tuple[int, int]]()
+        self._errors = dict[int, tuple[int, int]]()
         self._found = dict[tuple[int, ...], Judged]()
         self._slow = dict[int, tuple[float, Judged]]()  # kept, so that no other has its id
 
@@ -125,11 +124,6 @@ class Judge:
         """Whether that is known already."""
         return _key(rank, plan) in self._steps
 
-    def least(self, rank: int) -> int:
-        """Return the least that a rank was seen to reserve."""
-        own = (step for (other, *_), step in self._steps.items() if other == rank)
-        return min(step.peak_reserved_bytes for step in own)
-
     # What is counted
 
     def _bare_bytes(self, rank: int) -> int:
@@ -138,7 +132,7 @@ class Judge:
     def _predicted(self, rank: int, family: Family, plan: Plan) -> int:
         """Return about what a rank needs, less its offset."""
         freed_bytes = self.layers(rank, family.units).units_bytes + plan.freed_bytes
-        return self._bare_bytes(rank) - freed_bytes + self._error(rank, family, plan)
+        return self._bare_bytes(rank) - freed_bytes + self._error(rank, plan)
 
     def _place(self, rank: int, family: Family, level: int, plans: Sequence[Plan]) -> int:
         """Return the first plan of a frontier that seems to fit; behind the last for none."""
@@ -155,20 +149,18 @@ class Judge:
                 break
             seen[place] = self.peak(rank, plans[place]) - self._offsets[rank]
             plan = plans[place]
-            error = self._error(rank, family, plan)
+            error = self._error(rank, plan)
             error += seen[place] - self._predicted(rank, family, plan)
-            self._errors[rank, family] = self._errors[rank, None] = error, plan.copied_bytes
+            self._errors[rank] = error, plan.copied_bytes
         fit = [place for place, num_bytes in seen.items() if num_bytes <= level]
         return plans[min(fit) if fit else max(seen)]
 
-    def _error(self, rank: int, family: Family, plan: Plan) -> int:
+    def _error(self, rank: int, plan: Plan) -> int:
         """Return by how much more is needed than predicted, as copies in flight take memory, too.
 
-        It is known of another plan of the rank, or else of the rank before, or of another family.
+        It is known of another plan of the rank, or else of the rank before.
         """
-        keys = (rank, family), (rank - 1, family), (rank, None)
-        known = (self._errors[key] for key in keys if key in self._errors)
-        error, copied_bytes = next(known, (0, 0))
+        error, copied_bytes = self._errors.get(rank, self._errors.get(rank - 1, (0, 0)))
         return int(error * plan.copied_bytes / copied_bytes) if copied_bytes else error
 
     def _counted(self, family: Family, level: int) -> Counted | None:
