@@ -13,7 +13,7 @@ from typing import NamedTuple, NoReturn
 from megatron_offload.core.row_config import RowConfig
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import TargetError
-from megatron_offload.planning.found import FoundStage, RunFrontier
+from megatron_offload.planning.found import FoundPlan, FoundStage, RunFrontier
 from megatron_offload.planning.frontier import Plan
 from megatron_offload.planning.job import UNLIMITED, Job, RankSettings
 from megatron_offload.planning.job_judge import SLOW_LINK_SHARE, Judged, replayed
@@ -155,18 +155,19 @@ class JobChoice:
                 if not shown or need < needs[id(shown[-1])]:
                     shown.append(plan)
             bare_bytes = self.without.ranks[rank].peak_reserved_bytes
-            stage = FoundStage.of(
-                [
-                    one._replace(
-                        freed_bytes=max(0, bare_bytes - needs[id(one)]),
-                        us=one.us + layers.units_us,
-                    )
-                    for one in shown
-                ],
-                {place: (None, needs[id(one)]) for place, one in enumerate(shown)},
-                bare_us,
+            found_plans = (
+                FoundPlan(
+                    rows=plan.rows(),
+                    freed_bytes=max(0, bare_bytes - needs[id(plan)]),
+                    predicted_percent=100 * (plan.us + layers.units_us) / bare_us,
+                    reserved_bytes=needs[id(plan)],
+                )
+                for plan in shown
+            )
+            stage = FoundStage(
                 name=str(rank),
                 bare_bytes=bare_bytes,
+                plans=tuple(found_plans),
                 followed=shown.index(followed),
             )
             stages.append(stage)

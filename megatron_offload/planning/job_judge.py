@@ -10,11 +10,11 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 from megatron_offload.core.row_config import UNITS, RowConfig
-from megatron_offload.planning.frontier import Action, Plan, frontier
+from megatron_offload.planning.frontier import Plan, frontier
 from megatron_offload.planning.job import Job, RankSettings, node_bytes, spare_host_bytes
 from megatron_offload.planning.job_rows import WHOLE_SITES, RankLayers, with_rows
 from megatron_offload.planning.replay import RankStep, replay
@@ -63,15 +63,6 @@ class Judged(NamedTuple):
         return sum(rank.offloaded_bytes for rank in self.step.ranks)
 
 
-class Counted(NamedTuple):
-    """What a step is counted to take."""
-
-    load: float
-    """Microseconds in which a microbatch's copies need the link."""
-    percent: float
-    """What it takes longer."""
-
-
 class Judge:
     """Counts, replays and simulates plans of one job, and knows what was asked before.
 
@@ -100,10 +91,9 @@ class Judge:
         ]
         self._work_us = 0.0
         self._near_bytes = 0  # of a level, what is as good as on it
-        self.layers = cache(self._layers_of)
+        self.layers = cache(partial(RankLayers, job))
         self.plans = cache(self._frontier)
-        self._actions = cache(self._actions_of)
-        self._least_us = cache(self._least_us_of)
+        self._actions = cache(lambda *own: self.layers(*own).actions(self._sites))
         fullest = max(self._ranks, key=self._bare_bytes)
         busiest = max(self._ranks, key=lambda rank: self.layers(rank, ()).counted_us(NOTHING))
         self._counted_ranks = {fullest, busiest}
@@ -163,31 +153,23 @@ class Judge:
         error, copied_bytes = self._errors.get(rank, self._errors.get(rank - 1, (0, 0)))
         return int(error * plan.copied_bytes / copied_bytes) if copied_bytes else error
 
-    def _counted(self, family: Family, level: int) -> Counted | None:
-        """Return what a step takes longer by a count; None where the level is out of reach."""
-        chosen = list[tuple[RankLayers, Plan]]()
+    def _counted(self, family: Family, level: int) -> tuple[float, float] | None:
+        """Return by a count what a step takes longer; None where the level is out of reach.
+
+        First come the microseconds in which a microbatch's copies need the link.
+        """
+        load_us = us = bare_us = 0.0
         for rank in self._counted_ranks:
-            plans, place = self.plans(rank, family), 0
+            plans, layers = self.plans(rank, family), self.layers(rank, family.units)
             place = self._place(rank, family, level, plans)
             if place == len(plans):
                 return None
-            chosen.append((self.layers(rank, family.units), plans[place]))
-        us = max(own.counted_us(plan) for own, plan in chosen)
-        percent = 100 * (max(us, self._least_us(family.units)) / self._least_us(()) - 1)
-        load = max(plan.copied_bytes / own.link_bytes_per_us for own, plan in chosen)
-        return Counted(load, percent)
-
-    def _least_us_of(self, units: tuple[str, ...]) -> float:
-        """Return what the busiest rank takes with units alone."""
-        return max(self.layers(rank, units).counted_us(NOTHING) for rank in self._ranks)
+            load_us = max(load_us, plans[place].copied_bytes / layers.link_bytes_per_us)
+            us = max(us, layers.counted_us(plans[place]))
+            bare_us = max(bare_us, self.layers(rank, ()).counted_us(NOTHING))
+        return load_us, 100 * (us / bare_us - 1)
 
     # What is known
-
-    def _layers_of(self, rank: int, units: tuple[str, ...]) -> RankLayers:
-        return RankLayers(self._job, rank, units)
-
-    def _actions_of(self, rank: int, units: tuple[str, ...]) -> dict[int, tuple[Action, ...]]:
-        return self.layers(rank, units).actions(self._sites)
 
     def _frontier(self, rank: int, family: Family) -> list[Plan]:
         layers, actions = self.layers(rank, family.units), self._actions(rank, family.units)

@@ -14,6 +14,7 @@ The same job gives the same plans: no clock and no chance is in it.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right, insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +27,6 @@ from megatron_offload.planning.frontier import Action, Layers, Part, Plan, front
 from megatron_offload.planning.job import Job, RankSettings
 from megatron_offload.planning.job_judge import (
     SLOW_LINK_SHARE,
-    Counted,
     Family,
     Judge,
     Judged,
@@ -63,7 +63,7 @@ class Search(Judge):
         units = tuple(unit for unit in units_of(job) if unit in self._may)
         sets = dict.fromkeys(((), units, *((unit,) for unit in units)))
         self._families = [Family(own, share) for share, own in product(_LINK_SHARES, sets)]
-        self._losses = list[Counted]()
+        self._losses = list[tuple[float, float]]()  # of loads
         rows = alternatives(job, settings)
         self.alternatives = {what: self._judge(self._written(own)) for what, own in rows}
         self._work_us *= _WRITTEN
@@ -156,12 +156,12 @@ class Search(Judge):
         self._near_bytes = gap_bytes // 8
         units, plans = more.ranks.family.units, more.ranks.plans
         if way < 2:  # anew
-            for family, counted in self._promising(level)[2 * times + way :][:1]:
+            for family, (load, percent) in self._promising(level)[2 * times + way :][:1]:
                 fitting = [
                     self._fitting(x, family, level, self.plans(x, family)) for x in self._ranks
                 ]
                 one = self._judge(Ranks(family, tuple(fitting)))
-                insort(self._losses, Counted(counted.load, one.percent - counted.percent))
+                insort(self._losses, (load, one.percent - percent))
         elif way < 5:  # layers that do as in the other, or what frees more, without copies or with
             choices = list[Layers]()
             for rank, (plan, other) in enumerate(zip(plans, less.ranks.plans, strict=True)):
@@ -174,21 +174,23 @@ class Search(Judge):
         else:
             level = level if times % 2 else more.num_bytes - 1
             small = (x for x in found() if x.num_bytes <= level)
-            polished = self._polished(min(small, key=lambda x: x.percent), level)
-            until = self._work_us + _POLISHED * _MOST_WORK_US
-            while self._work_us < until and next(polished, self) is None:
-                pass
+            best = min(small, key=percent_of)
+            self._polish(best, level, self._work_us + _POLISHED * _MOST_WORK_US)
 
-    def _promising(self, level: int) -> list[tuple[Family, Counted]]:
-        """Return the families that promise most at a level."""
+    def _promising(self, level: int) -> list[tuple[Family, tuple[float, float]]]:
+        """Return the families that promise most at a level, and what is counted of them.
+
+        They are taken to lose as much as what was simulated with the fullest link that was no
+        fuller.
+        """
+
+        def hope(pair: tuple[Family, tuple[float, float]]) -> tuple[float, float]:
+            load, percent = pair[1]
+            place = bisect_right(self._losses, (load, math.inf))
+            return percent + (self._losses[place - 1][1] if place else 0.0), load
+
         pairs = ((family, self._counted(family, level)) for family in self._families)
-        known = [(family, counted) for family, counted in pairs if counted is not None]
-        return sorted(known, key=lambda x: (x[1].percent + self._loss(x[1].load), x[1].load))
-
-    def _loss(self, load: float) -> float:
-        """Return what was lost with the fullest link that was no fuller, in percent."""
-        place = bisect_right(self._losses, load, key=lambda one: one.load)
-        return self._losses[place - 1].percent if place else 0.0
+        return sorted(((family, x) for family, x in pairs if x is not None), key=hope)
 
     def _mixed(self, family: Family, choices: Sequence[Layers], level: int) -> None:
         """Simulate the first plans that fit where layers do first one thing, then others."""
@@ -201,8 +203,8 @@ class Search(Judge):
             plans.append(self._fitting(rank, family, level, found))
         self._judge(Ranks(family, tuple(plans)))
 
-    def _polished(self, best: Judged, level: int) -> Iterator[None]:
-        """Look for quicker plans that keep to a level, and yield after each that is made."""
+    def _polish(self, best: Judged, level: int, most_work_us: float) -> None:
+        """Let single layers do what makes the step quicker, and keep to a level."""
         last = None
         while best is not last:
             last = best
@@ -213,14 +215,15 @@ class Search(Judge):
                 done = total(after.values()), total([now[x] for x in after])
                 is_quicker = len(change) > 1 or done[0].us < done[1].us
                 least = done[1].freed_bytes - level + best.num_bytes
-                if is_quicker and done[0].freed_bytes >= least:
-                    plan = _plan({**now, **after})
-                    if self._need(rank, plan) <= level:
-                        others = *plans[:rank], plan, *plans[rank + 1 :]
-                        one = self._judge(Ranks(family, others))
-                        if one.host_bytes <= self._host_bytes and one.percent < best.percent:
-                            best = one
-                    yield
+                if not is_quicker or done[0].freed_bytes < least:
+                    continue
+                plan = _plan({**now, **after})
+                if self._need(rank, plan) <= level:
+                    one = self._judge(Ranks(family, (*plans[:rank], plan, *plans[rank + 1 :])))
+                    if one.host_bytes <= self._host_bytes and one.percent < best.percent:
+                        best = one
+                if self._work_us >= most_work_us:
+                    return
 
     def _changes(self, units: tuple[str, ...]) -> Iterator[tuple[int, dict[int, Action | int]]]:
         """Yield a rank and what some of its layers could do, or whose part they could take."""
