@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
 from megatron_offload.core.row_config import RowConfig, ranges
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import StrictModel, read_model
-from megatron_offload.planning.frontier import Plan
-from megatron_offload.planning.row_choice import MOST_DOUBT, RowChoice, Slowdown
+from megatron_offload.planning.row_choice import MOST_DOUBT, RowChoice
 
 NAME = "frontier.json"
 _Size = Annotated[int, Field(ge=0, lt=2**63)]
@@ -54,29 +53,6 @@ class FoundStage(StrictModel):
     """Each frees more than the one before; the first does nothing."""
     followed: _Size
     """The place of the one that the run has followed."""
-
-    @classmethod
-    def of(
-        cls,
-        plans: Sequence[Plan],
-        tried: Mapping[int, tuple[Slowdown | None, int]],
-        bare_us: float,
-        num_inflight: float = 1.0,
-        **more: Any,
-    ) -> FoundStage:
-        """Make it of plans, of which those at some places were tried: what they took and needed."""
-        seen = (tried.get(place, (None, 0)) for place in range(len(plans)))
-        found = (
-            FoundPlan(
-                rows=plan.rows(),
-                freed_bytes=int(num_inflight * plan.freed_bytes),
-                predicted_percent=100 * plan.us / max(1.0, bare_us),
-                measured_percent=took if took and all(map(math.isfinite, took)) else None,
-                reserved_bytes=size or None,
-            )
-            for plan, (took, size) in zip(plans, seen, strict=True)
-        )
-        return cls(plans=tuple(found), **more)
 
     def model_post_init(self, _: object, /) -> None:
         """Refuse a place of no plan."""
@@ -143,15 +119,22 @@ class RunFrontier(StrictModel):
         is_followed: bool = True,
     ) -> RunFrontier:
         """Make it of the plans among which a run has chosen, and may follow none in the end."""
-        stages = (
-            FoundStage.of(
-                *(stage.plans, stage.tried, choice.bare_us, stage.num_inflight),
-                name=name,
-                bare_bytes=stage.bare_bytes,
-                followed=stage.place if is_followed else 0,
-            )
-            for name, stage in choice.stages.items()
-        )
+        stages = []
+        for name, stage in choice.stages.items():
+            plans = []
+            for place, plan in enumerate(stage.plans):
+                took, size = stage.tried.get(place, (None, 0))
+                one = FoundPlan(
+                    rows=plan.rows(),
+                    freed_bytes=int(stage.freed_bytes(place)),
+                    predicted_percent=100 * plan.us / max(1.0, choice.bare_us),
+                    measured_percent=took if took and all(map(math.isfinite, took)) else None,
+                    reserved_bytes=size or None,
+                )
+                plans.append(one)
+            followed, bare = stage.place if is_followed else 0, stage.bare_bytes
+            found = FoundStage(name=name, bare_bytes=bare, plans=tuple(plans), followed=followed)
+            stages.append(found)
         return cls(said=said, besides=besides, stages=tuple(stages))
 
     @property

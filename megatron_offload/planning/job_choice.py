@@ -16,9 +16,9 @@ from megatron_offload.errors import TargetError
 from megatron_offload.planning.found import FoundPlan, FoundStage, RunFrontier
 from megatron_offload.planning.frontier import Plan
 from megatron_offload.planning.job import UNLIMITED, Job, RankSettings
-from megatron_offload.planning.job_judge import SLOW_LINK_SHARE, Judged, replayed
+from megatron_offload.planning.job_judge import SLOW_LINK_SHARE, Judged
 from megatron_offload.planning.job_search import Search, frontier_of, is_better, lowest, percent_of
-from megatron_offload.planning.simulate import Simulation, simulate, simulate_ranks
+from megatron_offload.planning.simulate import Simulation, simulate
 
 _MOST_SHOWN = 10  # plans of a rank
 _MOST_RANKS = 4  # of which so many are replayed; of others those that are known
@@ -118,12 +118,6 @@ class JobChoice:
         text = f"at most {most_slowdown_percent:g} % of the step's time"
         text += f", with {SLOW_LINK_SHARE:g} of the bandwidth to the host, too"
         return self._planned(search, chosen, text)
-
-    def step(self, rows: Sequence[RowConfig]) -> Simulation:
-        """Return the step where layers have rows."""
-        ranks = range(self._job.schedule.num_ranks)
-        steps = [replayed(self._job, rank, rows, self._settings) for rank in ranks]
-        return simulate_ranks(self._job, steps)
 
     def _search(self, targets: Sequence[int]) -> Search:
         """Return what was simulated for targets that differ as these do."""

@@ -19,15 +19,22 @@ from megatron_offload.files.strict_model import write_model
 from megatron_offload.machine.profile import Machine
 from megatron_offload.planning.found import FoundPlan, FoundStage, RunFrontier
 from megatron_offload.planning.frontier import KEEP, Action
+from megatron_offload.planning.job import UNLIMITED
 from megatron_offload.planning.job_choice import JobChoice
+from megatron_offload.planning.job_rows import with_rows
 from megatron_offload.planning.parameters import static_bytes
 from megatron_offload.planning.row_choice import RowChoice, Slowdown, Stage
+from megatron_offload.planning.simulate import simulate
 
 pytest.importorskip("simpy")
 
 
 def peak_of(step):
     return max(rank.peak_reserved_bytes for rank in step.ranks)
+
+
+def step_of(source, rows):
+    return simulate(with_rows(source.job, rows), UNLIMITED)
 
 
 def plan(*words):
@@ -154,7 +161,7 @@ def test_rows_of_a_model_are_printed_and_its_plans_kept_for_another_choice(model
     assert rows
     source = load_model(model)
     choice = JobChoice(source.job)
-    step = choice.step(rows)
+    step = step_of(source, rows)
     change = 100 * (step.step_us / choice.without.step_us - 1)
     assert f"{step.step_us / 1e3:.1f} ms with the rows ({change:+.2f} %)" in printed
     assert change <= 5
@@ -191,7 +198,7 @@ def test_a_memory_target_is_kept_by_what_is_printed(model, prints):
     choice = JobChoice(source.job)
     target = peak_of(choice.without) * 7 // 8
     rows = rows_in(prints("plan", model, "--memory-target", target, 1 << 40))
-    first, second = choice.step(rows).ranks
+    first, second = step_of(source, rows).ranks
     assert first.peak_reserved_bytes <= target < choice.without.ranks[0].peak_reserved_bytes
     assert second.offloaded_bytes == 0
     assert plan(model, "--memory-target", *["1TiB"] * 3) == 2

@@ -16,9 +16,10 @@ from megatron_offload.errors import TargetError
 from megatron_offload.files.strict_model import validate
 from megatron_offload.planning import job_search
 from megatron_offload.planning.description import JobDescription
-from megatron_offload.planning.job import RankSettings, node_bytes
+from megatron_offload.planning.job import UNLIMITED, RankSettings, node_bytes
 from megatron_offload.planning.job_choice import JobChoice
 from megatron_offload.planning.job_judge import SLOW_LINK_SHARE
+from megatron_offload.planning.job_rows import with_rows
 from megatron_offload.planning.simulate import simulate, simulate_ranks
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
@@ -56,7 +57,7 @@ def test_a_target_is_kept_by_rows_that_read_back_as_the_same_step(choice, share)
     text = f"[{', '.join(map(str, planned.rows))}]"
     rows = OffloadConfig(rows=text).rows
     assert rows == planned.rows
-    again = choice.step(rows)
+    again = simulate(with_rows(described().job(), rows), UNLIMITED)
     assert (again.step_us, peaks(again)) == (planned.step.step_us, peaks(planned.step))
     for rank, stage in enumerate(planned.found.stages):
         assert stage.needed_bytes()[stage.followed] == peaks(planned.step)[rank]
