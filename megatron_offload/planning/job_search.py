@@ -42,6 +42,7 @@ _WRITTEN = 0.5  # of the work for what a person would write, which counts
 _NARROWED = 0.1, 0.2, 0.3  # as much again in all, by rounds that narrow down what is asked
 _POLISHED = 0.02  # likewise, at a time
 _PLACES = 0.5, 0.25, 0.75  # of a gap, where plans are made
+_NUM_COARSE = 32  # plans, from which on all of a frontier count
 _NUM_WAYS = 6  # to make them
 _MOST_FILLED = 36  # plans in a gap
 _LITTLE = 0.5  # percent: below, gaps count as much
@@ -123,7 +124,8 @@ class Search(Judge):
     ) -> None:
         """Simulate plans between neighbours of a frontier until so much work is done.
 
-        First that is where the device's memory ends, then where the gap is largest.
+        First that is where the device's memory ends, then where the gap is largest; between
+        corners of the frontier alone while few are known.
         """
         there, num_filled = self._job.machine.device_bytes, Counter[tuple[int, int]]()
 
@@ -133,7 +135,8 @@ class Search(Judge):
             return gap * _LESS_HOPE ** num_filled[_ids(pair)]
 
         while self._work_us < share * _MOST_WORK_US:
-            pairs = [*pairwise(lowest(frontier_of(found(), took), took))]
+            edge = frontier_of(found(), took)
+            pairs = pairwise(lowest(edge, took) if len(self._found) < _NUM_COARSE else edge)
             pairs = [pair for pair in pairs if num_filled[_ids(pair)] < _MOST_FILLED]
             if not pairs:
                 break
@@ -196,11 +199,8 @@ class Search(Judge):
         """Simulate the first plans that fit where layers do first one thing, then others."""
         plans = []
         for rank, own in enumerate(choices):
-            layers = self.layers(rank, family.units)
-            link = layers.link_bytes(SLOW_LINK_SHARE * family.share)
-            actions = self._actions(rank, family.units)
-            found = [layers.paced(plan, actions) for plan in frontier([own], link)]
-            plans.append(self._fitting(rank, family, level, found))
+            link = self.layers(rank, family.units).link_bytes(SLOW_LINK_SHARE * family.share)
+            plans.append(self._fitting(rank, family, level, frontier([own], link)))
         self._judge(Ranks(family, tuple(plans)))
 
     def _polish(self, best: Judged, level: int, most_work_us: float) -> None:
