@@ -136,8 +136,8 @@ class Search(Judge):
 
         while self._work_us < share * _MOST_WORK_US:
             edge = frontier_of(found(), took)
-            pairs = pairwise(lowest(edge, took) if len(self._found) < _NUM_COARSE else edge)
-            pairs = [pair for pair in pairs if num_filled[_ids(pair)] < _MOST_FILLED]
+            edge = lowest(edge, took) if len(self._found) < _NUM_COARSE else edge
+            pairs = [pair for pair in pairwise(edge) if num_filled[_ids(pair)] < _MOST_FILLED]
             if not pairs:
                 break
             at_end = [x for x in pairs if x[1].num_bytes <= there < x[0].num_bytes]
