@@ -176,11 +176,6 @@ def node_bytes(job: Job, sizes: Sequence[int]) -> int:
     return num_gpus * max(nodes, default=0)
 
 
-def spare_host_bytes(job: Job) -> int:
-    """Return what of a node's host memory optimizer offload leaves."""
-    return max(0, job.machine.host_bytes - node_bytes(job, job.optimizer_host_bytes))
-
-
 QUEUED_LAUNCHES = 1024
 """Kernels that wait in a stream of CUDA before the next launch blocks the host. NVIDIA documents no
 number; about a thousand are seen (https://stackoverflow.com/questions/53970187)."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from megatron_offload.core.row_config import UNITS, RowConfig
 from megatron_offload.planning.frontier import Plan, frontier
-from megatron_offload.planning.job import Job, RankSettings, node_bytes, spare_host_bytes
+from megatron_offload.planning.job import Job, RankSettings, node_bytes
 from megatron_offload.planning.job_rows import WHOLE_SITES, RankLayers, with_rows
 from megatron_offload.planning.replay import RankStep, replay
 from megatron_offload.planning.simulate import Simulation, simulate_ranks
@@ -81,7 +81,7 @@ class Judge:
         self._sites = [site for site in WHOLE_SITES if site in self._may]
         self._ranks = range(job.schedule.num_ranks)
         self._bare = bare
-        self._host_bytes = spare_host_bytes(job)
+        self._host_bytes = job.machine.host_bytes
         rates = ((name, rate) for name, rate in job.machine if "gbps" in name and "p2p" not in name)
         slow = {name: rate and rate * SLOW_LINK_SHARE for name, rate in rates}
         self._slow_job = replace(job, machine=job.machine.model_copy(update=slow))

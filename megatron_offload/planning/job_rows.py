@@ -18,7 +18,7 @@ from megatron_offload.planning.frontier import (
     link_bytes,
     total,
 )
-from megatron_offload.planning.job import GroupWork, Job, StageWork, spare_host_bytes
+from megatron_offload.planning.job import GroupWork, Job, StageWork
 from megatron_offload.planning.model_cost import run_again
 from megatron_offload.planning.simulate import fair_rates
 
@@ -125,7 +125,7 @@ class RankLayers:
         self._gbps = min(fair_rates(even, num_gpus, 0, 0, num_ranks)[2:]) / 1e3
         self.link_bytes_per_us = 1e3 * self._gbps
         num_held = sum(layer.num_inflight for layer in self._layers) / max(1, len(self._layers))
-        self._host_bytes = spare_host_bytes(job) / (num_gpus * num_ranks * max(1.0, num_held))
+        self._host_bytes = job.machine.host_bytes / (num_gpus * num_ranks * max(1.0, num_held))
         stages = [job.stages[number] for number in job.schedule.stages_of(rank)]
         self._forward_us, self._backward_us = (
             sum(x.slowness(has_engine=False) * us(group) for x in stages for group in x.groups)
