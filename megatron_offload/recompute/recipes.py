@@ -59,7 +59,7 @@ def note_recipe(
     if output.is_inference():  # nothing saves that
         return
     key = output.untyped_storage()._cdata
-    is_held = holds and output.requires_grad and chunk.transfers.by_rows and not chunk.open_groups
+    is_held = holds and chunk.transfers.by_rows and not chunk.open_groups
     refusal = proof.refusal or (_MODES if has_modes() else "")
     known: dict[int, Any] = {}
     for given in inputs:

@@ -177,15 +177,17 @@ class SiteHooks:
         chunk = call.manager.recorded_chunk() if may_run else None
         # While a forward is watched it isn't known yet who saves it.
         if chunk is not None and not isinstance(owner_of_hooks(), SavedMemory):
+            made = first_of(output)
+            has_graph = isinstance(made, torch.Tensor) and made.requires_grad
             note_recipe(
                 chunk,
-                first_of(output),
+                made,
                 call.output,
                 leaves,
                 site.unit,
                 site.proof,
                 runs=not site.drops_inside,
-                holds=site.drops_inside or not site.draws,
+                holds=(site.drops_inside or not site.draws) and has_graph,
             )
 
     def _refusal(self, module: nn.Module, leaves: Sequence[Any]) -> str:

@@ -43,7 +43,7 @@ def test_what_a_comparison_shows_is_nothing_where_nothing_was_offloaded(num_byte
     rank = SimpleNamespace(offloaded_bytes=num_bytes, recomputed_bytes=0)
     facts = [SimpleNamespace(by_rank=(rank,), is_simulated=True, step_time_s=1.0)] * 2
     config = SimpleNamespace(run=SimpleNamespace(steps=2))
-    with mock.patch.object(compare_command, "memory_kinds", return_value=[]):
+    with mock.patch.object(compare_command, "Report", return_value=SimpleNamespace(memory=[])):
         shown, *_ = compare_command._summary(config, facts, SimpleNamespace(is_identical=True))
     assert shown.startswith("Shown: the same bits come out")
     assert shown.endswith(ends)
