@@ -156,6 +156,9 @@ class Search(Judge):
         """Simulate a plan between two others, in one of several ways."""
         gap_bytes = more.num_bytes - less.num_bytes
         level = less.num_bytes + int(gap_bytes * _PLACES[times % len(_PLACES)])
+        there = self._job.machine.device_bytes
+        if not times and less.num_bytes <= there < more.num_bytes:
+            level = there
         self._near_bytes = gap_bytes // 8
         units, plans = more.ranks.family.units, more.ranks.plans
         if way < 2:  # anew
