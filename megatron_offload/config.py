@@ -163,7 +163,7 @@ class OffloadConfig(StrictModel):
         default=default(None), discriminator="kind"
     )
     """What decides about marked groups, in place of ``fraction`` and the delta above:
-    ``kind: ratio`` moves a share of the bytes, ``memory_target`` and ``auto`` find rows by the
+    ``kind: ratio`` offloads a share of the bytes, ``memory_target`` and ``auto`` find rows by the
     run's own steps (docs/rows.md). ``kind: modules`` leaves all to those keys. A kind alone
     (``policy: modules``) will do where it needs no more. None: likewise where those keys or
     ``recompute`` are set, or where the program marks groups itself; else ``auto``."""

@@ -237,7 +237,7 @@ class FollowedRows(OldAttributes):
             _logger.warning("megatron-offload: %s: %s", self._policy.kind, self.said)
 
     def _stop(self, why: str, advice: str, *, keeps_open: bool = False) -> None:
-        """Let nothing move from here on but what the device has no room for; say why, once."""
+        """Offload nothing from here on but what the device has no room for; say why, once."""
         manager = self.manager
         self.is_converged, self.plan = True, None
         what = "only what the device has no room for is offloaded"

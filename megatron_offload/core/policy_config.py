@@ -20,7 +20,7 @@ class ModulesConfig(StrictModel):
 
 
 class RatioConfig(StrictModel):
-    """A share of the bytes moves, the first in the order of the step."""
+    """A share of the bytes is offloaded, the first in the order of the step."""
 
     kind: Literal["ratio"]
 

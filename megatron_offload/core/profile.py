@@ -24,7 +24,7 @@ class GroupProfile(NamedTuple):
     key: GroupKey
     name: str
     num_bytes: int
-    """Bytes that offloading the group copies; zero where it holds nothing worth moving."""
+    """Bytes that offloading the group copies; zero where it holds nothing worth a copy."""
     committed_at_bytes: int = 0
     """When its forward ended, by the clock of `StepProfile.backward_at_bytes`."""
     needs: tuple[GroupKey, ...] = ()

@@ -88,10 +88,10 @@ Packed: TypeAlias = SavedTensor | SavedWrapper | _Saved
 
 @dataclass(eq=False)
 class AutomaticGroups:
-    """Moves what autograd saves between `begin` and `end`, which may nest.
+    """Offloads what autograd saves between `begin` and `end`, which may nest.
 
     Args:
-        manager: moves the groups. It serves this object alone.
+        manager: offloads the groups. It serves this object alone.
         name: what the groups are called in counters and messages.
         min_tensor_bytes: smaller tensors are kept; None for what the manager's configuration says.
         max_inflight_tensors: most tensors whose device memory is held for their copies; None leaves
@@ -121,7 +121,7 @@ class AutomaticGroups:
     def begin(
         self, name: str | None = None, *, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> None:
-        """Move what is saved from here on, in this thread, until `end`.
+        """Offload what is saved from here on, in this thread, until `end`.
 
         ``name`` is for these groups alone; the others are as in the manager's `begin_chunk`.
         """

@@ -24,8 +24,10 @@ from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.transfers import Transfers
 from megatron_offload.memory.layout import LAYOUTS, TensorLayout, layout_of
 
-_TOO_SMALL = "smaller than what moves (min_tensor_bytes, min_tensor_elements)"
-_IN_PARTS = "made of other tensors, which groups leave whole; OffloadActivations moves parts it can"
+_TOO_SMALL = "smaller than what is offloaded (min_tensor_bytes, min_tensor_elements)"
+_IN_PARTS = (
+    "made of other tensors, which groups leave whole; OffloadActivations offloads parts it can"
+)
 _OF_OTHER_CLASS = "of a class of tensors that doesn't say what it is made of"
 
 _key_of = lru_cache(1 << 16)(GroupKey)  # one object in all steps is quicker to make and to look up

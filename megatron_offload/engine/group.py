@@ -80,7 +80,7 @@ class Lease(weakref.ref["Block"]):
     Attributes:
         free: is called with it once the block has gone; by default, of one whose making was
             interrupted, that does nothing.
-        group: the one that moves the block.
+        group: the one that offloads the block.
         region: the host memory that it has a part of.
         reload: the bulk reload by which it has been reloaded.
         target: what it was reloaded to, where the backend observes that.
@@ -115,7 +115,7 @@ class Block:
         version: version counter of the source when that was saved.
         ready: the event behind its producer, where the program has given one.
         is_kept: whether it was chosen to be kept on the device; None until that is asked.
-        name: under which its bytes are counted: of the group that moves it, or would.
+        name: under which its bytes are counted: of the group that offloads it, or would.
         kept_bytes: what of it is counted as kept on the device.
         address: where the storage lay when it was copied or dropped.
         lease: what it has to free, from its copy to the host on.

@@ -18,7 +18,7 @@ _OPT_OUT_MARKS = ("_do_not_offload", "_TE_do_not_offload", "_is_buffer")
 _SETTING = "offloading_activation"
 
 _everywhere: dict[int, StorageRef] = {}
-"""The storages that no manager moves."""
+"""The storages that no manager offloads."""
 
 
 def mark_everywhere(tensor: torch.Tensor) -> None:
@@ -89,7 +89,7 @@ class Marks:
             self._is_old = True
             return
         if tensor.layout is not torch.strided:
-            return  # it never moves
+            return  # it is never offloaded
         storage = tensor.untyped_storage()
         self._kept[storage._cdata] = self._storages[storage._cdata] = StorageRef(storage)
 

@@ -22,7 +22,7 @@ class Observer:
 
     What takes the device's or the engine's time is reported before and after: ``commits`` and
     ``committed``. While one watches that ``needs_groups``, groups are recorded where nothing
-    would move, too.
+    would be offloaded, too.
     """
 
     needs_groups = True

@@ -258,8 +258,8 @@ class Releases(Reloads):
     # [Note: what something else keeps] To copy that frees nothing: a pipeline schedule holds the
     # input of each chunk until its backward. At the commit other owners are unknown, as the frames
     # of the forward are some. In backward a released storage that is alive at its old address was
-    # never freed: its bytes are taken from there. The block isn't moved in the next step, until it
-    # has no other owner.
+    # never freed: its bytes are taken from there. The block isn't offloaded in the next step,
+    # until it has no other owner.
     def learn_owners(self, group: OffloadGroup) -> None:
         """See, now that backward is here, which blocks something else keeps on the device."""
         others = self.kept_by_others

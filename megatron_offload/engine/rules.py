@@ -1,4 +1,4 @@
-"""What of a chunk's groups moves, and how much of it may be in flight."""
+"""What of a chunk's groups is offloaded, and how much of it may be in flight."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ _UNFOLLOWED: dict[str, dict[str, str]] = {
     },
     "offload_pipeline": {"modules": _ALL_MOVES, "rows": "it knows no numbers over all stages"},
     "operation_groups": {
-        "modules": "set_activation_offloading() says which modules move",
+        "modules": "set_activation_offloading() says which modules are offloaded",
         "recompute": "its operations are fused as they run; leave it out or give ()",
         "rows": "its operations are fused as they run",
         **_BY_RANK,

@@ -1,6 +1,6 @@
 """Offload of a share of the activations, counted in bytes, under a tag.
 
-What something else keeps on the device anyway is neither moved nor counted, and neither is what
+What something else keeps on the device anyway is neither offloaded nor counted, and neither is what
 backward recomputes.
 """
 
@@ -22,7 +22,7 @@ def get_tensor_memory(tensor: torch.Tensor) -> int:
 
 
 class _Tag:
-    """What is known of one tag, and what moves its tensors."""
+    """What is known of one tag, and what offloads its tensors."""
 
     def __init__(self, name: str, manager: PipelineOffloadManager) -> None:
         self.ratio = 0.0
@@ -37,7 +37,7 @@ class _Tag:
         )
 
     def should_offload(self, num_bytes: int) -> bool:
-        """Whether the next block, of this many bytes, moves."""
+        """Whether the next block, of this many bytes, is offloaded."""
         self.seen_bytes += num_bytes
         known_bytes = max(self.seen_bytes, self.total_bytes)
         moves = self.chosen_bytes + num_bytes <= self.ratio * known_bytes

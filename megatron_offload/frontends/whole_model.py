@@ -61,7 +61,7 @@ class OffloadActivations(AroundForwards):
 
     Parameters and buffers are kept (plain buffers where `get_act_offloading_ctx_manager` was given
     them), and so do small tensors and those that are not on the accelerator. Distributed and
-    quantised tensors move part by part.
+    quantised tensors are offloaded part by part.
 
     Args:
         use_pin_memory: page-lock the host memory. Without, copies are slow and block the host.
@@ -262,7 +262,7 @@ makes a context for each step, and pins and learns once all the same."""
 def _allocate(
     context: object, model: nn.Module | None, config: OffloadConfig, *sizes: int
 ) -> AutomaticGroups:
-    """Return what moves the tensors of a context, for as long as that exists."""
+    """Return what offloads the tensors of a context, for as long as that exists."""
     of_model = None if model is None else ref(model)
     settings = (config.model_dump_json(), frozenset(config.model_fields_set))
     key = threading.get_ident(), current_device(config), settings, sizes, of_model

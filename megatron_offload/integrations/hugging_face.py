@@ -27,10 +27,10 @@ from megatron_offload.recompute.patches import Call, PatchStack
 
 
 class OffloadMixin:
-    """Moves what the model saves for backward: ``class OffloadTrainer(OffloadMixin, Trainer)``.
+    """Offloads what the model saves for backward: ``class OffloadTrainer(OffloadMixin, Trainer)``.
 
-    What a step moved stands beside the loss in what the trainer logs. No callback can do this: its
-    methods run before and after a forward and its backward together. Whichever class has them,
+    What a step offloaded stands beside the loss in what the trainer logs. No callback can do this:
+    its methods run before and after a forward and its backward together. Whichever class has them,
     ``compute_loss`` runs inside the context, and so does a model that ``training_step`` calls.
     """
 

@@ -21,7 +21,7 @@ _SPAWNED = (
 
 
 class OffloadCallback(Callback):
-    """Moves what ``training_step`` saves, and logs its sizes every ``log_every_n_steps``.
+    """Offloads what ``training_step`` saves, and logs its sizes every ``log_every_n_steps``.
 
     Args:
         all_counters: whether all counters are logged, as by `StepStats.metrics`.

@@ -235,7 +235,7 @@ def _taking_our_names(original: Callable[[Any], None], self: Any) -> None:
         raise ConfigError(f"offload_modules is a list of names; write [{names!r}]")
     if "layer" in names and self.overlap_moe_expert_parallel_comm:
         raise ConfigError(
-            "'layer' in offload_modules would move nothing: overlap_moe_expert_parallel_comm "
+            "'layer' in offload_modules would offload nothing: overlap_moe_expert_parallel_comm "
             "calls the parts of layers; name those"
         )
     if LAYER_INPUT in names and self.recompute_granularity != "full":
@@ -303,7 +303,7 @@ def _marking(original: Callable[[Any], None], self: Any) -> None:
         if is_whole and not _marked and {*names} != {LAYER_INPUT}:
             _logger.warning(
                 "full recompute keeps nothing but the inputs of layers: of offload_modules %s "
-                "only 'layer_input' moves anything",
+                "only 'layer_input' offloads anything",
                 ", ".join(names),
             )
         marked = ModuleOffload(manager)

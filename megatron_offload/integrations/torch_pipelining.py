@@ -78,18 +78,19 @@ def offload_pipeline(
 ) -> PipelineOffload:
     """Offload what a schedule's stages save, on this rank.
 
-    Each call of ``schedule.step`` is a training step; ``schedule.eval`` moves nothing. The loss is
-    computed outside the last stage, so what it saves is kept on the device: it is needed at once.
+    Each call of ``schedule.step`` is a training step; ``schedule.eval`` offloads nothing. The loss
+    is computed outside the last stage, so what it saves is kept on the device: it is needed at
+    once.
 
     Args:
         schedule: any schedule of ``torch.distributed.pipelining``.
-        config: what moves (``min_tensor_bytes``) and within which bounds.
+        config: what is offloaded (``min_tensor_bytes``) and within which bounds.
         manager: a manager that nothing else uses, in place of ``config``.
 
     Raises:
         IntegrationError: ``schedule`` is none, or is offloaded already.
         ValueError: both ``config`` and ``manager`` are given.
-        ConfigError: ``modules`` are set: a stage moves as a whole.
+        ConfigError: ``modules`` are set: a stage is offloaded as a whole.
     """
     stages = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
     if not callable(getattr(schedule, "step", None)) or any(

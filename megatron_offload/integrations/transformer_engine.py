@@ -195,8 +195,8 @@ def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = Fal
 
     Args:
         *tensors: on the compute stream; None is skipped.
-        offload_base_tensor: accepted for TransformerEngine's sake. Views of one storage move as one
-            here in any case.
+        offload_base_tensor: accepted for TransformerEngine's sake. Views of one storage
+            are offloaded as one here in any case.
     """
     owner = owner_of_hooks()
     if isinstance(owner, _FusedRun):
@@ -213,7 +213,7 @@ def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = Fal
 
 
 def _moves_all() -> bool:
-    """Whether what surrounds this moves all that is saved anyway."""
+    """Whether what surrounds this offloads all that is saved anyway."""
     owner = owner_of_hooks()
     return isinstance(owner, ChunkOffloadHandler) or (
         isinstance(owner, AutomaticGroups) and owner.should_offload is None

@@ -146,7 +146,7 @@ class ChunkOffloadHandler:
     def on_group_commit_forward(
         self, name: Any = UNSAID, forced_released_tensors: Any = UNSAID
     ) -> OffloadGroup | None:
-        """Close a group and issue its copies, if the policy moves it; None where none is open.
+        """Close a group and issue its copies, if the policy offloads it; None where none is open.
 
         Call forms: ``(forced_released_tensors)``, ``(name, forced_released_tensors)``.
         """

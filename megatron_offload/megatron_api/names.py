@@ -47,9 +47,9 @@ _manager = PipelineOffloadManager.get_instance
 class OffloadTensorGroup:
     """Tensors by tag, with an event for their way out and one for their way back.
 
-    For callers that move tensors themselves. ``offload``, whether the group is to be offloaded, is
-    the caller's; ``total_offload_bytes`` and ``total_tensor_count`` are what `update_offload_info`
-    has noted.
+    For callers that offload tensors themselves. ``offload``, whether the group is to be offloaded,
+    is the caller's; ``total_offload_bytes`` and ``total_tensor_count`` are what
+    `update_offload_info` has noted.
     """
 
     def __init__(self, name: str) -> None:

@@ -33,7 +33,7 @@ def print_offload_summary_table(
     if rank_in(process_group) == 0:
         console().print(_bytes_table("Activations offloaded", moved))
         if any(shared):
-            console().print(_bytes_table("Shared with another group, moved once", shared))
+            console().print(_bytes_table("Shared with another group, offloaded once", shared))
 
 
 def _bytes_table(title: str, ranks: Sequence[Mapping[str, int]]) -> Table:

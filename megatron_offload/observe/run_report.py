@@ -31,7 +31,7 @@ CONFIG_NAME, FACTS_NAME, LOG_NAME = "config.yaml", "run.json", "steps.jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSummary:
-    """What a step of one rank has moved, and what memory that took. Sizes in bytes."""
+    """What a step of one rank has offloaded, and what memory that took. Sizes in bytes."""
 
     rank: int
     pp_rank: int = 0

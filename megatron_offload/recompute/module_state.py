@@ -58,7 +58,7 @@ def lasting(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Constants:
-    """Tensors that never move, and must be as they are when this is made."""
+    """Tensors that are never offloaded, and must be as they are when this is made."""
 
     __slots__ = ("_versions", "tensors")
 

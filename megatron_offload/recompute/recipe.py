@@ -7,8 +7,8 @@ bytes, under the same `CallState`, from the same random state.
 
     SavedTensor -> Block -> FunctionRecipe -> Input -> Block of what it is made from
 
-Invariant: before it is bound a recipe keeps no activation alive that can move; from then on it
-keeps the blocks of its inputs, until the last record of its own block has gone.
+Invariant: before it is bound a recipe keeps no activation alive that can be offloaded; from then on
+it keeps the blocks of its inputs, until the last record of its own block has gone.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class FunctionRecipe:
 
     Args:
         again: runs the call, under its own state; what it returns shares memory with no input.
-        parts: what that takes; each activation that can move as an `Input`.
+        parts: what that takes; each activation that can be offloaded as an `Input`.
         output: what it has made.
         unit: the kind of recipe, by which it is counted, configured and planned.
         chunk: whose forward it is, where it is noted.

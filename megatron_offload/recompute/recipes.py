@@ -84,7 +84,7 @@ def _part_of(
 ) -> tuple[Input | torch.Tensor | None, str]:
     """Return a tensor as a part of a recipe, and why it can't be one.
 
-    It is an `Input`, unless it never moves.
+    It is an `Input`, unless it is never offloaded.
     """
     if given.is_inference():
         return None, "an input is of inference mode"  # which counts no versions

@@ -115,7 +115,7 @@ class Report:
                 f"{format_bytes(sums[key])} {why}" for key, why in _DONE.items() if sums[key]
             ]
             reasons += [f"{format_bytes(size)} kept: {why}" for why, size in kept.most_common()]
-            nothing = "nothing in it to move: too small, or kept alive by something else"
+            nothing = "nothing in it to offload: too small, or kept alive by something else"
             rows.append({**sums, "name": name, "reasons": reasons or [nothing]})
         return rows
 

@@ -189,7 +189,7 @@ def test_small_and_unusual_tensors_are_kept_each_with_its_reason(caplog):
     assert stats.offloaded_bytes == 0
     (group,) = stats.by_name.values()
     assert group.kept_bytes_by_reason == {
-        "smaller than what moves (min_tensor_bytes, min_tensor_elements)": 4092,
+        "smaller than what is offloaded (min_tensor_bytes, min_tensor_elements)": 4092,
         "tensors of the layout torch.sparse_coo are kept": 4096,
         "tensors without bytes of their own are kept": 16384 + 32768 + 4096,
         "tensors on meta, where this context serves cpu, are kept": 16384,

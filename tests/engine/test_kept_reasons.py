@@ -77,7 +77,7 @@ def test_what_is_too_small_to_move_is_kept_and_counted_once(limit):
     kept = {name: group.kept_bytes for name, group in stats.items()}
     assert kept == {"small": small.nbytes, "both": 10 * 4, "again": 0}
     (reason,) = stats["small"].kept_bytes_by_reason
-    assert reason == "smaller than what moves (min_tensor_bytes, min_tensor_elements)"
+    assert reason == "smaller than what is offloaded (min_tensor_bytes, min_tensor_elements)"
 
 
 def test_what_is_expanded_counts_by_the_bytes_that_it_has():

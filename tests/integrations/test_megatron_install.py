@@ -129,7 +129,7 @@ def test_names_that_can_move_nothing_under_full_recompute_are_reported(names, me
     model = configured(offload_modules=names, **options)
     note(model)
     note(model)
-    is_said = caplog.text.count("only 'layer_input' moves anything")
+    is_said = caplog.text.count("only 'layer_input' offloads anything")
     assert is_said == (method == "uniform" and "core_attn" in names)
 
 

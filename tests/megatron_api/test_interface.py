@@ -258,9 +258,9 @@ def test_the_table_needs_no_torch_distributed(capsys):
     text = capsys.readouterr().out
     assert "core_attn" in text
     assert "3.50" in text
-    assert "moved once" not in text
+    assert "offloaded once" not in text
     facade.print_offload_summary_table({"a": 1 << 20}, {"a": 2 << 20}, None)
-    assert "moved once" in capsys.readouterr().out
+    assert "offloaded once" in capsys.readouterr().out
 
 
 def test_debug_messages_are_printed_and_only_when_on(manager, monkeypatch, capsys, x):

@@ -236,7 +236,7 @@ def test_groups_are_added_up_and_say_what_moved_and_why_the_rest_was_kept():
     assert (x["name"], x["num_groups"], x["offloaded_bytes"]) == ("x", 4, 3 * GIB)
     moved, recomputed = "3.0 GiB offloaded", "1.0 GiB recomputed in backward"
     assert x["reasons"] == [moved, recomputed, "1.5 GiB kept: more", "1.0 GiB kept: why"]
-    assert y["reasons"] == ["nothing in it to move: too small, or kept alive by something else"]
+    assert y["reasons"] == ["nothing in it to offload: too small, or kept alive by something else"]
 
 
 def test_rows_are_said_in_short_without_the_parts_of_what_goes_as_a_whole():
