@@ -14,7 +14,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from operator import eq
 from threading import get_ident
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -66,6 +66,19 @@ class Forward:
     num_bytes: int = 0
     total_bytes: int = 0
     """Of all its groups."""
+    incomplete: list[tuple[_Later, Any, int]] = field(default_factory=list)
+    """What was saved while a collective was writing it, with its version then."""
+
+
+@dataclass(slots=True, eq=False)
+class _Later:
+    """A record that another takes the place of, once what was saved is complete."""
+
+    saved: Packed
+
+    def unpack(self) -> torch.Tensor:
+        """Return the tensor."""
+        return self.saved.unpack()
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +95,7 @@ class _Saved:
         return self.record.unpack()
 
 
-Packed: TypeAlias = SavedTensor | SavedWrapper | _Saved
+Packed: TypeAlias = SavedTensor | SavedWrapper | _Saved | _Later
 """What a pack hook has returned."""
 
 
@@ -162,6 +175,7 @@ class AutomaticGroups:
             take_off_all(self.manager.transfers)  # of a call inside that an interrupt has cut short
             forward.chunk.close_group(forward.name)
         else:
+            self._record_complete(forward, is_over=True)
             self._commit(forward)
         forward.chunk.recipes.clear()  # they hold what they are bound to
         if self.watch is not None and not self._forwards:
@@ -221,6 +235,14 @@ class AutomaticGroups:
             return SavedTensor(tensor, self.name)
         if self._is_full(forward):  # not before: a kernel may fill what it saves behind that
             self._commit(forward)
+        self._record_complete(forward)
+        return self._record(forward, tensor)
+
+    def _record(self, forward: Forward, tensor: torch.Tensor) -> Packed:
+        if hasattr(tensor, "trigger_wait") and not is_opted_out(tensor):
+            later = _Later(SavedTensor(tensor, self.name))
+            forward.incomplete.append((later, tensor, tensor._version))
+            return later
         if is_wrapper(tensor) and not is_opted_out(tensor):
             alias = hollow(tensor)
             if alias is not None:
@@ -236,6 +258,20 @@ class AutomaticGroups:
         forward.num_bytes += saved.layout.num_bytes
         forward.total_bytes += saved.layout.num_bytes
         return _Saved(self, group, saved)
+
+    def _record_complete(self, forward: Forward, *, is_over: bool = False) -> None:
+        """Record what was saved before a collective had written it, once the program has waited.
+
+        What is left at the forward's end is counted as kept.
+        """
+        incomplete, forward.incomplete = forward.incomplete, []
+        for later, tensor, version in incomplete:
+            if getattr(tensor, "completed", False) and tensor._version == version:
+                later.saved = self._record(forward, tensor.elem)
+            elif is_over:
+                forward.chunk.count_kept(forward.name, tensor)
+            else:
+                forward.incomplete.append((later, tensor, version))
 
     def _is_full(self, forward: Forward) -> bool:
         num_tensors, num_bytes = forward.num_tensors, forward.num_bytes

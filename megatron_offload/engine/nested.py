@@ -55,7 +55,7 @@ def first_tensor(
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether a tensor can be taken apart: a subclass with parts that is no parameter.
 
-    A tensor that some collective is still writing isn't: its parts are not there yet.
+    A tensor that some collective is writing isn't: its part may not be there yet.
     """
     kind = type(tensor)
     return (
