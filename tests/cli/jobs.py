@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 
+import yaml
 from processes import run_python
 
+from megatron_offload.cli.main import main
 from megatron_offload.cli.source import SourceOptions, load_source
+from megatron_offload.config import OffloadConfig
 
 SMALL = """\
 model:
@@ -62,3 +65,13 @@ def run_without(words, *absent):
     )
     done = run_python("-c", program)
     return done.returncode, done.stdout, done.stderr
+
+
+def plan(*words):
+    """Return the status of the command ``plan``."""
+    return main(["plan", *map(str, words)])
+
+
+def rows_in(printed):
+    """Return the rows that were printed to be pasted."""
+    return OffloadConfig(**yaml.safe_load(printed.splitlines()[-1])).rows
