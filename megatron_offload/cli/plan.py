@@ -179,8 +179,9 @@ def _show_found(given: Given, folder: Path) -> int:
         elif given.most_slowdown_percent is not None:
             place = stage.within(given.most_slowdown_percent)
         if place is None:
-            text = f"does not fit: no plan of stage {stage.name} is known to fit"
-            out.print(text, style="bold red")
+            why = "is known to fit" if targets else "takes so little time"
+            text = f"no plan of stage {stage.name} {why}"
+            out.print(f"does not fit: {text}" if targets else text, style="bold red")
             return 1
         chosen.append(place)
     verdict, fits = _verdict(found, chosen, targets)

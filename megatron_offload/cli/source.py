@@ -253,7 +253,7 @@ def _read_machine(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict) or not found.get("gpus"):
         raise ConfigError(
             f"{path} holds no bandwidths of GPUs; where there are some, run: megatron-offload "
-            "doctor --output FILE; without --machine those of four H200s count"
+            "doctor --output FILE; without --machine those of the description or its GPU count"
         )
     profile = validate(MachineProfile, found, f"{path}: profile")
     return profile.machine().model_dump(exclude_unset=True)

@@ -70,10 +70,11 @@ class FoundStage(StrictModel):
         sizes = self.needed_bytes() if self.bare_bytes else []
         return next((place for place, size in enumerate(sizes) if size <= target_bytes), None)
 
-    def within(self, most_percent: float) -> int:
-        """Return the last plan of those before the first that takes longer than it may."""
+    def within(self, most_percent: float) -> int | None:
+        """Return the last plan of those before the first that takes longer than it may, if any."""
         slow = (x for x, plan in enumerate(self.plans) if plan.percent > most_percent)
-        return max(0, next(slow, len(self.plans)) - 1)
+        num_quick = next(slow, len(self.plans))
+        return num_quick - 1 if num_quick else None
 
 
 class Alternative(StrictModel):
@@ -167,8 +168,9 @@ def read_frontier(folder: Path) -> RunFrontier:
     """Read what a run has left; `ConfigError` where it has found no rows, or left none."""
     path = folder if folder.name == NAME or folder.is_file() else folder / NAME
     if not os.path.lexists(path):
+        what = f"holds no {NAME}" if folder.is_dir() else "doesn't exist"
         raise ConfigError(
-            f"{folder} holds no {NAME}: where rows are found the trainer leaves it in run.output, "
+            f"{folder} {what}: where rows are found the trainer leaves {NAME} in run.output, "
             "a Megatron job with --offload-report, others by offload.save_report(FOLDER)"
         )
     return read_model(RunFrontier, path)

@@ -251,7 +251,7 @@ def test_bandwidths_come_from_the_doctor_s_file_and_keys_win(tmp_path, model):
     [
         ((), "give one described job, NAME, a FILE"),
         (("MODEL", "--from", "EMPTY"), "beside a run's folder there are .*, not a job"),
-        (("--from", "/nowhere"), "/nowhere holds no frontier.json"),
+        (("--from", "/nowhere"), "/nowhere doesn't exist: where rows are found"),
         (("--from", "EMPTY"), "holds no frontier.json"),
         (("/nowhere.yaml",), "can't read /nowhere.yaml"),
         (("MODEL", "--set", "model.layrs=3"), "did you mean 'layers'"),

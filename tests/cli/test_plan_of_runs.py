@@ -97,6 +97,14 @@ def test_a_run_that_has_left_no_plans_or_wrong_ones_is_refused(tmp_path, capsys,
         assert str(tmp_path / "frontier.json") in capsys.readouterr().err
 
 
+def test_a_limit_that_no_plan_keeps_is_status_1(tmp_path, capsys):
+    (stage,) = found_run(tmp_path).stages
+    changes = {"plans": stage.plans[1:], "followed": 0}  # nothing isn't among them
+    found_run(tmp_path, stages=(stage.model_copy(update=changes),))
+    assert plan("--from", tmp_path, "--most-slowdown-percent", "0.5") == 1
+    assert capsys.readouterr().out == "no plan of stage 0 takes so little time\n"
+
+
 def test_where_memory_was_not_known_no_target_is_answered(tmp_path, refused, prints):
     (stage,) = found_run(tmp_path).stages
     found_run(tmp_path, stages=(stage.model_copy(update={"bare_bytes": 0}),))
