@@ -18,6 +18,7 @@ from torch import nn
 from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.saved_tensor import changed_in_place
 from megatron_offload.errors import StateError
+from megatron_offload.model_map.module_hooks import is_own_hook
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _UNREAD = frozenset(vars(nn.Module())) - {"training", *_TABLES}
@@ -184,8 +185,16 @@ class ModuleState:
 
         Raises:
             InPlaceModificationError: a parameter was changed in place since.
-            StateError: a buffer was, of which nothing is known; or a parameter has no memory now.
+            StateError: a buffer was, of which nothing is known; a parameter has no memory now; or a
+                part was given hooks, which would run with it.
         """
+        for own in self._tables[1 : len(self._tables) // 4]:
+            for hooks in (own["_forward_hooks"], own["_forward_pre_hooks"]):
+                if hooks and not all(map(is_own_hook, hooks.values())):
+                    raise StateError(
+                        f"a part of {path} was given hooks since its forward, which would run "
+                        f"again with it; leave {unit!r} out of recompute"
+                    )
         self._given.check(f"a parameter of {path}", unit)
         copies = dict[int, Any]()
         if not self.is_unchanged():

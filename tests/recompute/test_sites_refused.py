@@ -141,6 +141,17 @@ def test_a_site_with_hooks_inside_is_kept_and_says_so_once(caplog):
     assert len(seen) == 3
 
 
+def test_a_part_that_is_given_a_hook_before_its_rerun_is_an_error():
+    net = make_net()
+    context = around(net, "layer")
+    take_steps(net, context)  # in the first of which its bits are proven
+    with context:
+        loss = net(torch.randint(50, (2, 8))).square().mean()
+    net.layers[0].mlp.register_forward_hook(lambda module, args, output: 3 * output)
+    with pytest.raises(StateError, match=r"a part of layers\.0 was given hooks since its forward"):
+        loss.backward()
+
+
 def test_a_site_inside_a_checkpoint_of_the_user_is_left_to_him():
     def make():
         net = make_net()
