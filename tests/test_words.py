@@ -45,7 +45,7 @@ def found_in(text):
 
 def files():
     """Return the package's sources and the pages, by names in the checkout."""
-    found = PACKAGE.rglob("*.py")
+    found = (path for kind in ("*.py", "*.html", "*.js") for path in PACKAGE.rglob(kind))
     sources = [path for path in found if not any(one in path.as_posix() for one in EXEMPT)]
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     return sorted(path.relative_to(ROOT).as_posix() for path in (*sources, *pages))

@@ -235,16 +235,17 @@ class AutomaticGroups:
             return SavedTensor(tensor, self.name)
         if self._is_full(forward):  # not before: a kernel may fill what it saves behind that
             self._commit(forward)
-        self._record_complete(forward)
+        if forward.incomplete:
+            self._record_complete(forward)
         return self._record(forward, tensor)
 
     def _record(self, forward: Forward, tensor: torch.Tensor) -> Packed:
-        if hasattr(tensor, "trigger_wait") and not is_opted_out(tensor):
-            later = _Later(SavedTensor(tensor, self.name))
-            forward.incomplete.append((later, tensor, tensor._version))
-            return later
-        if is_wrapper(tensor) and not is_opted_out(tensor):
-            alias = hollow(tensor)
+        if type(tensor) is not torch.Tensor and not is_opted_out(tensor):
+            if hasattr(tensor, "trigger_wait"):
+                later = _Later(SavedTensor(tensor, self.name))
+                forward.incomplete.append((later, tensor, tensor._version))
+                return later
+            alias = hollow(tensor) if is_wrapper(tensor) else None
             if alias is not None:
                 return SavedWrapper(tensor, alias, self.pack)
         group = forward.group

@@ -37,8 +37,8 @@ async function draw(box) {
   box.lastElementChild.replaceWith(own);
   const canvas = box.querySelector("canvas");
   canvas.style.touchAction = "pan-y"; // up and down a finger scrolls the page
-  const tell = (event) => canvas.dispatchEvent(new PointerEvent("pointermove", event));
-  canvas.addEventListener("pointerdown", tell, true); // Vega must know which part a finger is on
+  const show = (event) => canvas.dispatchEvent(new PointerEvent("pointermove", event));
+  canvas.addEventListener("pointerdown", show, true); // Vega must know which part a finger is on
   found.view.addEventListener("click", (event, mark) => pick(mark?.datum?.rank));
 }
 
