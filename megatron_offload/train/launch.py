@@ -131,6 +131,8 @@ def _rank_main(rank: int, ignores: bool, refusals: Any, place: dict[str, Any], w
     parent = multiprocessing.parent_process()
     if parent is None or not parent.is_alive():
         return
+    if what[1] == "cpu":  # libraries by which megatron-core would run kernels that need a GPU
+        sys.modules.update(dict.fromkeys(("transformer_engine", "apex")))  # type: ignore[arg-type]
     try:
         train_runs(*what, rank=rank, **place)
     except ConfigError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from processes import run_python
+from processes import ROOT, run_python
 from training_runs import be_the_rank, words
 
 from megatron_offload.cli import main as cli
@@ -12,10 +12,13 @@ from megatron_offload.cli import main as cli
 @pytest.fixture(scope="session")
 def compared(tmp_path_factory):
     """A comparison in which all kinds of things happen, and what it printed; read-only."""
-    output = tmp_path_factory.mktemp("compared") / "run"
+    folder = tmp_path_factory.mktemp("compared")
+    output = folder / "run"
+    for name in ("transformer_engine", "apex"):  # as where a GPU's libraries are installed
+        (folder / f"{name}.py").write_text("raise RuntimeError('a GPU is needed')")
     settings = ("offload.fraction=0.5", "run.trace_step=3", "run.steps=4")
     command = ("-m", "megatron_offload", "compare", *words(output, *settings)[1:])
-    done = run_python(*command, OMP_NUM_THREADS="1")
+    done = run_python(*command, path=(ROOT, folder), OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout + done.stderr
     return output, done.stdout
 
