@@ -16,6 +16,7 @@ from megatron_offload.memory.storage_ref import StorageRef
 
 _OPT_OUT_MARKS = ("_do_not_offload", "_TE_do_not_offload", "_is_buffer")
 _SETTING = "offloading_activation"
+_Parameter = torch.nn.Parameter
 
 _everywhere: dict[int, StorageRef] = {}
 """The storages that no manager offloads."""
@@ -49,8 +50,9 @@ def _has_mark(tensor: torch.Tensor) -> bool:
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a parameter: of a plain one known without torch's own, slow check."""
-    return type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter)
+    """Whether a tensor is a parameter: of plain ones known without torch's own, slow check."""
+    kind = type(tensor)
+    return kind is _Parameter or (kind is not torch.Tensor and isinstance(tensor, _Parameter))
 
 
 def is_opted_out(tensor: torch.Tensor) -> bool:

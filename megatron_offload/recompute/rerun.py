@@ -10,9 +10,9 @@ import torch
 from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.recompute.proof import sums_of
 
-Form = tuple[torch.Size, torch.dtype, bool]
-"""Of a saved tensor, and whether it is a parameter or a view of one: that is kept, as what a rerun
-saves in its place would keep memory that is to be freed."""
+Form = tuple[torch.Size, torch.dtype] | None
+"""Of a saved tensor; None of a parameter or a view of one: that is kept, as what a rerun saves in
+its place would keep memory that is to be freed."""
 
 
 class Enough(BaseException):
@@ -39,15 +39,15 @@ class Rerun:
         """Keep a tensor that is saved; the pack hook."""
         made, kept, number = self.made, tensor, len(self.made)
         num_left = len(self.expected) - number - 1
-        is_own = num_left >= 0 and self.expected[number][2]
-        self.forms.append((tensor.shape, tensor.dtype, is_own))
-        if is_own:
+        if num_left >= 0 and self.expected[number] is None:
+            self.forms.append(None)
             made.append(None)
         else:
-            is_constant = not tensor.requires_grad and tensor.is_leaf
-            is_constant = is_constant and (tensor.is_floating_point() or tensor.is_complex())
+            dtype = tensor.dtype
+            self.forms.append((tensor.shape, dtype))
+            has_gradients = dtype.is_floating_point or dtype.is_complex
             kept = tensor.detach()
-            made.append((kept, tensor._version, is_constant))
+            made.append((kept, tensor._version, has_gradients and not tensor.requires_grad))
         if num_left <= 0:
             if self.proves and num_left == 0:
                 self.at_last_save = sums_of(made)

@@ -227,11 +227,11 @@ class SiteCall(ModuleCall):
     @graph_break
     def pack(self, tensor: torch.Tensor) -> list[Any] | SavedTensor:
         """Return a number in place of a saved tensor, in a list; the pack hook."""
-        number, base = len(self._forms), tensor._base
-        is_own = is_parameter(tensor) or (base is not None and is_parameter(base))
-        self._forms.append((tensor.shape, tensor.dtype, is_own))
-        if is_own:
+        if is_parameter(tensor) or ((base := tensor._base) is not None and is_parameter(base)):
+            self._forms.append(None)
             return SavedTensor(tensor, self.site.path)
+        number = len(self._forms)
+        self._forms.append((tensor.shape, tensor.dtype))
         num_bytes = tensor.nbytes if tensor.layout is torch.strided else 0
         self._num_bytes += num_bytes
         if self.proves and num_bytes and torch._C._has_storage(tensor):
@@ -352,7 +352,7 @@ class TriedCall(SiteCall):
     @graph_break
     def pack(self, tensor: torch.Tensor) -> SavedTensor:
         """Return a record of a saved tensor; the pack hook."""
-        self._forms.append((tensor.shape, tensor.dtype, False))
+        self._forms.append((tensor.shape, tensor.dtype))
         return SavedTensor(tensor, self.site.path)
 
     _fail = ModuleCall._refuse
