@@ -162,7 +162,6 @@ class ReportedSearch(MegatronSearch):
             if moved or stats.recomputed_bytes:
                 again = format_bytes(stats.recomputed_bytes)
                 does += f", recomputes {again}, pins {format_bytes(pinned)} on the host"
-            does += self.said and f"; {self.said.removeprefix('megatron-offload: ')}"
             console().print(f"megatron-offload: a step of rank 0 {does}")
 
 
