@@ -75,3 +75,80 @@ def test_a_llama_with_adapters_keeps_its_bits(kind, dtype):
     assert_same_bits(expected(dtype), take_steps(model, context))
     context.end_step()
     assert any(group.recomputed_bytes for group in context.last_step.by_name.values())
+
+
+class Last(nn.Module):
+    """A layer in which a frozen product is the last, and of which something is done."""
+
+    def __init__(self, end):
+        super().__init__()
+        self.first, self.base, self.end = nn.Linear(8, 8), nn.Linear(8, 8), end
+        self.adapter = Adapter(self.first)
+        self.base.requires_grad_(False)
+
+    def forward(self, x):
+        x = self.first(x).tanh()
+        return self.end(self.base(x), self.adapter, x)
+
+
+class Lasts(nn.Module):
+    def __init__(self, end):
+        super().__init__()
+        self.layers = nn.ModuleList(Last(end) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def catch(product, adapter, x):
+    try:
+        x = product * 1
+    except BaseException:  # noqa: BLE001 - whatever comes
+        x = x * 2
+    return adapter(x)
+
+
+ENDS = {
+    "left out": (3, lambda product, adapter, x: product + adapter(x)),
+    "its form": (3, lambda product, adapter, x: product + adapter(x.to(product.dtype))),
+    "saved": (6, lambda product, adapter, x: product.sin() * adapter(x)),
+    "argument": (6, lambda product, adapter, x: adapter(torch.where(x > 0, product, x))),
+    "compared": (6, lambda product, adapter, x: adapter(x * (product != 1))),
+    "item": (6, lambda product, adapter, x: adapter(product[:2] + x[:2])),
+    "caught": (6, catch),
+}
+"""By name how often three layers compute their frozen products in a step, and what they do then."""
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_frozen_product_is_computed_again_only_where_it_is_needed(end, monkeypatch):
+    num_products, function = ENDS[end]
+    frozen, product = [], nn.Linear.forward
+
+    def compute(layer, x):
+        if not layer.weight.requires_grad:
+            frozen.append(layer)
+        return product(layer, x)
+
+    monkeypatch.setattr(nn.Linear, "forward", compute)
+
+    def run(**settings):
+        torch.manual_seed(0)
+        model, found = Lasts(function), []
+        context = contextlib.nullcontext()
+        if settings:
+            config = OffloadConfig(policy="modules", **settings)
+            context = get_act_offloading_ctx_manager(model, config=config, min_offload_size=1)
+        for _ in range(4):
+            frozen.clear()
+            with context:
+                loss = model(torch.randn(4, 8)).square().mean()
+            loss.backward()
+            found += [loss, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        return found
+
+    expected = run()
+    assert_same_bits(expected, run(recompute=["layer"]))
+    assert len(frozen) == num_products
