@@ -18,7 +18,7 @@ import os
 import bench_peers
 import bench_peers_worker
 from bench_peers_modes import MODES
-from bench_peers_table import HEAD, STEADY, is_bitwise, last_loss, returned, rows, table
+from bench_peers_table import HEAD, STEADY, returned, rows, table
 from processes import ROOT, run_python
 
 from megatron_offload.backends import cuda
@@ -32,34 +32,25 @@ def parse(*arguments):
     return bench_peers.parse_arguments([*arguments, "--output", "out"])
 
 
-def entry(rank, step_ms=100.0, allocated=30 * GIB, reserved=32 * GIB, held=0, **more):
+def entry(rank, step_ms=100.0, allocated=30, reserved=32, held=0, **more):
+    """Return what a rank has measured; sizes in GiB."""
+    sizes = {"allocated": allocated * GIB, "reserved": reserved * GIB}
     return {
         "rank": rank,
         "step_ms": step_ms,
         "losses": [None, None] if rank == 0 else [(1.5).hex(), (1.25).hex()],
         "gradient_hashes": ["aa", "bb"],
-        "peak_allocated_bytes": allocated,
-        "peak_reserved_bytes": reserved,
-        "overall_peak_allocated_bytes": allocated,
-        "overall_peak_reserved_bytes": reserved,
-        "pinned_bytes": held,
-        "torch_pinned_bytes": None,
-        "held_bytes": held,
-        "d2h_bytes": held,
-        "h2d_bytes": held,
+        "held_bytes": held * GIB,
         "device": "a device",
         "versions": {"torch": "2"},
+        **{f"{ever}peak_{x}_bytes": sizes[x] for x in sizes for ever in ("", "overall_")},
         **more,
     }
 
 
-def record(mode, *ranks, repetition=0):
-    run = {"mode": mode, "repetition": repetition, "status": "ok", "error": None}
+def record(mode, *ranks, repetition=0, status="ok", error=None):
+    run = {"mode": mode, "repetition": repetition, "status": status, "error": error}
     return run | {"ranks": list(ranks)}
-
-
-def failed(mode, status, error, repetition=0):
-    return {"mode": mode, "repetition": repetition, "status": status, "error": error}
 
 
 def report_of(runs):
@@ -168,11 +159,12 @@ def test_r_is_the_drop_of_the_peak_over_what_the_host_holds():
 def test_rows_compare_with_none_of_the_same_repetition():
     runs = [
         record("none", entry(0, 100.0), entry(1, 90.0)),
-        record("ours-five", entry(0, 105.0, 28 * GIB, 31 * GIB, 2 * GIB), entry(1, 110.0)),
-        record("ours-five", entry(0, 240.0, 27 * GIB, 30 * GIB, 2 * GIB), entry(1), repetition=1),
+        record("ours-five", entry(0, 105.0, 28, 31, 2), entry(1, 110.0)),
+        record("ours-five", entry(0, 240.0, 27, 30, 2), entry(1), repetition=1),
         record("none", entry(0, 200.0), entry(1, 190.0), repetition=1),
+        record("te", entry(0), entry(1, gradient_hashes=["xx", "bb"])),
     ]
-    none0, _, ours0, ours1 = rows(runs)
+    none0, _, ours0, ours1, *others = rows(runs)
     assert (none0["ratio"], none0["r_allocated"]) == (1.0, None)
     assert ours0["ratio"] == pytest.approx((1.1 + 1.2) / 2)
     assert ours0["step_ms"] == pytest.approx((110 + 240) / 2)
@@ -180,38 +172,32 @@ def test_rows_compare_with_none_of_the_same_repetition():
     assert (ours0["r_allocated"], ours0["r_reserved"]) == (1.0, 0.5)
     assert ours0["loss"] == ours1["loss"] == (1.25).hex()
     assert (ours1["rank"], ours0["bitwise"]) == (1, True)
+    assert [row["bitwise"] for row in others] == [True, False], "one step differs"
 
 
-def test_one_differing_step_is_not_bitwise():
-    none = record("none", entry(0), entry(1))
-    other = record("te", entry(0), entry(1, gradient_hashes=["xx", "bb"]))
-    assert [is_bitwise(other, none, rank) for rank in (0, 1)] == [True, False]
-    assert [row["bitwise"] for row in rows([none, other])] == [True, True, True, False]
-    assert last_loss(other) == (1.25).hex()
+LINK = {"link_gbps": {"d2h": 50.0, "h2d": 60.0, "both_d2h": 40.0, "both_h2d": 30.0}}
 
 
-def test_failures_are_rows_and_never_the_end():
-    runs = [
-        record("none", entry(0)),
-        failed("trl", "failed", "rank 0: not installed"),
-        failed("te", "timed out", "after 120 s"),
-    ]
-    found = rows(runs)
-    assert [row["mode"] for row in found] == ["none", "trl", "te"]
-    text = table(report_of(runs))
-    assert "trl: failed: rank 0: not installed" in text
-    assert "te: timed out: after 120 s" in text
-
-
-def test_the_table_shows_counters_and_every_column():
+def test_the_table_shows_every_column_the_link_where_it_was_measured_and_failures():
+    examined = {**LINK, "gbps": {"d2h": 45.0, "h2d": None}, "stall_us": {"W2": 1500.0}}
     counters = dict.fromkeys(STEADY[:-3], 3)
-    runs = [record("none", entry(0)), record("ours-five", entry(0, 101.0, held=GIB, **counters))]
-    lines = table(report_of(runs)).splitlines()
+    runs = [
+        record("none", entry(0, **LINK)),
+        record("ours-five", entry(0, 101.0, held=1, **counters, **examined)),
+        record("trl", status="failed", error="rank 0: not installed"),
+        record("te", status="timed out", error="after 120 s"),
+    ]
+    assert [row["mode"] for row in rows(runs)] == ["none", "ours-five", "trl", "te"]
+    lines = [" ".join(line.split()) for line in table(report_of(runs)).splitlines()]
     head = next(line for line in lines if line.startswith("mode"))
     assert all(name in head for name in HEAD)
     ours = next(line for line in lines if line.startswith("ours-five"))
     assert "+1.00%" in ours
     assert " yes " in ours
+    assert "none 0 50.00 60.00 40.00 30.00 - - -" in lines
+    assert "ours-five 0 50.00 60.00 40.00 30.00 45.00 - W2 1.5" in lines
+    assert lines[-2:] == ["trl: failed: rank 0: not installed", "te: timed out: after 120 s"]
+    assert "GB/s" not in table(report_of([record("none", entry(0))]))
 
 
 def test_files_are_complete_after_every_mode(tmp_path):
@@ -230,21 +216,26 @@ def test_the_traces_of_a_mode_take_the_place_of_older_ones(tmp_path):
     assert {path.name: path.read_text() for path in folder.iterdir()} == {"trace_0.json": "new"}
 
 
-def run_script(tmp_path, monkeypatch, script, *arguments):
+CRASH = "import os, sys, time\nif os.environ['RANK'] == '0': time.sleep(60)\nsys.exit('boom')"
+
+
+@pytest.mark.parametrize(
+    ("script", "limit", "found"),
+    [
+        (CRASH, "60", ("failed", "rank 1: boom")),
+        ("import time; time.sleep(60)", "0.5", ("timed out", "after 0.5 s")),
+    ],
+)
+def test_a_crash_or_a_hang_is_a_record(tmp_path, monkeypatch, script, limit, found):
     worker = tmp_path / "worker.py"
     worker.write_text(script)
     monkeypatch.setattr(bench_peers, "WORKER", worker)
     monkeypatch.setattr(bench_peers, "GRACE_S", 0.2)
-    options = parse("--shape", "tiny", "--device", "cpu", "--modes", "none", *arguments)
+    options = parse(*["--shape", "tiny", "--device", "cpu", "--modes", "none", "--timeout"], limit)
     options.output = tmp_path / "out"
-    return bench_peers.ModeRun(options, options.specs[0], 0).finish()
-
-
-def test_a_crash_is_a_record_with_its_last_line(tmp_path, monkeypatch):
-    script = "import os, sys, time\nif os.environ['RANK'] == '0': time.sleep(60)\nsys.exit('boom')"
-    found = run_script(tmp_path, monkeypatch, script)
-    assert (found["status"], found["error"]) == ("failed", "rank 1: boom")
-    assert found["seconds"] < 30
+    run = bench_peers.ModeRun(options, options.specs[0], 0).finish()
+    assert (run["status"], run["error"]) == found
+    assert run["seconds"] < 30
 
 
 def test_a_mode_waits_until_it_is_let_go(tmp_path, monkeypatch):
@@ -268,11 +259,6 @@ def test_the_end_of_a_process_that_is_done_is_not_waited_for(tmp_path):
     assert process.poll() is None
     process.kill()
     process.wait()
-
-
-def test_a_hang_is_a_record(tmp_path, monkeypatch):
-    found = run_script(tmp_path, monkeypatch, "import time; time.sleep(60)", "--timeout", "0.5")
-    assert found["status"] == "timed out"
 
 
 def test_other_modes_steps_of_warm_up_do_not_count_as_held():
@@ -306,9 +292,6 @@ def test_the_whole_model_s_settings_reach_it():
     assert mode.manager.config.prefetch_bytes == 2**30
 
 
-LINK = {"d2h": 50.0, "h2d": 60.0, "both_d2h": 40.0, "both_h2d": 30.0}
-
-
 def test_the_link_is_measured_each_way_alone_and_both_ways_at_once(monkeypatch):
     device = SimulatedConfig(d2h_gbps=20, h2d_gbps=10, check_hazards=False)
     monkeypatch.setattr(cuda, "CudaBackend", lambda: SimulatedBackend(device))
@@ -318,16 +301,6 @@ def test_the_link_is_measured_each_way_alone_and_both_ways_at_once(monkeypatch):
     # The simulated link is as quick both ways at once as alone.
     expected = {"d2h": 20, "h2d": 10, "both_d2h": 20, "both_h2d": 10}
     assert found == pytest.approx(expected)
-
-
-def test_the_table_shows_the_link_where_it_was_measured():
-    link = {"link_gbps": LINK}
-    examined = entry(0, held=GIB, **link, gbps={"d2h": 45.0, "h2d": None}, stall_us={"W2": 1500.0})
-    text = table(report_of([record("none", entry(0, **link)), record("ours-all", examined)]))
-    last = [" ".join(line.split()) for line in text.splitlines()[-2:]]
-    assert last[0] == "none 0 50.00 60.00 40.00 30.00 - - -"
-    assert last[1] == "ours-all 0 50.00 60.00 40.00 30.00 45.00 - W2 1.5"
-    assert "GB/s" not in table(report_of([record("none", entry(0))]))
 
 
 SCRIPT = ROOT / "benchmarks" / "measure_layers.py"
