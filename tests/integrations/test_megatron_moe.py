@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import random
 import sys
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -18,13 +20,11 @@ pytest.importorskip("megatron.core")
 from megatron.core.transformer.moe import token_dispatcher
 from moe_programs import (
     MEGATRONS,
-    NUM_LOCAL_EXPERTS,
     form_of,
     megatrons,
     outcome,
     random_case,
     random_indices,
-    train,
 )
 
 from megatron_offload.errors import IntegrationError
@@ -143,34 +143,20 @@ def test_megatrons_own_step_makes_the_host_wait_four_times_and_this_one_never():
 # In the place of Megatron's.
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"moe_router_dtype": "fp32"},
-        {"moe_router_dtype": "fp64"},
-        {"moe_router_dtype": "fp32", "moe_expert_capacity_factor": 1.0},
-    ],
-    ids=["fp32", "fp64", "dropping"],
-)
-def test_training_has_the_bits_of_megatrons_own(settings, monkeypatch):
-    expected = train(**settings)
-    calls = []
-    step = megatron_moe.indices_to_multihot
+def test_installed_megatron_s_manager_takes_this_step(monkeypatch):
+    indices, probs, num_experts, weights = random_case(random.Random(0), repeats=False)
+    expected = outcome(megatrons, indices, probs, num_experts, weights)
+    step = mock.Mock(wraps=megatron_moe.indices_to_multihot)
+    monkeypatch.setattr(megatron_moe, "indices_to_multihot", step)
 
-    def counted(*args):
-        calls.append(args)
-        return step(*args)
+    def by_the_manager(indices, probs, num_experts):
+        manager = SimpleNamespace(num_local_experts=num_experts)
+        return DeepepManager._indices_to_multihot(manager, indices, probs)
 
     megatron_moe.install()
-    monkeypatch.setattr(megatron_moe, "indices_to_multihot", counted)
-    found = train(**settings)
-    assert len(calls) == 3 * 2, "three layers, two steps"
-    assert {num_experts for *_, num_experts in calls} == {NUM_LOCAL_EXPERTS}
-    assert any((indices == -1).any() for indices, *_ in calls)
-    assert any(tensor.abs().max() > 0 for tensor in expected)
-    assert [form_of(tensor.detach()) for tensor in found] == [
-        form_of(tensor.detach()) for tensor in expected
-    ]
+    step.reset_mock()  # it is tried first
+    assert outcome(by_the_manager, indices, probs, num_experts, weights) == expected
+    step.assert_called_once()
 
 
 def test_uninstall_puts_back_what_was_found():
