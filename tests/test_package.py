@@ -147,12 +147,6 @@ def test_the_package_runs_as_a_module(tmp_path):
     assert result.stdout == f"megatron-offload {megatron_offload.__version__}\n"
 
 
-def test_without_a_command_the_help_is_printed(prints):
-    printed = prints()
-    assert printed.startswith("usage: megatron-offload")
-    assert all(name in printed for name in cli.COMMANDS)
-
-
 def test_training_says_in_one_line_what_to_install_where_megatron_is_missing(tmp_path):
     program = (
         f"{WITHOUT_MEGATRON}from megatron_offload.cli.main import main\n"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from programs import in_group, make_config, make_manager, make_model
-from test_trace import values_of
+from programs import in_group, make_config
 from virtual_clock import Tick
 
 from megatron_offload.backends.base import Wait
@@ -65,22 +64,6 @@ def test_virtual_times_are_exact():
     assert trace.duration_us == 1368
     assert trace.stall_us == {"W2": 512, "W4": 256}
     assert trace.stall_us["W2"] == backend.stall_us[Wait.W2]
-
-
-def test_a_group_without_a_backward_of_its_start_is_left_by_the_next():
-    manager = make_manager(prefetch_bytes=0)
-    model = make_model(layers=2)
-    with trace_step(manager) as trace, manager.step():
-        losses = []
-        for _ in range(2):
-            manager.begin_chunk()
-            x = torch.ones(16, 32)  # needs no gradient: the first group's start has no backward
-            for block in model:
-                x = block(x, manager)
-            losses.append(x.square().mean())
-        for loss in losses:
-            loss.backward()
-    assert values_of(trace, ByteCount.LIVE)[-1] < max(values_of(trace, ByteCount.LIVE)) / 2
 
 
 class Timed:

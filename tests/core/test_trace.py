@@ -170,16 +170,6 @@ def test_a_traced_step_is_the_same_step(timing, inflight_bytes):
     assert max(values_of(trace, ByteCount.HELD)) <= max(values_of(trace, ByteCount.LIVE))
 
 
-def test_the_manager_is_left_as_it_was():
-    manager = make_manager()
-    with pytest.raises(ZeroDivisionError), trace_step(manager) as trace, manager.step():
-        raise ZeroDivisionError
-    assert trace == StepTrace()
-    results, _ = traced_step(manager)
-    assert_same(run_step(make_model(), None, ORDER), results)
-    assert manager.observers == []
-
-
 def test_a_recompute_that_fails_does_not_go_on_in_what_follows():
     manager, failing = make_manager(backend_type=Untimed), []
 

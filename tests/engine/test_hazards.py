@@ -13,7 +13,6 @@ from programs import (
     ORDER,
     TIMINGS,
     check_steps,
-    make_config,
     make_manager,
     make_model,
     run_step,
@@ -21,9 +20,6 @@ from programs import (
 
 import megatron_offload
 from megatron_offload.backends.base import Wait
-from megatron_offload.backends.simulated import SimulatedBackend
-from megatron_offload.config import SimulatedConfig
-from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.recompute.proof import Proof
 
 ENGINE_WAITS = [wait for wait in Wait if wait is not Wait.W3]
@@ -73,17 +69,3 @@ def test_every_wait_of_the_engine_is_made_at_one_place():
     assert {name: len(found) for name, found in places.items()} == {
         wait.name: 1 for wait in ENGINE_WAITS
     }
-
-
-@pytest.mark.parametrize("timing", TIMINGS)
-def test_a_device_that_is_not_watched_gives_the_same_bits(timing):
-    # Without its notes some calls are left out, as on a real device.
-    config = make_config(timing, max_inflight_bytes=8 * KIB, prefetch_bytes=8 * KIB)
-    quiet = SimulatedConfig(copy_timing=timing, check_hazards=False, poison=False)
-    backend = SimulatedBackend(quiet)
-    assert not backend.observes
-    manager = PipelineOffloadManager(config, backend=backend)
-    model = make_model()
-    for seed in range(4):
-        check_steps(model, manager, ORDER, seed=seed)
-    assert manager.last_step.reloaded_bytes > 0

@@ -9,8 +9,8 @@ import pytest
 import torch
 from processes import run_python
 from programs import assert_same, make_config, make_manager
+from test_compile import Layer
 from torch import nn
-from zoo import Mlp
 
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.frontends.modules import offload_modules
@@ -36,19 +36,9 @@ WAYS = pytest.mark.parametrize(
 )
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.mlp = Mlp()
-        self.output = nn.Linear(32, 8)
-
-    def forward(self, x):
-        return self.output(self.mlp(x))
-
-
 def make_model():
     torch.manual_seed(0)
-    return nn.Sequential(Model())
+    return nn.Sequential(Layer(32))
 
 
 def gradients(model):
@@ -77,11 +67,11 @@ def test_a_copy_of_a_marked_model_is_unmarked(duplicate):
     assert num_groups(twin, model) == 4
 
 
-class Owner(Model):
+class Owner(Layer):
     """A module that holds what moves its tensors."""
 
     def __init__(self, context):
-        super().__init__()
+        super().__init__(32)
         self.context = context
 
     def forward(self, x):
@@ -163,7 +153,7 @@ def test_a_saved_model_needs_nothing_of_this_package(tmp_path):
 
 @WAYS
 def test_a_context_that_follows_rows_of_a_model_can_be_copied(duplicate):
-    layers = nn.ModuleList(Model() for _ in range(2))
+    layers = nn.ModuleList(Layer(32) for _ in range(2))
     rows = [{"site": "mlp", "offload": "all"}]
     context = get_act_offloading_ctx_manager(
         nn.ModuleDict({"layers": layers}), config=make_config(rows=rows), min_offload_size=0

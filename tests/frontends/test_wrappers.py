@@ -258,35 +258,26 @@ def test_what_marked_groups_leave_whole_is_counted(kind, mesh):
     assert manager.last_step.offloaded_bytes == 0
 
 
-def test_float8_tensors_of_torchao_are_reloaded_as_they_were():
+def test_tensors_of_torchao_are_reloaded_as_they_were():
     pytest.importorskip("torchao")
     from torchao.float8.float8_training_tensor import Float8TrainingTensor, LinearMMConfig
-
-    data = torch.randn(64, 64).to(torch.float8_e4m3fn)
-    offload = make_offload(**TIGHT)
-    back = saved_and_back(
-        offload,
-        lambda: Float8TrainingTensor(
-            data.clone(), torch.tensor(2.0), torch.float32, LinearMMConfig()
-        ),
-    )
-    assert (type(back), back._scale) == (Float8TrainingTensor, 2.0)
-    assert torch.equal(back._data.view(torch.uint8), data.view(torch.uint8))
-    assert offload.last_step.offloaded_bytes >= data.nbytes
-
-
-def test_nf4_tensors_of_torchao_are_reloaded_as_they_were():
-    pytest.importorskip("torchao")
-    from torchao.quantization import NF4Tensor, to_nf4
+    from torchao.quantization import to_nf4
 
     full = torch.randn(64, 64)
-    expected = to_nf4(full, 64, 1)
-    offload = make_offload(**TIGHT)
-    back = saved_and_back(offload, lambda: to_nf4(full, 64, 1))
-    assert type(back) is NF4Tensor
-    assert torch.equal(back.quantized_data, expected.quantized_data)
-    assert torch.equal(back.get_original_weight(), expected.get_original_weight())
-    assert offload.last_step.offloaded_bytes > 0
+
+    def float8():
+        data = full.to(torch.float8_e4m3fn)
+        return Float8TrainingTensor(data, torch.tensor(2.0), torch.float32, LinearMMConfig())
+
+    for make, read in (
+        (float8, lambda x: (x._data.view(torch.uint8), x._scale)),
+        (lambda: to_nf4(full, 64, 1), lambda x: (x.quantized_data, x.get_original_weight())),
+    ):
+        offload, expected = make_offload(**TIGHT), make()
+        back = saved_and_back(offload, make)
+        assert type(back) is type(expected)
+        assert_same(read(expected), read(back))
+        assert offload.last_step.offloaded_bytes > 0
 
 
 def nested(layout, read):

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import mmap
-import os
-import platform
-from pathlib import Path
 
 import programs
 import pytest
@@ -40,25 +36,6 @@ def make_manager(**settings):
             },
         )
     )
-
-
-def node_of_page(address):
-    """Return the memory node that a page lies on, as move_pages(2) tells it."""
-    status = ctypes.c_int(-1)
-    page = ctypes.c_void_p(address)
-    number = {"x86_64": 279, "aarch64": 239}[platform.machine()]
-    result = ctypes.CDLL(None).syscall(
-        ctypes.c_long(number),
-        ctypes.c_int(0),
-        ctypes.c_ulong(1),
-        ctypes.byref(page),
-        None,
-        ctypes.byref(status),
-        ctypes.c_int(0),
-    )
-    if result != 0:
-        pytest.skip("the kernel doesn't tell where a page lies")
-    return status.value
 
 
 class Layer(torch.nn.Module):
@@ -223,20 +200,4 @@ def test_a_program_whose_pins_all_fail_is_kept_on_the_device(monkeypatch):
         assert manager.last_step.offloaded_bytes == 0
         assert manager.last_step.num_unpinnable_blocks > 0
         assert_nothing_left(manager)
-    manager.close()
-
-
-def test_pinned_memory_lies_on_the_device_s_node():
-    manager = make_manager()
-    address = cuda._pci_address(torch.cuda.current_device())
-    path = Path(f"/sys/bus/pci/devices/{address}/numa_node")
-    node = int(path.read_text()) if path.exists() else -1
-    if node < 0:
-        pytest.skip("the machine has one memory node, or doesn't say which is the device's")
-    before = os.sched_getaffinity(0)
-    region = manager.backend.empty_host(64 * MIB)
-    assert {node_of_page(region.data_ptr() + offset) for offset in range(0, 64 * MIB, MIB)} == {
-        node
-    }
-    assert os.sched_getaffinity(0) == before
     manager.close()

@@ -209,11 +209,3 @@ def test_a_context_that_is_closed_leaves_no_hooks(settings, num_steps):
             net(torch.randint(50, (2, 8)))
     modules = [*net.modules(), *other.modules()]
     assert not any(x._forward_hooks or x._forward_pre_hooks for x in modules)
-
-
-def test_an_empty_list_of_rows_keeps_all():
-    net = make_net()
-    context = around(net, [])
-    take_steps(net, context)
-    assert {*(name for layer in net.layers for name in layer.hooks_seen)} == {type(None)}
-    assert context.last_step.num_groups == 0
