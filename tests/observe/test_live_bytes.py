@@ -1,5 +1,7 @@
 """The meter counts storages, once each, for as long as they really live."""
 
+import gc
+
 import torch
 
 from megatron_offload.observe.live_bytes import LiveActivationMeter
@@ -35,6 +37,22 @@ def test_parameters_are_no_activations_nor_is_what_was_swapped_away():
     assert meter.live_bytes == 0
 
 
+def test_saved_tensors_count_while_only_autograd_holds_them():
+    meter = LiveActivationMeter()
+    x = kib().requires_grad_()
+    with meter:
+        y = (x * 2).exp().exp()
+    del y
+    gc.collect()
+    assert meter.live_bytes == 0
+    with meter:
+        y = (x * 2).exp().exp().sum()
+    assert meter.live_bytes == 2 * KIB, "the outputs of both exp"
+    y.backward()
+    assert meter.live_bytes == 0
+    assert meter.peak_bytes == 2 * KIB
+
+
 def test_an_emptied_storage_counts_again_once_it_is_filled():
     meter = LiveActivationMeter()
     tensor, other = kib(2), kib()
@@ -46,3 +64,17 @@ def test_an_emptied_storage_counts_again_once_it_is_filled():
     tensor.untyped_storage().resize_(2 * KIB)
     meter.observe(kib())
     assert meter.peak_bytes == 4 * KIB
+
+
+def test_a_new_peak_starts_at_what_is_alive():
+    meter = LiveActivationMeter()
+    kept = kib()
+    meter.observe(kept)
+    meter.observe(kib(3))
+    assert meter.peak_bytes == 4 * KIB
+    meter.reset_peak()
+    assert meter.peak_bytes == KIB
+    del kept
+    for _ in range(50):  # a reused address is a new storage
+        meter.observe(kib())
+    assert (meter.live_bytes, meter.peak_bytes) == (0, KIB)
