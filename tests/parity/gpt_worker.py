@@ -43,13 +43,11 @@ CHANGING = [None, (4, 16), (6, 16), None, (4, 32), (2, 16), (4, 16)]
 ODD = [None, (3, 16), (5, 16), (1, 16), None, (3, 32), (3, 16)]
 
 CASES = {
-    "pp1": ({"layers": 2}, 1, 1, ATTENTION, ODD, "late"),
     "pp1-mlp": ({"layers": 2, **SWIGLU}, 1, 1, MLP, ODD, "random"),
     "pp2": (FOUR, 2, 1, BOTH, ODD, "late"),
     "pp2-vpp2-two-layers-a-chunk": ({"layers": 8}, 2, 2, ATTENTION, CHANGING, "random"),
     "pp2-vpp4-one-layer-a-chunk": ({"layers": 8}, 2, 4, BOTH, CHANGING, "random"),
     "pp2-vpp4-whole-layers": ({"layers": 8}, 2, 4, ["layer"], CHANGING, "late"),
-    "pp2-whole-layers": (FOUR, 2, 1, ["layer"], ODD, "eager_d2h_late_h2d"),
     "pp2-patterns": (FOUR, 2, 1, PATTERNS, ODD, "late_d2h_eager_h2d"),
     "tied-dropout": (
         {**FOUR, "tied_embeddings": True, "dropout": 0.2},
@@ -71,10 +69,6 @@ CASES = {
     "recompute-norms": (
         *({**FOUR, **SELECTIVE, "recompute_modules": ["layernorm"]}, 2, 1),
         *(BOTH, ODD, "late"),
-    ),
-    "recompute-mlp": (
-        *({**DROPS, "bias": False, **SELECTIVE, "recompute_modules": ["mlp"]}, 2, 1),
-        *([*ATTENTION, "mlp_fc1"], ODD, "random"),
     ),
     "half-of-each-chunk": (FOUR, 2, 2, BOTH, CHANGING, "late"),
     "rows": ({**DROPS, "layers": 8}, 2, 2, ["core_attn"], CHANGING, "random"),
