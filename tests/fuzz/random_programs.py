@@ -9,17 +9,25 @@ from __future__ import annotations
 import random
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 from programs import KIB, TIMINGS, assert_nothing_left, make_manager
-from random_ops import OPS, RECIPES, ROWS, WIDTH
+from random_parts import ROWS, SIMPLE, WIDTH
 from traps import InjectedError, RaiseInBackward, broken_backend
 
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.recompute.recipes import recomputable
+
+RECIPES = [
+    lambda x, weight: F.layer_norm(x, (WIDTH,), weight[0]),
+    lambda x, weight: F.dropout(F.gelu(x * weight[1]), 0.3),
+    lambda x, weight: (x + weight[2]).cos(),
+    lambda x, weight: (x * weight[:ROWS]).t(),
+]
 
 
 @dataclass
@@ -29,14 +37,14 @@ class Remade:
     functions: list
     uses: list
 
-    def __call__(self, x, weight):
+    def __call__(self, s, x):
         result = x
         for function, is_used in zip(self.functions, self.uses, strict=True):
-            y = recomputable(function, x, weight)
+            y = recomputable(function, x, s.weight)
             x = y.reshape(ROWS, WIDTH)
             if is_used:
                 result = result * y.exp().reshape(ROWS, WIDTH) + x.sum()
-        return result + F.linear(x, weight)
+        return result + F.linear(x, s.weight)
 
 
 @dataclass
@@ -58,7 +66,7 @@ class Segment:
 def make_segment(rng, depth=0):
     group = rng.choice([None, "a", "b", "c"])
     segment = Segment(
-        ops=[(rng.choice(OPS), rng.randrange(4)) for _ in range(rng.randint(1, 3))],
+        ops=[(rng.choice(SIMPLE), rng.randrange(4)) for _ in range(rng.randint(1, 3))],
         group=group,
         commit_late=rng.random() < 0.3,
         as_tuple=rng.random() < 0.2,
@@ -312,7 +320,8 @@ class Program:
         try:
             for op, index in segment.ops:
                 # Values stay tame: what is compared is bits, and NaN would hide them.
-                x = torch.tanh(op(x, weights[index]))
+                made = op(SimpleNamespace(weight=weights[index], number=index), x)
+                x = torch.tanh(made.reshape(x.shape))
                 if segment.holds:
                     self._held.append(x.detach())
             for inner in segment.inner:
