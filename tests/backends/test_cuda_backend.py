@@ -111,21 +111,18 @@ def test_what_is_let_go_is_unpinned_one_by_one(pause_s, num_left, backend, runti
     assert len(runtime.pinned) == num_left
 
 
-def test_a_failed_pin_says_why_and_leaves_no_error_behind(runtime):
+def test_a_failed_pin_says_why_and_neither_it_nor_a_failed_unpin_leaves_an_error_behind(runtime):
     runtime.answer = ALREADY_REGISTERED
     with pytest.raises(RuntimeError, match="8192 bytes of host memory failed: the reason of 712"):
         cuda._PinnedPages(8 * KIB).pin()
     gc.collect()
     assert runtime.last_error == 0, "the next kernel would raise"
-
-
-def test_a_failed_unpin_leaves_no_error_behind(runtime):
-    pages = cuda._PinnedPages(8 * KIB)
+    runtime.answer, pages = 0, cuda._PinnedPages(8 * KIB)
     pages.pin()
     runtime.pinned.clear()
     del pages
     gc.collect()
-    assert runtime.last_error == 0, "the next kernel would raise"
+    assert runtime.last_error == 0
 
 
 @pytest.mark.parametrize("num_bytes", [1 << 62, 1 << 63, 1 << 70])
@@ -305,8 +302,6 @@ def test_memory_is_that_of_all_pools_of_the_backends_own_device(backend, monkeyp
 
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", stats)
     assert backend.memory() == DeviceMemory(10, 30, 20, 5)
-
-
-def test_before_anything_was_allocated_there_is_nothing(backend, monkeypatch):
+    # Before anything was allocated.
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: {})
     assert backend.memory() == DeviceMemory()

@@ -59,14 +59,7 @@ def test_rows_are_refused_where_hooks_would_lose_what_layers_note_on_weights():
             refuse_rows([row], configured(), notes=True)
 
 
-def test_rows_may_name_the_layers_that_predict_further_tokens():
-    row = RowConfig(site="mlp", layers=4, recompute=True)
-    refuse_rows([row], configured(mtp_num_layers=1), notes=False)
-    with pytest.raises(ConfigError, match="there are layers 0 to 3"):
-        refuse_rows([row], configured(mtp_num_layers=None), notes=False)
-
-
-ACT = {"site": "moe_act", "recompute": True}
+ACT, MLP_AGAIN = ({"site": site, "recompute": True} for site in ("moe_act", "mlp"))
 NO_EXPERTS, FP8 = {"moe_grouped_gemm": False}, {"moe_grouped_gemm": True, "fp8": "hybrid"}
 
 
@@ -79,6 +72,8 @@ NO_EXPERTS, FP8 = {"moe_grouped_gemm": False}, {"moe_grouped_gemm": True, "fp8":
         (ACT, NO_EXPERTS, "where experts are grouped"),
         (ACT, {**FP8, "recompute_modules": []}, "want 'moe_act' in recompute_modules"),
         (ACT, {**FP8, "recompute_modules": ["moe_act"]}, ""),
+        ({**MLP_AGAIN, "layers": 4}, {"mtp_num_layers": 1}, ""),  # which predicts further tokens
+        ({**MLP_AGAIN, "layers": 4}, {"mtp_num_layers": None}, "there are layers 0 to 3"),
     ],
 )
 def test_what_megatron_s_layers_cannot_do_is_refused(row, settings, said):

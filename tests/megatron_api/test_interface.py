@@ -78,18 +78,6 @@ def test_front_doors_take_the_documented_manager_too():
 # Groups
 
 
-def test_layers_are_exact_and_move(manager, x, weight):
-    begin(manager)
-    y = layer(layer(layer(x, weight), weight), weight)
-    y.sum().backward()
-    manager.reset(process_group=None)
-    assert_exact(x, weight)
-    assert manager.last_step.offloaded_bytes > 0
-    assert manager.offload_summary_bytes.keys() == {"mlp"}
-    assert manager.offload_summary_total_bytes == manager.offload_summary_bytes["mlp"]
-    assert not any(manager.state_of().values())
-
-
 @pytest.mark.parametrize("wrap", [tuple, list])
 def test_group_functions_take_tuples_and_lists(manager, x, wrap):
     begin(manager)

@@ -59,16 +59,6 @@ def span(region):
     return start, start + region.tensor.nbytes
 
 
-def test_the_smallest_piece_that_is_large_enough_is_cut(backend):
-    pool = make(backend)
-    sizes = (8 * KIB, 512, 2 * KIB, 512, 4 * KIB, 512)
-    regions = [pool.allocate(size) for size in sizes]
-    places = [span(region) for region in regions]
-    for index in (0, 2, 4):
-        pool.free(regions[index], None)
-    assert span(pool.allocate(3 * KIB))[0] == places[4][0]
-
-
 # The cap, and pinning that fails.
 
 

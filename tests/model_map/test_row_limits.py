@@ -101,20 +101,6 @@ def test_layers_of_another_chunk_that_has_no_rows_let_the_clock_go_too():
     assert manager.last_step.reloaded_bytes == 8 * 2 * 2 * 8 * 4 * WIDTH * 4
 
 
-def test_the_clock_goes_by_layers_without_rows():
-    """What the first layers offload is freed before the others end, and reloaded before its use."""
-    net = make_net(num_layers=12)
-    context = around(net, [{"site": "mlp", "layers": "0-3", "offload": "all"}])
-    in_flight = []
-    net.head.register_forward_hook(lambda *_: in_flight.append(context.manager.window.num_inflight))
-    take_steps(net, context, (8,) * 5)
-    context.end_step()
-    assert in_flight[-1] == 0
-    stats = context.last_step.by_name["mlp"]
-    assert stats.offloaded_bytes == stats.reloaded_bytes > 0
-    assert stats.kept_bytes == stats.num_late_reloads == 0
-
-
 LONG = {
     "offload": {"site": "mlp", "offload": "all", "min_tokens": 20},
     "the largest": {"site": "mlp", "offload": 2, "min_tokens": 20},

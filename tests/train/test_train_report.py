@@ -65,15 +65,6 @@ def test_the_written_configuration_is_the_one_that_was_given(compared):
     assert written.run.output == compared[0]
 
 
-def test_a_single_run_has_a_report_too(compared, tmp_path):
-    folder = shutil.copytree(compared[0] / "with_offload", tmp_path / "alone")
-    found = report.read_report(folder)
-    assert found.findings is None
-    assert found.facts.num_steps == 4
-    assert found.memory[0].by_rank[0].without is None
-    assert report.write_page(folder).read_text().count('<figure class="timeline"') == 2
-
-
 def test_on_a_gpu_reserved_memory_and_time_are_reported(folder):
     for name in ("without_offload", "with_offload"):
         path = folder / name / "run.json"

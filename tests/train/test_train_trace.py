@@ -17,18 +17,6 @@ pytestmark = pytest.mark.skipif(
 ONE_RANK = ("parallel.pipeline=1", "parallel.virtual=1", "run.steps=5", "offload.enabled=true")
 
 
-@pytest.mark.slow  # how soon it settles goes by the machine's own time
-def test_a_run_that_ends_before_it_has_converged_says_so(train, tmp_path, caplog):
-    policy = "offload.policy={kind: auto, most_slowdown_percent: 1000}"
-    train(tmp_path, policy, "run.steps=3")
-    lines = (tmp_path / "steps.jsonl").read_text().splitlines()
-    steps = [json.loads(line)["ranks"][0] for line in lines]
-    assert any(step["is_planned_by"] for step in steps)
-    assert all(step["offloaded_bytes"] == 0 for step in steps[:2]), "all is kept that has room"
-    assert "the program has ended before it was found what" in caplog.text
-    assert not (tmp_path / "frontier.json").exists()
-
-
 def test_a_row_of_a_marked_group_offloads_it(train, tmp_path):
     rows = "offload={rows: [{site: qkv_linear, offload: all}], min_tensor_bytes: 0}"
     train(tmp_path, rows, "run.steps=1")
