@@ -130,14 +130,6 @@ def limits(budget):
     return budget.max_inflight_bytes, budget.prefetch_bytes
 
 
-@pytest.mark.parametrize("user", [(500, 600), (500, None), (None, 600), (None, None)])
-def test_each_limit_is_the_users_else_the_default(user):
-    budget, expected = learned_budget(*user), (user[0] or 2000, user[1] or 2000)
-    assert limits(budget) == expected
-    budget.learn(800)
-    assert limits(budget) == expected, "a later step changes no precedence"
-
-
 def test_the_default_is_that_of_steps_since_the_restart_whatever_those_before_have_saved():
     budget = learned_budget()
     budget.begin_step()

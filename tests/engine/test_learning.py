@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from unittest import mock
 
 import pytest
 from programs import (
@@ -21,21 +22,12 @@ ORDER = one_forward_one_backward(8, depth=6)
 
 
 def watch_pins(manager, monkeypatch):
-    """Return two lists that fill with the sizes of slabs pinned, and of what was unpinned."""
-    pinned, unpinned = [], []
-    empty_host, shrink = manager.backend.empty_host, manager.host_pool.shrink
-
-    def watched_empty_host(num_bytes):
-        pinned.append(num_bytes)
-        return empty_host(num_bytes)
-
-    def watched_shrink(keep_bytes=0):
-        unpinned.append(shrink(keep_bytes))
-        return unpinned[-1]
-
-    monkeypatch.setattr(manager.backend, "empty_host", watched_empty_host)
-    monkeypatch.setattr(manager.host_pool, "shrink", watched_shrink)
-    return pinned, unpinned
+    """Return what notes the calls that pin a slab, and those that may unpin some."""
+    places = (manager.backend, "empty_host"), (manager.host_pool, "shrink")
+    calls = [mock.Mock(wraps=getattr(*place)) for place in places]
+    for place, noted in zip(places, calls, strict=True):
+        monkeypatch.setattr(*place, noted)
+    return calls
 
 
 @pytest.mark.sampled
@@ -51,10 +43,10 @@ def test_pinned_memory_follows_when_shapes_change_for_good(monkeypatch, timing):
             assert_same(expected[rows], run_step(model, manager, ORDER, rows=rows))
         used = manager.last_step.peak_host_bytes
         assert used <= pool.stats.slab_bytes_total <= 1.15 * used + 4 * KIB
-        pinned, unpinned = watch_pins(manager, monkeypatch)
+        calls = watch_pins(manager, monkeypatch)
         for _ in range(6):
             assert_same(expected[rows], run_step(model, manager, ORDER, rows=rows))
-        assert (pinned, unpinned) == ([], []), "then the pool is left alone"
+        assert not any(noted.called for noted in calls), "then the pool is left alone"
         settled.setdefault(rows, pool.stats.slab_bytes_total)
     assert settled[8] < 0.6 * settled[16]
     assert settled[16] < 0.6 * settled[32]
@@ -65,11 +57,11 @@ def test_what_is_pinned_remains_where_lengths_vary(monkeypatch):
     draw = random.Random(0)
     for _ in range(4):
         run_step(model, manager, ORDER, rows=32)
-    _, unpinned = watch_pins(manager, monkeypatch)
+    _, shrink = watch_pins(manager, monkeypatch)
     before = manager.host_pool.stats.slab_bytes_total
     for _ in range(40):
         run_step(model, manager, ORDER, rows=draw.randrange(8, 33))
-    assert unpinned == []
+    shrink.assert_not_called()
     assert manager.host_pool.stats.slab_bytes_total < 2 * before
 
 
@@ -79,10 +71,10 @@ def test_slabs_that_pieces_do_not_fill_are_pinned_once(monkeypatch):
     expected = run_step(model, None, ORDER, rows=24)
     for _ in range(2):  # the first had nothing to learn from, so it needed more
         assert_same(expected, run_step(model, manager, ORDER, rows=24))
-    pinned, _ = watch_pins(manager, monkeypatch)
+    pin, _ = watch_pins(manager, monkeypatch)
     for _ in range(20):
         assert_same(expected, run_step(model, manager, ORDER, rows=24))
-    assert pinned == []
+    pin.assert_not_called()
 
 
 def test_a_trim_gives_everything_back_and_the_next_step_is_right(monkeypatch):

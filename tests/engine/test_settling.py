@@ -21,7 +21,6 @@ from programs import (
 from programs import save_in_group as offload
 
 from megatron_offload.engine.block_state import MOVES, BlockState
-from megatron_offload.engine.chunk import READY_MARK
 from megatron_offload.engine.group import Block
 from megatron_offload.errors import InPlaceModificationError, StateError
 
@@ -65,21 +64,6 @@ def test_what_was_emptied_before_the_groups_end_is_kept():
 
 
 # What something else keeps.
-
-
-def test_an_event_behind_one_of_several_tensors_says_nothing_of_the_others():
-    manager, chunk, group = open_group()
-    x, y = torch.randn(KIB), torch.randn(KIB)
-    of_x = [chunk.pack(group, x)]
-    event = manager.backend.record(manager.backend.compute_stream())
-    part = x[16:]
-    for told in (part, y):
-        setattr(told, READY_MARK, (told._version, event))
-    of_x.append(chunk.pack(group, part))
-    of_y = chunk.pack(group, y)
-    assert of_x[0].block is of_x[1].block
-    assert of_x[0].block.ready is None
-    assert of_y.block.ready is event
 
 
 def step(manager, *, holder=None, change=None):

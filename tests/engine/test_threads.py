@@ -6,7 +6,6 @@ And graphs that die between any two lines or in another thread, or outlive an ab
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -85,14 +84,6 @@ def test_what_a_thread_has_left_when_it_ended_blocks_no_other(context):
     other, _ = run(context)
     loss.backward()
     other.backward()
-
-
-def test_another_thread_may_run_the_backward(context):
-    loss, model = run(context)
-    in_thread(loss.backward)
-    expected, plain = run(torch.enable_grad())
-    expected.backward()
-    assert_same([p.grad for p in plain.parameters()], [p.grad for p in model.parameters()])
 
 
 def test_marked_groups_belong_to_one_thread():
@@ -212,26 +203,6 @@ def test_a_graph_may_die_between_any_two_lines(timing, offset):
         old.clear()
         assert_nothing_left(manager)
         check_tiling(manager.host_pool)
-
-
-def test_graphs_may_die_in_another_thread_while_a_step_runs():
-    model, manager = make_model(), make_manager("random", **SETTINGS)
-    expected = run_step(model, None, ORDER)
-    old = [forward(model, manager) for _ in range(40)]
-    manager.reset()
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        killer = threading.Thread(target=old.clear)
-        killer.start()
-        for _ in range(5):
-            assert_same(expected, run_step(model, manager, ORDER))
-        killer.join()
-    finally:
-        sys.setswitchinterval(interval)
-    manager.reset()
-    assert_nothing_left(manager)
-    check_tiling(manager.host_pool)
 
 
 def test_a_block_that_dies_inside_a_call_is_freed_by_the_next(monkeypatch):

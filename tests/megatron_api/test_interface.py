@@ -266,10 +266,11 @@ def test_debug_messages_are_printed_and_only_when_on(manager, monkeypatch, capsy
 
 def test_the_callback_after_warm_up_learns_and_prints(manager, x, weight, capsys):
     begin(manager)
-    layer(x, weight).sum().backward()
+    layer(layer(x, weight), weight).sum().backward()
     manager.post_warmup_callback()
     text = capsys.readouterr().out
     assert "mlp" in text
+    assert manager.offload_summary_bytes == {"mlp": manager.offload_summary_total_bytes}
     assert manager.learner.profile is not None
     assert format_bytes(manager.offload_summary_bytes["mlp"], 2) in text
     begin(manager)

@@ -16,7 +16,7 @@ from traps import LineTrap
 from megatron_offload.backends.base import Wait
 from megatron_offload.backends.cuda import CudaBackend
 from megatron_offload.config import SimulatedConfig
-from megatron_offload.megatron_api.tensor_pool import GPUTensorPool, HostTensorPool
+from megatron_offload.megatron_api.tensor_pool import HostTensorPool
 from megatron_offload.memory.host_pool import HostPool
 from megatron_offload.memory.layout import ALIGNMENT_BYTES
 
@@ -70,13 +70,6 @@ class HostTensors(Regions):
 
     def memory(self, tensor):
         return tensor
-
-
-class Tensors(HostTensors):
-    """`GPUTensorPool`, which has no cap."""
-
-    def __init__(self, backend):
-        self.pool = GPUTensorPool("cpu")
 
 
 RESOURCES = pytest.mark.parametrize("kind", [Regions, HostTensors])
@@ -187,17 +180,6 @@ def test_memory_freed_before_its_copy_is_over_is_overwritten_after_it(backend, k
     backend.wait(backend.compute_stream(), back, Wait.W4)
     assert bool((target == 7).all())
     assert bool((resource.memory(second) == 8).all())
-
-
-@pytest.mark.parametrize("kind", [Regions, HostTensors, Tensors])
-def test_a_second_free_is_an_error_and_nothing_is_handed_out_twice(backend, kind):
-    resource = kind(backend)
-    handle = resource.allocate(KIB)
-    resource.free(handle)
-    with pytest.raises(ValueError, match="freed before"):
-        resource.free(handle)
-    first, second = (resource.memory(resource.allocate(KIB)) for _ in range(2))
-    assert first.data_ptr() != second.data_ptr()
 
 
 def test_an_interrupt_at_any_line_loses_and_doubles_nothing_that_is_recovered():

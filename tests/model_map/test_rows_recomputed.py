@@ -156,18 +156,6 @@ def test_what_saves_such_outputs_may_be_marked_as_a_group_too():
     assert manager.last_step.by_name["norm"].recomputed_bytes == 4 * 2 * 8 * WIDTH * 4
 
 
-@pytest.mark.parametrize("keeps", [False, True])
-def test_an_output_that_the_program_keeps_is_read_where_it_is(keeps, monkeypatch):
-    net, kept, calls, own = reader_net(), [], [], torch.layer_norm
-    for layer in net.layers if keeps else ():
-        layer.norm.register_forward_hook(ModuleHook(lambda *given: kept.append(given[-1])))
-    context = around(net, NORMS)
-    take_steps(net, context)
-    monkeypatch.setattr(torch, "layer_norm", lambda *given: calls.append(given) or own(*given))
-    take_steps(net, context, (8,))
-    assert len(calls) == 4 * (1 if keeps else 2)
-
-
 @pytest.mark.parametrize("settings", [{}, {"checking": True}], ids=str)
 def test_an_output_of_other_bits_is_said_in_checking_mode(settings, monkeypatch):
     net, is_wrong = reader_net(), []
@@ -243,15 +231,17 @@ def test_what_is_written_to_unseen_between_two_who_save_it_is_an_error_and_not_w
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_what_something_else_keeps_alive_counts_as_refused(keeps):
-    net, kept = readers_net(), []
+def test_an_output_that_something_keeps_is_read_where_it_is_and_is_refused(keeps, monkeypatch):
+    net, kept, calls, own = readers_net(), [], [], torch.layer_norm
     for layer in net.layers if keeps else ():
         layer.norm.register_forward_hook(ModuleHook(lambda *given: kept.append(given[-1])))
     context = around(net, NORMS)
     take_steps(net, context)
+    monkeypatch.setattr(torch, "layer_norm", lambda *given: calls.append(given) or own(*given))
+    take_steps(net, context, (8,))
+    assert len(calls) == 4 * (1 if keeps else 2)
     context.end_step()
     step, num_bytes = context.last_step, 4 * 2 * 8 * WIDTH * 4
     assert step.recomputed_bytes == (0 if keeps else num_bytes)
-    assert step.refused_recipe_bytes == (
-        {"something else keeps it alive": num_bytes} if keeps else {}
-    )
+    refused = {"something else keeps it alive": num_bytes}
+    assert step.refused_recipe_bytes == (refused if keeps else {})

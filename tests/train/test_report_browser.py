@@ -210,5 +210,8 @@ def test_64_ranks_are_there_at_once(browser, many):
     start = time.monotonic()
     look(browser, many, 1440, "light")
     assert time.monotonic() - start < 10
+    text = many.read_text()
+    assert text.count("<option") == 64, "no rank is left out"
+    assert len(text) < 5e6
     height = browser.execute_script("return document.scrollingElement.scrollHeight")
     assert height < 8000, "no 64 timelines one below the other"
