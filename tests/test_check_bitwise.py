@@ -70,12 +70,10 @@ def found(first=None, moved=2**20, offloaded=2**20, left=None, recomputed=2**20,
 
 def run(tmp_path, *arguments, do=None, is_later=False):
     """Run the script; return its exit code, its rows by id, and what it printed."""
-    places = []
+    places = [later()] if is_later else []
     if do is not None:
         (tmp_path / "sitecustomize.py").write_text(PLAN.replace("DO", do))
         places.append(tmp_path)
-    if is_later:
-        places.append(later())
     output = tmp_path / "out"
     words = (*ON_CPU, *arguments, "--output", output)
     result = run_python(check_bitwise.__file__, *words, path=places)

@@ -202,8 +202,6 @@ def test_one_memory_target_is_every_rank_s(target, targets):
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        ("{kind: modules, fraction: 0.5}", "'policy.fraction' of kind 'modules'"),
-        ("{ratio: 0.5}", "'policy' needs a kind, one of modules, ratio"),
         ("{kind: ratio, ratio: 1.5}", "'policy.ratio': .* less than or equal to 1"),
         ("{kind: auto, most_slowdown_procent: 1}", "did you mean 'most_slowdown_percent'"),
         ("{kind: memory_target, memory_target: -1}", "0 or more bytes"),

@@ -47,13 +47,9 @@ def wheel(tmp_path_factory):
     return folder / "installed"
 
 
-def metadata_of(wheel):
-    (folder,) = wheel.glob("*.dist-info")
-    return folder, email.message_from_string((folder / "METADATA").read_text())
-
-
 def test_wheel_and_source_hold_what_a_user_has_of_them_and_ask_for_no_more(wheel):
-    folder, metadata = metadata_of(wheel)
+    (folder,) = wheel.glob("*.dist-info")
+    metadata = email.message_from_string((folder / "METADATA").read_text())
     assert metadata["Version"] == megatron_offload.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
     assert (folder / "licenses" / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()

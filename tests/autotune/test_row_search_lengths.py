@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from itertools import count
 
 import layered_job
 import pytest
@@ -182,20 +183,14 @@ def test_a_forward_that_is_twice_as_long_finds_room(percent):
     job.step(16)
 
 
-def _accumulating(job):
-    """An optimizer's step behind each fourth."""
-    job.number = getattr(job, "number", 0) + 1
-    loss_of(job).backward()
-    if job.number % 4 == 0:
-        job.backend.advance_compute(5000.0)
-
-
 @pytest.mark.parametrize("shift", range(4))
 def test_an_optimizer_s_step_counts_for_neither_kind_of_step(shift):
     job = LayeredJob(0.001, policy=auto(10))
-    job.number = shift
+    number = count(shift + 1)
     job.net.layers[0].requires_grad_(False)  # no gradient says where a backward ends
     while not job.search.is_converged:
-        _accumulating(job)
+        loss_of(job).backward()
+        if next(number) % 4 == 0:
+            job.backend.advance_compute(5000.0)
     first, *_ = job.search._own.tried.values()
     assert first[0].percent == pytest.approx(5.6, abs=2.0)

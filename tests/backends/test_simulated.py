@@ -341,21 +341,6 @@ def test_what_an_interrupt_has_kept_from_being_freed_is_freed_again(monkeypatch)
     assert record.call_count == 2, "once it is free nothing is waited for"
 
 
-def test_empty_regions_are_never_a_hazard():
-    backend = make(on_hazard="raise")
-    empty = empty_device(backend, 0)
-    backend.copy([(backend.empty_host(0), empty)], backend.d2h_stream, "nothing")
-    backend.note_produced(empty, "nothing")
-    backend.note_freed(empty, "nothing", sole_owner=True)
-    assert backend.hazards == []
-
-
-def test_it_owns_plain_cpu_tensors():
-    backend = make()
-    tensors = torch.zeros(2, 3).t(), torch.zeros(2, 3).to_sparse(), torch.empty(2, device="meta")
-    assert [*map(backend.owns, tensors)] == [True, False, False]
-
-
 def test_the_checks_are_small_over_many_steps():
     backend = make("eager", on_hazard="raise")
     slab, source = backend.empty_host(64 * NUM_BYTES), filled(7, 64 * NUM_BYTES)

@@ -118,23 +118,13 @@ def test_what_is_needed_at_once_is_not_offloaded():
     assert manager.last_step.num_cancelled_offloads == manager.last_step.num_late_reloads == 0
 
 
-def learned_budget(*user):
-    """Return a budget whose defaults are 2000 each: an eighth of what a step has saved."""
-    budget = DeviceBudget(*user)
+def test_the_default_is_that_of_steps_since_the_restart_whatever_those_before_have_saved():
+    budget = DeviceBudget()
     for _ in range(20):
         budget.add_saved(800, 800, is_learned=True)
-    return budget
-
-
-def limits(budget):
-    return budget.max_inflight_bytes, budget.prefetch_bytes
-
-
-def test_the_default_is_that_of_steps_since_the_restart_whatever_those_before_have_saved():
-    budget = learned_budget()
     budget.begin_step()
     budget.restart()  # half is recomputed from here on, say
     for _ in range(10):
         budget.add_saved(400, 400, is_learned=True)
     budget.learn(400)
-    assert limits(budget) == (500, 800)
+    assert (budget.max_inflight_bytes, budget.prefetch_bytes) == (500, 800)

@@ -83,10 +83,6 @@ def two_readers_one_writes(group, size=SIZE, view=lambda y: y):
     return [x.grad, w.grad]
 
 
-def written_then_read_as_a_view(group):
-    return two_readers_one_writes(group, SIZE // 2, lambda y: y[1::2])
-
-
 def written_twice(group):
     x = torch.rand(SIZE, requires_grad=True)
     y = group(lambda x: WriteToSaved.apply(x * 2), x)
@@ -157,7 +153,7 @@ def outcome(program, group):
     read_again_in_backward,
     read_after_backward,
     two_readers_one_writes,
-    written_then_read_as_a_view,
+    lambda group: two_readers_one_writes(group, SIZE // 2, lambda y: y[1::2]),
     written_twice,
     parts_with_counters_of_their_own,
     stale_view,
@@ -224,14 +220,9 @@ class Tracker:
         return torch.cat([torch.rand(3), *drawn])
 
 
-@pytest.fixture
-def tracker(monkeypatch):
-    home = types.SimpleNamespace(_CUDA_RNG_STATE_TRACKER=Tracker())
+def test_the_host_and_the_tracker_draw_again_and_go_on_where_they_were(monkeypatch):
+    home = types.SimpleNamespace(_CUDA_RNG_STATE_TRACKER=(tracker := Tracker()))
     monkeypatch.setitem(sys.modules, "megatron.core.tensor_parallel.random", home)
-    return home._CUDA_RNG_STATE_TRACKER
-
-
-def test_the_host_and_the_tracker_draw_again_and_go_on_where_they_were(tracker):
     states = RandomStates({"cpu"})
     assert states.are_current()
     first, generator = tracker.draw(), tracker.states_["graph"]

@@ -280,11 +280,11 @@ def test_every_entry_of_the_backend_is_trapped():
 # A program without marks
 
 
-LIMITS = {"max_inflight_bytes": 8192, "prefetch_bytes": 8192}
-
-
-def check_every_position_without_marks(manager, trap, **which):
-    """Let one step after the other fail, each at the next position; see the two after it."""
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_keyboard_interrupt_at_every_line_without_marks(request, line_trap):
+    """See the two steps after each that has failed."""
+    manager = make_manager("random", max_inflight_bytes=8192, prefetch_bytes=8192)
     offload = OffloadActivations(max_fwd_stash_size=3, min_offload_size=0, manager=manager)
     expected = zoo.train("views", None, steps=1, order="FFBB")
 
@@ -304,15 +304,9 @@ def check_every_position_without_marks(manager, trap, **which):
             return True
         return False
 
-    return traps.check_every_position(trap, step, check, share=0.8, **which)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_a_keyboard_interrupt_at_every_line_without_marks(request, line_trap):
-    stride, manager = request.config.getoption("--every-line"), make_manager("random", **LIMITS)
-    which = {"first": 5 % stride, "stride": stride}
-    assert check_every_position_without_marks(manager, line_trap, **which) > 1000
+    stride = request.config.getoption("--every-line")
+    which = {"share": 0.8, "first": 5 % stride, "stride": stride}
+    assert traps.check_every_position(line_trap, step, check, **which) > 1000
 
 
 class Interrupts:

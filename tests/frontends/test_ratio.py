@@ -52,13 +52,6 @@ class Stack(nn.Module):
         return x.sum()
 
 
-def loss_inside(ratio, stack):
-    """Return the loss of a stack whose forward is inside the context of a tag."""
-    x = torch.full((8,), 0.01, requires_grad=True)
-    with CPUOffload(ratio, "model"):
-        return stack(x)
-
-
 FIRST = [4096, 128, 9000, 512, 2048, 300, 7000, 1024] * 3
 SECOND = [1500, 6000, 256, 256, 12000, 768, 3000] * 3
 
@@ -94,7 +87,8 @@ def test_after_the_first_step_it_is_the_beginning_that_moves():
     CPUOffload(0.3, "model", config(max_inflight_bytes=0, prefetch_bytes=4096))
     model = Stack(sizes)
     for step in range(3):
-        loss = loss_inside(0.3, model)
+        with CPUOffload(0.3, "model"):
+            loss = model(torch.full((8,), 0.01, requires_grad=True))
         groups = manager_of("model").decisions.groups()
         blocks = [b for group in groups for b in group.blocks() if b.num_bytes == 4096]
         moves = [not block.is_kept for block in blocks]

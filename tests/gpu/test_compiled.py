@@ -22,16 +22,13 @@ pytestmark = [
 LAYERS, WIDTH, ROWS, STEPS = 4, 512, 4096, 4
 
 
-def make_layer():
-    wide = 4 * WIDTH
-    return nn.Sequential(
-        nn.LayerNorm(WIDTH), nn.Linear(WIDTH, wide), nn.GELU(), nn.Linear(wide, WIDTH)
-    )
-
-
 def make_model():
     torch.manual_seed(0)
-    return nn.Sequential(*(make_layer() for _ in range(LAYERS))).to("cuda", torch.bfloat16)
+    wide, layers = 4 * WIDTH, nn.Sequential()
+    for _ in range(LAYERS):
+        mlp = nn.Linear(WIDTH, wide), nn.GELU(), nn.Linear(wide, WIDTH)
+        layers.append(nn.Sequential(nn.LayerNorm(WIDTH), *mlp))
+    return layers.to("cuda", torch.bfloat16)
 
 
 def train(model, manager):

@@ -59,7 +59,8 @@ def train(kinds=None, *, checkpoints=False, autocast=False, num_steps=4, **setti
         layer.forward = lambda x, run=layer.forward: checkpoint(run, x, use_reentrant=False)
     found = []
     for number in range(num_steps):
-        x = torch.randn(2, 512 + 128 * (number % 2), 1024, device="cuda", dtype=net_dtype(net))
+        shape = 2, 512 + 128 * (number % 2), 1024
+        x = torch.randn(shape, device="cuda", dtype=net.layers[0].out.weight.dtype)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         with context, torch.autocast("cuda", torch.bfloat16, enabled=autocast):
@@ -72,10 +73,6 @@ def train(kinds=None, *, checkpoints=False, autocast=False, num_steps=4, **setti
         assert context.end_step() or not context.manager.may_record
         assert context.last_step.by_name[kinds[0]].recomputed_bytes > 20 * MIB
     return [*found, torch.cuda.get_rng_state()], peak
-
-
-def net_dtype(net):
-    return net.layers[0].out.weight.dtype
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -213,11 +213,6 @@ class Watch:
         assert not {ref.cdata for ref in self.moved} & {ref.cdata for ref in self.weights}
 
 
-@pytest.fixture
-def watch(monkeypatch):
-    return Watch(monkeypatch)
-
-
 @functools.cache
 def trained(kind, precision, caches=True):
     """Return what a model's steps give without offload."""
@@ -234,9 +229,10 @@ CASES += itertools.product(("transformer", "grouped-linear"), [*PRECISIONS][1:],
 
 
 @pytest.mark.parametrize(("kind", "precision", "caches"), CASES)
-def test_a_whole_model_keeps_its_bits_and_its_weights(kind, precision, caches, watch):
+def test_a_whole_model_keeps_its_bits_and_its_weights(kind, precision, caches, monkeypatch):
     recipe = recipe_of(precision)
     expected = trained(kind, precision, caches)
+    watch = Watch(monkeypatch)
     model = make_model(kind)  # a copy's q, k and v weights don't lie together, and are joined anew
     # Tiny tensors that TransformerEngine keeps for all steps would move in the first alone.
     config = CONFIG.model_copy(update={"min_tensor_bytes": 1024})

@@ -43,7 +43,6 @@ MOVES = {
     "captured-inputs": {"layer_input"},
     **{case: set(groups) for case, groups in ROWS.items()},
 }
-CAPTURED = [case for case in MOVES if "captured" in case]
 BOTH = {"norm", "mlp_act"}
 RECOMPUTED = {
     "none-again": set(),
@@ -101,9 +100,6 @@ def programs(*cases):
     return pytest.mark.parametrize(("run", "case"), pairs)
 
 
-by_run = pytest.mark.parametrize("run", [param(run) for run in RUNS])
-
-
 @programs(*MOVES, *STAYS, *LATER_ONLY, "none", *RECOMPUTED)
 def test_losses_and_gradients_are_those_without_offload_and_nothing_is_left(run, case):
     found = finding(run)["cases"][case]
@@ -114,7 +110,7 @@ def test_losses_and_gradients_are_those_without_offload_and_nothing_is_left(run,
         assert step["reloaded_bytes"] <= step["offloaded_bytes"]
 
 
-@programs(*CAPTURED)
+@programs(*(case for case in MOVES if "captured" in case))
 def test_a_step_of_megatrons_schedule_asks_for_nothing_that_a_capture_forbids(run, case):
     steps = finding(run)["cases"][case]["steps"]
     assert [step["is_captured"] for step in steps] == [False, False, True]
@@ -201,7 +197,7 @@ def test_each_unit_is_recomputed(run, case):
         assert set(step["remade"]) == RECOMPUTED[case]
 
 
-@by_run
+@pytest.mark.parametrize("run", [param(run) for run in RUNS])
 def test_install_patches_every_reference_and_uninstall_restores_exactly(run):
     references = finding(run)["references"]
     assert references["num_shared"] >= 14

@@ -100,12 +100,9 @@ def test_groups_are_named_by_stage_and_evaluation_moves_nothing(schedule):
         assert {key.chunk for key in keys} == {0, 1}, "one chunk for each microbatch"
 
 
-def test_what_is_no_schedule_is_refused():
+def test_a_schedule_alone_is_wrapped_and_once(schedule):
     with pytest.raises(IntegrationError, match="got a Linear"):
         offload_pipeline(nn.Linear(2, 2))
-
-
-def test_a_schedule_is_wrapped_once(schedule):
     offload = offload_pipeline(schedule, manager=make_manager())
     with pytest.raises(IntegrationError, match="wrapped already"):
         offload_pipeline(schedule)

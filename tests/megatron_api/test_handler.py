@@ -109,18 +109,13 @@ def group_by_hand(handler, name="mlp"):
     return group, handler.tensor_push(source), source.clone()
 
 
-def chunk_by_hand(manager, *arguments):
-    manager.init_model_chunk_offload_handler(*(arguments or (1, 0, 0)))
-    handler = manager.cur_forward_chunk()
-    group, record, bits = group_by_hand(handler)
-    handler.on_group_commit_forward([])
-    return handler, group, record, bits
-
-
 def test_the_backward_queue_of_two_stages_is_the_schedule_s(manager):
-    saved = {(stage, i): chunk_by_hand(manager, 2, stage, 0) for stage in (0, 1) for i in (0, 1)}
-    chunks = {key: handler for key, (handler, *_) in saved.items()}
-    popped = []
+    chunks, kept, popped = {}, [], []
+    for stage, number in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        manager.init_model_chunk_offload_handler(2, stage, 0)
+        chunks[stage, number] = handler = manager.cur_forward_chunk()
+        kept.append(group_by_hand(handler))
+        handler.on_group_commit_forward([])
     while manager.front_backward_chunk() is not None:
         front = manager.front_backward_chunk()
         assert manager.pop_backward_chunk() is front is manager.cur_backward_chunk()

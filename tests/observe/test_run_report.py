@@ -16,14 +16,18 @@ from megatron_offload.observe.run_report import save_report
 pytest.importorskip("jinja2")
 
 
-@pytest.fixture
-def offload():
-    """A context in which a step has passed."""
+def make_context():
+    """Return a context in which a step has passed."""
     context = OffloadActivations(config=MOVING)
     with context:
         loss = nn.Sequential(nn.Linear(64, 64), nn.GELU())(torch.randn(64, 64)).sum()
     loss.backward()
     return context
+
+
+@pytest.fixture
+def offload():
+    return make_context()
 
 
 def test_a_context_leaves_its_last_step_and_nothing_of_an_earlier_run(tmp_path, offload):
@@ -45,11 +49,7 @@ def test_a_context_leaves_its_last_step_and_nothing_of_an_earlier_run(tmp_path, 
 
 def test_a_context_that_has_had_no_step_leaves_none_of_an_earlier_one(tmp_path):
     for has_step in (True, False):
-        context = OffloadActivations(config=MOVING)
-        if has_step:
-            with context:
-                loss = nn.Sequential(nn.Linear(64, 64), nn.GELU())(torch.randn(64, 64)).sum()
-            loss.backward()
+        context = make_context() if has_step else OffloadActivations(config=MOVING)
         context.save_report(tmp_path)
         (rank,) = read_report(tmp_path).facts.by_rank
         assert (rank.offloaded_bytes > 0) == has_step

@@ -77,8 +77,8 @@ OUR_NAMES = ["--offload-modules", "core_attn", "mlp_fc1", "decoder.layers.*.mlp"
 
 
 @pytest.fixture(scope="session")
-def paths(tmp_path_factory):
-    """By version, what is beside megatron-core."""
+def launch(tmp_path_factory):
+    """A function that starts the launcher with what is beside a version of megatron-core."""
     folder = tmp_path_factory.mktemp("launcher")
     later, older = folder / "later", folder / "0.16"
     later.mkdir()
@@ -90,11 +90,8 @@ def paths(tmp_path_factory):
     training.mkdir(parents=True)
     for name, text in STAND_IN.items():
         (training / name).write_text(text)
-    return {"0.16": os.environ.get("MEGATRON_LM", older), "later": later}
+    paths = {"0.16": os.environ.get("MEGATRON_LM", older), "later": later}
 
-
-@pytest.fixture(scope="session")
-def launch(paths):
     def run(version, *words, **more):
         env = {name: x for name, x in os.environ.items() if not name.startswith("NVTE_")}
         path = (paths[version], *path_to(version))
