@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from types import SimpleNamespace
 from unittest import mock
 
@@ -82,9 +83,12 @@ def test_a_lost_bit_in_a_reload_makes_compare_say_no(compare, monkeypatch, tmp_p
     assert not re.search(r"\d ms|tokens/s|%", said), "its speed means nothing"
 
 
-def test_measuring_can_be_left_out(compare, tmp_path, capfd):
+def test_measuring_and_the_page_can_be_left_out(compare, monkeypatch, tmp_path, capfd):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
     status, findings = compare("run.measure_live_bytes=false")
-    assert capfd.readouterr().err.count("  the same bits as without") == 3
+    out, err = capfd.readouterr()
+    assert err.count("  the same bits as without") == 3
+    assert re.search(r"^report: left out: .* pip install jinja2$", out, re.MULTILINE)
     assert status == 0
     assert all(findings.values())
     (rank,) = lines(tmp_path / "with_offload")[-1]["ranks"]

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 
 import pytest
 from training_runs import TINY
 
-from megatron_offload.cli import compare, report
+from megatron_offload.cli import report
 from megatron_offload.config import load_yaml
 from megatron_offload.files.strict_model import validate
 from megatron_offload.train.config import TrainConfig
 
 pytest.importorskip("jinja2")
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def folder(compared, tmp_path):
-    """A copy of it to change."""
-    return shutil.copytree(compared[0], tmp_path / "run")
 
 
 def test_compare_ends_with_the_page_and_where_it_is(compared):
@@ -65,7 +58,8 @@ def test_the_written_configuration_is_the_one_that_was_given(compared):
     assert written.run.output == compared[0]
 
 
-def test_on_a_gpu_reserved_memory_and_time_are_reported(folder):
+def test_on_a_gpu_reserved_memory_and_time_are_reported(compared, tmp_path):
+    folder = shutil.copytree(compared[0], tmp_path / "run")
     for name in ("without_offload", "with_offload"):
         path = folder / name / "run.json"
         data = json.loads(path.read_text())
@@ -78,11 +72,3 @@ def test_on_a_gpu_reserved_memory_and_time_are_reported(folder):
     assert [kind.name for kind in found.memory][:2] == ["reserved memory", "allocated memory"]
     assert found.memory[0].highest == (1000, 700)
     assert round(found.step_time_s.change, 3) == 0.25
-
-
-def test_compare_says_why_there_is_no_page(folder, monkeypatch):
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    line = compare._report(folder)
-    assert line.startswith("report: left out: ")
-    assert line.endswith("pip install jinja2")
-    assert "\n" not in line
