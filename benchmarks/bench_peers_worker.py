@@ -287,7 +287,6 @@ def prepared_megatron(*, on_gpu, is_deterministic):
 
             # Some versions ask for it by this name where TransformerEngine is not installed.
             vars(moe_utils).setdefault("te_general_gemm", None)
-            stack.enter_context(megatron_cpu.recompute_without_transformer_engine())
             stack.enter_context(megatron_cpu.cpu_bridges())
         elif is_deterministic:
             torch.use_deterministic_algorithms(True, warn_only=True)

@@ -51,26 +51,15 @@ def cpu_bridges() -> Iterator[None]:
         patches.replace(random, "_set_cuda_rng_state", _STATES["set_rng_state"])
         patches.replace(optimizer, "clip_grad_by_total_norm_fp32", _clip_grads)
         patches.replace(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor)
-        yield
-
-
-@contextlib.contextmanager
-def recompute_without_transformer_engine() -> Iterator[None]:
-    """Let selective recompute of norms run where TransformerEngine is not installed.
-
-    megatron-core's ``CheckpointWithoutOutput`` takes its own default, ``fp8=False``, for "in fp8"
-    and then asks TransformerEngine whether it really is.
-    """
-    from megatron.core.tensor_parallel import random
-
-    def without_fp8(init: Call, self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        self.fp8 = False
-
-    with PatchStack() as patches:
-        if not hasattr(random, "FP8GlobalStateManager"):
+        if not hasattr(random, "FP8GlobalStateManager"):  # there is no TransformerEngine
             patches.wrap(random.CheckpointWithoutOutput, "__init__", without_fp8)
         yield
+
+
+def without_fp8(init: Call, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Take the default, ``fp8=False``, for what it says, and don't ask TransformerEngine."""
+    init(self, *args, **kwargs)
+    self.fp8 = False
 
 
 def _view(module: types.ModuleType, **overrides: Any) -> types.ModuleType:

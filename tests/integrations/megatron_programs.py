@@ -324,15 +324,12 @@ def check_references():
 def one_process():
     from megatron.core import parallel_state
 
-    from megatron_offload.integrations.megatron_cpu import (
-        cpu_bridges,
-        recompute_without_transformer_engine,
-    )
+    from megatron_offload.integrations.megatron_cpu import cpu_bridges
 
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         try:
-            with overlapping(), recompute_without_transformer_engine(), cpu_bridges():
+            with overlapping(), cpu_bridges():
                 parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
                 yield
                 parallel_state.destroy_model_parallel()

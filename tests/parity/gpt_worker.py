@@ -17,7 +17,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_offload.autotune import layers
 from megatron_offload.files.strict_model import validate
-from megatron_offload.integrations.megatron_cpu import recompute_without_transformer_engine
 from megatron_offload.machine.job_ranks import gather
 from megatron_offload.train.config import ModelConfig, TrainConfig
 from megatron_offload.train.launch import open_process_group
@@ -137,7 +136,7 @@ def run(name, device, *, enabled):
     model, _, virtual, _, steps, _ = CASES[name]
     settings = {key: x for key, x in model.items() if key not in ModelConfig.model_fields}
     results, moved = [], 0
-    with recompute_without_transformer_engine(), open_model_parallel(config, device):
+    with open_model_parallel(config, device):
         dp_rank = parallel_state.get_data_parallel_rank()
         with open_offload(config) as manager:
             chunks = build_chunks(config, device, **settings)

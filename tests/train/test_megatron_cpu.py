@@ -10,10 +10,7 @@ pytest.importorskip("megatron.core")
 import megatron.core.tensor_parallel.random as megatron_random
 from megatron.core.tensor_parallel import checkpoint, get_cuda_rng_tracker
 
-from megatron_offload.integrations.megatron_cpu import (
-    cpu_bridges,
-    recompute_without_transformer_engine,
-)
+from megatron_offload.integrations.megatron_cpu import cpu_bridges
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="bridges are for CPUs only")
 
@@ -42,12 +39,12 @@ def dropout(x):
 
 
 def test_everything_is_restored_after_an_error_too():
-    with cpu_bridges(), recompute_without_transformer_engine():
+    with cpu_bridges():
         seed(1)
     before = snapshot()
 
     def fail_inside():
-        with cpu_bridges(), recompute_without_transformer_engine():
+        with cpu_bridges():
             assert snapshot() != before
             raise KeyError
 
@@ -111,5 +108,5 @@ def test_a_discarded_output_is_recomputed_without_transformer_engine():
         z.sum().backward()
         return x.grad
 
-    with cpu_bridges(), recompute_without_transformer_engine():
+    with cpu_bridges():
         assert torch.equal(gradient(False), gradient(True))
