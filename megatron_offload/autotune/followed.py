@@ -23,7 +23,6 @@ from megatron_offload.errors import ConfigError, StateError
 from megatron_offload.files.renames import OldAttributes
 from megatron_offload.files.strict_model import write_model
 from megatron_offload.machine.job_ranks import rank_in
-from megatron_offload.model_map.module_hooks import compiled_parts
 from megatron_offload.planning.found import NAME, RunFrontier
 from megatron_offload.planning.frontier import KEEP, Layers, Plan
 from megatron_offload.planning.row_choice import NOTHING, Stage
@@ -35,9 +34,10 @@ ADVICE = (
     "there is, 'rows' name what is offloaded or recomputed and cost nothing "
     "besides (docs/rows.md), and 'policy: modules' offloads everything"
 )
-_OUTSIDE = ". Of {1} that a forward saves {0} are outside layers{2}"
-_BY_ROWS = ", such as logits and copies, which a loss by rows does without (docs/recompute.md)"
-_IN_GRAPHS = ", or inside compiled ones, where no row reaches"
+_OUTSIDE = (
+    ". Of {1} that a forward saves {0} are outside layers or in compiled ones, where no row reaches"
+    " (a loss by rows makes no copies of logits: docs/recompute.md)"
+)
 
 _MUCH_LONGER = 4.0  # forwards for which rows are looked for again, where there are none
 _MOST_SEARCHES = 3  # so often at most
@@ -186,8 +186,8 @@ class FollowedRows(OldAttributes):
         path, choice = Path(folder) / NAME, self._answers.choice
         if choice is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            said = self.said.removeprefix("megatron-offload: ")
-            found = RunFrontier.of(choice, said, self._besides, is_followed=self.plan is not None)
+            is_followed = self.plan is not None
+            found = RunFrontier.of(choice, self.said, self._besides, is_followed=is_followed)
             write_model(path, found)
         elif self._speaks:
             path.unlink(missing_ok=True)
@@ -204,10 +204,7 @@ class FollowedRows(OldAttributes):
             outside = (1 - self._layer_share) * self._saved_bytes
             if outside > LEAST_SHARE * self._saved_bytes:
                 sizes = (format_bytes(int(size), 2) for size in (outside, self._saved_bytes))
-                modules = (part for model in self._models.values() for part in model.modules())
-                more = _IN_GRAPHS if compiled_parts(modules) else ""
-                more += "" if self.loss_is_by_rows() else _BY_ROWS
-                text += _OUTSIDE.format(*sizes, more)
+                text += _OUTSIDE.format(*sizes)
             self._stop(text, ADVICE if is_costly else "")
             return
         has_effect = self._has_moved or any(row.recompute for row in plan.rows())
@@ -220,9 +217,14 @@ class FollowedRows(OldAttributes):
         self.is_converged = True
         if manager.config.whole_step_graph or not self._is_alone:  # no forward is looked at
             self._trim()
-        self._say(text, rows)
+        self._say_rows(text, rows)
 
-    def _say(self, text: str, rows_of_all: Sequence[RowConfig] | None = None) -> None:
+    def _say(self, text: str, policy: str = "") -> None:
+        self.said = text
+        if self._speaks:
+            _logger.warning("megatron-offload: %s%s", policy, text)
+
+    def _say_rows(self, text: str, rows_of_all: Sequence[RowConfig] | None = None) -> None:
         """Say which rows are followed, and why."""
         assert self.plan is not None
         own = self.plan.rows() if rows_of_all is None else rows_of_all
@@ -232,9 +234,8 @@ class FollowedRows(OldAttributes):
         sizes = scale * most, scale * self._saved_bytes
         freed, saved = (format_bytes(int(size), 2) for size in sizes)  # what is needed soon is kept
         pinned = format_bytes(self.manager.host_pool.stats.slab_bytes_total, 2)
-        self.said = f"rows: [{rows}] free up to {freed} of {saved} saved, {pinned} pinned; {text}"
-        if self._speaks:
-            _logger.warning("megatron-offload: %s: %s", self._policy.kind, self.said)
+        found = f"rows: [{rows}] free up to {freed} of {saved} saved, {pinned} pinned; {text}"
+        self._say(found, f"{self._policy.kind}: ")
 
     def _stop(self, why: str, advice: str, *, keeps_open: bool = False) -> None:
         """Offload nothing from here on but what the device has no room for; say why, once."""
@@ -248,9 +249,7 @@ class FollowedRows(OldAttributes):
             self._hook()
             manager.host_pool.prepare(0)
             manager.trim()  # no step comes that would unpin anything
-        self.said = f"megatron-offload: {what}: {why}{advice}"
-        if self._speaks:
-            _logger.warning("%s", self.said)
+        self._say(f"{what}: {why}{advice}")
 
     @property
     def _own(self) -> Stage | None:
@@ -340,5 +339,5 @@ class FollowedRows(OldAttributes):
             self._is_tight = True  # to try a site takes what there isn't
             stage.place = place
             self._follow(plan._replace(min_tokens=0))
-            self._say(why)
+            self._say_rows(why)
         return is_other

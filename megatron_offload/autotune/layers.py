@@ -23,7 +23,7 @@ from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.nested import tensors_in
 from megatron_offload.memory.layout import layout_of
 from megatron_offload.memory.storage_ref import StorageRef
-from megatron_offload.model_map.module_hooks import ModuleHook, tokens_of
+from megatron_offload.model_map.module_hooks import tokens_of
 from megatron_offload.model_map.sites import CallTimes, Site, modules_of
 from megatron_offload.model_map.structure import has_forward
 from megatron_offload.model_map.watch import MayMove, SavedMemory
@@ -78,9 +78,6 @@ class LayerWatch(SavedMemory):
             for path, module in alive.items()
             for name, part in module.named_modules()
         }
-        for path, module in alive.items():
-            hook = ModuleHook(partial(self._note_inputs, path))
-            self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         self.watch(modules)
 
     @property
@@ -96,7 +93,10 @@ class LayerWatch(SavedMemory):
             us = times.copy_share * copy_us + max(0.0, copy_us - times.forward_us)
             yield Action(((MODEL, "all"),), num_bytes, us, num_bytes)
 
-    def _note_inputs(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        super()._enter(path, module, args, kwargs)
+        if path not in self._sites:
+            return
         if not self._sites[path].name.endswith(ROUTED):
             self.tokens.add(tokens_of(args, kwargs))
         for leaf in tensors_in((args, kwargs)):

@@ -5,7 +5,6 @@ docs/rows.md says in which steps. Exactness depends on nothing here.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from sys import exc_info
 from typing import Any
@@ -20,8 +19,6 @@ from megatron_offload.core.row_config import RowConfig
 from megatron_offload.engine.hooks import is_recording
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.model_map.module_hooks import ModuleHook
-
-_logger = logging.getLogger(__name__)
 
 _MOST_UNCALLED = 16  # steps without a forward of the layers that are looked at
 
@@ -84,8 +81,7 @@ class RowSearch(SearchSteps):
     def _is_graph(self) -> bool:
         if self.manager.backend.is_capturing() and not self.is_converged:
             self.is_converged = True  # the graph has what the last eager step had
-            self.said = "megatron-offload: a step was captured before a plan was found"
-            _logger.warning("%s", self.said)
+            self._say("a step was captured before a plan was found")
         return self.is_converged
 
     def _step_is_over(self) -> None:

@@ -189,7 +189,7 @@ class Recording:
     @property
     def found(self) -> str:
         """What was found by the first steps, if anything was."""
-        return "" if self.tuner is None else self.tuner.said.removeprefix("megatron-offload: ")
+        return "" if self.tuner is None else self.tuner.said
 
     @property
     def why_nothing(self) -> str:
