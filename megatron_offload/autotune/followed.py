@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary, ref
 from torch import nn
 
 from megatron_offload.autotune.model_steps import ModelSteps
-from megatron_offload.autotune.row_answers import RowAnswers
+from megatron_offload.autotune.row_answers import Alike, RowAnswers
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig
 from megatron_offload.core.row_config import LOSS, MODEL, RowConfig
 from megatron_offload.core.units import format_bytes
@@ -24,7 +24,7 @@ from megatron_offload.files.renames import OldAttributes
 from megatron_offload.files.strict_model import write_model
 from megatron_offload.machine.job_ranks import rank_in
 from megatron_offload.planning.found import NAME, RunFrontier
-from megatron_offload.planning.frontier import KEEP, Layers, Plan
+from megatron_offload.planning.frontier import KEEP, Plan
 from megatron_offload.planning.row_choice import NOTHING, Stage
 
 _logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class FollowedRows(OldAttributes):
         # Of a forward of so many tokens, as it was watched:
         self._watched_tokens = self._num_inflight = self._layer_share = 1.0
         self._saved_bytes = self._bare_bytes = 0
-        self._kinds: Sequence[Layers] = ()
+        self._kinds = list[Alike]()
         self._link_bytes = dict[int, float]()
         policy = manager.config.tuned_policy or AutoConfig(kind="auto")
         if manager.config.whole_step_graph and isinstance(policy, AutoConfig):

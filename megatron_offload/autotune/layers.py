@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
+from megatron_offload.autotune.row_answers import Alike
 from megatron_offload.backends.base import Backend
 from megatron_offload.core.row_config import EXPERTS, MODEL, MOE_ACT
 from megatron_offload.engine.boundary import hook_backward
@@ -110,8 +111,8 @@ class LayerWatch(SavedMemory):
         gbps: float,
         numbers: Sequence[int],
         may_offload: Callable[[str, str], bool] = lambda *_: True,
-    ) -> list[dict[int, tuple[Action, ...]]]:
-        """Return what may be done with each layer, without functions that run again, and with.
+    ) -> list[Alike]:
+        """Return what may be done with layers, without functions that run again, and with.
 
         Args:
             times: of the same sites, in a forward of the same size.
@@ -286,19 +287,19 @@ def _merged(before: list[Action] | None, own: list[Action]) -> list[Action]:
     ]
 
 
-def _alike(given: Mapping[int, tuple[Action, ...]]) -> dict[int, tuple[Action, ...]]:
+def _alike(given: Mapping[int, tuple[Action, ...]]) -> Alike:
     """Give layers that differ in their times alone the same actions, with the mean of the times."""
     groups: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
     for number, actions in given.items():
         groups[tuple(action._replace(us=0.0) for action in actions)].append(number)
-    found: dict[int, tuple[Action, ...]] = {}
+    found: Alike = []
     for numbers in groups.values():
         columns = zip(*(given[number] for number in numbers), strict=True)
         actions = tuple(
             column[0]._replace(us=sum(action.us for action in column) / len(column))
             for column in columns
         )
-        found.update(dict.fromkeys(numbers, actions))
+        found.append((numbers, actions))
     return found
 
 

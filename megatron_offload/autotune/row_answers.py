@@ -14,19 +14,14 @@ from megatron_offload.planning.row_choice import RowChoice, Slowdown, Stage
 
 ANSWER = TypeAdapter(tuple[str, str, dict[str, Plan]])
 """The phase (refused, trying, measuring or final), why in words, and the plan of each stage."""
-_Alike: TypeAlias = list[tuple[list[int], tuple[Action, ...]]]
-_KINDS = TypeAdapter(list[_Alike])
+Alike: TypeAlias = list[tuple[list[int], tuple[Action, ...]]]
+"""Numbers of layers that are alike, and what may be done with each."""
+_KINDS = TypeAdapter(list[Alike])
 
 
-def in_short(kinds: Sequence[Layers]) -> list[_Alike]:
-    """Return kinds of layers for a message, in which those that are alike are said once."""
-    found = list[_Alike]()
-    for layers in kinds:
-        alike: dict[tuple[Action, ...], list[int]] = {}
-        for number, actions in layers.items():
-            alike.setdefault(tuple(actions), []).append(number)
-        found.append([(numbers, actions) for actions, numbers in alike.items()])
-    return found
+def by_layer(kinds: Sequence[Alike]) -> list[Layers]:
+    """Return kinds of layers as `frontier` takes them."""
+    return [{x: actions for numbers, actions in kind for x in numbers} for kind in kinds]
 
 
 class RowAnswers:
@@ -71,10 +66,7 @@ class RowAnswers:
             if has["kinds"] is not None:
                 alike = [other["has"] for other in everyone if other["stage"] == one["stage"]]
                 more: dict[str, Any] = {"link_bytes": dict(has["link_bytes"])}
-                more["kinds"] = [
-                    {number: actions for numbers, actions in layers for number in numbers}
-                    for layers in _KINDS.validate_python(has["kinds"])
-                ]
+                more["kinds"] = by_layer(_KINDS.validate_python(has["kinds"]))
                 for key in ("num_inflight", "bare_bytes"):
                     more[key] = max(other[key] for other in alike)
                 stages[one["stage"]] = Stage(**has | more)

@@ -24,14 +24,14 @@ from megatron_offload.autotune.followed import (
 from megatron_offload.autotune.layers import LayerWatch, SiteTimes
 from megatron_offload.autotune.measured import StepTimes
 from megatron_offload.autotune.model_steps import ModelSteps
-from megatron_offload.autotune.row_answers import ANSWER, RowAnswers, in_short
+from megatron_offload.autotune.row_answers import ANSWER, RowAnswers, by_layer
 from megatron_offload.core.row_config import UNITS, RowConfig, ranges
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.machine.bandwidth import BandwidthError, Link, median_rates
 from megatron_offload.model_map.module_hooks import named_modules
 from megatron_offload.model_map.sites import Site, sites_of_layers
 from megatron_offload.observe.verdicts import NO_CLOCK
-from megatron_offload.planning.frontier import KEEP, Layers, Part, Plan, frontier
+from megatron_offload.planning.frontier import KEEP, Part, Plan, frontier
 from megatron_offload.recompute.sites import unproven_sites
 
 StepKind: TypeAlias = Literal["open", "watched", "timed", "bare", "trying", "warming", "rows"]
@@ -139,17 +139,18 @@ class SearchSteps(FollowedRows):
         in_layers, self._saved_bytes = watch.sizes_in_layers, sum(watch.sizes.values())
         self._largest_bytes = max(in_layers, default=0)
         self._layer_share = sum(in_layers) / max(1, self._saved_bytes)
-        all_of_it = {_MODEL: (KEEP, *watch.all_of_it(times, gbps))}
+        all_of_it = [([_MODEL], (KEEP, *watch.all_of_it(times, gbps)))]
         if self._layer_share < LEAST_SHARE and not self._is_tight:
             self._kinds, self._link_bytes = [all_of_it], {}
         else:
             self._kinds = watch.actions(times, gbps, others, self._may_offload)
             is_pipeline = self._num_inflight > 1
-            self._link_bytes = times.link_bytes(gbps, self._kinds[0], is_pipeline=is_pipeline)
+            layers = [x for numbers, _ in self._kinds[0] for x in numbers]
+            self._link_bytes = times.link_bytes(gbps, layers, is_pipeline=is_pipeline)
             is_plain = self._has_groups and is_alone() and all(x.refusal for x in sites.values())
             if is_plain and not (self._is_tight or self._named_recompute or times.host_share):
-                has_copies = any(x.copied_bytes for own in self._kinds[0].values() for x in own)
-                most_bytes = frontier(self._kinds, self._link_bytes)[-1].freed_bytes
+                has_copies = any(x.copied_bytes for _, own in self._kinds[0] for x in own)
+                most_bytes = frontier(by_layer(self._kinds), self._link_bytes)[-1].freed_bytes
                 if has_copies and most_bytes < _LARGE_SHARE * self._saved_bytes:
                     self._kinds.append(all_of_it)
         self._saving, self._has_lengths = watch.saving, len(watch.tokens) == 1
@@ -158,7 +159,7 @@ class SearchSteps(FollowedRows):
         self._stage = f"{manager.learner.pp_rank or 0}/{zlib.crc32(repr(seen).encode()):x}"
         del look, timing, sites, all_sites, timed, watch, times, firsts  # no model is held
         has_bare = not (self._is_tight or holds_back)
-        first = RowAnswers(self._policy)([json.dumps(self._words(self._kinds))])
+        first = RowAnswers(self._policy)([json.dumps(self._words())])
         plan = ANSWER.validate_json(first)[-1][self._stage]
         ready_bytes = yield from self._prepare(plan, _NUM_BARE if has_bare else 0)
         if has_bare:
@@ -242,8 +243,7 @@ class SearchSteps(FollowedRows):
             self._is_alone, self._speaks = is_alone(), ranks.answers
             said: dict[str, Any] = {"refusal": refusal}
             if not refusal:
-                is_first = ranks.is_first_of(self._stage)
-                said = self._words(self._kinds if is_first else None, ready_bytes)
+                said = self._words(ready_bytes, has_kinds=ranks.is_first_of(self._stage))
             while True:
                 found: str | None = None
                 for found in ranks.ask(json.dumps(said), self._answers):
@@ -272,9 +272,7 @@ class SearchSteps(FollowedRows):
         except dist.DistError as error:
             self._stop(f"the job's store can't be asked what other ranks do ({error})", "")
 
-    def _words(
-        self, kinds: Sequence[Layers] | None, ready_bytes: float = math.inf
-    ) -> dict[str, Any]:
+    def _words(self, ready_bytes: float = math.inf, *, has_kinds: bool = True) -> dict[str, Any]:
         """Return what this rank has, by which the first makes plans."""
         times = self._times
         forward_us = times.fit(self._watched_tokens)
@@ -283,7 +281,7 @@ class SearchSteps(FollowedRows):
         are_usual = len(times.long) >= _LEAST_LONG_SHARE * len(times.tokens)
         may_be_long = is_of_one and self._has_lengths and are_usual
         has = {
-            "kinds": None if kinds is None else in_short(kinds),
+            "kinds": self._kinds if has_kinds else None,
             "link_bytes": [*self._link_bytes.items()],
             "num_inflight": self._num_inflight,
             "bare_bytes": self._bare_bytes,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import random
 import time
 
@@ -25,7 +24,7 @@ from layered_job import (
 )
 
 from megatron_offload.autotune import layers
-from megatron_offload.autotune.row_answers import RowAnswers, in_short
+from megatron_offload.autotune.row_answers import RowAnswers
 from megatron_offload.config import OffloadConfig as Config
 from megatron_offload.planning.frontier import KEEP, Action
 
@@ -61,7 +60,7 @@ class AttentiveLayer(GradientCheckpointingLayer):
 @pytest.mark.parametrize(("gbps", "what"), [(1.0, 2), (0.001, "recompute")])
 def test_a_part_that_saves_nothing_is_no_matter(gbps, what):
     job = found_job(gbps, layer=AttentiveLayer, policy=target("1KiB"))
-    kinds = (all_ for kind in job.search._kinds for all_ in kind.values())
+    kinds = (all_ for kind in job.search._kinds for _, all_ in kind)
     found = {part for all_ in kinds for one in all_ for part in one.parts}
     assert ("attention", what) in found
     assert not any("cross_attention" in path for path in job.search._sites())
@@ -126,18 +125,6 @@ def test_the_ranks_of_a_large_job_are_answered_at_once():
     assert phase == "measuring"
     assert plans.keys() == {str(stage) for stage in range(16)}
     assert time.thread_time() - began_s < 5
-
-
-def test_layers_that_are_alike_are_said_once():
-    action = Action((("mlp", "recompute"), ("attention", 2)), 1, 0.5, 3)
-    kinds = [dict.fromkeys(range(1000), (KEEP, action)) | {7: (KEEP,)}]
-    ((usual, other),) = in_short(kinds)
-    assert (len(usual[0]), other[0]) == (999, [7])
-    has = {"kinds": in_short(kinds), "link_bytes": [(number, math.inf) for number in range(1000)]}
-    answers = RowAnswers(Config(policy=auto(3)).policy)
-    has |= {"num_inflight": 1.0, "bare_bytes": 1 << 30}
-    answers([json.dumps({"stage": "0", "bare_us": 1e6, "has": has})])
-    assert answers.choice.stages["0"].kinds == kinds
 
 
 def test_nothing_is_recomputed_where_that_is_said():

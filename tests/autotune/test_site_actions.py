@@ -101,7 +101,7 @@ def watched(names, sizes, savers):
 def done(watch, times):
     """Return what may be done with the one layer, whether functions run again or not."""
     kinds = watch.actions(times, 100.0, [])
-    return [action for kind in kinds for action in kind[0]]
+    return [action for ((_, actions),) in kinds for action in actions]
 
 
 def test_what_functions_make_is_offloaded_or_made_again():
@@ -116,9 +116,9 @@ def test_what_functions_make_is_offloaded_or_made_again():
     assert found[act, ("mlp", 1)] == (6, 2)
     assert found[("layer", "recompute"),] == (6, 0)
     assert (act, ("layer", "recompute")) not in found
-    _, again = watch.actions(times, 100.0, [])
-    assert again[0][0].parts == (act,)
-    assert (("layer", "recompute"),) in {one.parts for one in again[0]}
+    _, ((_, again),) = watch.actions(times, 100.0, [])
+    assert again[0].parts == (act,)
+    assert (("layer", "recompute"),) in {one.parts for one in again}
     times.host_share, times.exposed_us = 1.0, float
     again = next(x for x in done(watch, times) if x.parts == (act,))
     assert again.us > next(x for x in actions if x.parts == (act,)).us + 100
