@@ -182,14 +182,13 @@ def _saving_arguments(original: Call, ctx: Any, run_function: Call, owner: Any, 
     Autograd keeps such leaves, whatever the hooks of saved tensors do, so that nothing would be
     freed. What it computes on again it detaches itself.
     """
-    save = ctx.save_for_backward
-    ctx.save_for_backward = lambda *saved: save(
-        *(args if [*map(type, saved)] == [*map(type, args)] else saved)
-    )
-    try:
+
+    def save(original: Call, *saved: Any) -> None:
+        original(*(args if [*map(type, saved)] == [*map(type, args)] else saved))
+
+    with PatchStack() as patched:
+        patched.wrap(ctx, "save_for_backward", save)
         return original(ctx, run_function, owner, *args)
-    finally:
-        del ctx.save_for_backward
 
 
 def _noting_inputs(original: Call, self: Any, *inputs: torch.Tensor | None) -> Any:
@@ -197,18 +196,15 @@ def _noting_inputs(original: Call, self: Any, *inputs: torch.Tensor | None) -> A
 
     The node before keeps that for its backward, which doesn't read it.
     """
-    run = self.forward_func
 
-    def noting(*detached: torch.Tensor | None) -> Any:
+    def noting(run: Call, *detached: torch.Tensor | None) -> Any:
         for one, source in zip(detached, inputs, strict=True):
             _note_source(one, source)
         return run(*detached)
 
-    self.forward_func = noting
-    try:
+    with PatchStack() as patched:
+        patched.wrap(self, "forward_func", noting)
         return original(self, *inputs)
-    finally:
-        self.forward_func = run
 
 
 def _noting_source(original: Call, self: Any, source: torch.Tensor) -> torch.Tensor:

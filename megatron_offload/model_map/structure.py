@@ -98,10 +98,10 @@ def _members(modules: Mapping[str, nn.Module], least: int = 2) -> dict[str, nn.M
         if not is_list or len(module._modules) < least:
             continue
         members = {f"{path}.{name}".lstrip("."): x for name, x in module._modules.items()}
-        if len(members) == 1 and (
-            isinstance(module, nn.Sequential) or _holds_list(*members.values())
-        ):
-            continue
+        if len(members) == 1:
+            inner = [type(x) for one in members.values() if one is not None for x in one.children()]
+            if isinstance(module, nn.Sequential) or inner == [nn.ModuleList]:
+                continue
         if all(map(_may_be_layer, members.values())) and len({*map(type, members.values())}) == 1:
             found |= {name: member for name, member in members.items() if member is not None}
     return found
@@ -114,10 +114,6 @@ def _number_of(place: str, module: nn.Module, modules: Mapping[str, nn.Module]) 
         return int(layer.layer_number) - 1 + int(of_decoder)
     siblings = [*modules[home]._modules] if home in modules else [name]
     return int(name) if name.isdigit() else siblings.index(name)
-
-
-def _holds_list(module: nn.Module | None) -> bool:
-    return module is not None and [*map(type, module.children())] == [nn.ModuleList]
 
 
 def _may_be_layer(module: nn.Module | None) -> bool:

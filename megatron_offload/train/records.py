@@ -6,10 +6,9 @@ What was not measured in both runs counts as different.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron_offload.files.strict_model import StrictModel
@@ -55,10 +54,6 @@ class StepRecord:
         losses = [rank.loss for rank in ranks if rank.loss is not None]
         loss, step_time_s = sum(losses) / len(losses), max(rank.step_time_s for rank in ranks)
         return cls(step, loss, ranks[0].grad_norm, step_time_s, tokens, tuple(ranks))
-
-    def to_json(self) -> str:
-        """Return one line of ``steps.jsonl``."""
-        return json.dumps(asdict(self))
 
 
 def summarize(steps: Sequence[StepRecord], traced_step: int = 0) -> dict[str, Any]:

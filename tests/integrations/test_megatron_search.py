@@ -168,7 +168,7 @@ def test_where_no_rows_can_be_found_it_is_said_once_and_kept_what_there_is_room_
     for _ in range(2):
         assert not manager.tuner.join(nn.Linear(2, 2), config, lambda: None)
     assert [m for m in caplog.messages if "only what the device has no room for" in m] == [
-        manager.tuner.said
+        f"megatron-offload: {manager.tuner.said}"
     ]
     assert manager.tuner.is_converged
     assert manager.learner.is_open
