@@ -126,8 +126,6 @@ def slowdown_of(steps: Sequence[TimedStep]) -> Slowdown | None:
     columns = [np.ones_like(us), has_rows]
     columns += [(sizes - sizes.mean()) ** power for power in range(1, 1 + degree)]
     table = np.stack(columns, axis=1)
-    if len(us) <= len(columns):
-        return None
     weights = np.ones_like(us)
     for number in range(_NUM_ROUNDS):
         roots = np.sqrt(weights)

@@ -36,6 +36,7 @@ class RankSummary:
     rank: int
     pp_rank: int = 0
     dp_rank: int = 0
+    """Of runs of before: the trainer has one for all."""
     offloaded_bytes: int = 0
     reloaded_bytes: int = 0
     recomputed_bytes: int = 0

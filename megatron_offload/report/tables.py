@@ -16,7 +16,6 @@ from megatron_offload.report.console import plain_table
 _RANK = {
     "rank": "rank",
     "pp": "pp_rank",
-    "dp": "dp_rank",
     "offloaded": "offloaded_bytes",
     "reloaded": "reloaded_bytes",
     "recomputed": "recomputed_bytes",

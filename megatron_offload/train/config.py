@@ -57,28 +57,21 @@ class ModelConfig(StrictModel):
 
 
 class ParallelConfig(StrictModel):
-    """How ranks share the model; data parallelism takes the ranks that are left."""
+    """How ranks share the model."""
 
-    ranks: int | None = Field(default=None, ge=1)
-    """Processes to start on this machine. None: one for each pipeline rank."""
     pipeline: int = Field(default=1, ge=1)
-    """Pipeline ranks (PP)."""
+    """Pipeline ranks (PP), each a process on this machine."""
     virtual: int = Field(default=1, ge=1)
     """Model chunks on each pipeline rank (VPP); more than one is the interleaved schedule."""
-
-    @property
-    def num_ranks(self) -> int:
-        """Processes that are started."""
-        return self.ranks or self.pipeline
 
 
 class DataConfig(StrictModel):
     """How many tokens make a step."""
 
     micro_batch_size: int = Field(default=1, ge=1)
-    """Sequences in one microbatch on one rank."""
+    """Sequences in one microbatch."""
     microbatches: int = Field(default=1, ge=1)
-    """Microbatches of one step on each data-parallel rank."""
+    """Microbatches of one step."""
 
 
 class RunConfig(StrictModel):
@@ -120,16 +113,11 @@ class TrainConfig(StrictModel):
         modules = self.offload.modules if self.offload.enabled else ()
         pipeline, virtual = self.parallel.pipeline, self.parallel.virtual
         layers, microbatches = self.model.layers, self.data.microbatches
-        chunks, num_ranks = pipeline * virtual, self.parallel.num_ranks
+        chunks = pipeline * virtual
         if "attn_proj" in modules and "core_attn" not in modules:
             raise ConfigError(
                 "offload.modules names attn_proj without core_attn: the projection saves the core "
                 "attention's output, which only its group can free; add core_attn"
-            )
-        if num_ranks % pipeline:
-            raise ConfigError(
-                f"{num_ranks} ranks can't be divided by parallel.pipeline {pipeline}; start a "
-                f"multiple of {pipeline} ranks"
             )
         if virtual > 1 and pipeline == 1:
             raise ConfigError(

@@ -1,6 +1,6 @@
 """Tokens for training: bytes of text; and digests of what training makes of them.
 
-A microbatch depends on (seed, step, microbatch, data-parallel rank) and on nothing else.
+A microbatch depends on (seed, step, microbatch) and on nothing else.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_offload.train.config import TrainConfig
 
 
 def microbatches(
-    config: TrainConfig, step: int, dp_rank: int, device: torch.device
+    config: TrainConfig, step: int, device: torch.device
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield one step's microbatches, cut out of a text.
 
@@ -29,8 +29,8 @@ def microbatches(
     """
     text, length = _text_of_python(), config.model.sequence_length
     for index in range(config.data.microbatches):
-        # The 0 keeps the tokens of a seed what they were in every run that was measured.
-        random = np.random.default_rng([config.run.seed, 0, step, index, dp_rank])
+        # The zeros keep the tokens of a seed what they were in every run that was measured.
+        random = np.random.default_rng([config.run.seed, 0, step, index, 0])
         starts = random.integers(0, len(text) - length, config.data.micro_batch_size)
         pieces = np.stack([text[start : start + length + 1] for start in starts])
         rows = torch.from_numpy(pieces.astype(np.int64)).to(device)

@@ -87,7 +87,7 @@ def _start_ranks(runs: Runs, kind: str, comparison: Path | None) -> None:
     if kind == "cpu":
         # The ranks inherit it: megatron-core and the offload backend both look for a device.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    num_ranks = runs[0][1].parallel.num_ranks
+    num_ranks = runs[0][1].parallel.pipeline
     refused, refusals = multiprocessing.Pipe(duplex=False)
     processes: Sequence[multiprocessing.Process] = ()
     logging.disable(logging.WARNING)  # of what torch logs here, the error that it raises says all
@@ -166,14 +166,14 @@ def _check_device(config: TrainConfig) -> str:
     """Return ``"cuda"`` or ``"cpu"`` for a run on this machine."""
     import torch
 
-    wanted, ranks = config.run.device, config.parallel.num_ranks
+    wanted, ranks = config.run.device, config.parallel.pipeline
     found = torch.cuda.device_count()
     if wanted == "auto":
         wanted = "cuda" if found else "cpu"
     if wanted == "cuda" and found < ranks:
         raise ConfigError(
             f"{ranks} ranks on this machine need as many CUDA devices, and it has {found}; "
-            f"lower parallel.ranks or set run.device: cpu"
+            f"lower parallel.pipeline or set run.device: cpu"
         )
     return wanted
 

@@ -149,7 +149,6 @@ class _Trainer:
         mine = RankStep(
             rank=rank,
             pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-            dp_rank=parallel_state.get_data_parallel_rank(),
             loss=loss,
             grad_norm=float(grad_norm),
             step_time_s=step_time_s,
@@ -165,15 +164,12 @@ class _Trainer:
         if trace is not None:  # only now: rank 0 has cleared the folder for sure
             write_traces(config.run.output / f"trace_{rank}.json", [trace])
         sequences = config.data.microbatches * config.data.micro_batch_size
-        tokens = sequences * config.model.sequence_length
-        tokens *= parallel_state.get_data_parallel_world_size()
-        return StepRecord.merge(step, tokens, ranks)
+        return StepRecord.merge(step, sequences * config.model.sequence_length, ranks)
 
     def _pass_over_microbatches(self, step: int) -> float | None:
         """Run megatron-core's schedule; return the mean loss on the last stage, else None."""
         data, virtual = self._config.data, self._config.parallel.virtual
-        which = self._config, step, parallel_state.get_data_parallel_rank(), self._device
-        iterators = [microbatches(*which) for _ in range(virtual)]
+        iterators = [microbatches(self._config, step, self._device) for _ in range(virtual)]
         losses = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators if virtual > 1 else iterators[0],

@@ -57,9 +57,8 @@ def open_model_parallel(
         )
         timeout = timedelta(seconds=config.run.timeout_s)
         host_group = torch.distributed.new_group(timeout=timeout, backend="gloo")
-        # Stages hold different layers and data-parallel ranks drop different units.
+        # Stages hold different layers.
         seed = config.run.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
-        seed += 10_000 * parallel_state.get_data_parallel_rank()
         torch.manual_seed(seed)
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
         yield host_group
@@ -98,7 +97,6 @@ def build_chunks(
         ).to(device=device, dtype=transformer.params_dtype)
         # Only the first chunk's buckets could be reduced while backward still runs.
         chunk = DistributedDataParallel(transformer, ddp, model, disable_bucketing=stage > 0)
-        chunk.broadcast_params()
         chunks.append(chunk)
     transformer.finalize_model_grads_func = finalize_model_grads
     return chunks

@@ -50,7 +50,6 @@ def error_of(**sections):
             {"parallel": {"pipeline": 2, "virtual": 2}, "data": {"microbatches": 3}},
             "in multiples of parallel.pipeline 2, got",
         ),
-        ({"parallel": {"pipeline": 2, "ranks": 3}}, "3 ranks can't be divided"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_fix(sections, expected):
