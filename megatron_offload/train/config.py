@@ -93,8 +93,6 @@ class RunConfig(StrictModel):
     trace_step: int = Field(default=0, ge=0)
     """Step of which every rank writes a timeline (``trace_<rank>.json``); 0 for none. Changes no
     bit. From the fourth on steps are like those after."""
-    timeout_s: float = Field(default=600.0, gt=0.0, le=7 * 24 * 3600.0)
-    """Seconds that a rank waits for others before it fails."""
 
 
 class TrainConfig(StrictModel):

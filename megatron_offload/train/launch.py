@@ -17,7 +17,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,7 +144,7 @@ def train_runs(runs: Runs, kind: str, comparison: Path | None, **place: Any) -> 
     # megatron-core says on every import which optional libraries it does without.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     done: list[Sequence[StepRecord]] = [()]
-    with open_process_group(kind, runs[0][1].run.timeout_s, **place) as device:
+    with open_process_group(kind, **place) as device:
         # Only now: TransformerEngine, which it imports, looks at the environment and the device.
         from megatron_offload.machine.job_ranks import rank_in
         from megatron_offload.train.loop import run_training
@@ -179,7 +178,7 @@ def _check_device(config: TrainConfig) -> str:
 
 
 @contextlib.contextmanager
-def open_process_group(kind: str, timeout_s: float = 600.0, **place: Any) -> Iterator[torch.device]:
+def open_process_group(kind: str, **place: Any) -> Iterator[torch.device]:
     """Join all ranks, by what `torch.distributed.init_process_group` is to be given beside.
 
     Yields this rank's device; leaves the group at the end.
@@ -193,8 +192,7 @@ def open_process_group(kind: str, timeout_s: float = 600.0, **place: Any) -> Ite
     if kind == "cuda":
         device = place["device_id"] = torch.device("cuda", place["rank"])
         torch.cuda.set_device(device)
-    backend, timeout = "nccl" if kind == "cuda" else "gloo", timedelta(seconds=timeout_s)
-    torch.distributed.init_process_group(backend, timeout=timeout, **place)
+    torch.distributed.init_process_group("nccl" if kind == "cuda" else "gloo", **place)
     torch.set_num_threads(1)  # ranks share the cores, and sums on a CPU hang on the number
     yield device
     # Not behind an error: others would fail of that, and might be reported, before it is written.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -53,10 +52,8 @@ def open_model_parallel(
             pipeline_model_parallel_size=config.parallel.pipeline,
             virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
             create_gloo_process_groups=False,
-            distributed_timeout_minutes=config.run.timeout_s / 60,
         )
-        timeout = timedelta(seconds=config.run.timeout_s)
-        host_group = torch.distributed.new_group(timeout=timeout, backend="gloo")
+        host_group = torch.distributed.new_group(backend="gloo")
         # Stages hold different layers.
         seed = config.run.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
         torch.manual_seed(seed)

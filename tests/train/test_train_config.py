@@ -28,7 +28,7 @@ def error_of(**sections):
     ("sections", "expected"),
     [
         ({"run": {"steps": 0}}, "run.steps"),
-        ({"run": {"timeout_s": "inf"}}, "run.timeout_s"),
+        ({"run": {"lr": "inf"}}, "run.lr"),
         ({"offload": {"modules": ["core_atn"]}}, "did you mean 'core_attn'"),
         ({"offload": {"enabled": True, "modules": ["attn_proj"]}}, "add core_attn"),
         ({"model": {"hidden": 64, "heads": 5}}, "choose one of 1, 2, 4, 8"),
@@ -94,7 +94,7 @@ def test_a_row_of_a_site_that_no_rank_has_is_refused():
 
 @pytest.mark.slow
 def test_a_pattern_may_match_on_one_rank_alone(tmp_path):
-    settings = ("offload.enabled=true", "run.steps=1", "run.timeout_s=60")
+    settings = ("offload.enabled=true", "run.steps=1")
     settings = (*settings, "offload.modules=[output_layer*]")
     assert run(words(tmp_path / "one", *settings))[0] == 0
     status, err = run(words(tmp_path / "none", *settings[:-1], "offload.modules=[output.*]"))

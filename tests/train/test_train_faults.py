@@ -176,7 +176,7 @@ def test_a_rank_that_fails_ends_the_others_and_its_error_is_shown(tmp_path):
 def test_what_one_rank_finds_wrong_with_the_input_ends_all_with_one_line(
     rank, raises, expected, tmp_path
 ):
-    status, err = run_failing(tmp_path, "run.timeout_s=60", rank=rank, step=2, raises=raises)
+    status, err = run_failing(tmp_path, rank=rank, step=2, raises=raises)
     assert status == expected, err
     assert err.splitlines()[-1] == "megatron-offload: broken on purpose"
     assert "Traceback" not in err
