@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary, ref
 
 from torch import nn
 
+from megatron_offload.autotune.measured import StepTimes
 from megatron_offload.autotune.model_steps import ModelSteps
 from megatron_offload.autotune.row_answers import Alike, RowAnswers
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig
@@ -44,7 +45,6 @@ _MOST_SEARCHES = 3  # so often at most
 _MOST_UNTRIMMED = 32  # forwards behind a search, of which none is long
 MOST_SHARE = 0.85  # of the device's memory, what plans may reserve where it has no room for all
 _MOST_FILLED = 0.95  # likewise in a forward that is larger than all before
-LONG_SHARE = 0.75  # of the largest forward so far, what says enough of it
 LEAST_SHARE = 0.25  # of what is saved: where layers save less, all of it frees more
 
 
@@ -107,6 +107,7 @@ class FollowedRows(OldAttributes):
     def _begin_anew(self) -> None:
         manager = self.manager
         self._num_begun += 1
+        self._times = StepTimes(manager.backend.sync_elapsed_us)
         self.plan: Plan | None = None
         self.said = self._stage = ""
         self._clock: ModelSteps | None = None
@@ -276,7 +277,7 @@ class FollowedRows(OldAttributes):
             return
         self._num_untrimmed = max(1, self._num_untrimmed - 1)
         is_full = 0 < clock.most_pending <= clock.num_pending
-        is_long = is_full and clock.tokens[-1] >= LONG_SHARE * self._bare_tokens
+        is_long = is_full and clock.tokens[-1] >= self._times.measured_tokens
         if is_long or self._num_untrimmed == 1:
             self._trim()
 

@@ -14,15 +14,8 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import torch.distributed as dist
 
 from megatron_offload.autotune.agree import Ranks, is_alone
-from megatron_offload.autotune.followed import (
-    ADVICE,
-    LEAST_SHARE,
-    LONG_SHARE,
-    MOST_SHARE,
-    FollowedRows,
-)
+from megatron_offload.autotune.followed import ADVICE, LEAST_SHARE, MOST_SHARE, FollowedRows
 from megatron_offload.autotune.layers import LayerWatch, SiteTimes
-from megatron_offload.autotune.measured import StepTimes
 from megatron_offload.autotune.model_steps import ModelSteps
 from megatron_offload.autotune.row_answers import ANSWER, RowAnswers, by_layer
 from megatron_offload.core.row_config import UNITS, RowConfig, ranges
@@ -59,7 +52,6 @@ class SearchSteps(FollowedRows):
     def _begin_anew(self) -> None:
         super()._begin_anew()
         self._search = self._find()
-        self._times = StepTimes(self.manager.backend.sync_elapsed_us)
         self._span: tuple[Any, Any] = None, None
         """From the first to the last of the step before."""
         self._looks: LayerWatch | SiteTimes | None = None
@@ -200,7 +192,7 @@ class SearchSteps(FollowedRows):
             self._look_tokens, self._num_looked = 0.0, 0
             yield kind
             self._looks = None
-            is_short = self._look_tokens < LONG_SHARE * max(self._times.tokens)
+            is_short = self._look_tokens < self._times.measured_tokens
             if is_short and num_short < _MOST_SHORT and is_alone():  # ranks go on together
                 num_short += 1
             elif not self._has_failed:

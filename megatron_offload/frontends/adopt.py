@@ -17,11 +17,7 @@ from megatron_offload.engine.hooks import others_hooks, owner_of_hooks, put_on, 
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.model_map.module_hooks import hook_calls, named_modules, unhook
-from megatron_offload.model_map.offload_site import (
-    FindManager,
-    LayerClock,
-    OffloadSite,
-)
+from megatron_offload.model_map.offload_site import FindManager, LayerClock, OffloadSite
 from megatron_offload.model_map.rows import find_rows
 from megatron_offload.model_map.structure import layers_of
 from megatron_offload.model_map.watch import RowWatch
