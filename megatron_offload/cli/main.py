@@ -13,7 +13,7 @@ import contextlib
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -93,15 +93,12 @@ def _about(words: Sequence[str]) -> str:
     what = "print what bash, zsh, fish or another SHELL reads to complete commands; needs shtab"
     parser.add_argument("--print-completion", metavar="SHELL", help=what)
     commands = parser.add_subparsers(metavar="COMMAND")
-    for name, summary in COMMANDS.items():
-        commands.add_parser(name, help=summary)
+    parsers = {name: commands.add_parser(name, help=text) for name, text in COMMANDS.items()}
     shell = parser.parse_args(words).print_completion
-    if shell is not None:
-        return _completion(shell)
-    return parser.format_help()
+    return parser.format_help() if shell is None else _completion(shell, parser, parsers)
 
 
-def _completion(shell: str) -> str:
+def _completion(shell: str, parser: _Parser, parsers: Mapping[str, _Parser]) -> str:
     """Return what a shell reads to complete the words of all commands. ConfigError: no shtab."""
     require("completion of commands", "shtab")
     import shtab
@@ -113,11 +110,8 @@ def _completion(shell: str) -> str:
         raise ConfigError(f"no shell {shell!r}{did_you_mean(shell, shtab.SUPPORTED_SHELLS)}")
     gpus = load_yaml(config_folder("machines") / "gpus.yaml")["gpus"]
     models = sorted(file.stem for file in config_folder("models").glob("*.yaml"))
-    parser = _Parser(prog="megatron-offload")
-    commands = parser.add_subparsers()
-    for name, summary in COMMANDS.items():
+    for name, own in parsers.items():
         module = import_module(f"megatron_offload.cli.{name}")
-        own = commands.add_parser(name, help=summary)
         if hasattr(module, "read"):
             with contextlib.suppress(ConfigError):  # its script is missing
                 module.read(own, [])
