@@ -52,8 +52,8 @@ def run_training(
     Every step is said, and whether it is that of a run ``before``; of a run that others will be
     compared with, where that is None, how many there are.
     """
-    with open_model_parallel(config, device) as group, open_offload(config) as manager:
-        trainer = _Trainer(config, device, group, manager)
+    with open_model_parallel(config, device), open_offload(config) as manager:
+        trainer = _Trainer(config, device, manager)
         out, folder = console(stderr=True, quiet=rank_in() != 0), config.run.output
         num_steps, records = config.run.steps, list[StepRecord]()
         if before is None:
@@ -101,18 +101,14 @@ class _Trainer:
     """One rank's model and optimizer, what watches them, and how a step is taken."""
 
     def __init__(
-        self,
-        config: TrainConfig,
-        device: torch.device,
-        group: torch.distributed.ProcessGroup,
-        manager: PipelineOffloadManager | None,
+        self, config: TrainConfig, device: torch.device, manager: PipelineOffloadManager | None
     ) -> None:
-        self._config, self._device, self._group, self._manager = config, device, group, manager
+        self._config, self._device, self._manager = config, device, manager
         self._synchronize = torch.get_device_module(device).synchronize
         self._chunks = build_chunks(config, device)
         # Of a run without offload too: a comparison is refused before it has trained.
         names = {name for chunk in self._chunks for name in named_modules(chunk.module)}
-        check_patterns(config.offload, set().union(*gather(names, group)))
+        check_patterns(config.offload, set().union(*gather(names)))
         self._optimizer = build_optimizer(config, self._chunks)
         live = config.run.measure_live_bytes
         self.meter = LiveActivationMeter(self._parameters()) if live else None
@@ -160,7 +156,7 @@ class _Trainer:
             is_planned_by=is_planning,
             **(counters_of(manager) if manager else {}),
         )
-        ranks = gather(mine, self._group)
+        ranks = gather(mine)
         if trace is not None:  # only now: rank 0 has cleared the folder for sure
             write_traces(config.run.output / f"trace_{rank}.json", [trace])
         sequences = config.data.microbatches * config.data.micro_batch_size

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed
 import torch.utils.deterministic
 from megatron.core import parallel_state
 from megatron.core.distributed import (
@@ -31,13 +30,8 @@ from megatron_offload.train.config import TrainConfig
 
 
 @contextlib.contextmanager
-def open_model_parallel(
-    config: TrainConfig, device: torch.device
-) -> Iterator[torch.distributed.ProcessGroup]:
-    """Split the ranks into pipelines and seed every generator; on a CPU also opens the bridges.
-
-    Yields a gloo group over all ranks, for plain numbers.
-    """
+def open_model_parallel(config: TrainConfig, device: torch.device) -> Iterator[None]:
+    """Make a pipeline of the ranks and seed every generator; on a CPU also opens the bridges."""
     virtual = config.parallel.virtual
     with contextlib.ExitStack() as stack:
         if device.type == "cpu":
@@ -53,13 +47,11 @@ def open_model_parallel(
             virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
             create_gloo_process_groups=False,
         )
-        host_group = torch.distributed.new_group(backend="gloo")
         # Stages hold different layers.
         seed = config.run.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
         torch.manual_seed(seed)
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-        yield host_group
-        torch.distributed.destroy_process_group(host_group)
+        yield
         parallel_state.destroy_model_parallel()
 
 
