@@ -13,7 +13,6 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from pydantic import ByteSize
 
@@ -144,7 +143,7 @@ class _Trainer:
         step_time_s += time.perf_counter() - start
         mine = RankStep(
             rank=rank,
-            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+            pp_rank=rank,
             loss=loss,
             grad_norm=float(grad_norm),
             step_time_s=step_time_s,

@@ -25,7 +25,7 @@ class RankStep(RankSummary):
     """One training step on one rank."""
 
     loss: float | None = None
-    """Mean over this rank's microbatches; None where another rank has the last stage."""
+    """Mean over microbatches; None where another rank has the last stage."""
     grad_norm: float
     step_time_s: float
     gradients: str | None = None
@@ -50,9 +50,8 @@ class StepRecord:
     @classmethod
     def merge(cls, step: int, tokens: int, ranks: Sequence[RankStep]) -> StepRecord:
         """Make one record of a step, which counts from 1, and its tokens, out of every rank's."""
-        # A fixed order over ranks, so that the mean is the same bits in every run.
-        losses = [rank.loss for rank in ranks if rank.loss is not None]
-        loss, step_time_s = sum(losses) / len(losses), max(rank.step_time_s for rank in ranks)
+        (loss,) = (rank.loss for rank in ranks if rank.loss is not None)
+        step_time_s = max(rank.step_time_s for rank in ranks)
         return cls(step, loss, ranks[0].grad_norm, step_time_s, tokens, tuple(ranks))
 
 
